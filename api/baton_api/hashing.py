@@ -1,0 +1,46 @@
+"""
+The name of a KV block, on which every worker and the router agree.
+
+A block's hash covers its own tokens and, through its parent, all tokens before it, so equal hashes
+mean equal prefixes and a lookup needs no tree. The root is the hash of what else decides the
+content of the cache: the tenant's salt and the adapter. SHA-256 cut to 16 bytes: nobody can craft
+a prompt that collides with another tenant's.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import sys
+from collections.abc import Sequence
+
+HASH_BYTES = 16
+
+
+def root_hash(salt: str = "", adapter: str = "") -> bytes:
+    """The parent of a request's first block."""
+    fields = b"".join(len(field.encode()).to_bytes(4) + field.encode() for field in (salt, adapter))
+    return hashlib.sha256(b"baton-block-root" + fields).digest()[:HASH_BYTES]
+
+
+def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The hash of one block, full or not, whose predecessor's hash is `parent`."""
+    words = array.array("I", tokens)  # 4 bytes wide on every platform that CPython supports
+    if sys.byteorder == "big":
+        words.byteswap()
+    return hashlib.sha256(parent + words.tobytes()).digest()[:HASH_BYTES]
+
+
+def block_hashes(tokens: Sequence[int], block_size: int, root: bytes) -> list[bytes]:
+    """
+    One hash for each full block of `tokens`, in order.
+
+    >>> len(block_hashes(range(33), 16, root_hash()))
+    2
+    """
+    hashes: list[bytes] = []
+    parent = root
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        parent = chain_hash(parent, tokens[start : start + block_size])
+        hashes.append(parent)
+    return hashes

@@ -1,0 +1,13 @@
+"""The HTTP headers that pass between client, router and workers, each named once (in lower case)."""
+
+REQUEST_ID = "x-request-id"
+"""On every answer. A client's own is kept if it is at most 128 visible ASCII characters."""
+
+PREFILL = "x-baton-prefill"
+"""Router to decode worker: `host:port` of the control server of the prefill worker to ask."""
+
+TICKET = "x-baton-ticket"
+"""Router to decode worker, carried on to the prefill worker: see `baton_api.tickets`."""
+
+WORKER = "x-baton-worker"
+"""Router to client: the name of the worker that answered."""

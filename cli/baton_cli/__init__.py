@@ -1,0 +1,1 @@
+"""The command line: `baton serve`, `up`, `chat`, and what starts each process."""

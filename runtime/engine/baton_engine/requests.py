@@ -1,0 +1,186 @@
+"""
+A request as the engine sees it: token ids in, token ids out.
+
+The engine knows nothing of text. Templates, detokenisation and stop strings are the server's; what
+is here is what the scheduler, the sampler and the roles need. A request that has its prompt computed
+elsewhere carries a `RemotePrefill`; one that is computed here for somebody else carries an `Export`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from baton_api.messages import TokenChoice
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """
+    How tokens are drawn and when drawing ends. Ranges are checked by the server, not here.
+
+    The random number for the token at position p of the sequence is a function of (seed, p) alone,
+    so that the same request gives the same tokens alone, in a batch, resumed, or by way of a pair.
+    """
+
+    seed: int = 0
+    """0 to 2**64 - 1. The server draws one for a request that names none."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0 keeps all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    """Over prompt and output; the two above over the output alone."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    """How many alternatives are reported with each token (0 to 20); None reports no logprobs."""
+    max_tokens: int = 16
+    """At least 1. The server has already cut it to what the context leaves."""
+    min_tokens: int = 0
+    """Stop ids cannot be drawn before this many tokens are out."""
+    stop_ids: frozenset[int] = frozenset()
+    """End-of-sequence ids of the model and `stop_token_ids`; empty for `ignore_eos`."""
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    """A stop id was drawn, or the server saw a stop string and said so."""
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step brought for one request."""
+
+    request_id: str
+    tokens: tuple[TokenChoice, ...] = ()
+    finish: FinishReason | None = None
+    stop_id: int | None = None
+    """The stop id that ended it; it is the last of `tokens`."""
+    cached_tokens: int = 0
+    """Prompt tokens that no worker computed for this request. Final from the first token on."""
+    error: Exception | None = None
+    """With `FinishReason.ERROR`: a BatonError for the client."""
+    relay: RelayRecord | None = None
+    """With the first token of a prompt that a prefill worker computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayRecord:
+    """How one prompt came over: the figures of `baton up`'s picture and of the metrics."""
+
+    prefill_worker: str
+    prompt_tokens: int
+    computed_tokens: int
+    """By the prefill worker; the rest came from its prefix cache."""
+    local_tokens: int
+    """Prefix that this worker held already, whose blocks were not moved."""
+    blocks: int
+    bytes: int
+    transport: str
+    """Such as `nixl/ucx shm`, `nixl/ucx tcp`, `loopback`."""
+    transfer_s: float
+    """Seconds in which at least one read was under way."""
+    queue_s: float
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """One prompt that a `RemotePrefill` is to bring; all block ids are positions in the local pool."""
+
+    request_id: str
+    tokens: Sequence[int]
+    start_block: int
+    """Blocks before it hold the prefix already."""
+    parent: bytes
+    """Chain hash of block `start_block - 1`, the root hash if 0."""
+    blocks: tuple[int, ...]
+    """Local blocks for positions `start_block` on; all of them are to be filled."""
+    sampling: SamplingParams
+    salt: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """
+    How a fetch ended. The engine gets exactly one for each `RemotePrefill.start`.
+
+    After it, only `unsafe` blocks may still be written by a peer; they are quarantined until
+    `Engine.settled` names them.
+    """
+
+    request_id: str
+    arrived: int
+    """Leading blocks of `Fetch.blocks` that are whole and checked."""
+    first: TokenChoice | None = None
+    """The first token; None if the prompt did not come over whole and the rest is computed here."""
+    cached_tokens: int = 0
+    relay: RelayRecord | None = None
+    unsafe: frozenset[int] = frozenset()
+    reason: str = ""
+    """Why `first` is None: goes to the log and, as a short label, to the metrics."""
+
+
+class RemotePrefill(Protocol):
+    """
+    Brings a prompt's KV blocks from elsewhere. Called on the engine thread; returns at once.
+
+    The answer comes later through `Engine.fetched`, from any thread.
+    """
+
+    def start(self, fetch: Fetch) -> None: ...
+
+    def cancel(self, request_id: str) -> None:
+        """The request is aborted: answer with `Fetched` as soon as what is unsafe is known."""
+        ...
+
+
+class Export(Protocol):
+    """Told on the engine thread which of a prompt's blocks are computed. Returns at once."""
+
+    def computed(self, request_id: str, tokens: int, blocks: Sequence[int]) -> None:
+        """
+        The KV of the first `tokens` prompt tokens is in the first blocks of `blocks`.
+
+        Called once at admission if a prefix was cached, and after each chunk. The blocks stay as
+        they are until `Engine.release(request_id)`.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class Request:
+    """One sequence, from submission to the end. The engine thread owns what changes."""
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    salt: str = ""
+    remote: RemotePrefill | None = None
+    export: Export | None = None
+    """With it, `max_tokens` is 1 and the blocks are kept after the end until `Engine.release`."""
+    output: list[int] = field(default_factory=list)
+    """Tokens drawn so far."""
+    computed: int = 0
+    """Tokens of prompt + output whose KV stands in `blocks`."""
+    blocks: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole sequence so far."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def pending(self) -> int:
+        """Tokens whose KV has still to be computed: the prompt at first, then one at a time."""
+        return self.length - self.computed

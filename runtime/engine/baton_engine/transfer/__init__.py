@@ -1,0 +1,104 @@
+"""
+Moves KV blocks from a prefill worker's cache into a decode worker's.
+
+The decode worker pulls. The process whose memory is written owns the transfer handle, so its own
+state is the proof that writing has ended; a prefill worker that dies leaves nothing half written
+unnoticed. Which means is used is a setting; nothing outside knows their names.
+
+What was learned by measuring NIXL over UCX shapes the contract: releasing a transfer does not cancel
+it (bytes went on landing for 0.2 s), there is no deadline inside, `check` may stay in progress for
+ever if the peer hangs, and a transfer over shared memory completes inside the call that posts it. So
+one thread owns the agent, the deadline is ours, and destination blocks of an unfinished read are
+quarantined until its state leaves "in progress".
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton_api.messages import PoolLayout
+from baton_engine.cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A prefill worker whose blocks can be read, as `Transfer.connect` gave it."""
+
+    name: str
+    """Unique for each start of the peer's process."""
+    pool: PoolLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """One finished read."""
+
+    bytes: int
+    seconds: float
+    transport: str
+    """Such as `nixl/ucx shm`, `nixl/ucx tcp`, `loopback`."""
+
+
+class Pull(Protocol):
+    """One read under way."""
+
+    def settled(self) -> asyncio.Future[Pulled]:
+        """
+        Done when no byte of the destination can change any more: with the figures, or with
+        TransferFailed. It may take for ever if the peer hangs; whoever waits has a deadline of
+        their own, and until it is done the destination blocks must not be given to anybody.
+        """
+        ...
+
+
+class Transfer(Protocol):
+    """One worker's means of reading other workers' blocks and of letting its own be read."""
+
+    @property
+    def name(self) -> str:
+        """`nixl` or `loopback`."""
+        ...
+
+    @property
+    def metadata(self) -> bytes:
+        """What a peer needs to read this worker's blocks. A capability: for authorised peers only."""
+        ...
+
+    @property
+    def pool(self) -> PoolLayout: ...
+
+    async def connect(self, metadata: bytes, pool: PoolLayout, epoch: str) -> Peer:
+        """Make a peer's blocks readable. Raises TransferFailed."""
+        ...
+
+    def pull(self, peer: Peer, remote: Sequence[int], local: Sequence[int]) -> Pull:
+        """Begin to copy the peer's blocks `remote` over the local blocks `local`, pairwise."""
+        ...
+
+    async def disconnect(self, peer: Peer) -> None:
+        """Forget the peer. Reads under way settle by themselves, with an error if it is dead."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+async def create_transfer(kind: str, cache: KVCache, worker: str) -> Transfer:
+    """
+    The means named `kind`, with `cache` registered. Raises SetupError if it is not to be had here.
+
+    `loopback` works between workers of one process only; it never stands in for `nixl` silently.
+    """
+    match kind:
+        case "nixl":
+            from baton_engine.transfer.nixl import NixlTransfer
+
+            return await NixlTransfer.create(cache, worker)
+        case "loopback":
+            from baton_engine.transfer.loopback import LoopbackTransfer
+
+            return LoopbackTransfer(cache, worker)
+        case _:
+            raise ValueError(f"no transfer is called {kind!r}")

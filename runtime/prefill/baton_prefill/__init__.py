@@ -1,0 +1,1 @@
+"""The prefill role: computes prompts and keeps their blocks until a decode worker has pulled them."""
