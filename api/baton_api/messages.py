@@ -36,7 +36,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", forbi
     """The root of all messages."""
 
 
-class Hello(Message, tag="hello"):
+class Hello(Message, frozen=True, tag="hello"):
     """The first frame: who speaks, and with whose blocks mine can be mixed."""
 
     protocol: int
@@ -47,6 +47,12 @@ class Hello(Message, tag="hello"):
     model: str
     digest: str
     """Hash of everything that decides the bytes of a block: see `baton_engine.compatibility`."""
+    labels: dict[str, str] = {}
+    """What the digest was made of, so that a refusal can name what differs."""
+    request_id: str = ""
+    """The request for whose sake the connection is made."""
+    ticket: str = ""
+    """Its ticket: without one the transfer agent's metadata is not handed out."""
 
 
 class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +67,7 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
     """NIXL's name for the kind of memory: DRAM or VRAM."""
 
 
-class Welcome(Message, tag="welcome"):
+class Welcome(Message, frozen=True, tag="welcome"):
     """Protocol and digest are equal; here is how my blocks are read."""
 
     protocol: int
@@ -74,7 +80,7 @@ class Welcome(Message, tag="welcome"):
     pool: PoolLayout
 
 
-class Refuse(Message, tag="refuse"):
+class Refuse(Message, frozen=True, tag="refuse"):
     """Why there will be no Welcome. The connection ends."""
 
     reason: str
@@ -97,7 +103,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Token ids that must not be drawn as the first token (`min_tokens`, `ignore_eos` rules)."""
 
 
-class Prefill(Message, tag="prefill"):
+class Prefill(Message, frozen=True, tag="prefill"):
     """Compute this prompt, announce its blocks from `start_block` on, and draw the first token."""
 
     room: str
@@ -115,7 +121,7 @@ class Prefill(Message, tag="prefill"):
     """Seconds from now after which nobody wants the answer."""
 
 
-class Chunk(Message, tag="chunk"):
+class Chunk(Message, frozen=True, tag="chunk"):
     """These blocks are computed and will not change until Done, Abort or the end of the connection."""
 
     room: str
@@ -136,7 +142,7 @@ class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
     top: list[tuple[int, float]] = []
 
 
-class Commit(Message, tag="commit"):
+class Commit(Message, frozen=True, tag="commit"):
     """The prompt is computed to the end; its last chunk was announced before this."""
 
     room: str
@@ -153,7 +159,7 @@ class Commit(Message, tag="commit"):
     """Seconds from the first chunk's start to the last one's end."""
 
 
-class Failed(Message, tag="failed"):
+class Failed(Message, frozen=True, tag="failed"):
     """The prompt will not be computed here. What was announced stays readable until Done."""
 
     room: str
@@ -163,34 +169,34 @@ class Failed(Message, tag="failed"):
     """Whether another prefill worker may do better (overload, drain) or none can (bad request)."""
 
 
-class Done(Message, tag="done"):
+class Done(Message, frozen=True, tag="done"):
     """Everything was pulled and checked, or nothing more is wanted and no read is under way."""
 
     room: str
     epoch: int
 
 
-class Abort(Message, tag="abort"):
+class Abort(Message, frozen=True, tag="abort"):
     """Stop computing; my reads are under way or not, Done is not coming."""
 
     room: str
     epoch: int
 
 
-class Drained(Message, tag="drained"):
+class Drained(Message, frozen=True, tag="drained"):
     """Nothing of this room and epoch is computed, announced or held any more."""
 
     room: str
     epoch: int
 
 
-class Ping(Message, tag="ping"):
+class Ping(Message, frozen=True, tag="ping"):
     """Are you there? Sent when nothing else was for a while."""
 
     number: int
 
 
-class Pong(Message, tag="pong"):
+class Pong(Message, frozen=True, tag="pong"):
     """Here I am, and this is how busy I am."""
 
     number: int
@@ -204,7 +210,7 @@ AnyMessage = (
 )
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(AnyMessage)
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def encode(message: AnyMessage) -> bytes:

@@ -35,7 +35,8 @@ def refusal(secret: bytes, ticket: str, room: str, prefill: str, now: float) -> 
     if not secret:
         return None
     text, _, signature = ticket.rpartition(".")
-    if not hmac.compare_digest(signature, _signature(secret, text, prefill)):
+    expected = _signature(secret, text, prefill)
+    if not hmac.compare_digest(signature.encode(), expected.encode()):  # as bytes: a str must be ASCII
         return f"the ticket was not signed for {prefill}"
     version, _, rest = text.partition(".")
     expiry, _, named = rest.partition(".")
