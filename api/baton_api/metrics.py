@@ -1,0 +1,124 @@
+"""
+Every metric that Baton exposes: name, kind, meaning, labels and buckets, each defined once.
+
+Dashboards, alert rules, the autoscaler and `baton top` read these names, so they are a contract like
+the control messages. Counters end in `_total` and times are in seconds, as Prometheus asks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One family of time series."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    """Upper bounds of a histogram's buckets, without +Inf."""
+
+
+# From a cached prompt on a GPU to a million tokens on a CPU.
+FIRST_TOKEN_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
+)  # fmt: skip
+
+# From a tiny model's step to the pause that a long prompt causes.
+TOKEN_BUCKETS = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0,
+)  # fmt: skip
+
+TRANSFER_BUCKETS = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
+
+REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+
+
+# --- A worker: what its clients saw ---
+
+WORKER_REQUESTS = Metric(
+    "baton_worker_requests_total",
+    "counter",
+    "Requests to generate that ended, by how: stop, length, abort (the client went away) or error.",
+    ("finish_reason",),
+)
+WORKER_PROMPT_TOKENS = Metric(
+    "baton_worker_prompt_tokens_total",
+    "counter",
+    "Prompt tokens, by where their KV came from: computed here, remote (computed by a prefill worker), cached.",
+    ("source",),
+)
+WORKER_GENERATION_TOKENS = Metric(
+    "baton_worker_generation_tokens_total", "counter", "Tokens generated for clients."
+)
+WORKER_FIRST_TOKEN = Metric(
+    "baton_worker_time_to_first_token_seconds",
+    "histogram",
+    "From a request's arrival to its first token.",
+    buckets=FIRST_TOKEN_BUCKETS,
+)
+WORKER_TOKEN = Metric(
+    "baton_worker_inter_token_latency_seconds",
+    "histogram",
+    "Between two tokens of one sequence.",
+    buckets=TOKEN_BUCKETS,
+)
+WORKER_REQUEST_TIME = Metric(
+    "baton_worker_request_seconds",
+    "histogram",
+    "From a request's arrival to its last token.",
+    buckets=REQUEST_BUCKETS,
+)
+
+# --- A worker: its engine ---
+
+WORKER_RUNNING = Metric("baton_worker_requests_running", "gauge", "Sequences in the batch.")
+WORKER_QUEUED = Metric("baton_worker_requests_queued", "gauge", "Sequences that wait to be in the batch.")
+WORKER_QUEUED_TOKENS = Metric(
+    "baton_worker_queued_tokens", "gauge", "Prompt tokens that have still to be computed."
+)
+WORKER_BLOCKS = Metric(
+    "baton_worker_kv_blocks",
+    "gauge",
+    "KV blocks by state: free, cached, owned, pinned, quarantined.",
+    ("state",),
+)
+WORKER_RETRACTIONS = Metric(
+    "baton_worker_retractions_total", "counter", "Times that a sequence gave its blocks back to go on later."
+)
+WORKER_STEPS = Metric("baton_worker_steps_total", "counter", "Forward passes of the engine.")
+WORKER_STEP_SECONDS = Metric(
+    "baton_worker_step_seconds_total", "counter", "Time spent in the engine's steps, scheduling included."
+)
+
+# --- A worker: KV blocks that came from a prefill worker ---
+
+WORKER_TRANSFER_BYTES = Metric(
+    "baton_worker_transfer_bytes_total",
+    "counter",
+    "Bytes of KV blocks pulled from prefill workers.",
+    ("transport",),
+)
+WORKER_TRANSFER_SECONDS = Metric(
+    "baton_worker_transfer_seconds",
+    "histogram",
+    "Time in which at least one read of a prompt's blocks was under way.",
+    ("transport",),
+    TRANSFER_BUCKETS,
+)
+WORKER_TRANSFER_FAILURES = Metric(
+    "baton_worker_transfer_failures_total",
+    "counter",
+    "Prompts that did not come over whole, by reason; the rest was computed here.",
+    ("reason",),
+)
+WORKER_LOCAL_PREFILLS = Metric(
+    "baton_worker_local_prefills_total",
+    "counter",
+    "Prompts with a prefill worker at hand that were computed here all the same, by reason.",
+    ("reason",),
+)
