@@ -1,0 +1,308 @@
+"""One prompt on the decode side: a table of stories, then the laws under chance schedules of both sides."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from baton_api.messages import Abort, Chunk, Commit, Done, Failed, TokenChoice
+from baton_decode.rooms import (
+    Action,
+    Order,
+    Pull,
+    Reason,
+    Report,
+    Room,
+    Send,
+    Settled,
+    State,
+    Verify,
+    to_wire,
+)
+from baton_engine.requests import Fetch, Fetched, SamplingParams
+from baton_engine.transfer import Pulled
+from tests.decode.schedules import STRANGER, Schedule
+
+TAIL = b"t" * 16
+LOCAL = (21, 22, 23)
+"""For positions 2, 3 and 4 of a prompt of 70 tokens."""
+
+
+def room(**sampling: Any) -> Room:
+    fetch = Fetch("q", tuple(range(70)), 2, b"p" * 16, LOCAL, SamplingParams(**sampling), "")
+    order = Order(
+        fetch=fetch,
+        room="r",
+        epoch=2,
+        worker="prefill-0",
+        tail=TAIL,
+        block_size=16,
+        vocab=100,
+        remote_blocks=64,
+    )
+    return Room(order)
+
+
+def chunk(first_block: int, blocks: list[int], epoch: int = 2, name: str = "r") -> Chunk:
+    return Chunk(
+        room=name,
+        epoch=epoch,
+        first_block=first_block,
+        blocks=blocks,
+        checksums=[block * 10 for block in blocks],
+    )
+
+
+def commit(**changes: Any) -> Commit:
+    fields: dict[str, Any] = {
+        "room": "r",
+        "epoch": 2,
+        "first": TokenChoice(token=7),
+        "prompt_tokens": 70,
+        "cached_tokens": 32,
+        "tail": TAIL,
+    }
+    return Commit(**{**fields, **changes})
+
+
+def pulled(size: int = 100) -> Pulled:
+    return Pulled(size, 0.5, "loopback")
+
+
+def bring(made: Room, number: int, blocks: int) -> list[Action]:
+    """Let a read finish well and its blocks be found equal."""
+    (verify,) = made.pulled(number, pulled(), 1.0)
+    assert isinstance(verify, Verify)
+    return made.verified(number, [True] * blocks)
+
+
+def reported(actions: list[Action]) -> Fetched:
+    (report,) = [action for action in actions if isinstance(action, Report)]
+    return report.fetched
+
+
+ABORT = Send(Abort(room="r", epoch=2))
+DONE = Send(Done(room="r", epoch=2))
+
+
+def test_chunks_are_pulled_as_they_come_and_the_commit_ends_the_room() -> None:
+    made = room()
+    states = [made.state]
+    assert made.chunk(chunk(2, [5, 6]), 0.0) == [Pull(1, (5, 6), (21, 22))]
+    states.append(made.state)
+    assert made.chunk(chunk(4, [7]), 0.5) == [Pull(2, (7,), (23,))]
+    assert made.pulled(1, pulled(), 1.0) == [Verify(1, (21, 22), (50, 60))]
+    assert made.verified(1, [True, True]) == []
+    assert made.commit(commit()) == []
+    assert [*states, made.state] == [State.ASKING, State.RECEIVING, State.COMMITTED]
+    assert made.pulled(2, pulled(), 2.0) == [Verify(2, (23,), (70,))]
+    done, report = made.verified(2, [True])
+    assert done == DONE
+    fetched = reported([report])
+    assert (fetched.arrived, fetched.first, fetched.cached_tokens) == (3, TokenChoice(token=7), 32)
+    assert fetched.relay is not None
+    assert (fetched.relay.computed_tokens, fetched.relay.local_tokens) == (38, 32)
+    assert (fetched.relay.blocks, fetched.relay.bytes, fetched.relay.transfer_s) == (3, 200, 2.0)
+    assert made.settled
+
+
+def test_positions_count_not_the_order_of_arrival() -> None:
+    """Peers' defect 7: blocks are mapped by position, never by counting from the end."""
+    made = room()
+    assert made.chunk(chunk(4, [7]), 0.0) == [Pull(1, (7,), (23,))]
+    assert made.chunk(chunk(2, [5, 6]), 0.0) == [Pull(2, (5, 6), (21, 22))]
+    bring(made, 1, 1)
+    assert made.arrived == 0, "a block after a gap is no prefix"
+    bring(made, 2, 2)
+    assert made.arrived == 3
+
+
+def test_a_doubled_chunk_is_read_once() -> None:
+    made = room()
+    assert len(made.chunk(chunk(2, [5, 6]), 0.0)) == 1
+    assert made.chunk(chunk(2, [5, 6]), 0.0) == []
+    bring(made, 1, 2)
+    assert made.chunk(chunk(2, [5, 6]), 0.0) == []
+
+
+def test_a_chunk_that_overlaps_brings_only_what_is_new() -> None:
+    made = room()
+    made.chunk(chunk(2, [5, 6]), 0.0)
+    assert made.chunk(chunk(3, [6, 7]), 0.0) == [Pull(2, (7,), (23,))]
+
+
+def test_messages_of_another_attempt_or_room_are_dropped() -> None:
+    """Peers' defect 27: what is said of one room never counts for another."""
+    made = room()
+    assert made.chunk(chunk(2, [5], epoch=1), 0.0) == []
+    assert made.chunk(chunk(2, [5], name="s"), 0.0) == []
+    assert made.commit(commit(epoch=1)) == []
+    assert made.failed(Failed(room="r", epoch=1, reason="old", retry=False)) == []
+    assert made.state is State.ASKING
+
+
+FORBIDDEN = {
+    "before the first wanted block": chunk(1, [5]),
+    "past the end of the prompt": chunk(4, [7, 8]),
+    "far away": chunk(2**40, [7]),
+    "negative": chunk(-3, [7]),
+    "the padding block": chunk(2, [0]),
+    "outside the peer's pool": chunk(2, [64]),
+    "no blocks": chunk(2, []),
+    "too few checksums": Chunk(room="r", epoch=2, first_block=2, blocks=[5, 6], checksums=[50]),
+}
+
+
+@pytest.mark.parametrize("case", FORBIDDEN)
+def test_a_chunk_that_cannot_be_right_ends_the_attempt_before_a_byte_is_read(case: str) -> None:
+    made = room()
+    abort, report = made.chunk(FORBIDDEN[case], 0.0)
+    assert abort == ABORT
+    assert reported([report]) == Fetched("q", arrived=0, reason=Reason.PROTOCOL)
+
+
+def test_a_position_announced_twice_with_different_blocks_ends_the_attempt() -> None:
+    made = room()
+    made.chunk(chunk(2, [5]), 0.0)
+    fetched = reported(made.chunk(chunk(2, [6]), 0.0))
+    assert (fetched.reason, fetched.unsafe) == (Reason.PROTOCOL, frozenset({21}))
+
+
+MISMATCHED = {
+    "another length": commit(prompt_tokens=71),
+    "other tokens": commit(tail=b"u" * 16),
+    "logprobs that nobody asked for": commit(first=TokenChoice(token=7, logprob=-0.1)),
+}
+
+
+@pytest.mark.parametrize("case", MISMATCHED)
+def test_a_commit_for_another_prompt_is_not_believed(case: str) -> None:
+    """Peers' defect 19: the tail's chain hash tells that both sides mean the same tokens."""
+    made = room()
+    made.chunk(chunk(2, [5, 6, 7]), 0.0)
+    bring(made, 1, 3)
+    fetched = reported(made.commit(MISMATCHED[case]))
+    assert (fetched.first, fetched.arrived, fetched.reason) == (None, 3, Reason.MISMATCH)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [commit(first=TokenChoice(token=100)), commit(first=TokenChoice(token=-1)), commit(cached_tokens=71)],
+)
+def test_a_commit_with_impossible_numbers_is_not_believed(wrong: Commit) -> None:
+    assert reported(room().commit(wrong)).reason == Reason.PROTOCOL
+
+
+def test_missing_logprobs_are_a_mismatch() -> None:
+    assert reported(room(logprobs=2).commit(commit())).reason == Reason.MISMATCH
+    good = commit(first=TokenChoice(token=7, logprob=-0.5, top=[(7, -0.5), (8, -0.9)]))
+    assert room(logprobs=2).commit(good) == []
+
+
+def test_a_checksum_that_differs_cuts_the_prefix_before_it() -> None:
+    """Peers' defect 24: damaged blocks are found by their checksum and never used."""
+    made = room()
+    made.chunk(chunk(2, [5, 6, 7]), 0.0)
+    made.pulled(1, pulled(), 1.0)
+    abort, report = made.verified(1, [True, False, True])
+    assert abort == ABORT
+    assert reported([report]) == Fetched("q", arrived=1, reason=Reason.CHECKSUM)
+
+
+def test_blocks_of_an_unsettled_read_are_unsafe_until_it_settles() -> None:
+    """Peers' defect 5: an abort in mid-read frees no block that is still being written."""
+    made = room()
+    made.chunk(chunk(2, [5, 6]), 0.0)
+    made.chunk(chunk(4, [7]), 0.0)
+    bring(made, 2, 1)
+    abort, report = made.cancel()
+    assert abort == ABORT
+    assert reported([report]) == Fetched("q", arrived=0, unsafe=frozenset({21, 22}), reason=Reason.CANCELLED)
+    assert not made.settled
+    assert made.pulled(1, pulled(), 9.0) == [Settled((21, 22))]
+    assert made.settled
+
+
+def test_a_read_that_fails_after_the_answer_settles_too() -> None:
+    made = room()
+    made.chunk(chunk(2, [5, 6]), 0.0)
+    assert reported(made.overdue()).unsafe == {21, 22}
+    assert made.pull_failed(1, 9.0) == [Settled((21, 22))]
+
+
+def test_a_failed_read_is_settled_and_its_blocks_are_not_good() -> None:
+    made = room()
+    made.chunk(chunk(2, [5]), 0.0)
+    made.chunk(chunk(3, [6]), 0.0)
+    bring(made, 1, 1)
+    fetched = reported(made.pull_failed(2, 1.0))
+    assert (fetched.arrived, fetched.unsafe, fetched.reason) == (1, frozenset(), Reason.TRANSPORT)
+
+
+def test_when_the_peer_gives_up_the_reads_under_way_still_count() -> None:
+    made = room()
+    made.chunk(chunk(2, [5, 6]), 0.0)
+    assert made.failed(Failed(room="r", epoch=2, reason="no memory", retry=True)) == []
+    assert made.chunk(chunk(4, [7]), 0.0) == [], "nothing new is begun"
+    done, report = bring(made, 1, 2)
+    assert done == DONE
+    assert reported([report]) == Fetched("q", arrived=2, reason=Reason.FAILED)
+
+
+def test_a_lost_connection_is_reported_without_a_word_to_nobody() -> None:
+    made = room()
+    (report,) = made.lost()
+    assert reported([report]) == Fetched("q", arrived=0, reason=Reason.LOST)
+
+
+def test_after_the_answer_nothing_is_answered_again() -> None:
+    made = room()
+    made.cancel()
+    assert [made.cancel(), made.lost(), made.overdue()] == [[], [], []]
+    assert made.chunk(chunk(2, [5]), 0.0) == []
+    assert made.commit(commit()) == []
+
+
+def test_a_verdict_that_comes_after_the_answer_is_dropped() -> None:
+    made = room()
+    made.chunk(chunk(2, [5]), 0.0)
+    made.pulled(1, pulled(), 1.0)
+    assert reported(made.cancel()).unsafe == frozenset(), "the read has settled, only its check has not"
+    assert made.verified(1, [True]) == []
+    assert made.settled
+
+
+def test_stop_ids_are_kept_from_the_first_token_only_while_min_tokens_says_so() -> None:
+    assert to_wire(SamplingParams(stop_ids=frozenset({5, 3}), min_tokens=1)).suppressed == [3, 5]
+    assert to_wire(SamplingParams(stop_ids=frozenset({5, 3}))).suppressed == []
+
+
+SCHEDULES = 4000
+
+
+def test_law_whatever_the_network_and_the_memory_do() -> None:
+    """
+    Peers' defects 1, 5, 23 and 35: reads of blocks that were let go, frees in mid-read, lost answers.
+
+    Every fetch is reported exactly once; no block is reported good whose content differs; a block that
+    is not unsafe is never written again; nothing is held on either side at the end.
+    """
+    ends: Counter[str] = Counter()
+    for seed in range(SCHEDULES):
+        schedule = Schedule(seed).run()
+        assert len(schedule.fetched) == 1, seed
+        (fetched,) = schedule.fetched
+        good = schedule.local_ids[: fetched.arrived]
+        expected = [schedule.content[schedule.start + offset] for offset in range(fetched.arrived)]
+        assert [schedule.local[block] for block in good] == expected, seed
+        assert schedule.overwritten == [], seed
+        assert schedule.asker.settled, seed
+        assert schedule.releases == schedule.submits <= 1, seed
+        if fetched.first is not None:
+            assert fetched.arrived == len(schedule.local_ids), seed
+            assert STRANGER not in (schedule.local[block] for block in good), seed
+        ends[fetched.reason or "whole"] += 1
+    for reason in ("whole", "lost", "deadline", "checksum", "failed", "transport", "cancelled"):
+        assert ends[reason] > SCHEDULES / 200, f"the schedules hardly ever end in {reason!r}: {ends}"

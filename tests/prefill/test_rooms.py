@@ -1,0 +1,180 @@
+"""One prompt on the prefill side: a table of stories, then what holds whatever happens."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from baton_api.messages import Chunk, Commit, Drained, Failed, Prefill, Sampling, TokenChoice
+from baton_prefill.rooms import Action, Cancel, Checksum, Release, Room, Send, State, Submit
+
+TAIL = b"t" * 16
+FIRST = TokenChoice(token=7)
+
+
+def room(tokens: int = 40, start_block: int = 0) -> Room:
+    ask = Prefill(
+        room="r",
+        epoch=3,
+        tokens=list(range(tokens)),
+        start_block=start_block,
+        parent=b"p" * 16,
+        sampling=Sampling(seed=1),
+    )
+    return Room(ask, 16, TAIL)
+
+
+def computing(tokens: int = 40, start_block: int = 0) -> Room:
+    made = room(tokens, start_block)
+    assert made.begin() == [Submit()]
+    return made
+
+
+def announce(made: Room, actions: list[Action]) -> list[Action]:
+    """Answer the one Checksum in `actions`."""
+    (ask,) = actions
+    assert isinstance(ask, Checksum)
+    return made.checksummed(ask.first_block, ask.blocks, [block * 10 for block in ask.blocks])
+
+
+def chunk(first_block: int, blocks: list[int]) -> Send:
+    checksums = [block * 10 for block in blocks]
+    return Send(Chunk(room="r", epoch=3, first_block=first_block, blocks=blocks, checksums=checksums))
+
+
+COMMIT = Send(Commit(room="r", epoch=3, first=FIRST, prompt_tokens=40, cached_tokens=0, tail=TAIL))
+DRAINED = Send(Drained(room="r", epoch=3))
+
+
+def test_whole_blocks_are_announced_as_they_come_and_the_partial_one_last() -> None:
+    made = computing()
+    assert announce(made, made.computed(20, [4, 5, 6])) == [chunk(0, [4])]
+    assert made.computed(31, [4, 5, 6]) == []
+    assert announce(made, made.computed(32, [4, 5, 6])) == [chunk(1, [5])]
+    assert announce(made, made.computed(40, [4, 5, 6])) == [chunk(2, [6])]
+    assert made.finished(FIRST, 0) == [COMMIT]
+    assert made.done() == [Release(), DRAINED]
+
+
+def test_a_cached_prefix_is_announced_at_once() -> None:
+    made = computing()
+    assert announce(made, made.computed(32, [4, 5, 6])) == [chunk(0, [4, 5])]
+
+
+def test_blocks_that_the_decode_worker_holds_are_skipped() -> None:
+    made = computing(start_block=1)
+    assert made.computed(16, [4, 5, 6]) == []
+    assert announce(made, made.computed(40, [4, 5, 6])) == [chunk(1, [5, 6])]
+
+
+def test_the_commit_waits_for_the_last_chunk() -> None:
+    made = computing()
+    asked = made.computed(40, [4, 5, 6])
+    assert made.finished(FIRST, 0) == []
+    assert announce(made, asked) == [chunk(0, [4, 5, 6]), COMMIT]
+
+
+def test_progress_told_twice_or_late_is_announced_once() -> None:
+    made = computing()
+    announce(made, made.computed(32, [4, 5, 6]))
+    assert made.computed(32, [4, 5, 6]) == []
+    assert made.computed(16, [4, 5, 6]) == []
+
+
+@pytest.mark.parametrize("tokens, blocks", [(1, 1), (15, 1), (16, 1), (17, 2), (32, 2)])
+def test_every_length_of_prompt_is_announced_whole(tokens: int, blocks: int) -> None:
+    made = computing(tokens)
+    assert announce(made, made.computed(tokens, [4, 5])) == [chunk(0, [4, 5][:blocks])]
+
+
+@pytest.mark.parametrize("end", ["done", "abort"])
+def test_an_end_while_computing_stops_the_engine(end: str) -> None:
+    made = computing()
+    assert getattr(made, end)() == [Cancel(), Release(), DRAINED]
+
+
+def test_a_lost_connection_releases_without_a_word() -> None:
+    made = computing()
+    assert made.lost() == [Cancel(), Release()]
+
+
+def test_the_deadline_ends_a_prompt_that_is_computed_and_one_that_is_never_fetched() -> None:
+    made = computing()
+    failed = Send(Failed(room="r", epoch=3, reason="the deadline passed", retry=False))
+    assert made.deadline() == [failed, Cancel(), Release(), DRAINED]
+    made = computing()
+    announce(made, made.computed(40, [4, 5, 6]))
+    made.finished(FIRST, 0)
+    assert made.deadline() == [Release(), DRAINED]
+
+
+def test_after_a_failure_what_was_announced_is_held_until_the_decode_worker_answers() -> None:
+    made = computing()
+    announce(made, made.computed(16, [4, 5, 6]))
+    assert made.failed("no memory", retry=True) == [
+        Send(Failed(room="r", epoch=3, reason="no memory", retry=True))
+    ]
+    assert made.state is State.FAILED
+    assert made.done() == [Release(), DRAINED]
+
+
+def test_a_refused_room_holds_nothing() -> None:
+    made = room()
+    assert made.refuse("draining", retry=True) == [
+        Send(Failed(room="r", epoch=3, reason="draining", retry=True))
+    ]
+    assert made.state is State.RELEASED
+    assert made.lost() == []
+
+
+def test_checksums_that_come_after_the_end_are_dropped() -> None:
+    made = computing()
+    asked = made.computed(40, [4, 5, 6])
+    made.abort()
+    assert announce(made, asked) == []
+    assert made.finished(FIRST, 0) == []
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_law_what_is_submitted_is_released_once_and_chunks_tile_the_prompt(seed: int) -> None:
+    chance = random.Random(seed)
+    tokens = chance.randint(1, 100)
+    blocks = list(range(50, 50 + -(-tokens // 16)))
+    start = chance.randint(0, len(blocks) - 1)
+    made = computing(tokens, start)
+    log: list[Action] = []
+    unanswered: list[Checksum] = []
+    done = 0
+    for _ in range(60):
+        match chance.randint(0, 9):
+            case 0 | 1 | 2:
+                done = min(tokens, done + chance.randint(0, 40))
+                new = made.computed(done, blocks)
+            case 3 | 4 | 5 if unanswered:
+                ask = unanswered.pop(0)
+                new = made.checksummed(ask.first_block, ask.blocks, [0] * len(ask.blocks))
+            case 6 if done == tokens:
+                new = made.finished(FIRST, 0)
+            case 7 if chance.random() < 0.2:
+                new = chance.choice([made.done, made.abort, made.lost, made.deadline])()
+            case 8 if chance.random() < 0.05:
+                new = made.failed("chance", retry=False)
+            case _:
+                new = []
+        unanswered += [action for action in new if isinstance(action, Checksum)]
+        log += [action for action in new if not isinstance(action, Checksum)]
+    log += made.lost()
+    assert made.state is State.RELEASED
+    assert log.count(Release()) == 1
+    after = log[log.index(Release()) + 1 :]
+    assert all(action == DRAINED for action in after)
+    position = start
+    for action in log:
+        match action:
+            case Send(Chunk() as told):
+                assert told.first_block == position
+                assert told.blocks == blocks[position : position + len(told.blocks)]
+                position += len(told.blocks)
+            case Send(Commit()):
+                assert position == len(blocks)
