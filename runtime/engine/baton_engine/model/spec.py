@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from baton_api.errors import SetupError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
     """How rotary frequencies are stretched beyond the trained context; unused fields stay at 0."""
 
-    kind: Literal["none", "linear", "llama3", "yarn"] = "none"
+    kind: Literal["none", "linear", "llama3", "yarn", "factors"] = "none"
     factor: float = 1.0
     original_context: int = 0
     low_freq_factor: float = 0.0
@@ -23,6 +25,10 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     """yarn only: multiplies cosine and sine; None means 0.1 ln(factor) + 1."""
+    truncate: bool = True
+    """yarn only: whether the blended range ends at whole dimensions."""
+    factors: tuple[float, ...] = ()
+    """factors only: one divisor per pair of dimensions, as GGUF stores llama3's scaling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,3 +78,61 @@ class ModelSpec:
         if self.sliding_window is None or (self.sliding_layers and not self.sliding_layers[layer]):
             return None
         return self.sliding_window
+
+
+LIMITS = {
+    "vocab": 4_194_304,
+    "hidden": 131_072,
+    "layers": 1_024,
+    "heads": 2_048,
+    "kv_heads": 2_048,
+    "head_dim": 2_048,
+    "intermediate": 1_048_576,
+    "context": 1 << 27,
+}
+"""Beyond any model that exists: a number above is a damaged or hostile file."""
+
+
+def checked(spec: ModelSpec, source: str) -> ModelSpec:
+    """`spec` itself, if memory may be allocated by it; `source` names the file in the SetupError."""
+    for name, limit in LIMITS.items():
+        value = getattr(spec, name)
+        if not 1 <= value <= limit:
+            raise SetupError(f"{source}: {name} is {value}, which is not within 1 to {limit}.")
+    if spec.heads % spec.kv_heads:
+        raise SetupError(f"{source}: {spec.heads} query heads cannot share {spec.kv_heads} key heads evenly.")
+    if spec.head_dim % 2:
+        raise SetupError(f"{source}: head_dim is {spec.head_dim}, but a rotation needs an even number.")
+    if not 0 <= spec.norm_epsilon < 1:
+        raise SetupError(f"{source}: the norm's epsilon is {spec.norm_epsilon}, which is not within 0 to 1.")
+    if not spec.rope_theta > 1:
+        raise SetupError(f"{source}: rope_theta is {spec.rope_theta}; it must be above 1.")
+    if spec.sliding_window is not None and spec.sliding_window < 1:
+        raise SetupError(f"{source}: sliding_window is {spec.sliding_window}; it must be at least 1.")
+    if spec.sliding_layers and len(spec.sliding_layers) != spec.layers:
+        raise SetupError(
+            f"{source}: layer_types names {len(spec.sliding_layers)} layers, the model has {spec.layers}."
+        )
+    _check_rope(spec, source)
+    return spec
+
+
+def _check_rope(spec: ModelSpec, source: str) -> None:
+    rope = spec.rope
+    if rope.kind in ("linear", "llama3", "yarn") and not rope.factor > 0:
+        raise SetupError(f"{source}: the rope factor is {rope.factor}; it must be above 0.")
+    if rope.kind in ("llama3", "yarn") and rope.original_context < 1:
+        raise SetupError(f"{source}: original_max_position_embeddings is {rope.original_context}.")
+    if rope.kind == "llama3" and not 0 < rope.low_freq_factor < rope.high_freq_factor:
+        raise SetupError(
+            f"{source}: low_freq_factor {rope.low_freq_factor} must lie between 0 and "
+            f"high_freq_factor {rope.high_freq_factor}."
+        )
+    if rope.kind == "yarn" and not 0 < rope.beta_slow < rope.beta_fast:
+        raise SetupError(
+            f"{source}: beta_slow {rope.beta_slow} must lie between 0 and beta_fast {rope.beta_fast}."
+        )
+    if rope.kind == "factors" and len(rope.factors) != spec.head_dim // 2:
+        raise SetupError(
+            f"{source}: {len(rope.factors)} rope factors for a head_dim of {spec.head_dim}; half is needed."
+        )

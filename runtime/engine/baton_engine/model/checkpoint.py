@@ -1,0 +1,67 @@
+"""A checkpoint on disk, a Hugging Face folder or a .gguf file: its spec and its weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baton_api.errors import SetupError
+from baton_engine.model import config, gguf_model, tensors
+from baton_engine.model.gguf import GGUFFile
+from baton_engine.model.progress import SILENT, Progress
+from baton_engine.model.safetensors import SafetensorsFolder
+from baton_engine.model.spec import ModelSpec
+from baton_engine.model.weights import Weights
+
+GGUF_SUFFIX = ".gguf"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Where a model lies."""
+
+    path: Path
+    """A folder with `config.json`, or a .gguf file."""
+    name: str
+    """What the model is called if nobody says otherwise."""
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.path.suffix == GGUF_SUFFIX
+
+
+def load_spec(checkpoint: Checkpoint) -> ModelSpec:
+    """What kind of decoder it is; a SetupError for one that is not served."""
+    if checkpoint.is_gguf:
+        return gguf_model.spec_of(GGUFFile(checkpoint.path))
+    path = checkpoint.path / "config.json"
+    return config.spec_of(read_json(path), str(path))
+
+
+def load_weights(
+    checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, progress: Progress = SILENT
+) -> Weights:
+    """All weights in `dtype` on the CPU. Names and shapes are checked whole before anything is read."""
+    source: tensors.TensorSource
+    if checkpoint.is_gguf:
+        source = gguf_model.GGUFTensors(GGUFFile(checkpoint.path), spec)
+    else:
+        source = SafetensorsFolder(checkpoint.path)
+    return tensors.build(source, spec, dtype, progress)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint; a SetupError if it is missing or damaged."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise SetupError(f"{path.parent} has no {path.name}.") from error
+    except (OSError, ValueError) as error:
+        raise SetupError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise SetupError(f"{path} holds no JSON object.")
+    return value

@@ -1,0 +1,112 @@
+"""
+The decoder: one function from a batch to logits, whatever the family.
+
+Nothing here knows how an operation is computed; that is `baton_engine.ops`. Nothing is an `nn.Module`:
+on a CPU its call costs more than a small model's layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from baton_engine.batch import Batch
+from baton_engine.cache import KVCache
+from baton_engine.model.rope import Rotary
+from baton_engine.model.spec import ModelSpec
+from baton_engine.model.weights import LayerWeights, Weights
+from baton_engine.ops import Linear, Ops, create_ops
+
+
+class Model(Protocol):
+    """What the engine runs."""
+
+    spec: ModelSpec
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        """
+        Logits [S, V] fp32 for `batch.logits_at`, [0, V] if that is empty.
+
+        Writes the KV of all the batch's tokens to `cache`.
+        """
+        ...
+
+
+def create_model(spec: ModelSpec, weights: Weights, device: torch.device, dtype: torch.dtype) -> Model:
+    """The fastest model for `device` that is to be had here. Weights are in `dtype` already."""
+    return Decoder(spec, weights, create_ops(spec, device, dtype), device)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer, its weights laid out for the device."""
+
+    attention_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+    window: int | None
+
+
+class Decoder:
+    """`Model` over `Ops`."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops, device: torch.device) -> None:
+        self.spec = spec
+        self.ops = ops
+        self.embedding = weights.embedding.to(device)
+        self.final_norm = weights.final_norm.to(device)
+        tied = weights.head is weights.embedding
+        self.head = ops.prepare(self.embedding if tied else weights.head.to(device))
+        self.layers = tuple(
+            _laid_out(layer, spec.window(number), ops, device) for number, layer in enumerate(weights.layers)
+        )
+        self.rotary = Rotary(spec, device)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        ops, epsilon = self.ops, self.spec.norm_epsilon
+        cos, sin = self.rotary.at(batch.positions)
+        wanted = batch.logits_at
+        residual = self.embedding[batch.tokens]  # [T, N]
+        x = ops.rms_norm(residual, self.layers[0].attention_norm, epsilon)
+        last = len(self.layers) - 1
+        for number, layer in enumerate(self.layers):
+            qkv = layer.qkv(x)
+            q = ops.rope_and_store(qkv, cos, sin, layer.q_norm, layer.k_norm, cache, number, batch)
+            if number == last and not len(wanted):
+                break  # its keys and values are stored, and nobody reads more
+            x = ops.attention(q, cache, number, batch, layer.window)
+            if number == last and len(wanted) < batch.size:
+                x, residual = x[wanted], residual[wanted]  # no later token looks at the others
+            x, residual = ops.add_rms_norm(layer.output(x), residual, layer.mlp_norm, epsilon)
+            x = layer.down(ops.silu_mul(layer.gate_up(x)))
+            norm = self.final_norm if number == last else self.layers[number + 1].attention_norm
+            x, residual = ops.add_rms_norm(x, residual, norm, epsilon)
+        else:
+            return self.head(x).to(torch.float32)
+        return torch.empty((0, self.spec.vocab), dtype=torch.float32, device=residual.device)
+
+
+def _laid_out(layer: LayerWeights, window: int | None, ops: Ops, device: torch.device) -> Layer:
+    def there(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(device)
+
+    return Layer(
+        attention_norm=layer.attention_norm.to(device),
+        qkv=ops.prepare(layer.qkv.to(device), there(layer.qkv_bias)),
+        q_norm=there(layer.q_norm),
+        k_norm=there(layer.k_norm),
+        output=ops.prepare(layer.output.to(device), there(layer.output_bias)),
+        mlp_norm=layer.mlp_norm.to(device),
+        gate_up=ops.prepare(layer.gate_up.to(device), there(layer.gate_up_bias)),
+        down=ops.prepare(layer.down.to(device), there(layer.down_bias)),
+        window=window,
+    )

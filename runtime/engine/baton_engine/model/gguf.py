@@ -1,0 +1,164 @@
+"""
+The GGUF file format: key-value metadata, then tensors, memory-mapped.
+
+Every length is checked against the file's size before it is believed, so that a damaged or cut file
+ends in one sentence with numbers. What the keys and tensors mean is `gguf_model`'s.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from baton_api.errors import SetupError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+ALIGNMENT = 32
+"""Of tensor data, unless `general.alignment` says otherwise."""
+DIMENSIONS_LIMIT = 4
+STRING, ARRAY = 8, 9
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Codes of `struct` by GGUF's type numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one tensor lies in the file."""
+
+    type: int
+    """A `GGMLQuantizationType`."""
+    shape: tuple[int, ...]
+    """Row-major, outermost first: the file itself says it the other way round."""
+    offset: int
+    """From the file's start."""
+    size: int
+    """Bytes."""
+
+
+class GGUFFile:
+    """One file, its metadata read and its tensors located."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise SetupError(f"{path} cannot be read: {error}.") from error
+        cursor = _Cursor(path, self._data)
+        if cursor.take(4) != MAGIC:
+            raise SetupError(f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()}.")
+        if (version := cursor.scalar("I")) not in VERSIONS:
+            raise SetupError(
+                f"{path} has GGUF version {version}; served are "
+                f"{VERSIONS[0]} and {VERSIONS[1]}, little-endian."
+            )
+        tensors, keys = cursor.scalar("Q"), cursor.scalar("Q")
+        self.metadata: dict[str, Any] = {}
+        for _ in range(keys):
+            key = cursor.string()
+            self.metadata[key] = cursor.value(cursor.scalar("I"))
+        self.tensors = self._locate([_described(cursor) for _ in range(tensors)], cursor.position)
+
+    def read(self, name: str) -> Tensor:
+        """Tensor `name` in fp32, dequantised."""
+        from gguf import GGMLQuantizationType, quants
+
+        stored = self.tensors[name]
+        kind = GGMLQuantizationType(stored.type)
+        raw = numpy.frombuffer(self._data, numpy.uint8, stored.size, stored.offset)
+        try:
+            values = quants.dequantize(raw.reshape(math.prod(stored.shape[:-1]), -1), kind)
+        except NotImplementedError as error:
+            raise SetupError(f"{self.path}: tensor {name} is stored as {kind.name}: {error}.") from error
+        # A view of the map is read-only, and torch has no such thing.
+        owned = numpy.array(values, dtype=numpy.float32, copy=not values.flags.writeable)
+        return torch.from_numpy(owned).reshape(stored.shape)
+
+    def _locate(
+        self, described: list[tuple[str, tuple[int, ...], int, int]], end_of_header: int
+    ) -> dict[str, StoredTensor]:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        alignment = self.metadata.get("general.alignment", ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise SetupError(f"{self.path}: an alignment of {alignment!r} is not a power of two.")
+        start = -(-end_of_header // alignment) * alignment
+        tensors = {}
+        for name, shape, kind, offset in described:
+            try:
+                values, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+            except (ValueError, KeyError) as error:
+                raise SetupError(f"{self.path}: tensor {name} has the unknown type {kind}.") from error
+            if shape[-1] % values:
+                raise SetupError(
+                    f"{self.path}: rows of tensor {name} have {shape[-1]} values, no multiple of {values}."
+                )
+            tensors[name] = StoredTensor(kind, shape, start + offset, math.prod(shape) // values * size)
+        needed = max((tensor.offset + tensor.size for tensor in tensors.values()), default=0)
+        if needed > len(self._data):
+            raise _cut_short(self.path, len(self._data), needed)
+        return tensors
+
+
+class _Cursor:
+    """Reads forward through the header."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path = path
+        self.data = data
+        self.position = 0
+
+    def take(self, size: int) -> bytes:
+        end = self.position + size
+        if end > len(self.data):
+            raise _cut_short(self.path, len(self.data), end)
+        taken = self.data[self.position : end]
+        self.position = end
+        return taken
+
+    def scalar(self, code: str) -> Any:
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+
+    def string(self) -> str:
+        return self.take(self.scalar("Q")).decode("utf-8", errors="replace")
+
+    def value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self.string()
+        if kind == ARRAY:
+            return self._array(self.scalar("I"), self.scalar("Q"))
+        if kind not in SCALARS:
+            raise SetupError(f"{self.path}: metadata of the unknown type {kind} at byte {self.position}.")
+        return self.scalar(SCALARS[kind])
+
+    def _array(self, kind: int, length: int) -> list[Any]:
+        if kind in SCALARS:
+            size = struct.calcsize("<" + SCALARS[kind])
+            return list(struct.unpack(f"<{length}{SCALARS[kind]}", self.take(length * size)))
+        return [self.value(kind) for _ in range(length)]
+
+
+def _described(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+    """Name, shape, type and offset within the data, as the file lists them."""
+    name, dimensions = cursor.string(), cursor.scalar("I")
+    if not 1 <= dimensions <= DIMENSIONS_LIMIT:
+        raise SetupError(f"{cursor.path}: tensor {name[:100]} has {dimensions} dimensions.")
+    shape = tuple(cursor.scalar("Q") for _ in range(dimensions))
+    return name, shape[::-1], cursor.scalar("I"), cursor.scalar("Q")
+
+
+def _cut_short(path: Path, size: int, needed: int) -> SetupError:
+    return SetupError(
+        f"{path} is cut short or damaged: it has {size} bytes and says that {needed} are needed. "
+        "Fetch it again."
+    )

@@ -1,0 +1,130 @@
+"""
+Weights of a Hugging Face folder: one `model.safetensors`, or shards and their index, memory-mapped.
+
+Pickled weights are refused, for loading them runs what they say.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton_api.errors import SetupError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+FLOATS = {"F32": 4, "F16": 2, "BF16": 2}
+"""Stored dtypes that are served, and their bytes."""
+HEADER_LIMIT = 100_000_000
+"""Bytes of a header; safetensors itself refuses more."""
+
+
+class SafetensorsFolder:
+    """`TensorSource` over one or several safetensors files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name = folder.name
+        self._files = {path: _header(path) for path in _weight_files(folder)}
+        self._homes: dict[str, Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for path, header in self._files.items():
+            for tensor, entry in header.items():
+                if tensor in self._homes:
+                    raise SetupError(
+                        f"{self.name}: tensor {tensor} is in both {self._homes[tensor].name} and {path.name}."
+                    )
+                self._homes[tensor] = path
+                self.shapes[tensor] = tuple(entry["shape"])
+
+    def stored_bytes(self, tensor: str) -> int:
+        begin, end = self._files[self._homes[tensor]][tensor]["data_offsets"]
+        return int(end - begin)
+
+    def read(self, tensor: str) -> Tensor:
+        from safetensors import SafetensorError, safe_open
+
+        path = self._homes[tensor]
+        dtype = self._files[path][tensor]["dtype"]
+        if dtype not in FLOATS:
+            raise SetupError(
+                f"{path}: tensor {tensor} is stored as {dtype}; served are {', '.join(FLOATS)}. "
+                "Quantised checkpoints are served as .gguf files."
+            )
+        try:
+            with safe_open(path, framework="pt") as file:
+                stored: Tensor = file.get_tensor(tensor)
+        except SafetensorError as error:
+            raise SetupError(f"{path}: tensor {tensor} cannot be read: {error}") from error
+        return stored
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if (folder / INDEX).is_file():
+        return _shards(folder)
+    if pickled := sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED):
+        raise SetupError(
+            f"{folder} holds pickled weights ({pickled[0]}), which are not loaded: a pickle can run any "
+            "code. Convert them once with transformers' save_pretrained, or take a revision of the model "
+            "that has safetensors."
+        )
+    raise SetupError(f"{folder} has neither {SINGLE} nor {INDEX}.")
+
+
+def _shards(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    try:
+        names = json.loads(index.read_bytes())["weight_map"].values()
+        shards = sorted({str(name) for name in names})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SetupError(f"{index} is not a safetensors index with a weight_map: {error!r}") from error
+    if not shards:
+        raise SetupError(f"{index} names no file.")
+    for shard in shards:
+        if Path(shard).name != shard:
+            raise SetupError(f"{index} names {shard!r}, which is not a plain file name.")
+        if not (folder / shard).is_file():
+            raise SetupError(f"{folder} lacks {shard}, one of the {len(shards)} shards that {INDEX} names.")
+    return [folder / shard for shard in shards]
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """What a file says that it holds, once its size agrees."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else HEADER_LIMIT + 1
+        if length > min(size, HEADER_LIMIT):
+            raise SetupError(f"{path} is not a safetensors file, or cut short: it has {size} bytes.")
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            checked = {tensor: _entry(entry) for tensor, entry in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SetupError(f"{path} has a damaged safetensors header: {error!r}") from error
+    needed = 8 + length + max((entry["data_offsets"][1] for entry in checked.values()), default=0)
+    if size < needed:
+        raise SetupError(
+            f"{path} is cut short: it has {size} bytes, its header promises {needed}. Fetch it again."
+        )
+    return checked
+
+
+def _entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """One tensor of a header, its numbers made sure of."""
+    begin, end = (int(offset) for offset in entry["data_offsets"])
+    shape = [int(length) for length in entry["shape"]]
+    dtype = str(entry["dtype"])
+    if not 0 <= begin <= end or min(shape, default=0) < 0:
+        raise ValueError(f"offsets {begin} to {end}, shape {shape}")
+    if dtype in FLOATS and end - begin != FLOATS[dtype] * torch.Size(shape).numel():
+        raise ValueError(f"{end - begin} bytes for {dtype} of shape {shape}")
+    return {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}

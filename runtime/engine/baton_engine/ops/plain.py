@@ -1,0 +1,186 @@
+"""
+The decoder's operations in plain torch: the oracle of every faster way, and what a CUDA device runs.
+
+Attention gathers a row's blocks into one piece and hands it to torch's own kernels. Rows of one token
+are gathered together where their lengths are alike; longer rows are computed one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from baton_engine.batch import Batch
+from baton_engine.cache import KVCache
+from baton_engine.model.spec import ModelSpec
+from baton_engine.ops import Linear
+
+PADDING_LIMIT = 2
+"""Rows are gathered together while padding makes them at most this many times as large."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLinear:
+    """A weight as it came."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows with equally many new tokens, attended in one call. R rows, L tokens each, B blocks."""
+
+    tokens: Tensor | slice
+    """Which of the batch's tokens."""
+    rows: int
+    blocks: Tensor
+    """[R * B] block ids."""
+    context: int
+    """Keys that are used of the B blocks' slots."""
+    mask: Tensor | None
+    """[R, 1, L, context] or [1, 1, L, context], True where a key is seen; None if all are, or by `causal`."""
+    causal: bool
+
+
+class PlainOps:
+    """`Ops` in plain torch, on any device and in any float dtype."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self._planned: Batch | None = None
+        self._plans: dict[int | None, list[Part]] = {}
+
+    def prepare(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return PlainLinear(weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        return functional.rms_norm(x, (x.shape[-1],), weight, epsilon)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        residual.add_(x)
+        return self.rms_norm(residual, weight, epsilon), residual
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate).mul_(up)
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        cache: KVCache,
+        layer: int,
+        batch: Batch,
+    ) -> Tensor:
+        spec = self.spec
+        heads = qkv.view(-1, spec.heads + 2 * spec.kv_heads, spec.head_dim)
+        q, k, v = torch.split(heads, [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
+        if q_norm is not None:
+            q = self.rms_norm(q, q_norm, spec.norm_epsilon)
+        if k_norm is not None:
+            k = self.rms_norm(k, k_norm, spec.norm_epsilon)
+        block = batch.slots // cache.block_size
+        slot = batch.slots % cache.block_size
+        kv = cache.kv[:, layer]  # [blocks, 2, K, slot, D]
+        kv[block, 0, :, slot] = _rotate(k, cos, sin)
+        kv[block, 1, :, slot] = v
+        return _rotate(q, cos, sin)
+
+    def attention(self, q: Tensor, cache: KVCache, layer: int, batch: Batch, window: int | None) -> Tensor:
+        spec = self.spec
+        result = torch.empty_like(q)
+        kv = cache.kv[:, layer]
+        for part in self._parts(batch, window):
+            # [R * B, 2, K, slot, D] -> [2, R, K, B * slot, D]
+            held = kv.index_select(0, part.blocks).view(part.rows, -1, *kv.shape[1:])
+            keys, values = held.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, : part.context]
+            queries = q[part.tokens].view(part.rows, -1, *q.shape[1:]).transpose(1, 2)  # [R, H, L, D]
+            mixed = functional.scaled_dot_product_attention(
+                queries, keys, values, part.mask, is_causal=part.causal, enable_gqa=spec.group > 1
+            )
+            result[part.tokens] = mixed.transpose(1, 2).flatten(0, 1)
+        return result.flatten(1)
+
+    def _parts(self, batch: Batch, window: int | None) -> list[Part]:
+        """How `batch` is cut up: the same for all layers with that window, so worked out once."""
+        if self._planned is not batch:
+            self._planned, self._plans = batch, {}
+        if window not in self._plans:
+            self._plans[window] = _plan(batch, window)
+        return self._plans[window]
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [T, heads, D] by [T, D / 2], first half against second, in fp32."""
+    first, second = x.to(torch.float32).chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def _plan(batch: Batch, window: int | None) -> list[Part]:
+    single = [r for r, row in enumerate(batch.rows) if len(row.tokens) == 1]
+    most = max((batch.contexts[r] for r in single), default=0)
+    together = len(single) > 1 and most * len(single) <= PADDING_LIMIT * sum(
+        batch.contexts[r] for r in single
+    )
+    parts = [_single_tokens(batch, single, window)] if together else []
+    alone = [r for r in range(len(batch.rows)) if not together or len(batch.rows[r].tokens) > 1]
+    return parts + [_row(batch, r, window) for r in alone]
+
+
+def _single_tokens(batch: Batch, rows: Sequence[int], window: int | None) -> Part:
+    """Rows of one token each, padded to the longest context."""
+    device = batch.device
+    contexts = [batch.contexts[r] for r in rows]
+    longest = max(contexts)
+    width = -(-longest // batch.block_size)
+    ends = torch.tensor(contexts, device=device)[:, None]
+    keys = torch.arange(longest, device=device)
+    mask = keys < ends
+    if window is not None:
+        mask &= keys >= ends - window
+    return Part(
+        tokens=torch.tensor([batch.starts[r] for r in rows], device=device),
+        rows=len(rows),
+        blocks=batch.block_table[torch.tensor(rows, device=device), :width].flatten(),
+        context=longest,
+        mask=None if min(contexts) == longest and window is None else mask[:, None, None],
+        causal=False,
+    )
+
+
+def _row(batch: Batch, r: int, window: int | None) -> Part:
+    """One row; keys that lie before the window of all its tokens are not gathered."""
+    row, size = batch.rows[r], batch.block_size
+    first = 0 if window is None else max(0, row.start - window + 1) // size
+    context = row.context - first * size
+    mask = None
+    causal = row.start == 0 and len(row.tokens) > 1 and window is None
+    if not causal and (len(row.tokens) > 1 or window is not None):
+        queries = torch.arange(row.start - first * size, context, device=batch.device)[:, None]
+        keys = torch.arange(context, device=batch.device)
+        mask = keys <= queries
+        if window is not None:
+            mask &= keys > queries - window
+        mask = mask[None, None]
+    return Part(
+        tokens=slice(batch.starts[r], batch.starts[r + 1]),
+        rows=1,
+        blocks=batch.block_table[r, first : -(-row.context // size)],
+        context=context,
+        mask=mask,
+        causal=causal,
+    )
