@@ -33,6 +33,8 @@ TOKEN_BUCKETS = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0,
 )  # fmt: skip
 
+STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
 TRANSFER_BUCKETS = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
 
 REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
@@ -43,13 +45,13 @@ REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 
 WORKER_REQUESTS = Metric(
     "baton_worker_requests_total",
     "counter",
-    "Requests to generate that ended, by how: stop, length, abort (the client went away) or error.",
+    "Choices of requests that ended, by how: stop, length, abort (the client went away) or error.",
     ("finish_reason",),
 )
 WORKER_PROMPT_TOKENS = Metric(
     "baton_worker_prompt_tokens_total",
     "counter",
-    "Prompt tokens, by where their KV came from: computed here, remote (computed by a prefill worker), cached.",
+    "Prompt tokens by where their KV came from: computed here, remote (by a prefill worker), cached.",
     ("source",),
 )
 WORKER_GENERATION_TOKENS = Metric(
@@ -78,6 +80,16 @@ WORKER_REQUEST_TIME = Metric(
 
 WORKER_RUNNING = Metric("baton_worker_requests_running", "gauge", "Sequences in the batch.")
 WORKER_QUEUED = Metric("baton_worker_requests_queued", "gauge", "Sequences that wait to be in the batch.")
+WORKER_FETCHING = Metric(
+    "baton_worker_requests_fetching",
+    "gauge",
+    "Sequences whose prompt is being brought from a prefill worker.",
+)
+WORKER_HELD = Metric(
+    "baton_worker_requests_held",
+    "gauge",
+    "Computed prompts whose blocks wait to be pulled by a decode worker.",
+)
 WORKER_QUEUED_TOKENS = Metric(
     "baton_worker_queued_tokens", "gauge", "Prompt tokens that have still to be computed."
 )
@@ -88,11 +100,19 @@ WORKER_BLOCKS = Metric(
     ("state",),
 )
 WORKER_RETRACTIONS = Metric(
-    "baton_worker_retractions_total", "counter", "Times that a sequence gave its blocks back to go on later."
+    "baton_worker_retractions_total", "counter", "Times a sequence gave its blocks back to go on later."
 )
-WORKER_STEPS = Metric("baton_worker_steps_total", "counter", "Forward passes of the engine.")
-WORKER_STEP_SECONDS = Metric(
-    "baton_worker_step_seconds_total", "counter", "Time spent in the engine's steps, scheduling included."
+WORKER_STEP = Metric(
+    "baton_worker_step_seconds",
+    "histogram",
+    "Time of one engine step, the forward pass included.",
+    buckets=STEP_BUCKETS,
+)
+WORKER_FORWARD = Metric(
+    "baton_worker_forward_seconds",
+    "histogram",
+    "Time of one forward pass; what a step takes beyond it is the engine's own.",
+    buckets=STEP_BUCKETS,
 )
 
 # --- A worker: KV blocks that came from a prefill worker ---
@@ -121,4 +141,47 @@ WORKER_LOCAL_PREFILLS = Metric(
     "counter",
     "Prompts with a prefill worker at hand that were computed here all the same, by reason.",
     ("reason",),
+)
+
+# --- The router ---
+
+ROUTER_REQUESTS = Metric(
+    "baton_router_requests_total",
+    "counter",
+    "Requests to generate that ended, by path and status; 499 if the client went away.",
+    ("path", "code"),
+)
+ROUTER_CUT = Metric(
+    "baton_router_answers_cut_total",
+    "counter",
+    "Answers that ended before they were complete although the client was there, by cause.",
+    ("cause",),
+)
+ROUTER_IN_FLIGHT = Metric("baton_router_requests_in_flight", "gauge", "Requests to generate that run now.")
+ROUTER_RETRIES = Metric(
+    "baton_router_retries_total", "counter", "Requests given to another worker, by cause.", ("cause",)
+)
+ROUTER_WORKER_STATE = Metric(
+    "baton_router_worker_state",
+    "gauge",
+    "1 for the state that the router sees a worker in, 0 for the others.",
+    ("worker", "role", "state"),
+)
+ROUTER_WORKER_IN_FLIGHT = Metric(
+    "baton_router_worker_requests_in_flight",
+    "gauge",
+    "Requests of this router that a worker has now.",
+    ("worker", "role"),
+)
+ROUTER_OVERHEAD = Metric(
+    "baton_router_overhead_seconds",
+    "histogram",
+    "From a request's last byte to the choice of its first worker.",
+    buckets=(0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1, 1.0),
+)
+ROUTER_FIRST_BYTE = Metric(
+    "baton_router_time_to_first_byte_seconds",
+    "histogram",
+    "From a request's last byte to the first byte of its answer, of streams.",
+    buckets=FIRST_TOKEN_BUCKETS,
 )

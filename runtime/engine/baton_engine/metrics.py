@@ -1,0 +1,134 @@
+"""
+A worker's metrics: what its API observes, and what its engine counts, read when somebody asks.
+
+The engine's own figures are not kept twice: a collector turns one snapshot into samples. The registry
+is this worker's own, so that two workers of one process do not mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from baton_api import metrics
+from baton_api.metrics import Metric
+from baton_engine.requests import RelayRecord
+from baton_engine.snapshot import EngineSnapshot, StepTimes
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+CHOSEN_LOCAL = frozenset(("no_prefill_worker", "short", "cached"))
+"""Reasons for computing a prompt here that are no failure of a transfer."""
+
+
+class WorkerMetrics:
+    """The registry of one worker and the observations of its API."""
+
+    def __init__(self, snapshot: Callable[[], EngineSnapshot]) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self._requests = self._counter(metrics.WORKER_REQUESTS)
+        self._tokens = self._counter(metrics.WORKER_GENERATION_TOKENS)
+        self._first_token = self._histogram(metrics.WORKER_FIRST_TOKEN)
+        self._token = self._histogram(metrics.WORKER_TOKEN)
+        self._request_time = self._histogram(metrics.WORKER_REQUEST_TIME)
+        self._transfer_bytes = self._counter(metrics.WORKER_TRANSFER_BYTES)
+        self._transfer_seconds = self._histogram(metrics.WORKER_TRANSFER_SECONDS)
+        self.registry.register(EngineCollector(snapshot))
+
+    def first_token(self, seconds: float) -> None:
+        """A choice's first token came `seconds` after its request."""
+        self._first_token.observe(seconds)
+
+    def tokens(self, seconds: float, count: int) -> None:
+        """`count` tokens of one choice came `seconds` after the one before them."""
+        for _ in range(count):
+            self._token.observe(seconds / count)
+
+    def relayed(self, relay: RelayRecord) -> None:
+        """A prompt came over from a prefill worker."""
+        self._transfer_bytes.labels(relay.transport).inc(relay.bytes)
+        self._transfer_seconds.labels(relay.transport).observe(relay.transfer_s)
+
+    def ended(self, finish_reason: str, tokens: int, seconds: float) -> None:
+        """A choice with `tokens` tokens ended `seconds` after its request."""
+        self._requests.labels(finish_reason).inc()
+        self._tokens.inc(tokens)
+        self._request_time.observe(seconds)
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _counter(self, metric: Metric) -> Counter:
+        return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
+
+    def _histogram(self, metric: Metric) -> Histogram:
+        return Histogram(
+            metric.name, metric.help, metric.labels, buckets=metric.buckets, registry=self.registry
+        )
+
+
+class EngineCollector(Collector):
+    """One engine's snapshot as samples."""
+
+    def __init__(self, snapshot: Callable[[], EngineSnapshot]) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily]:
+        now = self._snapshot()
+        totals = now.totals
+        yield _gauge(metrics.WORKER_RUNNING, {(): now.running})
+        yield _gauge(metrics.WORKER_QUEUED, {(): now.queued})
+        yield _gauge(metrics.WORKER_FETCHING, {(): now.fetching})
+        yield _gauge(metrics.WORKER_HELD, {(): now.held})
+        yield _gauge(metrics.WORKER_QUEUED_TOKENS, {(): now.queued_tokens})
+        yield _gauge(
+            metrics.WORKER_BLOCKS,
+            {
+                ("free",): now.free_blocks,
+                ("cached",): now.cached_blocks,
+                ("owned",): now.owned_blocks - now.pinned_blocks,
+                ("pinned",): now.pinned_blocks,
+                ("quarantined",): now.quarantined_blocks,
+            },
+        )
+        yield _counter(
+            metrics.WORKER_PROMPT_TOKENS,
+            {
+                ("computed",): totals.prompt_tokens_computed,
+                ("cached",): totals.prompt_tokens_cached,
+                ("remote",): totals.prompt_tokens_remote,
+            },
+        )
+        yield _counter(metrics.WORKER_RETRACTIONS, {(): totals.retractions})
+        local = {(reason,): count for reason, count in totals.local_prefills.items()}
+        yield _counter(metrics.WORKER_LOCAL_PREFILLS, local)
+        failed = {key: count for key, count in local.items() if key[0] not in CHOSEN_LOCAL}
+        yield _counter(metrics.WORKER_TRANSFER_FAILURES, failed)
+        yield _steps(metrics.WORKER_STEP, now.step_times)
+        yield _steps(metrics.WORKER_FORWARD, now.forward_times)
+
+
+def _gauge(metric: Metric, values: dict[tuple[str, ...], int]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
+    for labels, value in values.items():
+        family.add_metric(labels, value)
+    return family
+
+
+def _counter(metric: Metric, values: dict[tuple[str, ...], int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
+    for labels, value in values.items():
+        family.add_metric(labels, value)
+    return family
+
+
+def _steps(metric: Metric, times: StepTimes) -> HistogramMetricFamily:
+    buckets = [(floatToGoString(bound), float(count)) for bound, count in times.buckets]
+    family = HistogramMetricFamily(metric.name, metric.help)
+    family.add_metric((), buckets, times.total_s)
+    return family
