@@ -1,0 +1,207 @@
+"""
+Who has which block of the KV cache, and which blocks hold a prefix that somebody may want again.
+
+A block is free, cached (nobody uses it, its content is known by hash), owned (one or more requests use
+it) or quarantined (a peer may still write it). An owned block may be pinned besides: a network card
+reads or writes it, and to let go of it then is our own mistake. Block 0 is nobody's: padding points there.
+
+The prefix cache is one flat map from chain hash to block; equal hashes mean equal prefixes, so there is
+no tree. What a tree would give, eviction from the leaves, comes from a count of cached children per hash:
+the block that goes is the least recently used one without a cached child, so no prefix gets a hole.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterable, Sequence
+
+from baton_api.errors import SetupError
+
+
+class BlockPool:
+    """The states of all blocks. Not thread-safe: it belongs to the engine's thread."""
+
+    def __init__(self, blocks: int) -> None:
+        if blocks < 2:
+            raise SetupError(
+                f"A KV cache of {blocks} blocks holds no request: block 0 is reserved for padding. "
+                "Start the worker with a larger --kv-cache-memory."
+            )
+        self.capacity = blocks - 1
+        """Blocks that can be handed out."""
+        self._free = list(range(blocks - 1, 0, -1))  # the lowest number is handed out first
+        self._users = [0] * blocks
+        self._hash: list[bytes | None] = [None] * blocks
+        self._parent = [b""] * blocks
+        self._used_at = [0] * blocks
+        self._clock = 0
+        self._by_hash: dict[bytes, int] = {}
+        self._cached = 0
+        self._children: dict[bytes, int] = {}
+        """Cached blocks by the hash of their parent, whether the parent is here or not."""
+        self._leaves: list[tuple[int, int]] = []
+        """Heap of (last use, block). Entries may be stale: one counts if `_is_leaf` says so."""
+        self._pins: dict[int, int] = {}
+        self._quarantined: set[int] = set()
+
+    @property
+    def free(self) -> int:
+        """Blocks whose content nobody knows."""
+        return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        return self._cached
+
+    @property
+    def available(self) -> int:
+        """Blocks that `allocate` can hand out."""
+        return len(self._free) + self._cached
+
+    @property
+    def owned(self) -> int:
+        """Blocks in use, the pinned ones included."""
+        return self.capacity - self.available - len(self._quarantined)
+
+    @property
+    def pinned(self) -> int:
+        return len(self._pins)
+
+    @property
+    def quarantined(self) -> int:
+        return len(self._quarantined)
+
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
+        """The blocks that hold the longest known prefix of a chain. They are not taken yet."""
+        blocks: list[int] = []
+        for name in hashes:
+            block = self._by_hash.get(name)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def unused(self, blocks: Iterable[int]) -> int:
+        """How many of these known blocks nobody uses: taking them makes as many fewer available."""
+        return sum(1 for block in blocks if not self._users[block])
+
+    def take(self, blocks: Iterable[int]) -> None:
+        """Use blocks that `match` found; each take wants its own release."""
+        for block in blocks:
+            assert self._hash[block] is not None, f"block {block} is not known by a hash"
+            if not self._users[block]:
+                self._unshelve(block)
+            self._users[block] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """Blocks of unknown content, evicting cached ones where free ones do not suffice."""
+        assert count <= self.available, f"{count} blocks are wanted and {self.available} are available"
+        blocks: list[int] = []
+        for _ in range(count):
+            block = self._free.pop() if self._free else self._evict()
+            assert not self._users[block] and self._hash[block] is None, f"block {block} is not free"
+            self._users[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Stop using the blocks of one chain, first to last; the known ones stay cached."""
+        self._clock += 1
+        for block in reversed(blocks):  # children first, so that parents are no leaves in between
+            assert self._users[block] > 0, f"block {block} is released twice"
+            self._users[block] -= 1
+            assert self._users[block] >= self._pins.get(block, 0), f"block {block} is released while pinned"
+            if self._users[block]:
+                continue
+            if self._hash[block] is None:
+                self._free.append(block)
+            else:
+                self._shelve(block)
+
+    def publish(self, block: int, name: bytes, parent: bytes) -> bool:
+        """
+        Make an owned block known by its chain hash; its KV is written to the last token.
+
+        Of two blocks with the same content the first stays the known one; False for the second.
+        """
+        assert self._users[block] > 0 and self._hash[block] is None, f"block {block} cannot be published"
+        if name in self._by_hash:
+            return False
+        self._by_hash[name] = block
+        self._hash[block] = name
+        self._parent[block] = parent
+        return True
+
+    def pin(self, blocks: Iterable[int]) -> None:
+        """A network card reads or writes these blocks from now on."""
+        for block in blocks:
+            assert self._users[block] > 0, f"block {block} is pinned, but nobody owns it"
+            self._pins[block] = self._pins.get(block, 0) + 1
+
+    def unpin(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            pins = self._pins.pop(block)
+            if pins > 1:
+                self._pins[block] = pins - 1
+
+    def quarantine(self, blocks: Collection[int]) -> None:
+        """Their owner lets go of them, but a peer may still write them: nobody gets them for now."""
+        for block in blocks:
+            assert self._users[block] == 1, f"block {block} has {self._users[block]} users"
+            assert self._hash[block] is None, f"block {block} is published, but unsafe"
+            assert block not in self._pins, f"block {block} is pinned"
+            self._users[block] = 0
+            self._quarantined.add(block)
+
+    def settle(self, blocks: Collection[int]) -> None:
+        """It is proven that nobody writes them any more: free them."""
+        for block in blocks:
+            assert block in self._quarantined, f"block {block} is not in quarantine"
+            self._quarantined.remove(block)
+            self._free.append(block)
+
+    def _shelve(self, block: int) -> None:
+        name, parent = self._hash[block], self._parent[block]
+        assert name is not None
+        self._used_at[block] = self._clock
+        self._cached += 1
+        self._children[parent] = self._children.get(parent, 0) + 1
+        if name not in self._children:
+            self._add_leaf(block)
+
+    def _unshelve(self, block: int) -> None:
+        parent = self._parent[block]
+        self._cached -= 1
+        self._children[parent] -= 1
+        if self._children[parent]:
+            return
+        del self._children[parent]
+        above = self._by_hash.get(parent)
+        if above is not None and not self._users[above]:
+            self._add_leaf(above)
+
+    def _evict(self) -> int:
+        while True:
+            used_at, block = heapq.heappop(self._leaves)
+            if self._is_leaf(used_at, block):
+                break
+        name = self._hash[block]
+        assert name is not None
+        self._unshelve(block)
+        del self._by_hash[name]
+        self._hash[block] = None
+        return block
+
+    def _is_leaf(self, used_at: int, block: int) -> bool:
+        name = self._hash[block]
+        return (
+            name is not None
+            and not self._users[block]
+            and self._used_at[block] == used_at
+            and name not in self._children
+        )
+
+    def _add_leaf(self, block: int) -> None:
+        if len(self._leaves) > 2 * self.capacity + 64:  # stale entries must not pile up
+            self._leaves = sorted({entry for entry in self._leaves if self._is_leaf(*entry)})
+        heapq.heappush(self._leaves, (self._used_at[block], block))

@@ -1,0 +1,79 @@
+"""
+What drawing a request's next token depends on, beside the logits.
+
+Kept up to date token by token, so that a draw never looks through the sequence: a retracted request
+keeps its `Draw`, and goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton_engine.requests import SamplingParams
+
+GREEDY_BELOW = 1e-5
+"""A lower temperature would overflow; the most likely token has all the mass by then."""
+
+
+class Draw:
+    """One request's side of the sampler."""
+
+    __slots__ = ("adjusted", "drawn", "greedy", "params", "plain", "position", "seen", "truncated")
+
+    def __init__(self, params: SamplingParams, prompt: Sequence[int]) -> None:
+        self.params = params
+        self.position = len(prompt)
+        """Position in the sequence of the next token: what its random number is drawn for."""
+        self.drawn = 0
+        self.greedy = params.temperature < GREEDY_BELOW or params.top_p <= 0.0 or params.top_k == 1
+        self.truncated = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+        """Whether some tokens are out of the question for being unlikely."""
+        penalised = (
+            params.repetition_penalty != 1.0
+            or params.presence_penalty != 0.0
+            or params.frequency_penalty != 0.0
+        )
+        self.adjusted = penalised or bool(params.logit_bias) or params.min_tokens > 0
+        """Whether logits are changed before anything else."""
+        self.plain = self.greedy and not self.adjusted and params.logprobs is None
+        """Whether the token is the one with the highest logit, and nothing else is asked for."""
+        self.seen = Seen(prompt if params.repetition_penalty != 1.0 else ()) if penalised else None
+
+    def push(self, token: int) -> None:
+        """The token was drawn, here or by the worker that computed the prompt."""
+        self.position += 1
+        self.drawn += 1
+        if self.seen is not None:
+            self.seen.push(token)
+
+
+class Seen:
+    """The distinct tokens that penalties concern, each with its count in the output."""
+
+    __slots__ = ("_counts", "_ids", "_places")
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        distinct = sorted(set(prompt))
+        self._places = {token: place for place, token in enumerate(distinct)}
+        self._ids = np.zeros(max(64, 2 * len(distinct)), dtype=np.int64)
+        self._ids[: len(distinct)] = distinct
+        self._counts = np.zeros(len(self._ids), dtype=np.float32)
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        return self._ids[: len(self._places)]
+
+    @property
+    def counts(self) -> NDArray[np.float32]:
+        return self._counts[: len(self._places)]
+
+    def push(self, token: int) -> None:
+        place = self._places.setdefault(token, len(self._places))
+        if place == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[place] = token
+        self._counts[place] += 1

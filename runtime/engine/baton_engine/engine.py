@@ -1,0 +1,445 @@
+"""
+The engine: one thread that turns requests into tokens, step by step.
+
+A step is: carry out what other threads asked for, plan, one forward pass, draw, report. Other threads only
+append to a list of commands and wake the thread, so nothing else here needs a lock; with nothing to do,
+the thread sleeps until a command comes.
+
+Forward pass and sampling are two calls on purpose: what shapes the logits can be prepared in between.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+
+import torch
+
+from baton_api.errors import (
+    BatonError,
+    ContextTooLong,
+    InternalError,
+    InvalidRequest,
+    NotReady,
+    Overloaded,
+    PromptTooLarge,
+)
+from baton_api.messages import TokenChoice
+from baton_engine import sampler
+from baton_engine.batch import Batch, Row
+from baton_engine.batchlog import BatchLog
+from baton_engine.blocks import BlockPool
+from baton_engine.cache import KVCache
+from baton_engine.jobs import Job, Stage
+from baton_engine.limits import EngineLimits
+from baton_engine.model.decoder import Model
+from baton_engine.requests import Fetched, FinishReason, Output, RelayRecord, Request
+from baton_engine.scheduler import Scheduler
+from baton_engine.snapshot import EngineSnapshot, Histogram, Rate, Totals
+
+__all__ = ["Engine", "EngineLimits"]
+
+log = logging.getLogger(__name__)
+
+TRANSFER_FAILED = "transfer_failed"
+REASON_LENGTH = 32
+"""A longer reason is a sentence for the log, not a label for the metrics."""
+
+
+class Engine:
+    """
+    Owns a model, its KV cache and one compute thread. Every method may be called from any thread.
+
+    `on_outputs` is called on the compute thread, at most once per step, and must return at once.
+    `on_fatal` is called there with the reason when only a new process can help.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        limits: EngineLimits,
+        *,
+        on_outputs: Callable[[list[Output]], None],
+        on_fatal: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.limits = limits
+        self._model = model
+        self._cache = cache
+        self._on_outputs = on_outputs
+        self._on_fatal = on_fatal
+        self._clock = clock
+        self._pool = BlockPool(cache.blocks)
+        self._scheduler = Scheduler(self._pool, limits, cache.block_size)
+        self._outputs: list[Output] = []
+        self._jobs: dict[str, Job] = {}
+        """All that have not ended, those included that only hold blocks."""
+        self._wake = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._names: set[str] = set()
+        """Ids of `_jobs` and of requests that are still among the commands."""
+        self._arriving = 0
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
+        self._totals = Totals()
+        self._step_times = Histogram()
+        self._forward_times = Histogram()
+        self._generated = Rate(clock())
+        self._computed = Rate(clock())
+        self._log = BatchLog(clock)
+
+    # --- From any thread ---
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End what is left with ABORT and join the thread."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def submit(self, request: Request) -> None:
+        """Take a request. Raises ContextTooLong, PromptTooLarge, Overloaded or InvalidRequest at once."""
+        size, length = self._cache.block_size, len(request.prompt)
+        if not length:
+            raise InvalidRequest("The prompt has no tokens.")
+        if length >= self.limits.max_model_len:
+            raise ContextTooLong(length, 1, self.limits.max_model_len, param="prompt")
+        needed = -(-length // size)
+        if needed > self._pool.capacity:
+            raise PromptTooLarge(needed, self._pool.capacity, size)
+        longest = min(length + request.sampling.max_tokens, self.limits.max_model_len)
+        job = Job(request, size, min(-(-longest // size), self._pool.capacity))
+        with self._wake:
+            if self._stopping:
+                raise NotReady("The worker is shutting down.")
+            queued = len(self._scheduler.waiting) + self._arriving
+            if queued >= self.limits.max_queued:
+                raise Overloaded(queued, self.limits.max_queued)
+            if request.id in self._names:
+                raise InvalidRequest(f"A request with the id {request.id[:128]!r} is already being served.")
+            self._names.add(request.id)
+            self._arriving += 1
+            self._commands.append(lambda: self._add(job))
+            self._wake.notify()
+
+    def abort(self, request_id: str) -> None:
+        """End a request in whatever state it is, with ABORT if it was live; free what it exported."""
+        self._command(lambda: self._abort(request_id))
+
+    def finish(self, request_id: str) -> None:
+        """The server saw a stop string: end the request with STOP."""
+        self._command(lambda: self._finish(request_id))
+
+    def fetched(self, fetched: Fetched) -> None:
+        """A `RemotePrefill.start` has come to its end."""
+        self._command(lambda: self._fetched(fetched))
+
+    def settled(self, blocks: Collection[int]) -> None:
+        """Nobody writes these quarantined blocks any more."""
+        self._command(lambda: self._pool.settle(blocks))
+
+    def release(self, request_id: str) -> None:
+        """An exported request's blocks were pulled, or nobody wants them."""
+        self._command(lambda: self._abort(request_id))
+
+    def snapshot(self) -> EngineSnapshot:
+        pool, scheduler, now = self._pool, self._scheduler, self._clock()
+        # A list is copied in one go; the engine's thread may append to the original meanwhile.
+        running, waiting = list(scheduler.running), list(scheduler.waiting)
+        return EngineSnapshot(
+            running=len(running),
+            queued=len(waiting) + self._arriving,
+            fetching=len(scheduler.fetching),
+            held=len(scheduler.held),
+            queued_tokens=sum(job.request.pending for job in waiting)
+            + sum(job.request.pending for job in running if not job.decoding),
+            block_size=self._cache.block_size,
+            total_blocks=pool.capacity,
+            free_blocks=pool.free,
+            cached_blocks=pool.cached,
+            owned_blocks=pool.owned,
+            pinned_blocks=pool.pinned,
+            quarantined_blocks=pool.quarantined,
+            generated_per_s=self._generated.at(now),
+            computed_per_s=self._computed.at(now),
+            totals=self._totals.copy(),
+            step_times=self._step_times.times(),
+            forward_times=self._forward_times.times(),
+        )
+
+    def _command(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    # --- The thread ---
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            idle = True
+            while self._next_commands(wait=idle):
+                try:
+                    idle = not self._step()
+                except Exception:  # our own mistake: nobody may wait for an answer that never comes
+                    log.exception("The engine's step failed; every request of this worker ends.")
+                    self._end_all(FinishReason.ERROR, InternalError())
+                    self._fatal("the engine's step failed")
+                    return
+            self._end_all(FinishReason.ABORT)
+
+    def _next_commands(self, *, wait: bool) -> bool:
+        """Carry out what was asked for, waiting for it if there is nothing else to do; False to stop."""
+        with self._wake:
+            while wait and not self._commands and not self._stopping:
+                self._wake.wait()
+            if self._stopping:
+                return False
+            commands, self._commands = self._commands, deque()
+            self._arriving = 0
+        for command in commands:
+            try:
+                command()
+            except Exception:  # one command's mistake is not the other requests' end
+                log.exception("A command to the engine failed.")
+        return True
+
+    def _step(self) -> bool:
+        """One step; False if nothing can change until another command comes."""
+        started = self._clock()
+        plan = self._scheduler.plan()
+        self._totals.retractions += len(plan.retracted)
+        for job in plan.outgrown:
+            self._end(job, FinishReason.LENGTH)
+        for job in plan.starved:
+            self._end(job, FinishReason.ERROR, self._starvation(job))
+        for job in plan.fetches:
+            self._start_fetch(job)
+        for job in plan.admitted:
+            self._note_admission(job)
+        shares = [*((job, 1) for job in plan.decodes), *plan.prefills]
+        shares = [share for share in shares if share[0].stage is Stage.RUNNING]
+        if shares:
+            self._compute(shares)
+            ended = self._clock()
+            self._step_times.add(ended - started)
+            self._totals.steps += 1
+            self._log.note(plan, self._scheduler)
+        self._report()
+        return plan.changed
+
+    def _compute(self, shares: list[tuple[Job, int]]) -> None:
+        rows = [_row(job, tokens) for job, tokens in shares]
+        asking = [job for (job, _), row in zip(shares, rows, strict=True) if row.wants_logits]
+        try:
+            batch = Batch(rows, self._cache.block_size, self._cache.kv.device)
+            started = self._clock()
+            logits = self._model.forward(batch, self._cache)
+            self._forward_times.add(self._clock() - started)
+            drawn = sampler.sample(logits, [job.draw for job in asking]) if asking else []
+        except Exception:
+            names = ", ".join(job.request.id for job, _ in shares)
+            log.exception("A forward pass failed; these requests end: %s", names)
+            for job, _ in shares:
+                self._end(job, FinishReason.ERROR, InternalError())
+            return
+        choices = iter(drawn)
+        computed = 0
+        for (job, tokens), row in zip(shares, rows, strict=True):
+            choice = next(choices) if row.wants_logits else None
+            if not job.decoding:
+                computed += tokens
+            self._scheduler.advance(job, tokens)
+            if job.request.export is not None:
+                self._announce(job)
+            if not row.wants_logits or job.stage is not Stage.RUNNING:
+                continue
+            if choice is None:
+                log.error("Request %s ends: the model's logits are not finite.", job.request.id)
+                self._end(job, FinishReason.ERROR, InternalError())
+            else:
+                self._token(job, choice)
+        now = self._clock()
+        self._totals.prompt_tokens_computed += computed
+        self._computed.add(computed, now)
+        self._generated.add(len(drawn), now)
+
+    def _token(self, job: Job, choice: TokenChoice, relay: RelayRecord | None = None) -> None:
+        """A token was drawn, here or by a prefill worker: report it; it may be the request's last."""
+        request = job.request
+        request.output.append(choice.token)
+        job.draw.push(choice.token)
+        self._totals.generated_tokens += 1
+        finish, stop_id = None, None
+        if choice.token in request.sampling.stop_ids:
+            finish, stop_id = FinishReason.STOP, choice.token
+        elif (
+            len(request.output) >= request.sampling.max_tokens
+            or request.length >= self.limits.max_model_len
+            or request.export is not None  # the rest is another worker's
+        ):
+            finish = FinishReason.LENGTH
+        self._outputs.append(
+            Output(request.id, (choice,), finish, stop_id, request.cached_tokens, relay=relay)
+        )
+        if finish is not None:
+            self._leave(job, finish)
+
+    # --- Commands, carried out between steps ---
+
+    def _add(self, job: Job) -> None:
+        self._jobs[job.request.id] = job
+        self._scheduler.add(job)
+
+    def _abort(self, request_id: str) -> None:
+        job = self._jobs.get(request_id)
+        if job is None or job.cancelled:
+            return
+        if job.stage is Stage.FETCHING:
+            assert job.request.remote is not None
+            job.request.remote.cancel(request_id)
+        if job.stage is not Stage.HELD:
+            self._outputs.append(
+                Output(request_id, finish=FinishReason.ABORT, cached_tokens=job.request.cached_tokens)
+            )
+        self._leave(job, FinishReason.ABORT, hold=False)
+
+    def _finish(self, request_id: str) -> None:
+        job = self._jobs.get(request_id)
+        if job is not None and job.stage in (Stage.WAITING, Stage.RUNNING):  # a retracted one may wait
+            self._end(job, FinishReason.STOP)
+
+    def _fetched(self, fetched: Fetched) -> None:
+        job = self._jobs.get(fetched.request_id)
+        if job is None or job.stage is not Stage.FETCHING:
+            log.error("A fetch for request %s ended that was not under way.", fetched.request_id)
+            return
+        whole = self._scheduler.fetched(job, fetched.arrived, fetched.unsafe)
+        if fetched.unsafe:
+            self._check_quarantine()
+        if job.cancelled:
+            self._scheduler.end(job)
+            self._forget(job)
+        elif fetched.first is not None and whole:
+            job.request.cached_tokens = fetched.cached_tokens
+            self._totals.prompt_tokens_remote += len(job.request.prompt) - job.local_tokens
+            self._scheduler.join(job)
+            self._token(job, fetched.first, fetched.relay)
+        else:
+            log.warning(
+                "Request %s is computed here after all: %s",
+                fetched.request_id,
+                fetched.reason or TRANSFER_FAILED,
+            )
+            self._totals.local_prefills[_label(fetched.reason)] += 1
+            self._scheduler.requeue(job)
+
+    # --- Effects of a plan ---
+
+    def _start_fetch(self, job: Job) -> None:
+        request, fetch = job.request, job.fetch
+        assert request.remote is not None and fetch is not None
+        self._totals.prompt_tokens_cached += job.local_tokens
+        try:
+            request.remote.start(fetch)
+        except Exception:
+            log.exception("The fetch for request %s could not be started.", request.id)
+            self._fetched(Fetched(request.id, arrived=0, reason=TRANSFER_FAILED))
+
+    def _note_admission(self, job: Job) -> None:
+        request = job.request
+        if not job.readmitted:
+            self._totals.prompt_tokens_cached += job.local_tokens
+            if request.export is None:
+                self._totals.local_prefills[self._local_reason(job)] += 1
+        if request.export is not None and request.computed:
+            self._announce(job)
+
+    def _local_reason(self, job: Job) -> str:
+        if job.request.remote is None:
+            return "no_prefill_worker"
+        return "short" if len(job.request.prompt) <= self.limits.local_prefill_tokens else "cached"
+
+    def _announce(self, job: Job) -> None:
+        request = job.request
+        assert request.export is not None
+        try:
+            request.export.computed(request.id, request.computed, request.blocks)
+        except Exception:
+            log.exception("The blocks of request %s could not be announced.", request.id)
+            self._end(job, FinishReason.ERROR, InternalError())
+
+    def _starvation(self, job: Job) -> BatonError:
+        return NotReady(
+            f"The request needs {job.blocks_for(job.request.length)} KV blocks, but of {self._pool.capacity} "
+            f"{self._pool.quarantined} are quarantined after transfers that have not ended; try again later."
+        )
+
+    def _check_quarantine(self) -> None:
+        limit = self.limits.quarantine_limit * self._pool.capacity
+        if self._pool.quarantined > limit:
+            self._fatal(
+                f"{self._pool.quarantined} of {self._pool.capacity} KV blocks are quarantined, more than "
+                f"{limit:.0f}: transfers from a peer hang; only a restart frees the blocks"
+            )
+
+    def _fatal(self, reason: str) -> None:
+        log.critical("The worker cannot go on: %s.", reason)
+        if self._on_fatal is not None:
+            self._on_fatal(reason)
+
+    # --- Ends ---
+
+    def _end(self, job: Job, finish: FinishReason, error: Exception | None = None) -> None:
+        self._outputs.append(
+            Output(job.request.id, finish=finish, cached_tokens=job.request.cached_tokens, error=error)
+        )
+        self._leave(job, finish)
+
+    def _leave(self, job: Job, finish: FinishReason, *, hold: bool = True) -> None:
+        if job.stage is not Stage.HELD:  # it was counted when it ended
+            self._totals.finished[finish] += 1
+        self._scheduler.end(job, hold=hold)
+        if job.stage is Stage.ENDED:
+            self._forget(job)
+
+    def _forget(self, job: Job) -> None:
+        del self._jobs[job.request.id]
+        self._names.discard(job.request.id)
+
+    def _end_all(self, finish: FinishReason, error: Exception | None = None) -> None:
+        """The thread ends: tell everybody who still waits."""
+        with self._wake:
+            self._stopping = True
+        for name in self._names:
+            job = self._jobs.get(name)  # None for one that is still among the commands
+            if job is not None and (job.cancelled or job.stage is Stage.HELD):
+                continue
+            if job is not None and job.stage is Stage.FETCHING and job.request.remote is not None:
+                job.request.remote.cancel(name)
+            self._outputs.append(Output(name, finish=finish, error=error))
+        self._report()
+
+    def _report(self) -> None:
+        if self._outputs:
+            outputs, self._outputs = self._outputs, []
+            self._on_outputs(outputs)
+
+
+def _row(job: Job, tokens: int) -> Row:
+    request = job.request
+    start = request.computed
+    stop = start + tokens
+    return Row(job.tokens(start, stop), start, request.blocks, stop == request.length, job.table)
+
+
+def _label(reason: str) -> str:
+    """A fetch's reason as a label for the metrics: sentences all become the same one."""
+    return reason if reason.isidentifier() and len(reason) <= REASON_LENGTH else TRANSFER_FAILED

@@ -1,0 +1,108 @@
+"""
+A model that believes only what it reads back from the KV cache.
+
+Each token's id and position are written to its slot; the logits come from what the row's blocks hold, read
+through the block table: the prefix before anything of this pass is written, the rest after. A wrong block,
+one published too early or reused too soon, gives other positions (an error) or other tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from baton_engine.batch import Batch
+from baton_engine.cache import KVCache
+from baton_engine.model.spec import ModelSpec
+
+SPEC = ModelSpec(
+    architecture="FakeForCausalLM",
+    vocab=97,
+    hidden=2,
+    layers=1,
+    heads=1,
+    kv_heads=1,
+    head_dim=2,
+    intermediate=2,
+    context=4096,
+    norm_epsilon=1e-5,
+    rope_theta=10_000.0,
+)
+
+
+def make_cache(blocks: int, block_size: int = 4) -> KVCache:
+    """A cache with room for `blocks` - 1 blocks of `block_size` tokens."""
+    return KVCache(SPEC, blocks, torch.float32, torch.device("cpu"), block_size)
+
+
+class FakeModel:
+    """Logits are a fixed function of the tokens and positions that the cache holds for a row."""
+
+    def __init__(self, spec: ModelSpec = SPEC) -> None:
+        self.spec = spec
+        generator = torch.Generator().manual_seed(7)
+        self._table = torch.randn((1009, spec.vocab), generator=generator) * 2
+        self._weights = torch.randint(1, 1 << 30, (spec.context,), generator=generator)
+        self.passes = 0
+        self.sizes: list[int] = []
+        """Tokens of each pass."""
+        self.fail_on: int | None = None
+        """A token id at which a pass raises, as a broken kernel would."""
+        self.nan_on: int | None = None
+        """A last token whose row's logits are NaN."""
+        self.go = threading.Event()
+        """Cleared, the next pass stops in its middle until it is set."""
+        self.go.set()
+        self.inside = threading.Event()
+        """Set while a pass is under way."""
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        self.inside.set()
+        self.passes += 1
+        self.sizes.append(batch.size)
+        memory = cache.kv.view(cache.blocks, 2, cache.block_size, 2)
+        before = [self._read(memory, batch, row, batch.rows[row].start) for row in range(len(batch.rows))]
+        self.go.wait()
+        if self.fail_on is not None and bool((batch.tokens == self.fail_on).any()):
+            raise RuntimeError("a kernel failed")
+        slots = batch.slots
+        assert slots.unique().numel() == slots.numel(), "two tokens share a slot"
+        assert int(slots.min()) >= cache.block_size, "block 0 is written"
+        flat = memory[:, 0].reshape(-1, 2)
+        flat[slots, 0] = batch.tokens.float()
+        flat[slots, 1] = batch.positions.float()
+        memory[:, 0] = flat.view(cache.blocks, cache.block_size, 2)
+        logits = []
+        for row, prefix in enumerate(before):
+            if batch.starts[row + 1] - 1 not in batch.logits_at.tolist():
+                continue
+            tokens = self._read(memory, batch, row, batch.contexts[row])
+            assert torch.equal(tokens[: len(prefix)], prefix), "a prefix was written during the pass"
+            logits.append(self.logits(tokens.tolist()))
+        self.inside.clear()
+        return torch.stack(logits) if logits else torch.empty((0, self.spec.vocab))
+
+    def logits(self, tokens: list[int]) -> Tensor:
+        """[V] for the token after these."""
+        ids = torch.tensor(tokens)
+        state = int(((ids + 1) * self._weights[: len(ids)]).sum()) % len(self._table)
+        row = self._table[state].clone()
+        if self.nan_on is not None and tokens[-1] == self.nan_on:
+            row.fill_(float("nan"))
+        return row
+
+    def greedy(self, prompt: list[int] | tuple[int, ...], count: int) -> list[int]:
+        """What a request with temperature 0 must give."""
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(int(self.logits(tokens).argmax()))
+        return tokens[len(prompt) :]
+
+    def _read(self, memory: Tensor, batch: Batch, row: int, count: int) -> Tensor:
+        entries = memory[batch.block_table[row].long(), 0].reshape(-1, 2)[:count]
+        assert torch.equal(entries[:, 1].long(), torch.arange(count)), (
+            f"row {row} reads positions {entries[:, 1].long().tolist()}"
+        )
+        return entries[:, 0].long()
