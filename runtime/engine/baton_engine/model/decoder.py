@@ -15,6 +15,7 @@ from torch import Tensor
 
 from baton_engine.batch import Batch
 from baton_engine.cache import KVCache
+from baton_engine.model.native import native_decoder
 from baton_engine.model.rope import Rotary
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.weights import LayerWeights, Weights
@@ -37,7 +38,8 @@ class Model(Protocol):
 
 def create_model(spec: ModelSpec, weights: Weights, device: torch.device, dtype: torch.dtype) -> Model:
     """The fastest model for `device` that is to be had here. Weights are in `dtype` already."""
-    return Decoder(spec, weights, create_ops(spec, device, dtype), device)
+    native = native_decoder(spec, weights, dtype) if device.type == "cpu" else None
+    return native or Decoder(spec, weights, create_ops(spec, device, dtype), device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from baton_engine.model.spec import ModelSpec
 from baton_engine.ops import Linear
-from baton_engine.ops.plain import PlainOps
+from baton_engine.ops.plain import PlainLinear, PlainOps
 from baton_engine.ops.processor import computes_bfloat16
 
 
@@ -33,23 +32,14 @@ class PackedLinear:
         return result
 
 
-@dataclass(frozen=True, slots=True)
-class PlainLinear:
-    """A weight as it came."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias)
-
-
 class CpuOps(PlainOps):
     """`PlainOps` with prepacked weights, where the processor and the build of torch allow it."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
         super().__init__(spec)
-        self.packs = dtype == torch.bfloat16 and torch.backends.mkldnn.is_available() and computes_bfloat16()
+        self.packs = (
+            dtype == torch.bfloat16 and computes_bfloat16() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        )
 
     def prepare(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         if not self.packs:

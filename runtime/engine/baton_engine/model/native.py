@@ -1,0 +1,220 @@
+"""
+The decoder as one native call: all layers of a pass, without a Python line or a torch operation between.
+
+On a CPU a small model's step is a few milliseconds of streaming weights, and torch's calls and thread
+hand-overs cost as much again; and torch has no attention over blocks. So the whole pass is C
+(`baton_engine.ops.native`), whatever the batch: a few decoding rows or a chunk of prefill. The
+interpreter lock is free meanwhile. Weights are held once, packed; tied embeddings are read out of the
+packed head.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import weakref
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from baton_engine.batch import Batch
+from baton_engine.cache import KVCache
+from baton_engine.model.rope import Rotary
+from baton_engine.model.spec import ModelSpec
+from baton_engine.model.weights import LayerWeights, Weights
+from baton_engine.ops.native import library
+
+log = logging.getLogger(__name__)
+
+MOST_HEAD_DIM = 256
+MOST_GROUP = 96
+KINDS = {torch.float32: 0, torch.bfloat16: 1}
+PLACES = {
+    name: number
+    for number, name in enumerate(
+        (
+            "attention_norm", "qkv", "q_norm", "k_norm", "output", "mlp_norm", "gate_up", "down",
+            "final_norm", "head", "embedding",
+        )
+    )
+}  # fmt: skip
+
+
+class _Spec(ctypes.Structure):
+    """`struct spec` of decoder.c."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "kind", "threads", "vocab", "hidden", "layers", "heads", "kv_heads", "head_dim",
+                "intermediate", "tied",
+            )
+        ),
+        ("epsilon", ctypes.c_double),
+    )  # fmt: skip
+
+
+class _Pass(ctypes.Structure):
+    """`struct pass` of decoder.c."""
+
+    _fields_ = (
+        ("tokens", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("wanted", ctypes.c_int64),
+        ("ids", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+        ("blocks", ctypes.c_void_p),
+        ("width", ctypes.c_int64),
+        ("logits_at", ctypes.c_void_p),
+        ("cosines", ctypes.c_void_p),
+        ("sines", ctypes.c_void_p),
+        ("cache", ctypes.c_void_p),
+        ("cache_slots", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("logits", ctypes.c_void_p),
+    )
+
+
+class NativeDecoder:
+    """`Model` in C. One pass at a time; the rows of a pass do not change one another's results."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, native: ctypes.CDLL, threads: int
+    ) -> None:
+        """Copies the weights: the caller drops its own afterwards."""
+        self.spec = spec
+        self.dtype = dtype
+        self.rotary = Rotary(spec, torch.device("cpu"))
+        self._native = native
+        tied = weights.head is weights.embedding
+        sizes = _Spec(
+            kind=KINDS[dtype],
+            threads=threads,
+            vocab=spec.vocab,
+            hidden=spec.hidden,
+            layers=spec.layers,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            intermediate=spec.intermediate,
+            tied=tied,
+            epsilon=spec.norm_epsilon,
+        )
+        handle = native.baton_create(ctypes.byref(sizes))
+        if not handle:
+            raise MemoryError("no memory for the packed weights")
+        self._handle = ctypes.c_void_p(handle)
+        weakref.finalize(self, native.baton_destroy, self._handle)
+        for number, layer in enumerate(weights.layers):
+            self._load_layer(number, layer)
+            if window := spec.window(number):
+                native.baton_slide(self._handle, ctypes.c_int64(number), ctypes.c_int64(window))
+        self._load(0, "final_norm", weights.final_norm)
+        self._load(0, "head", weights.head)
+        if not tied:
+            self._load(0, "embedding", weights.embedding)
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        if cache.kv.dtype != self.dtype:
+            raise TypeError(f"the cache holds {cache.kv.dtype}, the model computes in {self.dtype}")
+        cosines, sines = self.rotary.at(batch.positions)
+        logits = torch.empty((len(batch.logits_at), self.spec.vocab), dtype=torch.float32)
+        blocks, slots = batch.block_table, batch.slots
+        starts = (ctypes.c_int64 * len(batch.starts))(*batch.starts)
+        task = _Pass(
+            tokens=batch.size,
+            rows=len(batch.rows),
+            wanted=len(logits),
+            ids=batch.tokens.data_ptr(),
+            positions=batch.positions.data_ptr(),
+            slots=slots.data_ptr(),
+            starts=ctypes.addressof(starts),
+            blocks=blocks.data_ptr(),
+            width=blocks.shape[1],
+            logits_at=batch.logits_at.data_ptr(),
+            cosines=cosines.data_ptr(),
+            sines=sines.data_ptr(),
+            cache=cache.kv.data_ptr(),
+            cache_slots=cache.blocks * cache.block_size,
+            block_size=cache.block_size,
+            logits=logits.data_ptr(),
+        )
+        match self._native.baton_forward(self._handle, ctypes.byref(task)):
+            case 0:
+                return logits
+            case 1:
+                raise MemoryError(f"no memory for the activations of {batch.size} tokens")
+            case _:
+                raise IndexError(f"a token id is not below {self.spec.vocab}, or a slot not in the cache")
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the packed weights."""
+        size: int = self._native.baton_bytes(self._handle)
+        return size
+
+    def _load_layer(self, number: int, layer: LayerWeights) -> None:
+        self._load(number, "attention_norm", layer.attention_norm)
+        self._load(number, "qkv", layer.qkv, layer.qkv_bias)
+        if layer.q_norm is not None:
+            self._load(number, "q_norm", layer.q_norm)
+        if layer.k_norm is not None:
+            self._load(number, "k_norm", layer.k_norm)
+        self._load(number, "output", layer.output, layer.output_bias)
+        self._load(number, "mlp_norm", layer.mlp_norm)
+        self._load(number, "gate_up", layer.gate_up, layer.gate_up_bias)
+        self._load(number, "down", layer.down, layer.down_bias)
+
+    def _load(self, layer: int, place: str, weight: Tensor, bias: Tensor | None = None) -> None:
+        weight = weight.to(self.dtype).contiguous()
+        bias = None if bias is None else bias.to(self.dtype).contiguous()
+        fits = self._native.baton_load(
+            self._handle,
+            ctypes.c_int64(layer),
+            ctypes.c_int64(PLACES[place]),
+            ctypes.c_void_p(weight.data_ptr()),
+            ctypes.c_void_p(None if bias is None else bias.data_ptr()),
+            ctypes.c_int64(weight.shape[0]),
+            ctypes.c_int64(weight.shape[1] if weight.dim() == 2 else 1),
+        )
+        if not fits:
+            raise ValueError(f"layer {layer}: {place} {tuple(weight.shape)} does not fit the model's sizes")
+
+
+def supports(spec: ModelSpec, dtype: torch.dtype) -> bool:
+    """Whether the kernels are made for a model of these sizes."""
+    return (
+        dtype in KINDS
+        and spec.head_dim % 2 == 0
+        and spec.head_dim <= MOST_HEAD_DIM
+        and spec.heads % spec.kv_heads == 0
+        and spec.group <= MOST_GROUP
+    )
+
+
+def native_decoder(
+    spec: ModelSpec, weights: Weights, dtype: torch.dtype, environment: Mapping[str, str] = os.environ
+) -> NativeDecoder | None:
+    """The native model with torch's number of threads, or None where the kernels are not to be had."""
+    if not supports(spec, dtype):
+        return None
+    try:
+        native = _library(tuple(sorted(environment.items())))
+    except library.Unavailable as reason:
+        log.warning("computing with torch, more slowly: no native kernels, %s", reason)
+        return None
+    return NativeDecoder(spec, weights, dtype, native, torch.get_num_threads())
+
+
+@functools.cache
+def _library(environment: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
+    native = library.load(dict(environment))
+    native.baton_create.restype = ctypes.c_void_p
+    native.baton_bytes.restype = ctypes.c_int64
+    return native

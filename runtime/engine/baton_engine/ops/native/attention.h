@@ -1,0 +1,170 @@
+/*
+ * Causal attention of some query rows over the cache's blocks, without gathering them.
+ *
+ * Keys and values are taken 64 at a time, at multiples of 64 from the sequence's beginning, and packed into
+ * panels, so that scores and weighted sums are both `multiply`. Softmax runs along with a running largest
+ * score. What a row must not see weighs exactly 0 in every step, so a row's result depends on its own
+ * position and context alone, neither on the rows beside it nor on how the prompt was cut into chunks.
+ */
+#ifndef BATON_ATTENTION_H
+#define BATON_ATTENTION_H
+
+#include "linear.h"
+
+#define KEYS 64               /* keys taken at a time */
+#define MOST_HEAD_DIM 256
+#define MOST_QUERIES 96       /* query rows of one call: tokens times the heads of a group */
+#define HIDDEN_SCORE -1e30f   /* below every score, above minus infinity: differences stay finite */
+
+/* Where one row's keys and values of one layer and head stand. */
+struct context {
+    const char *keys;         /* of block 0 */
+    const char *values;
+    size_t block_bytes, slot_bytes, block_size;
+    const int32_t *blocks;
+};
+
+/* One thread's scratch memory. */
+struct scratch {
+    _Alignas(64) uint32_t keys[KEYS / PANEL][MOST_HEAD_DIM * PANEL];
+    uint32_t values[MOST_HEAD_DIM / PANEL][KEYS * PANEL];
+    float scores[TILE_ROWS][KEYS];
+    uint32_t weights[TILE_ROWS][KEYS];
+    float sums[MOST_QUERIES * MOST_HEAD_DIM];
+    float best[MOST_QUERIES], total[MOST_QUERIES];
+};
+
+static const _Alignas(64) uint32_t no_slot[MOST_HEAD_DIM];
+
+/* Packs the keys and values of positions `first` to `end`; places beyond `end` hold zeros. */
+INLINE void pack_keys(struct scratch *scratch, const struct context *context, size_t first, size_t end, size_t dim,
+                      const int kind) {
+    const uint32_t *keys[KEYS];
+    const void *values[KEYS];
+    size_t lanes = lanes_of(kind, dim), whole = lanes / LANES * LANES;
+    for (size_t i = 0; i < KEYS; i++) {
+        size_t position = first + i;
+        if (position < end) {
+            size_t block = (size_t)context->blocks[position / context->block_size];
+            size_t offset = block * context->block_bytes + position % context->block_size * context->slot_bytes;
+            keys[i] = (const uint32_t *)(context->keys + offset);
+            values[i] = context->values + offset;
+        } else {
+            keys[i] = no_slot;
+            values[i] = no_slot;
+        }
+    }
+    for (size_t group = 0; group < KEYS / LANES; group++) {
+        uint32_t *to = scratch->keys[group / 2] + group % 2 * LANES;
+        for (size_t lane = 0; lane < whole; lane += LANES) transpose(keys + group * LANES, lane, to + lane * PANEL, PANEL);
+        for (size_t lane = whole; lane < lanes; lane++)
+            for (size_t i = 0; i < LANES; i++) {
+                size_t bytes = dim * item_bytes(kind) - lane * 4;
+                uint32_t value = 0;
+                memcpy(&value, (const char *)keys[group * LANES + i] + lane * 4, bytes < 4 ? bytes : 4);
+                to[lane * PANEL + i] = value;
+            }
+    }
+    for (size_t d = 0; d < dim; d += PANEL) {
+        uint32_t *to = scratch->values[d / PANEL];
+        size_t width = dim - d < PANEL ? dim - d : PANEL;
+        if (kind == FLOAT32) {
+            for (size_t i = 0; i < KEYS; i++) memcpy(to + i * PANEL, (const float *)values[i] + d, width * 4);
+            continue;
+        }
+        for (size_t i = 0; i < KEYS; i += 2, to += PANEL) {
+            const bfloat16 *first_value = (const bfloat16 *)values[i] + d, *second_value = (const bfloat16 *)values[i + 1] + d;
+            if (width == PANEL)
+                interleave(first_value, second_value, to);
+            else
+                for (size_t j = 0; j < width; j++) to[j] = (uint32_t)first_value[j] | (uint32_t)second_value[j] << 16;
+        }
+    }
+}
+
+/*
+ * Turns one row of scores into weights 2 ** (scale * (score - best)); brings its running sums to the new best.
+ * Keys from `seen_from` to `seen_to` of the 64 are visible.
+ */
+INLINE void soften(float *scores, uint32_t *weights, float scale, int seen_from, int seen_to, float *best, float *total,
+                   float *sums, size_t sums_length, const int kind) {
+    floats score[KEYS / LANES], top;
+    for (int i = 0; i < KEYS / LANES; i++) score[i] = load(scores + i * LANES);
+    if (seen_from > 0 || seen_to < KEYS) {
+        const ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        for (int i = 0; i < KEYS / LANES; i++) {
+            ints at = lane + i * LANES;
+            score[i] = choose((at >= seen_from) & (at < seen_to), score[i], splat(HIDDEN_SCORE * 4.0f));
+        }
+    }
+    top = larger(larger(score[0], score[1]), larger(score[2], score[3]));
+    float before = *best, now = largest(top);
+    if (now > before) {
+        /* Only a row that has seen nothing has HIDDEN_SCORE, and then the sums are 0. */
+        float shrink = exp2s(splat((before - now) * scale))[0];
+        *best = now;
+        *total *= shrink;
+        for (size_t i = 0; i < sums_length; i += LANES) store(sums + i, load(sums + i) * shrink);
+    } else {
+        now = before;
+    }
+    floats added = splat(0.0f);
+    for (int i = 0; i < KEYS / LANES; i++) {
+        floats weight = exp2s((score[i] - now) * scale);
+        added += weight;
+        put(weights, (size_t)(i * LANES), weight, kind);
+    }
+    *total += sum(added);
+}
+
+/*
+ * Query rows of tokens at positions `position` on, `group` rows a token, against one head's keys.
+ * `queries` is [tokens * group][query_lanes]; result row i goes to results + offsets by `write`.
+ */
+struct span {
+    const uint32_t *queries;
+    size_t query_lanes;
+    size_t tokens, group;
+    size_t position;  /* of the first token */
+    size_t window;    /* keys a token sees, itself included; 0 for all */
+    size_t dim;
+};
+
+/* Leaves the weighted sums of span's rows, divided by their totals, in scratch->sums [rows][padded dim]. */
+INLINE void attend(struct scratch *scratch, const struct context *context, const struct span *span, const int kind) {
+    const size_t rows = span->tokens * span->group, padded = round_up(span->dim, PANEL);
+    const float scale = LOG2_E / __builtin_sqrtf((float)span->dim);
+    const size_t end = span->position + span->tokens;
+    size_t first = 0;
+    if (span->window && span->position + 1 > span->window) first = (span->position + 1 - span->window) / KEYS * KEYS;
+    memset(scratch->sums, 0, rows * padded * sizeof(float));
+    for (size_t row = 0; row < rows; row++) scratch->best[row] = HIDDEN_SCORE, scratch->total[row] = 0.0f;
+    for (; first < end; first += KEYS) {
+        pack_keys(scratch, context, first, end, span->dim, kind);
+        for (size_t row = 0; row < rows; row += TILE_ROWS) {
+            size_t count = rows - row < TILE_ROWS ? rows - row : TILE_ROWS;
+            size_t last_position = span->position + (row + count - 1) / span->group;
+            if (last_position < first) continue;
+            for (size_t panel = 0; panel < KEYS / PANEL; panel++)
+                multiply(count, span->queries + row * span->query_lanes, span->query_lanes, scratch->keys[panel],
+                         lanes_of(kind, span->dim), scratch->scores[0] + panel * PANEL, KEYS, 0, kind);
+            for (size_t i = 0; i < count; i++) {
+                long position = (long)(span->position + (row + i) / span->group);
+                long to = position + 1 - (long)first, from = span->window ? to - (long)span->window : 0;
+                soften(scratch->scores[i], scratch->weights[i], scale, from < 0 ? 0 : from > KEYS ? KEYS : (int)from,
+                       to < 0 ? 0 : to > KEYS ? KEYS : (int)to, scratch->best + row + i, scratch->total + row + i,
+                       scratch->sums + (row + i) * padded, padded, kind);
+            }
+            for (size_t d = 0; d < padded; d += PANEL)
+                multiply(count, scratch->weights[0], KEYS, scratch->values[d / PANEL], lanes_of(kind, KEYS),
+                         scratch->sums + row * padded + d, padded, 1, kind);
+        }
+    }
+    for (size_t row = 0; row < rows; row++) {
+        float inverse = 1.0f / scratch->total[row];
+        for (size_t i = 0; i < padded; i += LANES)
+            store(scratch->sums + row * padded + i, load(scratch->sums + row * padded + i) * inverse);
+    }
+}
+
+#endif

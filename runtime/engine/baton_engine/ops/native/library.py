@@ -1,0 +1,129 @@
+"""
+The native library: compiled at first use for this very processor, kept in the user's cache.
+
+Any C compiler will do: `$CC`, the system's, or the clang in the `ziglang` wheel (`pip install
+'baton[kernels]'`). The file's name is a digest of the sources, the compiler and the processor, so a
+change of any of them makes another file and processes that start together can only write the same one.
+Where there is no compiler, `Unavailable` says what to do; torch serves instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+SOURCES = ("decoder.c", "attention.h", "linear.h", "pool.h", "vector.h")
+FLAGS = (
+    "-O3",
+    "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native",
+    "-std=gnu11",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-sanitize=undefined",  # zig turns it on
+    "-shared",
+    "-fPIC",
+    "-pthread",
+    "-w",
+)
+COMPILERS = ("cc", "gcc", "clang")
+BUILD_SECONDS = 300.0
+
+
+class Unavailable(Exception):
+    """There is no native library here; the message says why and what would give one."""
+
+
+def load(environment: Mapping[str, str]) -> ctypes.CDLL:
+    """The library, built if need be. Looks at BATON_KERNELS, CC, PATH, BATON_CACHE, XDG_CACHE_HOME, HOME."""
+    if environment.get("BATON_KERNELS", "").lower() in ("0", "off", "false"):
+        raise Unavailable("BATON_KERNELS turns them off")
+    if sys.platform not in ("linux", "darwin"):
+        raise Unavailable(f"they are not made for {sys.platform}")
+    compiler = find_compiler(environment)
+    path = cache_folder(environment) / f"kernels-{_digest(compiler, environment)}.so"
+    if not path.exists():
+        _build(compiler, path, environment)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise Unavailable(f"{path} cannot be loaded ({error}); delete it to build it anew") from error
+
+
+def find_compiler(environment: Mapping[str, str]) -> list[str]:
+    """The command of a C compiler, without flags."""
+    named = shlex.split(environment.get("CC", ""))
+    if named:
+        if shutil.which(named[0], path=environment.get("PATH", "")) is None:
+            raise Unavailable(f"CC names {named[0]}, which is not to be found")
+        return named
+    for name in COMPILERS:
+        if found := shutil.which(name, path=environment.get("PATH", "")):
+            return [found]
+    if importlib.util.find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "cc"]
+    raise Unavailable("there is no C compiler: install gcc or clang, or `pip install 'baton[kernels]'`")
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """Where built files are kept."""
+    if chosen := environment.get("BATON_CACHE"):
+        return Path(chosen)
+    if shared := environment.get("XDG_CACHE_HOME"):
+        return Path(shared) / "baton"
+    return Path(environment.get("HOME") or tempfile.gettempdir()) / ".cache" / "baton"
+
+
+def _digest(compiler: Sequence[str], environment: Mapping[str, str]) -> str:
+    folder = Path(__file__).parent
+    digest = hashlib.sha256()
+    for name in SOURCES:
+        digest.update((folder / name).read_bytes())
+    digest.update("\0".join((*compiler, *FLAGS, _processor())).encode())
+    digest.update(_run([*compiler, "--version"], environment).encode())
+    return digest.hexdigest()[:32]
+
+
+def _processor() -> str:
+    """What the compiler's `native` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
+    except OSError:
+        return platform.processor() + platform.machine()
+    told = ("flags", "features", "model", "model name", "cpu part", "cpu family")
+    return "\n".join(line for line in lines if line.split(":")[0].strip().lower() in told)
+
+
+def _build(compiler: Sequence[str], path: Path, environment: Mapping[str, str]) -> None:
+    source = Path(__file__).parent / SOURCES[0]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            built = Path(folder) / path.name
+            _run([*compiler, *FLAGS, str(source), "-o", str(built), "-lm"], environment)
+            os.replace(built, path)  # at once: nobody ever sees half a file
+    except OSError as error:
+        raise Unavailable(
+            f"{path.parent} cannot be written ({error}); set BATON_CACHE to a folder that can"
+        ) from error
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> str:
+    try:
+        done = subprocess.run(
+            command, env=dict(environment), capture_output=True, text=True, timeout=BUILD_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable(f"`{shlex.join(command)}` failed: {error}") from error
+    if done.returncode:
+        raise Unavailable(f"`{shlex.join(command)}` failed: {done.stderr.strip()[-1000:]}")
+    return done.stdout

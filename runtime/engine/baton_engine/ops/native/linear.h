@@ -1,0 +1,115 @@
+/*
+ * Products of a few rows with a packed matrix: the one kernel that linears and attention are made of.
+ *
+ * A matrix [n, k] is packed into panels of 32 outputs; a panel is [units][32] lanes, where a unit is one k
+ * of float32 or two of bfloat16. So a panel is one stream of memory, read once, while the rows' numbers are
+ * broadcast. Each output is summed along k in the same order however many rows there are: a row's result
+ * does not depend on the rows beside it.
+ */
+#ifndef BATON_LINEAR_H
+#define BATON_LINEAR_H
+
+#include "vector.h"
+
+#define PANEL 32
+
+/* Rows of one tile: as many as the accumulators, two vectors each, find registers. */
+#if defined(__AVX512F__)
+#define TILE_ROWS 12
+#else
+#define TILE_ROWS 3
+#endif
+
+/* How far ahead the weights are asked for, in units of 128 bytes. */
+#define AHEAD 24
+
+/* result[row][32] (+)= rows . panel, in lanes; `add` continues the sums that are in `result`. */
+#define DEFINE_TILE(ROWS, KIND, NAME)                                                                      \
+    static void NAME(const uint32_t *rows, size_t row_stride, const uint32_t *panel, size_t units,         \
+                     float *result, size_t result_stride, int add) {                                       \
+        floats total[ROWS][2];                                                                             \
+        _Pragma("GCC unroll 12") for (int row = 0; row < ROWS; row++) {                                    \
+            total[row][0] = add ? load(result + row * result_stride) : splat(0.0f);                        \
+            total[row][1] = add ? load(result + row * result_stride + LANES) : splat(0.0f);                \
+        }                                                                                                  \
+        for (size_t unit = 0; unit < units; unit++) {                                                      \
+            words left = load_words(panel + unit * PANEL), right = load_words(panel + unit * PANEL + LANES); \
+            __builtin_prefetch(panel + (unit + AHEAD) * PANEL);                                            \
+            __builtin_prefetch(panel + (unit + AHEAD) * PANEL + LANES);                                    \
+            _Pragma("GCC unroll 12") for (int row = 0; row < ROWS; row++) {                                \
+                uint32_t x = rows[row * row_stride + unit];                                                \
+                total[row][0] = dot(total[row][0], left, x, KIND);                                         \
+                total[row][1] = dot(total[row][1], right, x, KIND);                                        \
+            }                                                                                              \
+        }                                                                                                  \
+        _Pragma("GCC unroll 12") for (int row = 0; row < ROWS; row++) {                                    \
+            store(result + row * result_stride, total[row][0]);                                            \
+            store(result + row * result_stride + LANES, total[row][1]);                                    \
+        }                                                                                                  \
+    }
+
+#define DEFINE_TILES(ROWS)                         \
+    DEFINE_TILE(ROWS, FLOAT32, tile_float_##ROWS)  \
+    DEFINE_TILE(ROWS, BFLOAT16, tile_bfloat_##ROWS)
+
+DEFINE_TILES(1)
+DEFINE_TILES(2)
+DEFINE_TILES(3)
+#if TILE_ROWS == 12
+DEFINE_TILES(4)
+DEFINE_TILES(6)
+DEFINE_TILES(8)
+DEFINE_TILES(12)
+#endif
+
+#define TILE(ROWS)                                                                                   \
+    do {                                                                                             \
+        (kind == BFLOAT16 ? tile_bfloat_##ROWS : tile_float_##ROWS)(rows, row_stride, panel, units,  \
+                                                                    result, result_stride, add);     \
+        rows += ROWS * row_stride, result += ROWS * result_stride, count -= ROWS;                    \
+    } while (0)
+
+/* The product of `count` rows, at most TILE_ROWS, with one panel. */
+INLINE void multiply(size_t count, const uint32_t *rows, size_t row_stride, const uint32_t *panel, size_t units,
+                     float *result, size_t result_stride, int add, const int kind) {
+    while (count) {
+#if TILE_ROWS == 12
+        if (count >= 12) TILE(12);
+        else if (count >= 8) TILE(8);
+        else if (count >= 6) TILE(6);
+        else if (count >= 4) TILE(4);
+        else
+#endif
+        if (count >= 3) TILE(3);
+        else if (count >= 2) TILE(2);
+        else TILE(1);
+    }
+}
+
+/* A packed weight. Places beyond n and k hold zeros. */
+struct linear {
+    uint32_t *panels;
+    float *bias; /* padded to whole panels; null for none */
+    size_t inputs, outputs, units;
+};
+
+INLINE size_t panel_count(const struct linear *weight) { return (weight->outputs + PANEL - 1) / PANEL; }
+
+INLINE const uint32_t *panel_at(const struct linear *weight, size_t panel) {
+    return weight->panels + panel * weight->units * PANEL;
+}
+
+/* Copies row `from` [inputs] into place `lane` of a panel. */
+INLINE void pack_row(uint32_t *panel, size_t lane, const void *from, size_t inputs, const int kind) {
+    if (kind == FLOAT32) {
+        const uint32_t *row = from;
+        for (size_t i = 0; i < inputs; i++) panel[i * PANEL + lane] = row[i];
+        return;
+    }
+    const bfloat16 *row = from;
+    for (size_t i = 0; i < inputs / 2; i++)
+        panel[i * PANEL + lane] = (uint32_t)row[2 * i] | (uint32_t)row[2 * i + 1] << 16;
+    if (inputs % 2) panel[inputs / 2 * PANEL + lane] = row[inputs - 1];
+}
+
+#endif

@@ -1,0 +1,175 @@
+/*
+ * Threads that share the chunks of a step's phases, and sleep when there are none.
+ *
+ * A step is a sequence of phases; a phase is a number of chunks that may run in any order; a phase begins
+ * when all chunks of the one before are done. Nobody leads: phase, number of chunks and next chunk are one
+ * atomic word, whoever takes a ticket from it runs that chunk, and whoever finishes a phase's last chunk opens
+ * the next phase. So a thread that the machine does not run holds nobody up, unless in mid-chunk, and the
+ * caller alone can finish a step. Who waits spins briefly, then lets others run, then sleeps.
+ */
+#ifndef BATON_POOL_H
+#define BATON_POOL_H
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <time.h>
+
+/* The word: phase number in the upper 24 bits, then 20 bits of chunk count, 20 bits of the next chunk. */
+#define CHUNK_BITS 20
+#define MOST_CHUNKS ((1u << CHUNK_BITS) - 1024u)
+#define SPIN_NANOSECONDS 50000
+#define YIELD_NANOSECONDS 5000
+
+struct job {
+    void *self;
+    size_t phases;
+    size_t (*chunks)(void *self, size_t phase); /* at least one, less than MOST_CHUNKS */
+    void (*run)(void *self, size_t phase, size_t chunk);
+};
+
+struct pool {
+    int threads; /* the caller's included */
+    pthread_t *workers;
+    const struct job *job;
+    size_t phase; /* of the job; changed only between phases */
+    _Alignas(64) _Atomic uint64_t word;
+    _Alignas(64) _Atomic uint32_t done;
+    _Alignas(64) _Atomic int sleepers;
+    _Atomic int stopping;
+    pthread_mutex_t mutex;
+    pthread_cond_t changed;
+};
+
+static inline uint32_t next_of(uint64_t word) { return (uint32_t)(word & ((1u << CHUNK_BITS) - 1)); }
+static inline uint32_t count_of(uint64_t word) { return (uint32_t)(word >> CHUNK_BITS & ((1u << CHUNK_BITS) - 1)); }
+static inline uint64_t phase_of(uint64_t word) { return word >> (2 * CHUNK_BITS); }
+static inline int exhausted(uint64_t word) { return next_of(word) >= count_of(word); }
+
+static inline void pause_briefly(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static inline int64_t nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Publishes a new word; wakes sleepers if it brings work for them or ends the job. */
+static void announce(struct pool *pool, uint32_t count, int wake) {
+    uint64_t phase = phase_of(atomic_load_explicit(&pool->word, memory_order_relaxed)) + 1;
+    atomic_store_explicit(&pool->done, 0, memory_order_relaxed);
+    atomic_store(&pool->word, phase << (2 * CHUNK_BITS) | (uint64_t)count << CHUNK_BITS);
+    if (wake && atomic_load(&pool->sleepers)) {
+        pthread_mutex_lock(&pool->mutex);
+        pthread_cond_broadcast(&pool->changed);
+        pthread_mutex_unlock(&pool->mutex);
+    }
+}
+
+/* Opens the next phase; phases of a single chunk are run on the spot. */
+static void advance(struct pool *pool) {
+    const struct job *job = pool->job;
+    for (; pool->phase < job->phases; pool->phase++) {
+        size_t count = job->chunks(job->self, pool->phase);
+        if (count > 1) {
+            announce(pool, (uint32_t)count, 1);
+            return;
+        }
+        job->run(job->self, pool->phase, 0);
+    }
+    pool->job = NULL;
+    announce(pool, 0, 1);
+}
+
+/* Runs one chunk if there is one left in the open phase. */
+static int take(struct pool *pool) {
+    if (exhausted(atomic_load_explicit(&pool->word, memory_order_relaxed))) return 0;
+    uint64_t ticket = atomic_fetch_add(&pool->word, 1);
+    if (exhausted(ticket)) return 0;
+    /* A valid ticket keeps its phase open: job and phase stand still until this chunk is done. */
+    pool->job->run(pool->job->self, pool->phase, next_of(ticket));
+    if (atomic_fetch_add(&pool->done, 1) + 1 == count_of(ticket)) {
+        pool->phase++;
+        advance(pool);
+    }
+    return 1;
+}
+
+/* Returns when the word is no longer of `phase`, or on stopping. */
+static void await_change(struct pool *pool, uint64_t phase) {
+    int64_t began = nanoseconds(), waited = 0;
+    while (waited < SPIN_NANOSECONDS) {
+        for (int i = 0; i < 32; i++) {
+            if (phase_of(atomic_load_explicit(&pool->word, memory_order_acquire)) != phase) return;
+            pause_briefly();
+        }
+        if (atomic_load_explicit(&pool->stopping, memory_order_relaxed)) return;
+        waited = nanoseconds() - began;
+        if (waited > YIELD_NANOSECONDS) sched_yield();
+    }
+    pthread_mutex_lock(&pool->mutex);
+    atomic_fetch_add(&pool->sleepers, 1);
+    while (phase_of(atomic_load(&pool->word)) == phase && !atomic_load(&pool->stopping))
+        pthread_cond_wait(&pool->changed, &pool->mutex);
+    atomic_fetch_sub(&pool->sleepers, 1);
+    pthread_mutex_unlock(&pool->mutex);
+}
+
+static void *work(void *argument) {
+    struct pool *pool = argument;
+    while (!atomic_load_explicit(&pool->stopping, memory_order_relaxed)) {
+        uint64_t word = atomic_load_explicit(&pool->word, memory_order_acquire);
+        if (!take(pool)) await_change(pool, phase_of(word));
+    }
+    return NULL;
+}
+
+/* Runs all phases of `job`; one caller at a time. */
+static void pool_run(struct pool *pool, const struct job *job) {
+    pool->phase = 0;
+    pool->job = job;
+    advance(pool);
+    for (;;) {
+        uint64_t word = atomic_load_explicit(&pool->word, memory_order_acquire);
+        if (count_of(word) == 0) return;
+        if (!take(pool)) await_change(pool, phase_of(word));
+    }
+}
+
+static struct pool *pool_create(int threads) {
+    struct pool *pool = aligned_alloc(64, (sizeof(struct pool) + 63) / 64 * 64);
+    if (!pool) return NULL;
+    memset(pool, 0, sizeof *pool);
+    pthread_mutex_init(&pool->mutex, NULL);
+    pthread_cond_init(&pool->changed, NULL);
+    pool->workers = calloc((size_t)threads, sizeof(pthread_t));
+    pool->threads = 1;
+    /* Fewer threads than asked for, where the system grants no more, only make it slower. */
+    while (pool->workers && pool->threads < threads) {
+        if (pthread_create(&pool->workers[pool->threads - 1], NULL, work, pool)) break;
+        pool->threads++;
+    }
+    return pool;
+}
+
+static void pool_destroy(struct pool *pool) {
+    pthread_mutex_lock(&pool->mutex);
+    atomic_store(&pool->stopping, 1);
+    pthread_cond_broadcast(&pool->changed);
+    pthread_mutex_unlock(&pool->mutex);
+    for (int i = 0; i < pool->threads - 1; i++) pthread_join(pool->workers[i], NULL);
+    pthread_mutex_destroy(&pool->mutex);
+    pthread_cond_destroy(&pool->changed);
+    free(pool->workers);
+    free(pool);
+}
+
+#endif

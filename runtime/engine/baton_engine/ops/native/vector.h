@@ -1,0 +1,206 @@
+/*
+ * Sixteen lanes of 32 bits, whatever the processor.
+ *
+ * A lane is one float, or a pair of bfloat16 numbers: the kernels are written once over lanes, and only
+ * `dot` knows which it is. The compiler's vector extension carries them to any processor; where AVX-512
+ * has an instruction that the extension cannot express, it is named here and nowhere else.
+ */
+#ifndef BATON_VECTOR_H
+#define BATON_VECTOR_H
+
+#include <stdint.h>
+#include <stddef.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define LANES 16
+
+typedef float floats __attribute__((vector_size(64)));
+typedef int32_t ints __attribute__((vector_size(64)));
+typedef uint32_t words __attribute__((vector_size(64)));
+typedef float loose_floats __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t loose_words __attribute__((vector_size(64), aligned(2), may_alias));
+typedef uint16_t halves __attribute__((vector_size(32)));
+typedef uint16_t loose_halves __attribute__((vector_size(32), aligned(2), may_alias));
+
+typedef uint16_t bfloat16;
+
+/* The two kinds of number that weights, activations and cache are made of. */
+enum kind { FLOAT32 = 0, BFLOAT16 = 1 };
+
+INLINE size_t item_bytes(int kind) { return kind == BFLOAT16 ? 2 : 4; }
+
+/* Lanes that `count` numbers fill. */
+INLINE size_t lanes_of(int kind, size_t count) { return kind == BFLOAT16 ? (count + 1) / 2 : count; }
+
+INLINE size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
+
+INLINE floats load(const float *from) { return *(const loose_floats *)from; }
+INLINE void store(float *to, floats value) { *(loose_floats *)to = value; }
+INLINE words load_words(const void *from) { return *(const loose_words *)from; }
+INLINE void store_words(void *to, words value) { *(loose_words *)to = value; }
+INLINE floats splat(float value) { return (floats){0} + value; }
+
+INLINE floats choose(ints mask, floats yes, floats no) { return (floats)((mask & (ints)yes) | (~mask & (ints)no)); }
+
+INLINE floats larger(floats a, floats b) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return choose(a > b, a, b);
+#endif
+}
+
+INLINE float largest(floats value) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)value);
+#else
+    float best = value[0];
+    for (int lane = 1; lane < LANES; lane++) best = value[lane] > best ? value[lane] : best;
+    return best;
+#endif
+}
+
+INLINE float sum(floats value) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)value);
+#else
+    float total[LANES];
+    memcpy(total, &value, sizeof total);
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int lane = 0; lane < width; lane++) total[lane] += total[lane + width];
+    return total[0];
+#endif
+}
+
+INLINE float widen(bfloat16 value) {
+    uint32_t bits = (uint32_t)value << 16;
+    float result;
+    memcpy(&result, &bits, 4);
+    return result;
+}
+
+/* Sixteen floats to bfloat16, to nearest even. */
+INLINE halves narrow(floats value) {
+#if defined(__AVX512BF16__)
+    return (halves)_mm512_cvtneps_pbh((__m512)value);
+#else
+    words bits = (words)value;
+    words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return __builtin_convertvector(rounded, halves);
+#endif
+}
+
+/* Writes sixteen floats as numbers of `kind`. */
+INLINE void put(void *to, size_t index, floats value, const int kind) {
+    if (kind == BFLOAT16)
+        *(loose_halves *)((bfloat16 *)to + index) = narrow(value);
+    else
+        store((float *)to + index, value);
+}
+
+INLINE float get(const void *from, size_t index, const int kind) {
+    return kind == BFLOAT16 ? widen(((const bfloat16 *)from)[index]) : ((const float *)from)[index];
+}
+
+/* total + weights . x, where x is one lane for all sixteen: a product, or two of bfloat16. */
+INLINE floats dot(floats total, words weights, uint32_t x, const int kind) {
+    if (kind == FLOAT32) {
+        float value;
+        memcpy(&value, &x, 4);
+#if defined(__AVX512F__)
+        return (floats)_mm512_fmadd_ps((__m512)weights, _mm512_set1_ps(value), (__m512)total);
+#else
+        return total + (floats)weights * value;
+#endif
+    }
+#if defined(__AVX512BF16__)
+    return (floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)weights, (__m512bh)_mm512_set1_epi32((int)x));
+#else
+    uint32_t low = x << 16, high = x & 0xffff0000u;
+    float first, second;
+    memcpy(&first, &low, 4);
+    memcpy(&second, &high, 4);
+    total += (floats)(weights << 16) * first;
+    return total + (floats)(weights & 0xffff0000u) * second;
+#endif
+}
+
+/* 2 ** x to one unit in the last place or so, for x up to 126; exactly 0 below -125. */
+INLINE floats exp2s(floats x) {
+    const float shift = 12582912.0f; /* 1.5 * 2**23: adding it leaves the nearest integer in the low bits */
+    floats shifted = x + shift;
+    floats part = x - (shifted - shift);
+    floats power = splat(1.5353362e-4f);
+    power = power * part + 1.3398874e-3f;
+    power = power * part + 9.6184373e-3f;
+    power = power * part + 5.5503324e-2f;
+    power = power * part + 2.4022648e-1f;
+    power = power * part + 6.9314720e-1f;
+    power = power * part + 1.0f;
+    floats result = (floats)((words)power + ((words)shifted << 23));
+    return (floats)((ints)result & (x >= -125.0f));
+}
+
+#define LOG2_E 1.4426950408889634f
+
+/* x * sigmoid(x) */
+INLINE floats silu(floats x) {
+    floats exponent = larger(splat(-126.0f), x * LOG2_E);
+    return x / (1.0f + exp2s(-exponent));
+}
+
+/*
+ * Turns 16 rows of 16 lanes into columns: lane i of rows[j] goes to to[i * stride + j].
+ */
+INLINE void transpose(const uint32_t *const rows[LANES], size_t offset, uint32_t *to, size_t stride) {
+#if defined(__AVX512F__)
+    __m512i a[16], b[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(rows[i] + offset);
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    /* Now a[4 * g + c] holds, in its 128-bit quarter q, column 4 * q + c of rows 4 * g to 4 * g + 3. */
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+        __m512i even01 = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88), odd01 = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd);
+        __m512i even23 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88), odd23 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xdd);
+        _mm512_storeu_si512(to + (size_t)(c)*stride, _mm512_shuffle_i32x4(even01, even23, 0x88));
+        _mm512_storeu_si512(to + (size_t)(4 + c) * stride, _mm512_shuffle_i32x4(odd01, odd23, 0x88));
+        _mm512_storeu_si512(to + (size_t)(8 + c) * stride, _mm512_shuffle_i32x4(even01, even23, 0xdd));
+        _mm512_storeu_si512(to + (size_t)(12 + c) * stride, _mm512_shuffle_i32x4(odd01, odd23, 0xdd));
+    }
+#else
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < LANES; j++) to[(size_t)i * stride + (size_t)j] = rows[j][offset + (size_t)i];
+#endif
+}
+
+/* Lanes (first[d], second[d]) of 32 bfloat16 numbers each, in order of d. */
+INLINE void interleave(const bfloat16 *first, const bfloat16 *second, uint32_t *to) {
+#if defined(__AVX512BW__)
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
+                                         36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    __m512i a = _mm512_loadu_si512(first), b = _mm512_loadu_si512(second);
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, low, b));
+    _mm512_storeu_si512(to + LANES, _mm512_permutex2var_epi16(a, high, b));
+#else
+    for (int d = 0; d < 2 * LANES; d++) to[d] = (uint32_t)first[d] | (uint32_t)second[d] << 16;
+#endif
+}
+
+#endif
