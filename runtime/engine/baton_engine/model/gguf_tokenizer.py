@@ -1,0 +1,92 @@
+"""
+The tokenizer that a GGUF file carries, as an object of `tokenizers`.
+
+Byte-level vocabularies, which nearly all files of served models have, are built here from the metadata
+that is read already: it takes tenths of a second, where going through transformers takes several.
+A vocabulary of another kind is left to transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from baton_api.errors import SetupError
+
+BYTE_LEVEL = "gpt2"
+CONTROL, USER_DEFINED = 3, 4
+"""Token types: special, and added whole but shown."""
+
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _gpt2() -> Any:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _digits_apart() -> Any:
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+
+
+def _split(digits: int) -> Any:
+    """Words, numbers of at most so many digits, and punctuation with its line breaks."""
+    pattern = Regex(WORDS % digits + REST)
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, behavior="isolated"), bytes_only])
+
+
+PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
+    "default": _gpt2,
+    "gpt-2": _gpt2,
+    "smollm": _digits_apart,
+    "llama-bpe": partial(_split, 3),
+    "qwen2": partial(_split, 1),
+}
+"""How text is cut before merging, by `tokenizer.ggml.pre`."""
+
+
+def can_build(metadata: Mapping[str, Any]) -> bool:
+    """Whether `build` knows this kind of vocabulary."""
+    return (
+        metadata.get("tokenizer.ggml.model") == BYTE_LEVEL
+        and metadata.get("tokenizer.ggml.pre", "default") in PRE_TOKENIZERS
+    )
+
+
+def build(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
+    """The tokenizer of the file at `path`, whose metadata this is."""
+    try:
+        tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+        merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+        kind = metadata.get("tokenizer.ggml.pre", "default")
+        model = models.BPE(
+            vocab={token: number for number, token in enumerate(tokens)},
+            merges=merges,
+            ignore_merges=kind == "llama-bpe",
+        )
+    except KeyError as error:
+        raise SetupError(f"{path} lacks the metadata {error}.") from error
+    except Exception as error:  # tokenizers raises bare Exceptions for what is wrong with a vocabulary
+        raise SetupError(f"{path} has a damaged vocabulary: {error}") from error
+    tokenizer = Tokenizer(model)
+    if kind == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = PRE_TOKENIZERS[kind]()
+    tokenizer.decoder = decoders.ByteLevel()
+    types = metadata.get("tokenizer.ggml.token_type", [])
+    for token, number in zip(tokens, types, strict=False):
+        if number == CONTROL:
+            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+        elif number == USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)])
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    if metadata.get("tokenizer.ggml.add_bos_token", kind == "llama-bpe") and bos is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
+        )
+    return tokenizer

@@ -1,0 +1,243 @@
+"""
+Text to token ids and back, one token at a time too, and chats to prompts.
+
+`transformers` knows every tokenizer's settings and how a template is run in a sandbox; the work on ids
+is done by the fast tokenizer beneath it, without clean-ups, so that streamed and whole text agree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import DecodeStream
+
+from baton_api.errors import InvalidRequest, SetupError
+from baton_engine.model import gguf_tokenizer
+from baton_engine.model.checkpoint import Checkpoint, read_json
+from baton_engine.model.config import token_ids
+from baton_engine.model.gguf import GGUFFile
+from baton_engine.model.spec import ModelSpec
+
+SPACE_MARK = "\u2581"
+"""SentencePiece's visible space."""
+HELD_LIMIT = 64
+"""Tokens without a whole character between them, after which their broken ones are shown: each step
+decodes all that is held."""
+
+
+class TextStream:
+    """The text of one answer as its tokens come."""
+
+    def __init__(self, backend: Backend, skipped: Container[int]) -> None:
+        """`skipped` tokens have no text."""
+        self._backend = backend
+        self._skipped = skipped
+        self._restart()
+
+    def _restart(self) -> None:
+        self._stream = DecodeStream(skip_special_tokens=False)
+        self._tokens: list[int] = []
+        self._shown = 0
+        self._held = 0
+
+    def push(self, token: int) -> str:
+        """The text that `token` completes; empty while a character is still in parts."""
+        if token in self._skipped:
+            return ""
+        self._tokens.append(token)
+        text: str | None = self._stream.step(self._backend, token)
+        if text is None:
+            self._held += 1
+            return self.flush() if self._held >= HELD_LIMIT else ""
+        self._held = 0
+        self._shown += len(text)
+        return text
+
+    def flush(self) -> str:
+        """At the end: what was held back, a character that no token completed."""
+        whole: str = self._backend.decode(self._tokens, skip_special_tokens=False)
+        rest = whole[self._shown :]
+        self._restart()
+        return rest
+
+
+class Tokenizer:
+    """One model's tokenizer and chat template."""
+
+    def __init__(self, tokenizer: Any, spec: ModelSpec, eos_ids: Sequence[int] = ()) -> None:
+        """`tokenizer` is a fast one of transformers; `eos_ids` come before its own and the spec's."""
+        self._tokenizer = tokenizer
+        self._backend: Backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._byte_level = "ByteLevel" in _kinds(json.loads(self._backend.to_str()).get("decoder"))
+        added = self._backend.get_added_tokens_decoder()
+        self._added = {number: token.content for number, token in added.items()}
+        self._special = frozenset(number for number, token in added.items() if token.special)
+        own = tokenizer.eos_token_id
+        ends = (*eos_ids, *spec.eos_ids, *(() if own is None else (own,)))
+        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(end for end in ends if end < spec.vocab))
+        """Ids that end an answer."""
+        self.bos_id: int | None = spec.bos_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        self.vocab_size = spec.vocab
+        """Ids that the model knows; the tokenizer may have text for fewer."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of `text`; special tokens in it are recognised."""
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def stream(self, skip_special_tokens: bool = True) -> TextStream:
+        """For one answer: all that it pushes and flushes is `decode` of the whole."""
+        return TextStream(self._backend, self._special if skip_special_tokens else ())
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that `token` alone stands for; a character may need several tokens."""
+        if token in self._added:
+            return str(self._added[token]).encode()
+        piece = self._backend.id_to_token(token)
+        if piece is None:
+            return b""
+        if self._byte_level:
+            table = _bytes_of_characters()
+            if all(character in table for character in piece):
+                return bytes(table[character] for character in piece)
+            return str(piece).encode()
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes.fromhex(piece[3:5])
+        return str(piece.replace(SPACE_MARK, " ")).encode()
+
+    def token_text(self, token: int) -> str:
+        """`token_bytes` as text, a part of a character as U+FFFD."""
+        return self.token_bytes(token).decode(errors="replace")
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's own, or None."""
+        template = self._tokenizer.chat_template
+        return template.get("default") if isinstance(template, dict) else template
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template: str | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """
+        The prompt of a chat, rendered in jinja's sandbox; `kwargs` are the template's own variables.
+
+        Special tokens are in the text: encode it without adding more.
+        """
+        if template is None and not self._tokenizer.chat_template:
+            raise InvalidRequest(
+                "This model has no chat template. Use /v1/completions, or start the worker with one.",
+                param="messages",
+            )
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) if tools else None,
+                chat_template=template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **kwargs,
+            )
+        except Exception as error:  # a template is a program and may raise anything about these messages
+            raise InvalidRequest(
+                f"The chat template cannot render these messages: {error}", param="messages"
+            ) from error
+        return str(rendered)
+
+
+def load_tokenizer(checkpoint: Checkpoint, spec: ModelSpec) -> Tokenizer:
+    """The checkpoint's tokenizer; a SetupError if it is missing, or has ids that the model has not."""
+    if checkpoint.is_gguf:
+        tokenizer = _of_gguf(checkpoint)
+    else:
+        tokenizer = _of_folder(checkpoint)
+    highest = max(tokenizer.get_vocab().values(), default=-1)
+    if highest >= spec.vocab:
+        raise SetupError(
+            f"{checkpoint.path}: the tokenizer has ids up to {highest}, but the model only {spec.vocab} "
+            "embeddings. The tokenizer belongs to another model."
+        )
+    return Tokenizer(tokenizer, spec, _generation_ends(checkpoint))
+
+
+def _of_folder(checkpoint: Checkpoint) -> Any:
+    from transformers import AutoTokenizer
+
+    if not (checkpoint.path / "tokenizer.json").is_file():
+        raise SetupError(
+            f"{checkpoint.path} has no tokenizer.json. Save one with transformers' "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...)."
+        )
+    try:
+        return AutoTokenizer.from_pretrained(
+            checkpoint.path, local_files_only=True, trust_remote_code=False, use_fast=True
+        )
+    except Exception as error:  # damaged JSON, unknown classes: transformers and tokenizers raise all sorts
+        raise SetupError(f"{checkpoint.path}: the tokenizer cannot be read: {error}") from error
+
+
+def _of_gguf(checkpoint: Checkpoint) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    path = checkpoint.path
+    metadata = GGUFFile(path).metadata
+    if gguf_tokenizer.can_build(metadata):
+        tokens = metadata["tokenizer.ggml.tokens"]
+        special = {
+            f"{name}_token": tokens[metadata[f"tokenizer.ggml.{key}_token_id"]]
+            for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+            if 0 <= metadata.get(f"tokenizer.ggml.{key}_token_id", -1) < len(tokens)
+        }
+        return PreTrainedTokenizerFast(
+            tokenizer_object=gguf_tokenizer.build(metadata, path),
+            chat_template=metadata.get("tokenizer.chat_template"),
+            **special,
+        )
+    try:
+        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    except Exception as error:  # as for a folder
+        raise SetupError(f"{path}: the tokenizer cannot be read: {error}") from error
+
+
+def _generation_ends(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """What a folder's generation_config.json ends an answer with."""
+    path = checkpoint.path / "generation_config.json"
+    if not path.is_file():
+        return ()
+    try:
+        return token_ids(read_json(path).get("eos_token_id"))
+    except (TypeError, ValueError) as error:
+        raise SetupError(f"{path}: eos_token_id is neither a number nor a list of them: {error}") from error
+
+
+def _kinds(decoder: Any) -> set[str]:
+    """The types of a decoder and of those that it is made of."""
+    if not isinstance(decoder, dict):
+        return set()
+    parts = [_kinds(part) for part in decoder.get("decoders", [])]
+    return {str(decoder.get("type"))}.union(*parts)
+
+
+@cache
+def _bytes_of_characters() -> dict[str, int]:
+    """
+    Byte-level BPE's alphabet: a printable byte of Latin-1 is itself, the others follow from U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
