@@ -119,15 +119,6 @@ def test_after_a_failure_what_was_announced_is_held_until_the_decode_worker_answ
     assert made.done() == [Release(), DRAINED]
 
 
-def test_a_refused_room_holds_nothing() -> None:
-    made = room()
-    assert made.refuse("draining", retry=True) == [
-        Send(Failed(room="r", epoch=3, reason="draining", retry=True))
-    ]
-    assert made.state is State.RELEASED
-    assert made.lost() == []
-
-
 def test_checksums_that_come_after_the_end_are_dropped() -> None:
     made = computing()
     asked = made.computed(40, [4, 5, 6])

@@ -81,12 +81,6 @@ class Room:
         self.state = State.COMPUTING
         return [Submit()]
 
-    def refuse(self, reason: str, retry: bool) -> list[Action]:
-        """The room is not taken in at all."""
-        assert self.state is State.ASKED
-        self.state = State.RELEASED
-        return [self._failed(reason, retry)]
-
     def computed(self, tokens: int, blocks: Sequence[int]) -> list[Action]:
         """The first `tokens` of the prompt are in the first of `blocks`."""
         if self.state is not State.COMPUTING:
