@@ -1,0 +1,45 @@
+"""
+The router's own answers: JSON, the request's id on each, and errors in OpenAI's shape.
+
+Every error that the router words itself passes through here; a worker's answers do not, they pass as
+they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from baton_api.errors import BatonError
+from baton_router.forward import REQUEST_ID
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_encoder = msgspec.json.Encoder()
+
+
+def error_headers(error: BatonError) -> list[tuple[str, str]]:
+    """What goes with the error's body besides its type."""
+    return [("retry-after", str(error.retry_after))] if error.retry_after is not None else []
+
+
+async def send_error(send: Send, error: BatonError, request_id: bytes) -> None:
+    """`error` as the whole answer."""
+    body = _encoder.encode(error.body())
+    await send(
+        {
+            "type": "http.response.start",
+            "status": error.status,
+            "headers": [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+                (REQUEST_ID, request_id),
+                *((name.encode(), value.encode()) for name, value in error_headers(error)),
+            ],
+        }
+    )
+    await send({"type": "http.response.body", "body": body})

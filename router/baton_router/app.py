@@ -1,0 +1,203 @@
+"""
+The router as one ASGI application: the hot paths go to the proxy, the rest to FastAPI.
+
+FastAPI's machinery costs more per request than everything else here together, so a request to
+generate never enters it: `docs/adr/0005-router-hot-path-is-bare-asgi.md`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from baton_api.errors import (
+    BatonError,
+    InternalError,
+    InvalidRequest,
+    MethodNotAllowed,
+    ModelNotFound,
+    NotReady,
+    RouteNotFound,
+    Unauthorized,
+)
+from baton_api.workers import Role
+from baton_router import checks
+from baton_router.answers import Receive, Scope, Send, error_headers, send_error
+from baton_router.figures import Figures
+from baton_router.forward import FORWARDED, REQUEST_ID, request_id
+from baton_router.policy import choose
+from baton_router.proxy import Proxy
+from baton_router.settings import RouterSettings
+from baton_router.upstream import Upstream
+from baton_router.workers import Worker, Workers
+
+log = logging.getLogger(__name__)
+
+
+class Router:
+    """The application, and the state that its server asks for and changes."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self.settings = settings
+        self.draining = False
+        """Set when the process is to end: /ready says so, and what comes all the same is served."""
+        self.workers = Workers(
+            decode=_workers(settings.decode, Role.DECODE, settings),
+            prefill=_workers(settings.prefill, Role.PREFILL, settings),
+        )
+        self.figures = Figures(self.workers, time.monotonic)
+        self._key = settings.api_key.encode()
+        self._proxy = Proxy(settings, self.workers, self.figures, choose, random.Random(), time.monotonic)
+        self._rest = _rest(self)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._rest(scope, receive, send)
+            return
+        path = scope["path"]
+        if path.startswith("/v1/") and self._key and not _authorized(scope, self._key):
+            await send_error(send, Unauthorized(), request_id(scope["headers"]))
+        elif scope["method"] == "POST" and path in FORWARDED:
+            await self._proxy(scope, receive, send)
+        else:
+            await self._rest(scope, receive, _with_request_id(scope, send))
+
+    def refusal(self) -> str | None:
+        """Why no new request should come here now; None if it may."""
+        return "The router is draining." if self.draining else self.workers.refusal(time.monotonic())
+
+
+def create_app(settings: RouterSettings) -> Router:
+    """The router for these workers; it looks at them while its lifespan lasts."""
+    return Router(settings)
+
+
+def _workers(urls: tuple[str, ...], listed: Role, settings: RouterSettings) -> tuple[Worker, ...]:
+    addresses = [urlsplit(url) for url in urls]
+    return tuple(
+        Worker(Upstream(address.hostname or "", address.port or 80, settings.connect_s), listed)
+        for address in addresses
+    )
+
+
+def _authorized(scope: Scope, key: bytes) -> bool:
+    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    scheme, _, token = given.partition(b" ")
+    return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), key)
+
+
+def _with_request_id(scope: Scope, send: Send) -> Send:
+    async def sending(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], (REQUEST_ID, request_id(scope["headers"]))]
+        await send(message)
+
+    return sending
+
+
+def _rest(router: Router) -> FastAPI:
+    """What is not hot."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        watching = asyncio.create_task(checks.watch(router.workers, router.settings, time.monotonic))
+        yield
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+        for worker in router.workers.all:
+            worker.upstream.close()
+
+    app = FastAPI(title="Baton router", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    created = int(time.time())
+
+    def model(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": created, "owned_by": "baton"}
+
+    def ready() -> None:
+        if refusal := router.refusal():
+            raise NotReady(refusal)
+
+    @app.get("/health")
+    async def health() -> Response:
+        """The process lives; whether it can serve is /ready's to say."""
+        return Response(status_code=200)
+
+    @app.get("/ready")
+    async def ready_now() -> Response:
+        ready()
+        return Response(status_code=200)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(router.figures.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/workers")
+    async def workers() -> JSONResponse:
+        now = time.monotonic()
+        return JSONResponse({"data": [_view(worker, now) for worker in router.workers.all]})
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        ready()
+        return JSONResponse({"object": "list", "data": [model(one) for one in router.workers.models()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> JSONResponse:
+        ready()
+        if name not in router.workers.models():
+            raise ModelNotFound(name, router.workers.models())
+        return JSONResponse(model(name))
+
+    @app.exception_handler(BatonError)
+    async def ours(_: Request, error: BatonError) -> JSONResponse:
+        return _error(error)
+
+    @app.exception_handler(HTTPException)
+    async def routing(request: Request, error: HTTPException) -> JSONResponse:
+        method, path = request.method, request.url.path
+        if error.status_code == 405 or path in FORWARDED:
+            return _error(MethodNotAllowed(method, path))
+        if error.status_code == 404:
+            return _error(RouteNotFound(method, path))
+        return _error(InvalidRequest(str(error.detail)))
+
+    @app.exception_handler(Exception)
+    async def unforeseen(request: Request, error: Exception) -> JSONResponse:
+        return _error(InternalError())  # starlette raises it again for the log
+
+    return app
+
+
+def _error(error: BatonError) -> JSONResponse:
+    return JSONResponse(error.body(), error.status, headers=dict(error_headers(error)))
+
+
+def _view(worker: Worker, now: float) -> dict[str, Any]:
+    """A worker as `GET /workers` shows it."""
+    health = worker.health
+    state = health.state(now)
+    return {
+        "worker": worker.name,
+        "role": worker.listed,
+        "state": state,
+        "reason": health.refusal or None,
+        "model": worker.model or None,
+        "in_flight": worker.in_flight,
+        "misses": health.misses,
+        "strikes": health.strikes,
+        "load": msgspec.to_builtins(health.load) if health.load else None,
+    }

@@ -1,0 +1,92 @@
+"""
+One worker's try at a request: counted as its work from the start to `close`, whichever way it ends.
+
+`open` waits until there is something to pass on, because until then another worker may be tried: of a
+stream the first lines, of anything else the whole body, if it is not large.
+"""
+
+from __future__ import annotations
+
+from baton_router.forward import is_event_stream
+from baton_router.policy import Pair
+from baton_router.sse import EventStream
+from baton_router.upstream import Exchange, Headers, Lost
+
+OPENING_LIMIT = 256 * 1024
+"""Bytes of a body that is not a stream which are kept back until it is whole."""
+
+
+class Attempt:
+    """One pair, one exchange with its decode worker."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.exchange: Exchange | None = None
+        self.events: EventStream | None = None
+        """What has passed, if the answer is a stream of events that ends with [DONE]."""
+        self.ended = False
+        """Whether the last piece that was given out is the answer's last."""
+        self._closed = False
+        self._computing = pair.prefill
+        pair.decode.in_flight += 1
+        if pair.prefill is not None:
+            pair.prefill.in_flight += 1
+
+    async def open(self, head: bytes, body: bytes, done_expected: bool) -> bytes:
+        """Ask the worker; gives the first part of its answer's body. Raises Lost."""
+        self.exchange = exchange = await self.pair.decode.upstream.request(head, body)
+        stream = is_event_stream(exchange.headers)
+        if stream and done_expected:
+            self.events = EventStream()
+        opening = b""
+        while not self.ended and len(opening) < OPENING_LIMIT:
+            opening += await self.next()
+            if opening and stream:
+                break
+        self._prefilled()
+        return opening
+
+    async def next(self) -> bytes:
+        """The next part; perhaps nothing, of a line that is not whole. Raises Lost."""
+        assert self.exchange is not None
+        try:
+            piece = await self.exchange.read()
+        except Lost:
+            if self.events is None or not self.events.complete:
+                raise
+            piece = b""
+        if self.events is None:
+            self.ended = not piece
+            return piece
+        if piece:
+            return self.events.push(piece)
+        piece = self.events.finish()
+        if not self.events.complete:
+            raise Lost(self.pair.decode.name, "incomplete")
+        self.ended = True
+        return piece
+
+    @property
+    def status(self) -> int:
+        assert self.exchange is not None
+        return self.exchange.status
+
+    @property
+    def headers(self) -> Headers:
+        assert self.exchange is not None
+        return self.exchange.headers
+
+    def close(self) -> None:
+        """Let go of the worker; one that is not done with it sees its connection close."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.exchange is not None:
+            self.exchange.close()
+        self.pair.decode.in_flight -= 1
+        self._prefilled()
+
+    def _prefilled(self) -> None:
+        if self._computing is not None:
+            self._computing.in_flight -= 1
+            self._computing = None

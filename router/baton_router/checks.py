@@ -1,0 +1,98 @@
+"""
+Looking at the workers: the task that asks each of them, every few seconds, how it is.
+
+`GET /load` says who the worker is and how busy, `GET /ready` whether it takes requests. What follows
+from the answers is `baton_router.workers`' to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from baton_api.workers import Load
+from baton_router.settings import RouterSettings
+from baton_router.upstream import Exchange, Lost
+from baton_router.workers import State, Worker, Workers
+
+log = logging.getLogger(__name__)
+
+HASTE = 8
+"""A worker that is not ready is asked this many times as often: somebody waits for it."""
+
+ANSWER_LIMIT = 64 * 1024
+"""Bytes of an answer that are read; more is no answer to these questions."""
+
+_decoder = msgspec.json.Decoder(Load)
+
+
+async def watch(workers: Workers, settings: RouterSettings, clock: Callable[[], float]) -> None:
+    """Look at all workers until cancelled."""
+    async with asyncio.TaskGroup() as group:
+        for worker in workers.all:
+            group.create_task(_watch_one(worker, settings, clock), name=f"watch {worker.name}")
+
+
+async def _watch_one(worker: Worker, settings: RouterSettings, clock: Callable[[], float]) -> None:
+    loop = asyncio.get_running_loop()
+    before = State.STARTING
+    while True:
+        started = loop.time()
+        try:
+            async with asyncio.timeout(settings.health_interval_s):
+                load, refusal = await look(worker)
+        except (Lost, TimeoutError, msgspec.DecodeError) as error:
+            reason = f"it does not answer: {_why(error)}"
+            worker.health = worker.health.missed(settings.health_misses, reason)
+            if worker.health.down:
+                worker.upstream.fail_silent(loop.time() - settings.health_interval_s)
+        else:
+            worker.answered(load, refusal)
+        state = worker.health.state(clock())
+        if state is not before:
+            reason = worker.health.refusal if state is not State.READY else "it takes requests"
+            log.info("The %s worker %s is %s: %s.", worker.listed, worker.name, state, reason)
+            before = state
+        pause = settings.health_interval_s / (1 if state is State.READY else HASTE)
+        await asyncio.sleep(max(0.0, started + pause - loop.time()))
+
+
+async def look(worker: Worker) -> tuple[Load, str]:
+    """
+    The worker's load, and why it takes no requests (empty if it does).
+
+    Raises Lost if it does not answer, and msgspec.DecodeError if it answers something else.
+    """
+    status, body = await _get(worker, "/load")
+    if status != 200:
+        raise msgspec.DecodeError(f"GET /load was answered with {status}")
+    load = _decoder.decode(body)
+    status, body = await _get(worker, "/ready")
+    return load, "" if status == 200 else f"GET /ready was answered with {status}"
+
+
+async def _get(worker: Worker, path: str) -> tuple[int, bytes]:
+    head = f"GET {path} HTTP/1.1\r\nhost: {worker.name}\r\n\r\n".encode()
+    exchange = await worker.upstream.request(head)
+    try:
+        return exchange.status, await _whole(exchange)
+    finally:
+        exchange.close()
+
+
+async def _whole(exchange: Exchange) -> bytes:
+    body = b""
+    while piece := await exchange.read():
+        body += piece
+        if len(body) > ANSWER_LIMIT:
+            raise msgspec.DecodeError(f"more than {ANSWER_LIMIT} bytes")
+    return body
+
+
+def _why(error: Lost | TimeoutError | msgspec.DecodeError) -> str:
+    if isinstance(error, Lost):
+        return error.cause
+    return "no answer in time" if isinstance(error, TimeoutError) else str(error)

@@ -1,0 +1,64 @@
+"""What the router counts, under the names of `baton_api.metrics`, in a registry of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+
+from baton_api import metrics
+from baton_api.metrics import Metric
+from baton_router.workers import State, Workers
+
+
+class Figures:
+    """The counters that requests move, and the gauges that are read off the workers when asked for."""
+
+    def __init__(self, workers: Workers, clock: Callable[[], float]) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = self._counter(metrics.ROUTER_REQUESTS)
+        self.cut = self._counter(metrics.ROUTER_CUT)
+        self.retries = self._counter(metrics.ROUTER_RETRIES)
+        self.in_flight = Gauge(*_text(metrics.ROUTER_IN_FLIGHT), registry=self.registry)
+        self.overhead = self._histogram(metrics.ROUTER_OVERHEAD)
+        self.first_byte = self._histogram(metrics.ROUTER_FIRST_BYTE)
+        self.registry.register(_WorkerFigures(workers, clock))
+
+    def text(self) -> bytes:
+        """All of it in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _counter(self, metric: Metric) -> Counter:
+        return Counter(*_text(metric), metric.labels, registry=self.registry)
+
+    def _histogram(self, metric: Metric) -> Histogram:
+        return Histogram(*_text(metric), metric.labels, buckets=metric.buckets, registry=self.registry)
+
+
+class _WorkerFigures(Collector):
+    def __init__(self, workers: Workers, clock: Callable[[], float]) -> None:
+        self._workers = workers
+        self._clock = clock
+
+    def collect(self) -> Iterator[Family]:
+        now = self._clock()
+        state = _family(metrics.ROUTER_WORKER_STATE)
+        in_flight = _family(metrics.ROUTER_WORKER_IN_FLIGHT)
+        for worker in self._workers.all:
+            current = worker.health.state(now)
+            in_flight.add_metric([worker.name, worker.listed], worker.in_flight)
+            for one in State:
+                state.add_metric([worker.name, worker.listed, one], float(one is current))
+        yield state
+        yield in_flight
+
+
+def _text(metric: Metric) -> tuple[str, str]:
+    return metric.name, metric.help
+
+
+def _family(metric: Metric) -> GaugeMetricFamily:
+    return GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)

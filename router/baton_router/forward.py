@@ -1,0 +1,135 @@
+"""
+What is sent on to a worker and what of its answer comes back: heads, rewritten; bodies, untouched.
+
+Headers that belong to one connection stay on it (RFC 9110, 7.6.1). Our own `x-baton-*` pass between
+our processes only: a client's are dropped, or it could name a prefill worker of its choice.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from baton_api import headers, tickets
+from baton_api.errors import InvalidRequest
+from baton_router.policy import Pair
+from baton_router.upstream import Headers
+
+FORWARDED = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/responses",
+        "/v1/tokenize",
+        "/v1/detokenize",
+    }
+)
+"""Paths whose POST goes to the worker that serves the body's `model`."""
+
+ENDS_WITH_DONE = frozenset({"/v1/chat/completions", "/v1/completions"})
+"""Those whose streams end with `data: [DONE]`; others end with the last byte."""
+
+REQUEST_ID = headers.REQUEST_ID.encode()
+PREFILL = headers.PREFILL.encode()
+TICKET = headers.TICKET.encode()
+WORKER = headers.WORKER.encode()
+
+_OURS = b"x-baton-"
+
+_OF_ONE_CONNECTION = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+# The request goes out with a host, length and id of the router's; answers must not be compressed,
+# because the router reads the end of a stream.
+_OF_THE_REQUEST = _OF_ONE_CONNECTION | {
+    b"host",
+    b"content-length",
+    b"expect",
+    b"accept-encoding",
+    REQUEST_ID,
+}
+_OF_THE_ANSWER = _OF_ONE_CONNECTION | {b"server", b"date", REQUEST_ID}
+
+_VISIBLE = re.compile(rb"[!-~]{1,128}")
+
+
+class Routing(msgspec.Struct):
+    """The one field of a body that decides where it goes; the rest is the worker's to judge."""
+
+    model: Any = None
+
+
+_decoder = msgspec.json.Decoder(Routing)
+
+
+def routed_model(body: bytes) -> str | None:
+    """The model that a body asks for; None if it names none, or nothing that could be a name."""
+    try:
+        model = _decoder.decode(body).model
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"We could not parse the JSON body of your request: {error}.") from error
+    except RecursionError as error:
+        raise InvalidRequest("The JSON body of your request is nested too deeply.") from error
+    return model if isinstance(model, str) else None
+
+
+def request_id(given: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The client's own, if it is one; else a new one."""
+    for name, value in given:
+        if name == REQUEST_ID and _VISIBLE.fullmatch(value):
+            return value
+    return uuid.uuid4().hex.encode()
+
+
+def request_head(
+    target: bytes, given: Headers, length: int, request_id: bytes, pair: Pair, secret: bytes, now: float
+) -> bytes:
+    """The head of the request as the decode worker of `pair` gets it."""
+    lines = [
+        b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-length: %d\r\n%b: %b\r\n"
+        % (target, pair.decode.name.encode(), length, REQUEST_ID, request_id)
+    ]
+    lines += [b"%b: %b\r\n" % header for header in _passing(given, _OF_THE_REQUEST)]
+    if pair.prefill is not None:
+        control = pair.prefill.control
+        lines.append(b"%b: %b\r\n" % (PREFILL, control.encode()))
+        if secret:
+            ticket = tickets.issue(secret, request_id.decode(), control, now)
+            lines.append(b"%b: %b\r\n" % (TICKET, ticket.encode()))
+    lines.append(b"\r\n")
+    return b"".join(lines)
+
+
+def answer_headers(given: Headers, request_id: bytes, worker: str) -> Headers:
+    """The headers of a worker's answer as the client gets them."""
+    return [
+        *_passing(given, _OF_THE_ANSWER),
+        (REQUEST_ID, request_id),
+        (WORKER, worker.encode()),
+    ]
+
+
+def is_event_stream(given: Headers) -> bool:
+    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in given)
+
+
+def _passing(given: Headers, kept_back: frozenset[bytes]) -> Headers:
+    for name, value in given:
+        if name == b"connection":
+            kept_back = kept_back | {one.strip().lower() for one in value.split(b",")}
+    return [header for header in given if header[0] not in kept_back and not header[0].startswith(_OURS)]

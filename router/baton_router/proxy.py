@@ -1,0 +1,212 @@
+"""
+The hot path: one bare ASGI callable that gives a request to a worker and its answer to the client.
+
+Bodies pass as bytes in both directions; of the request only the model's name is read. Until the first
+byte of an answer has gone to the client, a worker that fails or refuses is replaced by another. After
+it the answer is either whole or visibly broken: an error event where there are events, then a cut
+connection, never a clean end. A client that leaves takes its request along: the worker sees its
+connection close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+
+from baton_api.errors import BatonError, InternalError, NotReady, WorkerLost
+from baton_router.answers import Receive, Scope, Send, send_error
+from baton_router.attempt import Attempt
+from baton_router.client import Client, ClientGone
+from baton_router.figures import Figures
+from baton_router.forward import (
+    ENDS_WITH_DONE,
+    answer_headers,
+    request_head,
+    request_id,
+    routed_model,
+)
+from baton_router.policy import Pair, Policy, choose_pair
+from baton_router.retries import RetryBudget
+from baton_router.settings import RouterSettings
+from baton_router.stall import Stall
+from baton_router.upstream import Headers, Lost
+from baton_router.workers import Worker, Workers
+
+log = logging.getLogger(__name__)
+
+GONE = 499
+"""The status under which a request is counted whose client left before the answer."""
+
+REFUSED = 503
+"""A worker's status that may be another's 200."""
+
+
+class Proxy:
+    """Serves what `forward.FORWARDED` lists."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        workers: Workers,
+        figures: Figures,
+        policy: Policy,
+        rng: random.Random,
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._workers = workers
+        self._figures = figures
+        self._policy = policy
+        self._rng = rng
+        self._clock = clock
+        self._secret = settings.ticket_secret.encode()
+        self._budget = RetryBudget(settings.retry_ratio)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        relay = Relay(Client(scope, receive, send), request_id(scope["headers"]))
+        self._figures.in_flight.inc()
+        try:
+            await self._serve(scope, relay)
+        except ClientGone:
+            relay.status = relay.status or GONE
+        except BatonError as error:
+            await self._fail(relay, error, send)
+        except asyncio.CancelledError:  # the server has waited for us as long as it will
+            await self._fail(relay, NotReady("The router is stopping."), send)
+        except Exception:
+            log.exception("Request %s failed inside the router.", relay.id.decode())
+            await self._fail(relay, InternalError(), send)
+        finally:
+            if relay.attempt is not None:
+                relay.attempt.close()
+            self._figures.in_flight.dec()
+            self._figures.requests.labels(scope["path"], relay.status).inc()
+
+    async def _serve(self, scope: Scope, relay: Relay) -> None:
+        settings = self._settings
+        client = relay.client
+        body = await client.body(settings.max_body, settings.body_s)
+        arrived = time.perf_counter()
+        asked = Asked(scope, body)
+        async with client:
+            try:
+                async with asyncio.timeout(settings.answer_s):
+                    opening = await self._open(asked, relay, arrived)
+            except TimeoutError as error:
+                raise WorkerLost("that was asked") from error
+            await self._pass_on(relay, opening, arrived)
+
+    async def _open(self, asked: Asked, relay: Relay, arrived: float) -> bytes:
+        """Find a worker that answers: `relay.attempt` is its, and the answer's first part is given."""
+        self._budget.earn()
+        tried: list[Worker] = []
+        pair = self._choose(asked, tried)
+        self._figures.overhead.observe(time.perf_counter() - arrived)
+        while True:
+            assert pair is not None
+            relay.attempt = attempt = Attempt(pair)
+            worker = pair.decode
+            head = request_head(
+                asked.target, asked.headers, len(asked.body), relay.id, pair, self._secret, time.time()
+            )
+            opening = b""
+            lost: Lost | None = None
+            try:
+                opening = await attempt.open(head, asked.body, asked.done_expected)
+            except Lost as error:
+                lost = error
+                worker.health = worker.health.struck(self._clock())
+            else:
+                worker.health = worker.health.served()
+                if attempt.status != REFUSED:
+                    return opening
+            tried.append(worker)
+            pair = self._another(asked, tried, lost)
+            if pair is not None:
+                attempt.close()
+                self._figures.retries.labels(lost.cause if lost else "refused").inc()
+            elif lost is not None:
+                raise lost
+            else:
+                return opening
+
+    def _choose(self, asked: Asked, tried: list[Worker]) -> Pair | None:
+        return choose_pair(self._policy, self._workers, asked.model, tried, self._clock(), self._rng)
+
+    def _another(self, asked: Asked, tried: list[Worker], lost: Lost | None) -> Pair | None:
+        """Who is asked next; None if the last one's answer, or its loss, is the client's."""
+        if len(tried) > self._settings.retries:
+            return None
+        try:
+            pair = self._choose(asked, tried)
+        except NotReady:
+            return None
+        if pair is not None and lost is None and not self._budget.spend():
+            return None
+        return pair
+
+    async def _pass_on(self, relay: Relay, opening: bytes, arrived: float) -> None:
+        client, attempt = relay.client, relay.attempt
+        assert attempt is not None and attempt.exchange is not None
+        worker = attempt.pair.decode
+        relay.status = attempt.status
+        await client.start(attempt.status, answer_headers(attempt.headers, relay.id, worker.name))
+        if attempt.ended:
+            await client.send(opening, more=False)
+            return
+        self._figures.first_byte.observe(time.perf_counter() - arrived)
+        stall = Stall(client, attempt.exchange, self._settings.idle_s)
+        piece = opening
+        try:
+            while not attempt.ended:
+                if piece:
+                    await client.send(piece, more=True)
+                piece = await attempt.next()
+            await client.send(piece, more=False)
+        except Lost:
+            worker.health = worker.health.struck(self._clock())
+            raise
+        finally:
+            stall.close()
+
+    async def _fail(self, relay: Relay, error: BatonError, send: Send) -> None:
+        """Tell the client what went wrong, as far as it can still be told."""
+        client = relay.client
+        if not client.started:
+            relay.status = error.status
+            await send_error(send, error, relay.id)
+            return
+        cause = error.cause if isinstance(error, Lost) else "router"
+        self._figures.cut.labels(cause).inc()
+        log.warning("The answer to request %s was cut: %s (%s)", relay.id.decode(), error, cause)
+        events = relay.attempt.events if relay.attempt else None
+        await client.cut(events.error(error) if events else b"")
+
+
+class Asked:
+    """A request as it came, with what it is routed by."""
+
+    __slots__ = ("body", "done_expected", "headers", "model", "target")
+
+    def __init__(self, scope: Scope, body: bytes) -> None:
+        query = scope["query_string"]
+        self.target: bytes = scope["raw_path"] + (b"?" + query if query else b"")
+        self.headers: Headers = scope["headers"]
+        self.body = body
+        self.model = routed_model(body)
+        self.done_expected = scope["path"] in ENDS_WITH_DONE
+
+
+class Relay:
+    """One request's way: who asked, whose try it is now, and what was answered."""
+
+    __slots__ = ("attempt", "client", "id", "status")
+
+    def __init__(self, client: Client, identity: bytes) -> None:
+        self.client = client
+        self.id = identity
+        self.attempt: Attempt | None = None
+        self.status = 0

@@ -1,0 +1,140 @@
+"""
+The router's process: a socket, an event loop, uvicorn around the application, and a clean end.
+
+A first SIGTERM or SIGINT ends listening and lets running streams finish, a second one does not wait
+for them. Either way the process ends with status 0: it was asked to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import math
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from baton_api.errors import SetupError
+from baton_router.app import Router, create_app
+from baton_router.listener import listener
+from baton_router.settings import RouterSettings
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 2048
+
+
+def run(settings: RouterSettings, ready: Callable[[str], None] | None = None) -> None:
+    """
+    Serve until a signal says to stop. `ready` is called with the router's URL once it listens.
+
+    Raises SetupError if it cannot listen.
+    """
+    listening = bind(settings.host, settings.port)
+    try:
+        import uvloop
+    except ModuleNotFoundError:  # not on Windows; asyncio's own loop does it more slowly
+        factory = None
+    else:
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(serve(settings, listening, ready))
+
+
+async def serve(
+    settings: RouterSettings, listening: socket.socket, ready: Callable[[str], None] | None = None
+) -> None:
+    """The same inside a running event loop, on a socket that is bound."""
+    server = RouterServer(create_app(settings), settings)
+    url = address(listening)
+    log.info(
+        "The router listens on %s for %d decode and %d prefill workers.",
+        url,
+        len(settings.decode),
+        len(settings.prefill),
+    )
+    server.listening = ready and (lambda: ready(url))
+    await server.serve(sockets=[listening])
+
+
+class RouterServer(uvicorn.Server):
+    """uvicorn's server with an end in two steps: first say that it is coming, then stop listening."""
+
+    def __init__(self, router: Router, settings: RouterSettings) -> None:
+        super().__init__(
+            uvicorn.Config(
+                router,
+                http=listener(settings.max_header, settings.header_s),
+                ws="none",
+                lifespan="on",
+                backlog=BACKLOG,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=math.ceil(settings.drain_s),
+            )
+        )
+        self.router = router
+        self.notice_s = settings.drain_notice_s
+        self.listening: Callable[[], None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.listening is not None:
+            self.listening()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.router.draining = True
+        log.info("The router is draining.")
+        await asyncio.sleep(self.notice_s)
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn's own raises the signal again at the end, which makes a clean end look like a crash."""
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self._stop) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _stop(self, number: int, frame: object) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound TCP socket. Raises SetupError with the way out."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise SetupError(
+            f"The router cannot listen on {host!r}: {error.strerror}. Give --host an address."
+        ) from error
+    listening = socket.socket(family, kind, protocol)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(where)
+        listening.setblocking(False)
+    except OSError as error:
+        listening.close()
+        if error.errno == errno.EADDRINUSE:
+            way_out = "another process has it: stop that one or give another --port (0 takes a free one)"
+        else:
+            way_out = f"{error.strerror}: give another --host or --port"
+        raise SetupError(f"The router cannot listen on {host}:{port}; {way_out}.") from error
+    return listening
+
+
+def address(listening: socket.socket) -> str:
+    """The URL of a bound socket."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

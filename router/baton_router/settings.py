@@ -1,0 +1,95 @@
+"""
+The settings of one router process, each with its unit, default and reason.
+
+Built once where the process starts and passed down; nothing else reads the environment. Each field is
+a flag of `baton router` (`--health-interval-s`) and the environment variable `BATON_ROUTER_<NAME>`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+def _worker_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or parts.query:
+        raise ValueError(f"{url!r} is no worker's address; one looks like http://127.0.0.1:8000")
+    return f"http://{parts.netloc}"
+
+
+WorkerUrl = Annotated[str, AfterValidator(_worker_url)]
+
+
+class RouterSettings(BaseSettings):
+    """One router."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="BATON_ROUTER_",
+        frozen=True,
+        use_attribute_docstrings=True,
+        extra="forbid",
+    )
+
+    host: str = "127.0.0.1"
+    """Address of the OpenAI API. Other machines can reach it only if this says so."""
+
+    port: int = Field(default=8080, ge=0, le=65535)
+    """Port of the OpenAI API; 0 takes a free one."""
+
+    decode: tuple[WorkerUrl, ...] = ()
+    """Workers that answer requests, such as http://127.0.0.1:8001; a worker of role both is one."""
+
+    prefill: tuple[WorkerUrl, ...] = ()
+    """Workers that compute prompts for the decode workers. Without one, decode workers compute them."""
+
+    ticket_secret: str = ""
+    """Shared with the prefill workers: with it, each request carries a signed ticket for its prefill
+    worker. Set it by environment, not by flag, where others can list processes."""
+
+    api_key: str = ""
+    """With it, /v1 wants `Authorization: Bearer <key>`."""
+
+    health_interval_s: float = Field(default=2.0, gt=0)
+    """Seconds from one look at a worker to the next, and the longest that a look may take."""
+
+    health_misses: int = Field(default=3, ge=1)
+    """Looks in a row without an answer after which a worker counts as down."""
+
+    connect_s: float = Field(default=1.0, gt=0)
+    """Seconds that a connection to a worker may take."""
+
+    retries: int = Field(default=2, ge=0)
+    """Other workers that are tried for one request, as long as no byte of an answer was sent."""
+
+    retry_ratio: float = Field(default=0.1, ge=0)
+    """Retries per request, over all requests, that workers' refusals (503) may cause: more would turn
+    an overload into a storm. Requests of lost workers do not count."""
+
+    answer_s: float = Field(default=600.0, gt=0)
+    """Seconds that a worker has for the first byte of its answer. OpenAI's clients wait as long."""
+
+    idle_s: float = Field(default=60.0, gt=0)
+    """Seconds without progress, of the worker or of the client's reading, after which a stream is cut."""
+
+    max_body: int = Field(default=4 * 1024 * 1024, ge=1)
+    """Bytes of a request's body; more are refused with 413."""
+
+    max_header: int = Field(default=16 * 1024, ge=1024)
+    """Bytes of a request's head; more are refused with 431."""
+
+    header_s: float = Field(default=10.0, gt=0)
+    """Seconds that a client has to send a request's head."""
+
+    body_s: float = Field(default=60.0, gt=0)
+    """Seconds that a client has to send a request's body."""
+
+    drain_notice_s: float = Field(default=0.0, ge=0)
+    """Seconds between a SIGTERM, from which on /ready says 503, and the end of listening: as long as
+    those who read /ready take to send new requests elsewhere."""
+
+    drain_s: float = Field(default=60.0, ge=0)
+    """Seconds that running requests get to finish after listening has ended."""

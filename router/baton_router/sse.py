@@ -1,0 +1,56 @@
+"""
+What has passed of a stream of server-sent events: whole lines only, and whether the end was among them.
+
+Clients take a stream that ends cleanly for a complete one, so the end must be earned: `data: [DONE]`.
+And an error event that follows half a line would be read as that line's rest, so half a line waits
+for its other half; it is of no use to a client before that anyway.
+"""
+
+from __future__ import annotations
+
+import json
+
+from baton_api.errors import BatonError
+
+DONE = b"data: [DONE]"
+
+LINE_LIMIT = 1024 * 1024
+"""Bytes of a line that may wait for its end; a longer one passes in parts."""
+
+
+class EventStream:
+    """The lines of one stream, on their way."""
+
+    __slots__ = ("_rest", "_tail")
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._tail = b"\n\n"
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last event that passed says that there is no other."""
+        return self._tail.rstrip().endswith(DONE)
+
+    def push(self, piece: bytes) -> bytes:
+        """What of the bytes so far can pass on now; perhaps nothing."""
+        if self._rest:
+            piece = self._rest + piece
+            self._rest = b""
+        if piece[-1:] != b"\n" and len(piece) <= LINE_LIMIT:
+            end = piece.rfind(b"\n") + 1
+            self._rest = piece[end:]
+            piece = piece[:end]
+        self._tail = (self._tail + piece[-32:])[-32:]
+        return piece
+
+    def finish(self) -> bytes:
+        """The worker has sent all: what waits for the end of its line need not wait any more."""
+        piece, self._rest = self._rest, b""
+        self._tail = (self._tail + piece[-32:])[-32:]
+        return piece
+
+    def error(self, error: BatonError) -> bytes:
+        """`error` as an event of its own, whatever passed before."""
+        end = b"" if self._tail.endswith(b"\n\n") else b"\n\n"
+        return end + b"data: " + json.dumps(error.body()).encode() + b"\n\n"

@@ -1,0 +1,300 @@
+"""
+Connections to one worker: HTTP/1.1 on asyncio's transports, read by httptools.
+
+A request is a head and a body in bytes; the answer's body comes out in the pieces in which it came
+in, and never more than about `BUFFERED` bytes of it wait here: a client that reads slowly makes the
+worker write slowly. Connections are kept and used again. What can go wrong with a worker leaves this
+module as `Lost`, with the cause in one word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+
+import httptools
+
+from baton_api.errors import NotReady, WorkerLost
+
+BUFFERED = 64 * 1024
+"""Bytes of one answer's body that may wait for the client before the worker is made to wait."""
+
+IDLE_LIMIT = 1024
+"""Connections to one worker that are kept without a request on them."""
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class Lost(WorkerLost):
+    """The worker did not answer, or not to the end."""
+
+    def __init__(self, worker: str, cause: str) -> None:
+        super().__init__(worker)
+        self.cause = cause
+        """connect, reset, malformed, hung or idle."""
+
+
+class Upstream:
+    """One worker's address and the connections to it."""
+
+    def __init__(self, host: str, port: int, connect_s: float = 1.0) -> None:
+        self.name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.host, self.port = host, port
+        self._connect_s = connect_s
+        self._idle: list[Connection] = []
+        self._busy: set[Connection] = set()
+
+    async def request(self, head: bytes, body: bytes = b"") -> Exchange:
+        """
+        Send one request and wait for the head of its answer. Raises Lost.
+
+        A kept connection that the worker closes at the same moment is no failure: as long as
+        nothing of an answer came, the request goes again on another one.
+        """
+        while True:
+            kept = self._take()
+            connection = kept or await self._connect()
+            exchange = connection.send(head, body)
+            self._busy.add(connection)
+            try:
+                await exchange.head()
+                return exchange
+            except Lost as lost:
+                if not kept or exchange.begun or lost.cause != "reset":
+                    raise
+            except BaseException:
+                exchange.close()
+                raise
+
+    def fail_silent(self, since: float) -> None:
+        """The worker is down: end the exchanges on which nothing has come since that loop time."""
+        for connection in list(self._idle):
+            connection.transport.abort()
+        for connection in list(self._busy):
+            exchange = connection.exchange
+            if exchange is not None and not exchange.paused and exchange.progress < since:
+                exchange.fail("hung")
+
+    def close(self) -> None:
+        for connection in [*self._idle, *self._busy]:
+            connection.transport.abort()
+
+    def freed(self, connection: Connection) -> None:
+        """Its exchange is complete and another may follow."""
+        self._busy.discard(connection)
+        if len(self._idle) < IDLE_LIMIT:
+            self._idle.append(connection)
+        else:
+            connection.transport.close()
+
+    def gone(self, connection: Connection) -> None:
+        self._busy.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def _take(self) -> Connection | None:
+        while self._idle:
+            connection = self._idle.pop()  # the one used last: least likely to be closed meanwhile
+            if not connection.transport.is_closing():
+                return connection
+        return None
+
+    async def _connect(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._connect_s):
+                _, connection = await loop.create_connection(lambda: Connection(self), self.host, self.port)
+        except OSError as error:  # TimeoutError is one
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise NotReady("The router has no file descriptor left for a connection.") from error
+            raise Lost(self.name, "connect") from error
+        return connection
+
+
+class Exchange:
+    """One request's answer as it arrives. Read it to the end or close it."""
+
+    __slots__ = (
+        "_buffered",
+        "_complete",
+        "_connection",
+        "_failure",
+        "_pieces",
+        "_waiter",
+        "headers",
+        "paused",
+        "progress",
+        "status",
+    )
+
+    def __init__(self, connection: Connection) -> None:
+        self.status = 0
+        self.headers: Headers = []
+        self.progress = connection.loop.time()
+        """When something of the answer came last; when it was asked for, before that."""
+        self.paused = False
+        """Whether the worker is being made to wait."""
+        self._connection = connection
+        self._pieces: list[bytes] = []
+        self._buffered = 0
+        self._complete = False
+        self._failure: Lost | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything of the answer has come."""
+        return self.status != 0 or bool(self.headers)
+
+    async def head(self) -> None:
+        """Wait until status and headers are there. Raises Lost."""
+        while not self.status:
+            await self._wait()
+
+    async def read(self) -> bytes:
+        """The part of the body that has come since the last read; empty at its end. Raises Lost."""
+        while not self._pieces:
+            if self._complete:
+                return b""
+            await self._wait()
+        pieces = self._pieces
+        self._pieces = []
+        self._buffered = 0
+        if self.paused:
+            self.paused = False
+            self.progress = self._connection.loop.time()
+            self._connection.transport.resume_reading()
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def close(self) -> None:
+        """Nothing more is wanted: unless all of it came, the worker sees its connection close."""
+        if not self._complete:
+            self._connection.transport.abort()
+
+    def fail(self, cause: str) -> None:
+        """End the exchange from here: whoever waits for more of it gets Lost."""
+        if not self._complete and self._failure is None:
+            self._failure = Lost(self._connection.upstream.name, cause)
+            self._connection.transport.abort()
+            self._wake()
+
+    # What the connection calls.
+
+    def started(self, status: int) -> None:
+        self.status = status
+        self._wake()
+
+    def took(self, piece: bytes) -> None:
+        self._pieces.append(piece)
+        self._buffered += len(piece)
+        if self._buffered >= BUFFERED and not self.paused:
+            self.paused = True
+            self._connection.transport.pause_reading()
+        self._wake()
+
+    def completed(self) -> None:
+        self._complete = True
+        if self.paused:  # the connection goes on to others; what waits here has its bound already
+            self.paused = False
+            self._connection.transport.resume_reading()
+        self._wake()
+
+    async def _wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._waiter = self._connection.loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Connection(asyncio.Protocol):
+    """One connection and the exchange that is on it, if any."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, upstream: Upstream) -> None:
+        self.upstream = upstream
+        self.loop = asyncio.get_running_loop()
+        self.exchange: Exchange | None = None
+        self._keep = False
+        self._parser = httptools.HttpResponseParser(self)
+
+    def send(self, head: bytes, body: bytes) -> Exchange:
+        self.exchange = exchange = Exchange(self)
+        if len(body) < BUFFERED:
+            self.transport.write(head + body)
+        else:  # rather a second call than a copy
+            self.transport.write(head)
+            self.transport.write(body)
+        return exchange
+
+    # asyncio's side.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        no_delay(transport)
+
+    def data_received(self, data: bytes) -> None:
+        exchange = self.exchange
+        if exchange is None:
+            self.transport.abort()  # an answer that nobody asked for
+            return
+        exchange.progress = self.loop.time()
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            exchange.fail("malformed")
+            self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.upstream.gone(self)
+        if self.exchange is not None:
+            self.exchange.fail("reset")
+
+    # httptools' side. An exception here makes `feed_data` raise.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._current.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:
+            self._current.headers.clear()  # an interim answer; the real one follows
+            return
+        self._keep = self._parser.should_keep_alive()
+        self._current.started(status)
+
+    def on_body(self, body: bytes) -> None:
+        self._current.took(body)
+
+    def on_message_complete(self) -> None:
+        exchange = self._current
+        if not exchange.status:
+            return
+        self.exchange = None
+        exchange.completed()
+        if self._keep:
+            self.upstream.freed(self)
+        else:
+            self.transport.close()
+
+    @property
+    def _current(self) -> Exchange:
+        if self.exchange is None:
+            raise RuntimeError("more came than one answer")
+        return self.exchange
+
+
+def no_delay(transport: asyncio.BaseTransport) -> None:
+    """Send small pieces at once; event loops differ in whether they see to it themselves."""
+    connected: socket.socket | None = transport.get_extra_info("socket")
+    if connected is not None and connected.family in (socket.AF_INET, socket.AF_INET6):
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,0 +1,75 @@
+"""A real router on a real socket, in the test's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import httpx
+
+from baton_router.app import Router, create_app
+from baton_router.server import RouterServer, address, bind
+from baton_router.settings import RouterSettings
+from tests.router.fake_worker import FakeWorker
+
+CHAT = "/v1/chat/completions"
+QUESTION = {"model": "tiny", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+STREAM = {**QUESTION, "stream": True}
+
+
+class RunningRouter:
+    def __init__(self, router: Router, server: RouterServer, url: str, client: httpx.AsyncClient) -> None:
+        self.router = router
+        self.server = server
+        self.url = url
+        self.client = client
+        self.port = int(url.rpartition(":")[2])
+
+    async def post(self, body: object = QUESTION, path: str = CHAT) -> httpx.Response:
+        return await self.client.post(path, json=body)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.router.figures.registry.get_sample_value(name, labels) or 0.0
+
+
+@asynccontextmanager
+async def running_router(
+    decode: Sequence[FakeWorker] = (),
+    prefill: Sequence[FakeWorker] = (),
+    *,
+    wait: bool = True,
+    **settings: object,
+) -> AsyncIterator[RunningRouter]:
+    """A router in front of these workers; it has looked at all of them, unless `wait` is False."""
+    config = RouterSettings.model_validate(
+        {
+            "port": 0,
+            "decode": [worker.url for worker in decode],
+            "prefill": [worker.url for worker in prefill],
+            "drain_s": 1,
+            **settings,
+        }
+    )
+    router = create_app(config)
+    server = RouterServer(router, config)
+    listening = bind(config.host, config.port)
+    url = address(listening)
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
+        try:
+            if wait:
+                await until(lambda: all(worker.health.load for worker in router.workers.all))
+            await until(lambda: server.started)
+            yield RunningRouter(router, server, url, client)
+        finally:
+            await client.aclose()
+            server.should_exit = True
+            await serving
+
+
+async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    """Wait for a condition that other tasks bring about."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.002)

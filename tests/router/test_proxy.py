@@ -1,0 +1,354 @@
+"""What a client of the router sees of the workers behind it, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import httpx
+import pytest
+
+from baton_api import tickets
+from baton_api.workers import Role
+from tests.router import fake_worker
+from tests.router.fake_worker import FakeWorker
+from tests.router.running import CHAT, QUESTION, STREAM, running_router, until
+
+ERROR_400 = b'{"error":{"message":"no","type":"invalid_request_error","param":"n","code":null}}'
+ERROR_503 = b'{"error":{"message":"full","type":"server_error","param":null,"code":"overloaded"}}'
+
+
+@pytest.mark.parametrize("body", [QUESTION, STREAM], ids=["whole", "stream"])
+async def test_an_answer_has_the_bytes_of_a_direct_call(body: object) -> None:
+    async with FakeWorker() as worker, running_router([worker]) as router:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            direct = await client.post(worker.url + CHAT, json=body)
+        routed = await router.post(body)
+        assert routed.status_code == direct.status_code == 200
+        assert routed.content == direct.content
+        assert routed.headers["content-type"] == direct.headers["content-type"]
+        assert routed.headers["x-baton-worker"] == worker.name
+
+
+async def test_a_body_arrives_byte_for_byte_whatever_is_in_it() -> None:
+    body = (
+        b' {"model": "tiny",\n "top_k":3, "x_unknown": {"deep": [1, 1.0, 1e3, "\\u00e9"]}, "model" : "tiny" }'
+    )
+    async with FakeWorker(fake_worker.saying(200, b"{}")) as worker, running_router([worker]) as router:
+        answer = await router.client.post(
+            CHAT + "?a=1&b=%20", content=body, headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == 200
+        assert worker.asked[0].body == body
+        assert worker.asked[0].target == CHAT + "?a=1&b=%20"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("status", [400, 404, 422, 429, 500])
+async def test_a_workers_error_is_passed_on_with_its_status(status: int, stream: bool) -> None:
+    behaviour = fake_worker.saying(status, ERROR_400, ("retry-after", "7"))
+    async with (
+        FakeWorker(behaviour) as worker,
+        FakeWorker(behaviour) as other,
+        running_router([worker, other]) as router,
+    ):
+        answer = await router.post({**QUESTION, "stream": stream})
+        assert (answer.status_code, answer.content) == (status, ERROR_400)
+        assert answer.headers["retry-after"] == "7"
+        assert len(worker.asked) + len(other.asked) == 1
+
+
+FAILURES = {
+    "dies at once": fake_worker.die_at_once,
+    "dies after the head": fake_worker.die_after_the_head,
+    "dies in half a line": fake_worker.streaming(b"data: {", end=True),
+    "says 503": fake_worker.saying(503, ERROR_503),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES.keys())
+async def test_another_worker_is_tried_until_the_first_byte(failure: fake_worker.Behaviour) -> None:
+    async with FakeWorker(failure) as bad, FakeWorker() as good, running_router([bad, good]) as router:
+        for _ in range(8):
+            answer = await router.post(STREAM)
+            assert answer.content == fake_worker.whole_stream()
+        assert bad.asked
+        assert len(good.asked) == 8
+        assert router.router.workers.decode[0].in_flight == 0
+
+
+async def test_a_broken_body_that_was_not_begun_to_be_sent_is_asked_for_elsewhere() -> None:
+    async with (
+        FakeWorker(fake_worker.die_in_the_body) as bad,
+        FakeWorker() as good,
+        running_router([bad, good]) as router,
+    ):
+        for _ in range(8):
+            assert (await router.post(QUESTION)).content == fake_worker.whole_answer()
+        assert bad.asked
+
+
+async def test_a_dead_workers_requests_go_elsewhere_and_it_is_put_aside() -> None:
+    async with FakeWorker() as dying, FakeWorker() as good, running_router([dying, good]) as router:
+        await dying.die()
+        for _ in range(30):
+            assert (await router.post()).status_code == 200
+        assert router.metric("baton_router_retries_total", cause="connect") == 3
+
+
+async def test_a_503_is_the_clients_when_nobody_is_left_to_ask() -> None:
+    refusal = fake_worker.saying(503, ERROR_503, ("retry-after", "3"))
+    async with FakeWorker(refusal) as one, FakeWorker(refusal) as two, running_router([one, two]) as router:
+        answer = await router.post(STREAM)
+        assert (answer.status_code, answer.content) == (503, ERROR_503)
+        assert answer.headers["retry-after"] == "3"
+        assert len(one.asked) == len(two.asked) == 1
+        assert all(worker.health.strikes == 0 for worker in router.router.workers.decode)
+
+
+async def test_refusals_cannot_cause_more_retries_than_their_share() -> None:
+    refusal = fake_worker.saying(503, ERROR_503)
+    async with (
+        FakeWorker(refusal) as one,
+        FakeWorker(refusal) as two,
+        running_router([one, two], retry_ratio=0.1) as router,
+    ):
+        for _ in range(100):
+            await router.post()
+        assert 100 <= len(one.asked) + len(two.asked) <= 100 + 10 + 10
+
+
+@pytest.mark.parametrize("half", [b"", b'data: {"id": "chatc'], ids=["between events", "in an event"])
+async def test_a_worker_lost_in_a_stream_gives_an_error_event_and_a_cut(half: bytes) -> None:
+    parts = [part for part in (fake_worker.event("The"), half) if part]
+    dying = fake_worker.streaming(*parts, end=False)
+    async with FakeWorker(dying) as one, FakeWorker(dying) as two, running_router([one, two]) as router:
+        seen = b""
+        with pytest.raises(httpx.RemoteProtocolError):
+            async with router.client.stream("POST", CHAT, json=STREAM) as answer:
+                async for piece in answer.aiter_raw():
+                    seen += piece
+                    one.release.set()
+                    two.release.set()
+        begun, _, error = seen.rpartition(b"data: ")
+        assert begun == fake_worker.event("The")
+        assert json.loads(error)["error"]["code"] == "worker_error"
+        assert len(one.asked) + len(two.asked) == 1
+        assert router.metric("baton_router_answers_cut_total", cause="reset") == 1
+
+
+async def test_a_stream_without_its_end_is_not_taken_for_complete() -> None:
+    async with (
+        FakeWorker(fake_worker.streaming(fake_worker.event("The"))) as worker,
+        running_router([worker]) as router,
+    ):
+        with pytest.raises(httpx.RemoteProtocolError):
+            await router.post(STREAM)
+
+
+async def test_a_worker_that_dies_after_the_end_of_its_stream_is_no_loss() -> None:
+    async with FakeWorker(fake_worker.streaming(fake_worker.whole_stream(), end=False)) as worker:
+        worker.release.set()
+        async with running_router([worker]) as router:
+            assert (await router.post(STREAM)).content == fake_worker.whole_stream()
+
+
+async def test_a_stream_that_stands_still_is_cut() -> None:
+    async with (
+        FakeWorker(fake_worker.hang_in_the_stream) as worker,
+        running_router([worker], idle_s=0.2) as router,
+    ):
+        with pytest.raises(httpx.RemoteProtocolError):
+            await router.post(STREAM)
+        await worker.left.wait()
+
+
+async def test_a_worker_that_does_not_begin_in_time_costs_a_503() -> None:
+    async with FakeWorker(fake_worker.hang) as worker, running_router([worker], answer_s=0.2) as router:
+        answer = await router.post()
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "worker_error"
+        await worker.left.wait()
+
+
+async def test_a_request_moves_on_from_a_worker_that_fell_silent() -> None:
+    async with FakeWorker(fake_worker.hang) as silent, running_router([silent]) as router:
+        client = httpx.AsyncClient(base_url=router.url, timeout=30, trust_env=False)
+        async with client:
+            waiting = asyncio.create_task(client.post(CHAT, json=QUESTION))
+            await silent.arrived.wait()
+            silent.silent = True
+            answer = await waiting
+        assert answer.status_code == 503
+
+
+async def test_a_client_that_leaves_takes_its_request_along() -> None:
+    for behaviour in (fake_worker.hang, fake_worker.hang_in_the_stream, fake_worker.flood):
+        async with FakeWorker(behaviour) as worker, running_router([worker]) as router:
+            async with httpx.AsyncClient(base_url=router.url, trust_env=False) as client:
+                asking = asyncio.create_task(client.post(CHAT, json=STREAM))
+                await worker.arrived.wait()
+                asking.cancel()
+                await asyncio.wait([asking])
+            async with asyncio.timeout(1):
+                await worker.left.wait()
+            await until(lambda: router.router.workers.decode[0].in_flight == 0)
+            await until(lambda: router.metric("baton_router_requests_in_flight") == 0)
+
+
+async def test_without_a_worker_the_answer_is_503_with_a_time_to_come_back() -> None:
+    async with running_router() as router:
+        answer = await router.post()
+        assert answer.status_code == 503
+        assert 1 <= int(answer.headers["retry-after"]) <= 120
+        assert answer.json()["error"]["code"] == "overloaded"
+        assert "--decode" in answer.json()["error"]["message"]
+
+
+async def test_an_unknown_model_is_404_and_the_served_ones_are_named() -> None:
+    async with FakeWorker() as worker, running_router([worker]) as router:
+        answer = await router.post({**QUESTION, "model": "gpt-9"})
+        assert answer.status_code == 404
+        error = answer.json()["error"]
+        assert (error["type"], error["param"], error["code"]) == (
+            "invalid_request_error",
+            "model",
+            "model_not_found",
+        )
+        assert "tiny" in error["message"]
+        assert not worker.asked
+
+
+async def test_requests_go_to_the_workers_of_their_model() -> None:
+    async with (
+        FakeWorker(model="one") as one,
+        FakeWorker(model="two") as two,
+        running_router([one, two]) as router,
+    ):
+        for model in ("one", "two", "two"):
+            assert (await router.post({**QUESTION, "model": model})).status_code == 200
+        assert (len(one.asked), len(two.asked)) == (1, 2)
+
+
+BAD_BODIES = {"no json": b"{", "no object": b"[1]", "empty": b"", "deep": b'{"a":' + b"[" * 200_000}
+
+
+@pytest.mark.parametrize("body", BAD_BODIES.values(), ids=BAD_BODIES.keys())
+async def test_a_body_that_cannot_be_read_is_400(body: bytes) -> None:
+    async with FakeWorker() as worker, running_router([worker]) as router:
+        answer = await router.client.post(CHAT, content=body)
+        assert answer.status_code == 400
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert len(answer.content) < 500
+        assert not worker.asked
+
+
+async def test_a_body_over_the_limit_is_413_and_one_at_the_limit_passes() -> None:
+    limit = 200_000
+    async with FakeWorker() as worker, running_router([worker], max_body=limit) as router:
+        for size, status in ((limit, 200), (limit + 1, 413), (3 * limit, 413)):
+            body = json.dumps({**QUESTION, "pad": ""}).encode()
+            body = body.replace(b'"pad": ""', b'"pad": "' + b"x" * (size - len(body)) + b'"')
+            answer = await router.client.post(CHAT, content=body)
+            assert answer.status_code == status
+        assert answer.json()["error"]["code"] == "content_size_limit_exceeded"
+        assert len(worker.asked) == 1
+
+
+async def test_headers_of_ours_and_of_the_connection_do_not_pass() -> None:
+    async with FakeWorker() as worker, running_router([worker]) as router:
+        sent = {
+            "x-baton-prefill": "10.0.0.1:1",
+            "X-Baton-Ticket": "forged",
+            "x-baton-anything": "1",
+            "te": "trailers",
+            "connection": "keep-alive, x-private",
+            "x-private": "1",
+            "accept-encoding": "br",
+            "traceparent": "00-1-2-01",
+            "authorization": "Bearer k",
+        }
+        answer = await router.client.post(CHAT, json=QUESTION, headers=sent)
+        assert answer.status_code == 200
+        arrived = worker.asked[0]
+        for name in sent:
+            passes = name in ("traceparent", "authorization")
+            assert arrived.header(name.lower()) == (sent[name] if passes else None), name
+        assert arrived.header("host") == worker.name
+
+
+async def test_a_workers_own_headers_do_not_reach_the_client() -> None:
+    extra = (("x-baton-secret", "1"), ("server", "x"), ("keep-alive", "5"), ("x-request-id", "other"))
+    async with (
+        FakeWorker(fake_worker.saying(200, b"{}", *extra)) as worker,
+        running_router([worker]) as router,
+    ):
+        answer = await router.client.post(CHAT, json=QUESTION, headers={"x-request-id": "mine"})
+        assert answer.headers.get_list("x-request-id") == ["mine"]
+        assert not {"x-baton-secret", "server", "keep-alive"} & set(answer.headers)
+
+
+@pytest.mark.parametrize("given", [None, "mine-1", "x" * 128, "x" * 129, "with space", ""])
+async def test_every_answer_has_a_request_id_that_the_worker_had_too(given: str | None) -> None:
+    async with FakeWorker() as worker, running_router([worker]) as router:
+        headers = {"x-request-id": given} if given is not None else {}
+        answer = await router.client.post(CHAT, json=QUESTION, headers=headers)
+        identity = answer.headers["x-request-id"]
+        assert worker.asked[0].header("x-request-id") == identity
+        assert (identity == given) == (given in ("mine-1", "x" * 128))
+        for path in ("/v1/models", "/health", "/nowhere", "/v1/models/none"):
+            assert (await router.client.get(path)).headers["x-request-id"]
+
+
+async def test_a_request_names_a_prefill_worker_with_a_ticket_for_it() -> None:
+    prefiller = FakeWorker(role=Role.PREFILL, control="127.0.0.1:7001")
+    async with (
+        FakeWorker() as worker,
+        prefiller,
+        running_router([worker], [prefiller], ticket_secret="s3cret") as router,
+    ):
+        answer = await router.post()
+        asked = worker.asked[0]
+        assert asked.header("x-baton-prefill") == "127.0.0.1:7001"
+        ticket, room = asked.header("x-baton-ticket"), answer.headers["x-request-id"]
+        assert ticket is not None
+        assert tickets.refusal(b"s3cret", ticket, room, "127.0.0.1:7001", time.time()) is None
+        assert tickets.refusal(b"s3cret", ticket, room, "127.0.0.1:7002", time.time())
+        assert router.router.workers.prefill[0].in_flight == 0
+
+
+async def test_without_a_fitting_prefill_worker_the_decode_worker_is_asked_alone() -> None:
+    other = FakeWorker(role=Role.PREFILL, control="127.0.0.1:7001", compatibility="different")
+    async with FakeWorker() as worker, other, running_router([worker], [other]) as router:
+        assert (await router.post()).status_code == 200
+        assert worker.asked[0].header("x-baton-prefill") is None
+
+
+async def test_a_key_is_wanted_under_v1_and_nowhere_else() -> None:
+    async with FakeWorker() as worker, running_router([worker], api_key="k-1") as router:
+        for headers in ({}, {"authorization": "Bearer k-2"}, {"authorization": "k-1"}):
+            answer = await router.client.post(CHAT, json=QUESTION, headers=headers)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert (await router.client.get("/v1/models", headers=headers)).status_code == 401
+        right = {"authorization": "Bearer k-1"}
+        assert (await router.client.post(CHAT, json=QUESTION, headers=right)).status_code == 200
+        for path in ("/health", "/ready", "/metrics"):
+            assert (await router.client.get(path)).status_code == 200
+
+
+async def test_connections_to_a_worker_are_used_again() -> None:
+    async with FakeWorker() as worker, running_router([worker]) as router:
+        for _ in range(20):
+            await router.post(STREAM)
+        assert worker.connections <= 2
+
+
+async def test_a_kept_connection_that_the_worker_closes_is_no_failure() -> None:
+    async with FakeWorker() as worker, running_router([worker], health_interval_s=600) as router:
+        await router.post()
+        for upstream_side in list(worker._writers):
+            upstream_side.transport.abort()
+        assert (await router.post()).status_code == 200
+        assert router.router.workers.decode[0].health.strikes == 0
