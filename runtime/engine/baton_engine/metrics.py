@@ -7,12 +7,12 @@ is this worker's own, so that two workers of one process do not mix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from baton_api import metrics
 from baton_api.metrics import Metric
@@ -105,7 +105,9 @@ class EngineCollector(Collector):
             },
         )
         yield _counter(metrics.WORKER_RETRACTIONS, {(): totals.retractions})
-        local = {(reason,): count for reason, count in totals.local_prefills.items()}
+        local: dict[tuple[str, ...], int] = {
+            (reason,): count for reason, count in totals.local_prefills.items()
+        }
         yield _counter(metrics.WORKER_LOCAL_PREFILLS, local)
         failed = {key: count for key, count in local.items() if key[0] not in CHOSEN_LOCAL}
         yield _counter(metrics.WORKER_TRANSFER_FAILURES, failed)
@@ -128,7 +130,7 @@ def _counter(metric: Metric, values: dict[tuple[str, ...], int]) -> CounterMetri
 
 
 def _steps(metric: Metric, times: StepTimes) -> HistogramMetricFamily:
-    buckets = [(floatToGoString(bound), float(count)) for bound, count in times.buckets]
+    buckets = [("+Inf" if math.isinf(bound) else str(bound), float(count)) for bound, count in times.buckets]
     family = HistogramMetricFamily(metric.name, metric.help)
     family.add_metric((), buckets, times.total_s)
     return family

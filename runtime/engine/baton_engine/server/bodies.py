@@ -1,0 +1,77 @@
+"""A request's body: bounded in bytes, in time and in depth, then JSON."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope
+
+from baton_api.errors import BodyTooLarge, InvalidRequest
+from baton_engine.server.disconnect import ClientGone
+from baton_engine.server.fields import Fields
+
+BODY_LIMIT = 4 * 1024 * 1024
+BODY_DEADLINE_S = 60.0
+DEPTH_LIMIT = 64
+
+_decoder = msgspec.json.Decoder()
+
+
+async def read(scope: Scope, receive: Receive, limit: int = BODY_LIMIT) -> bytes:
+    """All bytes of the body. Raises for another content type, too many bytes, or too slow a client."""
+    headers = dict(scope["headers"])
+    kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+    if kind != b"application/json":
+        raise InvalidRequest("Unsupported media type: only 'application/json' is allowed.")
+    length = headers.get(b"content-length", b"")
+    if length.isdigit() and int(length) > limit:
+        raise BodyTooLarge(limit)
+    body = bytearray()
+    more = True
+    try:
+        async with asyncio.timeout(BODY_DEADLINE_S):
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                body += message.get("body", b"")
+                if len(body) > limit:
+                    raise BodyTooLarge(limit)
+                more = message.get("more_body", False)
+    except TimeoutError as error:
+        raise InvalidRequest(f"The body did not arrive within {BODY_DEADLINE_S:.0f} s.") from error
+    return bytes(body)
+
+
+def parse(body: bytes) -> Fields:
+    """The body's JSON object."""
+    try:
+        value = _decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"We could not parse the JSON body of your request: {error}.") from error
+    except RecursionError as error:
+        raise _too_deep() from error
+    if not isinstance(value, dict):
+        raise InvalidRequest("The body of the request must be a JSON object.")
+    _check_depth(value)
+    return Fields(value)
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(DEPTH_LIMIT):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _too_deep() -> InvalidRequest:
+    return InvalidRequest(f"The JSON body of the request is nested deeper than {DEPTH_LIMIT} levels.")

@@ -1,0 +1,214 @@
+"""`POST /v1/chat/completions`: a conversation in, the assistant's next message out."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton_api import __version__
+from baton_api.errors import InvalidRequest
+from baton_engine.model.tokenizer import Tokenizer
+from baton_engine.server import parameters
+from baton_engine.server.fields import Fields, shown
+from baton_engine.server.logprobs import chat_logprobs
+from baton_engine.server.messages import read_messages
+from baton_engine.server.parameters import LOGPROBS_LIMIT, not_served
+from baton_engine.server.served import Served
+from baton_engine.server.transcript import Piece, Transcript
+from baton_engine.server.work import Prompt, Work, read_max_tokens, tokens_left
+
+NOT_SERVED = ("tools", "functions", "function_call", "audio", "web_search_options", "echo")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
+TEMPLATE_LIMIT = 32
+"""Most `chat_template_kwargs`."""
+
+RESERVED = frozenset(
+    (
+        "messages", "conversation", "tools", "functions", "documents", "template", "chat_template",
+        "tokenize", "tokenizer", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token", "unk_token",
+        "pad_token", "raise_exception", "strftime_now", "namespace", "range", "dict", "loop",
+    )
+)  # fmt: skip
+"""What a template gets from this server alone."""
+
+
+def prepare(fields: Fields, served: Served) -> Work:
+    """Check, render and tokenise. Takes a while for long conversations: not for the event loop."""
+    template = served.tokenizer.chat_template
+    if template is None:
+        raise InvalidRequest(
+            f"The model {served.name!r} has no chat template; use /v1/completions.", param="messages"
+        )
+    messages = read_messages(fields, template)
+    alternatives = _alternatives(fields)
+    common = parameters.parse(fields, alternatives, served.vocabulary)
+    _check_the_rest(fields)
+    text = _render(fields, served.tokenizer, messages)
+    tokens = tuple(served.tokenizer.encode(text, add_special_tokens=False))
+    wanted, wanted_param = read_max_tokens(fields, "max_completion_tokens", "max_tokens")
+    limit = tokens_left(
+        len(tokens), wanted, served.max_model_len, param="messages", wanted_param=wanted_param
+    )
+    parameters.check_min_tokens(common, limit)
+    shape = ChatShape(
+        tokenizer=served.tokenizer,
+        model=served.name,
+        alternatives=alternatives,
+        prompt_ids=tokens if common.return_token_ids else None,
+        metadata=fields.mapping("metadata"),
+    )
+    return Work((Prompt(tokens, limit),), common, shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatShape:
+    """Chat completions and their chunks."""
+
+    tokenizer: Tokenizer
+    model: str
+    alternatives: int | None
+    prompt_ids: Sequence[int] | None
+    """If the request wants token ids."""
+    metadata: Mapping[str, str] | None
+    id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def opening(self, index: int, prompt: int) -> dict[str, Any]:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def chunks(self, index: int, piece: Piece, transcript: Transcript) -> list[dict[str, Any]]:
+        chunks: list[dict[str, Any]] = []
+        shows_tokens = self.alternatives is not None or self.prompt_ids is not None
+        if piece.text or (piece.tokens and shows_tokens):
+            chunk = {
+                "index": index,
+                "delta": {"content": piece.text},
+                "logprobs": self._logprobs(piece),
+                "finish_reason": None,
+            }
+            chunks.append(chunk | self._token_ids(piece))
+        if piece.finish is not None:
+            chunks.append({"index": index, "delta": {}, "logprobs": None} | _end(transcript))
+        return chunks
+
+    def choice(self, index: int, prompt: int, whole: Piece, transcript: Transcript) -> dict[str, Any]:
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": whole.text,
+            "refusal": None,
+            "annotations": [],
+        }
+        choice = {"index": index, "message": message, "logprobs": self._logprobs(whole)}
+        return choice | _end(transcript) | self._token_ids(whole)
+
+    def envelope(self, choices: Sequence[dict[str, Any]], *, stream: bool) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "id": self.id,
+            "object": "chat.completion.chunk" if stream else "chat.completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            "service_tier": "default",
+            "system_fingerprint": f"baton-{__version__}",
+        }
+        if not stream and self.metadata is not None:
+            body["metadata"] = self.metadata
+        if not stream and self.prompt_ids is not None:
+            body["prompt_token_ids"] = self.prompt_ids
+        return body
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        if self.alternatives is None:
+            return None
+        return chat_logprobs(self.tokenizer, piece.tokens, self.alternatives)
+
+    def _token_ids(self, piece: Piece) -> dict[str, Any]:
+        return {} if self.prompt_ids is None else {"token_ids": [choice.token for choice in piece.tokens]}
+
+
+def _end(transcript: Transcript) -> dict[str, Any]:
+    return {
+        "finish_reason": transcript.finish,
+        "matched_stop": transcript.matched,
+        "stop_reason": transcript.stop_reason,
+    }
+
+
+def _alternatives(fields: Fields) -> int | None:
+    wanted = fields.boolean("logprobs")
+    top = fields.integer("top_logprobs", 0, LOGPROBS_LIMIT)
+    if top is not None and not wanted:
+        raise InvalidRequest(
+            "The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled.", param="top_logprobs"
+        )
+    return (top or 0) if wanted else None
+
+
+def _check_the_rest(fields: Fields) -> None:
+    """Fields that are known and change nothing here, or that are not served."""
+    parameters.refuse_not_served(fields, NOT_SERVED)
+    tool_choice = fields.get("tool_choice")
+    if tool_choice not in (None, "none", "auto"):
+        raise InvalidRequest("'tool_choice' is only allowed when 'tools' are given.", param="tool_choice")
+    for modality in fields.array("modalities", 8) or ():
+        if modality != "text":
+            raise not_served("modalities")
+    fields.boolean("parallel_tool_calls")
+    fields.boolean("store")
+    fields.choice("service_tier", TIERS)
+    fields.choice("verbosity", ("low", "medium", "high"))
+    fields.text("user")
+    fields.text("safety_identifier", 64)
+    fields.text("prompt_cache_key")
+    _check_metadata(fields)
+
+
+def _check_metadata(fields: Fields) -> None:
+    metadata = fields.mapping("metadata") or {}
+    if len(metadata) > 16:
+        fields.wrong_value("metadata", f"Expected at most 16 pairs, but got {len(metadata)}")
+    inner = Fields(metadata, "metadata")
+    for key in metadata:
+        if len(key) > 64:
+            fields.wrong_value("metadata", f"a key has at most 64 characters, not {len(key)}")
+        inner.require(key)
+        inner.text(key, 512)
+
+
+def _render(fields: Fields, tokenizer: Tokenizer, messages: list[dict[str, str]]) -> str:
+    continued = fields.boolean("continue_final_message")
+    prompted = fields.boolean("add_generation_prompt", not continued)
+    if continued and prompted:
+        raise InvalidRequest(
+            "'continue_final_message' and 'add_generation_prompt' exclude one another.",
+            param="continue_final_message",
+        )
+    if continued and messages[-1]["role"] != "assistant":
+        fields.wrong_value("continue_final_message", "the last message is not the assistant's")
+    return tokenizer.apply_chat_template(
+        messages,
+        add_generation_prompt=prompted,
+        continue_final_message=continued,
+        **_template_kwargs(fields, tokenizer.chat_template or ""),
+    )
+
+
+def _template_kwargs(fields: Fields, template: str) -> dict[str, Any]:
+    """The variables of `template` that the request sets; those that it does not mention are dropped."""
+    given = fields.mapping("chat_template_kwargs") or {}
+    if len(given) > TEMPLATE_LIMIT:
+        fields.wrong_value("chat_template_kwargs", f"Expected at most {TEMPLATE_LIMIT}, but got {len(given)}")
+    for name in given:
+        if name in RESERVED or not name.isidentifier() or name.startswith("_"):
+            fields.wrong_value("chat_template_kwargs", f"{shown(name)} cannot be set by a request")
+    effort = fields.choice("reasoning_effort", EFFORTS)
+    if effort is not None:
+        given = {"reasoning_effort": effort, "enable_thinking": effort != "none"} | given
+    known = set(re.findall(r"\w+", template)) - RESERVED
+    return {name: value for name, value in given.items() if name in known}

@@ -1,0 +1,179 @@
+"""
+All choices of one request while they are generated: one engine request each, merged as pieces come.
+
+The first choice of a prompt goes ahead; the others follow when its first token is there, so that they
+find the prompt in the prefix cache instead of computing it once more. All are admitted before the
+first piece leaves: a refusal is still a status then. Whoever stops iterating aborts what is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+from baton_api.errors import NotReady
+from baton_engine.client import Generation
+from baton_engine.requests import FinishReason, Output, RemotePrefill, Request
+from baton_engine.server.exchange import Exchange
+from baton_engine.server.served import Served
+from baton_engine.server.transcript import Piece, Transcript
+from baton_engine.server.usage import Usage
+from baton_engine.server.work import Work
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer to one prompt."""
+
+    index: int
+    prompt: int
+    """Number of its prompt."""
+    request: Request
+    transcript: Transcript
+    followers: list[Choice]
+    """The other choices of its prompt, until they were submitted."""
+    outputs: Generation | None = None
+    cached_tokens: int = 0
+    last_token: float | None = None
+
+    @property
+    def leads(self) -> bool:
+        return self.index % self.transcript.parameters.n == 0
+
+
+class Choices:
+    """The choices of one request, in order of their index."""
+
+    def __init__(
+        self, served: Served, work: Work, exchange: Exchange, remote: RemotePrefill | None = None
+    ) -> None:
+        self._served = served
+        self._work = work
+        self._exchange = exchange
+        self._queue: asyncio.Queue[tuple[Choice, Piece | None] | Exception] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        n = work.parameters.n
+        self.all = [
+            Choice(
+                index=index,
+                prompt=index // n,
+                request=Request(
+                    id=f"{work.shape.id}-{index}",
+                    prompt=work.prompts[index // n].tokens,
+                    sampling=work.parameters.choice(index % n, work.prompts[index // n].max_tokens),
+                    remote=remote if index % n == 0 else None,
+                ),
+                transcript=Transcript(served.tokenizer, work.parameters),
+                followers=[],
+            )
+            for index in range(n * len(work.prompts))
+        ]
+        self._leads = self.all[::n]
+        for lead in self._leads:
+            lead.followers = self.all[lead.index + 1 : lead.index + n]
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=sum(len(prompt.tokens) for prompt in self._work.prompts),
+            completion_tokens=sum(choice.transcript.count for choice in self.all),
+            cached_tokens=sum(lead.cached_tokens for lead in self._leads),
+        )
+
+    async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece]]:
+        """What each choice gains, as it comes. Raises what the engine refuses or fails with."""
+        try:
+            if self._work.prompts[0].max_tokens == 0:
+                for choice in self.all:
+                    choice.transcript.finish = FinishReason.LENGTH
+                    yield choice, Piece(finish=FinishReason.LENGTH)
+                return
+            for lead in self._leads:
+                lead.outputs = self._served.engine.generate(lead.request)
+            if len(self.all) == 1:
+                async for piece in self._pieces_of(self.all[0]):
+                    yield self.all[0], piece
+                return
+            async for item in self._merged():
+                yield item
+        finally:
+            await self._close()
+
+    async def _merged(self) -> AsyncGenerator[tuple[Choice, Piece]]:
+        self._tasks += [asyncio.create_task(self._drive(lead)) for lead in self._leads]
+        live = len(self.all)
+        held: list[tuple[Choice, Piece]] = []
+        while live:
+            item = await self._queue.get()
+            if isinstance(item, Exception):
+                raise item
+            choice, piece = item
+            if piece is None:
+                live -= 1
+            else:
+                held.append((choice, piece))
+            if not any(lead.followers for lead in self._leads):
+                for ready in held:
+                    yield ready
+                held.clear()
+
+    async def _drive(self, choice: Choice) -> None:
+        try:
+            async for piece in self._pieces_of(choice):
+                followers, choice.followers = choice.followers, []
+                for follower in followers:
+                    follower.outputs = self._served.engine.generate(follower.request)
+                    self._tasks.append(asyncio.create_task(self._drive(follower)))
+                self._queue.put_nowait((choice, piece))
+            self._queue.put_nowait((choice, None))
+        except Exception as error:  # for whoever iterates the pieces
+            self._queue.put_nowait(error)
+
+    async def _pieces_of(self, choice: Choice) -> AsyncGenerator[Piece]:
+        assert choice.outputs is not None
+        transcript = choice.transcript
+        async for output in choice.outputs:
+            if transcript.finish is not None:
+                continue  # a stop string ended the text; the engine has yet to hear of it
+            if output.error is not None:
+                raise output.error
+            if output.finish is FinishReason.ABORT:
+                raise NotReady("This worker stopped before the answer was complete; try again.")
+            before = transcript.count
+            piece = transcript.push(output)
+            self._observe(choice, output, transcript.count - before)
+            if transcript.finish is not None and output.finish is None:
+                self._served.engine.finish(choice.request.id)
+            yield piece
+
+    def _observe(self, choice: Choice, output: Output, tokens: int) -> None:
+        exchange, metrics = self._exchange, self._served.metrics
+        if output.relay is not None:
+            exchange.relays.append(output.relay)
+            metrics.relayed(output.relay)
+        if not tokens:
+            return
+        now = time.monotonic()
+        if choice.last_token is None:
+            choice.cached_tokens = output.cached_tokens
+            metrics.first_token(now - exchange.started)
+            exchange.first_token = exchange.first_token or now
+            tokens -= 1
+        if tokens:
+            metrics.tokens(now - (choice.last_token or now), tokens)
+        choice.last_token = exchange.last_token = now
+
+    async def _close(self) -> None:
+        """Abort what has not ended, and write down how each choice ended."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for choice in self.all:
+            if choice.outputs is not None:
+                await choice.outputs.aclose()
+        usage = self.usage
+        self._exchange.prompt_tokens = usage.prompt_tokens
+        self._exchange.cached_tokens = usage.cached_tokens
+        self._exchange.completion_tokens = usage.completion_tokens

@@ -1,0 +1,185 @@
+"""`POST /v1/completions`: text or token ids in, their continuation out; several prompts at once."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton_api import __version__
+from baton_api.errors import InvalidRequest
+from baton_engine.model.tokenizer import Tokenizer
+from baton_engine.server import parameters
+from baton_engine.server.fields import Fields, integer, wrong_type
+from baton_engine.server.logprobs import completion_logprobs
+from baton_engine.server.parameters import LOGPROBS_LIMIT
+from baton_engine.server.served import Served
+from baton_engine.server.transcript import Piece, Transcript
+from baton_engine.server.work import Prompt, Work, read_max_tokens, tokens_left
+
+PROMPTS_LIMIT = 1024
+CHOICES_LIMIT = 4096
+"""Prompts times n of one request."""
+
+DEFAULT_MAX_TOKENS = 16
+
+
+def prepare(fields: Fields, served: Served) -> Work:
+    """Check and tokenise. Takes a while for long prompts: not for the event loop."""
+    prompts = read_prompts(fields, served)
+    alternatives = fields.integer("logprobs", 0, LOGPROBS_LIMIT)
+    common = parameters.parse(fields, alternatives, served.vocabulary)
+    parameters.refuse_not_served(fields, ("suffix",))
+    fields.text("user")
+    best_of = fields.integer("best_of", 0, 20)
+    if best_of is not None and best_of not in (0, common.n):
+        raise InvalidRequest(
+            f"'best_of' is {best_of} and 'n' is {common.n}: choosing among more completions than are "
+            "returned is not served.",
+            param="best_of",
+            code="unsupported_parameter",
+        )
+    echo = fields.boolean("echo")
+    if echo and alternatives is not None:
+        raise InvalidRequest(
+            "'echo' with 'logprobs' is not served: it needs the logprobs of the prompt.",
+            param="echo",
+            code="unsupported_parameter",
+        )
+    if len(prompts) * common.n > CHOICES_LIMIT:
+        raise InvalidRequest(
+            f"{len(prompts)} prompts with n={common.n} are more than {CHOICES_LIMIT} choices.", param="n"
+        )
+    wanted, _ = read_max_tokens(fields, "max_tokens", low=0)
+    works = tuple(_prompt(tokens, wanted, served.max_model_len) for tokens, _ in prompts)
+    parameters.check_min_tokens(common, min(prompt.max_tokens for prompt in works))
+    shape = CompletionShape(
+        tokenizer=served.tokenizer,
+        model=served.name,
+        alternatives=alternatives,
+        echoes=tuple(_text(text, tokens, served.tokenizer) for tokens, text in prompts) if echo else None,
+        prompt_ids=tuple(tokens for tokens, _ in prompts) if common.return_token_ids else None,
+    )
+    return Work(works, common, shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionShape:
+    """Text completions and their chunks, which are alike."""
+
+    tokenizer: Tokenizer
+    model: str
+    alternatives: int | None
+    echoes: Sequence[str] | None
+    """The prompts' texts, if they are to stand before the answers."""
+    prompt_ids: Sequence[Sequence[int]] | None
+    """If the request wants token ids."""
+    id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def opening(self, index: int, prompt: int) -> dict[str, Any] | None:
+        if self.echoes is None and self.prompt_ids is None:
+            return None
+        return {
+            "index": index,
+            "text": self._echo(prompt),
+            "logprobs": None,
+            "finish_reason": None,
+        } | self._prompt_ids(prompt)
+
+    def chunks(self, index: int, piece: Piece, transcript: Transcript) -> list[dict[str, Any]]:
+        shows_tokens = self.alternatives is not None or self.prompt_ids is not None
+        if not piece.text and piece.finish is None and not (piece.tokens and shows_tokens):
+            return []
+        return [self._body(index, piece.text, piece, transcript)]
+
+    def choice(self, index: int, prompt: int, whole: Piece, transcript: Transcript) -> dict[str, Any]:
+        body = self._body(index, self._echo(prompt) + whole.text, whole, transcript)
+        return body | self._prompt_ids(prompt)
+
+    def envelope(self, choices: Sequence[dict[str, Any]], *, stream: bool) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            "system_fingerprint": f"baton-{__version__}",
+        }
+
+    def _body(self, index: int, text: str, piece: Piece, transcript: Transcript) -> dict[str, Any]:
+        body: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": piece.finish}
+        if self.alternatives is not None:
+            body["logprobs"] = completion_logprobs(
+                self.tokenizer, piece.tokens, piece.offsets, self.alternatives
+            )
+        if self.prompt_ids is not None:
+            body["token_ids"] = [choice.token for choice in piece.tokens]
+        if piece.finish is not None:
+            body |= {"matched_stop": transcript.matched, "stop_reason": transcript.stop_reason}
+        return body
+
+    def _echo(self, prompt: int) -> str:
+        return "" if self.echoes is None else self.echoes[prompt]
+
+    def _prompt_ids(self, prompt: int) -> dict[str, Any]:
+        return {} if self.prompt_ids is None else {"prompt_token_ids": self.prompt_ids[prompt]}
+
+
+def read_prompts(fields: Fields, served: Served) -> list[tuple[tuple[int, ...], str | None]]:
+    """Each prompt's tokens, and its text if it came as text."""
+    value = fields.require("prompt")
+    if isinstance(value, str):
+        return [_from_text(value, served, "prompt")]
+    if not isinstance(value, list):
+        raise wrong_type("prompt", "a string, an array of strings, or token ids", value)
+    if not value:
+        raise _empty("prompt")
+    if not isinstance(value[0], str | list):
+        return [(_from_ids(value, served, "prompt"), None)]
+    fields.array("prompt", PROMPTS_LIMIT)
+    prompts: list[tuple[tuple[int, ...], str | None]] = []
+    for position, item in enumerate(value):
+        param = f"prompt[{position}]"
+        if type(item) is not type(value[0]):
+            raise wrong_type(param, "the same type as the first prompt", item)
+        if isinstance(item, str):
+            prompts.append(_from_text(item, served, param))
+        else:
+            prompts.append((_from_ids(item, served, param), None))
+    return prompts
+
+
+def _from_text(text: str, served: Served, param: str) -> tuple[tuple[int, ...], str]:
+    tokens = tuple(served.tokenizer.encode(text))
+    if not tokens:
+        raise _empty(param)
+    return tokens, text
+
+
+def _from_ids(ids: list[Any], served: Served, param: str) -> tuple[int, ...]:
+    if not ids:
+        raise _empty(param)
+    last = served.tokenizer.vocab_size - 1
+    return tuple(integer(value, f"{param}[{position}]", 0, last) for position, value in enumerate(ids))
+
+
+def _empty(param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"Invalid '{param}': the prompt is empty. Expected at least 1 token.", param=param, code="empty_array"
+    )
+
+
+def _prompt(tokens: tuple[int, ...], wanted: int | None, context: int) -> Prompt:
+    if wanted is None:  # our default, which may be less without anybody being wronged
+        room = tokens_left(len(tokens), None, context, param="prompt", wanted_param="max_tokens")
+        return Prompt(tokens, min(DEFAULT_MAX_TOKENS, room))
+    return Prompt(
+        tokens, tokens_left(len(tokens), wanted, context, param="prompt", wanted_param="max_tokens")
+    )
+
+
+def _text(text: str | None, tokens: Sequence[int], tokenizer: Tokenizer) -> str:
+    return tokenizer.decode(list(tokens)) if text is None else text

@@ -1,0 +1,110 @@
+"""
+The outermost layer: names each request, checks the key, turns every error into an answer, logs the end.
+
+The one place that knows how an error looks on the wire. Before the first byte of an answer it is a
+status with OpenAI's error object; after it, in a stream, it is an error event and then a cut: clients
+take a stream that ends cleanly for a whole one.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+import uuid
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from baton_api import headers
+from baton_api.errors import BatonError, InternalError, MethodNotAllowed, RouteNotFound, Unauthorized
+from baton_engine.server.disconnect import ClientGone
+from baton_engine.server.exchange import Exchange, open_exchange
+
+logger = logging.getLogger(__name__)
+
+CLIENT_GONE = 499
+"""Status in the log for a client that did not wait."""
+
+REQUEST_ID_LIMIT = 128
+POLLED = ("/health", "/ready", "/load", "/metrics")
+"""Paths that are asked for every few seconds: logged for debugging only."""
+
+
+class Edge:
+    """Wraps the routes of a worker."""
+
+    def __init__(self, app: ASGIApp, api_key: str = "") -> None:
+        self._app = app
+        self._api_key = api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return  # no websockets, and nothing to do when a server starts or ends
+        scope["app"] = self  # routes raise HTTPException instead of answering in plain text
+        given = dict(scope["headers"])
+        exchange = open_exchange(scope, request_id(given.get(headers.REQUEST_ID.encode(), b"")))
+        named = [(headers.REQUEST_ID.encode(), exchange.request_id.encode())]
+
+        async def reply(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *named]
+            await send(message)
+
+        try:
+            self._check_key(exchange.path, given.get(b"authorization", b""))
+            await self._app(scope, receive, reply)
+        except ClientGone:
+            exchange.status = exchange.status or CLIENT_GONE
+        except Exception as error:
+            await _answer(_translated(error, exchange), exchange, reply)
+        finally:
+            exchange.ended = time.monotonic()
+            logger.log(logging.DEBUG if exchange.path in POLLED else logging.INFO, "%s", exchange.line())
+
+    def _check_key(self, path: str, authorization: bytes) -> None:
+        if not self._api_key or not path.startswith("/v1/"):
+            return
+        scheme, _, key = authorization.partition(b" ")
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._api_key):
+            raise Unauthorized
+
+
+def request_id(given: bytes) -> str:
+    """The client's own id if it is short and visible ASCII, else a new one."""
+    if 0 < len(given) <= REQUEST_ID_LIMIT and all(0x21 <= byte <= 0x7E for byte in given):
+        return given.decode()
+    return f"req_{uuid.uuid4().hex}"
+
+
+def error_event(error: BatonError) -> bytes:
+    return b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
+
+
+def _translated(error: Exception, exchange: Exchange) -> BatonError:
+    match error:
+        case BatonError():
+            return error
+        case HTTPException(status_code=404):
+            return RouteNotFound(exchange.method, exchange.path)
+        case HTTPException(status_code=405):
+            return MethodNotAllowed(exchange.method, exchange.path)
+        case _:
+            logger.error("request %s failed", exchange.request_id, exc_info=error)
+            return InternalError()
+
+
+async def _answer(error: BatonError, exchange: Exchange, reply: Send) -> None:
+    if exchange.status:
+        # The answer is not finished here, which makes the server cut the connection.
+        await reply({"type": "http.response.body", "body": error_event(error), "more_body": True})
+        return
+    fields = [(b"content-type", b"application/json")]
+    if error.retry_after is not None:
+        fields.append((b"retry-after", str(error.retry_after).encode()))
+    body = msgspec.json.encode(error.body())
+    fields.append((b"content-length", str(len(body)).encode()))
+    await reply({"type": "http.response.start", "status": error.status, "headers": fields})
+    await reply({"type": "http.response.body", "body": body})

@@ -1,0 +1,181 @@
+"""
+The members of one JSON object, read by name, type and range.
+
+One call reads one field and says all that is allowed, so that a reader of `parameters.py` sees the
+API's table and nothing else. `null` is the same as absent; unknown members are never looked at. What
+does not fit raises InvalidRequest with OpenAI's code and the path of the field.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from baton_api.errors import InvalidRequest
+
+ECHO_LIMIT = 60
+"""Characters of a bad value that an error message repeats."""
+
+
+class Fields:
+    """One object of a request's body."""
+
+    def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
+        self._values = values
+        self._path = path
+
+    def param(self, name: str) -> str:
+        """The field as an error names it: `messages[0].role`."""
+        return f"{self._path}.{name}" if self._path else name
+
+    def get(self, name: str) -> Any:
+        return self._values.get(name)
+
+    def given(self, name: str) -> bool:
+        """Whether the field asks for anything: null, false, 0 and what is empty do not."""
+        return bool(self._values.get(name))
+
+    def require(self, name: str) -> Any:
+        value = self._values.get(name)
+        if value is None:
+            raise InvalidRequest(
+                f"Missing required parameter: '{self.param(name)}'.",
+                param=self.param(name),
+                code="missing_required_parameter",
+            )
+        return value
+
+    def boolean(self, name: str, default: bool = False) -> bool:
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.wrong_type(name, "a boolean", value)
+        return value
+
+    def integer(self, name: str, low: int, high: int) -> int | None:
+        value = self._values.get(name)
+        return None if value is None else integer(value, self.param(name), low, high)
+
+    def number(
+        self, name: str, default: float, low: float, high: float = math.inf, *, above: bool = False
+    ) -> float:
+        """A finite number; `above` leaves `low` itself out."""
+        value = self._values.get(name)
+        return default if value is None else number(value, self.param(name), low, high, above=above)
+
+    def text(self, name: str, limit: int | None = None) -> str | None:
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            self.wrong_type(name, "a string", value)
+        if limit is not None and len(value) > limit:
+            raise InvalidRequest(
+                f"Invalid '{self.param(name)}': string too long. Expected at most {limit} characters, "
+                f"but got {len(value)}.",
+                param=self.param(name),
+                code="string_above_max_length",
+            )
+        return value
+
+    def choice(self, name: str, allowed: Sequence[str]) -> str | None:
+        value = self.text(name)
+        if value is not None and value not in allowed:
+            self.wrong_value(name, f"Expected one of {', '.join(map(repr, allowed))}, but got {shown(value)}")
+        return value
+
+    def array(self, name: str, limit: int) -> list[Any] | None:
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list):
+            self.wrong_type(name, "an array", value)
+        if len(value) > limit:
+            raise InvalidRequest(
+                f"Invalid '{self.param(name)}': array too long. Expected at most {limit} items, "
+                f"but got {len(value)}.",
+                param=self.param(name),
+                code="array_above_max_length",
+            )
+        return value
+
+    def mapping(self, name: str) -> dict[str, Any] | None:
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            self.wrong_type(name, "an object", value)
+        return value
+
+    def wrong_type(self, name: str, expected: str, value: object) -> NoReturn:
+        raise wrong_type(self.param(name), expected, value)
+
+    def wrong_value(self, name: str, reason: str) -> NoReturn:
+        param = self.param(name)
+        raise InvalidRequest(f"Invalid value for '{param}': {reason}.", param=param, code="invalid_value")
+
+
+def integer(value: object, param: str, low: int, high: int) -> int:
+    """`value` as a whole number within bounds; 7.0 is 7, true is not 1."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise wrong_type(param, "an integer", value)
+    _within(value, param, "integer", low, high)
+    return value
+
+
+def number(value: object, param: str, low: float, high: float = math.inf, *, above: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise wrong_type(param, "a number", value)
+    _within(
+        value, param, "decimal", low, min(high, 1e300), above=above
+    )  # a whole number may be over any float
+    return float(value)
+
+
+def wrong_type(param: str, expected: str, value: object) -> InvalidRequest:
+    return InvalidRequest(
+        f"Invalid type for '{param}': expected {expected}, but got {_kind(value)} instead.",
+        param=param,
+        code="invalid_type",
+    )
+
+
+def shown(value: object) -> str:
+    """A value for an error message: cut, so that no error is as large as what caused it."""
+    text = repr(value)
+    return text if len(text) <= ECHO_LIMIT else text[: ECHO_LIMIT - 1] + "…"
+
+
+def _within(value: float, param: str, noun: str, low: float, high: float, *, above: bool = False) -> None:
+    if value > high:
+        side, bound = "above_max", f"<= {high}"
+    elif value < low or (above and value == low):
+        side, bound = "below_min", f"{'>' if above else '>='} {low}"
+    else:
+        return
+    words = "above maximum" if side == "above_max" else "below minimum"
+    raise InvalidRequest(
+        f"Invalid '{param}': {noun} {words} value. Expected a value {bound}, but got {shown(value)} instead.",
+        param=param,
+        code=f"{noun}_{side}_value",
+    )
+
+
+def _kind(value: object) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case int() | float():
+            return "a number" if not isinstance(value, int) else "an integer"
+        case str():
+            return "a string"
+        case list():
+            return "an array"
+        case _:
+            return "an object"

@@ -1,0 +1,188 @@
+"""
+The handler of both endpoints that generate: body in, one JSON object or a stream of events out.
+
+Nothing is sent before the first output of the engine, so that every refusal is a real status. From
+then on one output of the engine is one write of the bytes that clients read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from baton_api import headers
+from baton_api.errors import ModelNotFound
+from baton_engine.requests import FinishReason, RemotePrefill
+from baton_engine.server import bodies
+from baton_engine.server.choices import Choices
+from baton_engine.server.disconnect import ClientGone, until_disconnect
+from baton_engine.server.exchange import Exchange, exchange_of
+from baton_engine.server.fields import Fields
+from baton_engine.server.served import Served
+from baton_engine.server.transcript import Piece
+from baton_engine.server.work import Work
+
+KEEP_ALIVE_S = 15.0
+"""Silence in a stream after which a comment is sent: proxies cut connections that say nothing."""
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+Prepare = Callable[[Fields, Served], Work]
+
+
+class Generate:
+    """One endpoint, told apart by how it reads a body."""
+
+    def __init__(self, served: Served, prepare: Prepare, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+        self._served = served
+        self._prepare = prepare
+        self._keep_alive_s = keep_alive_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        with self._served.drain.request():
+            body = await bodies.read(scope, receive)
+            async with until_disconnect(receive):
+                work = await asyncio.to_thread(self._read, body)
+            exchange.answer_id = work.shape.id
+            exchange.stream = work.parameters.stream
+            choices = Choices(self._served, work, exchange, self._remote(scope, exchange))
+            try:
+                if work.parameters.stream:
+                    await self._stream(work, choices, receive, send)
+                else:
+                    await self._answer(work, choices, receive, send)
+            except BaseException as error:
+                reason = FinishReason.ABORT if isinstance(error, _GONE) else FinishReason.ERROR
+                self._record(choices, exchange, reason)
+                raise
+            self._record(choices, exchange, FinishReason.ERROR)
+
+    def _read(self, body: bytes) -> Work:
+        fields = bodies.parse(body)
+        fields.require("model")
+        model = fields.text("model")
+        if model is not None and model not in self._served.names:
+            raise ModelNotFound(model, self._served.names)
+        return self._prepare(fields, self._served)
+
+    def _remote(self, scope: Scope, exchange: Exchange) -> RemotePrefill | None:
+        """The prefill worker that the router chose, if it chose one and this worker can ask it."""
+        given = dict(scope["headers"])
+        address = given.get(headers.PREFILL.encode(), b"").decode("latin-1")
+        if self._served.remote is None or not address:
+            return None
+        ticket = given.get(headers.TICKET.encode(), b"").decode("latin-1")
+        return self._served.remote(address, ticket, exchange.request_id)
+
+    async def _answer(self, work: Work, choices: Choices, receive: Receive, send: Send) -> None:
+        pieces: list[list[Piece]] = [[] for _ in choices.all]
+        async with until_disconnect(receive), contextlib.aclosing(choices.pieces()) as gained:
+            async for choice, piece in gained:
+                pieces[choice.index].append(piece)
+        body = work.shape.envelope(
+            [
+                work.shape.choice(
+                    choice.index, choice.prompt, Piece.joined(pieces[choice.index]), choice.transcript
+                )
+                for choice in choices.all
+            ],
+            stream=False,
+        )
+        encoded = msgspec.json.encode(body | {"usage": choices.usage.body()})
+        fields = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(encoded)).encode()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": fields})
+        await send({"type": "http.response.body", "body": encoded})
+
+    async def _stream(self, work: Work, choices: Choices, receive: Receive, send: Send) -> None:
+        async with until_disconnect(receive):
+            writer: StreamWriter | None = None
+            try:
+                async with contextlib.aclosing(_events(work, choices)) as events:
+                    async for event in events:
+                        if writer is None:
+                            await send(
+                                {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS}
+                            )
+                            writer = StreamWriter(send, self._keep_alive_s)
+                        if event:
+                            await writer.write(event)
+            finally:
+                if writer is not None:
+                    writer.close()
+        await send({"type": "http.response.body", "body": DONE})
+
+    def _record(self, choices: Choices, exchange: Exchange, otherwise: FinishReason) -> None:
+        """Note how each choice ended; one without an end of its own ended `otherwise`."""
+        exchange.ended = time.monotonic()
+        for choice in choices.all:
+            reason = choice.transcript.finish or otherwise
+            exchange.finish_reasons.append(reason)
+            self._served.metrics.ended(reason, choice.transcript.count, exchange.ended - exchange.started)
+        self._served.history.append(exchange)
+
+
+_GONE = (ClientGone, asyncio.CancelledError)
+
+
+async def _events(work: Work, choices: Choices) -> AsyncGenerator[bytes]:
+    """The stream but for its last line: for each output of the engine, the events that it brings."""
+    shape, parameters = work.shape, work.parameters
+    opened: set[int] = set()
+
+    def event(choice: dict[str, Any]) -> bytes:
+        body = shape.envelope([choice], stream=True)
+        if parameters.include_usage:
+            body["usage"] = choices.usage.body() if parameters.continuous_usage else None
+        return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+    async with contextlib.aclosing(choices.pieces()) as gained:
+        async for choice, piece in gained:
+            chunks = shape.chunks(choice.index, piece, choice.transcript)
+            if choice.index not in opened:
+                opened.add(choice.index)
+                opening = shape.opening(choice.index, choice.prompt)
+                chunks = chunks if opening is None else [opening, *chunks]
+            yield b"".join(map(event, chunks))
+    if parameters.include_usage:
+        body = shape.envelope([], stream=True) | {"usage": choices.usage.body()}
+        yield b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+class StreamWriter:
+    """Writes events, and a comment whenever there was nothing to write for a while."""
+
+    def __init__(self, send: Send, silence_s: float) -> None:
+        self._send = send
+        self._silence_s = silence_s
+        self._wrote = True
+        self._task = asyncio.create_task(self._keep_alive())
+
+    async def write(self, event: bytes) -> None:
+        self._wrote = True
+        await self._send({"type": "http.response.body", "body": event, "more_body": True})
+
+    def close(self) -> None:
+        self._task.cancel()
+
+    async def _keep_alive(self) -> None:
+        while True:
+            self._wrote = False
+            await asyncio.sleep(self._silence_s)
+            if not self._wrote:
+                await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})

@@ -1,0 +1,203 @@
+"""
+What chat and completions have in common: how tokens are drawn, where they stop, how they are shown.
+
+The one place that knows ranges, defaults and extensions. A field that belongs to a feature not served
+is refused by name, since a client that asked for a grammar and gets free text would not notice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from baton_api.errors import InvalidRequest
+from baton_engine.requests import SamplingParams
+from baton_engine.server.fields import Fields, integer, number, shown, wrong_type
+
+CHOICES_LIMIT = 128
+STOP_LIMIT = 4
+STOP_LENGTH_LIMIT = 256
+STOP_IDS_LIMIT = 256
+BIAS_LIMIT = 300
+LOGPROBS_LIMIT = 20
+TOKENS_LIMIT = 2**31 - 1
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: dividing by them overflows."""
+
+NOT_SERVED = (
+    "regex", "ebnf", "json_schema", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+    "guided_grammar", "guided_decoding_backend", "structural_tag", "prompt_logprobs", "logprob_token_ids",
+    "return_tokens_as_token_ids", "allowed_token_ids", "bad_words", "custom_logit_processor", "custom_params",
+    "use_beam_search", "truncate_prompt_tokens", "stop_regex", "lora_path", "documents", "input_ids",
+    "prompt_token_ids", "prompt_embeds", "return_hidden_states", "thinking_token_budget",
+    "separate_reasoning", "chat_template", "priority", "vllm_xargs",
+)  # fmt: skip
+"""Fields of other servers and of features that are not to be had here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What token ids a request may name."""
+
+    size: int
+    eos_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """The validated fields that both endpoints share."""
+
+    sampling: SamplingParams
+    """Of every choice, but for seed and max_tokens: see `choice`."""
+    n: int
+    seed: int
+    stops: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
+    eos_ids: frozenset[int]
+    """Ids that end a sequence without being reported as a match."""
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    return_token_ids: bool
+
+    def choice(self, number: int, max_tokens: int) -> SamplingParams:
+        """
+        The sampling of choice `number`, with a random stream of its own.
+
+        Choice 0 has the request's seed itself, so that n does not change it.
+        """
+        seed = self.seed
+        if number:
+            digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
+            seed = int.from_bytes(digest)
+        return replace(self.sampling, seed=seed, max_tokens=max_tokens)
+
+
+def parse(fields: Fields, logprobs: int | None, vocabulary: Vocabulary) -> Parameters:
+    """All shared fields; `logprobs` is how many alternatives the endpoint's own fields ask for."""
+    refuse_not_served(fields, NOT_SERVED)
+    if fields.get("response_format") is not None:
+        _only_text(fields)
+    temperature = fields.number("temperature", 1.0, 0.0, 2.0)
+    top_p = fields.number("top_p", 1.0, 0.0, 1.0)
+    if temperature < GREEDY_BELOW or top_p == 0.0:
+        temperature, top_p = 0.0, 1.0
+    top_k = fields.integer("top_k", -1, TOKENS_LIMIT) or 0
+    ignore_eos = fields.boolean("ignore_eos")
+    eos_ids = frozenset(() if ignore_eos else vocabulary.eos_ids)
+    seed = fields.integer("seed", -(2**63), 2**63 - 1)
+    stream = fields.boolean("stream")
+    include_usage, continuous = _stream_options(fields, stream)
+    return Parameters(
+        sampling=SamplingParams(
+            temperature=temperature,
+            top_k=max(top_k, 0),
+            top_p=top_p,
+            min_p=fields.number("min_p", 0.0, 0.0, 1.0),
+            presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
+            frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
+            repetition_penalty=fields.number("repetition_penalty", 1.0, 0.0, above=True),
+            logit_bias=_logit_bias(fields, vocabulary.size),
+            logprobs=logprobs,
+            min_tokens=fields.integer("min_tokens", 0, TOKENS_LIMIT) or 0,
+            stop_ids=eos_ids | _stop_ids(fields, vocabulary.size),
+        ),
+        n=fields.integer("n", 1, CHOICES_LIMIT) or 1,
+        seed=secrets.randbits(64) if seed is None else seed % 2**64,
+        stops=_stops(fields),
+        include_stop=fields.boolean("include_stop_str_in_output") or fields.boolean("no_stop_trim"),
+        skip_special_tokens=fields.boolean("skip_special_tokens", True),
+        eos_ids=eos_ids,
+        stream=stream,
+        include_usage=include_usage,
+        continuous_usage=continuous,
+        return_token_ids=fields.boolean("return_token_ids"),
+    )
+
+
+def refuse_not_served(fields: Fields, names: Sequence[str]) -> None:
+    """Raise InvalidRequest for the first of `names` that asks for something."""
+    for name in names:
+        if fields.given(name):
+            raise not_served(fields.param(name))
+
+
+def not_served(param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"'{param}' is not served by this worker; leave it out.", param=param, code="unsupported_parameter"
+    )
+
+
+def _only_text(fields: Fields) -> None:
+    kinds = ("text", "json_object", "json_schema", "structural_tag")
+    inner = Fields(fields.mapping("response_format") or {}, "response_format")
+    inner.require("type")
+    if inner.choice("type", kinds) != "text":
+        raise not_served("response_format")
+
+
+def _stops(fields: Fields) -> tuple[str, ...]:
+    value = fields.get("stop")
+    if value is None:
+        return ()
+    if not isinstance(value, str | list):
+        raise wrong_type("stop", "a string or an array of strings", value)
+    stops = [value] if isinstance(value, str) else fields.array("stop", STOP_LIMIT) or []
+    for position, stop in enumerate(stops):
+        param = "stop" if isinstance(value, str) else f"stop[{position}]"
+        if not isinstance(stop, str):
+            raise wrong_type(param, "a string", stop)
+        if not stop:
+            fields.wrong_value("stop", "a stop string has at least one character")
+        Fields({param: stop}).text(param, STOP_LENGTH_LIMIT)
+    return tuple(stops)
+
+
+def _stop_ids(fields: Fields, size: int) -> frozenset[int]:
+    ids = fields.array("stop_token_ids", STOP_IDS_LIMIT) or []
+    return frozenset(
+        integer(value, f"stop_token_ids[{position}]", 0, size - 1) for position, value in enumerate(ids)
+    )
+
+
+def _logit_bias(fields: Fields, size: int) -> tuple[tuple[int, float], ...]:
+    biases = fields.mapping("logit_bias") or {}
+    if len(biases) > BIAS_LIMIT:
+        raise InvalidRequest(
+            f"Invalid 'logit_bias': too many keys. Expected at most {BIAS_LIMIT}, but got {len(biases)}.",
+            param="logit_bias",
+            code="object_above_max_properties",
+        )
+    for key in biases:
+        if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < size):
+            fields.wrong_value("logit_bias", f"{shown(key)} is not a token id from 0 to {size - 1}")
+    return tuple((int(key), number(bias, f"logit_bias.{key}", -100.0, 100.0)) for key, bias in biases.items())
+
+
+def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
+    """(include_usage, continuous_usage_stats)"""
+    options = fields.mapping("stream_options")
+    if options is None:
+        return False, False
+    if not stream:
+        raise InvalidRequest(
+            "The 'stream_options' parameter is only allowed when 'stream' is enabled.", param="stream_options"
+        )
+    inner = Fields(options, "stream_options")
+    inner.boolean("include_obfuscation")
+    usage = inner.boolean("include_usage")
+    return usage, inner.boolean("continuous_usage_stats") and usage
+
+
+def check_min_tokens(parameters: Parameters, limit: int) -> None:
+    """Raise InvalidRequest if `min_tokens` is over the most tokens that the request may get."""
+    wanted = parameters.sampling.min_tokens
+    if wanted > limit:
+        raise InvalidRequest(
+            f"Invalid 'min_tokens': {wanted} is over the {limit} tokens that there can be at most.",
+            param="min_tokens",
+            code="integer_above_max_value",
+        )

@@ -1,0 +1,50 @@
+"""What one worker's API serves, put together where the process starts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton_api.workers import Load
+from baton_engine.client import AsyncEngine
+from baton_engine.metrics import WorkerMetrics
+from baton_engine.model.tokenizer import Tokenizer
+from baton_engine.requests import RemotePrefill
+from baton_engine.server.drain import Drain
+from baton_engine.server.exchange import History, new_history
+from baton_engine.server.parameters import Vocabulary
+from baton_engine.settings import WorkerSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """One model behind one engine."""
+
+    names: tuple[str, ...]
+    """What clients may call the model; the first is the one in answers."""
+    tokenizer: Tokenizer
+    engine: AsyncEngine
+    max_model_len: int
+    settings: WorkerSettings
+    metrics: WorkerMetrics
+    load: Callable[[], Load]
+    ready: Callable[[], str | None] = lambda: None
+    """None, or why this worker should get no requests."""
+    remote: Callable[[str, str, str], RemotePrefill] | None = None
+    """(prefill address, ticket, request id) -> what brings the prompt; None where there is no such role."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    drain: Drain = field(default_factory=Drain)
+    history: History = field(default_factory=new_history)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.tokenizer.vocab_size, self.tokenizer.eos_ids)
+
+    def not_ready(self) -> str | None:
+        """None, or why this worker should get no requests, draining included."""
+        return "draining" if self.drain.draining else self.ready()

@@ -1,0 +1,95 @@
+"""
+One sequence's tokens as text: detokenised as they come, ended by a stop string or by the engine.
+
+Characters leave only when they are whole and cannot be the beginning of a stop string. Tokens after
+the one that completed a stop string do not count: the engine may have drawn some by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton_api.messages import TokenChoice
+from baton_engine.model.tokenizer import Tokenizer
+from baton_engine.requests import FinishReason, Output
+from baton_engine.server.parameters import Parameters
+from baton_engine.server.stopping import StopStrings
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one output of the engine adds to one choice."""
+
+    text: str = ""
+    tokens: Sequence[TokenChoice] = ()
+    offsets: Sequence[int] = ()
+    """For each of `tokens`, the characters of the choice's text before it."""
+    finish: FinishReason | None = None
+
+    @classmethod
+    def joined(cls, pieces: Sequence[Piece]) -> Piece:
+        """All that a choice has, as one piece."""
+        return cls(
+            "".join(piece.text for piece in pieces),
+            [token for piece in pieces for token in piece.tokens],
+            [offset for piece in pieces for offset in piece.offsets],
+            pieces[-1].finish if pieces else None,
+        )
+
+
+@dataclass
+class Transcript:
+    """The text of one choice so far."""
+
+    tokenizer: Tokenizer
+    parameters: Parameters
+    count: int = 0
+    """Tokens generated, the ending one included."""
+    finish: FinishReason | None = None
+    matched: str | int | None = None
+    """The stop string or the id that ended the text."""
+
+    def __post_init__(self) -> None:
+        self._stream = self.tokenizer.stream(self.parameters.skip_special_tokens)
+        self._stops = StopStrings(self.parameters.stops, self.parameters.include_stop)
+        self._characters = 0
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The match, unless it was the model's own end of sequence."""
+        return None if self.matched in self.parameters.eos_ids else self.matched
+
+    def push(self, output: Output) -> Piece:
+        """Take one output of the engine; an empty piece once the text has ended."""
+        if self.finish is not None:
+            return Piece()
+        text: list[str] = []
+        offsets: list[int] = []
+        silent = output.stop_id is not None and not self.parameters.include_stop
+        for position, choice in enumerate(output.tokens, start=1):
+            offsets.append(self._characters)
+            self.count += 1
+            if silent and position == len(output.tokens):
+                break
+            text.append(self._take(self._stream.push(choice.token)))
+            if self.finish is not None:
+                break
+        if self.finish is None and output.finish is not None:
+            text.append(self._take(self._stream.flush()))
+            if self.finish is None:
+                text.append(self._stops.flush())
+                self.finish = output.finish
+                self.matched = output.stop_id
+        return Piece("".join(text), output.tokens[: len(offsets)], offsets, self.finish)
+
+    def _take(self, text: str) -> str:
+        """Newly decoded text in, the part that may be shown out; ends the transcript at a stop string."""
+        self._characters += len(text)
+        if self.count < self.parameters.sampling.min_tokens:
+            return text
+        released, stop = self._stops.push(text)
+        if stop is not None:
+            self.finish = FinishReason.STOP
+            self.matched = stop
+        return released
