@@ -162,10 +162,7 @@ class Tokenizer:
 
 def load_tokenizer(checkpoint: Checkpoint, spec: ModelSpec) -> Tokenizer:
     """The checkpoint's tokenizer; a SetupError if it is missing, or has ids that the model has not."""
-    if checkpoint.is_gguf:
-        tokenizer = _of_gguf(checkpoint)
-    else:
-        tokenizer = _of_folder(checkpoint)
+    tokenizer = _of_gguf(checkpoint) if checkpoint.is_gguf else _of_folder(checkpoint)
     highest = max(tokenizer.get_vocab().values(), default=-1)
     if highest >= spec.vocab:
         raise SetupError(

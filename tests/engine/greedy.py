@@ -1,0 +1,64 @@
+"""The oracle and its opponent: greedy tokens with their log-probabilities, by transformers and by us."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from baton_engine.batch import Batch, Row
+from baton_engine.cache import BLOCK_SIZE, KVCache
+from baton_engine.model.decoder import Model
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Greedy:
+    tokens: list[int]
+    logprobs: list[float]
+
+
+@torch.inference_mode()
+def by_transformers(model: Any, prompt: Sequence[int], count: int) -> Greedy:
+    """`count` tokens after `prompt`, each from a pass over the cache; end-of-sequence ends nothing."""
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    pending, cache = torch.tensor([list(prompt)]), None
+    for _ in range(count):
+        result = model(pending, past_key_values=cache, use_cache=True)
+        cache = result.past_key_values
+        scores = result.logits[0, -1].float().log_softmax(-1)
+        tokens.append(int(scores.argmax()))
+        logprobs.append(float(scores.max()))
+        pending = torch.tensor([[tokens[-1]]])
+    return Greedy(tokens, logprobs)
+
+
+def by_baton(
+    model: Model, prompts: Sequence[Sequence[int]], count: int, chunk: int, dtype: torch.dtype = torch.float32
+) -> list[Greedy]:
+    """The same for several prompts in one batch, each prefilled `chunk` tokens at a time."""
+    width = -(-(max(len(prompt) for prompt in prompts) + count) // BLOCK_SIZE)
+    cache = KVCache(model.spec, 1 + width * len(prompts), dtype, CPU)
+    # The blocks of the prompts are interleaved: nothing may rely on their order.
+    blocks = [[1 + i * len(prompts) + r for i in range(width)] for r in range(len(prompts))]
+    sequences = [list(prompt) for prompt in prompts]
+    results = [Greedy([], []) for _ in prompts]
+    computed = [0] * len(prompts)
+    while live := [r for r, result in enumerate(results) if len(result.tokens) < count]:
+        rows = []
+        for r in live:
+            pending = sequences[r][computed[r] : computed[r] + chunk]
+            computed[r] += len(pending)
+            rows.append(Row(pending, computed[r] - len(pending), blocks[r], computed[r] == len(sequences[r])))
+        logits = model.forward(Batch(rows, BLOCK_SIZE, CPU), cache)
+        drawn = [r for r, row in zip(live, rows, strict=True) if row.wants_logits]
+        for r, scores in zip(drawn, logits.log_softmax(-1), strict=True):
+            token = int(scores.argmax())
+            results[r].tokens.append(token)
+            results[r].logprobs.append(float(scores[token]))
+            sequences[r].append(token)
+    return results

@@ -1,0 +1,54 @@
+"""The decoder computes what transformers computes, for every architecture, chunking and batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton_engine.batch import Batch, Row
+from baton_engine.cache import KVCache
+from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
+from baton_engine.model.decoder import Decoder, create_model
+from baton_engine.ops.plain import PlainOps
+from tests.engine.greedy import CPU, by_baton, by_transformers
+from tests.engine.models import ARCHITECTURES, VOCAB, make_model
+
+TOKENS = 64
+TOLERANCE = 1e-4
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+
+
+def plain(folder: Path) -> Decoder:
+    checkpoint = Checkpoint(folder, folder.name)
+    spec = load_spec(checkpoint)
+    return Decoder(spec, load_weights(checkpoint, spec, torch.float32), PlainOps(spec), CPU)
+
+
+def oracle(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), request.param)
+
+
+def test_greedy_tokens_and_logprobs_are_those_of_transformers(folder: Path) -> None:
+    model, reference = plain(folder), oracle(folder)
+    # One prompt that is longer than every window, one of a single token, one that ends with a block.
+    prompts = [prompt(45, seed=1), prompt(1, seed=2), prompt(16, seed=3)]
+    expected = [by_transformers(reference, tokens, TOKENS) for tokens in prompts]
+    for chunk in (512, 7):
+        for got, wanted in zip(by_baton(model, prompts, TOKENS, chunk), expected, strict=True):
+            assert got.tokens == wanted.tokens
+            assert got.logprobs == pytest.approx(wanted.logprobs, abs=TOLERANCE)
+    assert len(set(expected[0].tokens)) > 8, "a model that repeats itself proves nothing"
