@@ -1,0 +1,212 @@
+"""A prefill and a decode worker in one process: real engines, real sockets, loopback or gated transfer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from baton_decode.prefills import Prefills
+from baton_engine.cache import KVCache
+from baton_engine.client import AsyncEngine
+from baton_engine.compatibility import Compatibility
+from baton_engine.control import Pace
+from baton_engine.engine import EngineLimits
+from baton_engine.handshake import Identity
+from baton_engine.model.decoder import Model
+from baton_engine.requests import Output, Request, SamplingParams
+from baton_engine.snapshot import EngineSnapshot
+from baton_prefill.admission import PromptLimits
+from baton_prefill.server import PrefillServer, ServerLimits
+from tests.decode.gated_transfer import GatedTransfer
+from tests.engine.fake_model import FakeModel, make_cache
+
+QUICK = Pace(tick_s=0.05, silent_ticks=8, connect_s=1.0, handshake_s=0.5, close_s=0.2)
+PATIENCE_S = 20.0
+"""For what must come at all; machines that run tests are slow at times."""
+
+_numbers = itertools.count()
+
+
+@dataclass
+class Side:
+    """One worker's engine, cache and transfer."""
+
+    name: str
+    model: Model
+    cache: KVCache
+    client: AsyncEngine
+    transfer: GatedTransfer
+    me: Identity
+
+    @classmethod
+    def make(
+        cls,
+        name: str,
+        model: Model,
+        cache: KVCache,
+        *,
+        weights: str = "w",
+        dtype: torch.dtype = torch.float32,
+        chunk_tokens: int = 8,
+        local_prefill_tokens: int = 0,
+        max_running: int = 64,
+    ) -> Side:
+        limits = EngineLimits(
+            max_model_len=model.spec.context,
+            chunk_tokens=chunk_tokens,
+            max_running=max_running,
+            local_prefill_tokens=local_prefill_tokens,
+            quarantine_limit=1.0,
+        )
+        compatibility = Compatibility.of(model.spec, dtype, weights, cache.block_size)
+        me = Identity(name, uuid.uuid4().hex, "fake", compatibility)
+        client = AsyncEngine(model, cache, limits)
+        return cls(name, model, cache, client, GatedTransfer(cache, name), me)
+
+    @property
+    def now(self) -> EngineSnapshot:
+        return self.client.snapshot()
+
+    async def generate(self, request: Request) -> list[Output]:
+        async with asyncio.timeout(PATIENCE_S):
+            return [output async for output in self.client.generate(request)]
+
+    async def open(self) -> None:
+        self.client.start()
+
+    async def close(self) -> None:
+        await self.client.close()
+        await self.transfer.close()
+
+
+@dataclass
+class Pair:
+    prefill: Side
+    decode: Side
+    server: PrefillServer
+    prefills: Prefills
+    servers: list[PrefillServer] = field(default_factory=list)
+
+    def request(
+        self,
+        prompt: list[int] | tuple[int, ...],
+        *,
+        remote: bool = True,
+        address: str = "",
+        ticket: str = "",
+        **sampling: object,
+    ) -> Request:
+        name = f"q{next(_numbers)}"
+        parameters: dict[str, object] = {"temperature": 0.0, "max_tokens": 4, **sampling}
+        where = self.prefills.remote(address or self.server.address, ticket, name) if remote else None
+        return Request(name, tuple(prompt), SamplingParams(**parameters), remote=where)  # type: ignore[arg-type]
+
+    async def generate(self, prompt: list[int], **how: object) -> list[Output]:
+        return await self.decode.generate(self.request(prompt, **how))  # type: ignore[arg-type]
+
+    async def quiet(self) -> None:
+        """Wait until neither side holds anything; cached and free blocks are all there are."""
+        await eventually(lambda: not self.held(), lambda: self.held())
+
+    def held(self) -> dict[str, int]:
+        figures = {"rooms": self.server.rooms, "unsettled": self.prefills.unsettled}
+        for side in (self.prefill, self.decode):
+            now = side.now
+            for what in ("running", "queued", "fetching", "held", "owned_blocks", "pinned_blocks"):
+                figures[f"{side.name} {what}"] = getattr(now, what)
+            figures[f"{side.name} quarantined"] = now.quarantined_blocks
+        return {name: count for name, count in figures.items() if count}
+
+
+async def eventually(claim: Callable[[], object], told: Callable[[], object] = lambda: "") -> None:
+    """Wait until `claim` holds; fails with what `told` says."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not claim():  # noqa: ASYNC110 - the claims are figures of other threads, which set no event
+                await asyncio.sleep(0.002)
+    except TimeoutError:
+        raise AssertionError(f"it never came to hold: {told()}") from None
+
+
+def serve(
+    side: Side,
+    *,
+    pace: Pace = QUICK,
+    port: int = 0,
+    rooms: int = 4096,
+    peers: int = 256,
+    secret: bytes = b"",
+    wall_clock: Callable[[], float] = lambda: 1000.0,
+) -> PrefillServer:
+    limits = PromptLimits(side.model.spec.vocab, side.model.spec.context - 1, side.cache.block_size)
+    return PrefillServer(
+        side.client,
+        side.client.engine,
+        side.cache,
+        side.transfer,
+        side.me,
+        ServerLimits(prompt=limits, rooms=rooms, peers=peers),
+        load=lambda: (side.now.queued_tokens, side.now.available_blocks),
+        port=port,
+        pace=pace,
+        secret=secret,
+        wall_clock=wall_clock,
+    )
+
+
+def ask(
+    side: Side, *, pace: Pace = QUICK, transfer_deadline_s: float = 10.0, answer_deadline_s: float = 15.0
+) -> Prefills:
+    return Prefills(
+        side.client.engine,
+        side.cache,
+        side.transfer,
+        side.me,
+        vocab=side.model.spec.vocab,
+        transfer_deadline_s=transfer_deadline_s,
+        answer_deadline_s=answer_deadline_s,
+        pace=pace,
+    )
+
+
+def fake_side(name: str, blocks: int = 64, **how: object) -> Side:
+    return Side.make(name, FakeModel(), make_cache(blocks), **how)  # type: ignore[arg-type]
+
+
+@contextlib.asynccontextmanager
+async def open_pair(
+    prefill: Side | None = None,
+    decode: Side | None = None,
+    *,
+    rooms: int = 4096,
+    secret: bytes = b"",
+    wall_clock: Callable[[], float] = lambda: 1000.0,
+    transfer_deadline_s: float = 10.0,
+    answer_deadline_s: float = 15.0,
+) -> AsyncIterator[Pair]:
+    """Both workers, started; at the end nothing may be held on either side."""
+    prefill, decode = prefill or fake_side("prefill"), decode or fake_side("decode")
+    server = serve(prefill, rooms=rooms, secret=secret, wall_clock=wall_clock)
+    prefills = ask(decode, transfer_deadline_s=transfer_deadline_s, answer_deadline_s=answer_deadline_s)
+    pair = Pair(prefill, decode, server, prefills)
+    await prefill.open()
+    await decode.open()
+    await server.start()
+    try:
+        yield pair
+        await pair.quiet()
+    finally:
+        await pair.prefills.close()
+        await pair.server.close()
+        await decode.close()
+        await prefill.close()
+
+
+def tokens(outputs: list[Output]) -> list[int]:
+    return [choice.token for output in outputs for choice in output.tokens]

@@ -1,0 +1,479 @@
+"""The prefill worker's control server, spoken to over real TCP by a decode worker that may be a bad one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton_api import messages, tickets
+from baton_api.errors import SetupError, TransferFailed
+from baton_api.hashing import chain_hash, root_hash
+from baton_api.messages import (
+    PROTOCOL,
+    Abort,
+    Chunk,
+    Commit,
+    Done,
+    Drained,
+    Failed,
+    Ping,
+    Pong,
+    Prefill,
+    Refuse,
+    Sampling,
+    Welcome,
+)
+from baton_engine import control
+from baton_engine.control import Connection
+from baton_engine.transfer.checksums import block_checksum
+from baton_prefill.server import PrefillServer
+from tests.decode.pair import QUICK, Side, eventually, fake_side, serve
+from tests.engine.fake_model import FakeModel
+
+PROMPT = list(range(30))
+BLOCKS = 8
+"""Of PROMPT, at 4 tokens each."""
+NOW = 1000.0
+
+
+@dataclass
+class Bench:
+    """One prefill worker, and a decode worker's side of a connection that the test plays by hand."""
+
+    side: Side
+    server: PrefillServer
+
+    @property
+    def model(self) -> FakeModel:
+        assert isinstance(self.side.model, FakeModel)
+        return self.side.model
+
+    async def raw(self) -> Connection:
+        return await control.dial(self.server.address, QUICK)
+
+    @contextlib.asynccontextmanager
+    async def peer(self, **hello: Any) -> AsyncIterator[Connection]:
+        """A connection that was welcomed and has a heartbeat."""
+        connection = await self.raw()
+        connection.send(self.side.me.hello(**hello))
+        try:
+            assert isinstance(await connection.receive(), Welcome)
+            connection.start_heartbeat()
+            yield connection
+        finally:
+            await connection.close()
+
+    async def quiet(self) -> None:
+        def held() -> tuple[int, ...]:
+            now = self.side.now
+            return (self.server.rooms, now.running, now.queued, now.held, now.owned_blocks, now.pinned_blocks)
+
+        await eventually(lambda: not any(held()), held)
+
+
+@contextlib.asynccontextmanager
+async def open_bench(side: Side | None = None, **how: Any) -> AsyncIterator[Bench]:
+    side = side or fake_side("prefill-0")
+    bench = Bench(side, serve(side, **how))
+    await side.open()
+    await bench.server.start()
+    try:
+        yield bench
+        await bench.quiet()
+    finally:
+        await bench.server.close()
+        await side.close()
+
+
+def prefill(room: str = "r", epoch: int = 1, tokens: list[int] = PROMPT, **changes: Any) -> Prefill:
+    fields: dict[str, Any] = {
+        "start_block": 0,
+        "parent": root_hash(),
+        "sampling": Sampling(seed=1, temperature=0.0),
+        "request_id": room,
+    }
+    return Prefill(room=room, epoch=epoch, tokens=tokens, **{**fields, **changes})
+
+
+async def hear(connection: Connection, kind: type[Any]) -> Any:
+    """The next message of that kind; heartbeats and others on the way are passed over."""
+    async with asyncio.timeout(10):
+        while True:
+            message = await connection.receive()
+            if isinstance(message, kind):
+                return message
+
+
+async def chunks(connection: Connection) -> tuple[list[Chunk], Commit]:
+    """All chunks of the one prompt that is under way, and its commit."""
+    heard: list[Chunk] = []
+    async with asyncio.timeout(10):
+        while True:
+            message = await connection.receive()
+            match message:
+                case Chunk():
+                    heard.append(message)
+                case Commit():
+                    return heard, message
+
+
+async def ended(connection: Connection) -> str:
+    """How the server ended the connection."""
+    with pytest.raises(TransferFailed) as told:
+        async with asyncio.timeout(10):
+            while True:
+                await connection.receive()
+    return str(told.value)
+
+
+async def test_blocks_are_announced_as_they_are_computed_and_then_committed() -> None:
+    async with open_bench() as bench, bench.peer() as peer:
+        peer.send(prefill())
+        heard, commit = await chunks(peer)
+        assert [chunk.first_block for chunk in heard] == [0, 2, 4, 6], "8 tokens a pass, 4 a block"
+        blocks = [block for chunk in heard for block in chunk.blocks]
+        assert len(set(blocks)) == BLOCKS
+        sums = [checksum for chunk in heard for checksum in chunk.checksums]
+        assert sums == [block_checksum(bench.side.cache, block) for block in blocks]
+        assert commit.first.token == FakeModel().greedy(PROMPT, 1)[0]
+        tail = root_hash()
+        for start in range(0, 30, 4):
+            tail = chain_hash(tail, PROMPT[start : start + 4])
+        assert (commit.prompt_tokens, commit.cached_tokens, commit.tail) == (30, 0, tail)
+        assert bench.side.now.held == 1, "the blocks stay until Done"
+        peer.send(Done(room="r", epoch=1))
+        assert await hear(peer, Drained) == Drained(room="r", epoch=1)
+
+
+async def test_a_cached_prefix_is_announced_before_anything_is_computed() -> None:
+    async with open_bench() as bench, bench.peer() as peer:
+        peer.send(prefill())
+        await chunks(peer)
+        peer.send(Done(room="r", epoch=1))
+        await hear(peer, Drained)
+        bench.model.go.clear()
+        try:
+            peer.send(prefill("s"))
+            first = await hear(peer, Chunk)
+            assert (first.room, first.first_block, len(first.blocks)) == ("s", 0, 7)
+        finally:
+            bench.model.go.set()
+        rest, commit = await chunks(peer)
+        assert [(chunk.first_block, len(chunk.blocks)) for chunk in rest] == [(7, 1)]
+        assert commit.cached_tokens == 28
+        peer.send(Done(room="s", epoch=1))
+
+
+async def test_blocks_that_the_decode_worker_has_are_computed_but_not_announced() -> None:
+    parent = root_hash()
+    for start in range(0, 12, 4):
+        parent = chain_hash(parent, PROMPT[start : start + 4])
+    async with open_bench() as bench, bench.peer() as peer:
+        peer.send(prefill(start_block=3, parent=parent))
+        heard, _ = await chunks(peer)
+        assert [chunk.first_block for chunk in heard] == [3, 4, 6]
+        peer.send(Done(room="r", epoch=1))
+
+
+async def test_another_prompt_behind_the_same_length_is_refused() -> None:
+    """Peers' defect 19: tokens that differ are found by the parent's hash before anything is computed."""
+    async with open_bench() as bench, bench.peer() as peer:
+        peer.send(prefill(start_block=1, parent=chain_hash(root_hash(), [9, 9, 9, 9])))
+        failed = await hear(peer, Failed)
+        assert "not those that the decode worker has" in failed.reason
+        assert not failed.retry
+        assert bench.model.passes == 0
+
+
+State = Callable[[Bench, Connection], Awaitable[None]]
+
+
+async def asked(bench: Bench, peer: Connection) -> None:
+    peer.send(prefill())
+
+
+async def in_mid_pass(bench: Bench, peer: Connection) -> None:
+    bench.model.inside.clear()
+    bench.model.go.clear()
+    peer.send(prefill())
+    await asyncio.to_thread(bench.model.inside.wait, 5)
+
+
+async def partly_announced(bench: Bench, peer: Connection) -> None:
+    peer.send(prefill())
+    await hear(peer, Chunk)
+
+
+async def committed(bench: Bench, peer: Connection) -> None:
+    peer.send(prefill())
+    await hear(peer, Commit)
+
+
+STATES: dict[str, State] = {
+    "asked": asked,
+    "in mid-pass": in_mid_pass,
+    "partly announced": partly_announced,
+    "committed": committed,
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+async def test_an_abort_at_any_state_lets_everything_go_and_says_so(state: str) -> None:
+    """Peers' defect 23: an abort is acknowledged once nothing of the room is left, whatever its state."""
+    async with open_bench() as bench, bench.peer() as peer:
+        await STATES[state](bench, peer)
+        peer.send(Abort(room="r", epoch=1))
+        assert await hear(peer, Drained) == Drained(room="r", epoch=1)
+        bench.model.go.set()
+
+
+@pytest.mark.parametrize("state", STATES)
+async def test_a_connection_lost_at_any_state_lets_everything_go(state: str) -> None:
+    async with open_bench() as bench:
+        async with bench.peer() as peer:
+            await STATES[state](bench, peer)
+        bench.model.go.set()
+
+
+@pytest.mark.parametrize("state", ["in mid-pass", "committed"])
+async def test_the_deadline_lets_everything_go(state: str) -> None:
+    """Peers' defect 8: a decode worker that never says Done costs blocks for so long and no longer."""
+    async with open_bench() as bench, bench.peer() as peer:
+        if state == "in mid-pass":
+            bench.model.go.clear()
+        peer.send(prefill(deadline_s=0.15))
+        assert await hear(peer, Drained) == Drained(room="r", epoch=1)
+        bench.model.go.set()
+
+
+async def test_a_peer_that_falls_silent_is_dead_and_its_rooms_are_let_go() -> None:
+    async with open_bench() as bench:
+        connection = await bench.raw()
+        connection.send(bench.side.me.hello())
+        await connection.receive()
+        connection.send(prefill())  # and no heartbeat from now on
+        await hear(connection, Commit)
+        await eventually(lambda: bench.server.rooms == 0)
+        await connection.close()
+
+
+async def test_done_for_a_room_that_is_no_more_is_acknowledged_again() -> None:
+    """Peers' defect 23: a lost acknowledgement is asked for again, and comes again."""
+    async with open_bench() as bench, bench.peer() as peer:
+        for _ in range(2):
+            peer.send(Done(room="gone", epoch=7))
+            assert await hear(peer, Drained) == Drained(room="gone", epoch=7)
+
+
+async def test_a_later_attempt_takes_the_place_of_an_earlier_one_and_never_the_other_way() -> None:
+    async with open_bench() as bench, bench.peer() as peer:
+        bench.model.go.clear()
+        peer.send(prefill(epoch=2))
+        await eventually(lambda: bench.server.rooms == 1)
+        peer.send(prefill(epoch=1))
+        peer.send(prefill(epoch=2))
+        peer.send(prefill(epoch=3))
+        assert await hear(peer, Drained) == Drained(room="r", epoch=2)
+        bench.model.go.set()
+        _, commit = await chunks(peer)
+        assert commit.epoch == 3
+        peer.send(Abort(room="r", epoch=2))
+        await hear(peer, Drained)
+        assert bench.server.rooms == 1, "an abort of the earlier attempt is not for this one"
+        peer.send(Done(room="r", epoch=3))
+
+
+async def test_two_peers_may_use_the_same_name_for_a_room() -> None:
+    """Peers' defect 27: names are each peer's own."""
+    async with open_bench() as bench, bench.peer() as one, bench.peer() as two:
+        one.send(prefill())
+        two.send(prefill(tokens=PROMPT[::-1]))
+        assert (await chunks(one))[1].first.token == FakeModel().greedy(PROMPT, 1)[0]
+        assert (await chunks(two))[1].first.token == FakeModel().greedy(PROMPT[::-1], 1)[0]
+        one.send(Done(room="r", epoch=1))
+        await hear(one, Drained)
+        assert bench.server.rooms == 1
+        two.send(Done(room="r", epoch=1))
+
+
+async def test_draining_finishes_what_is_under_way_and_takes_nothing_new() -> None:
+    async with open_bench() as bench, bench.peer() as peer:
+        peer.send(prefill())
+        await chunks(peer)
+        drained = asyncio.ensure_future(bench.server.drain())
+        await asyncio.sleep(0)
+        peer.send(prefill("late"))
+        failed = await hear(peer, Failed)
+        assert (failed.room, failed.retry) == ("late", True)
+        assert "draining" in failed.reason
+        assert not drained.done(), "the blocks of the first one were not pulled yet"
+        peer.send(Done(room="r", epoch=1))
+        await asyncio.wait_for(drained, 5)
+
+
+async def test_a_full_worker_says_that_another_may_do_better() -> None:
+    async with open_bench(rooms=1) as bench, bench.peer() as peer:
+        peer.send(prefill())
+        await chunks(peer)
+        peer.send(prefill("s"))
+        failed = await hear(peer, Failed)
+        assert (failed.retry, failed.reason) == (True, "prefill-0 has 1 prompts under way already")
+        peer.send(Done(room="r", epoch=1))
+
+
+async def test_a_ping_is_answered_with_the_load() -> None:
+    async with open_bench() as bench, bench.peer() as peer:
+        peer.send(Ping(number=41))
+        pong = await hear(peer, Pong)
+        assert (pong.number, pong.free_blocks) == (41, bench.side.now.available_blocks)
+
+
+async def test_another_version_of_the_protocol_is_refused_whatever_else_its_hello_holds() -> None:
+    async with open_bench() as bench:
+        connection = await bench.raw()
+        hello = {"type": "hello", "protocol": PROTOCOL + 1, "worker": "decode-9", "novelty": [1, 2]}
+        await send_raw(connection, msgspec.msgpack.encode(hello))
+        refusal = await hear(connection, Refuse)
+        assert f"prefill-0 speaks version {PROTOCOL} " in refusal.reason
+        assert f"decode-9 version {PROTOCOL + 1};" in refusal.reason
+        assert "closed" in await ended(connection)
+        await connection.close()
+
+
+async def test_another_digest_is_refused_and_nothing_about_the_memory_is_told() -> None:
+    async with open_bench() as bench:
+        other = fake_side("decode-1", weights="v")
+        connection = await bench.raw()
+        connection.send(other.me.hello())
+        refusal = await hear(connection, Refuse)
+        assert "weights is w here and v there" in refusal.reason
+        await ended(connection)
+        await connection.close()
+        await other.transfer.close()
+
+
+UNWELCOME: dict[str, bytes] = {
+    "garbage": bytes(range(256)) * 8,
+    "a frame over the limit": (2**31).to_bytes(4) + b"x" * 100,
+    "a first frame over its own limit": (100_000).to_bytes(4) + b"x" * 100_000,
+    "no msgpack": (5).to_bytes(4) + b"hello",
+    "a ping before Hello": messages.encode(Ping(number=1)),
+    "an HTTP request": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "nothing at all": b"",
+    "half a frame": (50).to_bytes(4) + b"x",
+}
+
+
+@pytest.mark.parametrize("case", UNWELCOME)
+async def test_who_does_not_say_hello_is_cut_off_and_others_are_served(case: str) -> None:
+    async with open_bench() as bench:
+        connection = await bench.raw()
+        connection._writer.write(UNWELCOME[case])
+        await ended(connection)
+        await connection.close()
+        async with bench.peer() as peer:
+            peer.send(prefill())
+            await chunks(peer)
+            peer.send(Done(room="r", epoch=1))
+
+
+async def test_a_message_that_is_not_a_decode_workers_to_say_ends_the_connection() -> None:
+    async with open_bench() as bench, bench.peer() as peer:
+        peer.send(Chunk(room="r", epoch=1, first_block=0, blocks=[1], checksums=[1]))
+        await ended(peer)
+
+
+async def test_mutated_frames_end_a_connection_at_most() -> None:
+    chance = random.Random(5)
+    frame = messages.encode(prefill())[messages.LENGTH_BYTES :]
+    async with open_bench() as bench:
+        for _ in range(150):
+            mutated = bytearray(frame)
+            for _ in range(chance.randint(1, 4)):
+                mutated[chance.randrange(len(mutated))] = chance.randrange(256)
+            async with bench.peer() as peer:
+                await send_raw(peer, bytes(mutated))
+        async with bench.peer() as peer:
+            peer.send(prefill())
+            await chunks(peer)
+            peer.send(Done(room="r", epoch=1))
+
+
+SECRET = b"s3cret"
+
+
+async def test_a_ticket_admits_its_own_request_here_and_nothing_else() -> None:
+    async with open_bench(secret=SECRET, wall_clock=lambda: NOW) as bench:
+        good = tickets.issue(SECRET, "r", bench.server.address, NOW)
+        async with bench.peer(request_id="r", ticket=good) as peer:
+            peer.send(prefill(ticket=good))
+            await chunks(peer)
+            peer.send(Done(room="r", epoch=1))
+            peer.send(prefill("s", ticket=good))
+            failed = await hear(peer, Failed)
+            assert failed.reason == "the ticket is not for room s"
+
+
+@pytest.mark.parametrize("case", ["none", "of another prefill worker", "expired", "of another secret", "odd"])
+async def test_without_a_good_ticket_the_memory_is_not_told_of(case: str) -> None:
+    async with open_bench(secret=SECRET, wall_clock=lambda: NOW) as bench:
+        address = bench.server.address
+        ticket = {
+            "none": "",
+            "of another prefill worker": tickets.issue(SECRET, "r", "10.0.0.1:1", NOW),
+            "expired": tickets.issue(SECRET, "r", address, NOW - 200),
+            "of another secret": tickets.issue(b"other", "r", address, NOW),
+            "odd": "v1.é.r.ü",
+        }[case]
+        connection = await bench.raw()
+        connection.send(bench.side.me.hello("r", ticket))
+        refusal = await hear(connection, Refuse)
+        assert "ticket" in refusal.reason
+        await connection.close()
+
+
+async def test_too_many_connections_are_refused() -> None:
+    async with open_bench(peers=1) as bench, bench.peer():
+        connection = await bench.raw()
+        connection.send(bench.side.me.hello())
+        assert "1 connections already" in (await hear(connection, Refuse)).reason
+        await connection.close()
+
+
+async def test_a_port_in_use_is_said_with_the_way_out() -> None:
+    async with open_bench() as bench:
+        second = serve(bench.side, port=int(bench.server.address.rpartition(":")[2]))
+        with pytest.raises(SetupError, match=r"cannot listen on 127\.0\.0\.1:\d+.*--control-port"):
+            await second.start()
+        await second.close()
+
+
+async def test_a_broken_engine_sends_the_prompt_back() -> None:
+    async with open_bench() as bench, bench.peer() as peer:
+        bench.model.fail_on = PROMPT[20]
+        peer.send(prefill())
+        failed = await hear(peer, Failed)
+        assert failed.retry
+        peer.send(Done(room="r", epoch=1))
+        assert await hear(peer, Drained) == Drained(room="r", epoch=1)
+
+
+async def test_the_transfer_is_attended_to_while_somebody_may_read() -> None:
+    async with open_bench() as bench:
+        presence = bench.server._presence
+        assert not presence.attentive
+        async with bench.peer():
+            assert presence.attentive
+        presence.close()
+        assert not presence.attentive
+
+
+async def send_raw(connection: Connection, body: bytes) -> None:
+    connection._writer.write(len(body).to_bytes(messages.LENGTH_BYTES) + body)
