@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from baton_api.sizes import Bytes
 from baton_api.workers import Role
 
 
@@ -62,7 +63,7 @@ class WorkerSettings(BaseSettings):
     max_model_len: int = Field(default=0, ge=0)
     """Most tokens of prompt and answer together. 0: the model's own context."""
 
-    kv_cache_memory: int = Field(default=0, ge=0)
+    kv_cache_memory: Bytes = Field(default=0, ge=0)
     """Bytes for the KV cache. 0: a tenth of the memory that is free at start, at most 4 GiB on a CPU;
     nine tenths of what the weights leave free on a GPU."""
 

@@ -1,0 +1,37 @@
+"""The process of a decode worker: a worker and its connections to prefill workers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+from baton_api.announcements import Announcer
+from baton_decode.prefills import Prefills
+from baton_engine import service
+from baton_engine.model.progress import Progress
+from baton_engine.service import Duties
+from baton_engine.settings import WorkerSettings
+from baton_engine.worker import Worker
+
+
+async def run(settings: WorkerSettings, announce: Announcer, progress: Progress) -> None:
+    """Serve until a signal says to stop; see `baton_engine.service.run`."""
+    await service.run(settings, announce, progress, decode)
+
+
+@contextlib.asynccontextmanager
+async def decode(worker: Worker) -> AsyncIterator[Duties]:
+    """Have prompts computed by the prefill workers that the router names."""
+    assert worker.transfer is not None
+    prefills = Prefills(
+        worker.engine,
+        worker.cache,
+        worker.transfer,
+        worker.identity,
+        vocab=worker.spec.vocab,
+        transfer_deadline_s=worker.settings.transfer_deadline_s,
+    )
+    try:
+        yield Duties(remote=prefills.remote)
+    finally:
+        await prefills.close()

@@ -1,0 +1,154 @@
+"""
+One worker's process: a port, a worker that was tried out, its API, and a clean end.
+
+The roles differ in what they add between the worker and its API; how a process starts, says that it is
+ready, drains and ends is the same for all and stands here. The port is taken before anything is loaded,
+so that one in use is found at once; until the worker is ready, every answer is a 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from baton_api.announcements import Announcer, Listening, Ready
+from baton_api.errors import BatonError, NotReady
+from baton_api.workers import Load
+from baton_engine.metrics import WorkerMetrics
+from baton_engine.model.progress import Progress
+from baton_engine.requests import RemotePrefill
+from baton_engine.server.app import Served, create_app
+from baton_engine.server.drain import Drain
+from baton_engine.server.edge import Edge
+from baton_engine.server.http import HttpServer
+from baton_engine.settings import WorkerSettings
+from baton_engine.worker import Worker, open_worker
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Duties:
+    """What a role adds to a worker."""
+
+    control: str = ""
+    """`host:port` of the control server."""
+    remote: Callable[[str, str, str], RemotePrefill] | None = None
+    drain: Callable[[], Awaitable[None]] | None = None
+    """Ends when no other worker needs this one any more."""
+
+
+RoleOf = Callable[[Worker], contextlib.AbstractAsyncContextManager[Duties]]
+
+
+@contextlib.asynccontextmanager
+async def alone(worker: Worker) -> AsyncIterator[Duties]:
+    """Role `both`: nothing to add."""
+    yield Duties()
+
+
+class Entrance:
+    """Answers 503 until the worker behind it is ready."""
+
+    def __init__(self) -> None:
+        self.app: ASGIApp = Edge(_starting)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
+
+
+async def _starting(scope: Scope, receive: Receive, send: Send) -> None:
+    raise NotReady("This worker is starting: its model is being loaded.")
+
+
+async def run(
+    settings: WorkerSettings, announce: Announcer, progress: Progress, role: RoleOf = alone
+) -> None:
+    """
+    Serve until a SIGTERM or SIGINT, and then until what runs has ended; a second signal does not wait.
+
+    Raises SetupError if it cannot start, BatonError if it cannot go on.
+    """
+    entrance, drain = Entrance(), Drain()
+    async with HttpServer(entrance, settings.host, settings.port, drain) as http:
+        announce(Listening(host=http.host, port=http.port))
+        settings = settings.model_copy(update={"port": http.port})
+        async with open_worker(settings, progress) as worker, role(worker) as duties:
+            with _signals() as (stop, force):
+                entrance.app = create_app(_served(worker, duties, drain))
+                log.info("%s serves %s on http://%s/v1", worker.name, worker.model_name, http.address)
+                log.info("The server is fired up and ready to roll!")
+                announce(Ready(control=duties.control))
+                await _first(stop.wait(), _done(worker.fatal))
+                if worker.fatal.done():
+                    raise BatonError(f"{worker.name} cannot go on: {worker.fatal.result()}.")
+                await _first(_drain(worker, duties, drain), force.wait())
+
+
+async def _drain(worker: Worker, duties: Duties, drain: Drain) -> None:
+    seconds = worker.settings.drain_s
+    log.info("%s drains: %d requests are under way, %g s for them", worker.name, drain.running, seconds)
+    others = duties.drain() if duties.drain is not None else asyncio.sleep(0)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await asyncio.gather(drain.drain(seconds), others)
+
+
+def _served(worker: Worker, duties: Duties, drain: Drain) -> Served:
+    def load() -> Load:
+        return worker.load(control=duties.control)
+
+    def ready() -> str | None:
+        return worker.fatal.result() if worker.fatal.done() else None
+
+    return Served(
+        names=(worker.model_name,),
+        tokenizer=worker.tokenizer,
+        engine=worker.client,
+        max_model_len=worker.engine.limits.max_model_len,
+        settings=worker.settings,
+        metrics=WorkerMetrics(worker.client.snapshot),
+        load=load,
+        ready=ready,
+        remote=duties.remote,
+        drain=drain,
+    )
+
+
+async def _first(*waits: Awaitable[object]) -> None:
+    """Wait until one of them is done, and end the others."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _done(future: asyncio.Future[str]) -> None:
+    await asyncio.wait((future,))
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
+    """Events for the first SIGTERM or SIGINT and for the second."""
+    stop, force = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def signalled() -> None:
+        (force if stop.is_set() else stop).set()
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, signalled)
+    try:
+        yield stop, force
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

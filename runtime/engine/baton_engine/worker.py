@@ -1,0 +1,297 @@
+"""
+One worker put together: settings, checkpoint, engine, and the means to move blocks.
+
+Everything is decided here from the settings and the machine, once and aloud; what is built gets plain
+numbers. The roles add what they speak with other workers; the API is served over what is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import torch
+
+from baton_api.errors import SetupError
+from baton_api.sizes import show_size
+from baton_api.workers import Load, Role
+from baton_engine import machine
+from baton_engine.cache import BLOCK_SIZE, KVCache, block_bytes
+from baton_engine.client import AsyncEngine
+from baton_engine.compatibility import Compatibility, weights_digest
+from baton_engine.engine import Engine
+from baton_engine.handshake import Identity
+from baton_engine.limits import EngineLimits
+from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
+from baton_engine.model.decoder import Model, create_model
+from baton_engine.model.progress import SILENT, Progress
+from baton_engine.model.resolve import resolve
+from baton_engine.model.spec import ModelSpec
+from baton_engine.model.tokenizer import Tokenizer, load_tokenizer
+from baton_engine.ops.processor import preferred_dtype
+from baton_engine.requests import Request, SamplingParams
+from baton_engine.settings import WorkerSettings
+from baton_engine.transfer import Transfer, create_transfer
+
+log = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long the engine's thread may hold the interpreter while the event loop wants it; Python's own 5 ms
+would be added to every token that is sent."""
+
+CACHE_SHARE = 0.1
+"""Of the free memory, on a CPU: the machine is rarely ours alone."""
+
+CACHE_LIMIT = 4 * 1024**3
+GPU_CACHE_SHARE = 0.9
+
+MOST_BLOCKS = 131_072
+"""With no size asked for: a tiny model could have millions, and bookkeeping costs memory too."""
+
+RESERVED_BLOCKS = 1
+"""Block 0 is padding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """One engine and what belongs to it, while `open_worker` holds it open."""
+
+    settings: WorkerSettings
+    name: str
+    epoch: str
+    """New at every start."""
+    checkpoint: Checkpoint
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    cache: KVCache
+    engine: Engine
+    client: AsyncEngine
+    compatibility: Compatibility
+    transfer: Transfer | None
+    """None for role `both`, which has nobody to move blocks to or from."""
+    fatal: asyncio.Future[str]
+    """Done, with the reason, when only a new process can help."""
+
+    @property
+    def model_name(self) -> str:
+        """The name clients use."""
+        return self.settings.served_model_name or self.checkpoint.name
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.name, self.epoch, self.model_name, self.compatibility)
+
+    def load(self, *, control: str = "", draining: bool = False) -> Load:
+        """What `GET /load` answers."""
+        snapshot = self.engine.snapshot()
+        return Load(
+            role=self.settings.role,
+            model=self.model_name,
+            running=snapshot.running,
+            queued=snapshot.queued,
+            queued_tokens=snapshot.queued_tokens,
+            free_blocks=snapshot.available_blocks,
+            total_blocks=snapshot.total_blocks,
+            block_size=snapshot.block_size,
+            draining=draining,
+            control=control,
+            epoch=self.epoch,
+            compatibility=self.compatibility.digest,
+        )
+
+    async def warm_up(self) -> None:
+        """Compute one token, so that "ready" means that a real request passed."""
+        prompt = (self.tokenizer.bos_id or 0,) * (BLOCK_SIZE + 1)
+        request = Request(f"warm-up-{self.epoch}", prompt, SamplingParams(temperature=0.0, max_tokens=1))
+        tokens = 0
+        async for output in self.client.generate(request):
+            tokens += len(output.tokens)
+            if output.error is not None:
+                raise output.error
+        if not tokens:
+            raise SetupError(f"{self.name} computed no token when it was tried out; its log says more.")
+
+
+@contextlib.asynccontextmanager
+async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> AsyncIterator[Worker]:
+    """A worker that has answered a first request. Raises SetupError for what a person has to change."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    torch.set_num_threads(settings.threads or machine.usable_cores())
+    device = _device(settings.device)
+    dtype = _dtype(settings.dtype, device)
+    epoch = uuid.uuid4().hex
+    name = settings.name or f"{settings.role}-{settings.port or epoch[:8]}"
+    log.info("%s starts: device %s, %s, %d threads", name, device, _short(dtype), torch.get_num_threads())
+
+    checkpoint, spec, tokenizer, model, digest = await asyncio.to_thread(
+        _load, settings, device, dtype, progress
+    )
+    cache = _cache(settings, spec, dtype, device)
+    limits = _limits(settings, spec, device)
+    loop = asyncio.get_running_loop()
+    fatal: asyncio.Future[str] = loop.create_future()
+
+    def stop(reason: str) -> None:
+        loop.call_soon_threadsafe(lambda: fatal.done() or fatal.set_result(reason))
+
+    client = AsyncEngine(model, cache, limits, on_fatal=stop)
+    async with contextlib.AsyncExitStack() as stack:
+        transfer = None
+        if settings.role is not Role.BOTH:
+            transfer = await create_transfer(settings.transfer, cache, f"{name}-{epoch[:8]}")
+            stack.push_async_callback(transfer.close)
+        client.start()
+        stack.push_async_callback(client.close)
+        worker = Worker(
+            settings=settings,
+            name=name,
+            epoch=epoch,
+            checkpoint=checkpoint,
+            spec=spec,
+            tokenizer=tokenizer,
+            cache=cache,
+            engine=client.engine,
+            client=client,
+            compatibility=Compatibility.of(spec, dtype, digest),
+            transfer=transfer,
+            fatal=fatal,
+        )
+        await worker.warm_up()
+        yield worker
+
+
+def _load(
+    settings: WorkerSettings, device: torch.device, dtype: torch.dtype, progress: Progress
+) -> tuple[Checkpoint, ModelSpec, Tokenizer, Model, str]:
+    checkpoint = resolve(settings.model, progress)
+    spec = load_spec(checkpoint)
+    if settings.max_model_len > spec.context:
+        raise SetupError(
+            f"--max-model-len {settings.max_model_len} is over the {spec.context} tokens that "
+            f"{checkpoint.name} was made for; ask for at most that."
+        )
+    tokenizer = load_tokenizer(checkpoint, spec)
+    began = time.monotonic()
+    log.info("Load weight begin. avail mem=%s", _show_free(device))
+    weights = load_weights(checkpoint, spec, dtype, progress)
+    digest = weights_digest(weights)
+    model = create_model(spec, weights, device, dtype)
+    del weights  # laid out anew for the device; two copies would take twice the memory
+    log.info(
+        "Load weight end. type=%s, dtype=%s, avail mem=%s, took %.1f s",
+        spec.architecture,
+        _short(dtype),
+        _show_free(device),
+        time.monotonic() - began,
+    )
+    return checkpoint, spec, tokenizer, model, digest
+
+
+def _cache(settings: WorkerSettings, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> KVCache:
+    size = block_bytes(spec, dtype)
+    asked = settings.kv_cache_memory
+    memory = asked or _cache_memory(device)
+    blocks = memory // size if asked else min(memory // size, MOST_BLOCKS)
+    least = RESERVED_BLOCKS + 1
+    if blocks < least:
+        raise SetupError(
+            f"The KV cache would have {show_size(memory)}, but {least} blocks of {BLOCK_SIZE} tokens, the "
+            f"least there can be, take {show_size(least * size)}. Give it more: --kv-cache-memory "
+            f"{-(-least * size // 2**20)}MiB."
+        )
+    free = _free(device)
+    if free is not None and blocks * size > free:
+        raise SetupError(
+            f"--kv-cache-memory asks for {show_size(memory)}, but {show_size(free)} are free here. "
+            "Ask for less, or stop what else uses the memory."
+        )
+    try:
+        cache = KVCache(spec, blocks, dtype, device)
+    except (RuntimeError, MemoryError) as error:  # torch's word for "no memory" is a RuntimeError
+        raise SetupError(
+            f"No memory for a KV cache of {show_size(blocks * size)}: {error}. Ask for less with "
+            "--kv-cache-memory."
+        ) from error
+    half = show_size(blocks * size / 2)
+    log.info(
+        "KV Cache is allocated. #tokens: %d, K size: %s, V size: %s",
+        (blocks - RESERVED_BLOCKS) * BLOCK_SIZE,
+        half,
+        half,
+    )
+    return cache
+
+
+def _limits(settings: WorkerSettings, spec: ModelSpec, device: torch.device) -> EngineLimits:
+    on_cpu = device.type == "cpu"
+    limits = EngineLimits(
+        max_model_len=settings.max_model_len or spec.context,
+        chunk_tokens=settings.chunk_tokens or (512 if on_cpu else 4096),
+        max_running=settings.max_running or (64 if on_cpu else 256),
+        max_queued=settings.max_queued,
+        local_prefill_tokens=settings.local_prefill_tokens,
+        quarantine_limit=settings.quarantine_limit,
+    )
+    log.info(
+        "chunked_prefill_size=%d, max_running_requests=%d, context_len=%d",
+        limits.chunk_tokens,
+        limits.max_running,
+        limits.max_model_len,
+    )
+    return limits
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise SetupError(f"--device {name!r} is no device; one is cpu, cuda, cuda:N or auto.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise SetupError(f"--device {name!r} is not served; one is cpu, cuda, cuda:N or auto.")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise SetupError(f"--device {name} asks for a GPU, but torch sees {count} here; try --device cpu.")
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    match name:
+        case "float32":
+            return torch.float32
+        case "bfloat16":
+            return torch.bfloat16
+        case _ if device.type == "cpu":
+            return preferred_dtype()
+        case _:
+            return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+
+
+def _cache_memory(device: torch.device) -> int:
+    free = _free(device)
+    if device.type == "cuda":
+        return int((free or 0) * GPU_CACHE_SHARE)
+    return CACHE_LIMIT if free is None else min(CACHE_LIMIT, int(free * CACHE_SHARE))
+
+
+def _free(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return machine.free_memory()
+
+
+def _show_free(device: torch.device) -> str:
+    free = _free(device)
+    return "unknown" if free is None else show_size(free)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,49 @@
+"""The process of a prefill worker: a worker and its control server."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+from baton_api.announcements import Announcer
+from baton_engine import service
+from baton_engine.model.progress import Progress
+from baton_engine.service import Duties
+from baton_engine.settings import WorkerSettings
+from baton_engine.worker import Worker
+from baton_prefill.admission import PromptLimits
+from baton_prefill.server import PrefillServer, ServerLimits
+
+
+async def run(settings: WorkerSettings, announce: Announcer, progress: Progress) -> None:
+    """Serve until a signal says to stop; see `baton_engine.service.run`."""
+    await service.run(settings, announce, progress, prefill)
+
+
+@contextlib.asynccontextmanager
+async def prefill(worker: Worker) -> AsyncIterator[Duties]:
+    """Compute prompts for decode workers."""
+    assert worker.transfer is not None
+
+    def load() -> tuple[int, int]:
+        snapshot = worker.engine.snapshot()
+        return snapshot.queued_tokens, snapshot.available_blocks
+
+    prompts = PromptLimits(worker.spec.vocab, worker.engine.limits.max_model_len - 1, worker.cache.block_size)
+    server = PrefillServer(
+        worker.client,
+        worker.engine,
+        worker.cache,
+        worker.transfer,
+        worker.identity,
+        ServerLimits(prompt=prompts),
+        load=load,
+        host=worker.settings.control_host,
+        port=worker.settings.control_port,
+        secret=worker.settings.ticket_secret.encode(),
+    )
+    await server.start()
+    try:
+        yield Duties(control=server.address, drain=server.drain)
+    finally:
+        await server.close()
