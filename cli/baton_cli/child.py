@@ -1,0 +1,140 @@
+"""
+One process under supervision: how it is started, what it announces, how it is made to end.
+
+It runs in a process group of its own, so that a Ctrl-C in the terminal reaches the supervisor alone, and
+asks the kernel to be killed with its supervisor, so that nothing is left behind however that one ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from baton_api import announcements
+from baton_api.announcements import Announcement
+
+PR_SET_PDEATHSIG = 1
+
+LINE_LIMIT = 1024 * 1024
+"""Bytes of one line of a child's log; a longer one is cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What is run: the arguments after `baton`, and what they are called in the log."""
+
+    name: str
+    role: str
+    """router, prefill, decode or both."""
+    arguments: tuple[str, ...]
+    """Without ports."""
+    port: int = 0
+    """Of the first start; 0 takes a free one, which later starts take again."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Secrets, and nothing that could be a flag."""
+
+
+class Child:
+    """One process, from its start to its end."""
+
+    def __init__(self, process: asyncio.subprocess.Process, readers: Sequence[asyncio.Task[None]]) -> None:
+        self._process = process
+        self._readers = readers
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def ended(self) -> int:
+        """Its exit status, once it has ended and its last words were passed on."""
+        status = await self._process.wait()
+        # A grandchild may hold the pipes open; it is not waited for.
+        await asyncio.wait(self._readers, timeout=1.0)
+        for reader in self._readers:
+            reader.cancel()
+        self.kill()
+        return status
+
+    def terminate(self) -> None:
+        """Ask it to finish what it does and end."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """End it and all that it started, at once."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+async def start(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    announced: Callable[[Announcement], None],
+    logged: Callable[[str], None],
+) -> Child:
+    """Start `baton` with these arguments; both callbacks come on the event loop, in the order in which things were said."""
+    reading, writing = os.pipe()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "baton_cli.main",
+            *arguments,
+            f"--announce-fd={writing}",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
+            pass_fds=(writing,),
+            process_group=0,
+            limit=LINE_LIMIT,
+        )
+    except BaseException:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
+    assert process.stdout is not None
+    pipe = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(pipe), os.fdopen(reading, "rb")
+    )
+    return Child(
+        process,
+        (
+            asyncio.create_task(_read_announcements(pipe, announced)),
+            asyncio.create_task(_read_log(process.stdout, logged)),
+        ),
+    )
+
+
+def die_with_parent() -> None:
+    """Called in the child: be killed as soon as the process that started this one is gone. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+async def _read_announcements(pipe: asyncio.StreamReader, announced: Callable[[Announcement], None]) -> None:
+    async for line in pipe:
+        with contextlib.suppress(msgspec.DecodeError):  # cut off by a kill
+            announced(announcements.read(line))
+
+
+async def _read_log(stream: asyncio.StreamReader, logged: Callable[[str], None]) -> None:
+    while True:
+        try:
+            line = await stream.readline()
+        except ValueError:  # over the limit; the stream dropped what it had
+            line = b"(a line too long to show)\n"
+        if not line:
+            return
+        logged(line.decode(errors="replace").rstrip())

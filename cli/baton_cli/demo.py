@@ -1,0 +1,193 @@
+"""
+Two questions to a running service, and where the work for each was done.
+
+Both share a long system prompt. For the first, the prefill worker computes all of it and the blocks come
+over by NIXL; for the second, most of the prompt is in the decode worker's own cache already and only the
+rest is asked for. Every figure is read from the answer's usage or from the decode workers' own records.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from openai import AsyncOpenAI
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from baton_api.sizes import show_size
+from baton_api.workers import Role
+from baton_cli.up import Service
+
+SYSTEM = """\
+You are the guide of a small museum of geography. Visitors from all over the world ask you short questions \
+and you answer them in plain words. Be friendly and be correct. Give facts, not opinions. If a visitor asks \
+for a list, write a numbered list with one line for each item. If a visitor asks for a number, give the \
+number first and then explain it in one sentence. Do not repeat the question. Do not invent places that do \
+not exist. The museum has five rooms. The first room shows maps that sailors drew before there were \
+satellites. The second room shows rivers: how they begin in the mountains, how they carry stones and sand, \
+and how they end in deltas. The third room shows cities, and why so many of them stand where a river meets \
+the sea. The fourth room shows deserts and the people who live in them. The fifth room shows the ice of the \
+north and the south, and what it tells us about the weather of the past. The museum is open from nine in the \
+morning to five in the afternoon, on every day but Monday. Children enter for free. There is a small shop \
+beside the entrance where visitors can buy maps, postcards and books about travel."""
+
+QUESTIONS = (
+    "List 3 countries and their capitals.",
+    "What will I see in the second room of the museum?",
+)
+
+MAX_TOKENS = 96
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a client sees of one answer."""
+
+    id: str
+    tokens: int
+    cached_tokens: int
+    prompt_tokens: int
+    ttft_s: float
+    total_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """After the first token."""
+        seconds = self.total_s - self.ttft_s
+        return (self.tokens - 1) / seconds if seconds > 0 else 0.0
+
+
+async def show(console: Console, service: Service, model: str) -> None:
+    """Ask, stream the answers, and draw the picture."""
+    console.print(f"\n[bold]{model}[/] answers on {service.url}/v1: one router, one prefill, one decode worker.")
+    client = AsyncOpenAI(
+        base_url=f"{service.url}/v1",
+        api_key=service.api_key or "none",
+        http_client=httpx.AsyncClient(trust_env=False),
+    )
+    rows = []
+    async with client:
+        for question in QUESTIONS:
+            console.print(f"\n[bold cyan]Question:[/] {question}")
+            answer = await ask(console, client, model, question)
+            rows.append((answer, await record_of(service, answer.id)))
+    console.print()
+    console.print(picture(rows))
+
+
+async def ask(console: Console, client: AsyncOpenAI, model: str, question: str) -> Answer:
+    """Stream one answer to the console."""
+    began = time.monotonic()
+    first = None
+    answer_id, usage = "", None
+    console.print("[bold green]Answer:[/] ", end="")
+    stream = await client.chat.completions.create(
+        model=model,
+        messages=[{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}],
+        max_tokens=MAX_TOKENS,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    async for chunk in stream:
+        answer_id, usage = chunk.id, chunk.usage or usage
+        text = chunk.choices[0].delta.content if chunk.choices else None
+        if text:
+            first = first or time.monotonic()
+            console.print(Text(text), end="", soft_wrap=True)
+    ended = time.monotonic()
+    console.print()
+    assert usage is not None, "the service did not send the usage that was asked for"
+    details = usage.prompt_tokens_details
+    return Answer(
+        id=answer_id,
+        tokens=usage.completion_tokens,
+        cached_tokens=(details.cached_tokens or 0) if details else 0,
+        prompt_tokens=usage.prompt_tokens,
+        ttft_s=(first or ended) - began,
+        total_s=ended - began,
+    )
+
+
+async def record_of(service: Service, answer_id: str) -> Mapping[str, Any]:
+    """What the decode worker that gave this answer knows of it."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        for member in service.of(Role.DECODE):
+            records = (await client.get(f"{member.url}/debug/requests")).json()["data"]
+            for record in records:
+                if record["id"] == answer_id:
+                    return {**record, "worker": member.name}
+    return {"relays": [], "worker": "unknown"}
+
+
+def picture(rows: list[tuple[Answer, Mapping[str, Any]]]) -> Table:
+    """One column per question, from the prompt to the last token."""
+    table = Table(title="What happened", title_style="bold", show_lines=False)
+    table.add_column("")
+    for number in range(len(rows)):
+        table.add_column(f"Question {number + 1}", justify="right")
+    for label, cells in _lines(rows):
+        table.add_row(label, *cells)
+    return table
+
+
+def _lines(rows: list[tuple[Answer, Mapping[str, Any]]]) -> list[tuple[str, list[str]]]:
+    lines = [
+        ("prompt tokens", [str(answer.prompt_tokens) for answer, _ in rows]),
+        ("from a prefix cache", [str(answer.cached_tokens) for answer, _ in rows]),
+    ]
+    relays = [record["relays"][0] if record["relays"] else None for _, record in rows]
+    if any(relays):
+        lines += [
+            ("in the decode worker's cache", [_cell(relay, "local_tokens") for relay in relays]),
+            ("computed by", [_cell(relay, "prefill_worker") for relay in relays]),
+            ("tokens it computed", [_cell(relay, "computed_tokens") for relay in relays]),
+            ("KV blocks moved", [_cell(relay, "blocks") for relay in relays]),
+            ("bytes moved", [show_size(relay["bytes"]) if relay else "-" for relay in relays]),
+            ("over", [_cell(relay, "transport") for relay in relays]),
+            ("at", [_speed(relay) for relay in relays]),
+        ]
+    return [
+        *lines,
+        ("tokens generated", [str(answer.tokens) for answer, _ in rows]),
+        ("generated by", [str(record["worker"]) for _, record in rows]),
+        ("time to first token", [f"{answer.ttft_s * 1000:.0f} ms" for answer, _ in rows]),
+        ("tokens per second", [f"{answer.tokens_per_s:.0f}" for answer, _ in rows]),
+    ]
+
+
+def _cell(relay: Mapping[str, Any] | None, name: str) -> str:
+    return "-" if relay is None else str(relay[name])
+
+
+def _speed(relay: Mapping[str, Any] | None) -> str:
+    if relay is None or not relay["transfer_s"]:
+        return "-"
+    return f"{show_size(relay['bytes'] / relay['transfer_s'])}/s in {relay['transfer_s'] * 1000:.1f} ms"
+
+
+def invite(console: Console, service: Service, model: str) -> None:
+    """How to go on by hand."""
+    console.print(
+        Text(
+            f"""
+It stays up until Ctrl-C. Try it:
+
+  curl {service.url}/v1/chat/completions -H 'content-type: application/json' \\
+    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
+
+  from openai import OpenAI
+  client = OpenAI(base_url="{service.url}/v1", api_key="none")
+  messages = [{{"role": "user", "content": "Why is the sky blue?"}}]
+  print(client.chat.completions.create(model="{model}", messages=messages).choices[0].message.content)
+
+  baton chat --url {service.url}
+"""
+        ),
+        soft_wrap=True,
+    )

@@ -1,0 +1,96 @@
+"""`baton up` and `baton demo`: what a person sees of a whole service on one machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from rich.console import Console
+
+from baton_api.errors import SetupError
+from baton_cli.display import Bar, Display
+from baton_cli.options import read_settings
+from baton_cli.supervisor import Interrupted
+from baton_cli.up import Plan, Service, open_service
+from baton_engine.settings import WorkerSettings
+from baton_router.settings import RouterSettings
+
+Use = Callable[[Service], Awaitable[None]]
+
+
+def up(model: str, prefill: int, decode: int, front: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Run until a signal says to stop."""
+    display = Display(Console(stderr=True))
+    plan = make_plan(display, model, prefill, decode, front, given)
+
+    async def use(service: Service) -> None:
+        display.console.print(
+            f"\n[bold green]Ready:[/] {plan.name} on {service.url}/v1 "
+            f"({prefill} prefill, {decode} decode). Ctrl-C ends it.\n"
+        )
+        await asyncio.Event().wait()
+
+    run(display, plan, use)
+
+
+def demo(model: str, verbose: bool, given: Mapping[str, Any]) -> None:
+    """Ask two questions and show what happened; in a terminal, stay up afterwards."""
+    from baton_cli import demo
+
+    display = Display(Console(), logs=verbose)
+    plan = make_plan(display, model, 1, 1, {"port": 0}, given)
+
+    async def use(service: Service) -> None:
+        await demo.show(display.console, service, plan.name)
+        if display.console.is_terminal:
+            demo.invite(display.console, service, plan.name)
+            await asyncio.Event().wait()
+
+    run(display, plan, use)
+
+
+def make_plan(
+    display: Display,
+    model: str,
+    prefill: int,
+    decode: int,
+    front: Mapping[str, Any],
+    given: Mapping[str, Any],
+) -> Plan:
+    """What is to run, the model fetched. Raises SetupError."""
+    from baton_engine.model.resolve import resolve
+
+    router = read_settings(RouterSettings, front)
+    worker = read_settings(WorkerSettings, {**given, "model": model})
+    if worker.transfer == "loopback" and prefill:
+        raise SetupError(
+            "--transfer loopback moves blocks within one process only, and these are several. Leave it at "
+            "nixl, or use `baton serve`."
+        )
+    with display.bars():
+        checkpoint = resolve(model, Bar(display, "model"))
+    return Plan(
+        model=str(checkpoint.path),
+        name=worker.served_model_name or checkpoint.name,
+        prefill=prefill,
+        decode=decode,
+        router=router,
+        worker=given,
+    )
+
+
+def run(display: Display, plan: Plan, use: Use) -> None:
+    """Hold the service open while `use` runs. A signal is a clean end."""
+    logging.basicConfig(level=logging.WARNING)
+
+    async def hold() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            with display.bars():
+                service = await stack.enter_async_context(open_service(plan, display))
+            await use(service)
+
+    with contextlib.suppress(Interrupted):
+        asyncio.run(hold())

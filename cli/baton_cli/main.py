@@ -1,0 +1,165 @@
+"""
+`baton`: which command does what, and with which options.
+
+Nothing heavy is imported before a command runs, and only the named command's options are made from its
+settings, so that help is there at once. A person's mistake ends with status 2 and one line that names the
+way out; what broke by itself ends with status 1.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from baton_api.errors import BatonError, SetupError
+
+FAILED = 1
+SETUP_FAILED = 2
+
+Model = Annotated[
+    str, typer.Argument(help="A Hugging Face folder, a .gguf file, a hub id, or smollm2.", metavar="[MODEL]")
+]
+AnnounceFd = Annotated[int | None, typer.Option("--announce-fd", hidden=True)]
+Url = Annotated[str, typer.Option(help="Where the service answers.")]
+
+
+def serve(model: Model = "smollm2", announce_fd: AnnounceFd = None, **given: Any) -> None:
+    """Serve MODEL by one process that computes prompts and generates (role both)."""
+    from baton_cli import processes
+
+    processes.worker("both", {"model": model, **given}, announce_fd)
+
+
+def prefill(model: Model = "smollm2", announce_fd: AnnounceFd = None, **given: Any) -> None:
+    """Start a prefill worker: it computes prompts for decode workers."""
+    from baton_cli import processes
+
+    processes.worker("prefill", {"model": model, **given}, announce_fd)
+
+
+def decode(model: Model = "smollm2", announce_fd: AnnounceFd = None, **given: Any) -> None:
+    """Start a decode worker: it has prompts computed elsewhere, and generates."""
+    from baton_cli import processes
+
+    processes.worker("decode", {"model": model, **given}, announce_fd)
+
+
+def router(announce_fd: AnnounceFd = None, **given: Any) -> None:
+    """Start a router before workers that run already."""
+    from baton_cli import processes
+
+    processes.router(given, announce_fd)
+
+
+def up(
+    model: Model = "smollm2",
+    prefill: Annotated[int, typer.Option(help="Prefill workers.", min=0)] = 1,
+    decode: Annotated[int, typer.Option(help="Decode workers.", min=1)] = 1,
+    host: Annotated[str | None, typer.Option(help="Address of the router.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the router; 0 takes a free one.  \\[8080]")] = None,
+    api_key: Annotated[str | None, typer.Option(help="With it, clients have to send it.")] = None,
+    **given: Any,
+) -> None:
+    """Start router, prefill workers and decode workers on this machine; Ctrl-C ends them."""
+    from baton_cli import local
+
+    front = {"host": host, "port": port, "api_key": api_key}
+    local.up(model, prefill, decode, {k: v for k, v in front.items() if v is not None}, given)
+
+
+def chat(
+    url: Url = "http://127.0.0.1:8080",
+    model: Annotated[str, typer.Option(help="Which model; the first one served if empty.")] = "",
+    system: Annotated[str, typer.Option(help="A system message.")] = "",
+    api_key: Annotated[str, typer.Option(help="The service's API key.", envvar="BATON_API_KEY")] = "",
+) -> None:
+    """Talk to a service in the terminal: Ctrl-C stops an answer, Ctrl-D ends."""
+    from baton_cli import conversation
+
+    conversation.chat(url, model, system, api_key)
+
+
+def demo(
+    model: Model = "smollm2",
+    verbose: Annotated[bool, typer.Option(help="Show the processes' logs.")] = False,
+    **given: Any,
+) -> None:
+    """Start everything, ask two questions, and show what happened to their prompts."""
+    from baton_cli import local
+
+    local.demo(model, verbose, given)
+
+
+def version() -> None:
+    """Print the version."""
+    import baton_api
+
+    typer.echo(baton_api.__version__)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The way in."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        create_app(arguments)(arguments)
+    except SetupError as error:
+        complain(error)
+        raise SystemExit(SETUP_FAILED) from None
+    except BatonError as error:
+        complain(error)
+        raise SystemExit(FAILED) from None
+
+
+def complain(error: BatonError) -> None:
+    """One line, red in a terminal."""
+    typer.secho(error.message, fg=typer.colors.RED, err=True)
+
+
+def create_app(arguments: list[str]) -> typer.Typer:
+    """The commands; the one that `arguments` name has its options."""
+    app = typer.Typer(
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        help="Serves large language models with prefill and decode on separate workers.",
+    )
+    named = next((argument for argument in arguments if not argument.startswith("-")), "")
+    for command in (serve, up, chat, demo, router, prefill, decode, version):
+        name = command.__name__
+        app.command(name)(_with_options(command) if name == named else command)
+    return app
+
+
+PROCESS_FIELDS = frozenset({"role", "name", "host", "port", "control_host", "control_port"})
+"""Settings of single workers, which `up` and `demo` choose themselves."""
+
+SERVICE_FIELDS = frozenset({"model", "served_model_name", "ticket_secret", "api_key"})
+
+
+def _with_options(command: Callable[..., None]) -> Callable[..., None]:
+    match command.__name__:
+        case "serve" | "prefill" | "decode":
+            from baton_cli.options import with_options
+            from baton_engine.settings import WorkerSettings
+
+            return with_options(WorkerSettings, without={"model", "role"})(command)
+        case "up" | "demo":
+            from baton_cli.options import with_options
+            from baton_engine.settings import WorkerSettings
+
+            return with_options(WorkerSettings, without=PROCESS_FIELDS | SERVICE_FIELDS)(command)
+        case "router":
+            from baton_cli.options import with_options
+            from baton_router.settings import RouterSettings
+
+            return with_options(RouterSettings)(command)
+        case _:
+            return command
+
+
+if __name__ == "__main__":
+    main()

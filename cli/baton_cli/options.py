@@ -1,0 +1,142 @@
+"""
+Command-line options made from settings objects: one source for flag, environment, default and help.
+
+A field `kv_cache_memory` becomes `--kv-cache-memory`, its docstring the help. Nothing is checked here:
+what was given goes to the settings as it is, and what they say about it comes back in one sentence that
+names the flag.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import typer
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings
+from rich.markup import escape
+
+from baton_api.errors import SetupError
+
+Settings = TypeVar("Settings", bound=BaseSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One field of a settings object as a flag."""
+
+    field: str
+    flag: str
+    environment: str
+    metavar: str
+    default: str
+    help: str
+    repeated: bool
+
+    @classmethod
+    def of(cls, name: str, field: FieldInfo, prefix: str) -> Option:
+        default = field.get_default(call_default_factory=True)
+        return cls(
+            field=name,
+            flag="--" + name.replace("_", "-"),
+            environment=(prefix + name).upper(),
+            metavar=_metavar(field),
+            default="" if default in ("", ()) else str(default),
+            help=" ".join((field.description or "").split()),
+            repeated=typing.get_origin(field.annotation) is tuple,
+        )
+
+    @property
+    def parameter(self) -> inspect.Parameter:
+        """The same as a parameter of a Typer command; None means that it was not given."""
+        default = f"  [default: {self.default}]" if self.default else ""
+        info = typer.Option(
+            self.flag, help=escape(self.help + default), metavar=self.metavar, show_default=False
+        )
+        kind: Any = list[str] | None if self.repeated else str | None
+        return inspect.Parameter(
+            self.field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info]
+        )
+
+
+def options_of(settings: type[BaseSettings]) -> Iterator[Option]:
+    """All fields in the order in which they were written."""
+    prefix = settings.model_config.get("env_prefix") or ""
+    for name, field in settings.model_fields.items():
+        yield Option.of(name, field, prefix)
+
+
+def with_options(
+    settings: type[BaseSettings], *, without: Collection[str] = (), only: Collection[str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """
+    Give a command that takes `**given` the options of `settings` after its own parameters.
+
+    `given` holds what was said on the command line and nothing else, so that the environment and the
+    defaults still have their say.
+    """
+    chosen = [
+        option.parameter
+        for option in options_of(settings)
+        if option.field not in without and (only is None or option.field in only)
+    ]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        taken = {parameter.name for parameter in own}
+        added = [parameter for parameter in chosen if parameter.name not in taken]
+
+        def run(**values: Any) -> None:
+            named = {name: values.pop(name) for name in taken}
+            given = {
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in values.items()
+                if value is not None and value != []
+            }
+            command(**named, **given)
+
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + added
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        run.__doc__ = command.__doc__
+        run.__name__ = command.__name__
+        # Typer may see this function wrapped again: another set of options comes after these.
+        return run
+
+    return decorate
+
+
+def read_settings(kind: type[Settings], given: Mapping[str, Any]) -> Settings:
+    """Settings from what was given, the environment and the defaults. Raises SetupError."""
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        prefix = (kind.model_config.get("env_prefix") or "").upper()
+        raise SetupError("; ".join(_complaints(error, given, prefix)) + ".") from error
+
+
+def _complaints(error: ValidationError, given: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for problem in error.errors():
+        name = str(problem["loc"][0]) if problem["loc"] else ""
+        flag = "--" + name.replace("_", "-") if name in given else prefix + name.upper()
+        reason = problem["msg"].removeprefix("Value error, ")
+        said = "" if reason.startswith(repr(problem["input"])) else f"{problem['input']!r}: "
+        yield f"{flag}: {said}{reason}"
+
+
+def _metavar(field: FieldInfo) -> str:
+    annotation: Any = field.annotation
+    if typing.get_origin(annotation) is typing.Literal:
+        return "|".join(str(value) for value in typing.get_args(annotation))
+    if typing.get_origin(annotation) is tuple:
+        return "URL"
+    if isinstance(annotation, type) and hasattr(annotation, "__members__"):
+        return "|".join(str(value) for value in annotation)
+    if any(getattr(part, "func", None) is not None for part in field.metadata):
+        return "SIZE"
+    return {int: "N", float: "X", str: "TEXT"}.get(annotation, "TEXT")

@@ -1,0 +1,86 @@
+"""One process in the foreground: a worker of any role, or a router."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+
+from baton_api.announcements import Announcer, Listening, Ready, Refused
+from baton_api.announcements import Bar as AnnouncedBar
+from baton_api.errors import SetupError
+from baton_api.workers import Role
+from baton_cli.child import die_with_parent
+from baton_cli.display import Bar, Display
+from baton_cli.options import read_settings
+
+
+def worker(role: str, given: Mapping[str, Any], announce_fd: int | None) -> None:
+    """Serve until a signal says to stop."""
+    from baton_engine.settings import WorkerSettings
+
+    announce = _begin(announce_fd)
+    try:
+        settings = read_settings(WorkerSettings, {**given, "role": role})
+        match settings.role:
+            case Role.PREFILL:
+                from baton_prefill.main import run
+            case Role.DECODE:
+                from baton_decode.main import run
+            case Role.BOTH:
+                from baton_engine.service import run
+        display = Display(Console(stderr=True))
+        with display.bars():
+            progress = AnnouncedBar(announce) if announce_fd is not None else Bar(display, role)
+            asyncio.run(run(settings, announce, progress))
+    except SetupError as error:
+        announce(Refused(reason=error.message))
+        raise
+
+
+def router(given: Mapping[str, Any], announce_fd: int | None) -> None:
+    """Route until a signal says to stop."""
+    from urllib.parse import urlsplit
+
+    from baton_router import server
+    from baton_router.settings import RouterSettings
+
+    announce = _begin(announce_fd)
+
+    def listening(url: str) -> None:
+        address = urlsplit(url)
+        announce(Listening(host=address.hostname or "", port=address.port or 0))
+        announce(Ready())
+
+    try:
+        settings = read_settings(RouterSettings, given)
+        if not settings.decode:
+            raise SetupError(
+                "A router needs workers to send requests to: give at least one --decode URL, such as "
+                "--decode http://127.0.0.1:8000."
+            )
+        server.run(settings, listening)
+    except SetupError as error:
+        announce(Refused(reason=error.message))
+        raise
+
+
+def _begin(announce_fd: int | None) -> Announcer:
+    """Logs, signals, and the tie to the supervisor."""
+    if announce_fd is not None:
+        die_with_parent()
+        os.set_inheritable(announce_fd, False)  # nobody else holds the pipe open
+    # Before a worker is ready there is nothing to drain, and loading cannot be interrupted any other way.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
+    )
+    for chatty in ("httpx", "uvicorn", "urllib3", "filelock"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    return Announcer(announce_fd)

@@ -1,0 +1,269 @@
+"""
+Keeps a few processes of Baton running until somebody says stop.
+
+Each is a `Member`: started, started again at the same ports when it ends unasked (`restarts` decides when),
+and ended in order. The members know nothing of one another; who needs whose address waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any, TypeVar
+
+from baton_api.announcements import Announcement, Listening, Loading, Ready, Refused
+from baton_api.errors import SetupError
+from baton_cli import child
+from baton_cli.child import Child, Command
+from baton_cli.restarts import History, end_order
+
+KILL_AFTER_S = 10.0
+"""Seconds beyond the time to drain after which a process that does not end is killed."""
+
+Value = TypeVar("Value")
+
+LAST_WORDS = 30
+"""Lines of a process's log that are kept to be shown if its start fails."""
+
+
+class Member:
+    """One supervised process over all its starts."""
+
+    def __init__(self, command: Command, watcher: Watcher) -> None:
+        self.command = command
+        self.url = ""
+        """Of its HTTP server; the same for every start."""
+        self.last_words: deque[str] = deque(maxlen=LAST_WORDS)
+        self.starts = 0
+        self._watcher = watcher
+        self._port = command.port
+        self._control_port = 0
+        self._history = History()
+        self._child: Child | None = None
+        self._listening = asyncio.Event()
+        self._ready = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._refusal = ""
+
+    @property
+    def name(self) -> str:
+        return self.command.name
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs now."""
+        return self._child.pid if self._child else None
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Of the next start."""
+        ports = [f"--port={self._port}"]
+        if self.command.role == "prefill":
+            ports.append(f"--control-port={self._control_port}")
+        return (*self.command.arguments, *ports)
+
+    async def listening(self) -> str:
+        """Its URL, once it has a port."""
+        await self._listening.wait()
+        return self.url
+
+    async def ready(self) -> None:
+        await self._ready.wait()
+
+    async def run(self) -> None:
+        """Keep it running until `stop`. Raises SetupError if it ends before it was ever ready."""
+        while not self._stopping.is_set():
+            status = await self._once()
+            self._ready.clear()
+            if self._stopping.is_set():
+                return
+            self._history = self._history.ended(time.monotonic())
+            delay = self._history.delay_s
+            if delay is None:
+                raise SetupError(self._refusal or f"{self.name} ended at its start ({describe(status)}).")
+            self._watcher.said(
+                self.name, f"{self.name} ended ({describe(status)}); it is started again in {delay:g} s"
+            )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay)
+
+    async def stop(self, seconds: float) -> None:
+        """Ask it to end, and kill it if it has not after `seconds`."""
+        self._stopping.set()
+        current = self._child
+        if current is None:
+            return
+        current.terminate()
+        try:
+            await asyncio.wait_for(current.ended(), seconds)
+        except TimeoutError:
+            self._watcher.said(self.name, f"{self.name} did not end within {seconds:g} s and is killed")
+            current.kill()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._stopping.set()
+        if self._child is not None:
+            self._child.kill()
+
+    async def _once(self) -> int:
+        self.starts += 1
+        started = await child.start(
+            self.arguments, self.command.environment, self._announced, self._logged
+        )
+        self._child = started
+        if self._stopping.is_set():  # asked to end while it was being started
+            started.terminate()
+        try:
+            return await started.ended()
+        finally:
+            started.kill()
+            self._child = None
+
+    def _announced(self, announcement: Announcement) -> None:
+        match announcement:
+            case Listening(host=host, port=port):
+                self._port = port
+                self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+                self._listening.set()
+            case Ready(control=control):
+                if control:
+                    self._control_port = int(control.rpartition(":")[2])
+                self._history = self._history.ready(time.monotonic())
+                self._ready.set()
+            case Refused(reason=reason):
+                self._refusal = f"{self.name}: {reason}"
+            case Loading():
+                self._watcher.loading(self.name, announcement)
+
+    def _logged(self, line: str) -> None:
+        self.last_words.append(line)
+        self._watcher.said(self.name, line)
+
+
+class Watcher:
+    """What a command line does with what the processes say. This one does nothing."""
+
+    def said(self, name: str, line: str) -> None:
+        """A line of the log."""
+
+    def loading(self, name: str, progress: Loading) -> None:
+        """How far the start is."""
+
+
+class Supervisor:
+    """The members of one `baton up`."""
+
+    def __init__(self, watcher: Watcher, drain_s: float) -> None:
+        self.members: list[Member] = []
+        self._watcher = watcher
+        self._drain_s = drain_s
+        self._tasks: list[asyncio.Task[None]] = []
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def add(self, command: Command) -> Member:
+        """Start one more."""
+        member = Member(command, self._watcher)
+        self.members.append(member)
+        task = asyncio.create_task(member.run(), name=command.name)
+        task.add_done_callback(self._ended)
+        self._tasks.append(task)
+        return member
+
+    async def unless_failed(self, waiting_for: Coroutine[Any, Any, Value]) -> Value:
+        """Wait for something, or raise what made a member give up."""
+        waiting = asyncio.ensure_future(waiting_for)
+        try:
+            await asyncio.wait((waiting, self._failed), return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                self._failed.result()
+            return await waiting
+        finally:
+            waiting.cancel()
+
+    async def close(self) -> None:
+        """End all in order: the router, then who generates, then who computes prompts."""
+        for step in end_order([member.command.role for member in self.members]):
+            await asyncio.gather(
+                *(self.members[position].stop(self._drain_s + KILL_AFTER_S) for position in step)
+            )
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if not self._failed.done():
+            self._failed.cancel()
+        elif not self._failed.cancelled():
+            self._failed.exception()  # it was raised where somebody waited, or came during the end
+
+    def kill(self) -> None:
+        """End all at once; `close` then has nothing to wait for."""
+        for member in self.members:
+            member.kill()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or self._failed.done():
+            return
+        error = task.exception()
+        if error is not None:
+            self._failed.set_exception(error)
+
+
+class Interrupted(Exception):
+    """A signal asked for the end."""
+
+
+@contextlib.asynccontextmanager
+async def supervise(watcher: Watcher, drain_s: float) -> AsyncIterator[Supervisor]:
+    """
+    A supervisor whose members have all ended when this is left, whatever happened.
+
+    Ctrl-C, SIGTERM and SIGHUP end the body with Interrupted; a second one ends all processes at once.
+    """
+    supervisor = Supervisor(watcher, drain_s)
+    with _signals(supervisor) as interrupted:
+        try:
+            yield supervisor
+        except asyncio.CancelledError:
+            if not interrupted.is_set():
+                raise
+            raise Interrupted from None
+        except SetupError:
+            supervisor.kill()  # nothing runs yet that would be worth a drain
+            raise
+        finally:
+            try:
+                await supervisor.close()
+            finally:
+                supervisor.kill()
+
+
+@contextlib.contextmanager
+def _signals(supervisor: Supervisor) -> Iterator[asyncio.Event]:
+    interrupted = asyncio.Event()
+    loop, body = asyncio.get_running_loop(), asyncio.current_task()
+    assert body is not None
+
+    def signalled() -> None:
+        if interrupted.is_set():
+            supervisor.kill()
+        else:
+            interrupted.set()
+            body.cancel()
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, signalled)
+    try:
+        yield interrupted
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+def describe(status: int) -> str:
+    """An exit status in words, as asyncio gives it: negative for a signal."""
+    return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+
+

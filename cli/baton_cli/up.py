@@ -1,0 +1,160 @@
+"""
+`baton up`: a router, prefill workers and decode workers on one machine, as one service.
+
+The model is fetched once, before anything starts. Workers start in parallel and take free ports; the
+router starts as soon as it can be told which. It is up when an answer came through all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from baton_api.errors import SetupError
+from baton_api.workers import Role
+from baton_cli.child import Command
+from baton_cli.restarts import threads_each
+from baton_cli.supervisor import Member, Supervisor, Watcher, supervise
+from baton_engine import machine
+from baton_engine.settings import WorkerSettings
+from baton_router.settings import RouterSettings
+
+FIRST_ANSWER_S = 60.0
+"""Seconds that the first request may take once all processes are ready."""
+
+RETRY_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is to run."""
+
+    model: str
+    """A path: it has been fetched."""
+    name: str
+    """What clients call the model."""
+    prefill: int = 1
+    decode: int = 1
+    router: RouterSettings = field(default_factory=RouterSettings)
+    worker: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `WorkerSettings` that were asked for."""
+    secret: str = field(default_factory=lambda: secrets.token_hex(32))
+    """Signs tickets, so that only this router's requests are computed."""
+
+    @property
+    def roles(self) -> list[Role]:
+        return [Role.PREFILL] * self.prefill + [Role.DECODE] * self.decode
+
+    def worker_commands(self, cores: int) -> list[Command]:
+        """One command per worker, with as many threads as its share of the cores."""
+        flags = {"threads": threads_each(cores, len(self.roles)), **self.worker}
+        counts = {role: 0 for role in Role}
+        commands = []
+        for role in self.roles:
+            name = f"{role}-{counts[role]}"
+            counts[role] += 1
+            named = {**flags, "name": name, "served_model_name": self.name, "host": "127.0.0.1"}
+            commands.append(
+                Command(
+                    name=name,
+                    role=role,
+                    arguments=(role, self.model, *_flags(named)),
+                    environment={"BATON_TICKET_SECRET": self.secret, "BATON_API_KEY": ""},
+                )
+            )
+        return commands
+
+    def router_command(self, prefill: list[str], decode: list[str]) -> Command:
+        given = self.router.model_dump(exclude_unset=True, exclude={"port", "api_key", "ticket_secret"})
+        return Command(
+            name="router",
+            role="router",
+            arguments=("router", *_flags({**given, "prefill": prefill, "decode": decode})),
+            port=self.router.port,
+            environment={
+                "BATON_ROUTER_TICKET_SECRET": self.secret,
+                "BATON_ROUTER_API_KEY": self.router.api_key,
+            },
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What answers."""
+
+    supervisor: Supervisor
+    router: Member
+    workers: tuple[Member, ...]
+    api_key: str
+
+    @property
+    def url(self) -> str:
+        return self.router.url
+
+    def of(self, role: Role) -> list[Member]:
+        return [member for member in self.workers if member.command.role == role]
+
+
+@contextlib.asynccontextmanager
+async def open_service(plan: Plan, watcher: Watcher) -> AsyncIterator[Service]:
+    """
+    A service that has answered; when this is left, it is drained and nothing of it is left.
+
+    Raises SetupError if a process cannot start.
+    """
+    drain_s = WorkerSettings(**plan.worker).drain_s
+    async with supervise(watcher, drain_s) as supervisor:
+        workers = [supervisor.add(command) for command in plan.worker_commands(machine.usable_cores())]
+        for member in workers:
+            await supervisor.unless_failed(member.listening())
+        router = supervisor.add(
+            plan.router_command(
+                [member.url for member in workers if member.command.role == Role.PREFILL],
+                [member.url for member in workers if member.command.role == Role.DECODE],
+            )
+        )
+        for member in (*workers, router):
+            await supervisor.unless_failed(member.ready())
+        service = Service(supervisor, router, tuple(workers), plan.router.api_key)
+        await supervisor.unless_failed(answered(service, plan.name))
+        yield service
+
+
+async def answered(service: Service, model: str) -> None:
+    """Wait until a real request has passed. Raises SetupError if none does."""
+    body = {"model": model, "prompt": "Baton", "max_tokens": 1, "temperature": 0}
+    said = "nothing"
+    headers = {"authorization": f"Bearer {service.api_key}"} if service.api_key else {}
+    async with httpx.AsyncClient(headers=headers, trust_env=False, timeout=FIRST_ANSWER_S) as client:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_ANSWER_S):
+                while True:
+                    try:
+                        answer = await client.post(f"{service.url}/v1/completions", json=body)
+                        if answer.is_success:
+                            return
+                        said = f"{answer.status_code} {answer.text[:500]}"
+                        if answer.status_code < 500:
+                            break
+                    except httpx.TransportError as error:
+                        said = str(error) or type(error).__name__
+                    await asyncio.sleep(RETRY_S)  # the router has not looked at all workers yet
+    raise SetupError(f"All processes are ready, but the first request was answered with {said}.")
+
+
+def _flags(values: Mapping[str, Any]) -> list[str]:
+    """
+    >>> _flags({"max_running": 8, "decode": ["http://a", "http://b"]})
+    ['--max-running=8', '--decode=http://a', '--decode=http://b']
+    """
+    flags = []
+    for name, value in values.items():
+        for one in value if isinstance(value, (list, tuple)) else (value,):
+            flags.append(f"--{name.replace('_', '-')}={one}")
+    return flags
