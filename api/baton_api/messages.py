@@ -209,6 +209,9 @@ AnyMessage = (
     Hello | Welcome | Refuse | Prefill | Chunk | Commit | Failed | Done | Abort | Drained | Ping | Pong
 )
 
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes of a peer's making: bad structure, text that is not UTF-8, deep nesting."""
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
@@ -235,5 +238,5 @@ def decode(body: bytes) -> AnyMessage:
     """The message in a frame's body; raises TransferFailed if it is none."""
     try:
         return _decoder.decode(body)
-    except msgspec.DecodeError as error:  # a ValidationError is one too
+    except UNREADABLE as error:
         raise TransferFailed(f"Not a message of the control protocol: {error}.") from error

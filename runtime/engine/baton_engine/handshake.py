@@ -143,7 +143,7 @@ def _read_hello(body: bytes) -> Hello:
     except TransferFailed:
         try:
             greeting = msgspec.msgpack.decode(body, type=_Greeting)
-        except msgspec.DecodeError:
+        except messages.UNREADABLE:
             greeting = None
         if greeting is None or greeting.protocol == PROTOCOL:
             raise
