@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+from typing import cast
 
 import httptools
 
@@ -238,9 +239,8 @@ class Connection(asyncio.Protocol):
     # asyncio's side.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        no_delay(transport)
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's own is one in all but name
+        no_delay(self.transport)
 
     def data_received(self, data: bytes) -> None:
         exchange = self.exchange
