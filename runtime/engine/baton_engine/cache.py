@@ -8,6 +8,9 @@ layer-outermost layout has 64 pieces of 32 KiB). Block 0 is never handed out: pa
 
 from __future__ import annotations
 
+import math
+import mmap
+
 import torch
 from torch import Tensor
 
@@ -37,10 +40,8 @@ class KVCache:
         self.blocks = blocks
         self.block_size = block_size
         # Zeroed: what lies beyond a request's last token is multiplied by a weight of 0, and 0 * NaN is NaN.
-        self.kv: Tensor = torch.zeros(
-            (blocks, spec.layers, 2, spec.kv_heads, block_size, spec.head_dim),
-            dtype=dtype,
-            device=device,
+        self.kv: Tensor = _zeros(
+            (blocks, spec.layers, 2, spec.kv_heads, block_size, spec.head_dim), dtype, device
         )
 
     @property
@@ -50,3 +51,11 @@ class KVCache:
     def block(self, number: int) -> memoryview:
         """The bytes of block `number`, writable, not copied. CPU only."""
         return memoryview(self.kv[number].view(torch.uint8).numpy().reshape(-1))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # Anonymous pages are zero without being written: memory is taken when a block is first used, not at start.
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
