@@ -112,6 +112,7 @@ class Engine:
             raise InvalidRequest("The prompt has no tokens.")
         if length >= self.limits.max_model_len:
             raise ContextTooLong(length, 1, self.limits.max_model_len, param="prompt")
+        self._check_tokens(request)
         needed = -(-length // size)
         if needed > self._pool.capacity:
             raise PromptTooLarge(needed, self._pool.capacity, size)
@@ -174,6 +175,17 @@ class Engine:
             step_times=self._step_times.times(),
             forward_times=self._forward_times.times(),
         )
+
+    def _check_tokens(self, request: Request) -> None:
+        """Ids beyond the vocabulary would break the pass for every request in it."""
+        vocab = self._model.spec.vocab
+        if max(request.prompt) >= vocab or min(request.prompt) < 0:
+            raise InvalidRequest(f"The prompt has token ids outside of 0 to {vocab - 1}.", param="prompt")
+        for token, _ in request.sampling.logit_bias:
+            if not 0 <= token < vocab:
+                raise InvalidRequest(
+                    f"logit_bias names token {token}, outside of 0 to {vocab - 1}.", param="logit_bias"
+                )
 
     def _command(self, command: Callable[[], None]) -> None:
         with self._wake:
@@ -302,14 +314,13 @@ class Engine:
         job = self._jobs.get(request_id)
         if job is None or job.cancelled:
             return
-        if job.stage is Stage.FETCHING:
-            assert job.request.remote is not None
-            job.request.remote.cancel(request_id)
         if job.stage is not Stage.HELD:
             self._outputs.append(
                 Output(request_id, finish=FinishReason.ABORT, cached_tokens=job.request.cached_tokens)
             )
         self._leave(job, FinishReason.ABORT, hold=False)
+        if job.cancelled and job.request.remote is not None:
+            job.request.remote.cancel(request_id)
 
     def _finish(self, request_id: str) -> None:
         job = self._jobs.get(request_id)

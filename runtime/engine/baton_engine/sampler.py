@@ -1,21 +1,21 @@
 """
 Logits to tokens: one uniform number per token, looked up in the cumulated probabilities.
 
-The vocabulary is never sorted in the usual case. Greedy rows take the highest logit, found by blocks.
-Rows that leave no token out are looked up in vocabulary order. Rows with top-k, top-p or min-p take
-their few most likely tokens and work on those; only a row whose cut lies beyond them is sorted.
+The vocabulary is never sorted in the usual case. It is read by blocks: the highest logit is looked for in
+the block with the highest maximum, a number's place in the block where the cumulated sums pass it. Top-k,
+top-p and min-p all come down to the least probability that is kept, and the 256th highest block maximum
+bounds the few likely tokens among which that least one is nearly always found.
 
-A row's token depends on its own logits, parameters and position alone, never on its neighbours: each
-operation below works row by row, and how many candidates a row gets is decided by its own parameters.
+A row's token depends on its own logits, parameters and position alone, never on its neighbours.
 
 The order of what is applied: repetition penalty, frequency and presence penalty, logit bias,
-suppressed stop ids, temperature, min-p, top-k, top-p over what top-k left. Logprobs are of the logits
-as the model gave them.
+suppressed stop ids, temperature, min-p, top-k, top-p over what those two left. Tokens as likely as the
+least one kept are kept too. Logprobs are of the logits as the model gave them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -25,15 +25,13 @@ from torch import Tensor
 from baton_api.messages import TokenChoice
 from baton_engine.draws import Draw, Seen
 from baton_engine.randomness import uniform
+from baton_engine.requests import SamplingParams
 
 BLOCK = 128
 """Tokens whose maximum or sum is taken together: a pass over blocks costs a fifth of torch's argmax."""
 
 CANDIDATES = 256
-"""Most likely tokens that truncation looks at before it sorts them all."""
-
-FEW_CANDIDATES = 64
-"""Enough for a top-k up to this."""
+"""Likely tokens, at least, among which the least one kept is looked for first."""
 
 ALTERNATIVES = 20
 """Logprobs are always picked from this many, so that ties come out the same at any number."""
@@ -67,7 +65,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[TokenChoice | None]:
 def _most_likely(logits: Tensor) -> tuple[list[int], list[bool]]:
     """The first token with the highest logit of each row, and whether that logit is a finite number."""
     rows, vocab = logits.shape
-    if vocab % BLOCK:
+    if vocab % BLOCK:  # a copy to fill up the last block would cost as much
         tokens = logits.argmax(-1, keepdim=True)
     else:
         blocks = logits.view(rows, -1, BLOCK)
@@ -88,7 +86,8 @@ def _adjust(row: Tensor, draw: Draw) -> None:
         bias = [value for _, value in params.logit_bias]
         row.index_add_(0, _ids(ids, row), torch.tensor(bias, dtype=row.dtype, device=row.device))
     if draw.drawn < params.min_tokens and params.stop_ids:
-        row[_ids(sorted(params.stop_ids), row)] = float("-inf")
+        stops = [token for token in params.stop_ids if token < len(row)]  # a tokenizer may know more
+        row[_ids(stops, row)] = float("-inf")
 
 
 def _penalise(row: Tensor, draw: Draw, seen: Seen) -> None:
@@ -110,105 +109,99 @@ def _ids(tokens: Sequence[int], row: Tensor) -> Tensor:
 def _draw(logits: Tensor, draws: Sequence[Draw], rows: list[int], tokens: list[int]) -> None:
     """Replace the tokens of `rows` by drawn ones."""
     chosen = [draws[row] for row in rows]
-    temperature = torch.tensor([draw.params.temperature for draw in chosen], dtype=torch.float32)
-    # Against the peak, so that a small temperature cannot overflow.
-    scaled = logits if len(rows) == len(logits) else logits[rows]
-    scaled = (scaled - scaled.amax(-1, keepdim=True)) / temperature.to(logits.device)[:, None]
-    probabilities = scaled.softmax(-1)
+    temperatures = torch.tensor([draw.params.temperature for draw in chosen], device=logits.device)
+    probabilities = _blocks((_select(logits, rows) / temperatures[:, None]).softmax(-1))
     numbers = np.array([uniform(draw.params.seed, draw.position) for draw in chosen])
     whole = [place for place, draw in enumerate(chosen) if not draw.truncated]
-    few = [place for place, draw in enumerate(chosen) if 0 < draw.params.top_k <= FEW_CANDIDATES]
-    many = [
-        place
-        for place, draw in enumerate(chosen)
-        if draw.truncated and not 0 < draw.params.top_k <= FEW_CANDIDATES
-    ]
     if whole:
         picked = _from_all(_select(probabilities, whole), numbers[whole])
         for place, token in zip(whole, picked, strict=True):
             tokens[rows[place]] = token
-    for places, count in ((few, FEW_CANDIDATES), (many, CANDIDATES)):
-        if places:
-            drawn = _from_candidates(
-                _select(probabilities, places), [chosen[place] for place in places], numbers[places], count
-            )
-            for place, token in zip(places, drawn, strict=True):
-                tokens[rows[place]] = token
+    if len(whole) == len(rows):
+        return
+    peaks = probabilities.amax(-1).cpu().numpy()
+    values = probabilities.flatten(1).cpu().numpy()
+    for place, draw in enumerate(chosen):
+        if draw.truncated:
+            tokens[rows[place]] = _from_kept(values[place], peaks[place], draw.params, numbers[place])
 
 
-def _select(values: Tensor, places: list[int]) -> Tensor:
-    return values if len(places) == len(values) else values[places]
+def _select(values: Tensor, rows: list[int]) -> Tensor:
+    return values if len(rows) == len(values) else values[rows]
 
 
-def _from_all(probabilities: Tensor, numbers: NDArray[np.float64]) -> list[int]:
-    """Tokens by inverse cumulated probability in vocabulary order: the block first, then inside it."""
-    rows, vocab = probabilities.shape
+def _blocks(values: Tensor) -> Tensor:
+    """[S, V] as [S, C, BLOCK], the last block filled up with zeros."""
+    rows, vocab = values.shape
     if vocab % BLOCK:
-        probabilities = torch.nn.functional.pad(probabilities, (0, BLOCK - vocab % BLOCK))
-    blocks = probabilities.view(rows, -1, BLOCK)
+        values = torch.nn.functional.pad(values, (0, BLOCK - vocab % BLOCK))
+    return values.view(rows, -1, BLOCK)
+
+
+def _from_all(blocks: Tensor, numbers: NDArray[np.float64]) -> list[int]:
+    """Tokens of rows that leave none out, by inverse cumulated probability in vocabulary order."""
     sums = blocks.sum(-1).cpu().numpy().astype(np.float64)
     ends = sums.cumsum(1)
-    every = np.arange(rows)
+    every = np.arange(len(sums))
     target = _below(numbers * ends[:, -1], ends[:, -1])
     block = (ends <= target[:, None]).sum(1)
-    # What is left of the number is stretched over the block: its sum above was rounded differently.
+    # What is left of the number is stretched over the block, whose sum above was rounded differently.
     left = (target - ends[every, block] + sums[every, block]) / sums[every, block]
-    inside = blocks[torch.from_numpy(every), torch.from_numpy(block)].cpu().numpy().astype(np.float64)
-    ends = inside.cumsum(1)
+    inside = blocks[torch.from_numpy(every), torch.from_numpy(block)].cpu().numpy()
+    ends = inside.cumsum(1, dtype=np.float64)
     target = _below(left.clip(0.0) * ends[:, -1], ends[:, -1])
     tokens: list[int] = (block * BLOCK + (ends <= target[:, None]).sum(1)).tolist()
     return tokens
 
 
 def _below(target: NDArray[np.float64], end: NDArray[np.float64]) -> NDArray[np.float64]:
-    """`target`, but less than `end`, which rounding may have made it: the last token with mass is found."""
+    """`target`, but less than `end`, which rounding may have made it: a token with mass is found."""
     return np.minimum(target, np.nextafter(end, 0.0))
 
 
-def _from_candidates(
-    probabilities: Tensor, draws: Sequence[Draw], numbers: NDArray[np.float64], count: int
-) -> list[int]:
-    """Tokens from the most likely ones; rows for which these do not suffice are sorted whole."""
-    vocab = probabilities.shape[1]
-    top, ids = probabilities.topk(min(count, vocab))
-    picked, enough = _from_descending(top.cpu().numpy(), draws, numbers, whole=count >= vocab)
-    tokens: list[int] = ids.gather(1, torch.from_numpy(picked)[:, None].to(ids.device)).squeeze(1).tolist()
-    for row in np.flatnonzero(~enough).tolist():
-        ordered, ids = probabilities[row].sort(descending=True, stable=True)
-        picked, _ = _from_descending(
-            ordered[None].cpu().numpy(), [draws[row]], numbers[row : row + 1], whole=True
-        )
-        tokens[row] = int(ids[picked[0]])
-    return tokens
+def _from_kept(
+    values: NDArray[np.float32], peaks: NDArray[np.float32], params: SamplingParams, number: np.float64
+) -> int:
+    """The token of one row by inverse cumulated probability over what truncation keeps."""
+    tokens = np.flatnonzero(values >= _least_kept(values, peaks, params))
+    ends = values[tokens].cumsum(dtype=np.float64)
+    return int(tokens[ends.searchsorted(_below(number * ends[-1], ends[-1]), side="right")])
 
 
-def _from_descending(
-    values: NDArray[np.float32], draws: Sequence[Draw], numbers: NDArray[np.float64], *, whole: bool
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _least_kept(
+    values: NDArray[np.float32], peaks: NDArray[np.float32], params: SamplingParams
+) -> np.float32:
+    """The least probability that min-p, top-k and top-p keep; always positive."""
+    floor = peaks.max() * np.float32(params.min_p)
+    descending = values[:0]
+    for bound in _bounds(peaks):
+        kept = values[(values >= max(bound, floor)) & (values > 0)]
+        descending = np.sort(kept)[::-1]
+        complete = bound <= floor
+        if 0 < params.top_k <= len(descending):
+            descending = descending[: params.top_k]
+            complete = True
+        if params.top_p < 1.0 and (complete or not params.min_p):
+            ends = descending.cumsum(dtype=np.float64)
+            reached = int(ends.searchsorted(params.top_p * (ends[-1] if complete else 1.0)))
+            if reached < len(descending):
+                return np.float32(descending[reached])
+        if complete:
+            break
+    return np.float32(descending[-1])
+
+
+def _bounds(peaks: NDArray[np.float32]) -> Iterator[np.float32]:
     """
-    The place drawn in each row of descending probabilities, and whether the row could be decided.
+    Ever lower bounds, the last one below all tokens.
 
-    It cannot if tokens beyond the row's end (there are none if `whole`) may belong to those kept.
+    As many tokens as there are block maxima at or above a bound are at or above it themselves, and they
+    are the likeliest ones.
     """
-    rows, width = values.shape
-    every = np.arange(rows)
-    min_p = np.array([draw.params.min_p for draw in draws])
-    top_k = np.array([draw.params.top_k for draw in draws])
-    top_p = np.array([draw.params.top_p for draw in draws])
-    ends = values.cumsum(1, dtype=np.float64)
-    keep = (values >= min_p[:, None] * values[:, :1]).sum(1)
-    bounded = (keep < width) | whole
-    cut = (top_k > 0) & (top_k <= width)
-    keep = np.where(cut, np.minimum(keep, top_k), keep)
-    bounded |= cut
-    mass = np.where(bounded, ends[every, keep - 1], 1.0)
-    reached = (ends < (top_p * mass)[:, None]).sum(1) + 1
-    nucleus = top_p < 1.0
-    bounded |= nucleus & (reached <= width)
-    keep = np.where(nucleus, np.minimum(keep, reached), keep)
-    mass = ends[every, keep - 1]
-    place = (ends <= _below(numbers * mass, mass)[:, None]).sum(1)
-    return place, bounded
+    if len(peaks) > CANDIDATES:
+        yield np.partition(peaks, -CANDIDATES)[-CANDIDATES]
+    yield peaks.min()
+    yield np.float32(0.0)
 
 
 class _Logprobs:

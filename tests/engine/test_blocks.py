@@ -1,0 +1,202 @@
+"""The block pool: who may have which block, and what goes when memory is short."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from baton_api.errors import SetupError
+from baton_api.hashing import chain_hash, root_hash
+from baton_engine.blocks import BlockPool
+
+ROOT = root_hash()
+
+
+def chain(*tokens: int) -> list[bytes]:
+    """Hashes of a chain of blocks of one token each."""
+    hashes: list[bytes] = []
+    for token in tokens:
+        hashes.append(chain_hash(hashes[-1] if hashes else ROOT, [token]))
+    return hashes
+
+
+def own(pool: BlockPool, hashes: list[bytes]) -> list[int]:
+    """Blocks for a chain as a request would get and publish them."""
+    blocks = pool.match(hashes)
+    pool.take(blocks)
+    fresh = pool.allocate(len(hashes) - len(blocks))
+    for index, block in enumerate(fresh, start=len(blocks)):
+        pool.publish(block, hashes[index], hashes[index - 1] if index else ROOT)
+    return blocks + fresh
+
+
+def test_block_0_is_never_handed_out() -> None:
+    pool = BlockPool(5)
+    assert sorted(pool.allocate(4)) == [1, 2, 3, 4]
+    assert pool.available == 0
+
+
+def test_a_pool_without_room_for_a_request_is_a_setup_error_that_names_the_way_out() -> None:
+    with pytest.raises(SetupError, match=r"1 blocks.*--kv-cache-memory"):
+        BlockPool(1)
+
+
+def test_a_released_block_is_found_again_by_its_hash() -> None:
+    pool = BlockPool(5)
+    hashes = chain(1, 2)
+    blocks = own(pool, hashes)
+    pool.release(blocks)
+    assert (pool.free, pool.cached, pool.owned) == (2, 2, 0)
+    assert pool.match(hashes) == blocks
+    assert pool.match(chain(1, 3)) == blocks[:1]
+    assert pool.match(chain(2)) == []
+
+
+def test_a_block_without_a_hash_is_free_after_its_release() -> None:
+    pool = BlockPool(3)
+    pool.release(pool.allocate(2))
+    assert (pool.free, pool.cached) == (2, 0)
+
+
+def test_a_shared_block_stays_owned_until_its_last_user_lets_go() -> None:
+    pool = BlockPool(5)
+    hashes = chain(1)
+    first, second = own(pool, hashes), own(pool, hashes)
+    assert first == second
+    pool.release(first)
+    assert (pool.owned, pool.cached) == (1, 0)
+    pool.release(second)
+    assert (pool.owned, pool.cached) == (0, 1)
+
+
+def test_the_tail_of_a_chain_is_evicted_before_its_head() -> None:
+    pool = BlockPool(4)
+    hashes = chain(1, 2, 3)
+    pool.release(own(pool, hashes))
+    for left in (2, 1, 0):
+        pool.allocate(1)
+        assert len(pool.match(hashes)) == left
+
+
+def test_the_least_recently_used_chain_is_evicted_first() -> None:
+    pool = BlockPool(5)
+    old, new = chain(1, 2), chain(3, 4)
+    pool.release(own(pool, old))
+    pool.release(own(pool, new))
+    pool.release(own(pool, old))
+    pool.allocate(2)
+    assert len(pool.match(old)) == 2
+    assert pool.match(new) == []
+
+
+def test_a_block_with_cached_children_is_not_evicted_though_it_was_used_long_ago() -> None:
+    pool = BlockPool(5)
+    pool.release(own(pool, chain(1)))
+    pool.release(own(pool, chain(8)))
+    pool.release(own(pool, chain(1, 2)))
+    pool.allocate(2)  # one is free, one is evicted
+    assert pool.match(chain(8)) == []
+    assert len(pool.match(chain(1, 2))) == 2
+
+
+def test_a_shared_prefix_outlives_its_older_branch() -> None:
+    pool = BlockPool(5)
+    pool.release(own(pool, chain(1, 2)))
+    pool.release(own(pool, chain(1, 3)))
+    pool.allocate(2)
+    assert len(pool.match(chain(1, 3))) == 2
+    assert len(pool.match(chain(1, 2))) == 1
+
+
+def test_a_cached_parent_of_an_owned_block_can_be_evicted() -> None:
+    """The owner computed the parent a second time; the first copy is nobody's, and must not be stuck."""
+    pool = BlockPool(5)
+    hashes = chain(1, 2)
+    first = own(pool, hashes[:1])
+    copy = pool.allocate(2)
+    assert not pool.publish(copy[0], hashes[0], ROOT)
+    assert pool.publish(copy[1], hashes[1], hashes[0])
+    pool.release(first)
+    assert pool.available == 2
+    assert len(pool.allocate(2)) == 2
+    pool.release(copy)
+    assert pool.cached == 1
+    assert pool.match(hashes) == []  # its parent is gone: nothing leads to it
+    pool.allocate(2)
+
+
+def test_of_two_blocks_with_the_same_content_the_first_stays_known() -> None:
+    pool = BlockPool(5)
+    hashes = chain(1)
+    first, second = pool.allocate(1), pool.allocate(1)
+    assert pool.publish(first[0], hashes[0], ROOT)
+    assert not pool.publish(second[0], hashes[0], ROOT)
+    assert pool.match(hashes) == first
+    pool.release(second)
+    assert pool.free == 3
+
+
+def test_a_quarantined_block_is_not_handed_out_until_it_is_settled() -> None:
+    pool = BlockPool(3)
+    blocks = pool.allocate(2)
+    pool.quarantine(blocks[:1])
+    pool.release(blocks[1:])
+    assert (pool.quarantined, pool.available, pool.owned) == (1, 1, 0)
+    pool.settle(blocks[:1])
+    assert (pool.quarantined, pool.available) == (0, 2)
+
+
+def test_our_own_mistakes_are_noticed() -> None:
+    pool = BlockPool(4)
+    (block,) = pool.allocate(1)
+    pool.pin([block])
+    with pytest.raises(AssertionError, match="pinned"):
+        pool.release([block])
+    pool = BlockPool(4)
+    (block,) = pool.allocate(1)
+    pool.release([block])
+    with pytest.raises(AssertionError, match="twice"):
+        pool.release([block])
+    with pytest.raises(AssertionError, match="nobody owns"):
+        pool.pin([block])
+    with pytest.raises(AssertionError, match="not in quarantine"):
+        pool.settle([block])
+    with pytest.raises(AssertionError, match="are available"):
+        pool.allocate(4)
+    with pytest.raises(AssertionError, match="cannot be published"):
+        pool.publish(block, b"name", ROOT)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_happens_every_block_is_in_one_state_and_no_chain_has_a_hole(seed: int) -> None:
+    chance = random.Random(seed)
+    pool = BlockPool(24)
+    held: list[list[int]] = []
+    quarantine: list[int] = []
+    for _ in range(1500):
+        roll = chance.random()
+        if roll < 0.5:
+            hashes = chain(*(chance.randrange(2) for _ in range(chance.randrange(1, 7))))
+            matched = pool.match(hashes)
+            if len(hashes) - len(matched) + pool.unused(matched) <= pool.available:
+                held.append(own(pool, hashes))
+        elif roll < 0.9 and held:
+            pool.release(held.pop(chance.randrange(len(held))))
+        elif roll < 0.95 and pool.available:
+            blocks = pool.allocate(1)
+            pool.quarantine(blocks)
+            quarantine += blocks
+        elif quarantine:
+            pool.settle([quarantine.pop()])
+        users = {block for blocks in held for block in blocks}
+        assert pool.owned == len(users)
+        assert pool.quarantined == len(quarantine)
+        assert pool.free + pool.cached + pool.owned + pool.quarantined == pool.capacity
+        assert 0 not in users
+    for blocks in held:
+        pool.release(blocks)
+    pool.settle(quarantine)
+    assert pool.available == pool.capacity
+    # Everything that is cached can be evicted, and each prefix goes after what stands on it.
+    assert len(set(pool.allocate(pool.capacity))) == pool.capacity

@@ -1,0 +1,294 @@
+"""Drawing tokens: the right distribution, and the same token whatever else is in the batch."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from baton_api.messages import TokenChoice
+from baton_engine import sampler
+from baton_engine.draws import Draw
+from baton_engine.randomness import uniform
+from baton_engine.requests import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+PLAIN = SamplingParams(temperature=1.0)
+
+
+def make_logits(rows: int, vocab: int, seed: int = 0, spread: float = 3.0) -> Tensor:
+    return torch.randn((rows, vocab), generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def choices(logits: Tensor, draws: list[Draw]) -> list[TokenChoice]:
+    drawn = [choice for choice in sampler.sample(logits.clone(), draws) if choice is not None]
+    assert len(drawn) == len(draws)
+    return drawn
+
+
+def tokens(logits: Tensor, draws: list[Draw]) -> list[int]:
+    return [choice.token for choice in choices(logits, draws)]
+
+
+def one(logits: list[float], params: SamplingParams, prompt: tuple[int, ...] = (), *drawn: int) -> int:
+    draw = Draw(params, prompt)
+    for token in drawn:
+        draw.push(token)
+    return tokens(torch.tensor([logits]), [draw])[0]
+
+
+def expected(logits: Tensor, params: SamplingParams) -> dict[int, float]:
+    """What a row may give, with which probability: sorted, the slow and obvious way."""
+    scaled = logits.double() / params.temperature
+    likely = sorted(
+        ((p, token) for token, p in enumerate(scaled.softmax(-1).tolist())),
+        key=lambda pair: (-pair[0], pair[1]),
+    )
+    likely = [pair for pair in likely if pair[0] >= params.min_p * likely[0][0]]
+    if params.top_k:
+        likely = likely[: params.top_k]
+    mass = sum(p for p, _ in likely)
+    kept: list[tuple[float, int]] = []
+    for pair in likely:
+        kept.append(pair)
+        if sum(p for p, _ in kept) >= params.top_p * mass:
+            break
+    mass = sum(p for p, _ in kept)
+    return {token: p / mass for p, token in kept}
+
+
+# --- Greedy ---
+
+
+@pytest.mark.parametrize("vocab", [5, 128, 384, 1000])
+def test_greedy_takes_the_highest_logit(vocab: int) -> None:
+    logits = make_logits(9, vocab)
+    assert tokens(logits, [Draw(GREEDY, ())] * 9) == logits.argmax(-1).tolist()
+
+
+def test_of_equal_logits_greedy_takes_the_first() -> None:
+    logits = torch.zeros((1, 512))
+    logits[0, [130, 140, 300]] = 4.0
+    assert tokens(logits, [Draw(GREEDY, ())]) == [130]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        replace(PLAIN, top_p=0.0),
+        replace(PLAIN, top_k=1),
+        replace(PLAIN, temperature=1e-6),
+        replace(PLAIN, temperature=1e-4),
+        replace(PLAIN, min_p=1.0),
+    ],
+)
+def test_settings_that_leave_one_token_are_greedy(params: SamplingParams) -> None:
+    logits = make_logits(40, 256)
+    draws = [Draw(replace(params, seed=seed), ()) for seed in range(40)]
+    assert tokens(logits, draws) == logits.argmax(-1).tolist()
+
+
+# --- What changes the logits ---
+
+FLAT = [1.0, 1.0, 1.0, 0.9]
+
+
+@pytest.mark.parametrize(
+    ("name", "logits", "params", "prompt", "output", "token"),
+    [
+        ("frequency counts each occurrence", [1.0, 0.8, 0.0], replace(GREEDY, frequency_penalty=0.15), (), (0, 0), 1),
+        ("frequency of one occurrence", [1.0, 0.8, 0.0], replace(GREEDY, frequency_penalty=0.15), (), (0,), 0),
+        ("frequency ignores the prompt", [1.0, 0.8], replace(GREEDY, frequency_penalty=2.0), (0, 0), (), 0),
+        ("presence counts once", [1.0, 0.8, 0.0], replace(GREEDY, presence_penalty=0.15), (), (0, 0, 0), 0),
+        ("presence", [1.0, 0.8, 0.0], replace(GREEDY, presence_penalty=0.3), (), (0,), 1),
+        ("presence ignores the prompt", [1.0, 0.8], replace(GREEDY, presence_penalty=2.0), (0,), (), 0),
+        ("negative presence draws it again", [1.0, 0.8], replace(GREEDY, presence_penalty=-0.5), (), (1,), 1),
+        ("repetition divides what is positive", [1.0, 0.8], replace(GREEDY, repetition_penalty=1.5), (), (0,), 1),
+        ("repetition multiplies what is not", [-1.0, -1.2], replace(GREEDY, repetition_penalty=1.5), (), (0,), 1),
+        ("repetition sees the prompt", [1.0, 0.8], replace(GREEDY, repetition_penalty=1.5), (0,), (), 1),
+        ("bias", FLAT, replace(GREEDY, logit_bias=((3, 1.0),)), (), (), 3),
+        ("bias bans", FLAT, replace(GREEDY, logit_bias=((0, -100.0), (1, -100.0))), (), (), 2),
+        ("min_tokens", FLAT, replace(GREEDY, min_tokens=2, stop_ids=frozenset([0])), (), (9,), 1),
+        ("min_tokens reached", FLAT, replace(GREEDY, min_tokens=2, stop_ids=frozenset([0])), (), (9, 9), 0),
+        ("stop ids beyond the vocabulary", FLAT, replace(GREEDY, min_tokens=2, stop_ids=frozenset([0, 70])), (), (), 1),
+    ],
+)  # fmt: skip
+def test_logits_are_changed(
+    name: str,
+    logits: list[float],
+    params: SamplingParams,
+    prompt: tuple[int, ...],
+    output: tuple[int, ...],
+    token: int,
+) -> None:
+    padded = logits + [-50.0] * (10 - len(logits))
+    assert one(padded, params, prompt, *output) == token, name
+
+
+def test_penalties_follow_a_long_output() -> None:
+    """The counts grow past their first size, and each of them is right."""
+    params = replace(GREEDY, frequency_penalty=1.0, repetition_penalty=1.1)
+    draw, chance = Draw(params, (1, 2, 3)), random.Random(1)
+    output: list[int] = []
+    for _ in range(500):
+        token = chance.randrange(300)
+        draw.push(token)
+        output.append(token)
+    logits = make_logits(1, 300)
+    wanted = logits[0].clone()
+    for token in {1, 2, 3, *output}:
+        wanted[token] = wanted[token] / 1.1 if wanted[token] > 0 else wanted[token] * 1.1
+    for token in output:
+        wanted[token] -= 1.0
+    assert tokens(logits, [draw]) == [int(wanted.argmax())]
+
+
+# --- Chance ---
+
+PARAMS = {
+    "all": PLAIN,
+    "temperature": replace(PLAIN, temperature=0.6),
+    "top_k": replace(PLAIN, top_k=5),
+    "top_p": replace(PLAIN, top_p=0.8),
+    "top_p nearly all": replace(PLAIN, top_p=0.995),
+    "min_p": replace(PLAIN, min_p=0.1),
+    "top_k then top_p": replace(PLAIN, top_k=6, top_p=0.7),
+    "min_p then top_p": replace(PLAIN, min_p=0.05, top_p=0.9),
+    "all of them": replace(PLAIN, temperature=1.3, top_k=30, top_p=0.9, min_p=0.02),
+    "top_k of more than there are": replace(PLAIN, top_k=10_000),
+}
+
+
+@pytest.mark.parametrize("spread", [2.0, 0.05])
+@pytest.mark.parametrize("vocab", [40, 1000])
+@pytest.mark.parametrize("name", PARAMS)
+def test_tokens_are_drawn_with_their_probability(name: str, vocab: int, spread: float) -> None:
+    count = 3000
+    logits = make_logits(1, vocab, spread=spread)
+    wanted = expected(logits[0], PARAMS[name])
+    draws = [Draw(replace(PARAMS[name], seed=seed), (0,) * 7) for seed in range(count)]
+    drawn = np.bincount(tokens(logits.expand(count, -1), draws), minlength=vocab)
+    assert set(np.flatnonzero(drawn).tolist()) <= set(wanted)
+    for token, probability in wanted.items():
+        deviation = math.sqrt(count * probability * (1 - probability)) + 1
+        assert abs(drawn[token] - count * probability) < 5 * deviation, token
+
+
+def test_a_cut_beyond_the_likeliest_candidates_is_exact() -> None:
+    """Many block maxima, nearly equal logits: the nucleus has thousands of tokens."""
+    vocab = 300 * sampler.BLOCK
+    logits = make_logits(1, vocab, spread=0.01)
+    params = replace(PLAIN, top_p=0.5)
+    wanted = expected_set(logits[0], 0.5)
+    drawn = tokens(logits.expand(50, -1), [Draw(replace(params, seed=seed), ()) for seed in range(50)])
+    assert set(drawn) <= wanted
+    assert len(set(drawn)) > 40
+
+
+def expected_set(logits: Tensor, top_p: float) -> set[int]:
+    likely, ids = logits.double().softmax(-1).sort(descending=True)
+    count = int((likely.cumsum(-1) < top_p + 1e-5).sum()) + 1
+    return set(ids[:count].tolist())
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_a_row_gives_the_same_token_alone_and_in_any_batch(name: str) -> None:
+    """Over a vocabulary that makes torch share the work among threads, ties included."""
+    vocab = 40_000
+    logits = (make_logits(32, vocab) * 4).round() / 4
+    mixed = [*PARAMS.values(), GREEDY]
+    draws = [Draw(replace(mixed[row % len(mixed)], seed=row), (0,) * row) for row in range(32)]
+    draws[5] = Draw(replace(PARAMS[name], seed=99), (1, 2))
+    together = tokens(logits, draws)
+    assert together[5] == tokens(logits[5:6], [draws[5]])[0]
+    order = list(range(32))
+    random.Random(3).shuffle(order)
+    shuffled = tokens(logits[order], [draws[row] for row in order])
+    assert [together[row] for row in order] == shuffled
+
+
+def test_the_number_depends_on_seed_and_position_alone() -> None:
+    logits = make_logits(1, 1000)
+    fresh, used = Draw(replace(PLAIN, seed=4), (1, 2, 3)), Draw(replace(PLAIN, seed=4), (1,))
+    used.push(8)
+    used.push(9)
+    assert tokens(logits, [fresh]) == tokens(logits, [used])
+
+
+def test_uniform_numbers_are_uniform_and_independent_over_seeds_and_positions() -> None:
+    for numbers in (
+        [uniform(seed, 11) for seed in range(20_000)],
+        [uniform(11, position) for position in range(20_000)],
+        [uniform(2**64 - 1 - step, step) for step in range(20_000)],
+    ):
+        values = np.array(numbers)
+        assert values.min() >= 0.0
+        assert values.max() < 1.0
+        counts = np.histogram(values, bins=50, range=(0, 1))[0]
+        assert abs(counts - 400).max() < 5 * math.sqrt(400)
+        assert abs(np.corrcoef(values[1:], values[:-1])[0, 1]) < 0.04
+    same = [uniform(seed, 3) == uniform(seed + 1, 2) for seed in range(1000)]
+    assert not any(same)
+
+
+# --- Logprobs ---
+
+
+def test_logprobs_are_those_of_the_unchanged_logits() -> None:
+    logits = make_logits(3, 200)
+    params = replace(
+        PLAIN, logprobs=4, temperature=0.3, top_k=3, presence_penalty=1.5, logit_bias=((7, 3.0),), seed=5
+    )
+    wanted = logits.log_softmax(-1)
+    draw = Draw(params, (1,))
+    draw.push(int(logits[0].argmax()))
+    for row, choice in enumerate(choices(logits, [draw, Draw(params, ()), Draw(params, ())])):
+        assert choice.logprob == pytest.approx(wanted[row, choice.token].item(), abs=1e-5)
+        values, ids = wanted[row].topk(4)
+        assert [token for token, _ in choice.top] == ids.tolist()
+        assert [logprob for _, logprob in choice.top] == pytest.approx(values.tolist(), abs=1e-5)
+
+
+def test_logprobs_come_only_to_rows_that_ask() -> None:
+    logits = make_logits(3, 200)
+    plain, bare, full = choices(
+        logits,
+        [Draw(GREEDY, ()), Draw(replace(GREEDY, logprobs=0), ()), Draw(replace(GREEDY, logprobs=20), ())],
+    )
+    assert (plain.logprob, plain.top) == (None, [])
+    assert bare.logprob is not None
+    assert bare.top == []
+    assert len(full.top) == 20
+    assert full.top[0] == (full.token, full.logprob)
+
+
+def test_a_vocabulary_smaller_than_the_alternatives_reports_all_of_it() -> None:
+    (choice,) = choices(make_logits(1, 6), [Draw(replace(GREEDY, logprobs=20), ())])
+    assert len(choice.top) == 6
+
+
+# --- Broken rows ---
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("params", [GREEDY, PLAIN, replace(PLAIN, top_p=0.5), replace(GREEDY, logprobs=2)])
+@pytest.mark.parametrize("vocab", [50, 256])
+def test_a_row_with_a_broken_logit_gives_nothing_and_its_neighbours_their_tokens(
+    value: float, params: SamplingParams, vocab: int
+) -> None:
+    logits = make_logits(3, vocab)
+    whole = sampler.sample(logits.clone(), [Draw(params, ())] * 3)
+    logits[1, 17] = value
+    drawn = sampler.sample(logits.clone(), [Draw(params, ())] * 3)
+    assert drawn[1] is None
+    assert [drawn[0], drawn[2]] == [whole[0], whole[2]]
+
+
+def test_a_row_in_which_everything_is_suppressed_gives_nothing() -> None:
+    params = replace(PLAIN, min_tokens=1, stop_ids=frozenset(range(10)))
+    assert sampler.sample(make_logits(1, 10), [Draw(params, ())]) == [None]
