@@ -1,0 +1,222 @@
+"""Prefill workers that are none, or bad ones: each costs a request a reason and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import msgspec
+import pytest
+
+from baton_api.messages import (
+    PROTOCOL,
+    Chunk,
+    Commit,
+    Failed,
+    Hello,
+    Ping,
+    Prefill,
+    Refuse,
+    TokenChoice,
+    Welcome,
+)
+from baton_decode.prefills import Prefills
+from baton_engine.control import Connection
+from baton_engine.requests import Request, SamplingParams
+from tests.decode.pair import QUICK, Side, ask, eventually, fake_side, tokens
+from tests.engine.fake_model import FakeModel
+
+PROMPT = list(range(30))
+EXPECTED = FakeModel().greedy(PROMPT, 4)
+
+Script = Callable[[Connection, Side], Awaitable[None]]
+
+
+def welcome(side: Side, **changes: object) -> Welcome:
+    """What a good worker would say."""
+    good = side.me.welcome(side.transfer.metadata, side.transfer.pool)
+    changed: Welcome = msgspec.structs.replace(good, **changes)
+    return changed
+
+
+async def hang_up(connection: Connection, side: Side) -> None:
+    pass
+
+
+async def say_nothing(connection: Connection, side: Side) -> None:
+    await connection.receive()
+    await asyncio.Event().wait()
+
+
+async def talk_nonsense(connection: Connection, side: Side) -> None:
+    connection._writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 20)
+    await asyncio.Event().wait()
+
+
+async def announce_a_huge_frame(connection: Connection, side: Side) -> None:
+    connection._writer.write(b"\xff" * 100)
+    await asyncio.Event().wait()
+
+
+async def answer_something_else(connection: Connection, side: Side) -> None:
+    connection.send(Ping(number=1))
+    connection.send(Failed(room="r", epoch=1, reason="", retry=False))
+    await asyncio.Event().wait()
+
+
+async def refuse(connection: Connection, side: Side) -> None:
+    await connection.receive()
+    connection.send(Refuse(reason="not you"))
+
+
+async def welcome_another_version(connection: Connection, side: Side) -> None:
+    connection.send(welcome(side, protocol=PROTOCOL + 1))
+
+
+async def welcome_another_digest(connection: Connection, side: Side) -> None:
+    connection.send(welcome(side, digest="0" * 32))
+
+
+async def welcome_with_other_blocks(connection: Connection, side: Side) -> None:
+    pool = msgspec.structs.replace(side.transfer.pool, block_bytes=17)
+    connection.send(welcome(side, pool=pool))
+
+
+async def welcome_with_bad_metadata(connection: Connection, side: Side) -> None:
+    connection.send(welcome(side, agent=b"junk"))
+    await asyncio.Event().wait()
+
+
+async def greet(connection: Connection, side: Side) -> Prefill:
+    """Do it right as far as the first prompt."""
+    assert isinstance(await connection.receive(), Hello)
+    connection.send(welcome(side))
+    connection.start_heartbeat()
+    asked = await connection.receive()
+    assert isinstance(asked, Prefill)
+    return asked
+
+
+async def vanish_after_the_question(connection: Connection, side: Side) -> None:
+    await greet(connection, side)
+
+
+async def fall_silent_after_the_question(connection: Connection, side: Side) -> None:
+    assert isinstance(await connection.receive(), Hello)
+    connection.send(welcome(side))  # and no heartbeat, as a stopped process has none
+    await asyncio.Event().wait()
+
+
+async def announce_blocks_that_are_none(connection: Connection, side: Side) -> None:
+    asked = await greet(connection, side)
+    connection.send(Chunk(room=asked.room, epoch=1, first_block=0, blocks=[10**6], checksums=[0]))
+    await asyncio.Event().wait()
+
+
+async def announce_with_a_wrong_checksum(connection: Connection, side: Side) -> None:
+    asked = await greet(connection, side)
+    connection.send(Chunk(room=asked.room, epoch=1, first_block=0, blocks=[1], checksums=[0]))
+    await asyncio.Event().wait()
+
+
+async def commit_to_another_prompt(connection: Connection, side: Side) -> None:
+    asked = await greet(connection, side)
+    connection.send(
+        Commit(
+            room=asked.room,
+            epoch=1,
+            first=TokenChoice(token=1),
+            prompt_tokens=len(asked.tokens),
+            cached_tokens=0,
+            tail=b"another",
+        )
+    )
+    await asyncio.Event().wait()
+
+
+async def say_what_only_decode_workers_say(connection: Connection, side: Side) -> None:
+    asked = await greet(connection, side)
+    connection.send(asked)
+    await asyncio.Event().wait()
+
+
+BAD: dict[Script, str] = {
+    hang_up: "unreachable",
+    say_nothing: "unreachable",
+    talk_nonsense: "unreachable",
+    announce_a_huge_frame: "unreachable",
+    answer_something_else: "unreachable",
+    welcome_with_bad_metadata: "unreachable",
+    refuse: "refused",
+    welcome_another_version: "refused",
+    welcome_another_digest: "refused",
+    welcome_with_other_blocks: "refused",
+    vanish_after_the_question: "lost",
+    fall_silent_after_the_question: "lost",
+    say_what_only_decode_workers_say: "lost",
+    announce_blocks_that_are_none: "protocol",
+    announce_with_a_wrong_checksum: "checksum",
+    commit_to_another_prompt: "mismatch",
+}
+
+
+@contextlib.asynccontextmanager
+async def open_bad_worker(script: Script) -> AsyncIterator[tuple[Side, Prefills, str, list[int]]]:
+    """A decode worker, and the address of a prefill worker that follows `script` on each connection."""
+    bad, decode = fake_side("bad"), fake_side("decode")
+    calls: list[int] = []
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        calls.append(1)
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.add(task)
+        connection = Connection(reader, writer, QUICK)
+        try:
+            await script(connection, bad)
+        finally:
+            await connection.close()
+
+    server = await asyncio.start_server(play, "127.0.0.1", 0)
+    await decode.open()
+    prefills = ask(decode)
+    try:
+        yield decode, prefills, f"127.0.0.1:{server.sockets[0].getsockname()[1]}", calls
+        await eventually(lambda: decode.now.owned_blocks + decode.now.quarantined_blocks == 0)
+    finally:
+        await prefills.close()
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await decode.close()
+        await bad.transfer.close()
+
+
+def request(prefills: Prefills, address: str, name: str = "q") -> Request:
+    sampling = SamplingParams(temperature=0.0, max_tokens=4)
+    return Request(name, tuple(PROMPT), sampling, remote=prefills.remote(address, "", name))
+
+
+@pytest.mark.parametrize("script", BAD, ids=lambda script: script.__name__)
+async def test_a_bad_prefill_worker_costs_a_recomputation(script: Script) -> None:
+    async with open_bad_worker(script) as (decode, prefills, address, _):
+        assert tokens(await decode.generate(request(prefills, address))) == EXPECTED
+        assert prefills.outcomes == {BAD[script]: 1}
+        assert prefills.under_way == prefills.unsettled == 0
+
+
+async def test_a_connection_that_dies_before_anything_came_is_made_again_once() -> None:
+    async with open_bad_worker(vanish_after_the_question) as (decode, prefills, address, calls):
+        await decode.generate(request(prefills, address))
+        assert len(calls) == 2
+
+
+async def test_an_address_without_an_answer_is_left_alone_for_a_while() -> None:
+    async with open_bad_worker(say_nothing) as (decode, prefills, address, calls):
+        await asyncio.gather(*(decode.generate(request(prefills, address, f"q{n}")) for n in range(5)))
+        assert prefills.outcomes == {"unreachable": 5}
+        await decode.generate(request(prefills, address, "again"))
+        assert len(calls) == 1

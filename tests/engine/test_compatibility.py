@@ -1,0 +1,126 @@
+"""Digests are equal for workers whose blocks are, and a difference is told with both values."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from baton_engine.compatibility import Compatibility, compatibility_digest, weights_digest
+from baton_engine.model.spec import ModelSpec, RopeScaling
+from baton_engine.model.weights import LayerWeights, Weights
+
+SPEC = ModelSpec(
+    architecture="LlamaForCausalLM",
+    vocab=32,
+    hidden=8,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    head_dim=4,
+    intermediate=16,
+    context=128,
+    norm_epsilon=1e-5,
+    rope_theta=10_000.0,
+)
+
+
+def weights(seed: int = 1, dtype: torch.dtype = torch.float32) -> Weights:
+    generator = torch.Generator().manual_seed(seed)
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    layers = tuple(
+        LayerWeights(
+            attention_norm=make(8),
+            qkv=make(16, 8),
+            qkv_bias=None,
+            q_norm=None,
+            k_norm=None,
+            output=make(8, 8),
+            output_bias=None,
+            mlp_norm=make(8),
+            gate_up=make(32, 8),
+            gate_up_bias=None,
+            down=make(8, 16),
+            down_bias=None,
+        )
+        for _ in range(2)
+    )
+    embedding = make(32, 8)
+    return Weights(embedding=embedding, layers=layers, final_norm=make(8), head=embedding)
+
+
+def digest(**changes: Any) -> str:
+    spec = dataclasses.replace(SPEC, **changes)
+    return compatibility_digest(spec, torch.float32, "w")
+
+
+CHANGES: dict[str, Any] = {
+    "layers": 3,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "rope_theta": 500_000.0,
+    "rope": RopeScaling(kind="linear", factor=2.0),
+    "sliding_window": 64,
+    "qk_norm": True,
+    "norm_epsilon": 1e-6,
+    "architecture": "MistralForCausalLM",
+}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_what_decides_the_bytes_of_a_block_changes_the_digest(field: str) -> None:
+    assert digest(**{field: CHANGES[field]}) != digest()
+
+
+@pytest.mark.parametrize("field, value", [("context", 4096), ("eos_ids", (1, 2)), ("bos_id", 1)])
+def test_what_does_not_leaves_it(field: str, value: object) -> None:
+    assert digest(**{field: value}) == digest()
+
+
+def test_dtype_block_size_and_weights_count() -> None:
+    digests = {
+        compatibility_digest(SPEC, torch.float32, "w"),
+        compatibility_digest(SPEC, torch.bfloat16, "w"),
+        compatibility_digest(SPEC, torch.float32, "w", 32),
+        compatibility_digest(SPEC, torch.float32, "v"),
+    }
+    assert len(digests) == 4
+
+
+def test_a_difference_is_told_with_both_values() -> None:
+    ours = Compatibility.of(SPEC, torch.float32, "w")
+    theirs = Compatibility.of(SPEC, torch.bfloat16, "w", 32)
+    assert ours.differences(theirs.labels) == (
+        "dtype is float32 here and bfloat16 there, kv dtype is float32 here and bfloat16 there, "
+        "block size is 16 here and 32 there"
+    )
+    assert "protocol is 1 here and unknown there" in ours.differences({})
+
+
+def test_the_digest_does_not_confuse_names_with_values() -> None:
+    assert Compatibility({"ab": "c"}).digest != Compatibility({"a": "bc"}).digest
+
+
+def test_equal_weights_have_equal_digests_wherever_they_lie() -> None:
+    again = weights()
+    moved = dataclasses.replace(again, embedding=again.embedding.t().contiguous().t())
+    assert weights_digest(weights()) == weights_digest(again) == weights_digest(moved)
+
+
+def test_other_weights_shapes_or_types_have_other_digests() -> None:
+    one = weights()
+    other = dataclasses.replace(one, final_norm=one.final_norm + 1)
+    misshapen = dataclasses.replace(one, final_norm=one.final_norm.reshape(2, 4))
+    digests = {
+        weights_digest(one),
+        weights_digest(weights(2)),
+        weights_digest(other),
+        weights_digest(misshapen),
+        weights_digest(weights(dtype=torch.bfloat16)),
+    }
+    assert len(digests) == 5

@@ -1,0 +1,109 @@
+"""What a decode worker may ask for, and what is said about the rest."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from baton_api.errors import InvalidRequest
+from baton_api.hashing import block_hashes, chain_hash, root_hash
+from baton_api.messages import Prefill, Sampling
+from baton_engine.requests import SamplingParams
+from baton_prefill.admission import PromptLimits, check, sampling_params
+
+LIMITS = PromptLimits(vocab=100, max_tokens=64, block_size=16)
+TOKENS = list(range(40))
+HASHES = block_hashes(TOKENS, 16, root_hash())
+
+
+def ask(sampling: dict[str, Any] | None = None, **changes: Any) -> Prefill:
+    fields: dict[str, Any] = {
+        "room": "r",
+        "epoch": 1,
+        "tokens": TOKENS,
+        "start_block": 0,
+        "parent": root_hash(),
+        "sampling": Sampling(**{"seed": 1, **(sampling or {})}),
+    }
+    return Prefill(**{**fields, **changes})
+
+
+@pytest.mark.parametrize("start, parent", [(0, root_hash()), (1, HASHES[0]), (2, HASHES[1])])
+def test_the_answer_is_the_chain_hash_of_the_whole_prompt(start: int, parent: bytes) -> None:
+    assert check(ask(start_block=start, parent=parent), LIMITS) == chain_hash(HASHES[1], TOKENS[32:])
+
+
+def test_a_tenants_salt_is_part_of_the_chain() -> None:
+    assert check(ask(salt="t", parent=root_hash("t")), LIMITS) != check(ask(), LIMITS)
+    with pytest.raises(InvalidRequest):
+        check(ask(salt="t"), LIMITS)
+
+
+REFUSED: dict[str, tuple[Prefill, str]] = {
+    "no tokens": (ask(tokens=[]), "has 0 tokens, not 1 to 64"),
+    "too many tokens": (ask(tokens=[0] * 65), "has 65 tokens, not 1 to 64"),
+    "a token outside the vocabulary": (ask(tokens=[5, 100]), "has token 100, but the vocabulary has 100"),
+    "a negative token": (ask(tokens=[-1]), "vocabulary"),
+    "a start past the end": (ask(start_block=3), "block 3 is asked for, but the prompt has 3"),
+    "a negative start": (ask(start_block=-1), "block -1 is asked for"),
+    "another parent": (ask(start_block=1), "before block 1 are not those that the decode worker has"),
+    "a parent of another length": (ask(parent=b""), "before block 0"),
+    "a room without a name": (ask(room=""), "name has 0 characters"),
+    "a room with a long name": (ask(room="x" * 513), "name has 513 characters"),
+    "no time": (ask(deadline_s=0.0), "the deadline of 0.0 s"),
+    "time without end": (ask(deadline_s=math.inf), "the deadline of inf s"),
+    "time that is no number": (ask(deadline_s=math.nan), "the deadline of nan s"),
+    "a temperature that is no number": (ask({"temperature": math.nan}), "not finite"),
+    "an infinite bias": (ask({"logit_bias": {5: math.inf}}), "not finite"),
+    "a negative temperature": (ask({"temperature": -0.1}), "a negative temperature"),
+    "a huge seed": (ask({"seed": 2**64}), "a seed outside 64 bits"),
+    "a top_p over 1": (ask({"top_p": 1.1}), "top_p outside 0 to 1"),
+    "a top_p that is no number": (ask({"top_p": math.nan}), "top_p outside 0 to 1"),
+    "a min_p below 0": (ask({"min_p": -1.0}), "min_p outside 0 to 1"),
+    "a negative top_k": (ask({"top_k": -1}), "a negative top_k"),
+    "a repetition penalty of 0": (ask({"repetition_penalty": 0.0}), "repetition penalty"),
+    "too many logprobs": (ask({"logprobs": 21}), "too many logprobs"),
+    "a bias outside the vocabulary": (ask({"logit_bias": {100: 1.0}}), "outside the vocabulary"),
+    "a suppressed token outside the vocabulary": (ask({"suppressed": [100]}), "outside the vocabulary"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_makes_no_sense_is_refused_with_the_number(case: str) -> None:
+    wish, told = REFUSED[case]
+    with pytest.raises(InvalidRequest) as error:
+        check(wish, LIMITS)
+    assert told in str(error.value)
+
+
+def test_sampling_comes_over_with_everything_that_decides_the_first_token() -> None:
+    sampling = Sampling(
+        seed=2**63,
+        temperature=0.5,
+        top_k=3,
+        top_p=0.9,
+        min_p=0.1,
+        presence_penalty=0.2,
+        frequency_penalty=0.3,
+        repetition_penalty=1.1,
+        logit_bias={4: 2.0},
+        logprobs=5,
+        suppressed=[7, 8],
+    )
+    assert sampling_params(sampling) == SamplingParams(
+        seed=2**63,
+        temperature=0.5,
+        top_k=3,
+        top_p=0.9,
+        min_p=0.1,
+        presence_penalty=0.2,
+        frequency_penalty=0.3,
+        repetition_penalty=1.1,
+        logit_bias=((4, 2.0),),
+        logprobs=5,
+        max_tokens=1,
+        min_tokens=1,
+        stop_ids=frozenset({7, 8}),
+    )
