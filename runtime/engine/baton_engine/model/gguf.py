@@ -145,6 +145,8 @@ class _Cursor:
         if kind in SCALARS:
             size = struct.calcsize("<" + SCALARS[kind])
             return list(struct.unpack(f"<{length}{SCALARS[kind]}", self.take(length * size)))
+        if kind == ARRAY:
+            raise SetupError(f"{self.path}: the metadata has an array of arrays at byte {self.position}.")
         return [self.value(kind) for _ in range(length)]
 
 

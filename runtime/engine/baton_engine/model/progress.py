@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """One piece of work at a time: `start`, any number of `advance`, `done`."""
+    """One piece of work at a time: `start`, any number of `advance`, `done` unless it fails."""
 
     def start(self, label: str, total_bytes: int) -> None:
         """`label` says what is being done; `total_bytes` is 0 where nobody knows."""

@@ -1,0 +1,108 @@
+"""GGUF files made from tiny Hugging Face folders, in llama.cpp's conventions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from baton_engine.model.checkpoint import Checkpoint, load_spec
+from baton_engine.model.gguf_model import ARCHITECTURES, IN_LAYER, TOP
+from baton_engine.model.safetensors import SafetensorsFolder
+from baton_engine.model.spec import ModelSpec
+from tests.engine.models import BOS, CHAT_TEMPLATE, EOS, SPECIAL, UNKNOWN
+
+CONTROL, NORMAL = 3, 1
+
+
+def write_gguf(folder: Path, target: Path, quantised: bool = False, pre: str = "gpt-2") -> Path:
+    """The checkpoint in `folder` as one file; `quantised` stores its matrices as Q8_0."""
+    spec = load_spec(Checkpoint(folder, folder.name))
+    kind = next(kind for kind, name in ARCHITECTURES.items() if name == spec.architecture)
+    writer = gguf.GGUFWriter(target, kind)
+    writer.add_context_length(spec.context)
+    writer.add_embedding_length(spec.hidden)
+    writer.add_block_count(spec.layers)
+    writer.add_feed_forward_length(spec.intermediate)
+    writer.add_head_count(spec.heads)
+    writer.add_head_count_kv(spec.kv_heads)
+    writer.add_key_length(spec.head_dim)
+    writer.add_layer_norm_rms_eps(spec.norm_epsilon)
+    writer.add_rope_freq_base(spec.rope_theta)
+    _add_vocabulary(writer, folder, pre)
+    _add_tensors(writer, folder, spec, kind, quantised)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def _add_vocabulary(writer: Any, folder: Path, pre: str) -> None:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    tokens = [token for token, _ in vocabulary]
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([CONTROL if token in SPECIAL else NORMAL for token in tokens])
+    writer.add_token_merges([" ".join(merge) for merge in merges])
+    writer.add_bos_token_id(BOS)
+    writer.add_eos_token_id(EOS)
+    writer.add_unk_token_id(UNKNOWN)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def _add_tensors(writer: Any, folder: Path, spec: ModelSpec, kind: str, quantised: bool) -> None:
+    source = SafetensorsFolder(folder)
+    theirs = {name: part for part, name in IN_LAYER.items()}
+    for name in source.shapes:
+        values: NDArray[Any] = source.read(name).to(torch.float32).numpy()
+        if name.startswith("model.layers."):
+            number, rest = name.removeprefix("model.layers.").split(".", 1)
+            part, _, suffix = rest.rpartition(".")
+            if kind == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
+                values = _reordered(values, spec.heads if part.endswith("q_proj") else spec.kv_heads)
+            stored = f"blk.{number}.{theirs[part]}.{suffix}"
+        else:
+            stored = next(their for their, our in TOP.items() if our == name)
+        if quantised and values.ndim == 2:
+            packed = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(stored, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        else:
+            writer.add_tensor(stored, numpy.ascontiguousarray(values))
+    if spec.rope.kind == "llama3":
+        writer.add_tensor("rope_freqs.weight", _divisors(spec))
+
+
+def _reordered(values: NDArray[Any], heads: int) -> NDArray[Any]:
+    """Halves of each head interleaved, as llama.cpp's rotation of neighbouring pairs wants them."""
+    halves = values.reshape(heads, 2, -1, *values.shape[1:])
+    return halves.swapaxes(1, 2).reshape(values.shape)
+
+
+def _divisors(spec: ModelSpec) -> NDArray[Any]:
+    """Llama 3's scaling as llama.cpp's converter writes it."""
+    rope = spec.rope
+    low, high = rope.original_context / rope.low_freq_factor, rope.original_context / rope.high_freq_factor
+    divisors = []
+    for index in range(0, spec.head_dim, 2):
+        wave = 2 * numpy.pi * spec.rope_theta ** (index / spec.head_dim)
+        if wave < high:
+            divisors.append(1.0)
+        elif wave > low:
+            divisors.append(rope.factor)
+        else:
+            smooth = (rope.original_context / wave - rope.low_freq_factor) / (
+                rope.high_freq_factor - rope.low_freq_factor
+            )
+            divisors.append(1 / ((1 - smooth) / rope.factor + smooth))
+    return numpy.array(divisors, dtype=numpy.float32)

@@ -1,0 +1,162 @@
+"""GGUF files: what they hold is what the folder held that they were made of, and damage is told."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton_api.errors import SetupError
+from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
+from baton_engine.model.decoder import Decoder
+from baton_engine.model.gguf import GGUFFile
+from baton_engine.model.spec import ModelSpec
+from baton_engine.model.tokenizer import load_tokenizer
+from baton_engine.model.weights import Weights
+from baton_engine.ops.plain import PlainOps
+from tests.engine.gguf_files import write_gguf
+from tests.engine.greedy import CPU, by_baton
+from tests.engine.models import make_model
+
+PROMPT = [5, 9, 70, 12, 33, 8]
+
+
+def loaded(path: Path) -> tuple[ModelSpec, Weights]:
+    checkpoint = Checkpoint(path, path.name)
+    spec = load_spec(checkpoint)
+    return spec, load_weights(checkpoint, spec, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_model(tmp_path_factory.mktemp("model"))
+    return write_gguf(folder, tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "llama",
+        "llama with biases",
+        "llama with its own head size",
+        "llama with tied embeddings",
+        "llama with llama3 rope",
+        "qwen2",
+        "qwen3",
+    ],
+)
+def test_a_file_answers_as_the_folder_it_was_made_of(tmp_path: Path, variant: str) -> None:
+    overrides = {"mlp_bias": False} if variant == "llama with biases" else {}
+    folder = make_model(tmp_path / "model", variant, **overrides)
+    path = write_gguf(folder, tmp_path / "tiny.gguf")
+    answers = []
+    for source in (folder, path):
+        spec, weights = loaded(source)
+        answers += by_baton(Decoder(spec, weights, PlainOps(spec), CPU), [PROMPT], 48, chunk=512)
+    assert answers[0].tokens == answers[1].tokens
+    assert answers[0].logprobs == pytest.approx(answers[1].logprobs, abs=1e-4)
+
+
+def test_quantised_matrices_come_back_within_their_step(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    _, exact = loaded(folder)
+    _, near = loaded(write_gguf(folder, tmp_path / "tiny.gguf", quantised=True))
+    for ours, theirs in zip(exact.layers, near.layers, strict=True):
+        for name in ("qkv", "output", "gate_up", "down"):
+            wanted, got = getattr(ours, name), getattr(theirs, name)
+            steps = wanted.abs().amax() / 127
+            assert (wanted - got).abs().max() <= steps
+            assert not torch.equal(wanted, got)
+
+
+def test_the_tokenizer_of_a_file_is_the_folders(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    path = write_gguf(folder, tmp_path / "tiny.gguf")
+    ours, theirs = (
+        load_tokenizer(Checkpoint(source, "tiny"), load_spec(Checkpoint(source, "tiny")))
+        for source in (folder, path)
+    )
+    text = "<|bos|>The naïve baton 🎉 1234\n\n<|end|>"
+    chat = [{"role": "user", "content": text}]
+    assert ours.encode(text) == theirs.encode(text)
+    assert theirs.decode(theirs.encode(text), skip_special_tokens=False) == text
+    assert ours.apply_chat_template(chat) == theirs.apply_chat_template(chat)
+    assert (ours.eos_ids, ours.bos_id) == (theirs.eos_ids, theirs.bos_id)
+
+
+def test_a_file_that_is_cut_anywhere_is_told_with_its_numbers(file: Path, tmp_path: Path) -> None:
+    whole = file.read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for size in [*range(4, 600, 13), len(whole) // 2, len(whole) - 1]:
+        cut.write_bytes(whole[:size])
+        with pytest.raises(SetupError, match=rf"cut short or damaged: it has {size} bytes"):
+            load_spec(Checkpoint(cut, "cut"))
+
+
+def _replaced(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
+    def change(data: bytes) -> bytes:
+        assert old in data
+        return data.replace(old, new, 1)
+
+    return change
+
+
+def _number(key: bytes, value: int) -> Callable[[bytes], bytes]:
+    def change(data: bytes) -> bytes:
+        at = data.index(key) + len(key) + 4
+        return data[:at] + struct.pack("<I", value) + data[at + 4 :]
+
+    return change
+
+
+DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda data: b"", "cannot be read"),
+    "another format": (lambda data: b"PK\x03\x04" + data[4:], "not a GGUF file"),
+    "a version to come": (lambda data: data[:4] + struct.pack("<I", 9) + data[8:], "GGUF version 9"),
+    "tensors without end": (
+        lambda data: data[:8] + struct.pack("<Q", 1 << 60) + data[16:],
+        "damaged|dimensions|unknown type",
+    ),
+    "keys without end": (lambda data: data[:16] + struct.pack("<Q", 1 << 60) + data[24:], "damaged|unknown"),
+    "another architecture": (_replaced(b"llama", b"mamba"), "'mamba' is not served.*llama, qwen2, qwen3"),
+    "a tensor less": (
+        _replaced(b"blk.1.ffn_up.weight", b"blk.1.ffn_no.weight"),
+        "model.layers.1.mlp.up_proj.weight is missing",
+    ),
+    "a key less": (_replaced(b"llama.block_count", b"llama.block_kount"), "lacks the metadata"),
+    "absurd layers": (_number(b"llama.block_count", 4_000_000_000), "layers is 4000000000"),
+    "no heads": (_number(b"llama.attention.head_count", 0), "heads is 0"),
+    "another width": (_number(b"llama.feed_forward_length", 97), r"shape \[96, 64\].*\[97, 64\]"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_file_is_told_in_a_sentence(file: Path, tmp_path: Path, name: str) -> None:
+    change, message = DAMAGE[name]
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(change(file.read_bytes()))
+    with pytest.raises(SetupError, match=message):
+        loaded(path)
+
+
+def test_arrays_within_arrays_are_refused(file: Path, tmp_path: Path) -> None:
+    data = file.read_bytes()
+    nested = struct.pack("<Q", 1) + b"x" + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000
+    path = tmp_path / "nested.gguf"
+    path.write_bytes(data[:24] + nested + data[24:])
+    with pytest.raises(SetupError, match="array of arrays"):
+        load_spec(Checkpoint(path, "nested"))
+
+
+def test_an_unknown_quantisation_is_told_by_name(file: Path, tmp_path: Path) -> None:
+    stored = GGUFFile(file).tensors["blk.0.attn_q.weight"]
+    data = bytearray(file.read_bytes())
+    at = data.index(b"blk.0.attn_q.weight") + len(b"blk.0.attn_q.weight") + 4 + 8 * len(stored.shape)
+    data[at : at + 4] = struct.pack("<I", 250)
+    path = tmp_path / "strange.gguf"
+    path.write_bytes(data)
+    with pytest.raises(SetupError, match=r"blk\.0\.attn_q\.weight has the unknown type 250"):
+        load_spec(Checkpoint(path, "strange"))
