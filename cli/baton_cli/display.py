@@ -37,10 +37,12 @@ class Display(Watcher):
 
     def said(self, name: str, line: str) -> None:
         if self._logs:
-            colour = self._colours.setdefault(name, COLOURS[len(self._colours) % len(COLOURS)])
-            prefix = Text(f"{name:<{NAME_WIDTH}} ", style=colour)
-            # A log line is not markup, and wraps where the terminal wraps.
-            self.console.print(prefix + Text(line), soft_wrap=True)
+            self._line(name, line)
+
+    def failed(self, name: str, last_words: list[str]) -> None:
+        if not self._logs:
+            for line in last_words:
+                self._line(name, line)
 
     def loading(self, name: str, progress: Loading) -> None:
         if self._bars is None:
@@ -50,6 +52,12 @@ class Display(Watcher):
             self._tasks[key] = self._bars.add_task(f"{name}: {progress.label}", total=None)
         total = progress.total or None
         self._bars.update(self._tasks[key], completed=progress.done, total=total)
+
+    def _line(self, name: str, line: str) -> None:
+        colour = self._colours.setdefault(name, COLOURS[len(self._colours) % len(COLOURS)])
+        prefix = Text(f"{name:<{NAME_WIDTH}} ", style=colour)
+        # A log line is not markup, and wraps where the terminal wraps.
+        self.console.print(prefix + Text(line), soft_wrap=True)
 
     @contextmanager
     def bars(self) -> Iterator[None]:

@@ -44,7 +44,6 @@ class Member:
         self._control_port = 0
         self._history = History()
         self._child: Child | None = None
-        self._listening = asyncio.Event()
         self._ready = asyncio.Event()
         self._stopping = asyncio.Event()
         self._refusal = ""
@@ -66,11 +65,6 @@ class Member:
             ports.append(f"--control-port={self._control_port}")
         return (*self.command.arguments, *ports)
 
-    async def listening(self) -> str:
-        """Its URL, once it has a port."""
-        await self._listening.wait()
-        return self.url
-
     async def ready(self) -> None:
         await self._ready.wait()
 
@@ -84,6 +78,7 @@ class Member:
             self._history = self._history.ended(time.monotonic())
             delay = self._history.delay_s
             if delay is None:
+                self._watcher.failed(self.name, list(self.last_words))
                 raise SetupError(self._refusal or f"{self.name} ended at its start ({describe(status)}).")
             self._watcher.said(
                 self.name, f"{self.name} ended ({describe(status)}); it is started again in {delay:g} s"
@@ -129,7 +124,6 @@ class Member:
             case Listening(host=host, port=port):
                 self._port = port
                 self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-                self._listening.set()
             case Ready(control=control):
                 if control:
                     self._control_port = int(control.rpartition(":")[2])
@@ -153,6 +147,9 @@ class Watcher:
 
     def loading(self, name: str, progress: Loading) -> None:
         """How far the start is."""
+
+    def failed(self, name: str, last_words: list[str]) -> None:
+        """It ended before it was ever ready, and this is what it said last."""
 
 
 class Supervisor:

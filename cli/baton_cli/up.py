@@ -2,7 +2,7 @@
 `baton up`: a router, prefill workers and decode workers on one machine, as one service.
 
 The model is fetched once, before anything starts. Workers start in parallel and take free ports; the
-router starts as soon as it can be told which. It is up when an answer came through all of them.
+router starts when they are ready, so that its first look finds them. It is up when an answer came through.
 """
 
 from __future__ import annotations
@@ -112,15 +112,14 @@ async def open_service(plan: Plan, watcher: Watcher) -> AsyncIterator[Service]:
     async with supervise(watcher, drain_s) as supervisor:
         workers = [supervisor.add(command) for command in plan.worker_commands(machine.usable_cores())]
         for member in workers:
-            await supervisor.unless_failed(member.listening())
+            await supervisor.unless_failed(member.ready())
         router = supervisor.add(
             plan.router_command(
                 [member.url for member in workers if member.command.role == Role.PREFILL],
                 [member.url for member in workers if member.command.role == Role.DECODE],
             )
         )
-        for member in (*workers, router):
-            await supervisor.unless_failed(member.ready())
+        await supervisor.unless_failed(router.ready())
         service = Service(supervisor, router, tuple(workers), plan.router.api_key)
         await supervisor.unless_failed(answered(service, plan.name))
         yield service

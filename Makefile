@@ -1,0 +1,55 @@
+# Environments are made with uv, which pip fetches: seconds instead of minutes.
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+UV := $(VENV)/bin/uv
+
+# Kernels are compiled on first use: where the machine has no C compiler, one comes from the package index.
+KERNELS := $(if $(shell command -v cc 2>/dev/null),,$(comma)kernels)
+comma := ,
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check fix bench
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/demo ## fetch a small model, start everything, answer two questions
+	$(VENV)/bin/baton demo
+
+test: $(VENV)/dev ## run the tests
+	$(PYTHON) -m pytest -q -rs
+
+check: $(VENV)/dev ## what a change must pass besides the tests
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+	$(PYTHON) -m baton_cli.reference --check
+
+fix: $(VENV)/dev ## format, repair what can be repaired, write the generated pages
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	$(PYTHON) -m baton_cli.reference
+
+bench: $(VENV)/dev ## measure engine and service on this machine
+	$(PYTHON) benchmarks/engine.py
+
+$(VENV)/demo: EXTRAS = runtime,nixl,chat$(KERNELS)
+$(VENV)/dev: EXTRAS = dev$(KERNELS)
+
+# uv does not read pip's configuration; a mirror that is set there is meant for it too.
+$(VENV)/demo $(VENV)/dev: pyproject.toml constraints.txt | $(UV)
+	@index="$${PIP_INDEX_URL:-$$(python3 -m pip config get global.index-url 2>/dev/null)}"; \
+	if [ -n "$$index" ] && [ -z "$$UV_DEFAULT_INDEX$$UV_INDEX_URL" ]; then export UV_DEFAULT_INDEX="$$index"; fi; \
+	$(UV) pip install --python $(PYTHON) --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@touch $@
+
+# A system's Python may have no venv module, and may refuse to install anything outside of one.
+$(UV):
+	@if python3 -m venv $(VENV) 2>/dev/null; then \
+	  $(PYTHON) -m pip install --quiet --constraint constraints.txt uv; \
+	else \
+	  rm -rf $(VENV) && python3 -m pip install --quiet --target build/uv uv && \
+	  build/uv/bin/uv venv --seed $(VENV) && mkdir -p $(VENV)/bin && cp build/uv/bin/uv $(UV); \
+	fi || { echo "Python 3.11 or newer with venv or pip is needed (on Debian: apt install python3-venv)." >&2; exit 1; }

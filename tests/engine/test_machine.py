@@ -1,0 +1,59 @@
+"""Processors and memory that a process may use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from baton_engine import machine
+
+GIB = 1024**3
+
+
+@pytest.fixture
+def meminfo(tmp_path: Path) -> Path:
+    file = tmp_path / "meminfo"
+    file.write_text(f"MemTotal:  {8 * GIB // 1024} kB\nMemAvailable:  {4 * GIB // 1024} kB\n")
+    return file
+
+
+def limits(folder: Path, **files: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("_", ".", 1)).write_text(text)
+    return folder
+
+
+def test_a_container_with_half_a_core_still_has_one(tmp_path: Path) -> None:
+    assert machine.usable_cores(limits(tmp_path, cpu_max="50000 100000\n")) == 1
+
+
+@pytest.mark.parametrize("quota", ["max 100000", "nonsense", "100000000 100000"])
+def test_without_a_lower_limit_all_cores_of_the_affinity_count(tmp_path: Path, quota: str) -> None:
+    assert machine.usable_cores(limits(tmp_path, cpu_max=quota)) == len(os.sched_getaffinity(0))
+
+
+def test_outside_a_container_the_machines_free_memory_counts(tmp_path: Path, meminfo: Path) -> None:
+    assert machine.free_memory(tmp_path / "none", meminfo) == 4 * GIB
+
+
+def test_a_containers_limit_counts_if_it_is_lower(tmp_path: Path, meminfo: Path) -> None:
+    cgroup = limits(tmp_path / "cgroup", memory_max=str(2 * GIB), memory_current=str(GIB))
+    assert machine.free_memory(cgroup, meminfo) == GIB
+
+
+def test_file_pages_that_nobody_uses_count_as_free(tmp_path: Path, meminfo: Path) -> None:
+    cgroup = limits(tmp_path / "cgroup", memory_max=str(2 * GIB), memory_current=str(2 * GIB))
+    (cgroup / "memory.stat").write_text(f"anon 1\ninactive_file {GIB // 2}\n")
+    assert machine.free_memory(cgroup, meminfo) == GIB // 2
+
+
+def test_no_limit_is_no_figure(tmp_path: Path, meminfo: Path) -> None:
+    cgroup = limits(tmp_path / "cgroup", memory_max="max", memory_current="5")
+    assert machine.free_memory(cgroup, meminfo) == 4 * GIB
+
+
+def test_where_nothing_is_known_nothing_is_said(tmp_path: Path) -> None:
+    assert machine.free_memory(tmp_path, tmp_path / "none") is None
