@@ -12,7 +12,7 @@ import json
 
 from baton_api.errors import BatonError
 
-DONE = b"data: [DONE]"
+DONE = (b"\ndata: [DONE]", b"\ndata:[DONE]")
 
 LINE_LIMIT = 1024 * 1024
 """Bytes of a line that may wait for its end; a longer one passes in parts."""
@@ -52,5 +52,5 @@ class EventStream:
 
     def error(self, error: BatonError) -> bytes:
         """`error` as an event of its own, whatever passed before."""
-        end = b"" if self._tail.endswith(b"\n\n") else b"\n\n"
-        return end + b"data: " + json.dumps(error.body()).encode() + b"\n\n"
+        ends = len(self._tail) - len(self._tail.rstrip(b"\n"))  # two of them end an event
+        return b"\n" * (2 - ends) + b"data: " + json.dumps(error.body()).encode() + b"\n\n"

@@ -170,6 +170,8 @@ class FakeWorker:
         self.ready = True
         self.silent = False
         """With it, questions about health are not answered any more."""
+        self.nonsense = False
+        """With it, they are answered with something else."""
         self.asked: list[Asked] = []
         """Requests to generate, in the order of their arrival."""
         self.arrived = asyncio.Event()
@@ -229,6 +231,8 @@ class FakeWorker:
         if asked.method == "GET":
             if self.silent:
                 await reader.read(1)
+            elif self.nonsense:
+                writer.write(plain(200, b'{"role": "cook"}'))
             elif asked.target == "/load":
                 writer.write(plain(200, msgspec.json.encode(self.load)))
             else:

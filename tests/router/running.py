@@ -69,7 +69,8 @@ async def running_router(
 
 
 async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    """Wait for a condition that other tasks bring about."""
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.002)
+    """Wait for a condition that other tasks bring about, and of which nobody tells."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, f"not so within {seconds} s"
+        await asyncio.sleep(0.002)

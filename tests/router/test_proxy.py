@@ -172,15 +172,18 @@ async def test_a_worker_that_does_not_begin_in_time_costs_a_503() -> None:
         await worker.left.wait()
 
 
-async def test_a_request_moves_on_from_a_worker_that_fell_silent() -> None:
-    async with FakeWorker(fake_worker.hang) as silent, running_router([silent]) as router:
-        client = httpx.AsyncClient(base_url=router.url, timeout=30, trust_env=False)
-        async with client:
-            waiting = asyncio.create_task(client.post(CHAT, json=QUESTION))
-            await silent.arrived.wait()
-            silent.silent = True
-            answer = await waiting
-        assert answer.status_code == 503
+async def test_requests_move_on_from_a_worker_that_fell_silent() -> None:
+    async with (
+        FakeWorker(fake_worker.hang) as silent,
+        FakeWorker() as good,
+        running_router([silent, good], health_interval_s=0.1) as router,
+    ):
+        asking = [asyncio.create_task(router.post()) for _ in range(8)]
+        await silent.arrived.wait()
+        silent.silent = True
+        answers = await asyncio.gather(*asking)
+        assert [answer.status_code for answer in answers] == [200] * 8
+        assert router.metric("baton_router_retries_total", cause="hung") == len(silent.asked) > 0
 
 
 async def test_a_client_that_leaves_takes_its_request_along() -> None:

@@ -1,0 +1,148 @@
+"""What is not hot: models, readiness, figures, the view of the workers, and unknown paths."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+
+from baton_api.workers import Role
+from tests.router import fake_worker
+from tests.router.fake_worker import FakeWorker
+from tests.router.running import CHAT, QUESTION, STREAM, running_router, until
+
+
+async def test_models_are_those_of_all_workers_and_stay_the_same() -> None:
+    one, two = FakeWorker(model="one"), FakeWorker(model="meta-llama/two")
+    async with one, two, running_router([one, two]) as router:
+        listed = (await router.client.get("/v1/models")).json()
+        assert listed["object"] == "list"
+        assert [model["id"] for model in listed["data"]] == ["meta-llama/two", "one"]
+        assert all(set(model) == {"id", "object", "created", "owned_by"} for model in listed["data"])
+        answer = await router.client.get("/v1/models/meta-llama/two")
+        assert answer.json() == listed["data"][0]
+        missing = await router.client.get("/v1/models/three")
+        assert missing.status_code == 404
+        assert missing.json()["error"]["code"] == "model_not_found"
+        assert (await router.client.get("/v1/models")).json() == listed
+
+
+async def test_models_and_ready_are_503_until_a_decode_worker_is_ready() -> None:
+    async with FakeWorker() as worker:
+        worker.ready = False
+        async with running_router([worker], health_interval_s=0.1) as router:
+            for path in ("/ready", "/v1/models", "/v1/models/tiny"):
+                answer = await router.client.get(path)
+                assert answer.status_code == 503
+                assert answer.json()["error"]["code"] == "overloaded"
+                assert worker.name in answer.json()["error"]["message"]
+                assert answer.headers["retry-after"] == "1"
+            assert (await router.client.get("/health")).status_code == 200
+            worker.ready = True
+            await until(lambda: router.router.refusal() is None)
+            for path in ("/ready", "/v1/models", "/v1/models/tiny"):
+                assert (await router.client.get(path)).status_code == 200
+
+
+async def test_a_worker_that_died_is_seen_down_and_one_at_its_address_is_taken_up_again() -> None:
+    async with FakeWorker() as worker, running_router([worker], health_interval_s=0.1) as router:
+        await worker.die()
+        await until(lambda: router.router.refusal())
+        view = (await router.client.get("/workers")).json()["data"][0]
+        assert view["state"] == "down"
+        assert "connect" in view["reason"]
+        assert (await router.post()).status_code == 503
+
+
+async def test_the_view_of_the_workers_shows_role_state_and_load() -> None:
+    prefill = FakeWorker(role=Role.PREFILL, control="127.0.0.1:7001")
+    async with FakeWorker() as decode, prefill, running_router([decode], [prefill]) as router:
+        views = (await router.client.get("/workers")).json()["data"]
+        assert [(view["worker"], view["role"], view["state"]) for view in views] == [
+            (decode.name, "decode", "ready"),
+            (prefill.name, "prefill", "ready"),
+        ]
+        assert views[1]["load"]["control"] == "127.0.0.1:7001"
+
+
+@pytest.mark.parametrize("how", ["silent", "nonsense"])
+async def test_a_worker_that_answers_nothing_or_nonsense_is_down(how: str) -> None:
+    async with FakeWorker() as worker, running_router([worker], health_interval_s=0.1) as router:
+        setattr(worker, how, True)
+        await until(lambda: router.router.workers.decode[0].health.down)
+        assert (await router.client.get("/ready")).status_code == 503
+        setattr(worker, how, False)
+        await until(lambda: router.router.refusal() is None)
+
+
+async def test_metrics_count_requests_and_show_states() -> None:
+    async with FakeWorker() as worker, running_router([worker]) as router:
+        await router.post(STREAM)
+        await router.post({**QUESTION, "model": "other"})
+        text = (await router.client.get("/metrics")).text
+        assert f'baton_router_requests_total{{code="200",path="{CHAT}"}} 1.0' in text
+        assert f'baton_router_requests_total{{code="404",path="{CHAT}"}} 1.0' in text
+        ready = f'baton_router_worker_state{{role="decode",state="ready",worker="{worker.name}"}} 1.0'
+        assert ready in text
+        assert "baton_router_requests_in_flight 0.0" in text
+        assert "baton_router_overhead_seconds_count 1.0" in text
+        assert "baton_router_time_to_first_byte_seconds_count 1.0" in text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nowhere", 404),
+        ("POST", "/v1/nowhere", 404),
+        ("GET", "/v1/files/x", 404),
+        ("GET", CHAT, 405),
+        ("DELETE", "/v1/models", 405),
+    ],
+)
+async def test_unknown_paths_and_methods_are_errors_in_openais_shape(
+    method: str, path: str, status: int
+) -> None:
+    async with FakeWorker() as worker, running_router([worker]) as router:
+        answer = await router.client.request(method, path)
+        assert answer.status_code == status
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert path in answer.json()["error"]["message"]
+
+
+async def test_while_it_drains_ready_says_so_and_running_streams_finish() -> None:
+    async with (
+        FakeWorker(fake_worker.gated) as worker,
+        running_router([worker], drain_s=10, drain_notice_s=0.5) as router,
+    ):
+        running = asyncio.create_task(router.post(STREAM))
+        await worker.arrived.wait()
+        router.server.should_exit = True
+        await until(lambda: router.router.draining)
+        answer = await router.client.get("/ready")
+        assert answer.status_code == 503
+        assert "draining" in answer.json()["error"]["message"]
+        worker.release.set()
+        assert b"[DONE]" in (await running).content
+
+
+async def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event_and_a_cut() -> None:
+    async with FakeWorker(fake_worker.gated) as worker:
+        async with running_router([worker], drain_s=1) as router:
+            reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+            body = b'{"model":"tiny","stream":true}'
+            writer.write(b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: 30\r\n\r\n" % CHAT.encode() + body)
+            await worker.arrived.wait()
+        seen = await reader.read()
+        assert b"stopping" in seen
+        assert not seen.endswith(b"0\r\n\r\n")
+        await worker.left.wait()
+        writer.close()
+
+
+def test_the_router_does_not_load_torch() -> None:
+    code = (
+        "import sys, baton_router.server; sys.exit('torch' in sys.modules or 'baton_engine' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

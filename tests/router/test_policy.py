@@ -1,0 +1,76 @@
+"""Whom power of two choices chooses."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from baton_api.workers import Load, Role
+from baton_router.policy import choose, choose_pair
+from baton_router.upstream import Upstream
+from baton_router.workers import Worker, Workers
+
+
+def worker(port: int, listed: Role = Role.DECODE, **load: object) -> Worker:
+    made = Worker(Upstream("127.0.0.1", port), listed)
+    made.answered(Load(role=listed, model="tiny", control="127.0.0.1:7", **load))  # type: ignore[arg-type]
+    return made
+
+
+def busy(*running: int) -> list[Worker]:
+    return [worker(port, running=count) for port, count in enumerate(running)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(("running", "chosen"), [((4,), 0), ((1, 2), 0), ((2, 1), 1), ((9, 0), 1)])
+def test_of_one_or_two_it_is_the_less_busy(running: tuple[int, ...], chosen: int, seed: int) -> None:
+    candidates = busy(*running)
+    assert choose(candidates, random.Random(seed)) is candidates[chosen]
+
+
+def test_equally_many_requests_are_told_apart_by_waiting_tokens() -> None:
+    one, two = worker(1, running=2, queued_tokens=500), worker(2, running=2, queued_tokens=20)
+    assert {choose([one, two], random.Random(seed)) for seed in range(20)} == {two}
+
+
+def test_equally_busy_workers_are_chosen_equally_often() -> None:
+    candidates, rng = busy(1, 1, 1, 1), random.Random(1)
+    counts = Counter(choose(candidates, rng).name for _ in range(4000))
+    assert all(900 < count < 1100 for count in counts.values()), counts
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_busiest_of_all_is_never_chosen_and_load_stays_even(seed: int) -> None:
+    rng = random.Random(seed)
+    candidates = busy(*[0] * rng.randint(2, 12))
+    for _ in range(2000):
+        chosen = choose(candidates, rng)
+        least, most = (f(one.in_flight for one in candidates) for f in (min, max))
+        assert (
+            chosen.in_flight < most or least == most or sum(one.in_flight == most for one in candidates) > 1
+        )
+        chosen.in_flight += 1
+        if rng.random() < 0.5:
+            rng.choice([one for one in candidates if one.in_flight]).in_flight -= 1
+    counts = [one.in_flight for one in candidates]
+    assert max(counts) - min(counts) <= 0.2 * max(counts) + 8
+
+
+def test_a_pair_needs_equal_digests_and_a_decode_worker_goes_alone_without_one() -> None:
+    one, two = worker(1, compatibility="a"), worker(2, compatibility="b")
+    prefill = worker(3, Role.PREFILL, compatibility="a")
+    workers, rng = Workers((one, two), (prefill,)), random.Random(0)
+    for _ in range(20):
+        pair = choose_pair(choose, workers, "tiny", [], 0.0, rng)
+        assert pair is not None
+        assert (pair.decode, pair.prefill) in [(one, prefill), (two, None)]
+
+
+def test_a_worker_that_was_tried_is_not_tried_again() -> None:
+    one, two = workers = tuple(busy(0, 9))
+    rng = random.Random(0)
+    pair = choose_pair(choose, Workers(workers, ()), "tiny", [one], 0.0, rng)
+    assert pair is not None and pair.decode is two
+    assert choose_pair(choose, Workers(workers, ()), "tiny", [one, two], 0.0, rng) is None

@@ -1,0 +1,102 @@
+"""The router as a process: start, end, and what it says when it cannot start."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+
+import httpx
+import pytest
+from pydantic import ValidationError
+
+from baton_api.errors import SetupError
+from baton_router.server import address, bind
+from baton_router.settings import RouterSettings
+from tests.router import fake_worker
+from tests.router.fake_worker import FakeWorker
+from tests.router.running import CHAT, STREAM
+
+PROGRAM = """
+import sys
+from baton_router.server import run
+from baton_router.settings import RouterSettings
+settings = RouterSettings(port=0, decode=(sys.argv[1],), drain_s=float(sys.argv[2]))
+run(settings, ready=lambda url: print(url, flush=True))
+"""
+
+
+async def start(worker: FakeWorker, drain_s: float = 10) -> tuple[asyncio.subprocess.Process, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PROGRAM, worker.url, str(drain_s), stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    url = (await process.stdout.readline()).decode().strip()
+    async with httpx.AsyncClient(trust_env=False) as client:
+        while (await client.get(url + "/ready")).status_code != 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    return process, url
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_lets_running_streams_finish_and_ends_the_process_cleanly(
+    number: signal.Signals,
+) -> None:
+    async with FakeWorker(fake_worker.gated) as worker, httpx.AsyncClient(trust_env=False) as client:
+        process, url = await start(worker)
+        running = asyncio.create_task(client.post(url + CHAT, json=STREAM))
+        await worker.arrived.wait()
+        process.send_signal(number)
+        with pytest.raises(httpx.ConnectError):
+            while True:  # until it listens no more
+                async with httpx.AsyncClient(trust_env=False) as other:
+                    await other.get(url + "/health")
+        worker.release.set()
+        assert b"[DONE]" in (await running).content
+        assert await process.wait() == 0
+
+
+async def test_a_second_signal_does_not_wait() -> None:
+    async with FakeWorker(fake_worker.gated) as worker, httpx.AsyncClient(trust_env=False) as client:
+        process, url = await start(worker, drain_s=600)
+        running = asyncio.create_task(client.post(url + CHAT, json=STREAM))
+        await worker.arrived.wait()
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(httpx.ConnectError):
+            while True:
+                async with httpx.AsyncClient(trust_env=False) as other:
+                    await other.get(url + "/health")
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(10):
+            assert await process.wait() == 0
+        with pytest.raises(httpx.HTTPError):
+            await running
+
+
+def test_a_port_in_use_is_named_with_the_way_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SetupError, match=rf"127\.0\.0\.1:{port}.*--port"):
+            bind("127.0.0.1", port)
+
+
+def test_an_address_that_is_not_ours_is_an_error() -> None:
+    with pytest.raises(SetupError, match="--host"):
+        bind("203.0.113.1", 0)
+
+
+def test_port_0_takes_a_free_one_and_its_url_says_which() -> None:
+    with bind("127.0.0.1", 0) as listening:
+        assert address(listening) == f"http://127.0.0.1:{listening.getsockname()[1]}"
+        assert listening.proto == socket.IPPROTO_TCP
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "https://a:1", "http://a:1/v1", "http://", ""])
+def test_what_is_no_workers_address_is_refused(url: str) -> None:
+    with pytest.raises(ValidationError, match="looks like http"):
+        RouterSettings(decode=(url,))
+
+
+def test_a_workers_address_may_end_in_a_slash() -> None:
+    assert RouterSettings(decode=("http://a:1/",)).decode == ("http://a:1",)

@@ -1,0 +1,76 @@
+"""What passes of a stream of events, and whether it counts as complete."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from baton_api.errors import WorkerLost
+from baton_router import sse
+from baton_router.sse import EventStream
+
+ONE = b'data: {"a": 1}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+STORIES: dict[str, tuple[list[bytes], bytes, bool]] = {
+    "whole events": ([ONE, DONE], ONE + DONE, True),
+    "no end": ([ONE], ONE, False),
+    "nothing": ([], b"", False),
+    "half a line waits": ([ONE, b"data: {"], ONE, False),
+    "the end in pieces": ([ONE, b"data: [DO", b"NE]\n", b"\n"], ONE + DONE, True),
+    "the end in single bytes": ([bytes([byte]) for byte in ONE + DONE], ONE + DONE, True),
+    "the end without a space": ([b"data:[DONE]\n\n"], b"data:[DONE]\n\n", True),
+    "carriage returns": ([b"data: [DONE]\r\n\r\n"], b"data: [DONE]\r\n\r\n", True),
+    "the word in a text": ([b'data: {"t": "data: [DONE]"}\n\n'], b'data: {"t": "data: [DONE]"}\n\n', False),
+    "something after the end": ([DONE + ONE], DONE + ONE, False),
+    "a comment": ([b": wait\n\n"], b": wait\n\n", False),
+}
+
+
+@pytest.mark.parametrize(("pieces", "passed", "complete"), STORIES.values(), ids=STORIES.keys())
+def test_lines_pass_and_the_end_is_recognised(pieces: list[bytes], passed: bytes, complete: bool) -> None:
+    events = EventStream()
+    assert b"".join([events.push(piece) for piece in pieces]) == passed
+    assert events.complete == complete
+
+
+def test_an_end_without_a_line_end_passes_when_the_worker_has_sent_all() -> None:
+    events = EventStream()
+    assert events.push(ONE + b"data: [DONE]") == ONE
+    assert not events.complete
+    assert events.finish() == b"data: [DONE]"
+    assert events.complete
+
+
+def test_a_line_over_the_limit_passes_in_parts() -> None:
+    events = EventStream()
+    pieces = [b"x" * 100_000] * 30
+    passed = [events.push(piece) for piece in pieces]
+    assert b"".join(passed) + events.finish() == b"".join(pieces)
+    assert max(map(len, passed)) <= sse.LINE_LIMIT + 100_000
+
+
+def events_of(stream: bytes) -> list[bytes]:
+    """As a client reads them: what stands between blank lines."""
+    return [part.removeprefix(b"data: ") for part in stream.split(b"\n\n") if part.strip()]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_however_it_is_cut_all_bytes_pass_and_an_error_is_an_event_of_its_own(seed: int) -> None:
+    rng = random.Random(seed)
+    stream = b"".join(b'data: {"n": %d}\n\n' % n for n in range(rng.randint(0, 9)))
+    stream += DONE if rng.random() < 0.5 else b""
+    cut = rng.randint(0, len(stream))
+    events, passed, at = EventStream(), b"", 0
+    while at < cut:
+        piece = stream[at : min(cut, at + rng.randint(1, 20))]
+        passed += events.push(piece)
+        at += len(piece)
+    assert stream.startswith(passed)
+    assert passed == b"" or passed.endswith(b"\n")
+    *before, error = events_of(passed + events.error(WorkerLost("w")))
+    assert json.loads(error)["error"]["code"] == "worker_error"
+    assert all(event == b"[DONE]" or json.loads(event) for event in before)
+    assert passed + events.finish() == stream[:cut]

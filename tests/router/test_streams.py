@@ -1,0 +1,132 @@
+"""Slow clients, many clients, and the OpenAI SDK as the client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionUserMessageParam
+
+from tests.router import fake_worker
+from tests.router.fake_worker import FakeWorker
+from tests.router.running import CHAT, STREAM, RunningRouter, running_router, until
+
+STREAMS = 500
+
+
+async def asking(router: RunningRouter) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A client that has asked for a stream and reads nothing of it unless its reader is used."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", router.port, limit=1024)
+    body = json.dumps(STREAM).encode()
+    writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+    return reader, writer
+
+
+async def settled(worker: FakeWorker) -> int:
+    """Bytes that the worker got rid of, once that number stands still."""
+    before = -1
+    while before != worker.flooded:
+        before = worker.flooded
+        await asyncio.sleep(0.1)
+    return before
+
+
+async def test_a_client_that_does_not_read_makes_its_worker_wait() -> None:
+    async with FakeWorker(fake_worker.flood) as worker, running_router([worker]) as router:
+        reader, writer = await asking(router)
+        await until(lambda: worker.flooded)
+        held = await settled(worker)
+        # Kernel buffers of four sockets, and the router's own bounded ones.
+        assert held < 24 * 1024 * 1024
+        exchange = next(iter(router.router.workers.decode[0].upstream._busy)).exchange
+        assert exchange is not None and exchange.paused
+        await reader.readexactly(4 * 1024 * 1024)
+        await until(lambda: worker.flooded > held)
+        writer.transport.abort()
+        await worker.left.wait()
+
+
+async def test_a_client_that_never_reads_is_cut_off_and_others_are_served_meanwhile() -> None:
+    async with FakeWorker(fake_worker.flood) as worker, running_router([worker], idle_s=0.5) as router:
+        _, writer = await asking(router)
+        await worker.arrived.wait()
+        worker.behaviour = fake_worker.answer
+        assert (await router.post()).status_code == 200
+        async with asyncio.timeout(5):
+            await worker.left.wait()
+        writer.transport.abort()
+
+
+async def test_a_slow_worker_and_a_reading_client_are_not_cut() -> None:
+    async with FakeWorker(fake_worker.gated) as worker, running_router([worker], idle_s=0.4) as router:
+        waiting = asyncio.create_task(router.post(STREAM))
+        await worker.arrived.wait()
+        asyncio.get_running_loop().call_later(0.2, worker.release.set)
+        assert b"[DONE]" in (await waiting).content
+
+
+async def test_many_streams_at_once_are_all_complete() -> None:
+    async with (
+        FakeWorker(fake_worker.gated) as one,
+        FakeWorker(fake_worker.gated) as two,
+        running_router([one, two]) as router,
+    ):
+        clients = [await asking(router) for _ in range(STREAMS)]
+        await until(lambda: len(one.asked) + len(two.asked) == STREAMS, 60)
+        assert router.metric("baton_router_requests_in_flight") == STREAMS
+        one.release.set()
+        two.release.set()
+        for reader, writer in clients:
+            assert b"[DONE]" in await reader.readuntil(b"\r\n0\r\n\r\n")
+            writer.close()
+        assert router.metric("baton_router_requests_total", path=CHAT, code="200") == STREAMS
+        assert abs(len(one.asked) - len(two.asked)) <= 2, "two choices keep two workers even"
+
+
+def sdk(router: RunningRouter) -> openai.AsyncOpenAI:
+    http_client = openai.DefaultAsyncHttpxClient(trust_env=False)
+    return openai.AsyncOpenAI(
+        base_url=router.url + "/v1", api_key="none", max_retries=0, http_client=http_client
+    )
+
+
+ASKED: ChatCompletionUserMessageParam = {"role": "user", "content": "What is the capital of France?"}
+
+
+async def test_the_sdk_lists_asks_and_streams() -> None:
+    async with FakeWorker() as worker, running_router([worker]) as router, sdk(router) as client:
+        assert [model.id async for model in client.models.list()] == ["tiny"]
+        whole = await client.chat.completions.create(model="tiny", messages=[ASKED])
+        assert whole.choices[0].message.content == "".join(fake_worker.WORDS)
+        assert whole._request_id
+        stream = await client.chat.completions.create(model="tiny", messages=[ASKED], stream=True)
+        words = [chunk.choices[0].delta.content async for chunk in stream]
+        assert words == [*fake_worker.WORDS, None]
+
+
+async def test_the_sdk_raises_when_the_worker_is_lost_in_the_stream() -> None:
+    dying = fake_worker.streaming(fake_worker.event("The"), end=False)
+    async with FakeWorker(dying) as worker, running_router([worker]) as router, sdk(router) as client:
+        stream = await client.chat.completions.create(model="tiny", messages=[ASKED], stream=True)
+        words = []
+        with pytest.raises(openai.APIError, match="was lost"):
+            async for chunk in stream:
+                words.append(chunk.choices[0].delta.content)
+                worker.release.set()
+        assert words == ["The"]
+
+
+async def test_the_sdk_raises_the_class_that_fits_the_error() -> None:
+    async with (
+        FakeWorker() as worker,
+        running_router([worker], health_interval_s=0.1) as router,
+        sdk(router) as client,
+    ):
+        with pytest.raises(openai.NotFoundError, match="tiny"):
+            await client.chat.completions.create(model="other", messages=[ASKED])
+        worker.ready = False
+        await until(lambda: router.router.refusal())
+        with pytest.raises(openai.InternalServerError):
+            await client.chat.completions.create(model="tiny", messages=[ASKED], stream=True)

@@ -1,0 +1,179 @@
+"""When a worker is one to choose, from what was seen of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from baton_api.errors import ModelNotFound, NotReady
+from baton_api.workers import Load, Role
+from baton_router.upstream import Upstream
+from baton_router.workers import EJECTION_LIMIT_S, EJECTION_S, Health, State, Worker, Workers, usable
+
+LOAD = Load(role=Role.DECODE, model="tiny", epoch="1")
+RESTARTED = Load(role=Role.DECODE, model="tiny", epoch="2")
+DRAINING = Load(role=Role.DECODE, model="tiny", epoch="1", draining=True)
+
+Seen = Callable[[Health], Health]
+
+
+def ok(health: Health) -> Health:
+    return health.answered(LOAD)
+
+
+def not_ready(health: Health) -> Health:
+    return health.answered(LOAD, "GET /ready was answered with 503")
+
+
+def draining(health: Health) -> Health:
+    return health.answered(DRAINING)
+
+
+def restarted(health: Health) -> Health:
+    return health.answered(RESTARTED)
+
+
+def miss(health: Health) -> Health:
+    return health.missed(3, "no answer")
+
+
+def strike(health: Health) -> Health:
+    return health.struck(now=100.0)
+
+
+def served(health: Health) -> Health:
+    return health.served()
+
+
+STORIES: dict[str, tuple[list[Seen], State]] = {
+    "not seen yet": ([], State.STARTING),
+    "missed while it starts": ([miss, miss], State.STARTING),
+    "never came": ([miss, miss, miss], State.DOWN),
+    "answers and is ready": ([ok], State.READY),
+    "answers and is not ready": ([not_ready], State.NOT_READY),
+    "became ready": ([not_ready, ok], State.READY),
+    "is draining": ([ok, draining], State.DRAINING),
+    "missed twice": ([ok, miss, miss], State.READY),
+    "missed three times": ([ok, miss, miss, miss], State.DOWN),
+    "missed twice, answered, missed twice": ([ok, miss, miss, ok, miss, miss], State.READY),
+    "came back": ([ok, miss, miss, miss, ok], State.READY),
+    "failed twice": ([ok, strike, strike], State.READY),
+    "failed three times": ([ok, strike, strike, strike], State.EJECTED),
+    "failed, served, failed": ([ok, strike, strike, served, strike, strike], State.READY),
+    "a look does not pardon failures": ([ok, strike, strike, strike, ok], State.EJECTED),
+    "a restart does": ([ok, strike, strike, strike, restarted], State.READY),
+    "put aside, then silent": ([ok, strike, strike, strike, miss, miss, miss], State.DOWN),
+    "put aside, silent, back": ([ok, strike, strike, strike, miss, miss, miss, ok], State.READY),
+    "put aside, then served by luck": ([ok, strike, strike, strike, served], State.READY),
+}
+
+
+@pytest.mark.parametrize(("seen", "state"), STORIES.values(), ids=STORIES.keys())
+def test_what_was_seen_makes_the_state(seen: list[Seen], state: State) -> None:
+    health = Health()
+    for see in seen:
+        health = see(health)
+    assert health.state(now=100.0) is state
+
+
+def test_each_time_aside_is_twice_as_long_up_to_a_limit() -> None:
+    health = ok(Health())
+    now, pauses = 0.0, []
+    for _ in range(10):
+        while health.state(now) is State.READY:
+            health = health.struck(now)
+        pauses.append(health.ejected_until - now)
+        now = health.ejected_until
+    assert pauses == [min(EJECTION_S * 2**n, EJECTION_LIMIT_S) for n in range(10)]
+
+
+def test_after_its_pause_one_failure_is_enough() -> None:
+    health = strike(strike(strike(ok(Health()))))
+    later = health.ejected_until
+    assert health.state(later) is State.READY
+    assert health.struck(later).state(later) is State.EJECTED
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_whatever_happened_a_ready_worker_has_answered_last_and_a_good_look_ends_down(seed: int) -> None:
+    rng = random.Random(seed)
+    health, now, misses = Health(), 0.0, 0
+    for _ in range(200):
+        now += rng.expovariate(1.0)
+        see = rng.choice([ok, not_ready, draining, restarted, miss, served, strike])
+        health = health.struck(now) if see is strike else see(health)
+        misses = misses + 1 if see is miss else 0 if see in (ok, not_ready, draining, restarted) else misses
+        state = health.state(now)
+        assert (state is State.DOWN) == (misses >= 3)
+        assert health.ejected_until <= now + EJECTION_LIMIT_S
+        if state is State.READY:
+            assert health.load is not None and not health.refusal
+        if see is restarted:
+            assert state in (State.READY, State.EJECTED)
+
+
+def worker(listed: Role = Role.DECODE, port: int = 1, **load: object) -> Worker:
+    made = Worker(Upstream("127.0.0.1", port), listed)
+    role = Role.PREFILL if listed == Role.PREFILL else Role.DECODE
+    fields = {"role": role, "model": "tiny", "epoch": "1", "control": "127.0.0.1:7", **load}
+    made.answered(Load(**fields))  # type: ignore[arg-type]
+    return made
+
+
+def test_those_put_aside_are_asked_only_when_nobody_else_is_ready() -> None:
+    good, aside, down = worker(), worker(), worker()
+    aside.health = strike(strike(strike(aside.health)))
+    down.health = miss(miss(miss(down.health)))
+    assert usable([good, aside, down], 100.0) == [good]
+    assert usable([aside, down], 100.0) == [aside]
+    assert usable([down], 100.0) == []
+
+
+WRONG = {
+    "a prefill worker under --decode": (Role.DECODE, {"role": Role.PREFILL}),
+    "a decode worker under --prefill": (Role.PREFILL, {"role": Role.DECODE}),
+    "a prefill worker without a control server": (Role.PREFILL, {"control": ""}),
+}
+
+
+@pytest.mark.parametrize(("listed", "load"), WRONG.values(), ids=WRONG.keys())
+def test_a_worker_in_the_wrong_place_is_not_ready_and_says_why(listed: Role, load: dict[str, object]) -> None:
+    made = worker(listed, 1, **load)
+    assert made.health.state(0.0) is State.NOT_READY
+    assert made.health.refusal
+
+
+def test_a_worker_of_role_both_is_a_decode_worker() -> None:
+    assert worker(role=Role.BOTH).health.state(0.0) is State.READY
+
+
+def test_pressure_counts_our_own_requests_at_once_and_others_as_reported() -> None:
+    made = worker(running=3, queued=2, queued_tokens=70)
+    assert made.pressure == (5, 70)
+    made.in_flight += 2
+    assert made.pressure == (7, 70)
+    made.answered(Load(role=Role.DECODE, model="tiny", epoch="1", running=6))  # two of the six are ours
+    assert made.pressure == (6, 0)
+    made.in_flight -= 2
+    assert made.pressure == (4, 0)
+
+
+def test_only_prefill_workers_with_the_same_digest_fit() -> None:
+    decode = worker(compatibility="a")
+    same, other, aside = (
+        worker(Role.PREFILL, port, compatibility=digest) for port, digest in enumerate("aba")
+    )
+    aside.health = not_ready(aside.health)
+    assert Workers((decode,), (same, other, aside)).prefills(decode, 0.0) == [same]
+
+
+def test_an_unknown_model_is_an_error_once_all_workers_have_said_what_they_serve() -> None:
+    known, unseen = worker(model="tiny"), Worker(Upstream("127.0.0.1", 2), Role.DECODE)
+    with pytest.raises(ModelNotFound, match="tiny"):
+        Workers((known,), ()).serving("other", [], 0.0)
+    with pytest.raises(NotReady, match="other"):
+        Workers((known, unseen), ()).serving("other", [], 0.0)
+    assert Workers((known, unseen), ()).serving("tiny", [], 0.0) == [known]
+    assert Workers((known,), ()).serving(None, [known], 0.0) == []
