@@ -1,0 +1,338 @@
+"""Checkpoints in folders: what is read, and how what is wrong is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton_api.errors import SetupError
+from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
+from baton_engine.model.config import spec_of
+from baton_engine.model.spec import ModelSpec, RopeScaling
+from baton_engine.model.tokenizer import load_tokenizer
+from baton_engine.model.weights import Weights
+from tests.engine.models import EOS, make_model
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "intermediate_size": 128,
+    "max_position_embeddings": 2048,
+}
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"]}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+
+READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "defaults": (LLAMA, {"kv_heads": 8, "head_dim": 8, "rope_theta": 10_000.0, "rope": RopeScaling()}),
+    "the old names": (
+        LLAMA | {"rope_theta": 500_000.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_theta": 500_000.0, "rope": RopeScaling(kind="linear", factor=2.0)},
+    ),
+    "the new names": (
+        LLAMA | {"rope_parameters": {"rope_type": "linear", "rope_theta": 500_000.0, "factor": 2.0}},
+        {"rope_theta": 500_000.0, "rope": RopeScaling(kind="linear", factor=2.0)},
+    ),
+    "no scaling by the new names": (
+        LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
+        {"rope_theta": 7.0, "rope": RopeScaling()},
+    ),
+    "llama 3.1": (
+        LLAMA
+        | {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 512,
+            }
+        },
+        {
+            "rope": RopeScaling(
+                kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=512
+            )
+        },
+    ),
+    "yarn with an attention factor": (
+        LLAMA | {"rope_scaling": YARN | {"attention_factor": 1.5, "truncate": False}},
+        {
+            "rope": RopeScaling(
+                kind="yarn", factor=4.0, original_context=512, attention_factor=1.5, truncate=False
+            )
+        },
+    ),
+    "several ends": (LLAMA | {"eos_token_id": [3, 5], "bos_token_id": 1}, {"eos_ids": (3, 5), "bos_id": 1}),
+    "biases": (
+        LLAMA | {"attention_bias": True, "mlp_bias": True},
+        {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
+    ),
+    "qwen2's biases": (QWEN2, {"qkv_bias": True, "output_bias": False, "mlp_bias": False}),
+    "a window that is switched off": (
+        QWEN2 | {"use_sliding_window": False, "sliding_window": 64},
+        {"sliding_window": None, "sliding_layers": ()},
+    ),
+    "a window above some layers": (
+        QWEN2 | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3},
+        {"sliding_window": 64, "sliding_layers": (False, False, False, True)},
+    ),
+    "a window by layer types": (
+        QWEN2
+        | {
+            "use_sliding_window": True,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        {"sliding_window": 64, "sliding_layers": (True, False, True, False)},
+    ),
+    "mistral's window": (
+        LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": 32},
+        {"sliding_window": 32, "sliding_layers": ()},
+    ),
+    "qwen3": (
+        LLAMA | {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
+        {"qk_norm": True, "head_dim": 128, "qkv_bias": False, "tied_embeddings": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_configuration_is_read(name: str) -> None:
+    config, expected = READ[name]
+    spec = spec_of(config, "config.json")
+    assert {field: getattr(spec, field) for field in expected} == expected
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another architecture": (
+        LLAMA | {"architectures": ["MambaForCausalLM"]},
+        "MambaForCausalLM is not served. Served are LlamaForCausalLM, MistralForCausalLM, "
+        "Qwen2ForCausalLM, Qwen3ForCausalLM",
+    ),
+    "no architecture": (LLAMA | {"architectures": None, "model_type": "bert"}, "model_type 'bert' is not"),
+    "a size less": ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, "lacks 'hidden_size'"),
+    "a word for a number": (LLAMA | {"vocab_size": "many"}, "wrong type.*'many'"),
+    "absurd layers": (LLAMA | {"num_hidden_layers": 10**9}, "layers is 1000000000, which is not within"),
+    "an absurd vocabulary": (LLAMA | {"vocab_size": 10**12}, "vocab is 1000000000000"),
+    "no heads": (LLAMA | {"num_attention_heads": 0}, "heads is 0"),
+    "heads that do not divide": (LLAMA | {"num_key_value_heads": 3}, "8 query heads.*3 key heads"),
+    "an odd head": (LLAMA | {"head_dim": 9}, "head_dim is 9"),
+    "another activation": (LLAMA | {"hidden_act": "gelu"}, "'gelu' is not served"),
+    "another scaling": (LLAMA | {"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not served"),
+    "a scaling without factor": (LLAMA | {"rope_scaling": {"type": "linear"}}, "lacks 'factor'"),
+    "a part of the head": (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    "quantised weights": (LLAMA | {"quantization_config": {"quant_method": "awq"}}, "quantised by 'awq'"),
+    "a window of nothing": (
+        LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": 0},
+        "sliding_window is 0",
+    ),
+    "too few layer types": (
+        QWEN2 | {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["sliding_attention"] * 3},
+        "names 3 layers, the model has 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_configuration_that_is_not_served_is_refused_before_anything_is_allocated(name: str) -> None:
+    config, message = REFUSED[name]
+    with pytest.raises(SetupError, match=f"^config.json.*{message}"):
+        spec_of(config, "config.json")
+
+
+def loaded(folder: Path) -> tuple[ModelSpec, Weights]:
+    checkpoint = Checkpoint(folder, folder.name)
+    spec = load_spec(checkpoint)
+    weights = load_weights(checkpoint, spec, torch.float32)
+    load_tokenizer(checkpoint, spec)
+    return spec, weights
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    for file in whole.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def _tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], Any]:
+    def damage(folder: Path) -> None:
+        held = load_file(folder / "model.safetensors")
+        change(held)
+        save_file(held, folder / "model.safetensors")
+
+    return damage
+
+
+def _cut(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def _pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no configuration": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "a configuration cut short": (lambda folder: (folder / "config.json").write_text("{"), "cannot be read"),
+    "a list for a configuration": (
+        lambda folder: (folder / "config.json").write_text("[]"),
+        "no JSON object",
+    ),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor"),
+    "pickled weights": (_pickled, "pickled weights .pytorch_model.bin.*Convert them"),
+    "weights cut short": (_cut, r"cut short: it has \d+ bytes, its header promises \d+"),
+    "no weights at all": (lambda folder: (folder / "model.safetensors").write_bytes(b""), "has 0 bytes"),
+    "a wild header": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 64),
+        "not a safetensors file, or cut short: it has 64 bytes",
+    ),
+    "a header that is no JSON": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b"\x08" + b"\0" * 7 + b"nonsense"),
+        "damaged safetensors header",
+    ),
+    "a tensor less": (_tensors(lambda held: held.pop(UP)), f"tensor {UP} is missing"),
+    "many tensors less": (
+        _tensors(lambda held: [held.pop(name) for name in list(held) if ".1." in name]),
+        "and 4 more are missing",
+    ),
+    "a tensor more": (
+        _tensors(lambda held: held.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)})),
+        "tensor model.layers.0.self_attn.q_proj.bias is unknown",
+    ),
+    "another shape": (
+        _tensors(lambda held: held.update({UP: torch.zeros(96, 63)})),
+        rf"tensor {UP} has shape \[96, 63\], but the configuration says \[96, 64\]",
+    ),
+    "whole numbers for weights": (
+        _tensors(lambda held: held.update({UP: torch.zeros(96, 64, dtype=torch.int8)})),
+        f"tensor {UP} is stored as I8",
+    ),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json"),
+    "a damaged tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_folder_is_told_in_a_sentence(folder: Path, name: str) -> None:
+    damage, message = DAMAGE[name]
+    damage(folder)
+    with pytest.raises(SetupError, match=message):
+        loaded(folder)
+
+
+def test_a_tokenizer_of_a_larger_model_is_refused(folder: Path) -> None:
+    spec = load_spec(Checkpoint(folder, "tiny"))
+    small = spec_of(json.loads((folder / "config.json").read_bytes()) | {"vocab_size": 200}, "config.json")
+    assert spec.vocab > small.vocab
+    with pytest.raises(SetupError, match="the tokenizer has ids up to 319, but the model only 200"):
+        load_tokenizer(Checkpoint(folder, "tiny"), small)
+
+
+def test_known_leftovers_are_ignored(folder: Path) -> None:
+    leftover = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
+    _tensors(lambda held: held.update(leftover))(folder)
+    loaded(folder)
+
+
+def _shard(folder: Path) -> dict[str, str]:
+    """Split the weights in two; the index's map."""
+    held = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    homes = {name: f"model-{1 + i % 2:05}-of-00002.safetensors" for i, name in enumerate(sorted(held))}
+    for shard in set(homes.values()):
+        save_file({name: held[name] for name, home in homes.items() if home == shard}, folder / shard)
+    _index(folder, homes)
+    return homes
+
+
+def _index(folder: Path, homes: Any) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
+
+
+def test_shards_hold_the_same_weights_as_one_file(whole: Path, folder: Path) -> None:
+    _shard(folder)
+    (_, one), (_, many) = loaded(whole), loaded(folder)
+    torch.testing.assert_close(one.embedding, many.embedding, atol=0, rtol=0)
+    for ours, theirs in zip(one.layers, many.layers, strict=True):
+        torch.testing.assert_close(ours.qkv, theirs.qkv, atol=0, rtol=0)
+        torch.testing.assert_close(ours.gate_up, theirs.gate_up, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("homes", "message"),
+    [
+        ({"a": "model-00003-of-00003.safetensors"}, "lacks model-00003-of-00003.safetensors, one of the 1"),
+        ({"a": "../secret.safetensors"}, "not a plain file name"),
+        ({}, "names no file"),
+        ([], "not a safetensors index"),
+    ],
+)
+def test_a_damaged_index_is_told(folder: Path, homes: Any, message: str) -> None:
+    _shard(folder)
+    _index(folder, homes)
+    with pytest.raises(SetupError, match=message):
+        loaded(folder)
+
+
+def test_a_tensor_in_two_shards_is_told(folder: Path) -> None:
+    homes = _shard(folder)
+    first, second = sorted(set(homes.values()))
+    held = load_file(folder / first)
+    save_file(load_file(folder / second) | {"lm_head.weight": held["lm_head.weight"]}, folder / second)
+    with pytest.raises(SetupError, match="weight is in both"):
+        loaded(folder)
+
+
+def test_weights_come_in_the_dtype_that_is_asked_for_and_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "qwen3 with tied embeddings")
+    checkpoint = Checkpoint(folder, "tiny")
+    weights = load_weights(checkpoint, load_spec(checkpoint), torch.bfloat16)
+    assert weights.head is weights.embedding
+    assert weights.embedding.dtype == weights.layers[0].qkv.dtype == torch.bfloat16
+
+
+class Watching:
+    """Progress that adds up."""
+
+    def __init__(self) -> None:
+        self.label, self.total, self.passed, self.over = "", 0, 0, False
+
+    def start(self, label: str, total_bytes: int) -> None:
+        self.label, self.total = label, total_bytes
+
+    def advance(self, size: int) -> None:
+        self.passed += size
+
+    def done(self) -> None:
+        self.over = True
+
+
+def test_progress_ends_at_the_total_that_it_promised(whole: Path) -> None:
+    watching, checkpoint = Watching(), Checkpoint(whole, "tiny")
+    load_weights(checkpoint, load_spec(checkpoint), torch.float32, watching)
+    assert watching.over and watching.passed == watching.total > 100_000
+    assert whole.name in watching.label
+
+
+def test_the_ends_of_the_generation_configuration_come_first(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, EOS, 100_000]}))
+    checkpoint = Checkpoint(folder, "tiny")
+    assert load_tokenizer(checkpoint, load_spec(checkpoint)).eos_ids == (7, EOS)
