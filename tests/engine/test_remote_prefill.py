@@ -38,7 +38,7 @@ def test_a_fetched_prompt_gives_the_tokens_of_one_that_is_computed_here(
         assert serving.at_rest().totals.prompt_tokens_computed == 0
 
 
-@pytest.mark.parametrize("known", range(0, 21))
+@pytest.mark.parametrize("known", range(21))
 def test_only_what_the_own_cache_lacks_is_fetched(known: int) -> None:
     """Row 7: prefix hits of every length; row 28: slots after a prefix hit."""
     with Serving(local_prefill_tokens=0) as serving:

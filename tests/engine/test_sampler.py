@@ -96,26 +96,39 @@ def test_settings_that_leave_one_token_are_greedy(params: SamplingParams) -> Non
 # --- What changes the logits ---
 
 FLAT = [1.0, 1.0, 1.0, 0.9]
+REPETITION = replace(GREEDY, repetition_penalty=1.5)
+
+
+def frequency(penalty: float) -> SamplingParams:
+    return replace(GREEDY, frequency_penalty=penalty)
+
+
+def presence(penalty: float) -> SamplingParams:
+    return replace(GREEDY, presence_penalty=penalty)
+
+
+def stops(*tokens: int) -> SamplingParams:
+    return replace(GREEDY, min_tokens=2, stop_ids=frozenset(tokens))
 
 
 @pytest.mark.parametrize(
     ("name", "logits", "params", "prompt", "output", "token"),
     [
-        ("frequency counts each occurrence", [1.0, 0.8, 0.0], replace(GREEDY, frequency_penalty=0.15), (), (0, 0), 1),
-        ("frequency of one occurrence", [1.0, 0.8, 0.0], replace(GREEDY, frequency_penalty=0.15), (), (0,), 0),
-        ("frequency ignores the prompt", [1.0, 0.8], replace(GREEDY, frequency_penalty=2.0), (0, 0), (), 0),
-        ("presence counts once", [1.0, 0.8, 0.0], replace(GREEDY, presence_penalty=0.15), (), (0, 0, 0), 0),
-        ("presence", [1.0, 0.8, 0.0], replace(GREEDY, presence_penalty=0.3), (), (0,), 1),
-        ("presence ignores the prompt", [1.0, 0.8], replace(GREEDY, presence_penalty=2.0), (0,), (), 0),
-        ("negative presence draws it again", [1.0, 0.8], replace(GREEDY, presence_penalty=-0.5), (), (1,), 1),
-        ("repetition divides what is positive", [1.0, 0.8], replace(GREEDY, repetition_penalty=1.5), (), (0,), 1),
-        ("repetition multiplies what is not", [-1.0, -1.2], replace(GREEDY, repetition_penalty=1.5), (), (0,), 1),
-        ("repetition sees the prompt", [1.0, 0.8], replace(GREEDY, repetition_penalty=1.5), (0,), (), 1),
+        ("frequency counts each occurrence", [1.0, 0.8, 0.0], frequency(0.15), (), (0, 0), 1),
+        ("frequency of one occurrence", [1.0, 0.8, 0.0], frequency(0.15), (), (0,), 0),
+        ("frequency ignores the prompt", [1.0, 0.8], frequency(2.0), (0, 0), (), 0),
+        ("presence counts once", [1.0, 0.8, 0.0], presence(0.15), (), (0, 0, 0), 0),
+        ("presence", [1.0, 0.8, 0.0], presence(0.3), (), (0,), 1),
+        ("presence ignores the prompt", [1.0, 0.8], presence(2.0), (0,), (), 0),
+        ("negative presence draws it again", [1.0, 0.8], presence(-0.5), (), (1,), 1),
+        ("repetition divides what is positive", [1.0, 0.8], REPETITION, (), (0,), 1),
+        ("repetition multiplies what is not", [-1.0, -1.2], REPETITION, (), (0,), 1),
+        ("repetition sees the prompt", [1.0, 0.8], REPETITION, (0,), (), 1),
         ("bias", FLAT, replace(GREEDY, logit_bias=((3, 1.0),)), (), (), 3),
         ("bias bans", FLAT, replace(GREEDY, logit_bias=((0, -100.0), (1, -100.0))), (), (), 2),
-        ("min_tokens", FLAT, replace(GREEDY, min_tokens=2, stop_ids=frozenset([0])), (), (9,), 1),
-        ("min_tokens reached", FLAT, replace(GREEDY, min_tokens=2, stop_ids=frozenset([0])), (), (9, 9), 0),
-        ("stop ids beyond the vocabulary", FLAT, replace(GREEDY, min_tokens=2, stop_ids=frozenset([0, 70])), (), (), 1),
+        ("min_tokens", FLAT, stops(0), (), (9,), 1),
+        ("min_tokens reached", FLAT, stops(0), (), (9, 9), 0),
+        ("stop ids beyond the vocabulary", FLAT, stops(0, 70), (), (), 1),
     ],
 )  # fmt: skip
 def test_logits_are_changed(

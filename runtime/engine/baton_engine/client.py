@@ -2,8 +2,8 @@
 The engine as asyncio sees it: `async for output in client.generate(request)`.
 
 The engine's thread wakes the event loop once per step, not once per token; everything else happens on
-the loop. A generation that is no longer iterated, because its task was cancelled or its iterator
-closed, is aborted.
+the loop. A generation that nobody iterates any more, because its task was cancelled, or its iterator
+closed or dropped, is aborted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class AsyncEngine:
     ) -> None:
         self.engine = Engine(model, cache, limits, on_outputs=self._arrived, on_fatal=on_fatal, clock=clock)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._generations: dict[str, Generation] = {}
+        self._streams: dict[str, _Stream] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -56,11 +56,10 @@ class AsyncEngine:
         >>> async with contextlib.aclosing(client.generate(request)) as outputs:  # doctest: +SKIP
         ...     async for output in outputs: ...
         """
-        generation = Generation(self, request.id)
         self.engine.submit(request)
-        self._generations[request.id] = generation
+        stream = self._streams[request.id] = _Stream()
         self._idle.clear()
-        return generation
+        return Generation(self, request.id, stream)
 
     def finish(self, request_id: str) -> None:
         """The server saw a stop string; the last output comes with STOP."""
@@ -85,61 +84,75 @@ class AsyncEngine:
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:
-            generation = self._generations.get(output.request_id)
-            if generation is not None:
-                generation._push(output)
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.outputs.append(output)
+                stream.wake()
                 if output.finish is not None:
                     self._forget(output.request_id)
 
     def _forget(self, request_id: str) -> None:
-        self._generations.pop(request_id, None)
-        if not self._generations:
+        del self._streams[request_id]
+        if not self._streams:
             self._idle.set()
 
-    def _drop(self, request_id: str) -> None:
+    def _drop(self, request_id: str, stream: _Stream) -> None:
         """Nobody wants the rest of it."""
-        if request_id in self._generations:
+        if self._streams.get(request_id) is stream:  # and not a later one of the same name
             self._forget(request_id)
             self.engine.abort(request_id)
+
+
+class _Stream:
+    """What has arrived for one generation and was not yet read."""
+
+    __slots__ = ("outputs", "waiter")
+
+    def __init__(self) -> None:
+        self.outputs: deque[Output] = deque()
+        self.waiter: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
 
 
 class Generation(AsyncIterator[Output]):
     """The outputs of one request, in order; the one with `finish` is the last."""
 
-    def __init__(self, client: AsyncEngine, request_id: str) -> None:
+    def __init__(self, client: AsyncEngine, request_id: str, stream: _Stream) -> None:
         self._client = client
         self._request_id = request_id
-        self._outputs: deque[Output] = deque()
-        self._waiter: asyncio.Future[None] | None = None
+        self._stream = stream
         self._ended = False
 
     async def __anext__(self) -> Output:
-        while not self._outputs:
+        stream = self._stream
+        while not stream.outputs:
             if self._ended:
                 raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
+            stream.waiter = asyncio.get_running_loop().create_future()
             try:
-                await self._waiter
+                await stream.waiter
             except asyncio.CancelledError:
-                await self.aclose()
+                self._close()
                 raise
             finally:
-                self._waiter = None
-        output = self._outputs.popleft()
+                stream.waiter = None
+        output = stream.outputs.popleft()
         self._ended = output.finish is not None
         return output
 
     async def aclose(self) -> None:
         """Abort the request if it has not ended; nothing more will come."""
-        self._ended = True
-        self._outputs.clear()
-        self._client._drop(self._request_id)
-        self._wake()
+        self._close()
 
-    def _push(self, output: Output) -> None:
-        self._outputs.append(output)
-        self._wake()
+    def __del__(self) -> None:
+        self._close()  # the reader went away without a word
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def _close(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._stream.outputs.clear()
+            self._client._drop(self._request_id, self._stream)
+            self._stream.wake()

@@ -1,0 +1,152 @@
+"""Ends that come from outside, in every state a request can be in."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from baton_engine.requests import Fetch, FinishReason, Request
+from tests.engine.serving import Prefiller, Recipient, Serving, prompt_of, request_of
+
+
+def test_a_waiting_request_is_aborted() -> None:
+    with Serving(max_running=1) as serving:
+        serving.model.go.clear()
+        serving.submit(request_of("a"), request_of("b"))
+        serving.engine.abort("b")
+        serving.model.go.set()
+        assert serving.ended("b").finish is FinishReason.ABORT
+        assert serving.so_far("b") == []
+        serving.ended("a")
+        serving.at_rest()
+
+
+def test_a_request_in_the_middle_of_its_prompt_is_aborted() -> None:
+    with Serving(chunk_tokens=4) as serving:
+        serving.model.go.clear()
+        serving.submit(request_of("a", 100))
+        assert serving.model.inside.wait(10)
+        serving.engine.abort("a")
+        serving.model.go.set()
+        assert serving.ended("a").finish is FinishReason.ABORT
+        assert serving.model.passes == 1
+        serving.at_rest()
+
+
+def test_blocks_of_a_request_aborted_during_a_pass_are_not_reused_in_it() -> None:
+    """Row 3, hazards 4 and 5: the pass under way still writes them."""
+    with Serving(blocks=6) as serving:
+        serving.model.go.clear()
+        serving.submit(request_of("a", 18, max_tokens=2))
+        assert serving.model.inside.wait(10)
+        serving.engine.abort("a")
+        serving.submit(request_of("b", 18, seed=1, max_tokens=2))
+        serving.model.go.set()
+        assert serving.tokens("b") == serving.model.greedy(prompt_of(18, 1), 2)
+        serving.at_rest()
+
+
+def test_a_request_that_generates_is_aborted_and_its_neighbour_goes_on() -> None:
+    with Serving() as serving:
+        serving.submit(request_of("a", max_tokens=180), request_of("b", seed=1, max_tokens=60))
+        serving.wait(lambda: len(serving.so_far("a")) >= 3)
+        serving.engine.abort("a")
+        assert serving.ended("a").finish is FinishReason.ABORT
+        assert serving.tokens("b") == serving.model.greedy(prompt_of(10, 1), 60)
+        serving.at_rest()
+
+
+def test_an_ended_or_unknown_request_is_not_aborted_again() -> None:
+    with Serving() as serving:
+        serving.run(request_of("a"))
+        serving.engine.abort("a")
+        serving.engine.abort("never seen")
+        serving.engine.finish("never seen")
+        serving.run(request_of("b"))
+        assert len(serving.outputs) == 2
+        assert serving.at_rest().totals.finished == {"length": 2}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_ends_in_every_state_leak_nothing_and_disturb_nobody(seed: int) -> None:
+    """Row 6: aborted loads were never reclaimed. 4 times 300 requests, most of them ended from outside."""
+    chance = random.Random(seed)
+    with Serving(
+        blocks=60, chunk_tokens=16, max_running=10, local_prefill_tokens=6, quarantine_limit=1.0
+    ) as serving:
+        peer = Prefiller(serving)
+        fetches: list[Fetch] = []
+        unsafe: list[int] = []
+        requests: list[Request] = []
+        exported: list[str] = []
+        doomed: set[str] = set()
+
+        def answer() -> None:
+            while not peer.fetches.empty():
+                fetches.append(peer.fetch())
+            if not fetches:
+                return
+            fetch = fetches.pop(chance.randrange(len(fetches)))
+            if chance.random() < 0.5:
+                peer.succeed(fetch)
+                return
+            arrived = chance.randrange(len(fetch.blocks))
+            lost = [block for block in fetch.blocks[arrived:] if chance.random() < 0.2]
+            peer.fail(fetch, arrived, lost)
+            unsafe.extend(lost)
+
+        for number in range(300):
+            kind = chance.random()
+            request = request_of(
+                f"{number}",
+                chance.randrange(1, 40),
+                seed=chance.randrange(4),
+                max_tokens=chance.randrange(1, 12),
+                temperature=chance.choice([0.0, 1.0]),
+                remote=peer if kind < 0.5 else None,
+                export=Recipient() if kind > 0.8 else None,
+            )
+            requests.append(request)
+            if request.export is not None:
+                exported.append(request.id)
+            serving.submit(request)
+            if chance.random() < 0.7:
+                answer()
+            if chance.random() < 0.7:
+                victim = chance.choice(requests[-12:]).id
+                doomed.add(victim)
+                end = chance.choice([serving.engine.abort, serving.engine.abort, serving.engine.finish])
+                end(victim)
+            if exported and chance.random() < 0.5:
+                name = exported.pop(chance.randrange(len(exported)))
+                doomed.add(name)
+                serving.engine.release(name)
+            if unsafe and chance.random() < 0.3:
+                serving.engine.settled([unsafe.pop()])
+            if chance.random() < 0.2:  # let it catch up, or nothing would ever run
+                serving.until(lambda now: now.queued < 5 or not peer.fetches.empty() or bool(now.held))
+
+        while True:
+            now = serving.engine.snapshot()
+            answer()
+            for name in exported:
+                doomed.add(name)
+                serving.engine.release(name)
+            exported.clear()
+            if unsafe:
+                serving.engine.settled([unsafe.pop()])
+            if not (now.running or now.queued or now.fetching or now.held or fetches or unsafe):
+                break
+        serving.at_rest()
+        assert serving.fatal == []
+        for request in requests:
+            last = serving.ended(request.id)
+            assert last.finish is not FinishReason.ERROR or "quarantined" in str(last.error), last
+            wanted = serving.reference(request)
+            if request.export is not None:
+                wanted = wanted[:1]
+            tokens = serving.tokens(request.id)
+            assert tokens == wanted[: len(tokens)]
+            if request.id not in doomed and last.error is None:
+                assert tokens == wanted

@@ -1,0 +1,221 @@
+"""What takes part in the next pass, decided from the books alone: no thread, no tensor."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from baton_engine.blocks import BlockPool
+from baton_engine.jobs import Job, Stage
+from baton_engine.limits import EngineLimits
+from baton_engine.requests import Request
+from baton_engine.scheduler import Plan, Scheduler
+from tests.engine.serving import Recipient, request_of
+
+SIZE = 4
+
+
+class Books:
+    """A scheduler, and a compute step that takes no time: token 1 is drawn always."""
+
+    def __init__(self, blocks: int = 33, **limits: Any) -> None:
+        limits = {"max_model_len": 1024, "chunk_tokens": 16, "max_running": 8, **limits}
+        self.pool = BlockPool(blocks)
+        self.scheduler = Scheduler(self.pool, EngineLimits(**limits), SIZE)
+        self.retracted: list[str] = []
+
+    def add(self, name: str, length: int, seed: int = 0, **fields: Any) -> Job:
+        request: Request = request_of(name, length, seed=seed, **fields)
+        longest = length + request.sampling.max_tokens
+        job = Job(request, SIZE, min(-(-longest // SIZE), self.pool.capacity))
+        self.scheduler.add(job)
+        return job
+
+    def step(self) -> Plan:
+        plan = self.scheduler.plan()
+        self.retracted += [job.request.id for job in plan.retracted]
+        for job in (*plan.outgrown, *plan.starved):
+            self.scheduler.end(job)
+        for job, tokens in [*((job, 1) for job in plan.decodes), *plan.prefills]:
+            self.scheduler.advance(job, tokens)
+            if job.request.pending == 0:
+                job.request.output.append(1)
+                if len(job.request.output) == job.request.sampling.max_tokens:
+                    self.scheduler.end(job)
+        return plan
+
+
+def shape(plan: Plan) -> tuple[list[str], list[tuple[str, int]]]:
+    return [job.request.id for job in plan.decodes], [
+        (job.request.id, tokens) for job, tokens in plan.prefills
+    ]
+
+
+def test_prompts_share_a_pass_and_the_last_one_goes_on_in_the_next() -> None:
+    books = Books()
+    books.add("a", 10)
+    books.add("b", 10, seed=1)
+    assert shape(books.step()) == ([], [("a", 10), ("b", 6)])
+    assert shape(books.step()) == (["a"], [("b", 4)])
+    assert shape(books.step()) == (["a", "b"], [])
+
+
+def test_what_generates_takes_part_first_and_prompts_get_the_rest() -> None:
+    books = Books()
+    books.add("a", 4, max_tokens=50)
+    books.step()
+    books.add("b", 100, seed=1)
+    assert shape(books.step()) == (["a"], [("b", 15)])
+    assert shape(books.step()) == (["a"], [("b", 15)])
+
+
+def test_requests_are_admitted_in_order_even_if_a_later_one_would_fit() -> None:
+    books = Books(blocks=11)
+    books.add("a", 16, max_tokens=12)
+    books.step()
+    books.add("large", 32, seed=1)
+    books.add("small", 4, seed=2)
+    assert shape(books.step()) == (["a"], [])
+    while books.scheduler.running:
+        books.step()
+    assert shape(books.step()) == ([], [("large", 16)])
+
+
+def test_admission_leaves_a_block_for_each_that_runs() -> None:
+    books = Books(blocks=7)  # 6 to have
+    books.add("a", 11, max_tokens=6)
+    books.step()
+    books.add("b", 12, seed=1)
+    assert shape(books.step()) == (["a"], [])  # 3 are free, and 1 may be needed
+    books.scheduler.waiting.clear()
+    books.add("c", 4, seed=1)
+    assert shape(books.step()) == (["a"], [("c", 4)])  # 2 are free: one each
+
+
+def test_a_cached_prefix_makes_room() -> None:
+    books = Books(blocks=8)
+    first = books.add("a", 17, max_tokens=40)
+    books.step()
+    books.step()
+    assert first.published == 4
+    books.add("b", 17)
+    assert shape(books.step()) == (["a"], [("b", 1)])
+    assert books.pool.owned == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "victim"),
+    [
+        ("least output", [("a", 6, 2), ("b", 8, 0), ("c", 7, 1)], "b"),
+        ("then the longest prompt", [("a", 8, 0), ("b", 12, 0), ("c", 4, 0)], "b"),
+        ("a prompt under way has no output", [("a", 6, 2), ("b", 7, 1), ("c", 40, 0)], "c"),
+    ],
+)
+def test_the_one_that_loses_least_is_retracted(
+    name: str, rows: list[tuple[str, int, int]], victim: str
+) -> None:
+    """Each has filled its blocks to the last slot (or computes its prompt), and no block is left."""
+    books = Books(chunk_tokens=32)
+    for index, (row, length, drawn) in enumerate(rows):
+        books.add(row, length, seed=index, max_tokens=100).request.output += [1] * drawn
+    books.step()
+    books.pool.allocate(books.pool.available)
+    plan = books.scheduler.plan()
+    assert [job.request.id for job in plan.retracted] == [victim], name
+    assert books.scheduler.waiting[0].request.id == victim
+    assert victim not in shape(plan)[0]
+
+
+def test_a_retracted_request_waits_at_the_front_and_resumes_with_its_output() -> None:
+    books = Books(blocks=7)
+    books.add("a", 8, max_tokens=12)
+    books.add("b", 7, seed=1, max_tokens=12)
+    books.add("late", 4, seed=2, max_tokens=1)
+    while not books.retracted:
+        books.step()
+    assert books.retracted == ["a"]
+    retracted = books.scheduler.waiting[0]
+    assert retracted.request.id == "a"
+    output = list(retracted.request.output)
+    assert output
+    assert retracted.request.computed == 0
+    while retracted.stage is Stage.WAITING:
+        books.step()
+    assert retracted.request.output[: len(output)] == output
+    while books.scheduler.running or books.scheduler.waiting:
+        books.step()
+    assert len(retracted.request.output) == 12
+    assert books.pool.available == books.pool.capacity
+
+
+def test_a_request_that_outgrows_an_empty_cache_is_said_to() -> None:
+    books = Books(blocks=4)
+    job = books.add("a", 8, max_tokens=100)
+    plan = books.step()
+    while not plan.outgrown:
+        plan = books.step()
+    assert plan.outgrown == [job]
+    assert books.retracted == []
+    assert len(job.request.output) == 5  # 12 tokens are cached, and one more was drawn
+    assert books.pool.available == 3
+
+
+def test_a_lone_request_waits_while_exported_blocks_are_held() -> None:
+    books = Books(blocks=6)
+    export = books.add("export", 8, max_tokens=1, export=Recipient())
+    books.add("a", 8, seed=1, max_tokens=20)
+    plan = books.step()
+    assert export.stage is Stage.HELD
+    while plan.changed:
+        plan = books.step()
+    assert (plan.outgrown, books.retracted) == ([], [])
+    books.scheduler.end(export, hold=False)
+    assert shape(books.step()) == (["a"], [])
+
+
+def test_a_plan_that_brings_nothing_says_so() -> None:
+    books = Books()
+    assert not books.scheduler.plan().changed
+    books.add("a", 4, max_tokens=1)
+    assert books.step().changed
+    assert not books.step().changed
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_whatever_is_asked_every_request_gets_its_tokens_and_every_block_comes_back(seed: int) -> None:
+    chance = random.Random(seed)
+    books = Books(
+        blocks=chance.randrange(12, 40),
+        chunk_tokens=chance.choice([4, 7, 16, 64]),
+        max_running=chance.choice([1, 3, 8]),
+    )
+    jobs: list[Job] = []
+    held: list[Job] = []
+    for step in range(4000):
+        if len(jobs) < 60 and chance.random() < 0.1:
+            length = chance.randrange(1, 30)
+            export = Recipient() if chance.random() < 0.2 else None
+            wanted = 1 if export else chance.randrange(1, 12)
+            jobs.append(
+                books.add(f"{step}", length, seed=chance.randrange(3), max_tokens=wanted, export=export)
+            )
+        plan = books.step()
+        decodes = [job for job in books.scheduler.running if job.decoding and job not in plan.decodes]
+        assert all(len(job.request.output) == 1 or job.request.computed == job.room for job in decodes) or (
+            plan.prefills
+        )
+        assert sum(tokens for _, tokens in plan.prefills) <= max(books.scheduler.limits.chunk_tokens, SIZE)
+        assert len(books.scheduler.running) <= books.scheduler.limits.max_running
+        users = [block for job in jobs for block in job.request.blocks]
+        assert books.pool.owned == len(set(users))
+        held = list(books.scheduler.held.values())
+        if held and chance.random() < 0.3:
+            books.scheduler.end(chance.choice(held), hold=False)
+        if len(jobs) == 60 and not (books.scheduler.running or books.scheduler.waiting or held):
+            break
+    for job in jobs:
+        assert job.stage is Stage.ENDED
+        assert len(job.request.output) == job.request.sampling.max_tokens
+    assert books.pool.available == books.pool.capacity
