@@ -1,0 +1,100 @@
+"""
+Workers of one process read each other's blocks by plain copies.
+
+For tests and for several workers in one process; a peer of another process is not found. The workers
+find each other through `_workers`, the module's one piece of state: it is keyed by a random token made
+at each start, which is also the metadata, so knowing a token is what gives access and no two tests meet
+by accident. A worker that closes, or that nobody holds any more, is gone from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from weakref import WeakValueDictionary
+
+from baton_api.errors import TransferFailed
+from baton_api.messages import PoolLayout
+from baton_engine.cache import KVCache
+from baton_engine.transfer import Peer, Pulled
+from baton_engine.transfer.reading import check_pool, check_read, runs
+from baton_engine.transfer.settlement import Settlement
+
+_workers: WeakValueDictionary[bytes, LoopbackTransfer] = WeakValueDictionary()
+
+
+class LoopbackTransfer:
+    """One worker of several in this process. Its copies run on a thread of its own, one at a time."""
+
+    def __init__(self, cache: KVCache, worker: str) -> None:
+        self._cache = cache
+        self._token = secrets.token_bytes(16)
+        self._agent = f"{worker}-{self._token.hex()}"
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix=f"loopback-{worker}")
+        self._peers: dict[str, bytes] = {}
+        _workers[self._token] = self
+
+    @property
+    def name(self) -> str:
+        return "loopback"
+
+    @property
+    def metadata(self) -> bytes:
+        return self._token
+
+    @property
+    def pool(self) -> PoolLayout:
+        return PoolLayout(
+            address=self._cache.kv.data_ptr(),
+            block_bytes=self._cache.block_bytes,
+            blocks=self._cache.blocks,
+        )
+
+    async def connect(self, metadata: bytes, pool: PoolLayout, epoch: str) -> Peer:
+        worker = _workers.get(metadata)
+        if worker is None:
+            raise TransferFailed(
+                "No worker of this process has that metadata: loopback moves blocks within one process "
+                "only. Start both workers with --transfer nixl."
+            )
+        check_pool(self.pool, pool)
+        if pool != worker.pool:
+            raise TransferFailed(f"The blocks of {worker._agent} lie elsewhere than the peer says.")
+        self._peers[worker._agent] = metadata
+        return Peer(worker._agent, pool)
+
+    def pull(self, peer: Peer, remote: Sequence[int], local: Sequence[int]) -> Settlement:
+        end = Settlement()
+        try:
+            check_read(peer.pool, self.pool, remote, local)
+            self._copier.submit(self._copy, peer, list(remote), list(local), end)
+        except TransferFailed as error:
+            end.fail(error)
+        return end
+
+    def _copy(self, peer: Peer, remote: list[int], local: list[int], end: Settlement) -> None:
+        begin = time.perf_counter()
+        token = self._peers.get(peer.name)
+        worker = None if token is None else _workers.get(token)
+        if worker is None:
+            end.fail(TransferFailed(f"The peer {peer.name} is gone."))
+            return
+        theirs, ours = worker._cache.kv, self._cache.kv
+        for source, destination, count in runs(remote, local):
+            ours[destination : destination + count].copy_(theirs[source : source + count])
+        size = len(remote) * self._cache.block_bytes
+        end.succeed(Pulled(bytes=size, seconds=time.perf_counter() - begin, transport="loopback"))
+
+    def serve(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    async def disconnect(self, peer: Peer) -> None:
+        self._peers.pop(peer.name, None)
+
+    async def close(self) -> None:
+        _workers.pop(self._token, None)
+        await asyncio.to_thread(self._copier.shutdown)

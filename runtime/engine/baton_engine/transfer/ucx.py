@@ -1,0 +1,66 @@
+"""
+What UCX, the library under NIXL, is told by its environment, and what can be said of its choices.
+
+UCX reads its environment when it is loaded and when an agent is made. What is set here is set only where
+the user has set nothing, and only while the agent is made, so that child processes inherit nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+SEGMENTS: Mapping[str, str] = {"UCX_TCP_TX_SEG_SIZE": "1m", "UCX_TCP_RX_SEG_SIZE": "1m"}
+"""A READ over TCP is answered in segments, and with 8 KiB, UCX's default, it is 2 to 3 times slower. Two
+ends that differ here break the connection, or the process: hence `wire`."""
+
+DEFAULTS: Mapping[str, str] = {
+    "UCX_LOG_FILE": "stderr",  # its default is stdout, where a command's own output goes
+    "UCX_RCACHE_MAX_UNRELEASED": "1024",  # bounds the registrations that are kept of freed memory
+    "UCX_TCP_SNDBUF": "4m",
+    "UCX_TCP_RCVBUF": "4m",
+    **SEGMENTS,
+}
+
+INFINIBAND = Path("/sys/class/infiniband")
+
+
+@contextmanager
+def environment() -> Iterator[None]:
+    """Holds `DEFAULTS` in the process's environment, save what the user has set."""
+    added = {name: value for name, value in DEFAULTS.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def wire() -> str:
+    """The settings that both ends of a connection must share, as they stand inside `environment`."""
+    return " ".join(f"{name}={os.environ.get(name, '')}" for name in SEGMENTS)
+
+
+def has_rdma() -> bool:
+    """Whether this machine has a device over which UCX could speak RDMA."""
+    return INFINIBAND.is_dir() and any(INFINIBAND.iterdir())
+
+
+def transport(memory: str, inline: bool, rdma: bool) -> str:
+    """
+    The name of the means by which UCX reads from a peer, as far as it shows.
+
+    NIXL does not tell. It shows in how a read behaves: one that is complete when the call that posts it
+    returns had no need of the peer, which is so for a copy between two processes of one machine (`shm`:
+    the kernel's process_vm_readv). One that is not went over a network. Where there is no RDMA device,
+    that is TCP; where there is one, `network` is all that is known. Of a GPU's memory nothing is
+    said, as copies between GPUs are asynchronous too.
+    """
+    if memory == "VRAM":
+        return "nixl/ucx"
+    if inline:
+        return "nixl/ucx shm"
+    return "nixl/ucx network" if rdma else "nixl/ucx tcp"
