@@ -27,13 +27,11 @@ TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
 TEMPLATE_LIMIT = 32
 """Most `chat_template_kwargs`."""
 
-RESERVED = frozenset(
-    (
-        "messages", "conversation", "tools", "functions", "documents", "template", "chat_template",
-        "tokenize", "tokenizer", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token", "unk_token",
-        "pad_token", "raise_exception", "strftime_now", "namespace", "range", "dict", "loop",
-    )
-)  # fmt: skip
+RESERVED = frozenset({
+    "messages", "conversation", "tools", "functions", "documents", "template", "chat_template", "loop",
+    "tokenize", "tokenizer", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token",
+    "unk_token", "pad_token", "raise_exception", "strftime_now", "namespace", "range", "dict",
+})  # fmt: skip
 """What a template gets from this server alone."""
 
 

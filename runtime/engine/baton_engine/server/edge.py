@@ -8,6 +8,7 @@ take a stream that ends cleanly for a whole one.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import time
@@ -18,7 +19,14 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton_api import headers
-from baton_api.errors import BatonError, InternalError, MethodNotAllowed, RouteNotFound, Unauthorized
+from baton_api.errors import (
+    BatonError,
+    InternalError,
+    MethodNotAllowed,
+    NotReady,
+    RouteNotFound,
+    Unauthorized,
+)
 from baton_engine.server.disconnect import ClientGone
 from baton_engine.server.exchange import Exchange, open_exchange
 
@@ -58,6 +66,9 @@ class Edge:
             await self._app(scope, receive, reply)
         except ClientGone:
             exchange.status = exchange.status or CLIENT_GONE
+        except asyncio.CancelledError:  # the server stops and does not wait for this request
+            await _answer(NotReady("This worker is shutting down; try again."), exchange, reply)
+            raise
         except Exception as error:
             await _answer(_translated(error, exchange), exchange, reply)
         finally:

@@ -42,7 +42,7 @@ def _message(item: object, path: str) -> dict[str, str]:
     if role == "tool":
         fields.require("tool_call_id")
     if role in ("tool", "function"):
-        raise not_served(fields.param("role") + f"={role}")
+        raise not_served(fields.param("role"), f"The role {role!r}")
     for name in ("tool_calls", "function_call", "audio"):
         if fields.given(name):
             raise not_served(fields.param(name))

@@ -125,9 +125,11 @@ def refuse_not_served(fields: Fields, names: Sequence[str]) -> None:
             raise not_served(fields.param(name))
 
 
-def not_served(param: str) -> InvalidRequest:
+def not_served(param: str, what: str = "") -> InvalidRequest:
     return InvalidRequest(
-        f"'{param}' is not served by this worker; leave it out.", param=param, code="unsupported_parameter"
+        f"{what or repr(param)} is not served by this worker; leave it out.",
+        param=param,
+        code="unsupported_parameter",
     )
 
 

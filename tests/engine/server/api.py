@@ -1,0 +1,157 @@
+"""
+A worker's API over the real engine, a real tokenizer of single bytes and a model that says what it is told.
+
+The chat template ends a prompt with `<|assistant|>`; what the model writes after it is `script`, or
+printable letters drawn from the fake model's table. A prompt for completions can end with it as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import msgspec
+import torch
+from starlette.types import ASGIApp
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from baton_api.workers import Load, Role
+from baton_engine.cache import KVCache
+from baton_engine.client import AsyncEngine
+from baton_engine.limits import EngineLimits
+from baton_engine.metrics import WorkerMetrics
+from baton_engine.model.tokenizer import Tokenizer
+from baton_engine.server.app import Served, create_app
+from baton_engine.settings import WorkerSettings
+from tests.engine import fake_model
+from tests.engine.fake_model import FakeModel
+
+MODEL = "lab/tiny"
+CONTEXT = 512
+BLOCK_SIZE = 4
+SPECIALS = ("<|end|>", "<|assistant|>", "<|user|>", "<|system|>")
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if mood is defined %}{{ mood }}{% endif %}"
+    "{% if messages[0].content == 'impossible' %}{{ raise_exception('no such talk') }}{% endif %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+USER = [{"role": "user", "content": "Hi"}]
+
+
+def make_tokenizer() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=SPECIALS[0], additional_special_tokens=list(SPECIALS[1:])
+    )
+    tokenizer.chat_template = TEMPLATE
+    spec = dataclasses.replace(fake_model.SPEC, vocab=len(alphabet) + len(SPECIALS), context=CONTEXT)
+    return Tokenizer(tokenizer, spec)
+
+
+TOKENIZER = make_tokenizer()
+END = TOKENIZER.eos_ids[0]
+GO = TOKENIZER.encode("<|assistant|>")[0]
+LETTERS = [TOKENIZER.encode(letter)[0] for letter in "abcdefghijklmnopqrstuvwxyz "]
+
+
+class TalkingModel(FakeModel):
+    """Says `script` and then the end of sequence, or draws letters without end."""
+
+    def __init__(self) -> None:
+        super().__init__(dataclasses.replace(fake_model.SPEC, vocab=TOKENIZER.vocab_size, context=CONTEXT))
+        self._others = torch.ones(self.spec.vocab, dtype=torch.bool)
+        self._others[LETTERS] = False
+        self.script: str | None = None
+
+    def logits(self, tokens: list[int]) -> Tensor:
+        if self.script is None:
+            return super().logits(tokens).masked_fill(self._others, -1e4)
+        said = len(tokens) - 1 - max(at for at, token in enumerate(tokens) if token == GO)
+        script = [*TOKENIZER.encode(self.script), END]
+        logits = torch.full((self.spec.vocab,), -50.0)
+        logits[script[min(said, len(script) - 1)]] = 50.0
+        return logits
+
+
+@dataclass(frozen=True)
+class Api:
+    served: Served
+    app: ASGIApp
+    model: TalkingModel
+    http: httpx.AsyncClient
+    """Without a network between."""
+
+    async def chat(self, **body: Any) -> httpx.Response:
+        return await self.http.post(
+            "/v1/chat/completions", json={"model": MODEL, "messages": USER, "max_tokens": 8} | body
+        )
+
+    async def complete(self, **body: Any) -> httpx.Response:
+        return await self.http.post("/v1/completions", json={"model": MODEL, "prompt": "Hi"} | body)
+
+    async def metric(self, line: str) -> float:
+        """The value of the sample that starts with `line`."""
+        text = (await self.http.get("/metrics")).text
+        values = [row.rpartition(" ")[2] for row in text.splitlines() if row.rpartition(" ")[0] == line]
+        return float(values[0]) if values else 0.0
+
+    def assert_all_blocks_back(self) -> None:
+        now = self.served.engine.snapshot()
+        assert (now.running, now.queued, now.owned_blocks) == (0, 0, 0)
+        assert now.available_blocks == now.total_blocks
+
+
+@contextlib.asynccontextmanager
+async def open_api(
+    *, blocks: int = 512, max_running: int = 64, max_queued: int = 4096, **served_fields: Any
+) -> AsyncIterator[Api]:
+    model = TalkingModel()
+    cache = KVCache(model.spec, blocks, torch.float32, torch.device("cpu"), BLOCK_SIZE)
+    limits = EngineLimits(max_model_len=CONTEXT, max_running=max_running, max_queued=max_queued)
+    engine = AsyncEngine(model, cache, limits)
+    engine.start()
+    fields: dict[str, Any] = {
+        "names": (MODEL,),
+        "tokenizer": TOKENIZER,
+        "engine": engine,
+        "max_model_len": CONTEXT,
+        "settings": WorkerSettings(),
+        "metrics": WorkerMetrics(engine.snapshot),
+        "load": lambda: Load(role=Role.BOTH, model=MODEL),
+    }
+    served = Served(**fields | served_fields)
+    app = create_app(served)
+    transport = httpx.ASGITransport(app=app)
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://worker") as http:
+            yield Api(served, app, model, http)
+    finally:
+        model.go.set()
+        await engine.close()
+
+
+async def eventually(claim: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Wait until `claim` holds; the engine's thread tells nobody when it does."""
+    async with asyncio.timeout(seconds):
+        while not claim():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+def events(body: str) -> list[Any]:
+    """The JSON of each event of a stream; the last must be [DONE]."""
+    lines = [line for line in body.split("\n\n") if line and not line.startswith(":")]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [msgspec.json.decode(line.removeprefix("data: ")) for line in lines[:-1]]
