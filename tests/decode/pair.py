@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import uuid
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -21,6 +21,7 @@ from baton_engine.handshake import Identity
 from baton_engine.model.decoder import Model
 from baton_engine.requests import Output, Request, SamplingParams
 from baton_engine.snapshot import EngineSnapshot
+from baton_engine.transfer import Transfer
 from baton_prefill.admission import PromptLimits
 from baton_prefill.server import PrefillServer, ServerLimits
 from tests.decode.gated_transfer import GatedTransfer
@@ -41,7 +42,7 @@ class Side:
     model: Model
     cache: KVCache
     client: AsyncEngine
-    transfer: GatedTransfer
+    transfer: Transfer
     me: Identity
 
     @classmethod
@@ -70,6 +71,11 @@ class Side:
         return cls(name, model, cache, client, GatedTransfer(cache, name), me)
 
     @property
+    def gated(self) -> GatedTransfer:
+        assert isinstance(self.transfer, GatedTransfer)
+        return self.transfer
+
+    @property
     def now(self) -> EngineSnapshot:
         return self.client.snapshot()
 
@@ -91,7 +97,6 @@ class Pair:
     decode: Side
     server: PrefillServer
     prefills: Prefills
-    servers: list[PrefillServer] = field(default_factory=list)
 
     def request(
         self,

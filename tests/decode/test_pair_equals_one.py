@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
+import itertools
+import os
 import random
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from baton_engine.cache import KVCache
-from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
-from baton_engine.model.decoder import create_model
+from baton_decode.prefills import Prefills
 from baton_engine.requests import FinishReason, Output, Request, SamplingParams
-from tests.decode.pair import Pair, Side, open_pair, tokens
+from baton_engine.transfer import create_transfer
+from tests.decode.pair import Side, ask, eventually, open_pair, tokens
+from tests.decode.real_model import real_side
 from tests.engine.models import VOCAB, make_model
 
 BLOCK = 16
-CPU = torch.device("cpu")
+
+_numbers = itertools.count()
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "top_k": 50, "seed": 1234}
@@ -42,60 +47,137 @@ PENALISED: dict[str, Any] = {
 WAYS = {"greedy": GREEDY, "sampled": SAMPLED, "penalised": PENALISED}
 
 
+PROCESSES = [pytest.mark.processes, pytest.mark.nixl]
+WITHOUT_NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
+TRANSPORTS = {
+    "loopback": "loopback",
+    "nixl over shared memory": "nixl/ucx shm",
+    "nixl over TCP": "nixl/ucx tcp",
+}
+UCX_TLS = {"nixl over shared memory": "all", "nixl over TCP": "tcp"}
+"""Of all that there is on one machine, UCX takes shared memory."""
+LOOPBACK = "loopback"
+
+RUNS = [
+    *(pytest.param(LOOPBACK, way, id=f"loopback, {way}") for way in WAYS),
+    *(
+        pytest.param(route, "sampled", id=f"{route}, sampled", marks=[*PROCESSES, WITHOUT_NIXL])
+        for route in UCX_TLS
+    ),
+]
+"""Every way of drawing over loopback, one of them over each of NIXL's transports."""
+
+each_run = pytest.mark.parametrize("route, way", RUNS)
+
+
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    folder: Path = make_model(tmp_path_factory.mktemp("model"), "qwen3")
-    return Checkpoint(folder, "tiny")
-
-
-def side(name: str, checkpoint: Checkpoint, chunk_tokens: int) -> Side:
-    spec = load_spec(checkpoint)
-    model = create_model(spec, load_weights(checkpoint, spec, torch.float32), CPU, torch.float32)
-    cache = KVCache(spec, 400, torch.float32, CPU)
-    return Side.make(name, model, cache, chunk_tokens=chunk_tokens)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), "qwen3")
 
 
 @dataclass
 class Race:
     """The pair, and the one worker that it is compared with."""
 
-    pair: Pair
+    route: str
+    decode: Side
+    prefills: Prefills
+    address: str
     one: Side
+    prefill: Side | None = None
+    """If it is in this process."""
+    transports: list[str] = field(default_factory=list)
+    """By which each prompt's blocks came."""
+
+    def request(self, prompt: list[int], **sampling: Any) -> Request:
+        name = f"q{next(_numbers)}"
+        remote = self.prefills.remote(self.address, "", name)
+        return Request(name, tuple(prompt), SamplingParams(**{"max_tokens": 12, **sampling}), remote=remote)
 
     async def equal(self, prompt: list[int], **sampling: Any) -> list[Output]:
         """Give the prompt to both, compare all that a client can see, and return the pair's outputs."""
-        request = self.pair.request(prompt, **{"max_tokens": 12, **sampling})
+        request = self.request(prompt, **sampling)
         alone = Request(request.id, request.prompt, request.sampling)
-        ours, expected = await asyncio.gather(self.pair.decode.generate(request), self.one.generate(alone))
+        ours, expected = await asyncio.gather(self.decode.generate(request), self.one.generate(alone))
         assert tokens(ours) == tokens(expected)
         assert (ours[-1].finish, ours[-1].stop_id) == (expected[-1].finish, expected[-1].stop_id)
         for mine, theirs in zip(choices(ours), choices(expected), strict=True):
             assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
             assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
             assert [p for _, p in mine.top] == pytest.approx([p for _, p in theirs.top], abs=1e-4)
-        assert ours[0].relay is not None, "the prompt did not come from the prefill worker"
+        relay = ours[0].relay
+        assert relay is not None, "the prompt did not come from the prefill worker"
+        self.transports.append(relay.transport)
         return ours
 
-    async def warm(self, prompt: list[int], *workers: Side) -> None:
+    async def warm(self, prompt: list[int], *workers: Side | None) -> None:
         """Have the whole blocks of `prompt` in these workers' prefix caches."""
         for worker in workers:
-            request = Request(f"warm-{worker.name}-{hash(tuple(prompt))}", tuple(prompt), SamplingParams())
+            assert worker is not None
+            request = Request(f"warm{next(_numbers)}", tuple(prompt), SamplingParams(max_tokens=1))
             await worker.generate(request)
+
+
+@pytest.fixture(scope="module")
+def prefill_at(folder: Path) -> Iterator[Callable[[str], str]]:
+    """The address of a prefill worker in a process of its own, one for each route over NIXL."""
+    running: dict[str, tuple[subprocess.Popen[str], str]] = {}
+
+    def address(route: str) -> str:
+        if route == LOOPBACK:
+            return ""
+        if route not in running:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.decode.worker_process", str(folder), str(BLOCK)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "UCX_TLS": UCX_TLS[route]},
+                text=True,
+            )
+            assert process.stdout is not None
+            running[route] = (process, process.stdout.readline().strip())
+        return running[route][1]
+
+    yield address
+    for process, _ in running.values():
+        process.communicate(timeout=30)  # its standard input ends, and so does it
+        assert process.returncode == 0
+
+
+@contextlib.asynccontextmanager
+async def open_race(folder: Path, route: str = LOOPBACK, prefill: str = "") -> AsyncIterator[Race]:
+    """`prefill` is the address of a worker of another process."""
+    one, decode = (real_side(name, folder, 4 * BLOCK) for name in ("one", "decode"))
+    await one.open()
+    try:
+        if prefill:
+            async with open_nixl(decode, UCX_TLS[route]) as prefills:
+                yield Race(route, decode, prefills, prefill, one)
+        else:
+            async with open_pair(real_side("prefill", folder, BLOCK), decode) as pair:
+                yield Race(route, decode, pair.prefills, pair.server.address, one, pair.prefill)
+    finally:
+        await one.close()
+
+
+@contextlib.asynccontextmanager
+async def open_nixl(decode: Side, ucx_tls: str) -> AsyncIterator[Prefills]:
+    """The decode worker alone, with NIXL kept to some of UCX's transports."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UCX_TLS", ucx_tls)
+        decode.transfer = await create_transfer("nixl", decode.cache, decode.name)
+    await decode.open()
+    prefills = ask(decode)
+    try:
+        yield prefills
+        await eventually(lambda: decode.now.owned_blocks + decode.now.quarantined_blocks == 0)
+    finally:
+        await prefills.close()
+        await decode.close()
 
 
 def choices(outputs: list[Output]) -> list[Any]:
     return [choice for output in outputs for choice in output.tokens]
-
-
-@contextlib.asynccontextmanager
-async def open_race(checkpoint: Checkpoint) -> AsyncIterator[Race]:
-    one = side("one", checkpoint, 4 * BLOCK)
-    await one.open()
-    try:
-        async with open_pair(side("prefill", checkpoint, BLOCK), side("decode", checkpoint, 64)) as pair:
-            yield Race(pair, one)
-    finally:
-        await one.close()
 
 
 def text(seed: int, length: int) -> list[int]:
@@ -105,27 +187,30 @@ def text(seed: int, length: int) -> list[int]:
 LENGTHS = (1, 15, 16, 17, 47, 48, 49, 100, 145)
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_every_length_of_prompt(checkpoint: Checkpoint, way: str) -> None:
-    async with open_race(checkpoint) as race:
+@each_run
+async def test_every_length_of_prompt(
+    folder: Path, prefill_at: Callable[[str], str], route: str, way: str
+) -> None:
+    async with open_race(folder, route, prefill_at(route)) as race:
         for length in LENGTHS:
             outputs = await race.equal(text(length, length), **WAYS[way])
             assert outputs[0].cached_tokens == 0
-        assert race.pair.prefills.outcomes == {"whole": len(LENGTHS)}
-        assert race.pair.decode.now.totals.prompt_tokens_computed == 0
+        assert race.prefills.outcomes == {"whole": len(LENGTHS)}
+        assert race.transports[-1] == TRANSPORTS[route]
+        assert race.decode.now.totals.prompt_tokens_computed == 0
 
 
-@pytest.mark.parametrize("way", WAYS)
+@each_run
 @pytest.mark.parametrize("length", [80, 81, 95])
 async def test_every_length_of_prefix_that_the_decode_worker_holds(
-    checkpoint: Checkpoint, way: str, length: int
+    folder: Path, prefill_at: Callable[[str], str], route: str, way: str, length: int
 ) -> None:
     """Peers' defects 2, 7 and 28: hits of none to all blocks, each mapped by its position."""
-    async with open_race(checkpoint) as race:
+    async with open_race(folder, route, prefill_at(route)) as race:
         for held in range(length // BLOCK + 1):
             prompt = text(1000 * length + held, length)
             if held:
-                await race.warm(prompt[: held * BLOCK], race.pair.decode)
+                await race.warm(prompt[: held * BLOCK], race.decode)
             relay = (await race.equal(prompt, **WAYS[way]))[0].relay
             assert relay is not None
             usable = min(held, (length - 1) // BLOCK)
@@ -133,43 +218,47 @@ async def test_every_length_of_prefix_that_the_decode_worker_holds(
             assert relay.blocks == -(-length // BLOCK) - usable
 
 
-async def test_usage_is_the_same_where_both_hold_the_same_prefix(checkpoint: Checkpoint) -> None:
+async def test_usage_is_the_same_where_both_hold_the_same_prefix(folder: Path) -> None:
     """Peers' defect 29: cached tokens are counted once, whoever held them."""
-    async with open_race(checkpoint) as race:
+    async with open_race(folder) as race:
         for held in range(6):
             prompt = text(7000 + held, 90)
             if held:
-                await race.warm(prompt[: held * BLOCK], race.pair.decode, race.pair.prefill, race.one)
-            request = race.pair.request(prompt)
-            ours = await race.pair.decode.generate(request)
+                await race.warm(prompt[: held * BLOCK], race.decode, race.prefill, race.one)
+            request = race.request(prompt)
+            ours = await race.decode.generate(request)
             alone = await race.one.generate(Request(request.id, request.prompt, request.sampling))
             assert ours[0].cached_tokens == alone[0].cached_tokens == held * BLOCK
-            assert len(tokens(ours)) == len(tokens(alone)) == 4
+            assert len(tokens(ours)) == len(tokens(alone)) == 12
 
 
-async def test_a_prefix_that_only_the_prefill_worker_holds_counts_as_cached(checkpoint: Checkpoint) -> None:
-    async with open_race(checkpoint) as race:
+async def test_a_prefix_that_only_the_prefill_worker_holds_counts_as_cached(folder: Path) -> None:
+    async with open_race(folder) as race:
         prompt = text(1, 90)
-        await race.warm(prompt[:48], race.pair.prefill)
+        await race.warm(prompt[:48], race.prefill)
         relay = (outputs := await race.equal(prompt))[0].relay
         assert relay is not None
         assert (outputs[0].cached_tokens, relay.computed_tokens, relay.blocks) == (48, 42, 6)
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_max_tokens_of_one_and_two(checkpoint: Checkpoint, way: str) -> None:
+@each_run
+async def test_max_tokens_of_one_and_two(
+    folder: Path, prefill_at: Callable[[str], str], route: str, way: str
+) -> None:
     """Peers' defect 30: one token asked for is one token given."""
-    async with open_race(checkpoint) as race:
+    async with open_race(folder, route, prefill_at(route)) as race:
         for count in (1, 2):
             outputs = await race.equal(text(count, 33), **{**WAYS[way], "max_tokens": count})
             assert len(tokens(outputs)) == count
             assert outputs[-1].finish is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_stop_on_the_first_token(checkpoint: Checkpoint, way: str) -> None:
+@each_run
+async def test_a_stop_on_the_first_token(
+    folder: Path, prefill_at: Callable[[str], str], route: str, way: str
+) -> None:
     """Peers' defect 30: the prefill worker's token is under the stop rules like any other."""
-    async with open_race(checkpoint) as race:
+    async with open_race(folder, route, prefill_at(route)) as race:
         prompt = text(11, 40)
         first = tokens(await race.equal(prompt, **WAYS[way]))[0]
         outputs = await race.equal(prompt, **WAYS[way], stop_ids=frozenset({first}))
@@ -177,9 +266,11 @@ async def test_a_stop_on_the_first_token(checkpoint: Checkpoint, way: str) -> No
         assert (outputs[-1].finish, outputs[-1].stop_id) == (FinishReason.STOP, first)
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_min_tokens_keeps_the_stop_from_the_first_token(checkpoint: Checkpoint, way: str) -> None:
-    async with open_race(checkpoint) as race:
+@each_run
+async def test_min_tokens_keeps_the_stop_from_the_first_token(
+    folder: Path, prefill_at: Callable[[str], str], route: str, way: str
+) -> None:
+    async with open_race(folder, route, prefill_at(route)) as race:
         prompt = text(12, 40)
         first = tokens(await race.equal(prompt, **WAYS[way]))[0]
         stop = {"stop_ids": frozenset({first}), "min_tokens": 3}
@@ -188,30 +279,30 @@ async def test_min_tokens_keeps_the_stop_from_the_first_token(checkpoint: Checkp
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
-async def test_logprobs(checkpoint: Checkpoint, count: int) -> None:
-    async with open_race(checkpoint) as race:
+async def test_logprobs(folder: Path, count: int) -> None:
+    async with open_race(folder) as race:
         outputs = await race.equal(text(13, 50), **SAMPLED, logprobs=count)
         assert all(choice.logprob is not None and len(choice.top) == count for choice in choices(outputs))
 
 
-async def test_prompts_that_share_batches_on_both_sides(checkpoint: Checkpoint) -> None:
-    async with open_race(checkpoint) as race:
+async def test_prompts_that_share_batches_on_both_sides(folder: Path) -> None:
+    async with open_race(folder) as race:
         ways = list(WAYS.values())
         lengths = [random.Random(n).randint(1, 120) for n in range(18)]
         await asyncio.gather(
             *(race.equal(text(50 + n, length), **ways[n % 3]) for n, length in enumerate(lengths))
         )
-        assert race.pair.prefills.outcomes == {"whole": 18}
+        assert race.prefills.outcomes == {"whole": 18}
 
 
 async def test_what_broke_half_way_goes_on_from_the_good_prefix_with_the_same_tokens(
-    checkpoint: Checkpoint,
+    folder: Path,
 ) -> None:
-    async with open_race(checkpoint) as race:
-        race.pair.decode.transfer.damage = True
+    async with open_race(folder) as race:
+        race.decode.gated.damage = True
         prompt = text(21, 100)
-        request = race.pair.request(prompt, **SAMPLED, max_tokens=12)
-        ours = await race.pair.decode.generate(request)
+        request = race.request(prompt, **SAMPLED, max_tokens=12)
+        ours = await race.decode.generate(request)
         alone = await race.one.generate(Request(request.id, request.prompt, request.sampling))
-        assert race.pair.prefills.outcomes == {"checksum": 1}
+        assert race.prefills.outcomes == {"checksum": 1}
         assert tokens(ours) == tokens(alone)

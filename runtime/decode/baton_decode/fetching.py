@@ -77,7 +77,6 @@ class Fetching:
         self._loop = asyncio.get_running_loop()
         self._link: Link | None = None
         self._room: Room | None = None
-        self._checks: set[asyncio.Task[None]] = set()
         self._deadline = self._loop.call_later(means.answer_deadline_s, self.overdue)
 
     @property
@@ -162,9 +161,7 @@ class Fetching:
                 case Pull():
                     self._pull(action)
                 case Verify():
-                    task = asyncio.create_task(self._verify(action))
-                    self._checks.add(task)
-                    task.add_done_callback(self._checks.discard)
+                    self._verify(action)
                 case Report(fetched):
                     assert self._room is not None and self._link is not None
                     self._link.listeners.pop(self._name, None)
@@ -201,19 +198,23 @@ class Fetching:
         log.warning("reading blocks of %s failed: %s", self.errand.fetch.request_id, error)
         self._do(self._room.pull_failed(number, self._loop.time()))
 
-    async def _verify(self, ask: Verify) -> None:
-        assert self._room is not None
-        cache = self._means.cache
-        found = await self._loop.run_in_executor(self._means.checksums, block_checksums, cache, ask.blocks)
-        good = [checksum == told for checksum, told in zip(found, ask.checksums, strict=True)]
-        if not all(good):
-            log.error(
-                "%d of %d KV blocks of %s arrived damaged",
-                good.count(False),
-                len(good),
-                self.errand.fetch.request_id,
-            )
-        self._do(self._room.verified(ask.number, good))
+    def _verify(self, ask: Verify) -> None:
+        found = self._loop.run_in_executor(
+            self._means.checksums, block_checksums, self._means.cache, ask.blocks
+        )
+
+        def compared(found: asyncio.Future[list[int]]) -> None:
+            assert self._room is not None
+            if found.cancelled() or found.exception() is not None:
+                good = [False] * len(ask.blocks)  # what cannot be checked is not used
+            else:
+                good = [mine == told for mine, told in zip(found.result(), ask.checksums, strict=True)]
+            if not all(good):
+                name = self.errand.fetch.request_id
+                log.error("%d of %d KV blocks of %s arrived damaged", good.count(False), len(good), name)
+            self._do(self._room.verified(ask.number, good))
+
+        found.add_done_callback(compared)
 
     def _answer(self, fetched: Fetched, reason: Reason | None) -> None:
         self._deadline.cancel()

@@ -21,7 +21,7 @@ from baton_engine.control import Connection
 from baton_engine.requests import FinishReason, Output, Request
 from baton_engine.transfer.checksums import block_checksums
 from baton_prefill.admission import sampling_params
-from baton_prefill.rooms import Action, Cancel, Checksum, Release, Room, Send, State, Submit
+from baton_prefill.rooms import Action, Checksum, Release, Room, Send, State, Submit
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +36,6 @@ class PromptEngine(Protocol):
     """What of `baton_engine.engine.Engine` is used here."""
 
     def abort(self, request_id: str) -> None: ...
-
-    def release(self, request_id: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +84,10 @@ class Prompt:
                     self._spawn(self._checksum(action))
                 case Send(message):
                     self._connection.send(message)
-                case Cancel():
-                    self._computer.engine.abort(self.request_id)
                 case Release():
                     if self._deadline is not None:
                         self._deadline.cancel()
-                    self._computer.engine.release(self.request_id)
+                    self._computer.engine.abort(self.request_id)
                     self._on_released(self)
 
     def computed(self, request_id: str, tokens: int, blocks: Sequence[int]) -> None:

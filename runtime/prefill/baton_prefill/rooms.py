@@ -38,16 +38,11 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
-    """Stop computing, if it has not ended already."""
-
-
-@dataclass(frozen=True, slots=True)
 class Release:
-    """Let the blocks go. The last thing that a room asks for, save to say so; once for each Submit."""
+    """Stop computing if that has not ended, and let the blocks go. Once for each Submit."""
 
 
-Action = Submit | Checksum | Send | Cancel | Release
+Action = Submit | Checksum | Send | Release
 
 
 class State(enum.StrEnum):
@@ -162,7 +157,6 @@ class Room:
     def _end(self, tell: bool) -> list[Action]:
         if self.state in (State.ASKED, State.RELEASED):
             return []
-        stop: list[Action] = [Cancel()] if self.state is State.COMPUTING else []
         drained = [Send(Drained(room=self.ask.room, epoch=self.ask.epoch))] if tell else []
         self.state = State.RELEASED
-        return [*stop, Release(), *drained]
+        return [Release(), *drained]

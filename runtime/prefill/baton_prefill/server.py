@@ -80,7 +80,7 @@ class PrefillServer:
         self._pace = pace or Pace()
         self._wall_clock = wall_clock
         self._server: asyncio.Server | None = None
-        self._handlers: set[asyncio.Task[None]] = set()
+        self._connections: dict[Connection, asyncio.Task[None]] = {}
         self._prompts: set[Prompt] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -116,19 +116,18 @@ class PrefillServer:
         """End all connections; what was computed for them is let go."""
         if self._server is not None:
             self._server.close()
-        handlers = list(self._handlers)
-        for handler in handlers:
-            handler.cancel()
-        await asyncio.gather(*handlers, return_exceptions=True)
+        handlers = list(self._connections.values())
+        # Closed, not cancelled: asyncio's streams take a cancelled handler for a broken one.
+        await asyncio.gather(*(connection.close() for connection in self._connections))
+        await asyncio.gather(*handlers)
         self._presence.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._handlers.add(task)
-        task.add_done_callback(self._handlers.discard)
         connection = Connection(reader, writer, self._pace, self._pong)
+        self._connections[connection] = task
         prompts: dict[str, Prompt] = {}
         try:
             hello = await handshake.accept(connection, self._me, self._welcome, self._admit, self._pace)
@@ -141,6 +140,7 @@ class PrefillServer:
             for prompt in list(prompts.values()):
                 prompt.do(prompt.room.lost())
             await connection.close()
+            del self._connections[connection]
 
     def _welcome(self) -> Welcome:
         self._presence.begin()
@@ -148,7 +148,7 @@ class PrefillServer:
         return self._me.welcome(self._transfer.metadata, self._transfer.pool)
 
     def _admit(self, hello: Hello) -> str | None:
-        if len(self._handlers) > self._limits.peers:
+        if len(self._connections) > self._limits.peers:
             return f"{self._me.worker} has {self._limits.peers} connections already."
         return self._ticket_refusal(hello.ticket, hello.request_id)
 

@@ -1,0 +1,36 @@
+"""
+A prefill worker in a process of its own, for tests that need a second one: NIXL between two processes.
+
+    python -m tests.decode.worker_process FOLDER CHUNK_TOKENS
+
+It prints its control address on a line of its own, and serves until its standard input ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import torch
+
+from baton_engine.transfer import create_transfer
+from tests.decode.pair import Side, serve
+from tests.decode.real_model import real_side
+
+
+async def main(folder: Path, chunk_tokens: int) -> None:
+    side: Side = real_side("prefill", folder, chunk_tokens)
+    side.transfer = await create_transfer("nixl", side.cache, side.name)
+    await side.open()
+    server = serve(side)
+    await server.start()
+    print(server.address, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await server.close()
+    await side.close()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2])))
