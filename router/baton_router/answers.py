@@ -27,8 +27,8 @@ def error_headers(error: BatonError) -> list[tuple[str, str]]:
     return [("retry-after", str(error.retry_after))] if error.retry_after is not None else []
 
 
-async def send_error(send: Send, error: BatonError, request_id: bytes) -> None:
-    """`error` as the whole answer."""
+async def send_error(send: Send, error: BatonError, request_id: bytes, close: bool = False) -> None:
+    """`error` as the whole answer; `close` ends the connection after it, as when a body was not read."""
     body = _encoder.encode(error.body())
     await send(
         {
@@ -38,6 +38,7 @@ async def send_error(send: Send, error: BatonError, request_id: bytes) -> None:
                 (b"content-type", b"application/json"),
                 (b"content-length", str(len(body)).encode()),
                 (REQUEST_ID, request_id),
+                *([(b"connection", b"close")] if close else []),
                 *((name.encode(), value.encode()) for name, value in error_headers(error)),
             ],
         }

@@ -33,6 +33,8 @@ class Client:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         extension = scope.get("extensions", {}).get(TRANSPORT)
         self.transport: asyncio.Transport | None = extension["transport"] if extension else None
+        self.read = False
+        """Whether the whole body has come."""
         self.started = False
         self.sending = False
         self.moved = 0.0
@@ -47,6 +49,7 @@ class Client:
         """The request's body. Raises BodyTooLarge, InvalidRequest if it is slow, ClientGone."""
         message = await self._receive()
         if message["type"] == "http.request" and not message.get("more_body"):
+            self.read = True
             return self._within(message["body"], limit)
         body = bytearray()
         size = 0
@@ -58,7 +61,8 @@ class Client:
                     size += len(message["body"])
                     if size <= limit:
                         body += message["body"]
-                    if not message.get("more_body") or size > PATIENCE * limit:
+                    self.read = not message.get("more_body")
+                    if self.read or size > PATIENCE * limit:
                         break
                     message = await self._receive()
         except TimeoutError as error:

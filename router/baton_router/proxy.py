@@ -177,7 +177,7 @@ class Proxy:
         client = relay.client
         if not client.started:
             relay.status = error.status
-            await send_error(send, error, relay.id)
+            await send_error(send, error, relay.id, close=not client.read)
             return
         cause = error.cause if isinstance(error, Lost) else "router"
         self._figures.cut.labels(cause).inc()

@@ -27,6 +27,10 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 
+KEEP_ALIVE_S = 75
+"""Seconds for which a client's connection is kept without a request: longer than clients keep them, so
+that it is the client who closes and no request meets a closing connection."""
+
 
 def run(settings: RouterSettings, ready: Callable[[str], None] | None = None) -> None:
     """
@@ -75,6 +79,7 @@ class RouterServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=math.ceil(settings.drain_s),
             )
         )

@@ -92,9 +92,22 @@ async def test_a_head_that_takes_too_long_ends_the_connection() -> None:
 
 async def test_a_body_that_takes_too_long_is_an_error() -> None:
     async with FakeWorker() as worker, running_router([worker], body_s=0.2) as router:
-        answer = await answer_to(router, START + b"connection: close\r\ncontent-length: 10\r\n\r\n{")
+        answer = await answer_to(router, START + b"content-length: 10\r\n\r\n{")
         assert answer.startswith(b"HTTP/1.1 400 ")
         assert b"0.2 seconds" in answer
+
+
+async def test_a_body_without_end_is_refused_and_not_read_on() -> None:
+    async with FakeWorker() as worker, running_router([worker], max_body=1000) as router:
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+        writer.write(START + b"content-length: 100000000\r\n\r\n" + b"x" * 100_000)
+        assert b" 413 " in await reader.readline()
+        with pytest.raises(ConnectionError):
+            async with asyncio.timeout(5):
+                while True:
+                    writer.write(b"x" * 100_000)
+                    await writer.drain()
+        writer.close()
 
 
 @pytest.mark.parametrize("line", [b"NONSENSE\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00"])
