@@ -314,7 +314,7 @@ async def test_every_answer_has_a_request_id_and_a_good_one_of_the_client_is_kep
 
 async def test_two_requests_under_one_id_do_not_meet(api: Api) -> None:
     headers = {"x-request-id": "same"}
-    body = {"model": MODEL, "messages": USER}
+    body = {"model": MODEL, "messages": USER, "max_tokens": 8}
     responses = await asyncio.gather(
         *(api.http.post("/v1/chat/completions", json=body, headers=headers) for _ in range(2))
     )

@@ -38,10 +38,6 @@ class Choice:
     cached_tokens: int = 0
     last_token: float | None = None
 
-    @property
-    def leads(self) -> bool:
-        return self.index % self.transcript.parameters.n == 0
-
 
 class Choices:
     """The choices of one request, in order of their index."""
@@ -73,6 +69,8 @@ class Choices:
         self._leads = self.all[::n]
         for lead in self._leads:
             lead.followers = self.all[lead.index + 1 : lead.index + n]
+        self._behind = len(self.all) - len(self._leads)
+        """Followers that were not submitted yet."""
 
     @property
     def usage(self) -> Usage:
@@ -114,7 +112,7 @@ class Choices:
                 live -= 1
             else:
                 held.append((choice, piece))
-            if not any(lead.followers for lead in self._leads):
+            if not self._behind:
                 for ready in held:
                     yield ready
                 held.clear()
@@ -123,6 +121,7 @@ class Choices:
         try:
             async for piece in self._pieces_of(choice):
                 followers, choice.followers = choice.followers, []
+                self._behind -= len(followers)
                 for follower in followers:
                     follower.outputs = self._served.engine.generate(follower.request)
                     self._tasks.append(asyncio.create_task(self._drive(follower)))
