@@ -10,8 +10,12 @@ from tests.engine.fake_model import FakeModel
 from tests.engine.serving import Recipient, Serving, prompt_of, request_of
 
 
-@pytest.mark.parametrize(("length", "progress"), [(1, [1]), (16, [16]), (17, [16, 17]), (40, [16, 32, 40])])
-def test_each_chunk_is_announced_after_it_was_computed(length: int, progress: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("length", "progress"), [(1, [0, 1]), (16, [0, 16]), (17, [0, 16, 17]), (40, [0, 16, 32, 40])]
+)
+def test_admission_and_each_chunk_after_it_was_computed_are_announced(
+    length: int, progress: list[int]
+) -> None:
     with Serving(chunk_tokens=16) as serving:
         recipient = Recipient()
         assert serving.run(request_of("a", length, export=recipient)) == [

@@ -370,7 +370,7 @@ class Engine:
             self._totals.prompt_tokens_cached += job.local_tokens
             if request.export is None:
                 self._totals.local_prefills[self._local_reason(job)] += 1
-        if request.export is not None and request.computed:
+        if request.export is not None:
             self._announce(job)
 
     def _local_reason(self, job: Job) -> str:

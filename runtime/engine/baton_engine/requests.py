@@ -151,8 +151,8 @@ class Export(Protocol):
         """
         The KV of the first `tokens` prompt tokens is in the first blocks of `blocks`.
 
-        Called once at admission if a prefix was cached, and after each chunk. The blocks stay as
-        they are until `Engine.release(request_id)`.
+        Called once at admission, with the cached prefix or 0, and after each chunk. The blocks stay
+        as they are until `Engine.release(request_id)`.
         """
         ...
 
