@@ -1,4 +1,4 @@
-"""A prefill and a decode worker in one process: real engines, real sockets, loopback or gated transfer."""
+"""A prefill and a decode worker in one process: real engines, real sockets, loopback with faults to order."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from baton_engine.model.decoder import Model
 from baton_engine.requests import Output, Request, SamplingParams
 from baton_engine.snapshot import EngineSnapshot
 from baton_engine.transfer import Transfer
+from baton_engine.transfer.loopback import LoopbackTransfer
 from baton_prefill.admission import PromptLimits
 from baton_prefill.server import PrefillServer, ServerLimits
-from tests.decode.gated_transfer import GatedTransfer
 from tests.engine.fake_model import FakeModel, make_cache
+from tests.engine.faulty_transfer import FaultyTransfer
 
 QUICK = Pace(tick_s=0.05, silent_ticks=8, connect_s=1.0, handshake_s=0.5, close_s=0.2)
 PATIENCE_S = 20.0
@@ -68,11 +69,12 @@ class Side:
         compatibility = Compatibility.of(model.spec, dtype, weights, cache.block_size)
         me = Identity(name, uuid.uuid4().hex, "fake", compatibility)
         client = AsyncEngine(model, cache, limits)
-        return cls(name, model, cache, client, GatedTransfer(cache, name), me)
+        transfer = FaultyTransfer(LoopbackTransfer(cache, name), cache)
+        return cls(name, model, cache, client, transfer, me)
 
     @property
-    def gated(self) -> GatedTransfer:
-        assert isinstance(self.transfer, GatedTransfer)
+    def faulty(self) -> FaultyTransfer:
+        assert isinstance(self.transfer, FaultyTransfer)
         return self.transfer
 
     @property

@@ -299,7 +299,7 @@ async def test_what_broke_half_way_goes_on_from_the_good_prefix_with_the_same_to
     folder: Path,
 ) -> None:
     async with open_race(folder) as race:
-        race.decode.gated.damage = True
+        race.decode.faulty.flip_bit_next()
         prompt = text(21, 100)
         request = race.request(prompt, **SAMPLED, max_tokens=12)
         ours = await race.decode.generate(request)

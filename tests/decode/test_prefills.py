@@ -10,6 +10,7 @@ import pytest
 
 from baton_api.messages import Pong
 from baton_engine.requests import FinishReason, Request
+from baton_engine.transfer.loopback import LoopbackTransfer
 from tests.decode.pair import eventually, fake_side, open_pair, serve, tokens
 from tests.engine.fake_model import FakeModel
 
@@ -25,6 +26,8 @@ async def test_a_prompt_comes_over_with_its_first_token_and_its_figures() -> Non
         assert relay is not None
         assert (relay.prefill_worker, relay.transport) == ("prefill", "loopback")
         assert (relay.prompt_tokens, relay.computed_tokens, relay.local_tokens) == (30, 30, 0)
+        assert relay.queue_s >= 0
+        assert relay.compute_s > 0
         assert (relay.blocks, relay.bytes) == (8, 8 * pair.decode.cache.block_bytes)
         assert pair.decode.now.totals.prompt_tokens_computed == 0
         assert pair.prefills.outcomes == {"whole": 1}
@@ -78,10 +81,9 @@ async def test_an_address_that_is_none_fails_no_request(address: str) -> None:
 async def test_a_damaged_block_is_found_and_computed_here() -> None:
     """Peers' defect 24: a flipped bit never becomes text; the blocks before it are kept."""
     async with open_pair() as pair:
-        pair.decode.gated.damage = True
+        pair.decode.faulty.flip_bit_next(position=1)
         assert tokens(await pair.generate(PROMPT)) == EXPECTED
         assert pair.prefills.outcomes == {"checksum": 1}
-        pair.decode.gated.damage = False
         outputs = await pair.generate(PROMPT)
         assert tokens(outputs) == EXPECTED, "the damaged block is in no cache"
 
@@ -89,7 +91,7 @@ async def test_a_damaged_block_is_found_and_computed_here() -> None:
 async def test_a_read_that_ends_in_an_error_is_computed_here() -> None:
     """Peers' defects 21 and 33: a remote disconnect costs a recomputation, never a wrong answer."""
     async with open_pair() as pair:
-        pair.decode.gated.broken = True
+        pair.decode.faulty.fail_next(after=1)
         assert tokens(await pair.generate(PROMPT)) == EXPECTED
         assert pair.prefills.outcomes == {"transport": 1}
 
@@ -97,7 +99,7 @@ async def test_a_read_that_ends_in_an_error_is_computed_here() -> None:
 async def test_a_hung_read_is_given_up_quarantined_and_freed_when_it_settles() -> None:
     """Peers' defect 1: what lands late lands in quarantine, not in somebody's context."""
     async with open_pair(transfer_deadline_s=0.1, answer_deadline_s=600.0) as pair:
-        pair.decode.gated.gate.clear()
+        pair.decode.faulty.hold()
         assert tokens(await pair.generate(PROMPT)) == EXPECTED
         assert pair.prefills.outcomes == {"deadline": 1}
         assert pair.decode.now.quarantined_blocks > 0
@@ -106,7 +108,7 @@ async def test_a_hung_read_is_given_up_quarantined_and_freed_when_it_settles() -
             prompt = list(range(start, start + 16))
             outputs = await pair.generate(prompt, remote=False)
             assert tokens(outputs) == FakeModel().greedy(prompt, 4)
-        pair.decode.gated.gate.set()  # the late write comes now
+        pair.decode.faulty.release()  # the late write comes now
         await eventually(lambda: pair.decode.now.quarantined_blocks == 0)
         assert tokens(await pair.generate(PROMPT, remote=False)) == EXPECTED
 
@@ -126,14 +128,14 @@ async def test_a_prompt_that_nobody_computes_in_time_is_computed_here() -> None:
 async def test_an_abort_in_mid_read_frees_no_block_that_is_still_written() -> None:
     """Peers' defects 5 and 35: abort while the read is under way, reuse the pool, let the read land."""
     async with open_pair(decode=fake_side("decode", 12)) as pair:
-        pair.decode.gated.gate.clear()
+        pair.decode.faulty.hold()
         request = pair.request(PROMPT)
         async with aclosing(pair.decode.client.generate(request)):
-            await asyncio.wait_for(pair.decode.gated.reading.wait(), 5)
+            await asyncio.wait_for(pair.decode.faulty.held(1), 5)
         await eventually(lambda: pair.decode.now.quarantined_blocks > 0)
         other = list(range(50, 58))
         assert tokens(await pair.generate(other, remote=False)) == FakeModel().greedy(other, 4)
-        pair.decode.gated.gate.set()
+        pair.decode.faulty.release()
         await pair.quiet()
         assert tokens(await pair.generate(other, remote=False)) == FakeModel().greedy(other, 4)
 
@@ -153,7 +155,11 @@ async def test_a_prefill_worker_that_restarts_at_its_address_is_met_anew() -> No
             outputs = await pair.generate(other)
             assert tokens(outputs) == FakeModel().greedy(other, 4)
             assert pair.prefills.outcomes == {"whole": 2}
-            assert len(pair.decode.gated.disconnected) == 1
+            peers = {asked.peer for asked in pair.decode.faulty.asked}
+            assert len(peers) == 2, "the newcomer is a peer of its own"
+            inner = pair.decode.faulty.inner
+            assert isinstance(inner, LoopbackTransfer)
+            assert len(inner._peers) == 1, "the dead one is forgotten"
         finally:
             await pair.server.close()
             await newcomer.close()
