@@ -90,7 +90,8 @@ def _from_hub(model: str) -> Path:
             f"There is no folder {model!r} here, and no such model on the hub (or it is private and HF_TOKEN "
             f"is not set). {WAYS_OUT}"
         ) from error
-    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
+    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError, TypeError, KeyError) as error:
+        # The last three are a mirror that answers with something else than a hub does.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300].rstrip(".")
         raise SetupError(
             f"There is no folder {model!r} here, and the hub did not give it: {reason}. {WAYS_OUT}"

@@ -36,20 +36,27 @@ class TextStream:
         """`skipped` tokens have no text."""
         self._backend = backend
         self._skipped = skipped
-        self._restart()
+        self._begin(after=[])
 
-    def _restart(self) -> None:
-        self._stream = DecodeStream(skip_special_tokens=False)
-        self._tokens: list[int] = []
-        self._shown = 0
+    def _begin(self, after: list[int]) -> None:
+        """Stream on; the tokens `after` which it goes on are shown already, and decide about spaces."""
+        self._stream = DecodeStream(ids=after, skip_special_tokens=False)
+        self._tokens = after
+        self._shown = len(self._text())
         self._held = 0
+
+    def _text(self) -> str:
+        return str(self._backend.decode(self._tokens, skip_special_tokens=False))
 
     def push(self, token: int) -> str:
         """The text that `token` completes; empty while a character is still in parts."""
         if token in self._skipped:
             return ""
         self._tokens.append(token)
-        text: str | None = self._stream.step(self._backend, token)
+        try:
+            text: str | None = self._stream.step(self._backend, token)
+        except Exception:  # tokenizers has no other: among broken byte tokens, later ones change earlier text
+            return self.flush()
         if text is None:
             self._held += 1
             return self.flush() if self._held >= HELD_LIMIT else ""
@@ -59,9 +66,8 @@ class TextStream:
 
     def flush(self) -> str:
         """At the end: what was held back, a character that no token completed."""
-        whole: str = self._backend.decode(self._tokens, skip_special_tokens=False)
-        rest = whole[self._shown :]
-        self._restart()
+        rest = self._text()[self._shown :]
+        self._begin(after=self._tokens[-1:])
         return rest
 
 

@@ -1,0 +1,70 @@
+"""A hub of one model on 127.0.0.1, as far as `snapshot_download` asks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@contextmanager
+def serving(folder: Path, model: str, asked: list[str]) -> Iterator[str]:
+    """The endpoint of a hub that has `folder` as `model`; the paths it is asked for go to `asked`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self._answer(with_body=True)
+
+        def do_HEAD(self) -> None:
+            self._answer(with_body=False)
+
+        def _answer(self, with_body: bool) -> None:
+            path = self.path.partition("?")[0]
+            asked.append(path)
+            resolve = f"/{model}/resolve/"
+            if path == f"/api/models/{model}/tree/{COMMIT}":
+                tree = [
+                    {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": file.name}
+                    for file in sorted(folder.iterdir())
+                ]
+                self._send(200, json.dumps(tree).encode(), with_body)
+            elif path.startswith(f"/api/models/{model}"):
+                files = [{"rfilename": file.name} for file in sorted(folder.iterdir())]
+                body = json.dumps({"id": model, "sha": COMMIT, "siblings": files}).encode()
+                self._send(200, body, with_body)
+            elif path.startswith(resolve) and (folder / path.rsplit("/", 1)[1]).is_file():
+                self._send(200, (folder / path.rsplit("/", 1)[1]).read_bytes(), with_body)
+            else:
+                self._send(404, b"{}", with_body, error="RepoNotFound")
+
+        def _send(self, status: int, body: bytes, with_body: bool, error: str = "") -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Type", "application/json")
+            self.send_header("ETag", f'"{hashlib.sha1(body, usedforsecurity=False).hexdigest()}"')
+            self.send_header("X-Repo-Commit", COMMIT)
+            if error:
+                self.send_header("X-Error-Code", error)
+            self.end_headers()
+            if with_body:
+                self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

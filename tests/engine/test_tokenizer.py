@@ -1,0 +1,192 @@
+"""Text and tokens, streamed and whole, and chats as prompts."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from baton_api.errors import InvalidRequest
+from baton_engine.model.checkpoint import Checkpoint, load_spec
+from baton_engine.model.tokenizer import Tokenizer, load_tokenizer
+from tests.engine.models import BOS, EOS, SPECIAL, VOCAB, make_model
+
+CHAT = [{"role": "user", "content": "Hand over."}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return load_tokenizer(Checkpoint(folder, "tiny"), load_spec(Checkpoint(folder, "tiny")))
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(folder: Path) -> Tokenizer:
+    """Visible spaces and byte tokens, as Llama 2 and Mistral have."""
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<s>", "</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "ab"]
+    backend = Backend(
+        models.BPE(
+            {piece: number for number, piece in enumerate(pieces)},
+            [("▁", "a"), ("a", "b")],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1),
+        ]
+    )
+    backend.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in pieces[:3]])
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    return Tokenizer(fast, load_spec(Checkpoint(folder, "tiny")))
+
+
+TEXTS = [
+    "",
+    "a",
+    "The naïve baton 🎉🏃🏽‍♀️ 日本",
+    "  two  spaces\n\n1234\t",
+    "<|bos|>user<|end|>",
+    "\u0000\ufffd",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_comes_back_from_its_tokens(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert b"".join(tokenizer.token_bytes(token) for token in ids) == text.encode()
+
+
+def test_special_tokens_are_left_out_unless_asked_for(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("<|bos|>a<|end|>")
+    assert (ids[0], ids[-1]) == (BOS, EOS)
+    assert tokenizer.decode(ids) == "a"
+    shown, hidden = tokenizer.stream(skip_special_tokens=False), tokenizer.stream()
+    assert "".join(map(shown.push, ids)) + shown.flush() == "<|bos|>a<|end|>"
+    assert "".join(map(hidden.push, ids)) + hidden.flush() == "a"
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int], skip: bool) -> list[str]:
+    stream = tokenizer.stream(skip)
+    return [*map(stream.push, ids), stream.flush()]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_stream_says_just_what_decoding_the_whole_says(tokenizer: Tokenizer, seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(40):
+        ids = [chance.randrange(VOCAB) for _ in range(chance.randrange(40))]
+        skip = chance.random() < 0.5
+        assert "".join(streamed(tokenizer, ids, skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_byte_tokens_are_streamed_as_whole_characters(sentencepiece: Tokenizer, seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(40):
+        text = "".join(chance.choice("ab  é日🎉\n<") for _ in range(chance.randrange(20)))
+        ids = sentencepiece.encode(text)
+        pieces = streamed(sentencepiece, ids, skip=True)
+        assert "".join(pieces) == sentencepiece.decode(ids)
+        assert all("\ufffd" not in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_broken_byte_tokens_cost_no_text_that_follows(sentencepiece: Tokenizer, seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(40):
+        ids = [chance.randrange(3, 259) for _ in range(chance.randrange(1, 150))]
+        ids += sentencepiece.encode(" ab a")
+        assert "".join(streamed(sentencepiece, ids, skip=True)).endswith(" ab a")
+
+
+def test_a_stream_never_shows_a_part_of_a_character(tokenizer: Tokenizer) -> None:
+    text = "🎉 naïve 日本"
+    pieces = streamed(tokenizer, tokenizer.encode(text), skip=True)
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_a_character_that_never_ends_is_shown_at_the_end_and_once(tokenizer: Tokenizer) -> None:
+    stream = tokenizer.stream()
+    first_of_three = tokenizer.encode("日")[0]
+    assert stream.push(first_of_three) == ""
+    assert stream.flush() == "\ufffd"
+    assert stream.flush() == ""
+
+
+def test_endless_broken_characters_do_not_pile_up(tokenizer: Tokenizer) -> None:
+    broken = tokenizer.encode("日")[0]
+    pieces = streamed(tokenizer, [broken] * 200, skip=True)
+    assert "".join(pieces) == "\ufffd" * 200
+    assert sum(map(bool, pieces)) > 2
+
+
+def test_a_token_alone_has_its_bytes(tokenizer: Tokenizer, sentencepiece: Tokenizer) -> None:
+    parts = [tokenizer.token_bytes(token) for token in tokenizer.encode("é日")]
+    assert b"".join(parts) == "é日".encode()
+    assert tokenizer.token_text(EOS) == SPECIAL[EOS]
+    assert tokenizer.token_bytes(VOCAB + 5) == b""
+    assert sentencepiece.token_bytes(3 + 0xE6) == b"\xe6"
+    assert sentencepiece.token_text(3 + 0xE6) == "\ufffd"
+    assert sentencepiece.token_text(sentencepiece.encode("a")[0]) == " a"
+
+
+def test_a_chat_is_rendered_by_the_models_template(tokenizer: Tokenizer) -> None:
+    assert tokenizer.apply_chat_template(CHAT) == "<|bos|>user\nHand over.<|end|>\n<|bos|>assistant\n"
+    assert tokenizer.apply_chat_template(CHAT, add_generation_prompt=False).endswith("<|end|>\n")
+    assert tokenizer.chat_template is not None
+    assert (tokenizer.eos_ids, tokenizer.bos_id, tokenizer.vocab_size) == ((EOS,), BOS, VOCAB)
+
+
+def test_an_unfinished_message_can_be_continued(tokenizer: Tokenizer) -> None:
+    chat = [*CHAT, {"role": "assistant", "content": "I hand"}]
+    rendered = tokenizer.apply_chat_template(chat, add_generation_prompt=False, continue_final_message=True)
+    assert rendered.endswith("<|bos|>assistant\nI hand")
+
+
+def test_another_template_and_its_variables_can_be_given(tokenizer: Tokenizer) -> None:
+    template = "{{ tools[0].name }} {{ mood }} {{ messages[0].content }} {{ eos_token }}"
+    rendered = tokenizer.apply_chat_template(CHAT, tools=[{"name": "pass"}], template=template, mood="calm")
+    assert rendered == "pass calm Hand over. <|end|>"
+
+
+BAD_CHATS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "a message without content": ([{"role": "user"}], {}),
+    "what the template itself refuses": (CHAT, {"template": "{{ raise_exception('only tools') }}"}),
+    "a template that is none": (CHAT, {"template": "{% if %}"}),
+    "a way out of the sandbox": (CHAT, {"template": "{{ messages.__class__.__mro__ }}"}),
+    "arithmetic that fails": (CHAT, {"template": "{{ 1 // 0 }}"}),
+    "two endings at once": (CHAT, {"add_generation_prompt": True, "continue_final_message": True}),
+    "nothing to continue": ([], {"add_generation_prompt": False, "continue_final_message": True}),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CHATS)
+def test_a_chat_that_cannot_be_rendered_is_the_clients_error(tokenizer: Tokenizer, name: str) -> None:
+    messages, options = BAD_CHATS[name]
+    with pytest.raises(InvalidRequest, match="cannot render these messages") as caught:
+        tokenizer.apply_chat_template(messages, **options)
+    assert caught.value.param == "messages"
+
+
+def test_a_model_without_a_template_says_so(sentencepiece: Tokenizer) -> None:
+    assert sentencepiece.chat_template is None
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        sentencepiece.apply_chat_template(CHAT)
