@@ -1,21 +1,26 @@
-"""A checkpoint on disk, a Hugging Face folder or a .gguf file: its spec and its weights."""
+"""
+A checkpoint on disk, a Hugging Face folder or a .gguf file: its spec and its weights.
+
+Only reading weights loads torch, so that finding a model is quick.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from baton_api.errors import SetupError
-from baton_engine.model import config, gguf_model, tensors
+from baton_engine.model import config, gguf_model
 from baton_engine.model.gguf import GGUFFile
 from baton_engine.model.progress import SILENT, Progress
-from baton_engine.model.safetensors import SafetensorsFolder
 from baton_engine.model.spec import ModelSpec
-from baton_engine.model.weights import Weights
+
+if TYPE_CHECKING:
+    import torch
+
+    from baton_engine.model.weights import Weights
 
 GGUF_SUFFIX = ".gguf"
 
@@ -46,6 +51,9 @@ def load_weights(
     checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype, progress: Progress = SILENT
 ) -> Weights:
     """All weights in `dtype` on the CPU. Names and shapes are checked whole before anything is read."""
+    from baton_engine.model import tensors
+    from baton_engine.model.safetensors import SafetensorsFolder
+
     source: tensors.TensorSource
     if checkpoint.is_gguf:
         source = gguf_model.GGUFTensors(GGUFFile(checkpoint.path), spec)

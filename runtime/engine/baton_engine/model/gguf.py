@@ -12,13 +12,12 @@ import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from baton_api.errors import SetupError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -71,6 +70,8 @@ class GGUFFile:
 
     def read(self, name: str) -> Tensor:
         """Tensor `name` in fp32, dequantised."""
+        import numpy
+        import torch
         from gguf import GGMLQuantizationType, quants
 
         stored = self.tensors[name]

@@ -7,13 +7,14 @@ pairs; here the order is undone, so that the decoder has one rotation, of halves
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from baton_api.errors import SetupError
 from baton_engine.model.gguf import GGUFFile
 from baton_engine.model.spec import ModelSpec, RopeScaling, checked
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 ROPE_FACTORS = "rope_freqs.weight"
