@@ -2,8 +2,8 @@
 Two questions to a running service, and where the work for each was done.
 
 Both share a long system prompt. For the first, the prefill worker computes all of it and the blocks come
-over by NIXL; for the second, most of the prompt is in the decode worker's own cache already and only the
-rest is asked for. Every figure is read from the answer's usage or from the decode workers' own records.
+over by NIXL; for the second, the shared part is in the caches already and only the rest is computed and
+moved. Every figure is read from the answer's usage or from the decode workers' own records.
 """
 
 from __future__ import annotations
@@ -36,10 +36,16 @@ north and the south, and what it tells us about the weather of the past. The mus
 morning to five in the afternoon, on every day but Monday. Children enter for free. There is a small shop \
 beside the entrance where visitors can buy maps, postcards and books about travel."""
 
+NOTEBOOK = """\
+Here is what I wrote in my notebook today. The Nile is a river in Africa, and it ends in the Mediterranean \
+Sea. The Amazon is a river in South America, and it ends in the Atlantic Ocean. The Danube is a river in \
+Europe, and it ends in the Black Sea. The Ganges is a river in Asia, and it ends in the Bay of Bengal."""
+
 QUESTIONS = (
-    "List 3 countries and their capitals.",
-    "What will I see in the second room of the museum?",
+    "What does the museum show in its five rooms?",
+    f"{NOTEBOOK} Write a list of these rivers.",
 )
+"""The second is long enough that a decode worker has the new part of its prompt computed too."""
 
 MAX_TOKENS = 96
 
@@ -64,7 +70,9 @@ class Answer:
 
 async def show(console: Console, service: Service, model: str) -> None:
     """Ask, stream the answers, and draw the picture."""
-    console.print(f"\n[bold]{model}[/] answers on {service.url}/v1: one router, one prefill, one decode worker.")
+    console.print(
+        f"\n[bold]{model}[/] answers on {service.url}/v1: one router, one prefill, one decode worker."
+    )
     client = AsyncOpenAI(
         base_url=f"{service.url}/v1",
         api_key=service.api_key or "none",

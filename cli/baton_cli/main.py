@@ -59,7 +59,9 @@ def up(
     prefill: Annotated[int, typer.Option(help="Prefill workers.", min=0)] = 1,
     decode: Annotated[int, typer.Option(help="Decode workers.", min=1)] = 1,
     host: Annotated[str | None, typer.Option(help="Address of the router.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port of the router; 0 takes a free one.  \\[8080]")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port of the router; 0 takes a free one.  \\[8080]")
+    ] = None,
     api_key: Annotated[str | None, typer.Option(help="With it, clients have to send it.")] = None,
     **given: Any,
 ) -> None:

@@ -1,12 +1,13 @@
 """
-The reference page of all settings, written from the settings objects themselves.
+The reference pages, written from the code itself: all settings, and one sentence for each module.
 
-    python -m baton_cli.reference           writes docs/reference/settings.md
-    python -m baton_cli.reference --check   fails if the page is not what would be written
+    python -m baton_cli.reference           writes docs/reference/
+    python -m baton_cli.reference --check   fails if a page is not what would be written
 """
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,23 +18,60 @@ from baton_cli.options import Option, options_of
 from baton_engine.settings import WorkerSettings
 from baton_router.settings import RouterSettings
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
+ROOT = Path(__file__).parents[2]
+"""Of the repository: the pages are made from its sources, not from an installed wheel."""
 
-OPENING = """\
+PACKAGES = (
+    "api/baton_api",
+    "runtime/engine/baton_engine",
+    "runtime/prefill/baton_prefill",
+    "runtime/decode/baton_decode",
+    "router/baton_router",
+    "cli/baton_cli",
+)
+"""From what all know to what knows all."""
+
+SETTINGS = """\
 # Settings
 
-Written by `python -m baton_cli.reference` from the settings objects; change the docstrings there.
+Written by `make fix` from the settings objects; change the docstrings there.
 
 Each setting is a flag and an environment variable; the flag wins. Sizes may be written as `512MiB` or `4GB`.
 `baton up` takes the workers' settings too and gives them to all of its workers.
 """
 
+MODULES = """\
+# Modules
 
-def page() -> str:
-    """The whole page."""
+Written by `make fix` from the first sentence of each module's docstring; a package knows only those above it.
+"""
+
+
+def pages() -> dict[str, str]:
+    """File names under docs/reference and their text."""
     workers = section("Workers: `baton serve`, `baton prefill`, `baton decode`", WorkerSettings)
     routers = section("Routers: `baton router`", RouterSettings)
-    return "\n".join([OPENING, *workers, *routers])
+    modules = (line for package in PACKAGES for line in module_lines(ROOT / package))
+    return {
+        "settings.md": "\n".join([SETTINGS, *workers, *routers]),
+        "modules.md": "\n".join([MODULES, *modules]),
+    }
+
+
+def module_lines(package: Path) -> Iterator[str]:
+    """The package's own sentence, and one line for each module in it."""
+    yield f"## {package.name}\n\n{sentence(package / '__init__.py')}\n"
+    for file in sorted(package.rglob("*.py")):
+        name = str(file.relative_to(package))
+        if name != "__init__.py":
+            yield f"- `{name}`: {sentence(file)}"
+    yield ""
+
+
+def sentence(file: Path) -> str:
+    """The first paragraph of a module's docstring, on one line."""
+    docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
+    return " ".join(docstring.split("\n\n")[0].split())
 
 
 def section(title: str, settings: type[BaseSettings]) -> Iterator[str]:
@@ -49,17 +87,18 @@ def entry(option: Option) -> Iterator[str]:
     yield f"Default: {default}. Environment: `{option.environment}`.\n"
 
 
-def main(arguments: list[str]) -> int:
-    """Write the page, or say whether it is current."""
-    text = page()
-    if "--check" not in arguments:
-        PAGE.parent.mkdir(parents=True, exist_ok=True)
-        PAGE.write_text(text)
-        return 0
-    if PAGE.is_file() and PAGE.read_text() == text:
-        return 0
-    print(f"{PAGE.name} is not current: run `make fix`.", file=sys.stderr)
-    return 1
+def main(arguments: list[str], folder: Path = ROOT / "docs" / "reference") -> int:
+    """Write the pages, or say which are not current."""
+    current = True
+    for name, text in pages().items():
+        page = folder / name
+        if "--check" not in arguments:
+            folder.mkdir(parents=True, exist_ok=True)
+            page.write_text(text)
+        elif not page.is_file() or page.read_text() != text:
+            current = False
+            print(f"{name} is not current: run `make fix`.", file=sys.stderr)
+    return 0 if current else 1
 
 
 if __name__ == "__main__":

@@ -107,9 +107,7 @@ class Member:
 
     async def _once(self) -> int:
         self.starts += 1
-        started = await child.start(
-            self.arguments, self.command.environment, self._announced, self._logged
-        )
+        started = await child.start(self.arguments, self.command.environment, self._announced, self._logged)
         self._child = started
         if self._stopping.is_set():  # asked to end while it was being started
             started.terminate()
@@ -262,5 +260,3 @@ def _signals(supervisor: Supervisor) -> Iterator[asyncio.Event]:
 def describe(status: int) -> str:
     """An exit status in words, as asyncio gives it: negative for a signal."""
     return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-
-

@@ -29,6 +29,7 @@ FIRST_ANSWER_S = 60.0
 """Seconds that the first request may take once all processes are ready."""
 
 RETRY_S = 0.1
+BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,16 +122,20 @@ async def open_service(plan: Plan, watcher: Watcher) -> AsyncIterator[Service]:
         )
         await supervisor.unless_failed(router.ready())
         service = Service(supervisor, router, tuple(workers), plan.router.api_key)
-        await supervisor.unless_failed(answered(service, plan.name))
+        await supervisor.unless_failed(answered(service, plan))
         yield service
 
 
-async def answered(service: Service, model: str) -> None:
+async def answered(service: Service, plan: Plan) -> None:
     """Wait until a real request has passed. Raises SetupError if none does."""
-    body = {"model": model, "prompt": "Baton", "max_tokens": 1, "temperature": 0}
+    # Long enough that a decode worker asks a prefill worker for it, and connects to it on the way.
+    length = WorkerSettings(**plan.worker).local_prefill_tokens + 2 * BLOCK_TOKENS
+    body = {"model": plan.name, "prompt": [0] * length, "max_tokens": 1}
+    key = plan.router.api_key
     said = "nothing"
-    headers = {"authorization": f"Bearer {service.api_key}"} if service.api_key else {}
-    async with httpx.AsyncClient(headers=headers, trust_env=False, timeout=FIRST_ANSWER_S) as client:
+    async with httpx.AsyncClient(
+        headers={"authorization": f"Bearer {key}"} if key else {}, trust_env=False, timeout=FIRST_ANSWER_S
+    ) as client:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_ANSWER_S):
                 while True:
@@ -139,8 +144,8 @@ async def answered(service: Service, model: str) -> None:
                         if answer.is_success:
                             return
                         said = f"{answer.status_code} {answer.text[:500]}"
-                        if answer.status_code < 500:
-                            break
+                        if answer.status_code == httpx.codes.BAD_REQUEST:
+                            body["prompt"] = [0]  # the model's context is shorter than that
                     except httpx.TransportError as error:
                         said = str(error) or type(error).__name__
                     await asyncio.sleep(RETRY_S)  # the router has not looked at all workers yet

@@ -1,4 +1,4 @@
-"""The generated page of settings."""
+"""The generated pages."""
 
 from __future__ import annotations
 
@@ -9,22 +9,28 @@ import pytest
 from baton_cli import reference
 
 
-def test_the_page_in_the_repository_is_current() -> None:
+def test_the_pages_in_the_repository_are_current() -> None:
     assert reference.main(["--check"]) == 0
 
 
-def test_a_page_that_is_not_current_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(reference, "PAGE", tmp_path / "reference" / "settings.md")
-    assert reference.main(["--check"]) == 1
-    assert "settings.md is not current: run `make fix`." in capsys.readouterr().err
-    assert reference.main([]) == 0
-    assert reference.main(["--check"]) == 0
+def test_a_page_that_is_not_current_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert reference.main([], tmp_path / "new") == 0
+    assert reference.main(["--check"], tmp_path / "new") == 0
+    (tmp_path / "new" / "settings.md").write_text("old")
+    assert reference.main(["--check"], tmp_path / "new") == 1
+    assert capsys.readouterr().err == "settings.md is not current: run `make fix`.\n"
 
 
 def test_every_setting_has_flag_default_and_variable() -> None:
-    page = reference.page()
+    page = reference.pages()["settings.md"]
     assert "### `--kv-cache-memory` SIZE" in page
     assert "Default: `smollm2`. Environment: `BATON_MODEL`." in page
     assert "Environment: `BATON_ROUTER_HEALTH_INTERVAL_S`." in page
+
+
+def test_every_module_says_in_a_sentence_what_it_is() -> None:
+    lines = reference.pages()["modules.md"].splitlines()
+    modules = [line for line in lines if line.startswith("- `")]
+    assert len(modules) > 50
+    for line in modules:
+        assert len(line.split(": ", 1)[1]) > 10, line

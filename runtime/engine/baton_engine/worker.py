@@ -259,7 +259,9 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
-            raise SetupError(f"--device {name} asks for a GPU, but torch sees {count} here; try --device cpu.")
+            raise SetupError(
+                f"--device {name} asks for a GPU, but torch sees {count} here; try --device cpu."
+            )
     return device
 
 

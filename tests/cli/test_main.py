@@ -1,0 +1,55 @@
+"""The command line itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from baton_api import __version__
+from baton_cli.main import main
+
+HEAVY = ("torch", "transformers", "pydantic_settings", "openai", "httpx")
+
+
+def test_help_names_every_command_and_loads_nothing_heavy() -> None:
+    script = (
+        "import sys\n"
+        "from baton_cli.main import main\n"
+        "try: main(['--help'])\n"
+        f"finally: print('LOADED', [name for name in {HEAVY} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    for command in ("serve", "up", "chat", "demo", "router", "prefill", "decode", "version"):
+        assert f" {command} " in done.stdout
+    assert done.stdout.strip().endswith("LOADED []")
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["serve", "prefill", "decode", "router", "up", "demo"])
+def test_every_process_has_its_settings_as_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert "--drain-s" in capsys.readouterr().out
+
+
+def test_a_bad_setting_ends_with_status_2_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["up", "--kv-cache-memory", "lots"])
+    assert ended.value.code == 2
+    complaint = capsys.readouterr().err
+    assert complaint.count("\n") == 1 and "--kv-cache-memory: 'lots' is no size" in complaint
+
+
+def test_workers_of_several_processes_cannot_use_the_loopback(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["up", "--transfer", "loopback"])
+    assert ended.value.code == 2
+    assert "--transfer loopback moves blocks within one process only" in capsys.readouterr().err

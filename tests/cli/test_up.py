@@ -1,0 +1,110 @@
+"""`baton up` with real processes."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.cli.service import END_S, START_S, await_gone, await_true, running_up, start_baton
+from tests.engine.models import make_model
+
+pytestmark = pytest.mark.processes
+
+LONG = "List 3 countries and their capitals. The relay has four runners. "
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def relays(worker: str) -> list[dict[str, object]]:
+    records = httpx.get(f"{worker}/debug/requests", trust_env=False).json()["data"]
+    return [relay for record in records for relay in record["relays"]]
+
+
+def test_a_service_answers_outlives_its_workers_and_leaves_nothing(tiny: Path) -> None:
+    with running_up(tiny) as up:
+        # Prompts are computed in one process and go on in another.
+        first = up.ask(LONG)
+        assert first.status_code == 200, first.text
+        workers = up.workers()
+        moved = relays(workers["decode"])[0]
+        assert moved["prefill_worker"] == "prefill-0"
+        assert str(moved["transport"]).startswith("nixl")
+
+        # A killed worker comes back at the same address, and meanwhile the other one answers.
+        before = up.children()
+        before["prefill"].kill()
+        assert up.ask("Another prompt, as long as the first one was, so that it is asked for.").is_success
+        up.await_line("prefill-0 ended (killed by signal 9); it is started again in 0.5 s", END_S)
+        await_true(lambda: _is_ready(workers["prefill"]), START_S, "the prefill worker is back")
+        assert up.children()["prefill"].pid != before["prefill"].pid
+
+        before["decode"].kill()
+        up.await_line("decode-0 ended (killed by signal 9)", END_S)
+        await_true(lambda: up.ask(LONG).is_success, START_S, "the decode worker is back")
+        assert up.workers() == workers
+        again = up.ask(LONG)
+        assert again.status_code == 200, again.text
+        assert again.json()["choices"] == first.json()["choices"]
+        assert relays(workers["decode"])[0]["prefill_worker"] == "prefill-0"
+
+        # Ctrl-C is a clean end.
+        left = psutil.Process(up.process.pid).children(recursive=True)
+        assert len(left) == 3
+        assert up.end(signal.SIGINT) == 0
+        await_gone(left)
+        assert "Traceback" not in up.log
+
+
+def test_a_killed_supervisor_takes_its_processes_with_it(tiny: Path) -> None:
+    with running_up(tiny) as up:
+        left = psutil.Process(up.process.pid).children(recursive=True)
+        assert len(left) == 3
+        assert up.end(signal.SIGKILL) == -signal.SIGKILL
+        await_gone(left)
+
+
+def test_a_port_in_use_is_one_line_with_the_way_out(tiny: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        _, complaint, status = _run("serve", str(tiny), f"--port={port}")
+    assert status == 2
+    assert f"127.0.0.1:{port} is in use by another process" in complaint and "--port" in complaint
+    assert "Traceback" not in complaint
+
+
+def test_an_unknown_model_is_one_line_with_the_ways_out() -> None:
+    _, complaint, status = _run("up", "nobody/such-a-model")
+    assert status == 2
+    assert "nobody/such-a-model" in complaint and "smollm2" in complaint
+    assert "Traceback" not in complaint
+
+
+def test_a_worker_that_cannot_start_ends_the_service_with_its_reason(tiny: Path) -> None:
+    _, complaint, status = _run("up", str(tiny), "--port=0", "--kv-cache-memory=1KiB")
+    assert status == 2
+    assert "--kv-cache-memory" in complaint.splitlines()[-1]
+    assert "Traceback" not in complaint
+
+
+def _is_ready(worker: str) -> bool:
+    try:
+        return httpx.get(f"{worker}/ready", trust_env=False).is_success
+    except httpx.TransportError:
+        return False
+
+
+def _run(*arguments: str) -> tuple[str, str, int]:
+    process = start_baton(*arguments)
+    try:
+        out, complaint = process.communicate(timeout=START_S)
+    finally:
+        process.kill()
+    return out, complaint, process.returncode

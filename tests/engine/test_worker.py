@@ -1,0 +1,109 @@
+"""A worker put together from its settings, and what it refuses."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton_api.errors import SetupError
+from baton_api.workers import Role
+from baton_engine.requests import Request, SamplingParams
+from baton_engine.settings import WorkerSettings
+from baton_engine.worker import open_worker
+from tests.engine.models import make_model
+
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 16 * 4
+"""Two layers, keys and values, two key heads of 16, 16 tokens, float32."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def process() -> Iterator[None]:
+    """A worker sets what belongs to its whole process; tests give it back."""
+    threads, interval = torch.get_num_threads(), sys.getswitchinterval()
+    yield
+    torch.set_num_threads(threads)
+    sys.setswitchinterval(interval)
+
+
+def settings(model: Path, **given: Any) -> WorkerSettings:
+    return WorkerSettings.model_validate(
+        {"model": str(model), "dtype": "float32", "threads": 1, "kv_cache_memory": "1MiB", **given}
+    )
+
+
+async def test_a_worker_that_is_open_has_answered_and_answers(tiny: Path) -> None:
+    async with open_worker(settings(tiny, port=8123)) as worker:
+        assert worker.engine.snapshot().totals.generated_tokens == 1
+        request = Request("r", tuple(range(3, 40)), SamplingParams(temperature=0.0, max_tokens=5))
+        tokens = [
+            choice.token async for output in worker.client.generate(request) for choice in output.tokens
+        ]
+        assert len(tokens) == 5
+        load = worker.load(control="127.0.0.1:9")
+    assert worker.name == "both-8123"
+    assert worker.model_name == "tiny"
+    assert (load.role, load.model, load.control) == (Role.BOTH, "tiny", "127.0.0.1:9")
+    assert load.total_blocks == 2**20 // BLOCK_BYTES - 1
+    assert load.compatibility == worker.compatibility.digest
+
+
+async def test_two_starts_are_told_apart_and_can_share_blocks(tiny: Path) -> None:
+    async with open_worker(settings(tiny)) as one, open_worker(settings(tiny)) as other:
+        assert one.epoch != other.epoch
+        assert one.compatibility == other.compatibility
+
+
+async def test_the_settings_reach_the_engine(tiny: Path) -> None:
+    chosen = settings(tiny, max_model_len=100, chunk_tokens=32, max_running=3, served_model_name="mine")
+    async with open_worker(chosen) as worker:
+        limits = worker.engine.limits
+        assert (limits.max_model_len, limits.chunk_tokens, limits.max_running) == (100, 32, 3)
+        assert worker.model_name == "mine"
+        assert worker.cache.kv.dtype == torch.float32
+
+
+async def test_without_a_size_the_cache_takes_a_part_of_the_memory(tiny: Path) -> None:
+    async with open_worker(settings(tiny, kv_cache_memory=0)) as worker:
+        assert 1000 < worker.cache.blocks <= 131_072
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        (
+            {"kv_cache_memory": BLOCK_BYTES},
+            ("8.19 kB", "2 blocks of 16 tokens", "16.4 kB", "--kv-cache-memory"),
+        ),
+        ({"kv_cache_memory": 2**60}, ("--kv-cache-memory", "1152922 TB", "are free here")),
+        ({"max_model_len": 513}, ("--max-model-len 513", "512 tokens", "tiny")),
+        ({"device": "abacus"}, ("--device 'abacus'", "cpu, cuda")),
+        ({"device": "meta"}, ("--device 'meta'", "cpu, cuda")),
+        ({"device": "cuda:99"}, ("--device cuda:99", "--device cpu")),
+    ],
+    ids=[
+        "a cache of one block",
+        "a cache larger than memory",
+        "a context too long",
+        "no device",
+        "not served",
+        "no GPU",
+    ],
+)
+async def test_what_cannot_be_is_refused_with_numbers_and_a_way_out(
+    tiny: Path, given: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    with pytest.raises(SetupError) as caught:
+        async with open_worker(settings(tiny, **given)):
+            pass
+    for part in parts:
+        assert part in caught.value.message
