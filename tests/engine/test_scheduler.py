@@ -71,6 +71,15 @@ def test_what_generates_takes_part_first_and_prompts_get_the_rest() -> None:
     assert shape(books.step()) == (["a"], [("b", 15)])
 
 
+def test_a_batch_as_large_as_the_chunk_leaves_a_block_for_prompts() -> None:
+    books = Books(chunk_tokens=4)
+    for seed in range(4):
+        books.add(f"{seed}", 4, seed=seed, max_tokens=50)
+        books.step()
+    books.add("late", 6, seed=4)
+    assert shape(books.step()) == (["0", "1", "2", "3"], [("late", 4)])
+
+
 def test_requests_are_admitted_in_order_even_if_a_later_one_would_fit() -> None:
     books = Books(blocks=11)
     books.add("a", 16, max_tokens=12)

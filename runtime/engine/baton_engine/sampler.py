@@ -3,8 +3,8 @@ Logits to tokens: one uniform number per token, looked up in the cumulated proba
 
 The vocabulary is never sorted in the usual case. It is read by blocks: the highest logit is looked for in
 the block with the highest maximum, a number's place in the block where the cumulated sums pass it. Top-k,
-top-p and min-p all come down to the least probability that is kept, and the 256th highest block maximum
-bounds the few likely tokens among which that least one is nearly always found.
+top-p and min-p all come down to the least weight that is kept, and the 64th highest block maximum bounds
+the few likely tokens among which that least one is nearly always found.
 
 A row's token depends on its own logits, parameters and position alone, never on its neighbours.
 
@@ -30,8 +30,11 @@ from baton_engine.requests import SamplingParams
 BLOCK = 128
 """Tokens whose maximum or sum is taken together: a pass over blocks costs a fifth of torch's argmax."""
 
-CANDIDATES = 256
-"""Likely tokens, at least, among which the least one kept is looked for first."""
+CANDIDATES = (64, 512)
+"""Likely tokens, at least, among which the least one kept is looked for, before all are."""
+
+TINY = np.finfo(np.float32).smallest_subnormal
+"""The least positive weight: tokens without any are never kept."""
 
 ALTERNATIVES = 20
 """Logprobs are always picked from this many, so that ties come out the same at any number."""
@@ -55,7 +58,10 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[TokenChoice | None]:
     tokens, healthy = _most_likely(logits)
     chance = [row for row, draw in enumerate(draws) if not draw.greedy and healthy[row]]
     if chance:
-        _draw(logits, draws, chance, tokens)
+        peaks = logits[chance, [tokens[row] for row in chance]]
+        drawn = _draw(_select(logits, chance), peaks, [draws[row] for row in chance])
+        for row, token in zip(chance, drawn, strict=True):
+            tokens[row] = token
     return [
         reported.choice(row, token) if good else None
         for row, (token, good) in enumerate(zip(tokens, healthy, strict=True))
@@ -106,24 +112,27 @@ def _ids(tokens: Sequence[int], row: Tensor) -> Tensor:
     return torch.tensor(tokens, dtype=torch.int64, device=row.device)
 
 
-def _draw(logits: Tensor, draws: Sequence[Draw], rows: list[int], tokens: list[int]) -> None:
-    """Replace the tokens of `rows` by drawn ones."""
-    chosen = [draws[row] for row in rows]
-    temperatures = torch.tensor([draw.params.temperature for draw in chosen], device=logits.device)
-    probabilities = _blocks((_select(logits, rows) / temperatures[:, None]).softmax(-1))
-    numbers = np.array([uniform(draw.params.seed, draw.position) for draw in chosen])
-    whole = [place for place, draw in enumerate(chosen) if not draw.truncated]
+def _draw(logits: Tensor, peaks: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """A token by chance for each row, whose highest logit is given; overwrites the logits."""
+    temperatures = torch.tensor([draw.params.temperature for draw in draws], device=logits.device)
+    # Probabilities but for a factor that nothing needs. In place: temporaries of this size are slow.
+    weights = _blocks(logits.sub_(peaks[:, None]).div_(temperatures[:, None]).exp_())
+    sums = weights.sum(-1).cpu().numpy().astype(np.float64)
+    numbers = np.array([uniform(draw.params.seed, draw.position) for draw in draws])
+    tokens = [0] * len(draws)
+    whole = [row for row, draw in enumerate(draws) if not draw.truncated]
     if whole:
-        picked = _from_all(_select(probabilities, whole), numbers[whole])
-        for place, token in zip(whole, picked, strict=True):
-            tokens[rows[place]] = token
-    if len(whole) == len(rows):
-        return
-    peaks = probabilities.amax(-1).cpu().numpy()
-    values = probabilities.flatten(1).cpu().numpy()
-    for place, draw in enumerate(chosen):
-        if draw.truncated:
-            tokens[rows[place]] = _from_kept(values[place], peaks[place], draw.params, numbers[place])
+        picked = _from_all(_select(weights, whole), sums[whole], numbers[whole])
+        for row, token in zip(whole, picked, strict=True):
+            tokens[row] = token
+    if len(whole) < len(draws):
+        maxima, values, totals = weights.amax(-1).cpu().numpy(), weights.cpu().numpy(), sums.sum(1)
+        for row, draw in enumerate(draws):
+            if draw.truncated:
+                likely = _Likely(values[row], maxima[row])
+                least = _least_kept(likely, totals[row], draw.params)
+                tokens[row] = _from_kept(likely, least, numbers[row])
+    return tokens
 
 
 def _select(values: Tensor, rows: list[int]) -> Tensor:
@@ -138,9 +147,8 @@ def _blocks(values: Tensor) -> Tensor:
     return values.view(rows, -1, BLOCK)
 
 
-def _from_all(blocks: Tensor, numbers: NDArray[np.float64]) -> list[int]:
-    """Tokens of rows that leave none out, by inverse cumulated probability in vocabulary order."""
-    sums = blocks.sum(-1).cpu().numpy().astype(np.float64)
+def _from_all(blocks: Tensor, sums: NDArray[np.float64], numbers: NDArray[np.float64]) -> list[int]:
+    """Tokens of rows that leave none out, by inverse cumulated weight in vocabulary order."""
     ends = sums.cumsum(1)
     every = np.arange(len(sums))
     target = _below(numbers * ends[:, -1], ends[:, -1])
@@ -155,53 +163,65 @@ def _from_all(blocks: Tensor, numbers: NDArray[np.float64]) -> list[int]:
 
 
 def _below(target: NDArray[np.float64], end: NDArray[np.float64]) -> NDArray[np.float64]:
-    """`target`, but less than `end`, which rounding may have made it: a token with mass is found."""
+    """`target`, but less than `end`, which rounding may have made it: a token with weight is found."""
     return np.minimum(target, np.nextafter(end, 0.0))
 
 
-def _from_kept(
-    values: NDArray[np.float32], peaks: NDArray[np.float32], params: SamplingParams, number: np.float64
-) -> int:
-    """The token of one row by inverse cumulated probability over what truncation keeps."""
-    tokens = np.flatnonzero(values >= _least_kept(values, peaks, params))
-    ends = values[tokens].cumsum(dtype=np.float64)
-    return int(tokens[ends.searchsorted(_below(number * ends[-1], ends[-1]), side="right")])
+class _Likely:
+    """The likely tokens of one row [C, BLOCK], of which only the blocks that have some are read."""
+
+    def __init__(self, values: NDArray[np.float32], maxima: NDArray[np.float32]) -> None:
+        self._values = values
+        self._maxima = maxima
+        self.peak = maxima.max()
+
+    def above(self, bound: np.float32) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Tokens of at least this weight, which is positive, in vocabulary order, with their weights."""
+        blocks = np.flatnonzero(self._maxima >= bound)
+        values = self._values[blocks]
+        row, column = np.nonzero(values >= bound)
+        return blocks[row] * BLOCK + column, values[row, column]
+
+    def bounds(self) -> Iterator[np.float32]:
+        """
+        Ever lower weights, the last one below all tokens.
+
+        As many tokens as there are block maxima at or above a bound are at or above it themselves.
+        """
+        for count in CANDIDATES:
+            if count < len(self._maxima):
+                yield np.partition(self._maxima, -count)[-count]
+        if len(self._maxima) > CANDIDATES[0]:
+            yield self._maxima.min()
+        yield np.float32(0.0)
 
 
-def _least_kept(
-    values: NDArray[np.float32], peaks: NDArray[np.float32], params: SamplingParams
-) -> np.float32:
-    """The least probability that min-p, top-k and top-p keep; always positive."""
-    floor = peaks.max() * np.float32(params.min_p)
-    descending = values[:0]
-    for bound in _bounds(peaks):
-        kept = values[(values >= max(bound, floor)) & (values > 0)]
-        descending = np.sort(kept)[::-1]
-        complete = bound <= floor
+def _least_kept(likely: _Likely, total: np.float64, params: SamplingParams) -> np.float32:
+    """The least weight that min-p, top-k and top-p keep; always positive."""
+    floor = max(likely.peak * np.float32(params.min_p), TINY)
+    least = likely.peak
+    for bound in likely.bounds():
+        complete = bool(bound <= floor)
+        descending = -np.sort(-likely.above(max(bound, floor))[1])
         if 0 < params.top_k <= len(descending):
             descending = descending[: params.top_k]
             complete = True
         if params.top_p < 1.0 and (complete or not params.min_p):
             ends = descending.cumsum(dtype=np.float64)
-            reached = int(ends.searchsorted(params.top_p * (ends[-1] if complete else 1.0)))
+            reached = int(ends.searchsorted(params.top_p * (ends[-1] if complete else total)))
             if reached < len(descending):
                 return np.float32(descending[reached])
+        least = descending[-1]
         if complete:
             break
-    return np.float32(descending[-1])
+    return np.float32(least)
 
 
-def _bounds(peaks: NDArray[np.float32]) -> Iterator[np.float32]:
-    """
-    Ever lower bounds, the last one below all tokens.
-
-    As many tokens as there are block maxima at or above a bound are at or above it themselves, and they
-    are the likeliest ones.
-    """
-    if len(peaks) > CANDIDATES:
-        yield np.partition(peaks, -CANDIDATES)[-CANDIDATES]
-    yield peaks.min()
-    yield np.float32(0.0)
+def _from_kept(likely: _Likely, least: np.float32, number: np.float64) -> int:
+    """The token by inverse cumulated weight over those of at least `least`, in vocabulary order."""
+    tokens, weights = likely.above(least)
+    ends = weights.cumsum(dtype=np.float64)
+    return int(tokens[ends.searchsorted(_below(number * ends[-1], ends[-1]), side="right")])
 
 
 class _Logprobs:
