@@ -72,7 +72,7 @@ def test_what_could_begin_a_stop_string_is_held_back_and_nothing_else() -> None:
 
 async def test_an_answer_ends_at_a_stop_string_and_counts_the_token_that_completed_it(api: Api) -> None:
     api.model.script = "abc STOP def"
-    body = (await api.chat(stop=" STOP", max_tokens=50)).json()
+    body = (await api.chat(stop=" STOP", max_tokens=50, ignore_eos=True)).json()
     (choice,) = body["choices"]
     assert choice["message"]["content"] == "abc"
     assert (choice["finish_reason"], choice["matched_stop"], choice["stop_reason"]) == (
@@ -82,6 +82,7 @@ async def test_an_answer_ends_at_a_stop_string_and_counts_the_token_that_complet
     )
     assert body["usage"]["completion_tokens"] == len("abc STOP")
     await api.served.engine.idle()
+    assert api.served.engine.snapshot().totals.finished == {"stop": 1}, "the engine was told at once"
     api.assert_all_blocks_back()
 
 

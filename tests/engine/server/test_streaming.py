@@ -141,6 +141,21 @@ async def test_choices_that_find_no_room_refuse_the_whole_stream() -> None:
             await api.served.engine.idle()
 
 
+async def test_a_stream_begins_only_when_the_choices_of_all_prompts_were_admitted() -> None:
+    async with open_api(max_running=1, max_queued=3) as api:
+        # The second prompt's last choice is the one too many, long after the first prompt's first token.
+        refused = await api.complete(stream=True, n=3, prompt=["a", "b"], max_tokens=4)
+        assert refused.status_code == 503
+
+
+async def test_prompts_that_found_room_are_given_up_when_another_finds_none() -> None:
+    async with open_api(max_running=1, max_queued=2) as api:
+        refused = await api.complete(prompt=["a", "b", "c", "d"], max_tokens=400)
+        assert refused.status_code == 503
+        await eventually(lambda: api.served.engine.snapshot().totals.finished == {"abort": 2})
+        api.assert_all_blocks_back()
+
+
 async def test_an_error_in_a_stream_is_an_event_and_then_a_cut(api: Api, server: HttpServer) -> None:
     api.model.script = "abc"
     api.model.fail_on = LETTERS[1]
