@@ -89,6 +89,8 @@ class Side:
         self.client.start()
 
     async def close(self) -> None:
+        if isinstance(self.model, FakeModel):
+            self.model.go.set()  # a test that fails half way must not leave the engine waiting
         await self.client.close()
         await self.transfer.close()
 

@@ -214,6 +214,20 @@ async def test_a_connection_that_dies_before_anything_came_is_made_again_once() 
         assert len(calls) == 2
 
 
+async def vanish_in_mid_read(connection: Connection, side: Side) -> None:
+    asked = await greet(connection, side)
+    connection.send(Chunk(room=asked.room, epoch=1, first_block=0, blocks=[1], checksums=[0]))
+
+
+async def test_a_connection_that_dies_in_mid_read_is_not_tried_again_over_the_same_blocks() -> None:
+    async with open_bad_worker(vanish_in_mid_read) as (decode, prefills, address, calls):
+        decode.faulty.hold()
+        assert tokens(await decode.generate(request(prefills, address))) == EXPECTED
+        assert (len(calls), prefills.outcomes, prefills.unsettled) == (1, {"lost": 1}, 1)
+        assert decode.now.quarantined_blocks == 1
+        decode.faulty.release()
+
+
 async def test_an_address_without_an_answer_is_left_alone_for_a_while() -> None:
     async with open_bad_worker(say_nothing) as (decode, prefills, address, calls):
         await asyncio.gather(*(decode.generate(request(prefills, address, f"q{n}")) for n in range(5)))

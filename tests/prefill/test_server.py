@@ -88,6 +88,7 @@ async def open_bench(side: Side | None = None, **how: Any) -> AsyncIterator[Benc
         yield bench
         await bench.quiet()
     finally:
+        bench.model.go.set()  # a test that fails half way must not leave the engine waiting
         await bench.server.close()
         await side.close()
 
