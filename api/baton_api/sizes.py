@@ -41,15 +41,13 @@ def show_size(count: float) -> str:
     >>> show_size(512), show_size(92_871_040), show_size(4e9)
     ('512 B', '92.9 MB', '4.00 GB')
     """
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 999.5:
-            break
+    units = ["B", "kB", "MB", "GB", "TB"]
+    power = 0
+    while count >= 999.5 and power < len(units) - 1:
         count /= 1000
-    else:
-        unit = "TB"
-    if unit == "B":
-        return f"{count:.0f} B"
-    return f"{count:.{2 if count < 9.995 else 1 if count < 99.95 else 0}f} {unit}"
+        power += 1
+    digits = 0 if power == 0 or count >= 99.95 else 1 if count >= 9.995 else 2
+    return f"{count:.{digits}f} {units[power]}"
 
 
 Bytes = Annotated[int, BeforeValidator(parse_size)]

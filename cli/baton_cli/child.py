@@ -81,7 +81,7 @@ async def start(
     announced: Callable[[Announcement], None],
     logged: Callable[[str], None],
 ) -> Child:
-    """Start `baton` with these arguments; both callbacks come on the event loop, in the order in which things were said."""
+    """Start `baton` with these arguments; both callbacks come on the event loop, in order."""
     reading, writing = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 
-import httpx
-from openai import APIConnectionError, APIStatusError, AsyncOpenAI
+from openai import APIConnectionError, APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient
 from openai.types.chat import ChatCompletionMessageParam
 from rich.console import Console
 from rich.text import Text
@@ -26,7 +25,7 @@ class Conversation:
         if system:
             self.messages.append({"role": "system", "content": system})
 
-    async def say(self, text: str) -> AsyncIterator[str]:
+    async def say(self, text: str) -> AsyncGenerator[str, None]:
         """
         The answer, piece by piece.
 
@@ -68,10 +67,12 @@ def chat(url: str, model: str, system: str, api_key: str) -> None:
 async def _chat(
     console: Console, read: Callable[[], str], url: str, model: str, system: str, api_key: str
 ) -> None:
-    # A proxy that is set for the web is not on the way to a service of one's own.
-    http = httpx.AsyncClient(trust_env=False, timeout=httpx.Timeout(600, connect=5))
     async with AsyncOpenAI(
-        base_url=f"{url.rstrip('/')}/v1", api_key=api_key or "none", http_client=http, max_retries=0
+        base_url=f"{url.rstrip('/')}/v1",
+        api_key=api_key or "none",
+        max_retries=0,
+        # A proxy that is set for the web is not on the way to a service of one's own.
+        http_client=DefaultAsyncHttpxClient(trust_env=False),
     ) as client:
         model = model or await _first_model(client, url)
         conversation = Conversation(client, model, system)
@@ -125,7 +126,7 @@ async def _first_model(client: AsyncOpenAI, url: str) -> str:
         models = await client.models.list()
     except (APIStatusError, APIConnectionError) as error:
         raise SetupError(
-            f"No service answers on {url} ({error.message.rstrip('.')}). Start one with `baton up`, or give its "
-            "address with --url."
+            f"No service answers on {url} ({error.message.rstrip('.')}). Start one with "
+            "`baton up`, or give its address with --url."
         ) from error
     return models.data[0].id

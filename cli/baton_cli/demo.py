@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -76,7 +76,7 @@ async def show(console: Console, service: Service, model: str) -> None:
     client = AsyncOpenAI(
         base_url=f"{service.url}/v1",
         api_key=service.api_key or "none",
-        http_client=httpx.AsyncClient(trust_env=False),
+        http_client=DefaultAsyncHttpxClient(trust_env=False),
     )
     rows = []
     async with client:

@@ -1,4 +1,4 @@
-"""What a terminal shows while processes start and run: bars for what loads, log lines with a name in front."""
+"""What a terminal shows while processes start and run: bars for what loads, logs with a name in front."""
 
 from __future__ import annotations
 

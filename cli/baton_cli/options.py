@@ -8,6 +8,7 @@ names the flag.
 
 from __future__ import annotations
 
+import enum
 import inspect
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -135,8 +136,8 @@ def _metavar(field: FieldInfo) -> str:
         return "|".join(str(value) for value in typing.get_args(annotation))
     if typing.get_origin(annotation) is tuple:
         return "URL"
-    if isinstance(annotation, type) and hasattr(annotation, "__members__"):
-        return "|".join(str(value) for value in annotation)
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return "|".join(str(member.value) for member in annotation)
     if any(getattr(part, "func", None) is not None for part in field.metadata):
         return "SIZE"
     return {int: "N", float: "X", str: "TEXT"}.get(annotation, "TEXT")

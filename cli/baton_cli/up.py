@@ -55,7 +55,7 @@ class Plan:
     def worker_commands(self, cores: int) -> list[Command]:
         """One command per worker, with as many threads as its share of the cores."""
         flags = {"threads": threads_each(cores, len(self.roles)), **self.worker}
-        counts = {role: 0 for role in Role}
+        counts = dict.fromkeys(Role, 0)
         commands = []
         for role in self.roles:
             name = f"{role}-{counts[role]}"

@@ -50,12 +50,12 @@ class KVCache:
 
     def block(self, number: int) -> memoryview:
         """The bytes of block `number`, writable, not copied. CPU only."""
-        return memoryview(self.kv[number].view(torch.uint8).numpy().reshape(-1))
+        return self.kv[number].view(torch.uint8).numpy().reshape(-1).data
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # Anonymous pages are zero without being written: memory is taken when a block is first used, not at start.
+    # Anonymous pages are zero without being written: memory is taken when a block is first used.
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -138,7 +138,7 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
     fatal: asyncio.Future[str] = loop.create_future()
 
     def stop(reason: str) -> None:
-        loop.call_soon_threadsafe(lambda: fatal.done() or fatal.set_result(reason))
+        loop.call_soon_threadsafe(_settle, fatal, reason)
 
     client = AsyncEngine(model, cache, limits, on_fatal=stop)
     async with contextlib.AsyncExitStack() as stack:
@@ -164,6 +164,11 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
         )
         await worker.warm_up()
         yield worker
+
+
+def _settle(fatal: asyncio.Future[str], reason: str) -> None:
+    if not fatal.done():
+        fatal.set_result(reason)
 
 
 def _load(
