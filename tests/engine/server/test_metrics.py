@@ -49,6 +49,7 @@ async def test_gauges_show_what_runs_and_what_waits() -> None:
     async with open_api(max_running=1) as api:
         api.model.go.clear()
         running = [asyncio.create_task(api.chat()) for _ in range(3)]
+        await asyncio.to_thread(api.model.inside.wait)
         await eventually(lambda: api.served.engine.snapshot().queued == 2)
         assert await api.metric("baton_worker_requests_running") == 1
         assert await api.metric("baton_worker_requests_queued") == 2

@@ -144,7 +144,7 @@ async def test_choices_that_find_no_room_refuse_the_whole_stream() -> None:
 async def test_a_stream_begins_only_when_the_choices_of_all_prompts_were_admitted() -> None:
     async with open_api(max_running=1, max_queued=3) as api:
         # The second prompt's last choice is the one too many, long after the first prompt's first token.
-        refused = await api.complete(stream=True, n=3, prompt=["a", "b"], max_tokens=4)
+        refused = await api.complete(stream=True, n=3, prompt=["a", "b"], max_tokens=200)
         assert refused.status_code == 503
 
 
