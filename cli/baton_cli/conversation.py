@@ -61,12 +61,13 @@ def chat(url: str, model: str, system: str, api_key: str) -> None:
 
     # asyncio's own handler would cancel the whole conversation; it leaves one that is not Python's alone.
     signal.signal(signal.SIGINT, interrupt)
-    asyncio.run(_chat(console, lambda: console.input("[bold cyan]>[/] "), url, model, system, api_key))
+    asyncio.run(converse(console, lambda: console.input("[bold cyan]>[/] "), url, model, system, api_key))
 
 
-async def _chat(
+async def converse(
     console: Console, read: Callable[[], str], url: str, model: str, system: str, api_key: str
 ) -> None:
+    """Answer what `read` gives until it raises EOFError. Raises SetupError if no service answers."""
     async with AsyncOpenAI(
         base_url=f"{url.rstrip('/')}/v1",
         api_key=api_key or "none",

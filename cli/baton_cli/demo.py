@@ -78,12 +78,13 @@ async def show(console: Console, service: Service, model: str) -> None:
         api_key=service.api_key or "none",
         http_client=DefaultAsyncHttpxClient(trust_env=False),
     )
+    workers = {member.name: member.url for member in service.of(Role.DECODE)}
     rows = []
     async with client:
         for question in QUESTIONS:
             console.print(f"\n[bold cyan]Question:[/] {question}")
             answer = await ask(console, client, model, question)
-            rows.append((answer, await record_of(service, answer.id)))
+            rows.append((answer, await record_of(workers, answer.id)))
     console.print()
     console.print(picture(rows))
 
@@ -122,14 +123,14 @@ async def ask(console: Console, client: AsyncOpenAI, model: str, question: str) 
     )
 
 
-async def record_of(service: Service, answer_id: str) -> Mapping[str, Any]:
-    """What the decode worker that gave this answer knows of it."""
+async def record_of(workers: Mapping[str, str], answer_id: str) -> Mapping[str, Any]:
+    """What the worker that gave this answer knows of it; `workers` are URLs by name."""
     async with httpx.AsyncClient(trust_env=False) as client:
-        for member in service.of(Role.DECODE):
-            records = (await client.get(f"{member.url}/debug/requests")).json()["data"]
+        for name, url in workers.items():
+            records = (await client.get(f"{url}/debug/requests")).json()["data"]
             for record in records:
                 if record["id"] == answer_id:
-                    return {**record, "worker": member.name}
+                    return {**record, "worker": name}
     return {"relays": [], "worker": "unknown"}
 
 

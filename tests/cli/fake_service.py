@@ -1,0 +1,91 @@
+"""An OpenAI-compatible service that says what it is told, over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from baton_engine.server.drain import Drain
+from baton_engine.server.http import HttpServer
+
+
+@dataclass
+class FakeService:
+    """Answers each conversation with the next of `answers`, word by word."""
+
+    answers: list[str]
+    relay: dict[str, Any] | None = None
+    """What `/debug/requests` tells of every answer."""
+    hangs: bool = False
+    """After the first word of an answer, nothing more comes."""
+    seen: list[dict[str, Any]] = field(default_factory=list)
+    """Bodies of the requests."""
+    url: str = ""
+
+    async def chat(self, request: Request) -> Response:
+        body = await request.json()
+        self.seen.append(body)
+        if not self.answers:
+            return JSONResponse({"error": {"message": "Nothing left to say."}}, 503)
+        return StreamingResponse(self._events(self.answers.pop(0)), media_type="text/event-stream")
+
+    async def _events(self, answer: str) -> AsyncIterator[bytes]:
+        head = {
+            "id": f"chatcmpl-{len(self.seen)}",
+            "object": "chat.completion.chunk",
+            "created": 1,
+            "model": "tiny",
+        }
+        words = answer.split(" ")
+        for number, word in enumerate(words):
+            text = word if number == 0 else f" {word}"
+            yield _event(
+                {**head, "choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}]}
+            )
+            if self.hangs:
+                await asyncio.Event().wait()
+        yield _event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        usage = {
+            "prompt_tokens": 30,
+            "completion_tokens": len(words),
+            "total_tokens": 30 + len(words),
+            "prompt_tokens_details": {"cached_tokens": 16},
+        }
+        yield _event({**head, "choices": [], "usage": usage})
+        yield b"data: [DONE]\n\n"
+
+    async def models(self, request: Request) -> Response:
+        model = {"id": "tiny", "object": "model", "created": 1, "owned_by": "nobody"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def records(self, request: Request) -> Response:
+        relays = [self.relay] if self.relay else []
+        rows = [{"id": f"chatcmpl-{n + 1}", "relays": relays} for n in range(len(self.seen))]
+        return JSONResponse({"data": rows})
+
+
+@contextlib.asynccontextmanager
+async def serving(service: FakeService) -> AsyncIterator[FakeService]:
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", service.chat, methods=["POST"]),
+            Route("/v1/models", service.models),
+            Route("/debug/requests", service.records),
+        ]
+    )
+    async with HttpServer(app, "127.0.0.1", 0, Drain()) as server:
+        service.url = f"http://{server.address}"
+        yield service
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"

@@ -1,0 +1,87 @@
+"""`baton chat` against a service that says what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+from collections.abc import Iterable
+
+import pytest
+from rich.console import Console
+
+from baton_api.errors import SetupError
+from baton_cli.conversation import converse
+from tests.cli.fake_service import FakeService, serving
+
+
+async def talk(service: FakeService, lines: Iterable[str], system: str = "") -> str:
+    """What the terminal shows when these lines are typed, and then Ctrl-D."""
+    screen = io.StringIO()
+    typed = iter(lines)
+
+    def read() -> str:
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    await converse(Console(file=screen, width=200), read, service.url, "", system, "")
+    return screen.getvalue()
+
+
+async def test_each_answer_follows_from_all_that_was_said() -> None:
+    async with serving(FakeService(["Paris it is.", "Two million people."])) as service:
+        screen = await talk(service, ["What is the capital of France?", "", "How large is it?"], "Be brief.")
+    assert "Paris it is.\n" in screen and "Two million people.\n" in screen
+    assert service.seen[1]["model"] == "tiny"
+    assert service.seen[1]["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is the capital of France?"},
+        {"role": "assistant", "content": "Paris it is."},
+        {"role": "user", "content": "How large is it?"},
+    ]
+
+
+async def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on() -> None:
+    async with serving(FakeService(["Once upon a time", "Yes."], hangs=True)) as service:
+        screen = io.StringIO()
+        typed = iter(["Tell me a story.", "Enough?"])
+
+        class Terminal(io.StringIO):
+            """Presses Ctrl-C as soon as the first word of the story is shown."""
+
+            def write(self, text: str) -> int:
+                if "Once" in text or "Yes." in text:
+                    os.kill(os.getpid(), signal.SIGINT)
+                return screen.write(text)
+
+        def read() -> str:
+            service.hangs = len(service.seen) == 0
+            try:
+                return next(typed)
+            except StopIteration:
+                raise EOFError from None
+
+        async with asyncio.timeout(20):
+            await converse(Console(file=Terminal(), width=200), read, service.url, "tiny", "", "")
+    assert "Once (stopped)" in screen.getvalue()
+    assert [message["content"] for message in service.seen[1]["messages"]] == [
+        "Tell me a story.",
+        "Once",
+        "Enough?",
+    ]
+
+
+async def test_a_question_that_failed_is_not_part_of_the_conversation() -> None:
+    async with serving(FakeService([])) as service:
+        screen = await talk(service, ["Hello?", "Still there?"])
+    assert screen.count("Nothing left to say.") == 2
+    assert [message["content"] for message in service.seen[1]["messages"]] == ["Still there?"]
+
+
+async def test_without_a_service_the_way_out_is_named() -> None:
+    nobody = FakeService([], url="http://127.0.0.1:9")
+    with pytest.raises(SetupError, match="baton up"):
+        await talk(nobody, [])
