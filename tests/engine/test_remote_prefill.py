@@ -287,8 +287,9 @@ def test_a_second_end_of_the_same_fetch_is_ignored(caplog: pytest.LogCaptureFixt
         peer.succeed(fetch)
         peer.succeed(fetch)
         assert serving.tokens("a") == serving.model.greedy(prompt_of(20), 8)
-        serving.at_rest()
+        serving.run(request_of("b"))  # it was asked for later, so the second end has been seen
         assert "was not under way" in caplog.text
+        serving.at_rest()
 
 
 def test_loaded_requests_without_room_for_a_token_do_not_spin() -> None:

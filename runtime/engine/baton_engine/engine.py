@@ -13,40 +13,35 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection
 
 import torch
 
 from baton_api.errors import (
     BatonError,
-    ContextTooLong,
     InternalError,
     InvalidRequest,
     NotReady,
     Overloaded,
-    PromptTooLarge,
 )
 from baton_api.messages import TokenChoice
-from baton_engine import sampler
-from baton_engine.batch import Batch, Row
+from baton_engine import admission, passes
 from baton_engine.batchlog import BatchLog
 from baton_engine.blocks import BlockPool
 from baton_engine.cache import KVCache
+from baton_engine.figures import TRANSFER_FAILED, Figures
+from baton_engine.inbox import Command, Inbox
 from baton_engine.jobs import Job, Stage
 from baton_engine.limits import EngineLimits
 from baton_engine.model.decoder import Model
+from baton_engine.passes import Share
 from baton_engine.requests import Fetched, FinishReason, Output, RelayRecord, Request
 from baton_engine.scheduler import Scheduler
-from baton_engine.snapshot import EngineSnapshot, Histogram, Rate, Totals
+from baton_engine.snapshot import EngineSnapshot
 
 __all__ = ["Engine", "EngineLimits"]
 
 log = logging.getLogger(__name__)
-
-TRANSFER_FAILED = "transfer_failed"
-REASON_LENGTH = 32
-"""A longer reason is a sentence for the log, not a label for the metrics."""
 
 
 class Engine:
@@ -78,18 +73,12 @@ class Engine:
         self._outputs: list[Output] = []
         self._jobs: dict[str, Job] = {}
         """All that have not ended, those included that only hold blocks."""
-        self._wake = threading.Condition()
-        self._commands: deque[Callable[[], None]] = deque()
         self._names: set[str] = set()
-        """Ids of `_jobs` and of requests that are still among the commands."""
-        self._arriving = 0
-        self._stopping = False
+        """Ids of `_jobs` and of requests that are still in the inbox."""
+        self._intake = threading.Lock()
+        self._inbox = Inbox()
         self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
-        self._totals = Totals()
-        self._step_times = Histogram()
-        self._forward_times = Histogram()
-        self._generated = Rate(clock())
-        self._computed = Rate(clock())
+        self._figures = Figures(clock)
         self._log = BatchLog(clock)
 
     # --- From any thread ---
@@ -99,106 +88,73 @@ class Engine:
 
     def stop(self) -> None:
         """End what is left with ABORT and join the thread."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
+        self._inbox.close()
         if self._thread.ident is not None:
             self._thread.join()
 
     def submit(self, request: Request) -> None:
-        """Take a request. Raises ContextTooLong, PromptTooLarge, Overloaded or InvalidRequest at once."""
-        size, length = self._cache.block_size, len(request.prompt)
-        if not length:
-            raise InvalidRequest("The prompt has no tokens.")
-        if length >= self.limits.max_model_len:
-            raise ContextTooLong(length, 1, self.limits.max_model_len, param="prompt")
-        self._check_tokens(request)
-        needed = -(-length // size)
-        if needed > self._pool.capacity:
-            raise PromptTooLarge(needed, self._pool.capacity, size)
-        longest = min(length + request.sampling.max_tokens, self.limits.max_model_len)
-        job = Job(request, size, min(-(-longest // size), self._pool.capacity))
-        with self._wake:
-            if self._stopping:
-                raise NotReady("The worker is shutting down.")
+        """
+        Take a request, or say at once why not.
+
+        Raises ContextTooLong, PromptTooLarge, Overloaded, NotReady, or another InvalidRequest.
+        """
+        size, blocks, longest = self._cache.block_size, self._pool.capacity, self.limits.max_model_len
+        admission.check(
+            request,
+            vocab=self._model.spec.vocab,
+            max_model_len=longest,
+            blocks=blocks,
+            block_size=size,
+        )
+        longest = min(len(request.prompt) + request.sampling.max_tokens, longest)
+        job = Job(request, size, min(-(-longest // size), blocks))
+        with self._intake:
             queued = len(self._scheduler.waiting) + self._arriving
             if queued >= self.limits.max_queued:
                 raise Overloaded(queued, self.limits.max_queued)
             if request.id in self._names:
                 raise InvalidRequest(f"A request with the id {request.id[:128]!r} is already being served.")
             self._names.add(request.id)
-            self._arriving += 1
-            self._commands.append(lambda: self._add(job))
-            self._wake.notify()
+            if not self._inbox.post(lambda: self._add(job)):
+                self._names.discard(request.id)
+                raise NotReady("The worker is shutting down.")
 
     def abort(self, request_id: str) -> None:
         """End a request in whatever state it is, with ABORT if it was live; free what it exported."""
-        self._command(lambda: self._abort(request_id))
+        self._inbox.post(lambda: self._abort(request_id))
 
     def finish(self, request_id: str) -> None:
         """The server saw a stop string: end the request with STOP."""
-        self._command(lambda: self._finish(request_id))
+        self._inbox.post(lambda: self._finish(request_id))
 
     def fetched(self, fetched: Fetched) -> None:
         """A `RemotePrefill.start` has come to its end."""
-        self._command(lambda: self._fetched(fetched))
+        self._inbox.post(lambda: self._fetched(fetched))
 
     def settled(self, blocks: Collection[int]) -> None:
         """Nobody writes these quarantined blocks any more."""
-        self._command(lambda: self._pool.settle(blocks))
+        self._inbox.post(lambda: self._pool.settle(blocks))
 
     def release(self, request_id: str) -> None:
         """An exported request's blocks were pulled, or nobody wants them."""
-        self._command(lambda: self._abort(request_id))
+        self._inbox.post(lambda: self._abort(request_id))
 
     def snapshot(self) -> EngineSnapshot:
-        pool, scheduler, now = self._pool, self._scheduler, self._clock()
-        # A list is copied in one go; the engine's thread may append to the original meanwhile.
-        running, waiting = list(scheduler.running), list(scheduler.waiting)
-        return EngineSnapshot(
-            running=len(running),
-            queued=len(waiting) + self._arriving,
-            fetching=len(scheduler.fetching),
-            held=len(scheduler.held),
-            queued_tokens=sum(job.request.pending for job in waiting)
-            + sum(job.request.pending for job in running if not job.decoding),
-            block_size=self._cache.block_size,
-            total_blocks=pool.capacity,
-            free_blocks=pool.free,
-            cached_blocks=pool.cached,
-            owned_blocks=pool.owned,
-            pinned_blocks=pool.pinned,
-            quarantined_blocks=pool.quarantined,
-            generated_per_s=self._generated.at(now),
-            computed_per_s=self._computed.at(now),
-            totals=self._totals.copy(),
-            step_times=self._step_times.times(),
-            forward_times=self._forward_times.times(),
-        )
+        return self._figures.snapshot(self._scheduler, self._arriving)
 
-    def _check_tokens(self, request: Request) -> None:
-        """Ids beyond the vocabulary would break the pass for every request in it."""
-        vocab = self._model.spec.vocab
-        if max(request.prompt) >= vocab or min(request.prompt) < 0:
-            raise InvalidRequest(f"The prompt has token ids outside of 0 to {vocab - 1}.", param="prompt")
-        for token, _ in request.sampling.logit_bias:
-            if not 0 <= token < vocab:
-                raise InvalidRequest(
-                    f"logit_bias names token {token}, outside of 0 to {vocab - 1}.", param="logit_bias"
-                )
-
-    def _command(self, command: Callable[[], None]) -> None:
-        with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
+    @property
+    def _arriving(self) -> int:
+        """Requests that are still in the inbox."""
+        return max(0, len(self._names) - len(self._jobs))
 
     # --- The thread ---
 
     def _run(self) -> None:
         with torch.inference_mode():
             idle = True
-            while self._next_commands(wait=idle):
+            while (commands := self._inbox.take(wait=idle)) is not None:
                 try:
+                    self._carry_out(commands)
                     idle = not self._step()
                 except Exception:  # our own mistake: nobody may wait for an answer that never comes
                     log.exception("The engine's step failed; every request of this worker ends.")
@@ -207,27 +163,18 @@ class Engine:
                     return
             self._end_all(FinishReason.ABORT)
 
-    def _next_commands(self, *, wait: bool) -> bool:
-        """Carry out what was asked for, waiting for it if there is nothing else to do; False to stop."""
-        with self._wake:
-            while wait and not self._commands and not self._stopping:
-                self._wake.wait()
-            if self._stopping:
-                return False
-            commands, self._commands = self._commands, deque()
-            self._arriving = 0
+    def _carry_out(self, commands: list[Command]) -> None:
         for command in commands:
             try:
                 command()
             except Exception:  # one command's mistake is not the other requests' end
                 log.exception("A command to the engine failed.")
-        return True
 
     def _step(self) -> bool:
         """One step; False if nothing can change until another command comes."""
         started = self._clock()
         plan = self._scheduler.plan()
-        self._totals.retractions += len(plan.retracted)
+        self._figures.totals.retractions += len(plan.retracted)
         for job in plan.outgrown:
             self._end(job, FinishReason.LENGTH)
         for job in plan.starved:
@@ -236,59 +183,49 @@ class Engine:
             self._start_fetch(job)
         for job in plan.admitted:
             self._note_admission(job)
-        shares = [*((job, 1) for job in plan.decodes), *plan.prefills]
-        shares = [share for share in shares if share[0].stage is Stage.RUNNING]
+        rows = [*((job, 1) for job in plan.decodes), *plan.prefills]
+        # An admitted one may have ended since, if it could not be announced.
+        shares = [passes.share(job, tokens) for job, tokens in rows if job.stage is Stage.RUNNING]
         if shares:
             self._compute(shares)
-            ended = self._clock()
-            self._step_times.add(ended - started)
-            self._totals.steps += 1
+            self._figures.step_times.add(self._clock() - started)
+            self._figures.totals.steps += 1
             self._log.note(plan, self._scheduler)
         self._report()
         return plan.changed
 
-    def _compute(self, shares: list[tuple[Job, int]]) -> None:
-        rows = [_row(job, tokens) for job, tokens in shares]
-        asking = [job for (job, _), row in zip(shares, rows, strict=True) if row.wants_logits]
+    def _compute(self, shares: list[Share]) -> None:
         try:
-            batch = Batch(rows, self._cache.block_size, self._cache.kv.device)
-            started = self._clock()
-            logits = self._model.forward(batch, self._cache)
-            self._forward_times.add(self._clock() - started)
-            drawn = sampler.sample(logits, [job.draw for job in asking]) if asking else []
+            drawn, seconds = passes.run(self._model, self._cache, shares, self._clock)
         except Exception:
-            names = ", ".join(job.request.id for job, _ in shares)
+            names = ", ".join(share.job.request.id for share in shares)
             log.exception("A forward pass failed; these requests end: %s", names)
-            for job, _ in shares:
-                self._end(job, FinishReason.ERROR, InternalError())
+            for share in shares:
+                self._end(share.job, FinishReason.ERROR, InternalError())
             return
+        self._figures.forward_times.add(seconds)
+        self._figures.generated(len(drawn))
+        self._figures.computed(sum(share.tokens for share in shares if not share.generates))
         choices = iter(drawn)
-        computed = 0
-        for (job, tokens), row in zip(shares, rows, strict=True):
-            choice = next(choices) if row.wants_logits else None
-            if not job.decoding:
-                computed += tokens
-            self._scheduler.advance(job, tokens)
+        for share in shares:
+            job = share.job
+            choice = next(choices) if share.draws else None
+            self._scheduler.advance(job, share.tokens)
             if job.request.export is not None:
                 self._announce(job)
-            if not row.wants_logits or job.stage is not Stage.RUNNING:
+            if not share.draws or job.stage is not Stage.RUNNING:
                 continue
             if choice is None:
                 log.error("Request %s ends: the model's logits are not finite.", job.request.id)
                 self._end(job, FinishReason.ERROR, InternalError())
             else:
                 self._token(job, choice)
-        now = self._clock()
-        self._totals.prompt_tokens_computed += computed
-        self._computed.add(computed, now)
-        self._generated.add(len(drawn), now)
 
     def _token(self, job: Job, choice: TokenChoice, relay: RelayRecord | None = None) -> None:
         """A token was drawn, here or by a prefill worker: report it; it may be the request's last."""
         request = job.request
         request.output.append(choice.token)
         job.draw.push(choice.token)
-        self._totals.generated_tokens += 1
         finish, stop_id = None, None
         if choice.token in request.sampling.stop_ids:
             finish, stop_id = FinishReason.STOP, choice.token
@@ -340,7 +277,8 @@ class Engine:
             self._forget(job)
         elif fetched.first is not None and whole:
             job.request.cached_tokens = fetched.cached_tokens
-            self._totals.prompt_tokens_remote += len(job.request.prompt) - job.local_tokens
+            self._figures.totals.prompt_tokens_remote += len(job.request.prompt) - job.local_tokens
+            self._figures.generated(1)
             self._scheduler.join(job)
             self._token(job, fetched.first, fetched.relay)
         else:
@@ -349,7 +287,7 @@ class Engine:
                 fetched.request_id,
                 fetched.reason or TRANSFER_FAILED,
             )
-            self._totals.local_prefills[_label(fetched.reason)] += 1
+            self._figures.fetch_failed(fetched.reason)
             self._scheduler.requeue(job)
 
     # --- Effects of a plan ---
@@ -357,7 +295,7 @@ class Engine:
     def _start_fetch(self, job: Job) -> None:
         request, fetch = job.request, job.fetch
         assert request.remote is not None and fetch is not None
-        self._totals.prompt_tokens_cached += job.local_tokens
+        self._figures.totals.prompt_tokens_cached += job.local_tokens
         try:
             request.remote.start(fetch)
         except Exception:
@@ -367,16 +305,11 @@ class Engine:
     def _note_admission(self, job: Job) -> None:
         request = job.request
         if not job.readmitted:
-            self._totals.prompt_tokens_cached += job.local_tokens
+            self._figures.totals.prompt_tokens_cached += job.local_tokens
             if request.export is None:
-                self._totals.local_prefills[self._local_reason(job)] += 1
+                self._figures.computed_here(job, self.limits.local_prefill_tokens)
         if request.export is not None:
             self._announce(job)
-
-    def _local_reason(self, job: Job) -> str:
-        if job.request.remote is None:
-            return "no_prefill_worker"
-        return "short" if len(job.request.prompt) <= self.limits.local_prefill_tokens else "cached"
 
     def _announce(self, job: Job) -> None:
         request = job.request
@@ -416,7 +349,7 @@ class Engine:
 
     def _leave(self, job: Job, finish: FinishReason, *, hold: bool = True) -> None:
         if job.stage is not Stage.HELD:  # it was counted when it ended
-            self._totals.finished[finish] += 1
+            self._figures.totals.finished[finish] += 1
         self._scheduler.end(job, hold=hold)
         if job.stage is Stage.ENDED:
             self._forget(job)
@@ -427,10 +360,9 @@ class Engine:
 
     def _end_all(self, finish: FinishReason, error: Exception | None = None) -> None:
         """The thread ends: tell everybody who still waits."""
-        with self._wake:
-            self._stopping = True
-        for name in self._names:
-            job = self._jobs.get(name)  # None for one that is still among the commands
+        self._inbox.close()
+        for name in list(self._names):
+            job = self._jobs.get(name)  # None for one that is still in the inbox
             if job is not None and (job.cancelled or job.stage is Stage.HELD):
                 continue
             if job is not None and job.stage is Stage.FETCHING and job.request.remote is not None:
@@ -442,15 +374,3 @@ class Engine:
         if self._outputs:
             outputs, self._outputs = self._outputs, []
             self._on_outputs(outputs)
-
-
-def _row(job: Job, tokens: int) -> Row:
-    request = job.request
-    start = request.computed
-    stop = start + tokens
-    return Row(job.tokens(start, stop), start, request.blocks, stop == request.length, job.table)
-
-
-def _label(reason: str) -> str:
-    """A fetch's reason as a label for the metrics: sentences all become the same one."""
-    return reason if reason.isidentifier() and len(reason) <= REASON_LENGTH else TRANSFER_FAILED

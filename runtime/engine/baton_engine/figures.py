@@ -1,0 +1,72 @@
+"""Counts what the engine does, on its thread; any thread can have an `EngineSnapshot` made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton_engine.jobs import Job
+from baton_engine.scheduler import Scheduler
+from baton_engine.snapshot import EngineSnapshot, Histogram, Rate, Totals
+
+TRANSFER_FAILED = "transfer_failed"
+REASON_LENGTH = 32
+"""A longer reason is a sentence for the log, not a label for the metrics."""
+
+
+class Figures:
+    """Totals, rates and step times of one engine."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.totals = Totals()
+        self.step_times = Histogram()
+        self.forward_times = Histogram()
+        self._clock = clock
+        self._generated = Rate(clock())
+        self._computed = Rate(clock())
+
+    def computed(self, prompt_tokens: int) -> None:
+        self.totals.prompt_tokens_computed += prompt_tokens
+        self._computed.add(prompt_tokens, self._clock())
+
+    def computed_here(self, job: Job, local_prefill_tokens: int) -> None:
+        """A prompt is computed here without having been asked for elsewhere."""
+        if job.request.remote is None:
+            reason = "no_prefill_worker"
+        else:
+            reason = "short" if len(job.request.prompt) <= local_prefill_tokens else "cached"
+        self.totals.local_prefills[reason] += 1
+
+    def fetch_failed(self, reason: str) -> None:
+        """A prompt is computed here after all. Reasons that are sentences all count as the same one."""
+        label = reason if reason.isidentifier() and len(reason) <= REASON_LENGTH else TRANSFER_FAILED
+        self.totals.local_prefills[label] += 1
+
+    def generated(self, tokens: int) -> None:
+        self.totals.generated_tokens += tokens
+        self._generated.add(tokens, self._clock())
+
+    def snapshot(self, scheduler: Scheduler, arriving: int) -> EngineSnapshot:
+        """`arriving` requests have been submitted, but the scheduler does not know them yet."""
+        pool, now = scheduler.pool, self._clock()
+        # A list is copied in one go; the engine's thread may append to the original meanwhile.
+        running, waiting = list(scheduler.running), list(scheduler.waiting)
+        return EngineSnapshot(
+            running=len(running),
+            queued=len(waiting) + arriving,
+            fetching=len(scheduler.fetching),
+            held=len(scheduler.held),
+            queued_tokens=sum(job.request.pending for job in waiting)
+            + sum(job.request.pending for job in running if not job.decoding),
+            block_size=scheduler.block_size,
+            total_blocks=pool.capacity,
+            free_blocks=pool.free,
+            cached_blocks=pool.cached,
+            owned_blocks=pool.owned,
+            pinned_blocks=pool.pinned,
+            quarantined_blocks=pool.quarantined,
+            generated_per_s=self._generated.at(now),
+            computed_per_s=self._computed.at(now),
+            totals=self.totals.copy(),
+            step_times=self.step_times.times(),
+            forward_times=self.forward_times.times(),
+        )

@@ -1,0 +1,42 @@
+"""What other threads ask of the engine's: a list of commands, and the sleep until the next one comes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+Command = Callable[[], None]
+
+
+class Inbox:
+    """Commands in the order in which they came. The engine's thread takes them between two steps."""
+
+    def __init__(self) -> None:
+        self._wake = threading.Condition()
+        self._commands: list[Command] = []
+        self._closed = False
+
+    def post(self, command: Command) -> bool:
+        """Append a command and wake the thread. False if nobody will carry it out any more."""
+        with self._wake:
+            if self._closed:
+                return False
+            self._commands.append(command)
+            self._wake.notify()
+            return True
+
+    def close(self) -> None:
+        """The thread takes nothing more, not even what is there."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+
+    def take(self, *, wait: bool) -> list[Command] | None:
+        """All commands, at least one if `wait`; None once the inbox is closed."""
+        with self._wake:
+            while wait and not self._commands and not self._closed:
+                self._wake.wait()
+            if self._closed:
+                return None
+            commands, self._commands = self._commands, []
+            return commands
