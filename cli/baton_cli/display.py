@@ -13,7 +13,6 @@ from rich.progress import (
     SpinnerColumn,
     TaskID,
     TextColumn,
-    TimeElapsedColumn,
 )
 from rich.text import Text
 
@@ -70,7 +69,6 @@ class Display(Watcher):
             TextColumn("{task.description}"),
             BarColumn(),
             DownloadColumn(),
-            TimeElapsedColumn(),
         )
         with Progress(*columns, console=self.console, transient=True) as bars:
             self._bars = bars

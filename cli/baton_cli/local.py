@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from baton_api.announcements import Loading
 from baton_api.errors import SetupError
 from baton_cli.display import Bar, Display
 from baton_cli.options import read_settings
@@ -89,6 +90,7 @@ def run(display: Display, plan: Plan, use: Use) -> None:
     async def hold() -> None:
         async with contextlib.AsyncExitStack() as stack:
             with display.bars():
+                display.loading("baton", Loading(label="starting the processes", done=0, total=0))
                 service = await stack.enter_async_context(open_service(plan, display))
             await use(service)
 
