@@ -29,6 +29,8 @@ from baton_engine.ops.native import library
 
 log = logging.getLogger(__name__)
 
+FIRST_POSITIONS = 1024
+"""Rotations that are made at once; the tables double as longer contexts come."""
 MOST_HEAD_DIM = 256
 MOST_GROUP = 96
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
@@ -90,7 +92,8 @@ class NativeDecoder:
         """Copies the weights: the caller drops its own afterwards."""
         self.spec = spec
         self.dtype = dtype
-        self.rotary = Rotary(spec, torch.device("cpu"))
+        self._rotary = Rotary(spec, torch.device("cpu"))
+        self._cosines, self._sines = self._rotary.at(torch.arange(FIRST_POSITIONS))
         self._native = native
         tied = weights.head is weights.embedding
         sizes = _Spec(
@@ -123,7 +126,7 @@ class NativeDecoder:
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         if cache.kv.dtype != self.dtype:
             raise TypeError(f"the cache holds {cache.kv.dtype}, the model computes in {self.dtype}")
-        cosines, sines = self.rotary.at(batch.positions)
+        self._turn_to(max(batch.contexts))
         logits = torch.empty((len(batch.logits_at), self.spec.vocab), dtype=torch.float32)
         blocks, slots = batch.block_table, batch.slots
         starts = (ctypes.c_int64 * len(batch.starts))(*batch.starts)
@@ -138,8 +141,8 @@ class NativeDecoder:
             blocks=blocks.data_ptr(),
             width=blocks.shape[1],
             logits_at=batch.logits_at.data_ptr(),
-            cosines=cosines.data_ptr(),
-            sines=sines.data_ptr(),
+            cosines=self._cosines.data_ptr(),
+            sines=self._sines.data_ptr(),
             cache=cache.kv.data_ptr(),
             cache_slots=cache.blocks * cache.block_size,
             block_size=cache.block_size,
@@ -152,6 +155,14 @@ class NativeDecoder:
                 raise MemoryError(f"no memory for the activations of {batch.size} tokens")
             case _:
                 raise IndexError(f"a token id is not below {self.spec.vocab}, or a slot not in the cache")
+
+    def _turn_to(self, positions: int) -> None:
+        """
+        Makes room in the tables of rotations. They are kept, not made in each pass: a torch operation that
+        runs in parallel leaves OpenMP's threads spinning for milliseconds on the cores that the pass needs.
+        """
+        if positions > len(self._cosines):
+            self._cosines, self._sines = self._rotary.at(torch.arange(2 * positions))
 
     @property
     def bytes(self) -> int:

@@ -36,26 +36,46 @@ struct scratch {
 
 static const _Alignas(64) uint32_t no_slot[MOST_HEAD_DIM];
 
-/* Packs the keys and values of positions `first` to `end`; places beyond `end` hold zeros. */
+/* Asks for keys and values that will be packed soon: blocks lie apart, so the processor cannot guess them. */
+INLINE void fetch_ahead(const struct context *context, size_t first, size_t end) {
+    if (end > first + LANES) end = first + LANES;
+    while (first < end) {
+        size_t slot = first % context->block_size, count = context->block_size - slot;
+        if (count > end - first) count = end - first;
+        size_t from = (size_t)context->blocks[first / context->block_size] * context->block_bytes + slot * context->slot_bytes;
+        for (size_t byte = from; byte < from + count * context->slot_bytes; byte += 64) {
+            __builtin_prefetch(context->keys + byte, 0, 2);
+            __builtin_prefetch(context->values + byte, 0, 2);
+        }
+        first += count;
+    }
+}
+
+/*
+ * Packs the keys and values of positions `first` to `end`, 64 at most. Up to a multiple of 16, places beyond
+ * `end` hold zeros; what is in those after it is hidden.
+ */
 INLINE void pack_keys(struct scratch *scratch, const struct context *context, size_t first, size_t end, size_t dim,
                       const int kind) {
     const uint32_t *keys[KEYS];
     const void *values[KEYS];
     size_t lanes = lanes_of(kind, dim), whole = lanes / LANES * LANES;
-    for (size_t i = 0; i < KEYS; i++) {
-        size_t position = first + i;
-        if (position < end) {
-            size_t block = (size_t)context->blocks[position / context->block_size];
-            size_t offset = block * context->block_bytes + position % context->block_size * context->slot_bytes;
-            keys[i] = (const uint32_t *)(context->keys + offset);
-            values[i] = context->values + offset;
-        } else {
+    size_t block = first / context->block_size, slot = first % context->block_size;
+    const size_t filled = end - first < KEYS ? round_up(end - first, LANES) : KEYS;
+    for (size_t i = 0; i < filled; i++) {
+        if (first + i >= end) {
             keys[i] = no_slot;
             values[i] = no_slot;
+            continue;
         }
+        size_t offset = (size_t)context->blocks[block] * context->block_bytes + slot * context->slot_bytes;
+        keys[i] = (const uint32_t *)(context->keys + offset);
+        values[i] = context->values + offset;
+        if (++slot == context->block_size) block++, slot = 0;
     }
-    for (size_t group = 0; group < KEYS / LANES; group++) {
+    for (size_t group = 0; group < filled / LANES; group++) {
         uint32_t *to = scratch->keys[group / 2] + group % 2 * LANES;
+        fetch_ahead(context, first + KEYS + group * LANES, end);
         for (size_t lane = 0; lane < whole; lane += LANES) transpose(keys + group * LANES, lane, to + lane * PANEL, PANEL);
         for (size_t lane = whole; lane < lanes; lane++)
             for (size_t i = 0; i < LANES; i++) {
@@ -69,10 +89,10 @@ INLINE void pack_keys(struct scratch *scratch, const struct context *context, si
         uint32_t *to = scratch->values[d / PANEL];
         size_t width = dim - d < PANEL ? dim - d : PANEL;
         if (kind == FLOAT32) {
-            for (size_t i = 0; i < KEYS; i++) memcpy(to + i * PANEL, (const float *)values[i] + d, width * 4);
+            for (size_t i = 0; i < filled; i++) memcpy(to + i * PANEL, (const float *)values[i] + d, width * 4);
             continue;
         }
-        for (size_t i = 0; i < KEYS; i += 2, to += PANEL) {
+        for (size_t i = 0; i < filled; i += 2, to += PANEL) {
             const bfloat16 *first_value = (const bfloat16 *)values[i] + d, *second_value = (const bfloat16 *)values[i + 1] + d;
             if (width == PANEL)
                 interleave(first_value, second_value, to);
@@ -140,12 +160,13 @@ INLINE void attend(struct scratch *scratch, const struct context *context, const
     memset(scratch->sums, 0, rows * padded * sizeof(float));
     for (size_t row = 0; row < rows; row++) scratch->best[row] = HIDDEN_SCORE, scratch->total[row] = 0.0f;
     for (; first < end; first += KEYS) {
+        const size_t keys = end - first < KEYS ? round_up(end - first, LANES) : KEYS;
         pack_keys(scratch, context, first, end, span->dim, kind);
         for (size_t row = 0; row < rows; row += TILE_ROWS) {
             size_t count = rows - row < TILE_ROWS ? rows - row : TILE_ROWS;
             size_t last_position = span->position + (row + count - 1) / span->group;
             if (last_position < first) continue;
-            for (size_t panel = 0; panel < KEYS / PANEL; panel++)
+            for (size_t panel = 0; panel * PANEL < keys; panel++)
                 multiply(count, span->queries + row * span->query_lanes, span->query_lanes, scratch->keys[panel],
                          lanes_of(kind, span->dim), scratch->scores[0] + panel * PANEL, KEYS, 0, kind);
             for (size_t i = 0; i < count; i++) {
@@ -156,7 +177,7 @@ INLINE void attend(struct scratch *scratch, const struct context *context, const
                        scratch->sums + (row + i) * padded, padded, kind);
             }
             for (size_t d = 0; d < padded; d += PANEL)
-                multiply(count, scratch->weights[0], KEYS, scratch->values[d / PANEL], lanes_of(kind, KEYS),
+                multiply(count, scratch->weights[0], KEYS, scratch->values[d / PANEL], lanes_of(kind, keys),
                          scratch->sums + row * padded + d, padded, 1, kind);
         }
     }

@@ -19,7 +19,7 @@
 #define NORM_ROWS 4          /* rows of one chunk of a norm, of a rotation, of the embedding */
 #define ROWS_AT_ONCE 252     /* rows of one chunk of a linear at most: a multiple of TILE_ROWS */
 #define CHUNKS_PER_THREAD 6  /* enough that no thread waits long for another's last one */
-#define CHUNK_BYTES 65536    /* of weights: less is not worth a ticket */
+#define RUNS_PER_THREAD 1    /* of equal length that would make up the panels that are left */
 
 /* What the model is; the same order as in native.py. */
 struct spec {
@@ -37,7 +37,7 @@ struct pass {
     const int32_t *blocks;             /* [R, width] */
     int64_t width;
     const int64_t *logits_at;          /* [S] */
-    const float *cosines, *sines;      /* [T, head_dim / 2] */
+    const float *cosines, *sines;      /* [position, head_dim / 2], for every position of the pass */
     void *cache;                       /* [block, layer, 2, kv_head, slot, dim] */
     int64_t cache_slots, block_size;   /* cache_slots: blocks times slots of a block */
     float *logits;                     /* [S, vocab] */
@@ -310,7 +310,8 @@ INLINE void rotate(struct model *model, size_t layer_index, size_t token, const 
     const size_t dim = (size_t)spec->head_dim, heads = (size_t)spec->heads, kv_heads = (size_t)spec->kv_heads;
     const size_t group = heads / kv_heads, bytes = dim * item_bytes(kind);
     const size_t block = (size_t)(pass->slots[token] / pass->block_size), slot = (size_t)(pass->slots[token] % pass->block_size);
-    const float *cosines = pass->cosines + token * dim / 2, *sines = pass->sines + token * dim / 2;
+    const size_t angle = (size_t)pass->positions[token] * dim / 2;
+    const float *cosines = pass->cosines + angle, *sines = pass->sines + angle;
     float *qkv = model->qkv + token * model->qkv_stride, epsilon = (float)spec->epsilon;
     float rotated[MOST_HEAD_DIM + LANES] = {0};
     char packed[(MOST_HEAD_DIM + LANES) * 4];
@@ -398,38 +399,38 @@ INLINE void finish_tile(const struct product *product, const float *tile, size_t
     }
 }
 
-/* How a product is cut: blocks of rows, and in each groups of panels. */
+/* How a product is cut: blocks of rows, and in each runs of panels. */
 struct cut {
-    size_t rows, panels, row_blocks, panel_groups;
+    size_t rows, row_blocks, panels;
+    size_t runs;   /* of a block of rows */
+    size_t shares; /* a run takes this part of the panels that are left: long runs first, short ones to end on */
 };
 
+static size_t run_length(size_t left, size_t shares) { return (left + shares - 1) / shares; }
+
 static struct cut cut_product(const struct model *model, const struct product *product) {
-    const size_t panels = panel_count(product->weight), enough = (size_t)model->pool->threads * CHUNKS_PER_THREAD;
-    const size_t panel_bytes = product->weight->units * PANEL * 4;
-    struct cut cut;
+    const size_t threads = (size_t)model->pool->threads;
+    struct cut cut = {.panels = panel_count(product->weight), .shares = threads == 1 ? 1 : RUNS_PER_THREAD * threads};
     cut.row_blocks = (product->count + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
     cut.rows = round_up((product->count + cut.row_blocks - 1) / cut.row_blocks, TILE_ROWS);
-    /* Many threads and few panels: shorter blocks of rows, down to one tile. */
-    while (cut.row_blocks * panels < enough && cut.rows > 2 * TILE_ROWS) {
+    /* Many threads and few panels: shorter blocks of rows, down to two tiles. */
+    while (threads > 1 && cut.row_blocks * cut.panels < threads * CHUNKS_PER_THREAD && cut.rows > 2 * TILE_ROWS) {
         cut.rows = round_up(cut.rows / 2, TILE_ROWS);
         cut.row_blocks = (product->count + cut.rows - 1) / cut.rows;
     }
-    cut.panels = 1;
-    while (cut.panels * panel_bytes < CHUNK_BYTES && cut.row_blocks * panels / (2 * cut.panels) >= enough) cut.panels *= 2;
-    while (cut.row_blocks * panels / cut.panels >= MOST_CHUNKS / 2) cut.panels *= 2;
-    if (model->pool->threads == 1) cut.panels = panels;
     cut.row_blocks = (product->count + cut.rows - 1) / cut.rows;
-    cut.panel_groups = (panels + cut.panels - 1) / cut.panels;
+    for (size_t left = cut.panels; left; left -= run_length(left, cut.shares)) cut.runs++;
     return cut;
 }
 
 INLINE void multiply_chunk(const struct model *model, const struct product *product, size_t chunk, const int kind) {
     const struct cut cut = cut_product(model, product);
     const struct linear *weight = product->weight;
-    const size_t first_row = chunk / cut.panel_groups * cut.rows, first_panel = chunk % cut.panel_groups * cut.panels;
+    const size_t first_row = chunk / cut.runs * cut.rows;
     const size_t rows_end = first_row + cut.rows < product->count ? first_row + cut.rows : product->count;
-    const size_t panels = panel_count(weight);
-    const size_t panels_end = first_panel + cut.panels < panels ? first_panel + cut.panels : panels;
+    size_t left = cut.panels;
+    for (size_t run = 0; run < chunk % cut.runs; run++) left -= run_length(left, cut.shares);
+    const size_t first_panel = cut.panels - left, panels_end = first_panel + run_length(left, cut.shares);
     _Alignas(64) float tile[TILE_ROWS * PANEL];
     for (size_t panel = first_panel; panel < panels_end; panel++)
         for (size_t row = first_row; row < rows_end; row += TILE_ROWS) {
@@ -467,7 +468,7 @@ static int is_final(const struct model *model, size_t phase) { return phase > (s
 
 static size_t chunks_of_product(const struct model *model, const struct product product) {
     struct cut cut = cut_product(model, &product);
-    return cut.row_blocks * cut.panel_groups;
+    return cut.row_blocks * cut.runs;
 }
 
 static size_t chunks_in(void *self, size_t phase) {

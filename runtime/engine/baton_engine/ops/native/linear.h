@@ -20,9 +20,6 @@
 #define TILE_ROWS 3
 #endif
 
-/* How far ahead the weights are asked for, in units of 128 bytes. */
-#define AHEAD 24
-
 /* result[row][32] (+)= rows . panel, in lanes; `add` continues the sums that are in `result`. */
 #define DEFINE_TILE(ROWS, KIND, NAME)                                                                      \
     static void NAME(const uint32_t *rows, size_t row_stride, const uint32_t *panel, size_t units,         \
@@ -34,8 +31,6 @@
         }                                                                                                  \
         for (size_t unit = 0; unit < units; unit++) {                                                      \
             words left = load_words(panel + unit * PANEL), right = load_words(panel + unit * PANEL + LANES); \
-            __builtin_prefetch(panel + (unit + AHEAD) * PANEL);                                            \
-            __builtin_prefetch(panel + (unit + AHEAD) * PANEL + LANES);                                    \
             _Pragma("GCC unroll 12") for (int row = 0; row < ROWS; row++) {                                \
                 uint32_t x = rows[row * row_stride + unit];                                                \
                 total[row][0] = dot(total[row][0], left, x, KIND);                                         \

@@ -5,7 +5,8 @@
  * when all chunks of the one before are done. Nobody leads: phase, number of chunks and next chunk are one
  * atomic word, whoever takes a ticket from it runs that chunk, and whoever finishes a phase's last chunk opens
  * the next phase. So a thread that the machine does not run holds nobody up, unless in mid-chunk, and the
- * caller alone can finish a step. Who waits spins briefly, then lets others run, then sleeps.
+ * caller alone can finish a step. Who waits spins for a bounded time, then sleeps. Within a step it never
+ * yields: on a busy machine that gives a whole time slice away for a wait of microseconds.
  */
 #ifndef BATON_POOL_H
 #define BATON_POOL_H
@@ -20,8 +21,13 @@
 /* The word: phase number in the upper 24 bits, then 20 bits of chunk count, 20 bits of the next chunk. */
 #define CHUNK_BITS 20
 #define MOST_CHUNKS ((1u << CHUNK_BITS) - 1024u)
-#define SPIN_NANOSECONDS 50000
-#define YIELD_NANOSECONDS 5000
+
+/* A worker that waits within a step spins: waking a sleeper takes as long as many phases. */
+#define BUSY_SPIN_NANOSECONDS 500000
+/* Between steps it spins, and yields, for as long as the next one of a run of steps takes to come ... */
+#define NEXT_STEP_NANOSECONDS 1000000
+/* ... and briefly if steps do not come in a run. */
+#define IDLE_SPIN_NANOSECONDS 50000
 
 struct job {
     void *self;
@@ -35,6 +41,8 @@ struct pool {
     pthread_t *workers;
     const struct job *job;
     size_t phase; /* of the job; changed only between phases */
+    int64_t ended; /* when the last job did */
+    _Atomic int64_t idle_spin;
     _Alignas(64) _Atomic uint64_t word;
     _Alignas(64) _Atomic uint32_t done;
     _Alignas(64) _Atomic int sleepers;
@@ -103,17 +111,20 @@ static int take(struct pool *pool) {
     return 1;
 }
 
-/* Returns when the word is no longer of `phase`, or on stopping. */
-static void await_change(struct pool *pool, uint64_t phase) {
+/* Returns when the phase is no longer that of `word`, or on stopping. */
+static void await_change(struct pool *pool, uint64_t word) {
+    const uint64_t phase = phase_of(word);
+    const uint32_t count = count_of(word);
+    const int64_t most = count ? BUSY_SPIN_NANOSECONDS : atomic_load_explicit(&pool->idle_spin, memory_order_relaxed);
     int64_t began = nanoseconds(), waited = 0;
-    while (waited < SPIN_NANOSECONDS) {
+    while (waited < most) {
         for (int i = 0; i < 32; i++) {
             if (phase_of(atomic_load_explicit(&pool->word, memory_order_acquire)) != phase) return;
             pause_briefly();
         }
         if (atomic_load_explicit(&pool->stopping, memory_order_relaxed)) return;
         waited = nanoseconds() - began;
-        if (waited > YIELD_NANOSECONDS) sched_yield();
+        if (!count) sched_yield();
     }
     pthread_mutex_lock(&pool->mutex);
     atomic_fetch_add(&pool->sleepers, 1);
@@ -127,21 +138,24 @@ static void *work(void *argument) {
     struct pool *pool = argument;
     while (!atomic_load_explicit(&pool->stopping, memory_order_relaxed)) {
         uint64_t word = atomic_load_explicit(&pool->word, memory_order_acquire);
-        if (!take(pool)) await_change(pool, phase_of(word));
+        if (!take(pool)) await_change(pool, word);
     }
     return NULL;
 }
 
 /* Runs all phases of `job`; one caller at a time. */
 static void pool_run(struct pool *pool, const struct job *job) {
+    int in_a_run = nanoseconds() - pool->ended < NEXT_STEP_NANOSECONDS;
+    atomic_store_explicit(&pool->idle_spin, in_a_run ? NEXT_STEP_NANOSECONDS : IDLE_SPIN_NANOSECONDS, memory_order_relaxed);
     pool->phase = 0;
     pool->job = job;
     advance(pool);
     for (;;) {
         uint64_t word = atomic_load_explicit(&pool->word, memory_order_acquire);
-        if (count_of(word) == 0) return;
-        if (!take(pool)) await_change(pool, phase_of(word));
+        if (count_of(word) == 0) break;
+        if (!take(pool)) await_change(pool, word);
     }
+    pool->ended = nanoseconds();
 }
 
 static struct pool *pool_create(int threads) {
