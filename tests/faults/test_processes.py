@@ -1,0 +1,204 @@
+"""Workers are killed, stopped, restarted and abandoned at every moment; the service goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.faults.cluster import LONG_PROMPT, Cluster, until
+
+pytestmark = [
+    pytest.mark.nixl,
+    pytest.mark.processes,
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+ABORTS = 1000
+
+
+async def computing(cluster: Cluster) -> None:
+    """Until the prefill worker is in the middle of a long prompt."""
+
+    async def in_the_middle() -> bool:
+        queued: int = (await cluster.prefill.load())["queued_tokens"]
+        return 0 < queued < LONG_PROMPT * 2 // 3
+
+    await until(in_the_middle, "the prefill worker is in the middle of the prompt")
+
+
+async def test_a_prompt_comes_over_by_nixl_and_gives_what_one_worker_gives(cluster: Cluster) -> None:
+    prompt = cluster.prompt(LONG_PROMPT)
+    answer = await cluster.ask(prompt)
+    relay = await cluster.decode.last_relay()
+    assert relay is not None
+    assert relay["prompt_tokens"] == relay["computed_tokens"] == LONG_PROMPT
+    assert relay["transport"].startswith("nixl/ucx")
+    await cluster.same_as_alone(prompt, answer)
+    await cluster.at_rest()
+
+
+async def test_a_prefill_worker_killed_before_it_begins_costs_only_time(cluster: Cluster) -> None:
+    prompt = cluster.prompt(300)
+    cluster.prefill.signal(signal.SIGSTOP)
+    asking = asyncio.create_task(cluster.ask(prompt))
+
+    async def fetching() -> bool:
+        return (await cluster.decode.metrics())["baton_worker_requests_fetching"] == 1
+
+    await until(fetching, "the decode worker has asked")
+    await cluster.prefill.kill()
+    await cluster.same_as_alone(prompt, await asking)
+    assert await cluster.decode.last_relay() is None
+    await until(cluster.decode.at_rest, "the decode worker's blocks are all free or cached")
+
+
+async def test_a_prefill_worker_killed_in_the_middle_of_the_transfer_costs_only_time(
+    cluster: Cluster,
+) -> None:
+    prompt = cluster.prompt(LONG_PROMPT)
+    asking = asyncio.create_task(cluster.ask(prompt))
+    await computing(cluster)
+    await cluster.prefill.kill()
+    answer = await asking
+    await cluster.same_as_alone(prompt, answer)
+    await until(cluster.decode.at_rest, "the decode worker's blocks are all free or cached")
+
+
+async def test_a_prefill_worker_killed_after_the_transfer_is_not_even_noticed(cluster: Cluster) -> None:
+    prompt = cluster.prompt(500)
+    body = cluster.body(prompt, max_tokens=200, stream=True)
+    text = ""
+    async with cluster.http.stream("POST", f"{cluster.router.url}/v1/completions", json=body) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                if cluster.prefill.process is not None:
+                    await cluster.prefill.kill()
+                text += json.loads(line[6:])["choices"][0]["text"]
+    expected = await cluster.expected(prompt, max_tokens=200)
+    assert text == expected["choices"][0]["text"]
+    assert await cluster.decode.last_relay() is not None
+    await until(cluster.decode.at_rest, "the decode worker's blocks are all free or cached")
+
+
+async def test_a_prefill_worker_that_comes_back_at_its_address_is_used_again(cluster: Cluster) -> None:
+    await cluster.prefill.kill()
+    prompt = cluster.prompt(400)
+    await cluster.same_as_alone(prompt, await cluster.ask(prompt))
+    await cluster.prefill.start()
+    await cluster.healthy()
+    prompt = cluster.prompt(400)
+    await cluster.same_as_alone(prompt, await cluster.ask(prompt))
+    await cluster.at_rest()
+
+
+async def test_a_decode_worker_killed_in_mid_stream_never_looks_like_a_complete_answer(
+    cluster: Cluster,
+) -> None:
+    body = cluster.body(cluster.prompt(300), max_tokens=2000, stream=True)
+    events: list[dict[str, Any]] = []
+    with pytest.raises(httpx.RemoteProtocolError):
+        async with cluster.http.stream("POST", f"{cluster.router.url}/v1/completions", json=body) as answer:
+            async for line in answer.aiter_lines():
+                assert line != "data: [DONE]"
+                if line.startswith("data: {"):
+                    events.append(json.loads(line[6:]))
+                    if len(events) == 5:
+                        await cluster.decode.kill()
+    assert events[-1]["error"]["type"] == "server_error"
+    assert all("error" not in event for event in events[:-1])
+    await until(cluster.prefill.at_rest, "the prefill worker's blocks are all free or cached")
+
+
+async def test_a_decode_worker_killed_during_the_transfer_leaves_nothing_on_the_prefill_worker(
+    cluster: Cluster,
+) -> None:
+    asking = asyncio.create_task(
+        cluster.http.post(
+            f"{cluster.router.url}/v1/completions", json=cluster.body(cluster.prompt(LONG_PROMPT))
+        )
+    )
+    await computing(cluster)
+    await cluster.decode.kill()
+    answer = await asking
+    assert answer.status_code == 503
+    assert answer.json()["error"]["type"] == "server_error"
+    assert int(answer.headers["retry-after"]) >= 1
+    await until(cluster.prefill.at_rest, "the prefill worker's blocks are all free or cached")
+
+
+async def test_a_prefill_worker_that_hangs_is_left_and_taken_up_again_when_it_wakes(
+    cluster: Cluster,
+) -> None:
+    prompt = cluster.prompt(LONG_PROMPT)
+    asking = asyncio.create_task(cluster.ask(prompt))
+    await computing(cluster)
+    cluster.prefill.signal(signal.SIGSTOP)
+    try:
+        await cluster.same_as_alone(prompt, await asking)
+    finally:
+        cluster.prefill.signal(signal.SIGCONT)
+    await cluster.at_rest()
+    await cluster.healthy()
+
+
+async def test_a_prefill_worker_that_hangs_and_then_dies_leaves_nothing_in_quarantine(
+    cluster: Cluster,
+) -> None:
+    prompt = cluster.prompt(LONG_PROMPT)
+    asking = asyncio.create_task(cluster.ask(prompt))
+    await computing(cluster)
+    cluster.prefill.signal(signal.SIGSTOP)
+    await cluster.same_as_alone(prompt, await asking)
+    await cluster.prefill.kill()
+    await until(cluster.decode.at_rest, "the decode worker's blocks are all free or cached")
+
+
+async def test_a_decode_worker_that_hangs_and_wakes_goes_on(cluster: Cluster) -> None:
+    prompt = cluster.prompt(LONG_PROMPT)
+    asking = asyncio.create_task(cluster.ask(prompt))
+    await computing(cluster)
+    cluster.decode.signal(signal.SIGSTOP)
+    try:
+        await until(cluster.prefill.at_rest, "the prefill worker has let the silent one's blocks go")
+    finally:
+        cluster.decode.signal(signal.SIGCONT)
+    await cluster.same_as_alone(prompt, await asking)
+    await cluster.at_rest()
+
+
+async def test_a_thousand_clients_that_go_away_at_any_moment_leave_nothing_behind(cluster: Cluster) -> None:
+    moments = cluster.random
+
+    async def give_up() -> None:
+        body = cluster.body(cluster.prompt(moments.choice((5, 40, 300, 900))), max_tokens=64, stream=True)
+        try:
+            async with asyncio.timeout(moments.uniform(0.0, 0.4)):
+                async with cluster.http.stream(
+                    "POST", f"{cluster.router.url}/v1/completions", json=body
+                ) as answer:
+                    async for _ in answer.aiter_lines():
+                        pass
+        except TimeoutError:
+            pass
+
+    waiting = iter(range(ABORTS))
+
+    async def client() -> None:
+        for _ in waiting:
+            await give_up()
+
+    await asyncio.gather(*(client() for _ in range(8)))
+    await cluster.at_rest()
+    prompt = cluster.prompt(LONG_PROMPT)
+    await cluster.same_as_alone(prompt, await cluster.ask(prompt))
+    for node in (cluster.prefill, cluster.decode):
+        figures = await node.metrics()
+        assert figures["baton_worker_requests_running"] == 0
+        assert figures["baton_worker_requests_queued"] == 0
+        assert figures["baton_worker_requests_fetching"] == 0
+        assert figures["baton_worker_requests_held"] == 0
