@@ -22,10 +22,10 @@ from baton_router.settings import RouterSettings
 Use = Callable[[Service], Awaitable[None]]
 
 
-def up(model: str, prefill: int, decode: int, front: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def up(prefill: int, decode: int, front: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Run until a signal says to stop."""
     display = Display(Console(stderr=True))
-    plan = make_plan(display, model, prefill, decode, front, given)
+    plan = make_plan(display, prefill, decode, front, given)
 
     async def use(service: Service) -> None:
         display.console.print(
@@ -37,12 +37,12 @@ def up(model: str, prefill: int, decode: int, front: Mapping[str, Any], given: M
     run(display, plan, use)
 
 
-def demo(model: str, verbose: bool, given: Mapping[str, Any]) -> None:
+def demo(verbose: bool, given: Mapping[str, Any]) -> None:
     """Ask two questions and show what happened; in a terminal, stay up afterwards."""
     from baton_cli import demo
 
     display = Display(Console(), logs=verbose)
-    plan = make_plan(display, model, 1, 1, {"port": 0}, given)
+    plan = make_plan(display, 1, 1, {"port": 0}, given)
 
     async def use(service: Service) -> None:
         await demo.show(display.console, service, plan.name)
@@ -54,32 +54,27 @@ def demo(model: str, verbose: bool, given: Mapping[str, Any]) -> None:
 
 
 def make_plan(
-    display: Display,
-    model: str,
-    prefill: int,
-    decode: int,
-    front: Mapping[str, Any],
-    given: Mapping[str, Any],
+    display: Display, prefill: int, decode: int, front: Mapping[str, Any], given: Mapping[str, Any]
 ) -> Plan:
     """What is to run, the model fetched. Raises SetupError."""
     from baton_engine.model.resolve import resolve
 
     router = read_settings(RouterSettings, front)
-    worker = read_settings(WorkerSettings, {**given, "model": model})
+    worker = read_settings(WorkerSettings, given)
     if worker.transfer == "loopback" and prefill:
         raise SetupError(
             "--transfer loopback moves blocks within one process only, and these are several. Leave it at "
             "nixl, or use `baton serve`."
         )
     with display.bars():
-        checkpoint = resolve(model, Bar(display, "model"))
+        checkpoint = resolve(worker.model, Bar(display, "model"))
     return Plan(
         model=str(checkpoint.path),
         name=worker.served_model_name or checkpoint.name,
         prefill=prefill,
         decode=decode,
         router=router,
-        worker=given,
+        worker={name: value for name, value in given.items() if name != "model"},
     )
 
 

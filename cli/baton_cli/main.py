@@ -20,31 +20,36 @@ FAILED = 1
 SETUP_FAILED = 2
 
 Model = Annotated[
-    str, typer.Argument(help="A Hugging Face folder, a .gguf file, a hub id, or smollm2.", metavar="[MODEL]")
+    str | None,
+    typer.Argument(
+        help="A Hugging Face folder, a .gguf file, a hub id, or smollm2, the default.",
+        metavar="MODEL",
+        show_default=False,
+    ),
 ]
 AnnounceFd = Annotated[int | None, typer.Option("--announce-fd", hidden=True)]
 Url = Annotated[str, typer.Option(help="Where the service answers.")]
 
 
-def serve(model: Model = "smollm2", announce_fd: AnnounceFd = None, **given: Any) -> None:
+def serve(model: Model = None, announce_fd: AnnounceFd = None, **given: Any) -> None:
     """Serve MODEL by one process that computes prompts and generates (role both)."""
     from baton_cli import processes
 
-    processes.worker("both", {"model": model, **given}, announce_fd)
+    processes.worker("both", _given(given, model=model), announce_fd)
 
 
-def prefill(model: Model = "smollm2", announce_fd: AnnounceFd = None, **given: Any) -> None:
+def prefill(model: Model = None, announce_fd: AnnounceFd = None, **given: Any) -> None:
     """Start a prefill worker: it computes prompts for decode workers."""
     from baton_cli import processes
 
-    processes.worker("prefill", {"model": model, **given}, announce_fd)
+    processes.worker("prefill", _given(given, model=model), announce_fd)
 
 
-def decode(model: Model = "smollm2", announce_fd: AnnounceFd = None, **given: Any) -> None:
+def decode(model: Model = None, announce_fd: AnnounceFd = None, **given: Any) -> None:
     """Start a decode worker: it has prompts computed elsewhere, and generates."""
     from baton_cli import processes
 
-    processes.worker("decode", {"model": model, **given}, announce_fd)
+    processes.worker("decode", _given(given, model=model), announce_fd)
 
 
 def router(announce_fd: AnnounceFd = None, **given: Any) -> None:
@@ -55,7 +60,7 @@ def router(announce_fd: AnnounceFd = None, **given: Any) -> None:
 
 
 def up(
-    model: Model = "smollm2",
+    model: Model = None,
     prefill: Annotated[int, typer.Option(help="Prefill workers.", min=0)] = 1,
     decode: Annotated[int, typer.Option(help="Decode workers.", min=1)] = 1,
     host: Annotated[str | None, typer.Option(help="Address of the router.")] = None,
@@ -68,8 +73,8 @@ def up(
     """Start router, prefill workers and decode workers on this machine; Ctrl-C ends them."""
     from baton_cli import local
 
-    front = {"host": host, "port": port, "api_key": api_key}
-    local.up(model, prefill, decode, {k: v for k, v in front.items() if v is not None}, given)
+    front = _given({}, host=host, port=port, api_key=api_key)
+    local.up(prefill, decode, front, _given(given, model=model))
 
 
 def chat(
@@ -85,14 +90,14 @@ def chat(
 
 
 def demo(
-    model: Model = "smollm2",
+    model: Model = None,
     verbose: Annotated[bool, typer.Option(help="Show the processes' logs.")] = False,
     **given: Any,
 ) -> None:
     """Start everything, ask two questions, and show what happened to their prompts."""
     from baton_cli import local
 
-    local.demo(model, verbose, given)
+    local.demo(verbose, _given(given, model=model))
 
 
 def version() -> None:
@@ -100,6 +105,11 @@ def version() -> None:
     import baton_api
 
     typer.echo(baton_api.__version__)
+
+
+def _given(given: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """What was said on the command line: the environment and the defaults fill in the rest."""
+    return given | {name: value for name, value in more.items() if value is not None}
 
 
 def main(arguments: list[str] | None = None) -> None:
