@@ -7,237 +7,13 @@
  * that does not depend on the batch or on the number of threads.
  */
 #define _GNU_SOURCE
-#include <stdlib.h>
-#include <sys/mman.h>
 
-#include "attention.h"
-#include "linear.h"
-#include "pool.h"
-#include "vector.h"
+#include "model.h"
 
-#define HUGE_PAGE ((size_t)2 << 20)
 #define NORM_ROWS 4          /* rows of one chunk of a norm, of a rotation, of the embedding */
 #define ROWS_AT_ONCE 252     /* rows of one chunk of a linear at most: a multiple of TILE_ROWS */
 #define CHUNKS_PER_THREAD 6  /* enough that no thread waits long for another's last one */
 #define RUNS_PER_THREAD 1    /* of equal length that would make up the panels that are left */
-
-/* What the model is; the same order as in native.py. */
-struct spec {
-    int64_t kind, threads, vocab, hidden, layers, heads, kv_heads, head_dim, intermediate, tied;
-    double epsilon;
-};
-
-/* One pass; the same order as in native.py. */
-struct pass {
-    int64_t tokens, rows, wanted;      /* T, R, S */
-    const int64_t *ids;                /* [T] */
-    const int64_t *positions;          /* [T] */
-    const int64_t *slots;              /* [T] */
-    const int64_t *starts;             /* [R + 1] */
-    const int32_t *blocks;             /* [R, width] */
-    int64_t width;
-    const int64_t *logits_at;          /* [S] */
-    const float *cosines, *sines;      /* [position, head_dim / 2], for every position of the pass */
-    void *cache;                       /* [block, layer, 2, kv_head, slot, dim] */
-    int64_t cache_slots, block_size;   /* cache_slots: blocks times slots of a block */
-    float *logits;                     /* [S, vocab] */
-};
-
-struct layer {
-    float *attention_norm, *mlp_norm, *q_norm, *k_norm;
-    struct linear qkv, output, gate_up, down;
-    size_t window; /* 0 for none */
-};
-
-struct model {
-    struct spec spec;
-    struct pool *pool;
-    char *arena;
-    size_t arena_bytes, arena_used;
-    struct layer *layers;
-    float *final_norm;
-    struct linear head;
-    const void *embedding; /* [vocab, hidden] where it is not the head */
-    /* Activations, in rows of `stride` items, for `room` tokens and `wanted_room` rows of logits. */
-    size_t room, wanted_room;
-    size_t residual_stride, normed_stride, qkv_stride, query_lanes, attended_stride, gated_stride;
-    float *residual, *qkv;
-    char *normed, *queries, *attended, *gated, *final;
-    const struct pass *pass;
-    size_t query_tokens;  /* of one chunk of attention */
-    size_t *query_chunks; /* [rows + 1] chunks of attention before row r, for one key head */
-    size_t rows_room;
-};
-
-/* ---- Memory ---- */
-
-/* Rows lie an odd number of cache lines apart: rows a power of two apart would share cache sets. */
-static size_t stride_of(int kind, size_t count) {
-    size_t line = 64 / item_bytes(kind), lines = (round_up(count, PANEL) + line - 1) / line;
-    return (lines | 1) * line;
-}
-
-static void *place(struct model *model, size_t bytes) {
-    void *at = model->arena + model->arena_used;
-    model->arena_used += round_up(bytes, 64);
-    return model->arena_used <= model->arena_bytes ? at : NULL;
-}
-
-static void *zeros(size_t bytes) {
-    void *at = NULL;
-    if (posix_memalign(&at, 64, bytes)) return NULL;
-    return memset(at, 0, bytes);
-}
-
-static size_t panels_bytes(int kind, size_t outputs, size_t inputs) {
-    return round_up(outputs, PANEL) * lanes_of(kind, inputs) * 4;
-}
-
-static size_t weights_bytes(const struct spec *spec) {
-    const size_t hidden = (size_t)spec->hidden, inner = (size_t)spec->intermediate, dim = (size_t)spec->head_dim;
-    const size_t heads = (size_t)spec->heads, qkv = (heads + 2 * (size_t)spec->kv_heads) * dim;
-    const int kind = (int)spec->kind;
-    size_t layer = panels_bytes(kind, qkv, hidden) + panels_bytes(kind, hidden, heads * dim) +
-                   panels_bytes(kind, round_up(inner, LANES) * 2, hidden) + panels_bytes(kind, hidden, inner);
-    size_t vectors = 4 * (round_up(qkv, PANEL) + 4 * round_up(hidden, PANEL) + 2 * round_up(inner, LANES) +
-                          2 * round_up(dim, PANEL) + 12 * PANEL);
-    return (size_t)spec->layers * (layer + vectors) + panels_bytes(kind, (size_t)spec->vocab, hidden) +
-           (spec->tied ? 0 : (size_t)(spec->vocab * spec->hidden) * item_bytes(kind)) + 4 * round_up(hidden, PANEL) + HUGE_PAGE;
-}
-
-void baton_destroy(struct model *model);
-
-/* NULL if there is no memory for it. */
-struct model *baton_create(const struct spec *spec) {
-    struct model *model = calloc(1, sizeof *model);
-    if (!model) return NULL;
-    model->spec = *spec;
-    const int kind = (int)spec->kind;
-    model->residual_stride = stride_of(FLOAT32, (size_t)spec->hidden);
-    model->normed_stride = stride_of(kind, (size_t)spec->hidden);
-    model->qkv_stride = stride_of(FLOAT32, (size_t)((spec->heads + 2 * spec->kv_heads) * spec->head_dim));
-    model->query_lanes = stride_of(FLOAT32, lanes_of(kind, (size_t)spec->head_dim));
-    model->attended_stride = stride_of(kind, (size_t)(spec->heads * spec->head_dim));
-    model->gated_stride = stride_of(kind, (size_t)spec->intermediate);
-    size_t group = (size_t)(spec->heads / spec->kv_heads);
-    model->query_tokens = group < MOST_QUERIES ? MOST_QUERIES / group : 1;
-    model->arena_bytes = round_up(weights_bytes(spec), HUGE_PAGE);
-    model->arena = mmap(NULL, model->arena_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (model->arena == MAP_FAILED) model->arena = NULL;
-#if defined(MADV_HUGEPAGE)
-    if (model->arena) madvise(model->arena, model->arena_bytes, MADV_HUGEPAGE);
-#endif
-    model->layers = calloc((size_t)spec->layers, sizeof(struct layer));
-    model->pool = pool_create((int)spec->threads);
-    if (model->arena && model->layers && model->pool) return model;
-    baton_destroy(model);
-    return NULL;
-}
-
-static void forget_activations(struct model *model) {
-    free(model->residual), free(model->qkv), free(model->normed), free(model->queries);
-    free(model->attended), free(model->gated), free(model->final), free(model->query_chunks);
-    model->residual = model->qkv = NULL;
-    model->normed = model->queries = model->attended = model->gated = model->final = NULL;
-    model->query_chunks = NULL;
-    model->room = model->wanted_room = model->rows_room = 0;
-}
-
-void baton_destroy(struct model *model) {
-    if (model->pool) pool_destroy(model->pool);
-    forget_activations(model);
-    if (model->arena) munmap(model->arena, model->arena_bytes);
-    free(model->layers);
-    free(model);
-}
-
-/* Makes room for a pass; 0 if there is no memory. What lies between the rows is zero and stays so. */
-static int make_room(struct model *model, size_t tokens, size_t wanted, size_t rows) {
-    if (tokens <= model->room && wanted <= model->wanted_room && rows <= model->rows_room) return 1;
-    const size_t item = item_bytes((int)model->spec.kind);
-    tokens = round_up(tokens > model->room ? tokens : model->room, 64);
-    wanted = round_up(wanted > model->wanted_room ? wanted : model->wanted_room, 16);
-    rows = round_up(rows > model->rows_room ? rows : model->rows_room, 64);
-    forget_activations(model);
-    model->residual = zeros(tokens * model->residual_stride * 4);
-    model->qkv = zeros(tokens * model->qkv_stride * 4);
-    model->normed = zeros(tokens * model->normed_stride * item);
-    model->queries = zeros(tokens * (size_t)model->spec.heads * model->query_lanes * 4);
-    model->attended = zeros(tokens * model->attended_stride * item);
-    model->gated = zeros(tokens * model->gated_stride * item);
-    model->final = zeros(wanted * model->normed_stride * item);
-    model->query_chunks = zeros((rows + 1) * sizeof(size_t));
-    if (!model->residual || !model->qkv || !model->normed || !model->queries || !model->attended || !model->gated ||
-        !model->final || !model->query_chunks) {
-        forget_activations(model);
-        return 0;
-    }
-    model->room = tokens, model->wanted_room = wanted, model->rows_room = rows;
-    return 1;
-}
-
-/* ---- Weights ---- */
-
-enum place { ATTENTION_NORM, QKV, Q_NORM, K_NORM, OUTPUT, MLP_NORM, GATE_UP, DOWN, FINAL_NORM, HEAD, EMBEDDING };
-
-static float *load_vector(struct model *model, const void *from, size_t count) {
-    float *vector = place(model, round_up(count, PANEL) * 4);
-    for (size_t i = 0; vector && i < count; i++) vector[i] = get(from, i, (int)model->spec.kind);
-    return vector;
-}
-
-/* Gate and up, stacked in `from`, are packed side by side: one tile holds 16 of each. */
-static int load_linear(struct model *model, struct linear *weight, const void *from, const void *bias, size_t outputs,
-                       size_t inputs, int paired) {
-    const int kind = (int)model->spec.kind;
-    size_t half = outputs / 2;
-    weight->inputs = inputs;
-    weight->units = lanes_of(kind, inputs);
-    weight->outputs = paired ? round_up(half, LANES) * 2 : outputs;
-    weight->panels = place(model, panels_bytes(kind, weight->outputs, inputs));
-    weight->bias = bias ? place(model, round_up(weight->outputs, PANEL) * 4) : NULL;
-    if (!weight->panels || (bias && !weight->bias)) return 0;
-    for (size_t output = 0; output < outputs; output++) {
-        size_t within = output % half, at = output;
-        if (paired) at = within / LANES * PANEL + (output < half ? 0 : LANES) + within % LANES;
-        pack_row(weight->panels + at / PANEL * weight->units * PANEL, at % PANEL,
-                 (const char *)from + output * inputs * item_bytes(kind), inputs, kind);
-        if (bias) weight->bias[at] = get(bias, output, kind);
-    }
-    return 1;
-}
-
-/* Takes in one tensor [outputs, inputs], or [outputs] for a norm; copies it. 0 if it does not fit. */
-int baton_load(struct model *model, int64_t layer_index, int64_t where, const void *from, const void *bias,
-               int64_t outputs_given, int64_t inputs_given) {
-    struct layer *layer = model->layers + layer_index;
-    size_t outputs = (size_t)outputs_given, inputs = (size_t)inputs_given;
-    switch ((enum place)where) {
-    case ATTENTION_NORM: return (layer->attention_norm = load_vector(model, from, outputs)) != NULL;
-    case MLP_NORM: return (layer->mlp_norm = load_vector(model, from, outputs)) != NULL;
-    case Q_NORM: return (layer->q_norm = load_vector(model, from, outputs)) != NULL;
-    case K_NORM: return (layer->k_norm = load_vector(model, from, outputs)) != NULL;
-    case FINAL_NORM: return (model->final_norm = load_vector(model, from, outputs)) != NULL;
-    case QKV: return load_linear(model, &layer->qkv, from, bias, outputs, inputs, 0);
-    case OUTPUT: return load_linear(model, &layer->output, from, bias, outputs, inputs, 0);
-    case GATE_UP: return load_linear(model, &layer->gate_up, from, bias, outputs, inputs, 1);
-    case DOWN: return load_linear(model, &layer->down, from, bias, outputs, inputs, 0);
-    case HEAD: return load_linear(model, &model->head, from, bias, outputs, inputs, 0);
-    case EMBEDDING: {
-        size_t bytes = outputs * inputs * item_bytes((int)model->spec.kind);
-        void *copy = place(model, bytes);
-        if (copy) model->embedding = memcpy(copy, from, bytes);
-        return copy != NULL;
-    }
-    }
-    return 0;
-}
-
-void baton_slide(struct model *model, int64_t layer, int64_t window) { model->layers[layer].window = (size_t)window; }
-
-int64_t baton_bytes(const struct model *model) { return (int64_t)model->arena_used; }
-
-/* ---- Phases ---- */
 
 enum step { NORM_BEFORE_ATTENTION, PROJECT, ROTATE, ATTEND, JOIN, NORM_BEFORE_MLP, GATE, CLOSE, STEPS };
 
@@ -331,21 +107,42 @@ INLINE void rotate(struct model *model, size_t layer_index, size_t token, const 
     }
 }
 
-/* Attention chunks: key heads, then rows, then tokens of the row, the last and longest first. */
+static int is_last(const struct model *model, size_t layer) { return layer + 1 == (size_t)model->spec.layers; }
+
+/* The last position in offsets [0, count] whose value is not above `value`. */
+INLINE size_t find(const int64_t *offsets, size_t count, int64_t value) {
+    size_t low = 0, high = count;
+    while (high - low > 1) {
+        size_t middle = (low + high) / 2;
+        if (offsets[middle] <= value) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+/*
+ * Attention chunks: key heads, then tokens of rows, the last and longest first. In the last layer only
+ * the tokens whose logits are wanted look back: nobody sees what the others would make of it.
+ */
 INLINE void attend_chunk(struct model *model, size_t layer_index, size_t chunk, const int kind) {
     const struct spec *spec = &model->spec;
     const struct pass *pass = model->pass;
-    const size_t per_head = model->query_chunks[pass->rows], head = chunk % (size_t)spec->kv_heads;
+    const size_t rows = (size_t)pass->rows, head = chunk % (size_t)spec->kv_heads, nth = chunk / (size_t)spec->kv_heads;
     const size_t group = (size_t)(spec->heads / spec->kv_heads), dim = (size_t)spec->head_dim;
-    size_t within = per_head - 1 - chunk / (size_t)spec->kv_heads, low = 0, high = (size_t)pass->rows;
-    while (high - low > 1) {
-        size_t middle = (low + high) / 2;
-        if (model->query_chunks[middle] <= within) low = middle;
-        else high = middle;
+    size_t row, token, tokens, to;
+    if (is_last(model, layer_index)) {
+        token = (size_t)pass->logits_at[nth], tokens = 1, to = nth;
+        row = find(pass->starts, rows, (int64_t)token);
+        if (head == 0)
+            memcpy(model->chosen + nth * model->residual_stride, model->residual + token * model->residual_stride,
+                   model->residual_stride * 4);
+    } else {
+        const int64_t within = model->query_chunks[rows] - 1 - (int64_t)nth;
+        row = find(model->query_chunks, rows, within);
+        token = (size_t)pass->starts[row] + (size_t)(within - model->query_chunks[row]) * model->query_tokens;
+        const size_t left = (size_t)pass->starts[row + 1] - token;
+        tokens = left < model->query_tokens ? left : model->query_tokens, to = token;
     }
-    const size_t start = (size_t)pass->starts[low], end = (size_t)pass->starts[low + 1];
-    const size_t token = start + (within - model->query_chunks[low]) * model->query_tokens;
-    const size_t tokens = end - token < model->query_tokens ? end - token : model->query_tokens;
     struct scratch scratch;
     if (dim % PANEL) memset(scratch.values, 0, sizeof scratch.values);
     const struct context context = {
@@ -354,7 +151,7 @@ INLINE void attend_chunk(struct model *model, size_t layer_index, size_t chunk, 
         .block_bytes = (size_t)(cache_at(model, 1, 0, 0, 0, 0, kind) - cache_at(model, 0, 0, 0, 0, 0, kind)),
         .slot_bytes = dim * item_bytes(kind),
         .block_size = (size_t)pass->block_size,
-        .blocks = pass->blocks + low * (size_t)pass->width,
+        .blocks = pass->blocks + row * (size_t)pass->width,
     };
     const struct span span = {
         .queries = (const uint32_t *)model->queries + (head * (size_t)pass->tokens + token) * group * model->query_lanes,
@@ -367,10 +164,10 @@ INLINE void attend_chunk(struct model *model, size_t layer_index, size_t chunk, 
     };
     attend(&scratch, &context, &span, kind);
     char packed[MOST_HEAD_DIM * 4];
-    for (size_t row = 0; row < tokens * group; row++) {
-        const float *sums = scratch.sums + row * round_up(dim, PANEL);
+    for (size_t query = 0; query < tokens * group; query++) {
+        const float *sums = scratch.sums + query * round_up(dim, PANEL);
         for (size_t i = 0; i < dim; i += LANES) put(packed, i, load(sums + i), kind);
-        size_t item = (token + row / group) * model->attended_stride + (head * group + row % group) * dim;
+        size_t item = (to + query / group) * model->attended_stride + (head * group + query % group) * dim;
         memcpy(model->attended + item * item_bytes(kind), packed, dim * item_bytes(kind));
     }
 }
@@ -441,30 +238,53 @@ INLINE void multiply_chunk(const struct model *model, const struct product *prod
         }
 }
 
+/* After the attention of the last layer only the wanted tokens go on, in rows of their own. */
+static int among_chosen(const struct model *model, size_t layer, size_t step) {
+    return is_last(model, layer) && step > ROTATE;
+}
+
 /* The product that a phase computes, if it is one. */
-static struct product product_of(const struct model *model, const struct layer *layer, size_t step) {
-    const size_t item = item_bytes((int)model->spec.kind), tokens = (size_t)model->pass->tokens;
+static struct product product_of(const struct model *model, size_t layer_index, size_t step) {
+    const struct layer *layer = model->layers + layer_index;
+    const int chosen = among_chosen(model, layer_index, step);
+    const size_t item = item_bytes((int)model->spec.kind);
+    struct product product = {
+        .rows = step == JOIN ? model->attended : step == CLOSE ? model->gated : model->normed,
+        .row_bytes = (step == JOIN ? model->attended_stride : step == CLOSE ? model->gated_stride : model->normed_stride) * item,
+        .count = (size_t)(chosen ? model->pass->wanted : model->pass->tokens),
+        .fate = step == PROJECT ? WRITE : step == GATE ? GATED : ADD,
+        .result = chosen ? model->chosen : model->residual,
+        .result_stride = model->residual_stride,
+    };
     switch (step) {
-    case PROJECT:
-        return (struct product){&layer->qkv, model->normed, model->normed_stride * item, tokens, WRITE, model->qkv, model->qkv_stride};
-    case JOIN:
-        return (struct product){&layer->output, model->attended, model->attended_stride * item, tokens, ADD, model->residual, model->residual_stride};
-    case GATE:
-        return (struct product){&layer->gate_up, model->normed, model->normed_stride * item, tokens, GATED, model->gated, model->gated_stride};
-    case CLOSE:
-        return (struct product){&layer->down, model->gated, model->gated_stride * item, tokens, ADD, model->residual, model->residual_stride};
-    default: /* the head */
-        return (struct product){&model->head, model->final, model->normed_stride * item, (size_t)model->pass->wanted, WRITE,
-                                model->pass->logits, (size_t)model->spec.vocab};
+    case PROJECT: product.weight = &layer->qkv, product.result = model->qkv, product.result_stride = model->qkv_stride; break;
+    case JOIN: product.weight = &layer->output; break;
+    case GATE: product.weight = &layer->gate_up, product.result = model->gated, product.result_stride = model->gated_stride; break;
+    default: product.weight = &layer->down; break;
     }
+    return product;
+}
+
+static struct product product_of_head(const struct model *model) {
+    return (struct product){
+        .weight = &model->head,
+        .rows = model->final,
+        .row_bytes = model->normed_stride * item_bytes((int)model->spec.kind),
+        .count = (size_t)model->pass->wanted,
+        .fate = WRITE,
+        .result = model->pass->logits,
+        .result_stride = (size_t)model->spec.vocab,
+    };
 }
 
 /* Phase 0 is the embedding; then STEPS for each layer; then the final norm and the head. */
-static size_t phase_count(const struct model *model) {
-    return 1 + (size_t)model->spec.layers * STEPS + (model->pass->wanted ? 2 : 0);
-}
+static size_t final_norm_phase(const struct model *model) { return 1 + (size_t)model->spec.layers * STEPS; }
 
-static int is_final(const struct model *model, size_t phase) { return phase > (size_t)model->spec.layers * STEPS; }
+/* Where no logits are wanted, a pass ends when the last layer's keys and values are stored. */
+static size_t phase_count(const struct model *model) {
+    const size_t norm = final_norm_phase(model);
+    return model->pass->wanted ? norm + 2 : norm - STEPS + ROTATE + 1;
+}
 
 static size_t chunks_of_product(const struct model *model, const struct product product) {
     struct cut cut = cut_product(model, &product);
@@ -473,59 +293,61 @@ static size_t chunks_of_product(const struct model *model, const struct product 
 
 static size_t chunks_in(void *self, size_t phase) {
     const struct model *model = self;
-    const size_t by_rows = ((size_t)model->pass->tokens + NORM_ROWS - 1) / NORM_ROWS;
-    if (phase == 0) return by_rows;
-    if (is_final(model, phase)) {
-        if (phase + 2 == phase_count(model)) return ((size_t)model->pass->wanted + NORM_ROWS - 1) / NORM_ROWS;
-        return chunks_of_product(model, product_of(model, NULL, STEPS));
-    }
-    const size_t step = (phase - 1) % STEPS;
+    const size_t by_tokens = ((size_t)model->pass->tokens + NORM_ROWS - 1) / NORM_ROWS;
+    const size_t by_wanted = ((size_t)model->pass->wanted + NORM_ROWS - 1) / NORM_ROWS;
+    if (phase == 0) return by_tokens;
+    if (phase == final_norm_phase(model)) return by_wanted;
+    if (phase > final_norm_phase(model)) return chunks_of_product(model, product_of_head(model));
+    const size_t layer = (phase - 1) / STEPS, step = (phase - 1) % STEPS;
     switch (step) {
     case NORM_BEFORE_ATTENTION:
     case NORM_BEFORE_MLP:
-    case ROTATE: return by_rows;
-    case ATTEND: return model->query_chunks[model->pass->rows] * (size_t)model->spec.kv_heads;
-    default: return chunks_of_product(model, product_of(model, model->layers + (phase - 1) / STEPS, step));
+    case ROTATE: return among_chosen(model, layer, step) ? by_wanted : by_tokens;
+    case ATTEND:
+        return (size_t)(is_last(model, layer) ? model->pass->wanted : model->query_chunks[model->pass->rows]) *
+               (size_t)model->spec.kv_heads;
+    default: return chunks_of_product(model, product_of(model, layer, step));
     }
 }
 
+/* Norms rows `chunk` * NORM_ROWS on, `count` in all. */
+INLINE void norm_rows(const struct model *model, const float *from, const float *weight, size_t count, size_t chunk,
+                      char *to, const int kind) {
+    for (size_t row = chunk * NORM_ROWS; row < count && row < (chunk + 1) * NORM_ROWS; row++)
+        norm_row(from + row * model->residual_stride, weight, (size_t)model->spec.hidden, (float)model->spec.epsilon,
+                 to + row * model->normed_stride * item_bytes(kind), kind);
+}
+
 INLINE void run_chunk(struct model *model, size_t phase, size_t chunk, const int kind) {
-    const size_t hidden = (size_t)model->spec.hidden, tokens = (size_t)model->pass->tokens;
-    const size_t from = chunk * NORM_ROWS, item = item_bytes(kind);
-    const size_t to = from + NORM_ROWS < tokens ? from + NORM_ROWS : tokens;
-    const float epsilon = (float)model->spec.epsilon;
+    const size_t tokens = (size_t)model->pass->tokens, wanted = (size_t)model->pass->wanted;
+    const size_t from = chunk * NORM_ROWS, to = from + NORM_ROWS < tokens ? from + NORM_ROWS : tokens;
     if (phase == 0) {
         for (size_t token = from; token < to; token++) embed(model, token, kind);
         return;
     }
-    if (is_final(model, phase)) {
-        if (phase + 2 == phase_count(model)) {
-            const size_t wanted = (size_t)model->pass->wanted, end = from + NORM_ROWS < wanted ? from + NORM_ROWS : wanted;
-            for (size_t i = from; i < end; i++)
-                norm_row(model->residual + (size_t)model->pass->logits_at[i] * model->residual_stride, model->final_norm,
-                         hidden, epsilon, model->final + i * model->normed_stride * item, kind);
-            return;
-        }
-        const struct product product = product_of(model, NULL, STEPS);
-        multiply_chunk(model, &product, chunk, kind);
+    if (phase == final_norm_phase(model)) {
+        norm_rows(model, model->chosen, model->final_norm, wanted, chunk, model->final, kind);
         return;
     }
-    const size_t layer_index = (phase - 1) / STEPS, step = (phase - 1) % STEPS;
+    const int at_head = phase > final_norm_phase(model);
+    const size_t layer_index = (phase - 1) / STEPS, step = at_head ? (size_t)STEPS : (phase - 1) % STEPS;
     const struct layer *layer = model->layers + layer_index;
     switch (step) {
     case NORM_BEFORE_ATTENTION:
-    case NORM_BEFORE_MLP:
-        for (size_t token = from; token < to; token++)
-            norm_row(model->residual + token * model->residual_stride,
-                     step == NORM_BEFORE_MLP ? layer->mlp_norm : layer->attention_norm, hidden, epsilon,
-                     model->normed + token * model->normed_stride * item, kind);
+        norm_rows(model, model->residual, layer->attention_norm, tokens, chunk, model->normed, kind);
         return;
     case ROTATE:
         for (size_t token = from; token < to; token++) rotate(model, layer_index, token, kind);
         return;
     case ATTEND: attend_chunk(model, layer_index, chunk, kind); return;
+    case NORM_BEFORE_MLP:
+        if (is_last(model, layer_index))
+            norm_rows(model, model->chosen, layer->mlp_norm, wanted, chunk, model->normed, kind);
+        else
+            norm_rows(model, model->residual, layer->mlp_norm, tokens, chunk, model->normed, kind);
+        return;
     default: {
-        const struct product product = product_of(model, layer, step);
+        const struct product product = at_head ? product_of_head(model) : product_of(model, layer_index, step);
         multiply_chunk(model, &product, chunk, kind);
     }
     }
@@ -553,8 +375,8 @@ int baton_forward(struct model *model, const struct pass *pass) {
     model->pass = pass;
     model->query_chunks[0] = 0;
     for (int64_t row = 0; row < pass->rows; row++) {
-        size_t tokens = (size_t)(pass->starts[row + 1] - pass->starts[row]);
-        model->query_chunks[row + 1] = model->query_chunks[row] + (tokens + model->query_tokens - 1) / model->query_tokens;
+        const int64_t tokens = pass->starts[row + 1] - pass->starts[row], most = (int64_t)model->query_tokens;
+        model->query_chunks[row + 1] = model->query_chunks[row] + (tokens + most - 1) / most;
     }
     struct job job = {
         .self = model,

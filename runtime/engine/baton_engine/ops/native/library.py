@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-SOURCES = ("decoder.c", "attention.h", "linear.h", "pool.h", "vector.h")
+SOURCES = ("decoder.c", "model.h", "attention.h", "linear.h", "pool.h", "vector.h")
 FLAGS = (
     "-O3",
     "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native",

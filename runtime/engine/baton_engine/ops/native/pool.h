@@ -20,7 +20,6 @@
 
 /* The word: phase number in the upper 24 bits, then 20 bits of chunk count, 20 bits of the next chunk. */
 #define CHUNK_BITS 20
-#define MOST_CHUNKS ((1u << CHUNK_BITS) - 1024u)
 
 /* A worker that waits within a step spins: waking a sleeper takes as long as many phases. */
 #define BUSY_SPIN_NANOSECONDS 500000
@@ -32,7 +31,7 @@
 struct job {
     void *self;
     size_t phases;
-    size_t (*chunks)(void *self, size_t phase); /* at least one, less than MOST_CHUNKS */
+    size_t (*chunks)(void *self, size_t phase); /* at least one, far less than 2 ** CHUNK_BITS */
     void (*run)(void *self, size_t phase, size_t chunk);
 };
 

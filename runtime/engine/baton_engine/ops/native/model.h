@@ -1,0 +1,236 @@
+/*
+ * A model as it lies in memory: packed weights in one arena of huge pages, and room for activations.
+ *
+ * Rows of activations are padded to whole vectors with zeros that nobody overwrites, so the kernels need no
+ * special case at a row's end.
+ */
+#ifndef BATON_MODEL_H
+#define BATON_MODEL_H
+
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#include "attention.h"
+#include "linear.h"
+#include "pool.h"
+
+#define HUGE_PAGE ((size_t)2 << 20)
+
+/* What the model is; the same order as in native.py. */
+struct spec {
+    int64_t kind, threads, vocab, hidden, layers, heads, kv_heads, head_dim, intermediate, tied;
+    double epsilon;
+};
+
+/* One pass; the same order as in native.py. */
+struct pass {
+    int64_t tokens, rows, wanted;      /* T, R, S */
+    const int64_t *ids;                /* [T] */
+    const int64_t *positions;          /* [T] */
+    const int64_t *slots;              /* [T] */
+    const int64_t *starts;             /* [R + 1] */
+    const int32_t *blocks;             /* [R, width] */
+    int64_t width;
+    const int64_t *logits_at;          /* [S] */
+    const float *cosines, *sines;      /* [position, head_dim / 2], for every position of the pass */
+    void *cache;                       /* [block, layer, 2, kv_head, slot, dim] */
+    int64_t cache_slots, block_size;   /* cache_slots: blocks times slots of a block */
+    float *logits;                     /* [S, vocab] */
+};
+
+struct layer {
+    float *attention_norm, *mlp_norm, *q_norm, *k_norm;
+    struct linear qkv, output, gate_up, down;
+    size_t window; /* 0 for none */
+};
+
+struct model {
+    struct spec spec;
+    struct pool *pool;
+    char *arena;
+    size_t arena_bytes, arena_used;
+    struct layer *layers;
+    float *final_norm;
+    struct linear head;
+    const void *embedding; /* [vocab, hidden] where it is not the head */
+    /* Activations, in rows of `stride` items, for `room` tokens and `wanted_room` rows of logits. */
+    size_t room, wanted_room;
+    size_t residual_stride, normed_stride, qkv_stride, query_lanes, attended_stride, gated_stride;
+    float *residual, *qkv, *chosen; /* chosen: the residual of the tokens whose logits are wanted */
+    char *normed, *queries, *attended, *gated, *final;
+    const struct pass *pass;
+    size_t query_tokens;  /* of one chunk of attention */
+    int64_t *query_chunks; /* [rows + 1] chunks of attention before row r, for one key head */
+    size_t rows_room;
+};
+
+/* ---- Memory ---- */
+
+/* Rows lie an odd number of cache lines apart: rows a power of two apart would share cache sets. */
+static size_t stride_of(int kind, size_t count) {
+    size_t line = 64 / item_bytes(kind), lines = (round_up(count, PANEL) + line - 1) / line;
+    return (lines | 1) * line;
+}
+
+static void *place(struct model *model, size_t bytes) {
+    void *at = model->arena + model->arena_used;
+    model->arena_used += round_up(bytes, 64);
+    return model->arena_used <= model->arena_bytes ? at : NULL;
+}
+
+static void *zeros(size_t bytes) {
+    void *at = NULL;
+    if (posix_memalign(&at, 64, bytes)) return NULL;
+    return memset(at, 0, bytes);
+}
+
+static size_t panels_bytes(int kind, size_t outputs, size_t inputs) {
+    return round_up(outputs, PANEL) * lanes_of(kind, inputs) * 4;
+}
+
+static size_t weights_bytes(const struct spec *spec) {
+    const size_t hidden = (size_t)spec->hidden, inner = (size_t)spec->intermediate, dim = (size_t)spec->head_dim;
+    const size_t heads = (size_t)spec->heads, qkv = (heads + 2 * (size_t)spec->kv_heads) * dim;
+    const int kind = (int)spec->kind;
+    size_t layer = panels_bytes(kind, qkv, hidden) + panels_bytes(kind, hidden, heads * dim) +
+                   panels_bytes(kind, round_up(inner, LANES) * 2, hidden) + panels_bytes(kind, hidden, inner);
+    size_t vectors = 4 * (round_up(qkv, PANEL) + 4 * round_up(hidden, PANEL) + 2 * round_up(inner, LANES) +
+                          2 * round_up(dim, PANEL) + 12 * PANEL);
+    return (size_t)spec->layers * (layer + vectors) + panels_bytes(kind, (size_t)spec->vocab, hidden) +
+           (spec->tied ? 0 : (size_t)(spec->vocab * spec->hidden) * item_bytes(kind)) + 4 * round_up(hidden, PANEL) + HUGE_PAGE;
+}
+
+void baton_destroy(struct model *model);
+
+/* NULL if there is no memory for it. */
+struct model *baton_create(const struct spec *spec) {
+    struct model *model = calloc(1, sizeof *model);
+    if (!model) return NULL;
+    model->spec = *spec;
+    const int kind = (int)spec->kind;
+    model->residual_stride = stride_of(FLOAT32, (size_t)spec->hidden);
+    model->normed_stride = stride_of(kind, (size_t)spec->hidden);
+    model->qkv_stride = stride_of(FLOAT32, (size_t)((spec->heads + 2 * spec->kv_heads) * spec->head_dim));
+    model->query_lanes = stride_of(FLOAT32, lanes_of(kind, (size_t)spec->head_dim));
+    model->attended_stride = stride_of(kind, (size_t)(spec->heads * spec->head_dim));
+    model->gated_stride = stride_of(kind, (size_t)spec->intermediate);
+    size_t group = (size_t)(spec->heads / spec->kv_heads);
+    model->query_tokens = group < MOST_QUERIES ? MOST_QUERIES / group : 1;
+    model->arena_bytes = round_up(weights_bytes(spec), HUGE_PAGE);
+    model->arena = mmap(NULL, model->arena_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (model->arena == MAP_FAILED) model->arena = NULL;
+#if defined(MADV_HUGEPAGE)
+    if (model->arena) madvise(model->arena, model->arena_bytes, MADV_HUGEPAGE);
+#endif
+    model->layers = calloc((size_t)spec->layers, sizeof(struct layer));
+    model->pool = pool_create((int)spec->threads);
+    if (model->arena && model->layers && model->pool) return model;
+    baton_destroy(model);
+    return NULL;
+}
+
+static void forget_activations(struct model *model) {
+    free(model->residual), free(model->qkv), free(model->chosen), free(model->normed), free(model->queries);
+    free(model->attended), free(model->gated), free(model->final), free(model->query_chunks);
+    model->residual = model->qkv = model->chosen = NULL;
+    model->normed = model->queries = model->attended = model->gated = model->final = NULL;
+    model->query_chunks = NULL;
+    model->room = model->wanted_room = model->rows_room = 0;
+}
+
+void baton_destroy(struct model *model) {
+    if (model->pool) pool_destroy(model->pool);
+    forget_activations(model);
+    if (model->arena) munmap(model->arena, model->arena_bytes);
+    free(model->layers);
+    free(model);
+}
+
+/* Makes room for a pass; 0 if there is no memory. What lies between the rows is zero and stays so. */
+static int make_room(struct model *model, size_t tokens, size_t wanted, size_t rows) {
+    if (tokens <= model->room && wanted <= model->wanted_room && rows <= model->rows_room) return 1;
+    const size_t item = item_bytes((int)model->spec.kind);
+    tokens = round_up(tokens > model->room ? tokens : model->room, 64);
+    wanted = round_up(wanted > model->wanted_room ? wanted : model->wanted_room, 16);
+    rows = round_up(rows > model->rows_room ? rows : model->rows_room, 64);
+    forget_activations(model);
+    model->residual = zeros(tokens * model->residual_stride * 4);
+    model->qkv = zeros(tokens * model->qkv_stride * 4);
+    model->normed = zeros(tokens * model->normed_stride * item);
+    model->queries = zeros(tokens * (size_t)model->spec.heads * model->query_lanes * 4);
+    model->attended = zeros(tokens * model->attended_stride * item);
+    model->gated = zeros(tokens * model->gated_stride * item);
+    model->chosen = zeros(wanted * model->residual_stride * 4);
+    model->final = zeros(wanted * model->normed_stride * item);
+    model->query_chunks = zeros((rows + 1) * sizeof(int64_t));
+    if (!model->residual || !model->qkv || !model->chosen || !model->normed || !model->queries || !model->attended || !model->gated ||
+        !model->final || !model->query_chunks) {
+        forget_activations(model);
+        return 0;
+    }
+    model->room = tokens, model->wanted_room = wanted, model->rows_room = rows;
+    return 1;
+}
+
+/* ---- Weights ---- */
+
+enum place { ATTENTION_NORM, QKV, Q_NORM, K_NORM, OUTPUT, MLP_NORM, GATE_UP, DOWN, FINAL_NORM, HEAD, EMBEDDING };
+
+static float *load_vector(struct model *model, const void *from, size_t count) {
+    float *vector = place(model, round_up(count, PANEL) * 4);
+    for (size_t i = 0; vector && i < count; i++) vector[i] = get(from, i, (int)model->spec.kind);
+    return vector;
+}
+
+/* Gate and up, stacked in `from`, are packed side by side: one tile holds 16 of each. */
+static int load_linear(struct model *model, struct linear *weight, const void *from, const void *bias, size_t outputs,
+                       size_t inputs, int paired) {
+    const int kind = (int)model->spec.kind;
+    size_t half = outputs / 2;
+    weight->inputs = inputs;
+    weight->units = lanes_of(kind, inputs);
+    weight->outputs = paired ? round_up(half, LANES) * 2 : outputs;
+    weight->panels = place(model, panels_bytes(kind, weight->outputs, inputs));
+    weight->bias = bias ? place(model, round_up(weight->outputs, PANEL) * 4) : NULL;
+    if (!weight->panels || (bias && !weight->bias)) return 0;
+    for (size_t output = 0; output < outputs; output++) {
+        size_t within = output % half, at = output;
+        if (paired) at = within / LANES * PANEL + (output < half ? 0 : LANES) + within % LANES;
+        pack_row(weight->panels + at / PANEL * weight->units * PANEL, at % PANEL,
+                 (const char *)from + output * inputs * item_bytes(kind), inputs, kind);
+        if (bias) weight->bias[at] = get(bias, output, kind);
+    }
+    return 1;
+}
+
+/* Takes in one tensor [outputs, inputs], or [outputs] for a norm; copies it. 0 if it does not fit. */
+int baton_load(struct model *model, int64_t layer_index, int64_t where, const void *from, const void *bias,
+               int64_t outputs_given, int64_t inputs_given) {
+    struct layer *layer = model->layers + layer_index;
+    size_t outputs = (size_t)outputs_given, inputs = (size_t)inputs_given;
+    switch ((enum place)where) {
+    case ATTENTION_NORM: return (layer->attention_norm = load_vector(model, from, outputs)) != NULL;
+    case MLP_NORM: return (layer->mlp_norm = load_vector(model, from, outputs)) != NULL;
+    case Q_NORM: return (layer->q_norm = load_vector(model, from, outputs)) != NULL;
+    case K_NORM: return (layer->k_norm = load_vector(model, from, outputs)) != NULL;
+    case FINAL_NORM: return (model->final_norm = load_vector(model, from, outputs)) != NULL;
+    case QKV: return load_linear(model, &layer->qkv, from, bias, outputs, inputs, 0);
+    case OUTPUT: return load_linear(model, &layer->output, from, bias, outputs, inputs, 0);
+    case GATE_UP: return load_linear(model, &layer->gate_up, from, bias, outputs, inputs, 1);
+    case DOWN: return load_linear(model, &layer->down, from, bias, outputs, inputs, 0);
+    case HEAD: return load_linear(model, &model->head, from, bias, outputs, inputs, 0);
+    case EMBEDDING: {
+        size_t bytes = outputs * inputs * item_bytes((int)model->spec.kind);
+        void *copy = place(model, bytes);
+        if (copy) model->embedding = memcpy(copy, from, bytes);
+        return copy != NULL;
+    }
+    }
+    return 0;
+}
+
+void baton_slide(struct model *model, int64_t layer, int64_t window) { model->layers[layer].window = (size_t)window; }
+
+int64_t baton_bytes(const struct model *model) { return (int64_t)model->arena_used; }
+
+#endif
