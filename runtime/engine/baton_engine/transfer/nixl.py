@@ -68,7 +68,7 @@ class NixlTransfer:
         except BaseException:
             transfer._reader.stop()
             raise
-        transfer._metadata = seal(plain, transfer._agent.wire)
+        transfer._metadata = seal(plain, transfer._agent.wire, transfer._agent.place)
         return transfer
 
     @property
@@ -85,8 +85,9 @@ class NixlTransfer:
 
     async def connect(self, metadata: bytes, pool: PoolLayout, epoch: str) -> Peer:
         check_pool(self._pool, pool)
-        plain = unseal(metadata, self._agent.wire)
-        name = await self._reader.call(lambda: self._reader.connect(plain, pool, epoch))
+        plain, place = unseal(metadata, self._agent.wire)
+        near = place == self._agent.place != ""
+        name = await self._reader.call(lambda: self._reader.connect(plain, pool, epoch, near))
         return Peer(name, pool)
 
     def pull(self, peer: Peer, remote: Sequence[int], local: Sequence[int]) -> Settlement:
@@ -128,6 +129,7 @@ class NixlAgent:
 
     def __init__(self, name: str, cache: KVCache, pool: PoolLayout) -> None:
         self.wire = ""
+        self.place = ""
         self._name = name
         self._cache = cache  # keeps the memory alive as long as anything may write to it
         self._pool = pool
@@ -157,6 +159,7 @@ class NixlAgent:
                     f"UCX cannot start (UCX_TLS={tls}) or register {size} bytes: {error}. {WAY_OUT}"
                 ) from error
             self.wire = ucx.wire()
+            self.place = ucx.place()
         self._rdma = ucx.has_rdma()
         return metadata
 
@@ -217,9 +220,9 @@ class NixlAgent:
     def progress(self) -> None:
         self._agent.get_new_notifs(["UCX"])
 
-    def transport(self, pool: PoolLayout, inline: bool) -> str:
+    def transport(self, pool: PoolLayout, copied: bool) -> str:
         memory = "VRAM" if "VRAM" in (pool.memory, self._pool.memory) else "DRAM"
-        return ucx.transport(memory, inline, self._rdma)
+        return ucx.transport(memory, copied, self._rdma)
 
     def close(self) -> None:
         if self._blocks is not None:

@@ -6,7 +6,9 @@ else hands this thread commands. It sleeps on its queue while nothing is under w
 again after 50 us to 1 ms while a read is, or while a peer may be reading from here (`serve`).
 
 A read is over when each of its slices has left the state "in progress", and not before: a slice that was
-given up or released goes on writing. For the same reason a peer is removed only after its last read.
+given up or released goes on writing. For the same reason a peer is removed only after its last read. One
+that was let go but lives stays known, for it may come back: NIXL leaks a socket for every living peer that
+is removed.
 """
 
 from __future__ import annotations
@@ -36,6 +38,13 @@ WINDOW = 4
 
 LEAST_PAUSE_S = 50e-6
 MOST_PAUSE_S = 1e-3
+
+KNOWN_LIMIT = 64
+"""Peers that nobody uses and that are remembered nevertheless; the oldest goes first."""
+
+SAMPLES = 5
+"""Further reads of one block by which a near peer's transport is told, before its first read is over. The
+first over a connection that is still being set up can go the wrong way."""
 
 BUSY_S = 20e-6
 """A look at the agent that took more CPU than this, per thing looked at, has moved something: look again
@@ -77,8 +86,8 @@ class Agent(Protocol):
         """Answer peers that are reading from here."""
         ...
 
-    def transport(self, pool: PoolLayout, inline: bool) -> str:
-        """What a peer with `pool` is read by, given whether its reads are done where they are posted."""
+    def transport(self, pool: PoolLayout, copied: bool) -> str:
+        """By what a peer with `pool` is read, given whether it is near and done where it is posted."""
         ...
 
     def close(self) -> None: ...
@@ -93,7 +102,7 @@ class Read:
     end: Settlement
     waiting: deque[tuple[list[int], list[int]]]
     sample: tuple[list[int], list[int]]
-    """One block of it, read once more to see by which transport a new peer is read."""
+    """One block of it, read again to see by which transport a new peer is read."""
     posted: list[Any] = field(default_factory=list)
     begun: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
@@ -109,11 +118,21 @@ class _Remote:
     pool: PoolLayout
     blocks: Any
     uses: int = 1
-    """Connections that were not let go; at 0 it is removed after its last read."""
+    """Connections that were not let go."""
     dead: bool = False
+    near: bool = False
+    """UCX may copy straight from its memory."""
     wired: bool = False
-    """A slice has come through: only now does the way a read behaves tell its transport."""
-    transport: str = ""
+    """A slice has come through. Those posted before tell nothing of the transport."""
+    posts: int = 0
+    inline: int = 0
+    """Of `posts`, those that were done when the call returned."""
+    samples: int = 0
+
+    @property
+    def copied(self) -> bool:
+        """Most reads, not each: one over TCP can by chance be answered within the call."""
+        return self.near and 2 * self.inline > self.posts
 
 
 class Reader:
@@ -156,8 +175,9 @@ class Reader:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def connect(self, metadata: bytes, pool: PoolLayout, epoch: str) -> str:
+    def connect(self, metadata: bytes, pool: PoolLayout, epoch: str, near: bool) -> str:
         """The peer's name. Raises TransferFailed."""
+        self._agent.progress()  # peers that ended meanwhile give back their sockets
         try:
             name = self._agent.add(metadata)
         except AgentError as error:
@@ -169,7 +189,8 @@ class Reader:
             except AgentError as error:
                 self._agent.remove(name, None)
                 raise TransferFailed(f"The pool that {name} announced cannot be read: {error}.") from error
-            self._remotes[name] = _Remote(name, epoch, pool, blocks)
+            self._forget_oldest()
+            self._remotes[name] = _Remote(name, epoch, pool, blocks, near=near)
         elif known.dead or (known.epoch, known.pool) != (epoch, pool):
             raise TransferFailed(f"The peer {name} is known as one that failed or was another start.")
         else:
@@ -180,7 +201,6 @@ class Reader:
         remote = self._remotes.get(name)
         if remote is not None and remote.uses > 0:
             remote.uses -= 1
-            self._forget(remote)
 
     def serve(self, change: int) -> None:
         self._serving += change
@@ -203,7 +223,6 @@ class Reader:
                 log.exception("The transfer thread met an error that it does not know.")
                 self._pause = MOST_PAUSE_S
         for remote in list(self._remotes.values()):
-            remote.uses = 0
             self._forget(remote)
         self._agent.close()
 
@@ -274,7 +293,8 @@ class Reader:
             self._agent.release(handle)
             return True
         if inline or remote.wired:
-            remote.transport = self._agent.transport(remote.pool, inline)
+            remote.posts += 1
+            remote.inline += inline
         if inline:
             remote.wired = True
             self._agent.release(handle)
@@ -290,22 +310,28 @@ class Reader:
 
     def _finish(self, read: Read, remote: _Remote) -> None:
         read.seconds = read.seconds or time.perf_counter() - read.begun
-        if not read.error and not remote.transport and read.bytes:
+        if not read.error and remote.near and remote.samples < SAMPLES and read.bytes:
+            remote.samples += 1
             read.waiting.append(read.sample)
             return
         self._reads.remove(read)
-        self._forget(remote)  # before the end is told, so that whoever hears it can connect anew
+        if remote.dead and all(other.peer != remote.name for other in self._reads):
+            self._forget(remote)  # before the end is told, so that whoever hears it can connect anew
         if read.error:
             read.end.fail(TransferFailed(read.error))
         else:
-            read.end.succeed(Pulled(bytes=read.bytes, seconds=read.seconds, transport=remote.transport))
+            transport = self._agent.transport(remote.pool, remote.copied)
+            read.end.succeed(Pulled(bytes=read.bytes, seconds=read.seconds, transport=transport))
 
     def _forget(self, remote: _Remote) -> None:
-        """Remove a peer that is dead or not used any more, if no read of it is under way."""
-        used = remote.uses > 0 and not remote.dead
-        if not used and all(read.peer != remote.name for read in self._reads):
-            del self._remotes[remote.name]
-            self._agent.remove(remote.name, remote.blocks)
+        del self._remotes[remote.name]
+        self._agent.remove(remote.name, remote.blocks)
+
+    def _forget_oldest(self) -> None:
+        read = {read.peer for read in self._reads}
+        unused = [remote for remote in self._remotes.values() if not remote.uses and remote.name not in read]
+        for remote in unused[: max(0, len(unused) - KNOWN_LIMIT + 1)]:
+            self._forget(remote)
 
     def _stop(self) -> None:
         self._stopping = True

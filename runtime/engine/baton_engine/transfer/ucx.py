@@ -24,6 +24,9 @@ DEFAULTS: Mapping[str, str] = {
     **SEGMENTS,
 }
 
+COPYING = frozenset({"all", "sm", "shm", "cma", "knem", "xpmem"})
+"""Values of UCX_TLS that allow copies from process to process."""
+
 INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -49,18 +52,31 @@ def has_rdma() -> bool:
     return INFINIBAND.is_dir() and any(INFINIBAND.iterdir())
 
 
-def transport(memory: str, inline: bool, rdma: bool) -> str:
+def place() -> str:
     """
-    The name of the means by which UCX reads from a peer, as far as it shows.
+    Names what two processes must share for UCX to copy straight from one's memory into the other's.
 
-    NIXL does not tell. It shows in how a read behaves: one that is complete when the call that posts it
-    returns had no need of the peer, which is so for a copy between two processes of one machine (`shm`:
-    the kernel's process_vm_readv). One that is not went over a network. Where there is no RDMA device,
-    that is TCP; where there is one, `network` is all that is known. Of a GPU's memory nothing is
-    said, as copies between GPUs are asynchronous too.
+    Empty if UCX_TLS leaves no transport that does. This is a condition and no proof: the kernel may still
+    forbid one process to read another (ptrace scope, seccomp).
+    """
+    allowed = os.environ.get("UCX_TLS", "all").split(",")
+    if not allowed[0].startswith("^") and not COPYING.intersection(allowed):
+        return ""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.stat('/proc/self/ns/user').st_ino}"
+
+
+def transport(memory: str, copied: bool, rdma: bool) -> str:
+    """
+    The name of the means by which UCX reads from a peer, as far as it shows, for NIXL does not tell.
+
+    `copied` says that both ends are in one `place`, and that reads are done when the call that posts them
+    returns: that is a copy from process to process (`shm`: the kernel's process_vm_readv). Other reads
+    went over a network. Where there is no RDMA device, that is TCP; where there is one, `network` is all
+    that is known. Of a GPU's memory nothing is said, as copies between GPUs are asynchronous too.
     """
     if memory == "VRAM":
         return "nixl/ucx"
-    if inline:
+    if copied:
         return "nixl/ucx shm"
     return "nixl/ucx network" if rdma else "nixl/ucx tcp"
