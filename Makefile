@@ -32,8 +32,10 @@ fix: $(VENV)/dev ## format, repair what can be repaired, write the generated pag
 	$(VENV)/bin/ruff format .
 	$(PYTHON) -m baton_cli.reference
 
-bench: $(VENV)/dev ## measure engine and service on this machine
-	$(PYTHON) benchmarks/engine.py
+bench: $(VENV)/dev ## measure this machine's limits and MODEL (default smollm2) served alone and by a pair
+	$(PYTHON) benchmarks/limits.py
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PYTHON) benchmarks/serving.py --model $(or $(MODEL),smollm2) \
+	  --server 'one worker=baton serve {model} --port {port}' --server 'a pair=baton up {model} --port {port}'
 
 $(VENV)/demo: EXTRAS = runtime,nixl,chat$(KERNELS)
 $(VENV)/dev: EXTRAS = dev$(KERNELS)
