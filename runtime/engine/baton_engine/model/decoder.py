@@ -7,6 +7,8 @@ on a CPU its call costs more than a small model's layer.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,9 +38,15 @@ class Model(Protocol):
         ...
 
 
-def create_model(spec: ModelSpec, weights: Weights, device: torch.device, dtype: torch.dtype) -> Model:
+def create_model(
+    spec: ModelSpec,
+    weights: Weights,
+    device: torch.device,
+    dtype: torch.dtype,
+    environment: Mapping[str, str] = os.environ,
+) -> Model:
     """The fastest model for `device` that is to be had here. Weights are in `dtype` already."""
-    native = native_decoder(spec, weights, dtype) if device.type == "cpu" else None
+    native = native_decoder(spec, weights, dtype, environment) if device.type == "cpu" else None
     return native or Decoder(spec, weights, create_ops(spec, device, dtype), device)
 
 

@@ -210,9 +210,13 @@ def supports(spec: ModelSpec, dtype: torch.dtype) -> bool:
 
 
 def native_decoder(
-    spec: ModelSpec, weights: Weights, dtype: torch.dtype, environment: Mapping[str, str] = os.environ
+    spec: ModelSpec,
+    weights: Weights,
+    dtype: torch.dtype,
+    environment: Mapping[str, str] = os.environ,
+    threads: int = 0,
 ) -> NativeDecoder | None:
-    """The native model with torch's number of threads, or None where the kernels are not to be had."""
+    """The native model, or None where the kernels are not to be had. 0 threads: as many as torch has."""
     if not supports(spec, dtype):
         return None
     try:
@@ -220,7 +224,7 @@ def native_decoder(
     except library.Unavailable as reason:
         log.warning("computing with torch, more slowly: no native kernels, %s", reason)
         return None
-    return NativeDecoder(spec, weights, dtype, native, torch.get_num_threads())
+    return NativeDecoder(spec, weights, dtype, native, threads or torch.get_num_threads())
 
 
 @functools.cache

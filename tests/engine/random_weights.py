@@ -1,0 +1,66 @@
+"""Decoders of any sizes with random weights, without a folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton_engine.model.spec import ModelSpec
+from baton_engine.model.weights import LayerWeights, Weights
+
+TINY: dict[str, Any] = {
+    "architecture": "LlamaForCausalLM",
+    "vocab": 97,
+    "hidden": 64,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "intermediate": 96,
+    "context": 4096,
+    "norm_epsilon": 1e-5,
+    "rope_theta": 10_000.0,
+    "tied_embeddings": True,
+}
+
+
+def tiny_spec(**changes: Any) -> ModelSpec:
+    return ModelSpec(**{**TINY, **changes})
+
+
+def random_weights(spec: ModelSpec, dtype: torch.dtype, seed: int = 0) -> Weights:
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(outputs: int, inputs: int) -> Tensor:
+        values: Tensor = torch.randn(outputs, inputs, generator=generator) / inputs**0.5
+        return values.to(dtype)
+
+    def vector(size: int, around: float = 1.0) -> Tensor:
+        return (around + 0.1 * torch.randn(size, generator=generator)).to(dtype)
+
+    def layer() -> LayerWeights:
+        qkv = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+        return LayerWeights(
+            attention_norm=vector(spec.hidden),
+            qkv=matrix(qkv, spec.hidden),
+            qkv_bias=vector(qkv, 0.0) if spec.qkv_bias else None,
+            q_norm=vector(spec.head_dim) if spec.qk_norm else None,
+            k_norm=vector(spec.head_dim) if spec.qk_norm else None,
+            output=matrix(spec.hidden, spec.heads * spec.head_dim),
+            output_bias=vector(spec.hidden, 0.0) if spec.output_bias else None,
+            mlp_norm=vector(spec.hidden),
+            gate_up=matrix(2 * spec.intermediate, spec.hidden),
+            gate_up_bias=vector(2 * spec.intermediate, 0.0) if spec.mlp_bias else None,
+            down=matrix(spec.hidden, spec.intermediate),
+            down_bias=vector(spec.hidden, 0.0) if spec.mlp_bias else None,
+        )
+
+    embedding = matrix(spec.vocab, spec.hidden)
+    return Weights(
+        embedding=embedding,
+        layers=tuple(layer() for _ in range(spec.layers)),
+        final_norm=vector(spec.hidden),
+        head=embedding if spec.tied_embeddings else matrix(spec.vocab, spec.hidden),
+    )

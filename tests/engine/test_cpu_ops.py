@@ -1,0 +1,247 @@
+"""The native decoder, and torch's prepacked weights, against plain operations."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from baton_engine.batch import Batch, Row
+from baton_engine.cache import KVCache
+from baton_engine.model.decoder import Decoder
+from baton_engine.model.native import NativeDecoder, native_decoder
+from baton_engine.model.spec import ModelSpec
+from baton_engine.ops.cpu import CpuOps
+from baton_engine.ops.native import library
+from baton_engine.ops.plain import PlainOps
+from baton_engine.ops.processor import computes_bfloat16, preferred_dtype
+from tests.engine.random_weights import random_weights, tiny_spec
+
+CPU = torch.device("cpu")
+BLOCKS = 160
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "heads of 64 in groups of 3": {"head_dim": 64, "heads": 9, "kv_heads": 3, "hidden": 576},
+    "heads of 80": {"head_dim": 80, "heads": 4, "kv_heads": 1},
+    "heads of 128 in groups of 8, with norms and a bias": {
+        "head_dim": 128,
+        "heads": 8,
+        "kv_heads": 1,
+        "qk_norm": True,
+        "qkv_bias": True,
+    },
+    "heads of 256": {"head_dim": 256, "heads": 2, "kv_heads": 1, "layers": 1},
+    "groups of 1": {"heads": 3, "kv_heads": 3},
+    "groups of 5": {"heads": 5, "kv_heads": 1},
+    "groups of 7": {"heads": 14, "kv_heads": 2, "hidden": 896, "head_dim": 64, "layers": 1},
+    "nothing is a multiple of anything": {
+        "head_dim": 10,
+        "heads": 6,
+        "kv_heads": 2,
+        "hidden": 51,
+        "intermediate": 77,
+        "vocab": 33,
+        "mlp_bias": True,
+        "output_bias": True,
+        "tied_embeddings": False,
+    },
+    "a window": {"sliding_window": 20, "head_dim": 32},
+    "a window of 1 on one layer": {"sliding_window": 1, "sliding_layers": (True, False)},
+    "a window of 64": {"sliding_window": 64},
+}
+
+ROWS = ((0, 1), (14, 1), (15, 1), (16, 1), (62, 1), (299, 1), (0, 17), (5, 100), (130, 70), (64, 64), (3, 2))
+"""(start, new tokens): tails, block and tile boundaries, decode and prefill in one batch."""
+
+TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 0.12}
+"""Of logits and cached values that are a few units large."""
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    kind = request.param
+    assert isinstance(kind, torch.dtype)
+    return kind
+
+
+def native(spec: ModelSpec, dtype: torch.dtype, threads: int = 2) -> NativeDecoder:
+    try:
+        library.load(os.environ)
+    except library.Unavailable as reason:
+        pytest.skip(f"no native kernels: {reason}")
+    made = native_decoder(spec, random_weights(spec, dtype), dtype, threads=threads)
+    assert made is not None
+    return made
+
+
+def plain(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
+    return Decoder(spec, random_weights(spec, dtype), PlainOps(spec), CPU)
+
+
+def rows_of(
+    shapes: Sequence[tuple[int, int]], vocab: int, generator: random.Random, block_size: int = 16
+) -> list[Row]:
+    free = generator.sample(range(1, BLOCKS), BLOCKS - 1)
+    return [
+        Row(
+            [generator.randrange(vocab) for _ in range(count)],
+            start,
+            [free.pop() for _ in range(-(-(start + count) // block_size))],
+            True,
+        )
+        for start, count in shapes
+    ]
+
+
+def filled_cache(spec: ModelSpec, dtype: torch.dtype, block_size: int = 16) -> KVCache:
+    cache = KVCache(spec, BLOCKS, dtype, CPU, block_size)
+    cache.kv.copy_(torch.randn(cache.kv.shape, generator=torch.Generator().manual_seed(7)))
+    return cache
+
+
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())
+def test_logits_and_cache_are_those_of_the_plain_decoder(changes: dict[str, Any], dtype: torch.dtype) -> None:
+    spec = tiny_spec(**changes)
+    batch = Batch(rows_of(ROWS, spec.vocab, random.Random(1)), 16, CPU)
+    ours, theirs = filled_cache(spec, dtype), filled_cache(spec, dtype)
+    before = ours.kv.clone()
+    logits = native(spec, dtype).forward(batch, ours)
+    # The oracle computes in fp32 with the same rounded weights and cache.
+    theirs.kv = theirs.kv.float()
+    expected = plain_in_float(spec, dtype).forward(batch, theirs)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE[dtype])
+    torch.testing.assert_close(ours.kv.float(), theirs.kv, rtol=0, atol=TOLERANCE[dtype])
+    written = (ours.kv != before).any(dim=(1, 2, 3, 5))  # [block, slot]
+    assert set(written.flatten().nonzero().flatten().tolist()) <= set(batch.slots.tolist())
+
+
+def plain_in_float(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
+    rounded = random_weights(spec, dtype)
+
+    def widened(value: Any) -> Any:
+        return value.float() if isinstance(value, torch.Tensor) else value
+
+    layers = tuple(
+        type(layer)(**{name: widened(getattr(layer, name)) for name in layer.__dataclass_fields__})
+        for layer in rounded.layers
+    )
+    embedding = rounded.embedding.float()
+    head = embedding if rounded.head is rounded.embedding else rounded.head.float()
+    weights = type(rounded)(
+        embedding=embedding, layers=layers, final_norm=rounded.final_norm.float(), head=head
+    )
+    return Decoder(spec, weights, PlainOps(spec), CPU)
+
+
+def test_bfloat16_is_at_least_as_near_to_fp32_as_torchs_is() -> None:
+    spec = tiny_spec(hidden=256, layers=4, heads=8, kv_heads=2, head_dim=32, intermediate=512)
+    batch = Batch(rows_of(ROWS, spec.vocab, random.Random(2)), 16, CPU)
+    exact_cache = filled_cache(spec, torch.bfloat16)
+    exact_cache.kv = exact_cache.kv.float()
+    exact = plain_in_float(spec, torch.bfloat16).forward(batch, exact_cache)
+    ours = native(spec, torch.bfloat16).forward(batch, filled_cache(spec, torch.bfloat16))
+    theirs = plain(spec, torch.bfloat16).forward(batch, filled_cache(spec, torch.bfloat16))
+    assert (ours - exact).pow(2).mean() <= (theirs - exact).pow(2).mean()
+
+
+@pytest.mark.parametrize("block_size", [4, 16, 48])
+def test_blocks_may_have_any_size(block_size: int) -> None:
+    spec = tiny_spec()
+    rows = rows_of([(0, 1), (50, 1), (7, 40), (100, 3)], spec.vocab, random.Random(3), block_size)
+    batch = Batch(rows, block_size, CPU)
+    ours, theirs = (filled_cache(spec, torch.float32, block_size) for _ in range(2))
+    logits = native(spec, torch.float32).forward(batch, ours)
+    torch.testing.assert_close(logits, plain(spec, torch.float32).forward(batch, theirs), rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_row_is_the_same_to_the_bit_in_any_company_chunking_and_number_of_threads(
+    seed: int, threads: int, dtype: torch.dtype
+) -> None:
+    generator = random.Random(seed)
+    window = generator.choice([None, 30])
+    spec = tiny_spec(heads=6, kv_heads=2, head_dim=generator.choice([16, 24, 64]), sliding_window=window)
+    shapes = [
+        (generator.choice([0, 0, generator.randrange(150)]), generator.randrange(1, 90)) for _ in range(9)
+    ]
+    rows = rows_of(shapes, spec.vocab, generator)
+    together, alone = native(spec, dtype, threads), native(spec, dtype, 1)
+    batched, single = filled_cache(spec, dtype), filled_cache(spec, dtype)
+    logits = together.forward(Batch(rows, 16, CPU), batched)
+    for number, row in enumerate(rows):
+        done = 0
+        while done < len(row.tokens):
+            count = generator.randrange(1, len(row.tokens) - done + 1)
+            last = done + count == len(row.tokens)
+            piece = Row(row.tokens[done : done + count], row.start + done, row.blocks, last)
+            result = alone.forward(Batch([piece], 16, CPU), single)
+            assert len(result) == last
+            done += count
+        assert torch.equal(result[0], logits[number])
+    assert torch.equal(batched.kv, single.kv)
+
+
+def test_only_the_wanted_logits_come_in_row_order(dtype: torch.dtype) -> None:
+    spec = tiny_spec()
+    model = native(spec, dtype)
+    rows = rows_of(ROWS, spec.vocab, random.Random(4))
+    everything = model.forward(Batch(rows, 16, CPU), filled_cache(spec, dtype))
+    wanted = [number % 3 == 1 for number in range(len(rows))]
+    chosen = [Row(row.tokens, row.start, row.blocks, want) for row, want in zip(rows, wanted, strict=True)]
+    some = model.forward(Batch(chosen, 16, CPU), filled_cache(spec, dtype))
+    assert torch.equal(some, everything[torch.tensor(wanted)])
+    none = [Row(row.tokens, row.start, row.blocks, False) for row in rows]
+    assert model.forward(Batch(none, 16, CPU), filled_cache(spec, dtype)).shape == (0, spec.vocab)
+
+
+def test_a_token_beyond_the_vocabulary_or_a_slot_beyond_the_cache_is_refused() -> None:
+    spec = tiny_spec()
+    model, cache = native(spec, torch.float32), filled_cache(spec, torch.float32)
+    for row in (Row([spec.vocab], 0, [1], True), Row([-1], 0, [1], True), Row([1], 0, [BLOCKS], True)):
+        with pytest.raises(IndexError, match="97"):
+            model.forward(Batch([row], 16, CPU), cache)
+    assert len(model.forward(Batch([Row([1], 0, [1], True)], 16, CPU), cache)) == 1
+
+
+def test_a_cache_of_another_dtype_is_refused() -> None:
+    spec = tiny_spec()
+    batch = Batch([Row([1], 0, [1], True)], 16, CPU)
+    with pytest.raises(TypeError, match="bfloat16"):
+        native(spec, torch.float32).forward(batch, filled_cache(spec, torch.bfloat16))
+
+
+def test_weights_are_held_once_in_16_bits() -> None:
+    spec = tiny_spec(vocab=4096, hidden=128, intermediate=256)
+    weights = random_weights(spec, torch.bfloat16)
+    numbers = weights.embedding.numel() + sum(
+        tensor.numel()
+        for layer in weights.layers
+        for tensor in (layer.qkv, layer.output, layer.gate_up, layer.down)
+    )
+    assert native(spec, torch.bfloat16).bytes < 2.1 * numbers
+
+
+def test_sizes_that_the_kernels_are_not_made_for_are_left_to_torch() -> None:
+    spec = tiny_spec(head_dim=258)
+    assert native_decoder(spec, random_weights(spec, torch.float32), torch.float32) is None
+    assert native_decoder(tiny_spec(), random_weights(tiny_spec(), torch.float16), torch.float16) is None
+
+
+def test_prepacked_weights_give_what_plain_ones_give(dtype: torch.dtype) -> None:
+    spec = tiny_spec()
+    weight, bias = torch.randn(48, 40).to(dtype), torch.randn(48).to(dtype)
+    packed = CpuOps(spec, dtype).prepare(weight, bias)
+    for count in (1, 7, 40):
+        rows = torch.randn(count, 40).to(dtype)
+        expected = PlainOps(spec).prepare(weight, bias)(rows)
+        torch.testing.assert_close(packed(rows), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_the_preferred_dtype_is_one_that_the_processor_multiplies() -> None:
+    assert preferred_dtype() == (torch.bfloat16 if computes_bfloat16() else torch.float32)

@@ -1,0 +1,114 @@
+"""The native library is built once, by whoever comes first; without a compiler torch serves, and says so."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton_engine.model.decoder import Decoder, create_model
+from baton_engine.model.native import native_decoder
+from baton_engine.ops.native import library
+from tests.engine.random_weights import random_weights, tiny_spec
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """A machine with a compiler and an empty cache."""
+    if not any(shutil.which(name) for name in library.COMPILERS):
+        pytest.skip(f"no C compiler on PATH: none of {', '.join(library.COMPILERS)}")
+    return {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "BATON_CACHE": str(tmp_path / "cache")}
+
+
+def built(environment: dict[str, str]) -> list[str]:
+    return sorted(entry.name for entry in Path(environment["BATON_CACHE"]).iterdir())
+
+
+def test_parallel_starts_build_one_library_and_leave_nothing_else(environment: dict[str, str]) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        for native in pool.map(library.load, [environment] * 3):
+            assert native.baton_create
+    assert len(built(environment)) == 1
+
+
+def test_a_second_start_compiles_nothing(environment: dict[str, str], tmp_path: Path) -> None:
+    counter = tmp_path / "cc"
+    counter.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexec {library.find_compiler(environment)[0]} "$@"\n'
+    )
+    counter.chmod(0o755)
+    environment["CC"] = str(counter)
+    for _ in range(2):
+        library.load(environment)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert sum("decoder.c" in call for call in calls) == 1
+
+
+def test_another_compiler_makes_another_file(environment: dict[str, str], tmp_path: Path) -> None:
+    library.load(environment)
+    other = tmp_path / "other-cc"
+    other.symlink_to(library.find_compiler(environment)[0])
+    library.load({**environment, "CC": str(other)})
+    assert len(built(environment)) == 2
+
+
+def test_without_a_compiler_the_message_names_the_way_out(tmp_path: Path) -> None:
+    try:
+        command = library.find_compiler({"PATH": str(tmp_path)})
+    except library.Unavailable as reason:
+        assert "pip install 'baton[kernels]'" in str(reason)
+    else:
+        assert command == [sys.executable, "-m", "ziglang", "cc"]  # the wheel is its own way out
+
+
+def test_torch_serves_without_the_library_and_one_line_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = tiny_spec()
+    weights = random_weights(spec, torch.float32)
+    environment = {"PATH": str(tmp_path), "CC": "no-such-compiler", "HOME": str(tmp_path)}
+    with caplog.at_level(logging.WARNING):
+        assert native_decoder(spec, weights, torch.float32, environment) is None
+    (line,) = caplog.messages
+    assert "no-such-compiler" in line and "torch" in line
+    assert isinstance(create_model(spec, weights, CPU, torch.float32, environment), Decoder)
+
+
+def test_a_failing_compiler_is_quoted(environment: dict[str, str], tmp_path: Path) -> None:
+    broken = tmp_path / "broken-cc"
+    broken.write_text('#!/bin/sh\n[ "$1" = --version ] || { echo "out of registers" >&2; exit 1; }\n')
+    broken.chmod(0o755)
+    with pytest.raises(library.Unavailable, match="out of registers"):
+        library.load({**environment, "CC": str(broken)})
+    assert built(environment) == []
+
+
+def test_a_cache_that_cannot_be_written_is_named(environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(library.Unavailable, match="BATON_CACHE"):
+        library.load({**environment, "BATON_CACHE": str(tmp_path / "file" / "cache")})
+
+
+def test_the_kernels_can_be_turned_off(environment: dict[str, str]) -> None:
+    with pytest.raises(library.Unavailable, match="BATON_KERNELS"):
+        library.load({**environment, "BATON_KERNELS": "off"})
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({"BATON_CACHE": "/a", "XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/a"),
+        ({"XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/b/baton"),
+        ({"HOME": "/c"}, "/c/.cache/baton"),
+    ],
+)
+def test_the_cache_is_where_the_user_wants_it(variables: dict[str, str], folder: str) -> None:
+    assert library.cache_folder(variables) == Path(folder)
