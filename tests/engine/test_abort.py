@@ -35,7 +35,7 @@ def test_a_request_in_the_middle_of_its_prompt_is_aborted() -> None:
 
 
 def test_blocks_of_a_request_aborted_during_a_pass_are_not_reused_in_it() -> None:
-    """Row 3, hazards 4 and 5: the pass under way still writes them."""
+    """Peers' defect 3: the pass under way still writes them."""
     with Serving(blocks=6) as serving:
         serving.model.go.clear()
         serving.submit(request_of("a", 18, max_tokens=2))
@@ -70,7 +70,7 @@ def test_an_ended_or_unknown_request_is_not_aborted_again() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_ends_in_every_state_leak_nothing_and_disturb_nobody(seed: int) -> None:
-    """Row 6: aborted loads were never reclaimed. 4 times 400 requests, most of them ended from outside."""
+    """Peers' defect 6: aborted loads were never reclaimed. 4 times 400 requests, most of them ended from outside."""
     chance = random.Random(seed)
     with Serving(
         blocks=60, chunk_tokens=16, max_running=10, local_prefill_tokens=6, quarantine_limit=1.0

@@ -53,14 +53,14 @@ def test_stop_ids_wait_for_min_tokens() -> None:
 
 
 def test_max_tokens_of_1_gives_one_token() -> None:
-    """Row 30 of the known defects: it gave two."""
+    """Peers' defect 30: it gave two."""
     with Serving() as serving:
         assert serving.run(request_of("a", max_tokens=1)) == [serving.model.greedy(prompt_of(10), 1)]
         assert serving.ended("a").finish is FinishReason.LENGTH
 
 
 def test_a_stop_id_as_the_first_token_ends_the_request() -> None:
-    """Row 30: the first token ignored stop criteria."""
+    """Peers' defect 30: the first token ignored stop criteria."""
     with Serving() as serving:
         stop = serving.model.greedy(prompt_of(10), 1)[0]
         assert serving.run(request_of("a", stop_ids=frozenset([stop]))) == [[stop]]
@@ -86,7 +86,7 @@ def test_finish_ends_a_request_with_stop_and_keeps_its_blocks_cached() -> None:
 
 @pytest.mark.parametrize("length", range(1, 18))
 def test_a_prefix_is_found_in_the_cache_but_for_the_last_token(length: int) -> None:
-    """Rows 2, 7 and 18: a full hit, and hits of every length, give the same tokens."""
+    """Peers' defects 2, 7 and 18: a full hit, and hits of every length, give the same tokens."""
     with Serving() as serving:
         prompt = prompt_of(16)
         serving.run(request_of("first", prompt=prompt))

@@ -45,7 +45,7 @@ def test_one_token_is_drawn_whatever_max_tokens_says() -> None:
 
 
 def test_exported_blocks_stay_as_they_are_until_they_are_released() -> None:
-    """Row 1: they were given away under a reader's eyes."""
+    """Peers' defect 1: they were given away under a reader's eyes."""
     with Serving(blocks=13) as serving:
         recipient = Recipient()
         serving.run(request_of("a", 20, export=recipient))

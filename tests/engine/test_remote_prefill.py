@@ -40,7 +40,7 @@ def test_a_fetched_prompt_gives_the_tokens_of_one_that_is_computed_here(
 
 @pytest.mark.parametrize("known", range(21))
 def test_only_what_the_own_cache_lacks_is_fetched(known: int) -> None:
-    """Row 7: prefix hits of every length; row 28: slots after a prefix hit."""
+    """Peers' defect 7: prefix hits of every length; defect 28: slots after a prefix hit."""
     with Serving(local_prefill_tokens=0) as serving:
         prompt = prompt_of(20)
         if known:
@@ -114,7 +114,7 @@ def test_the_relay_record_comes_with_the_first_token_alone() -> None:
 
 
 def test_max_tokens_of_1_ends_with_the_fetched_token() -> None:
-    """Row 30: `max_tokens=1` gave two tokens."""
+    """Peers' defect 30: `max_tokens=1` gave two tokens."""
     with Serving(local_prefill_tokens=0) as serving:
         peer = Prefiller(serving)
         serving.submit(request_of("a", 20, remote=peer, max_tokens=1))
@@ -126,7 +126,7 @@ def test_max_tokens_of_1_ends_with_the_fetched_token() -> None:
 
 
 def test_a_fetched_stop_id_ends_the_request() -> None:
-    """Row 30: the first token ignored stop criteria."""
+    """Peers' defect 30: the first token ignored stop criteria."""
     with Serving(local_prefill_tokens=0) as serving:
         peer = Prefiller(serving)
         stop = serving.model.greedy(prompt_of(20), 1)[0]
@@ -137,7 +137,7 @@ def test_a_fetched_stop_id_ends_the_request() -> None:
 
 
 def test_the_fetched_token_counts_for_penalties() -> None:
-    """Row 29: what one worker counts, a pair counts too."""
+    """Peers' defect 29: what one worker counts, a pair counts too."""
     with Serving(local_prefill_tokens=0) as serving:
         peer = Prefiller(serving)
         request = request_of(
@@ -187,7 +187,7 @@ def test_a_fetch_that_cannot_be_started_is_computed_here() -> None:
 
 
 def test_unsafe_blocks_are_quarantined_until_they_are_settled() -> None:
-    """Rows 3 and 5: a block that a card may still fill goes to nobody."""
+    """Peers' defects 3 and 5: a block that a card may still fill goes to nobody."""
     with Serving(blocks=17, local_prefill_tokens=0, quarantine_limit=1.0) as serving:
         peer = Prefiller(serving)
         request = request_of("a", 20, remote=peer)
@@ -231,7 +231,7 @@ def test_a_quarantine_over_its_limit_is_fatal() -> None:
 
 
 def test_a_request_that_only_quarantine_keeps_out_ends_with_an_error() -> None:
-    """Row 17: nothing could ever make room, and the engine waited for ever."""
+    """Peers' defect 17: nothing could ever make room, and the engine waited for ever."""
     with Serving(blocks=9, local_prefill_tokens=0, quarantine_limit=1.0) as serving:
         peer = Prefiller(serving)
         serving.submit(request_of("a", 32, remote=peer, max_tokens=1))
@@ -245,7 +245,7 @@ def test_a_request_that_only_quarantine_keeps_out_ends_with_an_error() -> None:
 
 
 def test_an_abort_while_fetching_keeps_the_blocks_until_the_fetch_has_ended() -> None:
-    """Row 5: the blocks were freed while a read was under way."""
+    """Peers' defect 5: the blocks were freed while a read was under way."""
     with Serving(blocks=11, local_prefill_tokens=0) as serving:
         peer = Prefiller(serving)
         serving.submit(request_of("a", 20, remote=peer))
@@ -293,7 +293,7 @@ def test_a_second_end_of_the_same_fetch_is_ignored(caplog: pytest.LogCaptureFixt
 
 
 def test_loaded_requests_without_room_for_a_token_do_not_spin() -> None:
-    """Row 17: prompts fill the cache to the last block; they still finish, without empty passes."""
+    """Peers' defect 17: prompts fill the cache to the last block; they still finish, without empty passes."""
     with Serving(blocks=11, local_prefill_tokens=0, max_running=8) as serving:
         peer = Prefiller(serving)
         requests = [request_of(f"{seed}", 16, seed=seed, remote=peer) for seed in range(4)]
@@ -306,7 +306,7 @@ def test_loaded_requests_without_room_for_a_token_do_not_spin() -> None:
 
 
 def test_a_fetched_request_is_retracted_and_resumes_with_the_same_tokens() -> None:
-    """Rows 16 and 26: it lost its state, or was stuck as succeeded."""
+    """Peers' defects 16 and 26: it lost its state, or was stuck as succeeded."""
     with Serving(blocks=13, local_prefill_tokens=0) as serving:
         peer = Prefiller(serving)
         requests = [
@@ -318,7 +318,7 @@ def test_a_fetched_request_is_retracted_and_resumes_with_the_same_tokens() -> No
             peer.succeed(peer.fetch(), cached=4)
         for request in requests:
             assert serving.tokens(request.id) == serving.reference(request)
-            # Row 29: what a retraction computes again is not counted as cached.
+            # Peers' defect 29: what a retraction computes again is not counted as cached.
             assert {output.cached_tokens for output in serving.outputs[request.id]} == {4}
         totals = serving.at_rest().totals
         assert totals.retractions > 0

@@ -1,0 +1,26 @@
+"""What the documentation says is there, is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+TESTS = "\n".join(path.read_text() for path in sorted(ROOT.glob("tests/**/*.py")))
+
+
+def test_every_test_that_is_named_exists() -> None:
+    named = {name for document in DOCUMENTS for name in re.findall(r"`(test_\w+)`", document.read_text())} - {
+        path.stem for path in ROOT.glob("tests/**/*.py")
+    }
+    assert named
+    assert not {name for name in named if f"def {name}(" not in TESTS}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_to_a_file_leads_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text())
+    assert not [link for link in links if not (document.parent / link).exists()]
