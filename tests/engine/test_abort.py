@@ -70,7 +70,7 @@ def test_an_ended_or_unknown_request_is_not_aborted_again() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_ends_in_every_state_leak_nothing_and_disturb_nobody(seed: int) -> None:
-    """Peers' defect 6: aborted loads were never reclaimed. 4 times 400 requests, most of them ended from outside."""
+    """Peers' defect 6: aborted loads were never reclaimed. 1,600 requests, most ended from outside."""
     chance = random.Random(seed)
     with Serving(
         blocks=60, chunk_tokens=16, max_running=10, local_prefill_tokens=6, quarantine_limit=1.0
