@@ -91,6 +91,17 @@ def test_a_failing_compiler_is_quoted(environment: dict[str, str], tmp_path: Pat
     assert built(environment) == []
 
 
+def test_a_library_that_fails_its_own_test_is_not_used(environment: dict[str, str], tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.h"
+    wrong.write_text(
+        '#define baton_sound baton_unused\n__attribute__((visibility("default"))) int unsound;\n'
+    )
+    compiler = library.find_compiler(environment)[0]
+    with pytest.raises(library.Unavailable, match="wrong results"):
+        library.load({**environment, "CC": f"{compiler} -include {wrong}"})
+    assert built(environment) == []
+
+
 def test_a_cache_that_cannot_be_written_is_named(environment: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(library.Unavailable, match="BATON_CACHE"):

@@ -52,7 +52,7 @@ INLINE void fetch_ahead(const struct context *context, size_t first, size_t end)
 }
 
 /*
- * Packs the keys and values of positions `first` to `end`, 64 at most. Up to a multiple of 16, places beyond
+ * Packs the keys and values of positions `first` to `end`, 64 at most. Up to a multiple of 32, places beyond
  * `end` hold zeros; what is in those after it is hidden.
  */
 INLINE void pack_keys(struct scratch *scratch, const struct context *context, size_t first, size_t end, size_t dim,
@@ -61,7 +61,7 @@ INLINE void pack_keys(struct scratch *scratch, const struct context *context, si
     const void *values[KEYS];
     size_t lanes = lanes_of(kind, dim), whole = lanes / LANES * LANES;
     size_t block = first / context->block_size, slot = first % context->block_size;
-    const size_t filled = end - first < KEYS ? round_up(end - first, LANES) : KEYS;
+    const size_t filled = end - first < KEYS ? round_up(end - first, PANEL) : KEYS;
     for (size_t i = 0; i < filled; i++) {
         if (first + i >= end) {
             keys[i] = no_slot;
@@ -160,7 +160,7 @@ INLINE void attend(struct scratch *scratch, const struct context *context, const
     memset(scratch->sums, 0, rows * padded * sizeof(float));
     for (size_t row = 0; row < rows; row++) scratch->best[row] = HIDDEN_SCORE, scratch->total[row] = 0.0f;
     for (; first < end; first += KEYS) {
-        const size_t keys = end - first < KEYS ? round_up(end - first, LANES) : KEYS;
+        const size_t keys = end - first < KEYS ? round_up(end - first, PANEL) : KEYS;
         pack_keys(scratch, context, first, end, span->dim, kind);
         for (size_t row = 0; row < rows; row += TILE_ROWS) {
             size_t count = rows - row < TILE_ROWS ? rows - row : TILE_ROWS;
@@ -168,7 +168,7 @@ INLINE void attend(struct scratch *scratch, const struct context *context, const
             if (last_position < first) continue;
             for (size_t panel = 0; panel * PANEL < keys; panel++)
                 multiply(count, span->queries + row * span->query_lanes, span->query_lanes, scratch->keys[panel],
-                         lanes_of(kind, span->dim), scratch->scores[0] + panel * PANEL, KEYS, 0, kind);
+                         units_of(kind, span->dim), scratch->scores[0] + panel * PANEL, KEYS, 0, kind);
             for (size_t i = 0; i < count; i++) {
                 long position = (long)(span->position + (row + i) / span->group);
                 long to = position + 1 - (long)first, from = span->window ? to - (long)span->window : 0;
@@ -177,7 +177,7 @@ INLINE void attend(struct scratch *scratch, const struct context *context, const
                        scratch->sums + (row + i) * padded, padded, kind);
             }
             for (size_t d = 0; d < padded; d += PANEL)
-                multiply(count, scratch->weights[0], KEYS, scratch->values[d / PANEL], lanes_of(kind, keys),
+                multiply(count, scratch->weights[0], KEYS, scratch->values[d / PANEL], units_of(kind, keys),
                          scratch->sums + row * padded + d, padded, 1, kind);
         }
     }

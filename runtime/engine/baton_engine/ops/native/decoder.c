@@ -11,7 +11,7 @@
 #include "model.h"
 
 #define NORM_ROWS 4          /* rows of one chunk of a norm, of a rotation, of the embedding */
-#define ROWS_AT_ONCE 252     /* rows of one chunk of a linear at most: a multiple of TILE_ROWS */
+#define ROWS_AT_ONCE (256 / TILE_ROWS * TILE_ROWS) /* rows of one chunk of a linear at most */
 #define CHUNKS_PER_THREAD 6  /* enough that no thread waits long for another's last one */
 #define RUNS_PER_THREAD 1    /* of equal length that would make up the panels that are left */
 
@@ -144,7 +144,12 @@ INLINE void attend_chunk(struct model *model, size_t layer_index, size_t chunk, 
         tokens = left < model->query_tokens ? left : model->query_tokens, to = token;
     }
     struct scratch scratch;
-    if (dim % PANEL) memset(scratch.values, 0, sizeof scratch.values);
+    if (dim % PANEL) {
+        memset(scratch.keys, 0, sizeof scratch.keys);
+        memset(scratch.values, 0, sizeof scratch.values);
+    }
+    struct tile_shapes before;
+    tiles_begin(&before);
     const struct context context = {
         .keys = cache_at(model, 0, layer_index, 0, head, 0, kind),
         .values = cache_at(model, 0, layer_index, 1, head, 0, kind),
@@ -163,6 +168,7 @@ INLINE void attend_chunk(struct model *model, size_t layer_index, size_t chunk, 
         .dim = dim,
     };
     attend(&scratch, &context, &span, kind);
+    tiles_end(&before);
     char packed[MOST_HEAD_DIM * 4];
     for (size_t query = 0; query < tokens * group; query++) {
         const float *sums = scratch.sums + query * round_up(dim, PANEL);
@@ -229,6 +235,8 @@ INLINE void multiply_chunk(const struct model *model, const struct product *prod
     for (size_t run = 0; run < chunk % cut.runs; run++) left -= run_length(left, cut.shares);
     const size_t first_panel = cut.panels - left, panels_end = first_panel + run_length(left, cut.shares);
     _Alignas(64) float tile[TILE_ROWS * PANEL];
+    struct tile_shapes before;
+    tiles_begin(&before);
     for (size_t panel = first_panel; panel < panels_end; panel++)
         for (size_t row = first_row; row < rows_end; row += TILE_ROWS) {
             size_t count = rows_end - row < TILE_ROWS ? rows_end - row : TILE_ROWS;
@@ -236,6 +244,7 @@ INLINE void multiply_chunk(const struct model *model, const struct product *prod
                      panel_at(weight, panel), weight->units, tile, PANEL, 0, kind);
             finish_tile(product, tile, row, count, panel, kind);
         }
+    tiles_end(&before);
 }
 
 /* After the attention of the last layer only the wanted tokens go on, in rows of their own. */
@@ -387,4 +396,40 @@ int baton_forward(struct model *model, const struct pass *pass) {
     pool_run(model->pool, &job);
     model->pass = NULL;
     return DONE;
+}
+
+/* Whole numbers from -8 to 7: sums of their products are exact in any order. */
+static bfloat16 small_number(int seed) {
+    float value = (float)(seed % 16 - 8);
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return (bfloat16)(bits >> 16);
+}
+
+/* Whether products come out right here: tried once in a process of its own, before anybody trusts the library. */
+int baton_sound(void) {
+    enum { ROWS = 2 * TILE_ROWS, UNITS = 2 * LANES, NUMBERS = 2 * UNITS };
+    static _Alignas(64) bfloat16 rows[ROWS][NUMBERS], weights[PANEL][NUMBERS];
+    static _Alignas(64) uint32_t panel[UNITS * PANEL];
+    static _Alignas(64) float result[ROWS][PANEL];
+    struct tile_shapes before;
+    for (int row = 0; row < ROWS; row++)
+        for (int i = 0; i < NUMBERS; i++) rows[row][i] = small_number(row * 7 + i * 3);
+    for (int output = 0; output < PANEL; output++) {
+        for (int i = 0; i < NUMBERS; i++) weights[output][i] = small_number(output * 5 + i * 11);
+        pack_row(panel, (size_t)output, weights[output], NUMBERS, BFLOAT16);
+    }
+    tiles_begin(&before);
+    for (size_t count = 1; count <= TILE_ROWS; count++) {
+        for (int add = 0; add < 2; add++)
+            multiply(count, (const uint32_t *)rows, UNITS, panel, UNITS, result[0], PANEL, add, BFLOAT16);
+        for (size_t row = 0; row < count; row++)
+            for (int output = 0; output < PANEL; output++) {
+                float expected = 0.0f;
+                for (int i = 0; i < NUMBERS; i++) expected += 2.0f * widen(rows[row][i]) * widen(weights[output][i]);
+                if (result[row][output] != expected) return 0;
+            }
+    }
+    tiles_end(&before);
+    return 1;
 }

@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-SOURCES = ("decoder.c", "model.h", "attention.h", "linear.h", "pool.h", "vector.h")
+SOURCES = ("decoder.c", "model.h", "attention.h", "linear.h", "tiles.h", "pool.h", "vector.h")
 FLAGS = (
     "-O3",
     "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native",
@@ -36,6 +36,8 @@ FLAGS = (
     "-w",
 )
 COMPILERS = ("cc", "gcc", "clang")
+CAUTIONS: tuple[tuple[str, ...], ...] = ((), ("-DBATON_NO_TILES",))
+"""Further flags, tried in turn until the library passes its own test: a machine may promise AMX in vain."""
 BUILD_SECONDS = 300.0
 
 
@@ -109,12 +111,25 @@ def _build(compiler: Sequence[str], path: Path, environment: Mapping[str, str]) 
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             built = Path(folder) / path.name
-            _run([*compiler, *FLAGS, str(source), "-o", str(built), "-lm"], environment)
-            os.replace(built, path)  # at once: nobody ever sees half a file
+            for caution in CAUTIONS:
+                _run([*compiler, *FLAGS, *caution, str(source), "-o", str(built), "-lm"], environment)
+                if _is_sound(built):
+                    os.replace(built, path)  # at once: nobody ever sees half a file
+                    return
     except OSError as error:
         raise Unavailable(
             f"{path.parent} cannot be written ({error}); set BATON_CACHE to a folder that can"
         ) from error
+    raise Unavailable(
+        f"what `{shlex.join(compiler)}` makes of them computes wrong results here; try another CC"
+    )
+
+
+def _is_sound(built: Path) -> bool:
+    """Whether the library passes its own test, in a process that may die of an instruction it has not got."""
+    test = "import ctypes, sys; sys.exit(not ctypes.CDLL(sys.argv[1]).baton_sound())"
+    tried = subprocess.run([sys.executable, "-c", test, str(built)], capture_output=True, check=False)
+    return tried.returncode == 0
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> str:

@@ -9,12 +9,15 @@
 #ifndef BATON_LINEAR_H
 #define BATON_LINEAR_H
 
+#include "tiles.h"
 #include "vector.h"
 
 #define PANEL 32
 
-/* Rows of one tile: as many as the accumulators, two vectors each, find registers. */
-#if defined(__AVX512F__)
+/* Rows that are multiplied at once: as many as the accumulators, two vectors each, find registers. */
+#if TILES
+#define TILE_ROWS 32
+#elif defined(__AVX512F__)
 #define TILE_ROWS 12
 #else
 #define TILE_ROWS 3
@@ -50,7 +53,7 @@
 DEFINE_TILES(1)
 DEFINE_TILES(2)
 DEFINE_TILES(3)
-#if TILE_ROWS == 12
+#if TILE_ROWS >= 12
 DEFINE_TILES(4)
 DEFINE_TILES(6)
 DEFINE_TILES(8)
@@ -64,11 +67,20 @@ DEFINE_TILES(12)
         rows += ROWS * row_stride, result += ROWS * result_stride, count -= ROWS;                    \
     } while (0)
 
-/* The product of `count` rows, at most TILE_ROWS, with one panel. */
+/*
+ * The product of `count` rows, at most TILE_ROWS, with one panel. Memory must be there for TILE_ROWS rows and
+ * results: with AMX all are read and written, and what comes of those beyond `count` means nothing.
+ */
 INLINE void multiply(size_t count, const uint32_t *rows, size_t row_stride, const uint32_t *panel, size_t units,
                      float *result, size_t result_stride, int add, const int kind) {
+#if TILES
+    if (kind == BFLOAT16 && count >= LEAST_TILE_ROWS && tiles_allowed()) {
+        multiply_tiles(count > TILE_SIDE, rows, row_stride, panel, units, result, result_stride, add);
+        return;
+    }
+#endif
     while (count) {
-#if TILE_ROWS == 12
+#if TILE_ROWS >= 12
         if (count >= 12) TILE(12);
         else if (count >= 8) TILE(8);
         else if (count >= 6) TILE(6);
@@ -79,6 +91,11 @@ INLINE void multiply(size_t count, const uint32_t *rows, size_t row_stride, cons
         else if (count >= 2) TILE(2);
         else TILE(1);
     }
+}
+
+/* Units of a panel for rows of `count` numbers; for bfloat16 rounded up with zeros to what AMX takes. */
+INLINE size_t units_of(int kind, size_t count) {
+    return kind == BFLOAT16 ? round_up(lanes_of(kind, count), LANES) : count;
 }
 
 /* A packed weight. Places beyond n and k hold zeros. */

@@ -85,7 +85,7 @@ static void *zeros(size_t bytes) {
 }
 
 static size_t panels_bytes(int kind, size_t outputs, size_t inputs) {
-    return round_up(outputs, PANEL) * lanes_of(kind, inputs) * 4;
+    return round_up(outputs, PANEL) * units_of(kind, inputs) * 4;
 }
 
 static size_t weights_bytes(const struct spec *spec) {
@@ -151,13 +151,13 @@ static int make_room(struct model *model, size_t tokens, size_t wanted, size_t r
     if (tokens <= model->room && wanted <= model->wanted_room && rows <= model->rows_room) return 1;
     const size_t item = item_bytes((int)model->spec.kind);
     tokens = round_up(tokens > model->room ? tokens : model->room, 64);
-    wanted = round_up(wanted > model->wanted_room ? wanted : model->wanted_room, 16);
+    wanted = round_up(wanted > model->wanted_room ? wanted : model->wanted_room, 64);
     rows = round_up(rows > model->rows_room ? rows : model->rows_room, 64);
     forget_activations(model);
     model->residual = zeros(tokens * model->residual_stride * 4);
     model->qkv = zeros(tokens * model->qkv_stride * 4);
     model->normed = zeros(tokens * model->normed_stride * item);
-    model->queries = zeros(tokens * (size_t)model->spec.heads * model->query_lanes * 4);
+    model->queries = zeros((tokens * (size_t)model->spec.heads + TILE_ROWS) * model->query_lanes * 4);
     model->attended = zeros(tokens * model->attended_stride * item);
     model->gated = zeros(tokens * model->gated_stride * item);
     model->chosen = zeros(wanted * model->residual_stride * 4);
@@ -188,7 +188,7 @@ static int load_linear(struct model *model, struct linear *weight, const void *f
     const int kind = (int)model->spec.kind;
     size_t half = outputs / 2;
     weight->inputs = inputs;
-    weight->units = lanes_of(kind, inputs);
+    weight->units = units_of(kind, inputs);
     weight->outputs = paired ? round_up(half, LANES) * 2 : outputs;
     weight->panels = place(model, panels_bytes(kind, weight->outputs, inputs));
     weight->bias = bias ? place(model, round_up(weight->outputs, PANEL) * 4) : NULL;

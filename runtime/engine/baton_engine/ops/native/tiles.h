@@ -1,0 +1,107 @@
+/*
+ * bfloat16 products by AMX, where the processor has it: 32 rows by 32 outputs in four tile registers.
+ *
+ * A panel's layout is just what the tiles want. They take 16 rows and 16 units at a time, whole: rows beyond
+ * the last are read and computed, and never looked at; units beyond the last are zeros.
+ */
+#ifndef BATON_TILES_H
+#define BATON_TILES_H
+
+#include "vector.h"
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__) && !defined(BATON_NO_TILES)
+#define TILES 1
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define TILE_SIDE 16
+#define LEAST_TILE_ROWS 5 /* fewer rows stream as fast without */
+
+struct tile_shapes {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+};
+
+/* Whether the kernel lets this process use the tile registers; asked once. */
+static int tiles_allowed(void) {
+    enum { ASK_FOR_STATE = 0x1023, TILE_DATA = 18 };
+    static int answer; /* 0 until asked; the same whoever asks */
+    if (!answer) answer = syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA) == 0 ? 1 : -1;
+    return answer > 0;
+}
+
+/* Other libraries shape the tiles too: what was there comes back with `tiles_end`. */
+INLINE void tiles_begin(struct tile_shapes *before) {
+    if (!tiles_allowed()) return;
+    struct tile_shapes shapes = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) shapes.bytes[tile] = 4 * TILE_SIDE, shapes.rows[tile] = TILE_SIDE;
+    _tile_storeconfig(before);
+    _tile_loadconfig(&shapes);
+}
+
+INLINE void tiles_end(const struct tile_shapes *before) {
+    if (!tiles_allowed()) return;
+    if (before->palette) _tile_loadconfig(before);
+    else _tile_release();
+}
+
+/* result[row][32] (+)= rows . panel for 16 rows, or for 32. */
+static void multiply_tiles(int both, const uint32_t *rows, size_t row_stride, const uint32_t *panel, size_t units,
+                           float *result, size_t result_stride, int add) {
+    const size_t row_bytes = row_stride * 4, result_bytes = result_stride * 4, panel_bytes = 2 * LANES * 4;
+    const uint32_t *lower = rows + TILE_SIDE * row_stride;
+    float *lower_result = result + TILE_SIDE * result_stride;
+    if (add) {
+        _tile_loadd(0, result, result_bytes);
+        _tile_loadd(1, result + LANES, result_bytes);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+    }
+    if (!both) {
+        for (size_t unit = 0; unit < units; unit += TILE_SIDE) {
+            _tile_loadd(4, rows + unit, row_bytes);
+            _tile_loadd(6, panel + unit * 2 * LANES, panel_bytes);
+            _tile_loadd(7, panel + unit * 2 * LANES + LANES, panel_bytes);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        _tile_stored(0, result, result_bytes);
+        _tile_stored(1, result + LANES, result_bytes);
+        return;
+    }
+    if (add) {
+        _tile_loadd(2, lower_result, result_bytes);
+        _tile_loadd(3, lower_result + LANES, result_bytes);
+    } else {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (size_t unit = 0; unit < units; unit += TILE_SIDE) {
+        _tile_loadd(4, rows + unit, row_bytes);
+        _tile_loadd(6, panel + unit * 2 * LANES, panel_bytes);
+        _tile_loadd(7, panel + unit * 2 * LANES + LANES, panel_bytes);
+        _tile_loadd(5, lower + unit, row_bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, result, result_bytes);
+    _tile_stored(1, result + LANES, result_bytes);
+    _tile_stored(2, lower_result, result_bytes);
+    _tile_stored(3, lower_result + LANES, result_bytes);
+}
+
+#else
+#define TILES 0
+
+struct tile_shapes {
+    uint8_t palette;
+};
+INLINE void tiles_begin(struct tile_shapes *before) { (void)before; }
+INLINE void tiles_end(const struct tile_shapes *before) { (void)before; }
+#endif
+
+#endif
