@@ -60,7 +60,7 @@ async def test_a_workers_error_is_passed_on_with_its_status(status: int, stream:
 
 
 MANY = 40
-"""Requests in a row: the choice is by chance, and none of them going to one of two workers never happens."""
+"""Requests in a row: the choice is by chance, but so many do not all go to the same one of two workers."""
 
 FAILURES = {
     "dies at once": fake_worker.die_at_once,
@@ -73,11 +73,10 @@ FAILURES = {
 @pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES.keys())
 async def test_another_worker_is_tried_until_the_first_byte(failure: fake_worker.Behaviour) -> None:
     async with FakeWorker(failure) as bad, FakeWorker() as good, running_router([bad, good]) as router:
-        for _ in range(MANY):
+        while not bad.asked or len(good.asked) < 8:
             answer = await router.post(STREAM)
             assert answer.content == fake_worker.whole_stream()
-        assert bad.asked
-        assert len(good.asked) == MANY
+            assert len(good.asked) <= MANY
         assert router.router.workers.decode[0].in_flight == 0
 
 
@@ -87,9 +86,9 @@ async def test_a_broken_body_that_was_not_begun_to_be_sent_is_asked_for_elsewher
         FakeWorker() as good,
         running_router([bad, good]) as router,
     ):
-        for _ in range(MANY):
+        while not bad.asked or len(good.asked) < 8:
             assert (await router.post(QUESTION)).content == fake_worker.whole_answer()
-        assert bad.asked
+            assert len(good.asked) <= MANY
 
 
 async def test_a_dead_workers_requests_go_elsewhere_and_it_is_put_aside() -> None:
