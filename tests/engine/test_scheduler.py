@@ -71,6 +71,18 @@ def test_what_generates_takes_part_first_and_prompts_get_the_rest() -> None:
     assert shape(books.step()) == (["a"], [("b", 15)])
 
 
+def test_a_prompt_comes_in_smaller_chunks_while_others_generate() -> None:
+    books = Books(mixed_chunk_tokens=6)
+    books.add("alone", 20, max_tokens=4)
+    assert shape(books.step()) == ([], [("alone", 16)])
+    assert shape(books.step()) == ([], [("alone", 4)])
+    books.add("late", 30, seed=1)
+    assert shape(books.step()) == (["alone"], [("late", 6)])
+    assert shape(books.step()) == (["alone"], [("late", 6)])
+    assert shape(books.step()) == (["alone"], [("late", 6)])
+    assert shape(books.step()) == ([], [("late", 12)])
+
+
 def test_a_batch_as_large_as_the_chunk_leaves_a_block_for_prompts() -> None:
     books = Books(chunk_tokens=4)
     for seed in range(4):

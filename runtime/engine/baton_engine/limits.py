@@ -13,6 +13,8 @@ class EngineLimits:
     """Most tokens of one sequence, prompt and output together."""
     chunk_tokens: int = 512
     """Most tokens of one pass. Rows that generate always take part; prompts share what they leave."""
+    mixed_chunk_tokens: int = 0
+    """Most prompt tokens of a pass in which other requests generate; 0 is no bound of its own."""
     max_running: int = 64
     """Most requests in the batch, those whose prompt is being fetched included."""
     max_queued: int = 4096
@@ -21,3 +23,8 @@ class EngineLimits:
     """A prompt with no more than this many missing tokens is computed here even if it could be fetched."""
     quarantine_limit: float = 0.25
     """Share of the blocks that may be quarantined before the process has to be restarted."""
+
+    def prompt_tokens(self, generating: int) -> int:
+        """What a pass has for prompts beside `generating` requests with one token each; may be negative."""
+        left = self.chunk_tokens - generating
+        return min(left, self.mixed_chunk_tokens) if generating and self.mixed_chunk_tokens else left

@@ -67,7 +67,7 @@ class Scheduler:
         plan = Plan()
         self._plan_decodes(plan)
         # A whole block at least, or a batch as large as the chunk would keep prompts out for good.
-        budget = max(self.limits.chunk_tokens - len(plan.decodes), self.block_size)
+        budget = max(self.limits.prompt_tokens(len(plan.decodes)), self.block_size)
         budget = self._plan_prefills(plan, budget)
         self._admit(plan, budget)
         return plan

@@ -71,6 +71,10 @@ class WorkerSettings(BaseSettings):
     """Most tokens of one forward pass: longer prompts are computed in chunks. 0: 512 on a CPU, where it
     bounds the pause that running streams see, 4096 on a GPU."""
 
+    mixed_chunk_tokens: int = Field(default=0, ge=0)
+    """Most prompt tokens of a forward pass in which other requests generate: a smaller chunk, for their sake.
+    0: 128 on a CPU, chunk_tokens on a GPU."""
+
     max_running: int = Field(default=0, ge=0)
     """Most requests in one batch. 0: 64 on a CPU, 256 on a GPU."""
 

@@ -238,6 +238,7 @@ def _limits(settings: WorkerSettings, spec: ModelSpec, device: torch.device) -> 
     limits = EngineLimits(
         max_model_len=settings.max_model_len or spec.context,
         chunk_tokens=settings.chunk_tokens or (512 if on_cpu else 4096),
+        mixed_chunk_tokens=settings.mixed_chunk_tokens or (128 if on_cpu else 0),
         max_running=settings.max_running or (64 if on_cpu else 256),
         max_queued=settings.max_queued,
         local_prefill_tokens=settings.local_prefill_tokens,
