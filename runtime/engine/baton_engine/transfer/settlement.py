@@ -23,7 +23,10 @@ class Settlement:
         self._end.set_running_or_notify_cancel()
 
     def settled(self) -> asyncio.Future[Pulled]:
-        return asyncio.wrap_future(self._end)
+        waiter = asyncio.wrap_future(self._end)
+        # One that stopped listening at its deadline is no error that asyncio should write of.
+        waiter.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return waiter
 
     def succeed(self, pulled: Pulled) -> None:
         self._end.set_result(pulled)
