@@ -111,15 +111,3 @@ def test_a_cache_that_cannot_be_written_is_named(environment: dict[str, str], tm
 def test_the_kernels_can_be_turned_off(environment: dict[str, str]) -> None:
     with pytest.raises(library.Unavailable, match="BATON_KERNELS"):
         library.load({**environment, "BATON_KERNELS": "off"})
-
-
-@pytest.mark.parametrize(
-    ("variables", "folder"),
-    [
-        ({"BATON_CACHE": "/a", "XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/a"),
-        ({"XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/b/baton"),
-        ({"HOME": "/c"}, "/c/.cache/baton"),
-    ],
-)
-def test_the_cache_is_where_the_user_wants_it(variables: dict[str, str], folder: str) -> None:
-    assert library.cache_folder(variables) == Path(folder)

@@ -16,7 +16,7 @@ import pytest
 from baton_api.errors import SetupError
 from baton_engine.model.builtin import SMOLLM2, BuiltIn, fetch
 from baton_engine.model.progress import SILENT
-from baton_engine.model.resolve import cache_folder, resolve
+from baton_engine.model.resolve import resolve
 from tests.engine.hub import serving
 
 CONTENT = b"the weights of a model" * 100
@@ -106,18 +106,6 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(SetupError, match=r"cannot be kept in.*Set BATON_CACHE"):
         fetch(MODEL, tmp_path / "file" / "cache", SILENT, Unpacking())
-
-
-@pytest.mark.parametrize(
-    ("environment", "folder"),
-    [
-        ({"BATON_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, Path("/a")),
-        ({"XDG_CACHE_HOME": "/b"}, Path("/b/baton")),
-        ({}, Path.home() / ".cache" / "baton"),
-    ],
-)
-def test_the_cache_is_where_the_environment_says(environment: dict[str, str], folder: Path) -> None:
-    assert cache_folder(environment) == folder
 
 
 RESOLVE = """

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from baton_api.errors import SetupError
+from baton_engine.folders import cache_folder
 from baton_engine.model.builtin import SMOLLM2, fetch
 from baton_engine.model.checkpoint import GGUF_SUFFIX, Checkpoint
 from baton_engine.model.progress import SILENT, Progress
@@ -56,14 +56,6 @@ def resolve(model: str, progress: Progress = SILENT, cache: Path | None = None) 
     if path.suffix == GGUF_SUFFIX or not HUB_ID.fullmatch(model):
         raise SetupError(f"There is no file or folder {model[:300]!r}. {WAYS_OUT}")
     return Checkpoint(_from_hub(model), model)
-
-
-def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Where built-in models are kept: BATON_CACHE, or baton's place among the user's caches."""
-    if chosen := environment.get("BATON_CACHE"):
-        return Path(chosen).expanduser()
-    caches = environment.get("XDG_CACHE_HOME")
-    return (Path(caches) if caches else Path.home() / ".cache") / "baton"
 
 
 def _folder(path: Path) -> Checkpoint:

@@ -22,6 +22,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from baton_engine.folders import cache_folder
+
 SOURCES = ("decoder.c", "model.h", "attention.h", "linear.h", "tiles.h", "pool.h", "vector.h")
 FLAGS = (
     "-O3",
@@ -74,15 +76,6 @@ def find_compiler(environment: Mapping[str, str]) -> list[str]:
     if importlib.util.find_spec("ziglang") is not None:
         return [sys.executable, "-m", "ziglang", "cc"]
     raise Unavailable("there is no C compiler: install gcc or clang, or `pip install 'baton[kernels]'`")
-
-
-def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Where built files are kept."""
-    if chosen := environment.get("BATON_CACHE"):
-        return Path(chosen)
-    if shared := environment.get("XDG_CACHE_HOME"):
-        return Path(shared) / "baton"
-    return Path(environment.get("HOME") or tempfile.gettempdir()) / ".cache" / "baton"
 
 
 def _digest(compiler: Sequence[str], environment: Mapping[str, str]) -> str:
