@@ -69,7 +69,7 @@ def test_the_defaults_hold_within_the_environment_and_give_way_to_the_user(
     monkeypatch.setenv("UCX_LOG_FILE", "ucx.log")
     with ucx.environment():
         assert os.environ["UCX_LOG_FILE"] == "ucx.log"
-        assert os.environ["UCX_TCP_TX_SEG_SIZE"] == "1m"
+        assert os.environ["UCX_TCP_TX_SEG_SIZE"] == ucx.SEGMENTS["UCX_TCP_TX_SEG_SIZE"]
     assert os.environ["UCX_LOG_FILE"] == "ucx.log"
     assert "UCX_TCP_TX_SEG_SIZE" not in os.environ
 

@@ -90,7 +90,7 @@ class Transfer(Protocol):
         """
         Hold it while peers may connect to this worker or read its blocks: from `Welcome` until
         the last announced block is done with. Any number may be held at a time; each costs nothing
-        but the first, about 2 % of a core.
+        but the first, about 4 % of a core.
 
         A peer's first read, and every read over TCP, goes on only while this side looks at its
         sockets; with nobody holding it, such reads wait, they do not fail.

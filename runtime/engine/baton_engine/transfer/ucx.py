@@ -12,15 +12,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-SEGMENTS: Mapping[str, str] = {"UCX_TCP_TX_SEG_SIZE": "1m", "UCX_TCP_RX_SEG_SIZE": "1m"}
-"""A READ over TCP is answered in segments, and with 8 KiB, UCX's default, it is 2 to 3 times slower. Two
-ends that differ here break the connection, or the process: hence `wire`."""
+SEGMENTS: Mapping[str, str] = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
+"""A READ over TCP is answered in segments, and with 8 KiB, UCX's default, it is much slower: see
+benchmarks/LOG.md. Two ends that differ here break the connection, or the process: hence `wire`."""
 
 DEFAULTS: Mapping[str, str] = {
     "UCX_LOG_FILE": "stderr",  # its default is stdout, where a command's own output goes
     "UCX_RCACHE_MAX_UNRELEASED": "1024",  # bounds the registrations that are kept of freed memory
-    "UCX_TCP_SNDBUF": "4m",
-    "UCX_TCP_RCVBUF": "4m",
     **SEGMENTS,
 }
 
