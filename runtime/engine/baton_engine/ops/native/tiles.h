@@ -23,6 +23,9 @@ struct tile_shapes {
     uint8_t rows[16];
 };
 
+/* The compilers' intrinsics do not all say which memory they read: what was stored before is to be there. */
+#define STORED() __asm__ volatile("" ::: "memory")
+
 /* Whether the kernel lets this process use the tile registers; asked once. */
 static int tiles_allowed(void) {
     enum { ASK_FOR_STATE = 0x1023, TILE_DATA = 18 };
@@ -37,11 +40,13 @@ INLINE void tiles_begin(struct tile_shapes *before) {
     struct tile_shapes shapes = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) shapes.bytes[tile] = 4 * TILE_SIDE, shapes.rows[tile] = TILE_SIDE;
     _tile_storeconfig(before);
+    __asm__ volatile("" ::"r"(&shapes) : "memory");
     _tile_loadconfig(&shapes);
 }
 
 INLINE void tiles_end(const struct tile_shapes *before) {
     if (!tiles_allowed()) return;
+    STORED();
     if (before->palette) _tile_loadconfig(before);
     else _tile_release();
 }
@@ -52,6 +57,7 @@ static void multiply_tiles(int both, const uint32_t *rows, size_t row_stride, co
     const size_t row_bytes = row_stride * 4, result_bytes = result_stride * 4, panel_bytes = 2 * LANES * 4;
     const uint32_t *lower = rows + TILE_SIDE * row_stride;
     float *lower_result = result + TILE_SIDE * result_stride;
+    STORED();
     if (add) {
         _tile_loadd(0, result, result_bytes);
         _tile_loadd(1, result + LANES, result_bytes);
