@@ -33,7 +33,6 @@ DECODES = (1, 8, 32)
 PREFILLS = (1024, 4096)
 PROMPT, OUTPUT = 64, 64
 CONTEXT = 4352
-REPEATS = 3
 
 
 def _prompt(length: int) -> tuple[int, ...]:
@@ -126,16 +125,16 @@ class Transformers:
         return time.perf_counter() - begun
 
     def decode(self, streams: int) -> float:
-        first = statistics.median(self.seconds(streams, PROMPT, 1) for _ in range(REPEATS))
+        first = statistics.median(self.seconds(streams, PROMPT, 1) for _ in range(3))
         return streams * (OUTPUT - 1) / (self.seconds(streams, PROMPT, OUTPUT) - first)
 
     def prefill(self, prompt: int) -> float:
         return prompt / self.seconds(1, prompt, 1)
 
 
-def _median(measure: Callable[[int], float], argument: int) -> float:
+def _median(measure: Callable[[int], float], argument: int, repeats: int) -> float:
     measure(argument)
-    return statistics.median(measure(argument) for _ in range(REPEATS))
+    return statistics.median(measure(argument) for _ in range(repeats))
 
 
 def main() -> None:
@@ -143,6 +142,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     dtype: torch.dtype = getattr(torch, options.dtype)
@@ -154,7 +154,7 @@ def main() -> None:
         ("prefill tok/s, tokens:", ours.prefill, theirs.prefill, PREFILLS),
     ):
         for argument in arguments:
-            a, b = _median(mine, argument), _median(other, argument)
+            a, b = (_median(measure, argument, options.repeats) for measure in (mine, other))
             print(f"| {what} {argument} | {a:.1f} | {b:.1f} | {a / b:.2f} |", flush=True)
     print(f"| step beyond the model, ms | {ours.overhead() * 1e3:.3f} | | |")
     ours.engine.stop()
