@@ -13,7 +13,58 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from baton_api.messages import TokenChoice
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the text of an answer must be; every end of the language is an end of the answer."""
+
+    kind: str
+    """json_schema, regex, lark, or structural_tag."""
+    source: str
+    """The schema or tag as JSON text, the regular expression, or the grammar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """The part of an answer before its constraint holds: what the model thinks before it speaks."""
+
+    start: tuple[int, ...]
+    """Ids that the model writes to begin thinking; empty if the prompt has begun it already."""
+    end: tuple[int, ...]
+    """Ids that end it."""
+    budget: int | None = None
+    """Most tokens of thought; then the end is forced. None: as many as there may be."""
+
+
+class Guide(Protocol):
+    """
+    Which tokens may come next, told token by token. Belongs to one request; only its engine uses it.
+
+    It survives retraction: it follows the tokens, not their KV.
+    """
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer is complete and nothing but an end of sequence could follow."""
+        ...
+
+    def fill(self, mask: NDArray[np.int32]) -> bool:
+        """
+        Set bit `token % 32` of word `token // 32` for every token that may come next.
+
+        False if all may, `mask` [ceil(V / 32)] being left as it is. May take a millisecond; lets go of
+        the interpreter's lock meanwhile.
+        """
+        ...
+
+    def push(self, token: int) -> None:
+        """The token was drawn, here or by the worker that computed the prompt."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +97,9 @@ class SamplingParams:
     """Stop ids cannot be drawn before this many tokens are out."""
     stop_ids: frozenset[int] = frozenset()
     """End-of-sequence ids of the model and `stop_token_ids`; empty for `ignore_eos`."""
+    constraint: Constraint | None = None
+    thinking: Thinking | None = None
+    """What comes before the constraint, or is bounded on its own."""
 
 
 class FinishReason(enum.StrEnum):
@@ -165,6 +219,8 @@ class Request:
     prompt: tuple[int, ...]
     sampling: SamplingParams
     salt: str = ""
+    guide: Guide | None = None
+    """Keeps to `sampling.constraint` and `sampling.thinking`; there if and only if one of them is."""
     remote: RemotePrefill | None = None
     export: Export | None = None
     """With it, `max_tokens` is 1 and the blocks are kept after the end until `Engine.release`."""

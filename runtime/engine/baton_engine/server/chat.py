@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +13,15 @@ from baton_api import __version__
 from baton_api.errors import InvalidRequest
 from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.server import parameters
+from baton_engine.server.choice import Choice
 from baton_engine.server.fields import Fields, shown
 from baton_engine.server.logprobs import chat_logprobs
 from baton_engine.server.messages import read_messages
 from baton_engine.server.parameters import LOGPROBS_LIMIT, not_served
 from baton_engine.server.served import Served
+from baton_engine.server.streaming import Streaming
 from baton_engine.server.transcript import Piece, Transcript
+from baton_engine.server.usage import Usage
 from baton_engine.server.work import Prompt, Work, read_max_tokens, tokens_left
 
 NOT_SERVED = ("tools", "functions", "function_call", "audio", "web_search_options", "echo")
@@ -56,6 +59,7 @@ def prepare(fields: Fields, served: Served) -> Work:
     shape = ChatShape(
         tokenizer=served.tokenizer,
         model=served.name,
+        streaming=common.streaming,
         alternatives=alternatives,
         prompt_ids=tokens if common.return_token_ids else None,
         metadata=fields.mapping("metadata"),
@@ -63,25 +67,29 @@ def prepare(fields: Fields, served: Served) -> Work:
     return Work((Prompt(tokens, limit),), common, shape)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ChatShape:
     """Chat completions and their chunks."""
 
     tokenizer: Tokenizer
     model: str
+    streaming: Streaming
     alternatives: int | None
     prompt_ids: Sequence[int] | None
     """If the request wants token ids."""
     metadata: Mapping[str, str] | None
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
+    _opened: set[int] = field(default_factory=set)
+    """Choices whose first chunk was written."""
 
-    def opening(self, index: int, prompt: int) -> dict[str, Any]:
-        delta = {"role": "assistant", "content": ""}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def chunks(self, index: int, piece: Piece, transcript: Transcript) -> list[dict[str, Any]]:
+    def events(self, choice: Choice, piece: Piece, usage: Callable[[], Usage]) -> bytes:
         chunks: list[dict[str, Any]] = []
+        index = choice.index
+        if index not in self._opened:
+            self._opened.add(index)
+            opening = {"role": "assistant", "content": ""}
+            chunks.append({"index": index, "delta": opening, "logprobs": None, "finish_reason": None})
         shows_tokens = self.alternatives is not None or self.prompt_ids is not None
         if piece.text or (piece.tokens and shows_tokens):
             chunk = {
@@ -92,34 +100,43 @@ class ChatShape:
             }
             chunks.append(chunk | self._token_ids(piece))
         if piece.finish is not None:
-            chunks.append({"index": index, "delta": {}, "logprobs": None} | _end(transcript))
-        return chunks
+            chunks.append({"index": index, "delta": {}, "logprobs": None} | _end(choice.transcript))
+        return b"".join(
+            self.streaming.event(self._envelope("chat.completion.chunk", [chunk]), usage) for chunk in chunks
+        )
 
-    def choice(self, index: int, prompt: int, whole: Piece, transcript: Transcript) -> dict[str, Any]:
+    def closing(self, usage: Usage) -> bytes:
+        return self.streaming.closing(self._envelope("chat.completion.chunk", []), usage)
+
+    def answer(self, choices: Sequence[tuple[Choice, Piece]], usage: Usage) -> dict[str, Any]:
+        body = self._envelope("chat.completion", [self._choice(choice, whole) for choice, whole in choices])
+        body["usage"] = usage.body()
+        if self.metadata is not None:
+            body["metadata"] = self.metadata
+        if self.prompt_ids is not None:
+            body["prompt_token_ids"] = self.prompt_ids
+        return body
+
+    def _choice(self, choice: Choice, whole: Piece) -> dict[str, Any]:
         message: dict[str, Any] = {
             "role": "assistant",
             "content": whole.text,
             "refusal": None,
             "annotations": [],
         }
-        choice = {"index": index, "message": message, "logprobs": self._logprobs(whole)}
-        return choice | _end(transcript) | self._token_ids(whole)
+        body = {"index": choice.index, "message": message, "logprobs": self._logprobs(whole)}
+        return body | _end(choice.transcript) | self._token_ids(whole)
 
-    def envelope(self, choices: Sequence[dict[str, Any]], *, stream: bool) -> dict[str, Any]:
-        body: dict[str, Any] = {
+    def _envelope(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {
             "id": self.id,
-            "object": "chat.completion.chunk" if stream else "chat.completion",
+            "object": kind,
             "created": self.created,
             "model": self.model,
             "choices": choices,
             "service_tier": "default",
             "system_fingerprint": f"baton-{__version__}",
         }
-        if not stream and self.metadata is not None:
-            body["metadata"] = self.metadata
-        if not stream and self.prompt_ids is not None:
-            body["prompt_token_ids"] = self.prompt_ids
-        return body
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if self.alternatives is None:

@@ -11,32 +11,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 
 from baton_api.errors import NotReady
-from baton_engine.client import Generation
 from baton_engine.requests import FinishReason, Output, RemotePrefill, Request
+from baton_engine.server.choice import Choice
 from baton_engine.server.exchange import Exchange
 from baton_engine.server.served import Served
 from baton_engine.server.transcript import Piece, Transcript
 from baton_engine.server.usage import Usage
 from baton_engine.server.work import Work
-
-
-@dataclass(slots=True)
-class Choice:
-    """One answer to one prompt."""
-
-    index: int
-    prompt: int
-    """Number of its prompt."""
-    request: Request
-    transcript: Transcript
-    followers: list[Choice]
-    """The other choices of its prompt, until they were submitted."""
-    outputs: Generation | None = None
-    cached_tokens: int = 0
-    last_token: float | None = None
 
 
 class Choices:
@@ -61,7 +44,7 @@ class Choices:
                     sampling=work.parameters.choice(index % n, work.prompts[index // n].max_tokens),
                     remote=remote if index % n == 0 else None,
                 ),
-                transcript=Transcript(served.tokenizer, work.parameters),
+                transcript=Transcript(served.tokenizer, work.parameters, work.reader()),
                 followers=[],
             )
             for index in range(n * len(work.prompts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +12,14 @@ from baton_api import __version__
 from baton_api.errors import InvalidRequest
 from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.server import parameters
+from baton_engine.server.choice import Choice
 from baton_engine.server.fields import Fields, integer, wrong_type
 from baton_engine.server.logprobs import completion_logprobs
 from baton_engine.server.parameters import LOGPROBS_LIMIT
 from baton_engine.server.served import Served
-from baton_engine.server.transcript import Piece, Transcript
+from baton_engine.server.streaming import Streaming
+from baton_engine.server.transcript import Piece
+from baton_engine.server.usage import Usage
 from baton_engine.server.work import Prompt, Work, read_max_tokens, tokens_left
 
 PROMPTS_LIMIT = 1024
@@ -58,6 +61,7 @@ def prepare(fields: Fields, served: Served) -> Work:
     shape = CompletionShape(
         tokenizer=served.tokenizer,
         model=served.name,
+        streaming=common.streaming,
         alternatives=alternatives,
         echoes=tuple(_text(text, tokens, served.tokenizer) for tokens, text in prompts) if echo else None,
         prompt_ids=tuple(tokens for tokens, _ in prompts) if common.return_token_ids else None,
@@ -65,12 +69,13 @@ def prepare(fields: Fields, served: Served) -> Work:
     return Work(works, common, shape)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class CompletionShape:
     """Text completions and their chunks, which are alike."""
 
     tokenizer: Tokenizer
     model: str
+    streaming: Streaming
     alternatives: int | None
     echoes: Sequence[str] | None
     """The prompts' texts, if they are to stand before the answers."""
@@ -78,28 +83,38 @@ class CompletionShape:
     """If the request wants token ids."""
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
+    _opened: set[int] = field(default_factory=set)
+    """Choices whose first chunk was written."""
 
-    def opening(self, index: int, prompt: int) -> dict[str, Any] | None:
-        if self.echoes is None and self.prompt_ids is None:
-            return None
-        return {
-            "index": index,
-            "text": self._echo(prompt),
-            "logprobs": None,
-            "finish_reason": None,
-        } | self._prompt_ids(prompt)
-
-    def chunks(self, index: int, piece: Piece, transcript: Transcript) -> list[dict[str, Any]]:
+    def events(self, choice: Choice, piece: Piece, usage: Callable[[], Usage]) -> bytes:
+        chunks: list[dict[str, Any]] = []
+        if choice.index not in self._opened:
+            self._opened.add(choice.index)
+            if self.echoes is not None or self.prompt_ids is not None:
+                opening = {
+                    "index": choice.index,
+                    "text": self._echo(choice.prompt),
+                    "logprobs": None,
+                    "finish_reason": None,
+                }
+                chunks.append(opening | self._prompt_ids(choice.prompt))
         shows_tokens = self.alternatives is not None or self.prompt_ids is not None
-        if not piece.text and piece.finish is None and not (piece.tokens and shows_tokens):
-            return []
-        return [self._body(index, piece.text, piece, transcript)]
+        if piece.text or piece.finish is not None or (piece.tokens and shows_tokens):
+            chunks.append(self._body(piece.text, piece, choice))
+        return b"".join(self.streaming.event(self._envelope([chunk]), usage) for chunk in chunks)
 
-    def choice(self, index: int, prompt: int, whole: Piece, transcript: Transcript) -> dict[str, Any]:
-        body = self._body(index, self._echo(prompt) + whole.text, whole, transcript)
-        return body | self._prompt_ids(prompt)
+    def closing(self, usage: Usage) -> bytes:
+        return self.streaming.closing(self._envelope([]), usage)
 
-    def envelope(self, choices: Sequence[dict[str, Any]], *, stream: bool) -> dict[str, Any]:
+    def answer(self, choices: Sequence[tuple[Choice, Piece]], usage: Usage) -> dict[str, Any]:
+        bodies = [
+            self._body(self._echo(choice.prompt) + whole.text, whole, choice)
+            | self._prompt_ids(choice.prompt)
+            for choice, whole in choices
+        ]
+        return self._envelope(bodies) | {"usage": usage.body()}
+
+    def _envelope(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self.id,
             "object": "text_completion",
@@ -109,15 +124,21 @@ class CompletionShape:
             "system_fingerprint": f"baton-{__version__}",
         }
 
-    def _body(self, index: int, text: str, piece: Piece, transcript: Transcript) -> dict[str, Any]:
-        body: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": piece.finish}
+    def _body(self, text: str, piece: Piece, choice: Choice) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "index": choice.index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": piece.finish,
+        }
         if self.alternatives is not None:
             body["logprobs"] = completion_logprobs(
                 self.tokenizer, piece.tokens, piece.offsets, self.alternatives
             )
         if self.prompt_ids is not None:
-            body["token_ids"] = [choice.token for choice in piece.tokens]
+            body["token_ids"] = [chosen.token for chosen in piece.tokens]
         if piece.finish is not None:
+            transcript = choice.transcript
             body |= {"matched_stop": transcript.matched, "stop_reason": transcript.stop_reason}
         return body
 

@@ -28,6 +28,7 @@ from baton_api.errors import (
     Unauthorized,
 )
 from baton_engine.server.disconnect import ClientGone
+from baton_engine.server.events import data_event
 from baton_engine.server.exchange import Exchange, open_exchange
 
 logger = logging.getLogger(__name__)
@@ -90,10 +91,6 @@ def request_id(given: bytes) -> str:
     return f"req_{uuid.uuid4().hex}"
 
 
-def error_event(error: BatonError) -> bytes:
-    return b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
-
-
 def _translated(error: Exception, exchange: Exchange) -> BatonError:
     match error:
         case BatonError():
@@ -110,7 +107,7 @@ def _translated(error: Exception, exchange: Exchange) -> BatonError:
 async def _answer(error: BatonError, exchange: Exchange, reply: Send) -> None:
     if exchange.status:
         # The answer is not finished here, which makes the server cut the connection.
-        await reply({"type": "http.response.body", "body": error_event(error), "more_body": True})
+        await reply({"type": "http.response.body", "body": data_event(error.body()), "more_body": True})
         return
     fields = [(b"content-type", b"application/json")]
     if error.retry_after is not None:

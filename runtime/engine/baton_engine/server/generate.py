@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -22,6 +21,7 @@ from baton_engine.requests import FinishReason, RemotePrefill
 from baton_engine.server import bodies
 from baton_engine.server.choices import Choices
 from baton_engine.server.disconnect import ClientGone, until_disconnect
+from baton_engine.server.events import KEEP_ALIVE
 from baton_engine.server.exchange import Exchange, exchange_of
 from baton_engine.server.fields import Fields
 from baton_engine.server.served import Served
@@ -31,8 +31,6 @@ from baton_engine.server.work import Work
 KEEP_ALIVE_S = 15.0
 """Silence in a stream after which a comment is sent: proxies cut connections that say nothing."""
 
-KEEP_ALIVE = b": keep-alive\n\n"
-DONE = b"data: [DONE]\n\n"
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -57,10 +55,10 @@ class Generate:
             async with until_disconnect(receive):
                 work = await asyncio.to_thread(self._read, body)
             exchange.answer_id = work.shape.id
-            exchange.stream = work.parameters.stream
+            exchange.stream = work.parameters.streaming.wanted
             choices = Choices(self._served, work, exchange, self._remote(scope, exchange))
             try:
-                if work.parameters.stream:
+                if work.parameters.streaming.wanted:
                     await self._stream(work, choices, receive, send)
                 else:
                     await self._answer(work, choices, receive, send)
@@ -92,16 +90,8 @@ class Generate:
         async with until_disconnect(receive), contextlib.aclosing(choices.pieces()) as gained:
             async for choice, piece in gained:
                 pieces[choice.index].append(piece)
-        body = work.shape.envelope(
-            [
-                work.shape.choice(
-                    choice.index, choice.prompt, Piece.joined(pieces[choice.index]), choice.transcript
-                )
-                for choice in choices.all
-            ],
-            stream=False,
-        )
-        encoded = msgspec.json.encode(body | {"usage": choices.usage.body()})
+        whole = [(choice, Piece.joined(pieces[choice.index])) for choice in choices.all]
+        encoded = msgspec.json.encode(work.shape.answer(whole, choices.usage))
         fields = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(encoded)).encode()),
@@ -113,19 +103,20 @@ class Generate:
         async with until_disconnect(receive):
             writer: StreamWriter | None = None
             try:
-                async with contextlib.aclosing(_events(work, choices)) as events:
-                    async for event in events:
+                async with contextlib.aclosing(choices.pieces()) as gained:
+                    async for choice, piece in gained:
                         if writer is None:
                             await send(
                                 {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS}
                             )
                             writer = StreamWriter(send, self._keep_alive_s)
-                        if event:
-                            await writer.write(event)
+                        events = work.shape.events(choice, piece, lambda: choices.usage)
+                        if events:
+                            await writer.write(events)
             finally:
                 if writer is not None:
                     writer.close()
-        await send({"type": "http.response.body", "body": DONE})
+        await send({"type": "http.response.body", "body": work.shape.closing(choices.usage)})
 
     def _record(self, choices: Choices, exchange: Exchange, otherwise: FinishReason) -> None:
         """Note how each choice ended; one without an end of its own ended `otherwise`."""
@@ -138,30 +129,6 @@ class Generate:
 
 
 _GONE = (ClientGone, asyncio.CancelledError)
-
-
-async def _events(work: Work, choices: Choices) -> AsyncGenerator[bytes]:
-    """The stream but for its last line: for each output of the engine, the events that it brings."""
-    shape, parameters = work.shape, work.parameters
-    opened: set[int] = set()
-
-    def event(choice: dict[str, Any]) -> bytes:
-        body = shape.envelope([choice], stream=True)
-        if parameters.include_usage:
-            body["usage"] = choices.usage.body() if parameters.continuous_usage else None
-        return b"data: " + msgspec.json.encode(body) + b"\n\n"
-
-    async with contextlib.aclosing(choices.pieces()) as gained:
-        async for choice, piece in gained:
-            chunks = shape.chunks(choice.index, piece, choice.transcript)
-            if choice.index not in opened:
-                opened.add(choice.index)
-                opening = shape.opening(choice.index, choice.prompt)
-                chunks = chunks if opening is None else [opening, *chunks]
-            yield b"".join(map(event, chunks))
-    if parameters.include_usage:
-        body = shape.envelope([], stream=True) | {"usage": choices.usage.body()}
-        yield b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 class StreamWriter:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from baton_api.errors import InvalidRequest
 from baton_engine.requests import SamplingParams
 from baton_engine.server.fields import Fields, integer, number, shown, wrong_type
+from baton_engine.server.streaming import Streaming
 
 CHOICES_LIMIT = 128
 STOP_LIMIT = 4
@@ -58,9 +59,7 @@ class Parameters:
     skip_special_tokens: bool
     eos_ids: frozenset[int]
     """Ids that end a sequence without being reported as a match."""
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
+    streaming: Streaming
     return_token_ids: bool
 
     def choice(self, number: int, max_tokens: int) -> SamplingParams:
@@ -89,8 +88,6 @@ def parse(fields: Fields, logprobs: int | None, vocabulary: Vocabulary) -> Param
     ignore_eos = fields.boolean("ignore_eos")
     eos_ids = frozenset(() if ignore_eos else vocabulary.eos_ids)
     seed = fields.integer("seed", -(2**63), 2**63 - 1)
-    stream = fields.boolean("stream")
-    include_usage, continuous = _stream_options(fields, stream)
     return Parameters(
         sampling=SamplingParams(
             temperature=temperature,
@@ -111,9 +108,7 @@ def parse(fields: Fields, logprobs: int | None, vocabulary: Vocabulary) -> Param
         include_stop=fields.boolean("include_stop_str_in_output") or fields.boolean("no_stop_trim"),
         skip_special_tokens=fields.boolean("skip_special_tokens", True),
         eos_ids=eos_ids,
-        stream=stream,
-        include_usage=include_usage,
-        continuous_usage=continuous,
+        streaming=_streaming(fields),
         return_token_ids=fields.boolean("return_token_ids"),
     )
 
@@ -179,11 +174,11 @@ def _logit_bias(fields: Fields, size: int) -> tuple[tuple[int, float], ...]:
     return tuple((int(key), number(bias, f"logit_bias.{key}", -100.0, 100.0)) for key, bias in biases.items())
 
 
-def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
-    """(include_usage, continuous_usage_stats)"""
+def _streaming(fields: Fields) -> Streaming:
+    stream = fields.boolean("stream")
     options = fields.mapping("stream_options")
     if options is None:
-        return False, False
+        return Streaming(stream)
     if not stream:
         raise InvalidRequest(
             "The 'stream_options' parameter is only allowed when 'stream' is enabled.", param="stream_options"
@@ -191,7 +186,7 @@ def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
     inner = Fields(options, "stream_options")
     inner.boolean("include_obfuscation")
     usage = inner.boolean("include_usage")
-    return usage, inner.boolean("continuous_usage_stats") and usage
+    return Streaming(stream, usage, inner.boolean("continuous_usage_stats") and usage)
 
 
 def check_min_tokens(parameters: Parameters, limit: int) -> None:

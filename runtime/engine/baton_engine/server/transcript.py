@@ -14,6 +14,7 @@ from baton_api.messages import TokenChoice
 from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.requests import FinishReason, Output
 from baton_engine.server.parameters import Parameters
+from baton_engine.server.parts import Part, Reader
 from baton_engine.server.stopping import StopStrings
 
 
@@ -25,6 +26,8 @@ class Piece:
     tokens: Sequence[TokenChoice] = ()
     offsets: Sequence[int] = ()
     """For each of `tokens`, the characters of the choice's text before it."""
+    parts: Sequence[Part] = ()
+    """What `text` turned out to say; it may lag behind."""
     finish: FinishReason | None = None
 
     @classmethod
@@ -34,6 +37,7 @@ class Piece:
             "".join(piece.text for piece in pieces),
             [token for piece in pieces for token in piece.tokens],
             [offset for piece in pieces for offset in piece.offsets],
+            [part for piece in pieces for part in piece.parts],
             pieces[-1].finish if pieces else None,
         )
 
@@ -44,6 +48,7 @@ class Transcript:
 
     tokenizer: Tokenizer
     parameters: Parameters
+    reader: Reader
     count: int = 0
     """Tokens generated, the ending one included."""
     finish: FinishReason | None = None
@@ -81,7 +86,11 @@ class Transcript:
                 text.append(self._stops.flush())
                 self.finish = output.finish
                 self.matched = output.stop_id
-        return Piece("".join(text), output.tokens[: len(offsets)], offsets, self.finish)
+        shown = "".join(text)
+        parts = self.reader.push(shown)
+        if self.finish is not None:
+            parts = [*parts, *self.reader.flush()]
+        return Piece(shown, output.tokens[: len(offsets)], offsets, parts, self.finish)
 
     def _take(self, text: str) -> str:
         """Newly decoded text in, the part that may be shown out; ends the transcript at a stop string."""

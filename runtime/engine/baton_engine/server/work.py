@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from baton_api.errors import ContextTooLong
 from baton_engine.server.fields import Fields
 from baton_engine.server.parameters import Parameters
-from baton_engine.server.transcript import Piece, Transcript
+from baton_engine.server.parts import PlainReader, Reader
+from baton_engine.server.shape import Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,29 +19,6 @@ class Prompt:
     """Of each of its choices."""
 
 
-class Shape(Protocol):
-    """How one endpoint writes its answers. `index` is the choice's; `prompt` the number of its prompt."""
-
-    @property
-    def id(self) -> str: ...
-
-    def opening(self, index: int, prompt: int) -> dict[str, Any] | None:
-        """The choice in the first chunk of its stream, if there is one before the text."""
-        ...
-
-    def chunks(self, index: int, piece: Piece, transcript: Transcript) -> list[dict[str, Any]]:
-        """The choice in the chunks for one piece, the finish chunk included; maybe none."""
-        ...
-
-    def choice(self, index: int, prompt: int, whole: Piece, transcript: Transcript) -> dict[str, Any]:
-        """The choice in an answer that is not streamed."""
-        ...
-
-    def envelope(self, choices: Sequence[dict[str, Any]], *, stream: bool) -> dict[str, Any]:
-        """A chunk or an answer around its choices, without usage."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Work:
     """One request to generate: each prompt n times."""
@@ -49,6 +26,8 @@ class Work:
     prompts: tuple[Prompt, ...]
     parameters: Parameters
     shape: Shape
+    reader: Callable[[], Reader] = PlainReader
+    """Makes what tells the parts of one choice's text."""
 
 
 def tokens_left(prompt: int, wanted: int | None, context: int, *, param: str, wanted_param: str) -> int:

@@ -1,0 +1,25 @@
+"""One answer to one prompt, from its request to the engine to its last token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton_engine.client import Generation
+from baton_engine.requests import Request
+from baton_engine.server.transcript import Transcript
+
+
+@dataclass(slots=True)
+class Choice:
+    """Position `index` of the answer's choices."""
+
+    index: int
+    prompt: int
+    """Number of its prompt."""
+    request: Request
+    transcript: Transcript
+    followers: list[Choice]
+    """The other choices of its prompt, until they were submitted."""
+    outputs: Generation | None = None
+    cached_tokens: int = 0
+    last_token: float | None = None

@@ -1,0 +1,68 @@
+"""
+What an answer's text says: thought, words for the user, calls of tools.
+
+A `Reader` gets one choice's text as it comes and tells its parts as early as they are certain. It is a
+state machine over text alone, so that the whole text at once and its single characters give the same
+parts, joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """A piece of the model's reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """A piece of what is said to the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The beginning of a call: its arguments follow."""
+
+    index: int
+    """0 for the choice's first call."""
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """A piece of the arguments of the call with this index: of JSON text, or of a custom tool's input."""
+
+    index: int
+    text: str
+
+
+Part = Thought | Words | Call | Arguments
+
+
+class Reader(Protocol):
+    """One choice's text in, its parts out; text that may turn out to be a marker is held back."""
+
+    def push(self, text: str) -> Sequence[Part]: ...
+
+    def flush(self) -> Sequence[Part]:
+        """The answer is over: what was held back. A call that is cut in the middle keeps what it has."""
+        ...
+
+
+class PlainReader:
+    """All is said to the user."""
+
+    def push(self, text: str) -> Sequence[Part]:
+        return (Words(text),) if text else ()
+
+    def flush(self) -> Sequence[Part]:
+        return ()

@@ -1,0 +1,31 @@
+"""How one endpoint writes an answer: as events while it comes, or as one object at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from baton_engine.server.choice import Choice
+from baton_engine.server.transcript import Piece
+from baton_engine.server.usage import Usage
+
+
+class Shape(Protocol):
+    """Made for one request; it may remember what it has written. Of a request, only one way is asked for."""
+
+    @property
+    def id(self) -> str:
+        """Of the answer: `chatcmpl-...`."""
+        ...
+
+    def events(self, choice: Choice, piece: Piece, usage: Callable[[], Usage]) -> bytes:
+        """The events for what `choice` gained, in order of arrival; maybe none."""
+        ...
+
+    def closing(self, usage: Usage) -> bytes:
+        """The events after the last choice has ended."""
+        ...
+
+    def answer(self, choices: Sequence[tuple[Choice, Piece]], usage: Usage) -> dict[str, Any]:
+        """The whole answer, in order of the choices' index; each piece is all that its choice gained."""
+        ...
