@@ -222,7 +222,7 @@ async def measure(target: Target, case: Case, repeats: int) -> dict[str, float]:
 
 
 @contextmanager
-def running(command: str, port: int, log: Path) -> Iterator[None]:
+def running(command: str, port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The server of `command` as a process group of its own, from answering to ended."""
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -230,7 +230,7 @@ def running(command: str, port: int, log: Path) -> Iterator[None]:
         )
         try:
             _await_health(process, port, log)
-            yield
+            yield process
         finally:
             for number in (signal.SIGINT, signal.SIGKILL):
                 try:
@@ -254,7 +254,7 @@ def _await_health(process: subprocess.Popen[bytes], port: int, log: Path) -> Non
     raise SystemExit(f"the server did not answer within {START_LIMIT_S} s; its log is {log}")
 
 
-def _served_name(port: int) -> str:
+def served_name(port: int) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=10) as answer:
         return str(json.load(answer)["data"][0]["id"])
 
@@ -296,7 +296,7 @@ def main() -> None:
         results[name] = {}
         filled = command.format(model=options.model, port=options.port)
         with running(filled, options.port, options.out / f"{name.replace(' ', '-')}.log"):
-            target = Target(options.port, _served_name(options.port), options.vocabulary)
+            target = Target(options.port, served_name(options.port), options.vocabulary)
             for text in options.cases.split(","):
                 case = Case.parse(text)
                 figures = asyncio.run(measure(target, case, options.repeats))
