@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from baton_api import limits
+
 
 def _worker_url(url: str) -> str:
     parts = urlsplit(url)
@@ -75,10 +77,10 @@ class RouterSettings(BaseSettings):
     idle_s: float = Field(default=60.0, gt=0)
     """Seconds without progress, of the worker or of the client's reading, after which a stream is cut."""
 
-    max_body: int = Field(default=4 * 1024 * 1024, ge=1)
+    max_body: int = Field(default=limits.BODY.most, ge=1)
     """Bytes of a request's body; more are refused with 413."""
 
-    max_header: int = Field(default=16 * 1024, ge=1024)
+    max_header: int = Field(default=limits.HEAD.most, ge=1024)
     """Bytes of a request's head; more are refused with 431."""
 
     header_s: float = Field(default=10.0, gt=0)

@@ -7,8 +7,9 @@ import asyncio
 import httpx
 import pytest
 
+from baton_api import limits
 from baton_api.errors import SetupError
-from baton_engine.server.http import HEADER_LIMIT, HttpServer
+from baton_engine.server.http import HttpServer
 from tests.engine.server.api import MODEL, USER, Api
 
 
@@ -24,7 +25,7 @@ async def test_an_address_that_is_not_ours_is_an_error(api: Api) -> None:
 
 async def test_endless_headers_are_cut_off(server: HttpServer) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"y" * (2 * HEADER_LIMIT))
+    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"y" * (2 * limits.HEAD.most))
     async with asyncio.timeout(5):
         answer = await reader.read()
     assert answer.startswith(b"HTTP/1.1 400")

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from baton_engine.server.bodies import BODY_LIMIT, DEPTH_LIMIT
+from baton_api import limits
 from baton_engine.settings import WorkerSettings
 from tests.engine.server.api import CONTEXT, MODEL, TOKENIZER, USER, Api, make_tokenizer, open_api
 
@@ -249,7 +249,7 @@ BODIES = {
     "half a surrogate": b'{"model": "\\ud800"}',
     "two objects": b"{}{}",
     "deep": b'{"x":' + b"[" * 100_000,
-    "deep but closed": b'{"x":' + b"[" * (DEPTH_LIMIT + 1) + b"]" * (DEPTH_LIMIT + 1) + b"}",
+    "deep but closed": b'{"x":' + b"[" * (limits.DEPTH.most + 1) + b"]" * (limits.DEPTH.most + 1) + b"}",
 }
 
 
@@ -262,8 +262,8 @@ async def test_a_body_that_is_no_json_object_is_a_400_of_bounded_length(api: Api
 
 
 async def test_nesting_up_to_the_limit_is_accepted(api: Api) -> None:
-    assert (await api.chat(foo=nested(DEPTH_LIMIT - 1))).status_code == 200
-    assert (await api.chat(foo=nested(DEPTH_LIMIT))).status_code == 400
+    assert (await api.chat(foo=nested(limits.DEPTH.most - 1))).status_code == 200
+    assert (await api.chat(foo=nested(limits.DEPTH.most))).status_code == 400
 
 
 async def test_another_content_type_is_refused(api: Api) -> None:
@@ -278,7 +278,7 @@ async def test_another_content_type_is_refused(api: Api) -> None:
 
 @pytest.mark.parametrize("announced", [True, False])
 async def test_a_body_over_the_limit_is_a_413(api: Api, announced: bool) -> None:
-    body = b" " * (BODY_LIMIT + 1)
+    body = b" " * (limits.BODY.most + 1)
 
     async def parts() -> Any:
         yield body

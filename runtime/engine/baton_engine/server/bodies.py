@@ -8,18 +8,17 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope
 
+from baton_api import limits
 from baton_api.errors import BodyTooLarge, InvalidRequest
 from baton_engine.server.disconnect import ClientGone
 from baton_engine.server.fields import Fields
 
-BODY_LIMIT = 4 * 1024 * 1024
 BODY_DEADLINE_S = 60.0
-DEPTH_LIMIT = 64
 
 _decoder = msgspec.json.Decoder()
 
 
-async def read(scope: Scope, receive: Receive, limit: int = BODY_LIMIT) -> bytes:
+async def read(scope: Scope, receive: Receive, limit: int = limits.BODY.most) -> bytes:
     """All bytes of the body. Raises for another content type, too many bytes, or too slow a client."""
     headers = dict(scope["headers"])
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
@@ -61,7 +60,7 @@ def parse(body: bytes) -> Fields:
 
 def _check_depth(value: Any) -> None:
     level = [value]
-    for _ in range(DEPTH_LIMIT):
+    for _ in range(limits.DEPTH.most):
         level = [
             inner
             for outer in level
@@ -74,4 +73,4 @@ def _check_depth(value: Any) -> None:
 
 
 def _too_deep() -> InvalidRequest:
-    return InvalidRequest(f"The JSON body of the request is nested deeper than {DEPTH_LIMIT} levels.")
+    return InvalidRequest(f"The JSON body of the request is nested deeper than {limits.DEPTH.most} levels.")

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
+from baton_api import limits
 from baton_api.errors import SetupError
 from baton_engine.server.drain import Drain
 
-HEADER_LIMIT = 16 * 1024
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
 """Longer than clients and routers keep idle connections, so that they close first."""
@@ -36,7 +36,7 @@ class HttpServer:
         config = uvicorn.Config(
             app,
             http="h11",
-            h11_max_incomplete_event_size=HEADER_LIMIT,
+            h11_max_incomplete_event_size=limits.HEAD.most,
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,

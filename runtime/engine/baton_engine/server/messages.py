@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from baton_api import limits
 from baton_api.errors import InvalidRequest
 from baton_engine.server.fields import Fields, shown, wrong_type
 from baton_engine.server.parameters import not_served
 
-MESSAGES_LIMIT = 2048
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")
 TEXT_PARTS = ("text", "input_text", "output_text")
 OTHER_PARTS = ("image_url", "input_image", "input_audio", "file", "input_file", "video_url", "audio_url")
@@ -17,7 +17,7 @@ OTHER_PARTS = ("image_url", "input_image", "input_audio", "file", "input_file", 
 def read_messages(fields: Fields, template: str) -> list[dict[str, str]]:
     """The request's `messages`, for a model whose chat template is `template`."""
     fields.require("messages")
-    items = fields.array("messages", MESSAGES_LIMIT) or []
+    items = fields.array("messages", limits.MESSAGES.most) or []
     if not items:
         raise InvalidRequest(
             "Invalid 'messages': empty array. Expected at least 1 message.",

@@ -1,0 +1,177 @@
+"""
+What a request may bring: each size, count and range that is checked, in one table.
+
+Workers, the router, the OpenAPI description and the page of limits all read it, so that a bound stands
+once. Both ends of a row are accepted; what is beyond them is refused with the row's code, and a test
+tries every row on both sides.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+class Kind(enum.StrEnum):
+    """What of a value is bounded, which decides the code of the error."""
+
+    BYTES = "bytes"
+    LEVELS = "levels"
+    ITEMS = "items"
+    PAIRS = "pairs"
+    CHARACTERS = "characters"
+    INTEGER = "integer"
+    DECIMAL = "decimal"
+
+
+_ABOVE = {
+    Kind.BYTES: "content_size_limit_exceeded",
+    Kind.LEVELS: None,
+    Kind.ITEMS: "array_above_max_length",
+    Kind.PAIRS: "object_above_max_properties",
+    Kind.CHARACTERS: "string_above_max_length",
+    Kind.INTEGER: "integer_above_max_value",
+    Kind.DECIMAL: "decimal_above_max_value",
+}
+_BELOW = {
+    Kind.ITEMS: "empty_array",
+    Kind.CHARACTERS: "invalid_value",
+    Kind.INTEGER: "integer_below_min_value",
+    Kind.DECIMAL: "decimal_below_min_value",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One row: from `least` to `most`, both included."""
+
+    field: str
+    """What is bounded, as the `param` of an error names it."""
+    kind: Kind
+    most: int
+    least: int = 0
+    paths: str = "chat, completions"
+    """Where it is checked."""
+    note: str = ""
+    status: int = 400
+    open_below: bool = False
+    """Whether `least` itself is refused."""
+    other_code: str | None = ""
+    """The code beyond `most`, where it is not the one of the kind."""
+
+    @property
+    def range(self) -> tuple[int, int]:
+        return self.least, self.most
+
+    @property
+    def code(self) -> str | None:
+        """Of the error for more than `most`."""
+        return _ABOVE[self.kind] if self.other_code == "" else self.other_code
+
+    @property
+    def code_below(self) -> str | None:
+        """Of the error for less than `least`; None where nothing can be less."""
+        return _BELOW.get(self.kind) if self.least or self.kind in _NUMBERS else None
+
+
+_NUMBERS = (Kind.INTEGER, Kind.DECIMAL)
+
+TOKENS = 2**31 - 1
+"""More tokens than any context has."""
+
+# --- The request as a whole ---
+
+HEAD = Limit("request line and headers", Kind.BYTES, 16 * 1024, paths="all", status=431, other_code=None,
+             note="a worker that is asked without a router says 400")  # fmt: skip
+BODY = Limit("body", Kind.BYTES, 4 * 1024 * 1024, paths="all", status=413)
+DEPTH = Limit("body", Kind.LEVELS, 64, paths="all", note="objects and arrays within one another")
+REQUEST_ID = Limit("rid, request_id", Kind.CHARACTERS, 128, paths="chat, completions, generate",
+                   note="a longer `X-Request-Id` header is replaced by a new id")  # fmt: skip
+ABORTS = Limit("rid", Kind.ITEMS, 1024, paths="abort_request")
+
+# --- What is asked about ---
+
+MESSAGES = Limit("messages", Kind.ITEMS, 2048, 1, paths="chat")
+PARTS = Limit("messages[].content", Kind.ITEMS, 2048, 1, paths="chat")
+PROMPTS = Limit("prompt", Kind.ITEMS, 1024, 1, paths="completions, tokenize, generate")
+ALL_CHOICES = Limit("prompt, n", Kind.ITEMS, 4096, paths="completions, generate", other_code=None,
+                    note="the product of both")  # fmt: skip
+TOKEN_LISTS = Limit("tokens", Kind.ITEMS, 1024, paths="detokenize", note="where it is a list of lists")
+
+# --- How tokens are drawn ---
+
+TEMPERATURE = Limit("temperature", Kind.DECIMAL, 2)
+TOP_P = Limit("top_p", Kind.DECIMAL, 1, note="0 is greedy")
+MIN_P = Limit("min_p", Kind.DECIMAL, 1)
+TOP_K = Limit("top_k", Kind.INTEGER, TOKENS, -1, note="-1 and 0 keep all")
+PRESENCE_PENALTY = Limit("presence_penalty", Kind.DECIMAL, 2, -2)
+FREQUENCY_PENALTY = Limit("frequency_penalty", Kind.DECIMAL, 2, -2)
+REPETITION_PENALTY = Limit("repetition_penalty", Kind.DECIMAL, 10**300, open_below=True)
+SEED = Limit("seed", Kind.INTEGER, 2**63 - 1, -(2**63))
+LOGIT_BIAS = Limit("logit_bias", Kind.PAIRS, 300)
+BIAS = Limit("logit_bias.*", Kind.DECIMAL, 100, -100)
+
+# --- How many, and how long ---
+
+N = Limit("n", Kind.INTEGER, 128, 1)
+BEST_OF = Limit("best_of", Kind.INTEGER, 20, paths="completions", note="not below n")
+MAX_TOKENS = Limit("max_tokens, max_completion_tokens", Kind.INTEGER, TOKENS, 1, paths="chat",
+                   note="and what the context leaves: `context_length_exceeded`")  # fmt: skip
+MAX_TOKENS_OR_NONE = Limit("max_tokens", Kind.INTEGER, TOKENS, 0, paths="completions",
+                           note="and what the context leaves: `context_length_exceeded`")  # fmt: skip
+MIN_TOKENS = Limit("min_tokens", Kind.INTEGER, TOKENS, note="not above the most tokens there can be")
+STOPS = Limit("stop", Kind.ITEMS, 4)
+STOP = Limit("stop[]", Kind.CHARACTERS, 256, 1)
+STOP_IDS = Limit("stop_token_ids", Kind.ITEMS, 256)
+
+# --- What is shown ---
+
+TOP_LOGPROBS = Limit("top_logprobs", Kind.INTEGER, 20, paths="chat")
+LOGPROBS = Limit("logprobs", Kind.INTEGER, 20, paths="completions")
+
+# --- About the request ---
+
+METADATA = Limit("metadata", Kind.PAIRS, 16, paths="chat", other_code="invalid_value")
+METADATA_KEY = Limit("metadata (a key)", Kind.CHARACTERS, 64, paths="chat", other_code="invalid_value")
+METADATA_VALUE = Limit("metadata.*", Kind.CHARACTERS, 512, paths="chat")
+SAFETY_IDENTIFIER = Limit("safety_identifier", Kind.CHARACTERS, 64, paths="chat")
+TEMPLATE_KWARGS = Limit("chat_template_kwargs", Kind.PAIRS, 32, paths="chat, tokenize",
+                        other_code="invalid_value")  # fmt: skip
+
+
+def table() -> dict[str, Limit]:
+    """All rows by name, in the order in which they stand here."""
+    return {name: value for name, value in globals().items() if isinstance(value, Limit)}
+
+
+def rows() -> Iterator[tuple[str, str, str, str, str]]:
+    """For people: what, where, from, to, and what is answered beyond."""
+    for limit in table().values():
+        least = "" if not limit.least and limit.kind not in _NUMBERS else _shown(limit.least)
+        beyond = " ".join(filter(None, (str(limit.status), limit.code and f"`{limit.code}`")))
+        if limit.note:
+            beyond = f"{beyond}; {limit.note}"
+        yield f"`{limit.field}`", limit.paths, f"{'> ' * limit.open_below}{least}", _unit(limit), beyond
+
+
+def _unit(limit: Limit) -> str:
+    most = _shown(limit.most)
+    return most if limit.kind in _NUMBERS else f"{most} {limit.kind}"
+
+
+def _shown(number: int) -> str:
+    """
+    >>> _shown(2**31 - 1), _shown(-(2**63)), _shown(4 * 1024 * 1024), _shown(10**300), _shown(20)
+    ('2^31 - 1', '-2^63', '4,194,304', '10^300', '20')
+    """
+    size = abs(number)
+    sign = "-" if number < 0 else ""
+    if size >= 10**100:
+        return f"{sign}10^{round(math.log10(size))}"
+    for extra, tail in ((0, ""), (1, " - 1")):
+        power = size + extra
+        if power >= 2**31 and not power & (power - 1):
+            return f"{sign}2^{power.bit_length() - 1}{tail}"
+    return f"{number:,}"
