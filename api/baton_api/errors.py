@@ -51,6 +51,11 @@ class BatonError(Exception):
         text = str(self)
         return text if len(text) <= MESSAGE_LIMIT else text[: MESSAGE_LIMIT - 1] + "…"
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """What goes with the body besides its type and length."""
+        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+
     def body(self) -> dict[str, dict[str, str | None]]:
         """The JSON body of the response, or of an error event in a stream."""
         return {
@@ -106,8 +111,16 @@ class Unauthorized(BatonError):
     type = "invalid_request_error"
     code = "invalid_api_key"
 
-    def __init__(self) -> None:
-        super().__init__("Incorrect API key provided: send it as 'Authorization: Bearer <key>'.")
+    def __init__(self, given: bool = True) -> None:
+        super().__init__(
+            "Incorrect API key provided."
+            if given
+            else "You didn't provide an API key. Send it as 'Authorization: Bearer <key>'."
+        )
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {**super().headers, "www-authenticate": 'Bearer realm="baton"'}
 
 
 class ModelNotFound(BatonError):

@@ -27,6 +27,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     role: Role
     model: str
+    """The name that stands in answers."""
+    names: tuple[str, ...] = ()
+    """Every name that requests may use, if there is more than `model`."""
     running: int = 0
     """Requests in the batch."""
     queued: int = 0

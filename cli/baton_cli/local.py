@@ -70,7 +70,7 @@ def make_plan(
         checkpoint = resolve(worker.model, Bar(display, "model"))
     return Plan(
         model=str(checkpoint.path),
-        name=worker.served_model_name or checkpoint.name,
+        names=worker.served_model_name or (checkpoint.name,),
         prefill=prefill,
         decode=decode,
         router=router,

@@ -38,8 +38,8 @@ class Plan:
 
     model: str
     """A path: it has been fetched."""
-    name: str
-    """What clients call the model."""
+    names: tuple[str, ...]
+    """What clients may call the model; the first one stands in answers."""
     prefill: int = 1
     decode: int = 1
     router: RouterSettings = field(default_factory=RouterSettings)
@@ -47,6 +47,10 @@ class Plan:
     """Fields of `WorkerSettings` that were asked for."""
     secret: str = field(default_factory=lambda: secrets.token_hex(32))
     """Signs tickets, so that only this router's requests are computed."""
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
 
     @property
     def roles(self) -> list[Role]:
@@ -60,7 +64,7 @@ class Plan:
         for role in self.roles:
             name = f"{role}-{counts[role]}"
             counts[role] += 1
-            named = {**flags, "name": name, "served_model_name": self.name, "host": "127.0.0.1"}
+            named = {**flags, "name": name, "served_model_name": self.names, "host": "127.0.0.1"}
             commands.append(
                 Command(
                     name=name,

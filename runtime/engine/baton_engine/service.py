@@ -10,23 +10,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
+import random
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from baton_api import exposure
 from baton_api.announcements import Announcer, Listening, Ready
 from baton_api.errors import BatonError, NotReady
-from baton_api.workers import Load
+from baton_api.keys import Keys
+from baton_api.workers import Load, Role
 from baton_engine.metrics import WorkerMetrics
+from baton_engine.model.generation import SamplingDefaults, sampling_defaults
 from baton_engine.model.progress import Progress
 from baton_engine.requests import RemotePrefill
 from baton_engine.server.app import Served, create_app
 from baton_engine.server.drain import Drain
 from baton_engine.server.edge import Edge
 from baton_engine.server.http import HttpServer
+from baton_engine.server.parameters import Defaults
 from baton_engine.settings import WorkerSettings
 from baton_engine.worker import Worker, open_worker
 
@@ -75,15 +81,17 @@ async def run(
 
     Raises SetupError if it cannot start, BatonError if it cannot go on.
     """
+    keys = Keys(settings.api_key, settings.api_key_file)
     entrance, drain = Entrance(), Drain()
     async with HttpServer(entrance, settings.host, settings.port, drain) as http:
         announce(Listening(host=http.host, port=http.port))
         settings = settings.model_copy(update={"port": http.port})
         async with open_worker(settings, progress) as worker, role(worker) as duties:
             with _signals() as (stop, force):
-                entrance.app = create_app(_served(worker, duties, drain))
+                entrance.app = create_app(_served(worker, duties, drain, keys))
                 log.info("%s serves %s on http://%s/v1", worker.name, worker.model_name, http.address)
                 log.info("The server is fired up and ready to roll!")
+                _warn(settings, keys)
                 announce(Ready(control=duties.control))
                 await _first(stop.wait(), _done(worker.fatal))
                 if worker.fatal.done():
@@ -100,7 +108,7 @@ async def _drain(worker: Worker, duties: Duties, drain: Drain) -> None:
             await asyncio.gather(drain.drain(seconds), others)
 
 
-def _served(worker: Worker, duties: Duties, drain: Drain) -> Served:
+def _served(worker: Worker, duties: Duties, drain: Drain, keys: Keys) -> Served:
     def load() -> Load:
         return worker.load(control=duties.control)
 
@@ -108,7 +116,7 @@ def _served(worker: Worker, duties: Duties, drain: Drain) -> Served:
         return worker.fatal.result() if worker.fatal.done() else None
 
     return Served(
-        names=(worker.model_name,),
+        names=worker.model_names,
         tokenizer=worker.tokenizer,
         engine=worker.client,
         max_model_len=worker.engine.limits.max_model_len,
@@ -118,7 +126,39 @@ def _served(worker: Worker, duties: Duties, drain: Drain) -> Served:
         ready=ready,
         remote=duties.remote,
         drain=drain,
+        keys=keys,
+        defaults=_defaults(worker),
     )
+
+
+def _defaults(worker: Worker) -> Defaults:
+    settings = worker.settings
+    sampling = SamplingDefaults()
+    if settings.sampling_defaults == "model":
+        sampling = sampling_defaults(worker.checkpoint)
+    log.info("requests that do not say otherwise have %s", sampling)
+    if settings.seed is None:
+        return Defaults(sampling=sampling, include_usage=settings.stream_include_usage)
+    return Defaults(
+        sampling=sampling,
+        include_usage=settings.stream_include_usage,
+        seeds=functools.partial(random.Random(settings.seed).getrandbits, 64),
+    )
+
+
+def _warn(settings: WorkerSettings, keys: Keys) -> None:
+    """Say aloud who could use this worker that perhaps should not."""
+    warning = exposure.without_a_key(settings.host, settings.port, keys.required)
+    if warning:
+        log.warning("%s", warning)
+    open_control = settings.role is Role.PREFILL and not settings.ticket_secret
+    if open_control and exposure.reachable(settings.control_host):
+        log.warning(
+            "WARNING: the control server listens on %s, beyond this machine, and wants no tickets: anybody "
+            "who reaches it can have prompts computed. Give router and prefill workers the same "
+            "BATON_TICKET_SECRET and BATON_ROUTER_TICKET_SECRET.",
+            settings.control_host,
+        )
 
 
 async def _first(*waits: Awaitable[object]) -> None:

@@ -12,7 +12,9 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from baton_api.keys import KeyDigests
 from baton_api.sizes import Bytes
+from baton_api.texts import JsonObject, Names, Origins
 from baton_api.workers import Role
 
 
@@ -30,8 +32,9 @@ class WorkerSettings(BaseSettings):
     model: str = "smollm2"
     """A Hugging Face folder, a .gguf file, a hub id, or the built-in name smollm2."""
 
-    served_model_name: str = ""
-    """The name clients use. Empty: the model as it was given, a path by its last part."""
+    served_model_name: Names = ()
+    """The names clients may use, repeated or with commas between; the first one stands in answers. Empty: the
+    model as it was given, a path by its last part."""
 
     role: Role = Role.BOTH
     """both, prefill or decode."""
@@ -67,6 +70,15 @@ class WorkerSettings(BaseSettings):
     """Bytes for the KV cache. 0: a tenth of the memory that is free at start, at most 4 GiB on a CPU;
     nine tenths of what the weights leave free on a GPU."""
 
+    kv_cache_tokens: int = Field(default=0, ge=0)
+    """Most tokens that the KV cache holds, rounded up to whole blocks of 16; with no other size asked for,
+    exactly as many. 0: as many as the memory gives."""
+
+    memory_share: float = Field(default=0.0, ge=0, le=1)
+    """Share of the memory that was free at start for weights and KV cache together; the rest is for
+    everything else. Of the GPU's memory, or of this machine's on a CPU; the cache gets at most 131072 blocks.
+    `baton up` divides it among its workers. 0: see kv_cache_memory."""
+
     chunk_tokens: int = Field(default=0, ge=0)
     """Most tokens of one forward pass: longer prompts are computed in chunks. 0: 512 on a CPU, where it
     bounds the pause that running streams see, 4096 on a GPU."""
@@ -101,5 +113,66 @@ class WorkerSettings(BaseSettings):
     drain_s: float = Field(default=60.0, ge=0)
     """Seconds that running requests get to finish after a SIGTERM."""
 
-    api_key: str = ""
-    """With it, /v1 wants `Authorization: Bearer <key>`."""
+    api_key: KeyDigests = ()
+    """A key that clients may send as `Authorization: Bearer <key>`, or its `sha256:<hex>`; repeated for
+    several. With any, all but /health, /ready, /ping and /metrics wants one. Set it by environment (with
+    commas between), or in a file: the command line is for all of this machine to read."""
+
+    api_key_file: str = ""
+    """A file of API keys, read again within a second when it changes: one to a line, as `key`, `name:key`,
+    `sha256:<hex>` or `name:sha256:<hex>`; what follows a # at the start of a line is a comment. The log calls
+    clients by the names."""
+
+    allowed_origins: Origins = ()
+    """Origins (`https://chat.example.org`, or * for all) whose pages may call this server from a browser,
+    repeated or with commas between. Empty: all if an API key is wanted, else none, because every page that
+    somebody opens on this machine could use a server without a key."""
+
+    seed: int | None = Field(default=None, ge=0, lt=2**64)
+    """Where the seeds of requests without one begin: the same requests one after another then give the same
+    answers after every start. Empty: begun at random."""
+
+    sampling_defaults: Literal["model", "openai"] = "model"
+    """What holds where a request says nothing of temperature, top_p, top_k, min_p or repetition_penalty:
+    the model's own generation_config.json, or OpenAI's defaults (1, 1, off, off, 1)."""
+
+    allow_auto_truncate: bool = False
+    """Shorten what does not fit the context instead of refusing it: first max_tokens is cut to what the
+    prompt leaves, then the prompt loses its oldest tokens after the first one, so that one token at least
+    can be generated."""
+
+    stream_include_usage: bool = False
+    """End streams with their usage unless a request says `include_usage: false`, as if all had asked."""
+
+    cache_report: bool = True
+    """Tell clients in `usage` how many prompt tokens came from the prefix cache. Turned off, they are told 0
+    and cannot learn from it what others have asked; metrics and log count on."""
+
+    chat_template: str = ""
+    """A chat template, or the path of a file with one, in place of the model's own."""
+
+    default_chat_template_kwargs: JsonObject = Field(default_factory=dict)
+    """A JSON object of variables for the chat template, such as {"enable_thinking": false}, which requests
+    may override by `chat_template_kwargs`."""
+
+    trust_request_chat_template: bool = False
+    """Let requests bring a chat template of their own. A template is a program: it runs in a sandbox and for
+    a bounded time, but see who may send requests."""
+
+    reasoning_parser: str = ""
+    """How the model marks its thoughts, such as qwen3 or deepseek-r1. auto: as its chat template tells;
+    empty: thoughts are part of the text."""
+
+    tool_call_parser: str = ""
+    """How the model writes tool calls, such as hermes, qwen, llama3, mistral or pythonic. Empty: as its chat
+    template tells."""
+
+    log_requests: bool = False
+    """Log each request when it has been read and when it has ended, besides the line of the access log."""
+
+    log_requests_level: int = Field(default=0, ge=0, le=2)
+    """What log_requests tells. 0: sizes and names; 1: sampling parameters too; 2: the text of prompts and
+    answers too, cut to log_requests_length."""
+
+    log_requests_length: int = Field(default=2048, ge=1)
+    """Most characters of a prompt, and of an answer, in the log."""

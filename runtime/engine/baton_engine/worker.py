@@ -23,6 +23,7 @@ from baton_api.sizes import show_size
 from baton_api.workers import Load, Role
 from baton_engine import machine
 from baton_engine.cache import BLOCK_SIZE, KVCache, block_bytes
+from baton_engine.cache_size import RESERVED_BLOCKS, Memory, cache_blocks
 from baton_engine.client import AsyncEngine
 from baton_engine.compatibility import Compatibility, weights_digest
 from baton_engine.engine import Engine
@@ -44,18 +45,6 @@ log = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 0.0005
 """How long the engine's thread may hold the interpreter while the event loop wants it; Python's own 5 ms
 would be added to every token that is sent."""
-
-CACHE_SHARE = 0.1
-"""Of the free memory, on a CPU: the machine is rarely ours alone."""
-
-CACHE_LIMIT = 4 * 1024**3
-GPU_CACHE_SHARE = 0.9
-
-MOST_BLOCKS = 131_072
-"""With no size asked for: a tiny model could have millions, and bookkeeping costs memory too."""
-
-RESERVED_BLOCKS = 1
-"""Block 0 is padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +69,13 @@ class Worker:
 
     @property
     def model_name(self) -> str:
-        """The name clients use."""
-        return self.settings.served_model_name or self.checkpoint.name
+        """The name that stands in answers."""
+        return self.model_names[0]
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All that clients may use."""
+        return tuple(dict.fromkeys(self.settings.served_model_name)) or (self.checkpoint.name,)
 
     @property
     def identity(self) -> Identity:
@@ -93,6 +87,7 @@ class Worker:
         return Load(
             role=self.settings.role,
             model=self.model_name,
+            names=self.model_names,
             running=snapshot.running,
             queued=snapshot.queued,
             queued_tokens=snapshot.queued_tokens,
@@ -129,10 +124,12 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
     name = settings.name or f"{settings.role}-{settings.port or epoch[:8]}"
     log.info("%s starts: device %s, %s, %d threads", name, device, _short(dtype), torch.get_num_threads())
 
-    checkpoint, spec, tokenizer, model, digest = await asyncio.to_thread(
+    at_start = _free(device)
+    checkpoint, spec, tokenizer, model, digest, weights = await asyncio.to_thread(
         _load, settings, device, dtype, progress
     )
-    cache = _cache(settings, spec, dtype, device)
+    memory = Memory(at_start=at_start, weights=weights, free=_free(device), gpu=device.type == "cuda")
+    cache = _cache(settings, spec, dtype, device, memory)
     limits = _limits(settings, spec, device)
     loop = asyncio.get_running_loop()
     fatal: asyncio.Future[str] = loop.create_future()
@@ -173,7 +170,7 @@ def _settle(fatal: asyncio.Future[str], reason: str) -> None:
 
 def _load(
     settings: WorkerSettings, device: torch.device, dtype: torch.dtype, progress: Progress
-) -> tuple[Checkpoint, ModelSpec, Tokenizer, Model, str]:
+) -> tuple[Checkpoint, ModelSpec, Tokenizer, Model, str, int]:
     checkpoint = resolve(settings.model, progress)
     spec = load_spec(checkpoint)
     if settings.max_model_len > spec.context:
@@ -185,7 +182,7 @@ def _load(
     began = time.monotonic()
     log.info("Load weight begin. avail mem=%s", _show_free(device))
     weights = load_weights(checkpoint, spec, dtype, progress)
-    digest = weights_digest(weights)
+    digest, size = weights_digest(weights), weights.bytes
     model = create_model(spec, weights, device, dtype)
     del weights  # laid out anew for the device; two copies would take twice the memory
     log.info(
@@ -195,27 +192,14 @@ def _load(
         _show_free(device),
         time.monotonic() - began,
     )
-    return checkpoint, spec, tokenizer, model, digest
+    return checkpoint, spec, tokenizer, model, digest, size
 
 
-def _cache(settings: WorkerSettings, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> KVCache:
+def _cache(
+    settings: WorkerSettings, spec: ModelSpec, dtype: torch.dtype, device: torch.device, memory: Memory
+) -> KVCache:
     size = block_bytes(spec, dtype)
-    asked = settings.kv_cache_memory
-    memory = asked or _cache_memory(device)
-    blocks = memory // size if asked else min(memory // size, MOST_BLOCKS)
-    least = RESERVED_BLOCKS + 1
-    if blocks < least:
-        raise SetupError(
-            f"The KV cache would have {show_size(memory)}, but {least} blocks of {BLOCK_SIZE} tokens, the "
-            f"least there can be, take {show_size(least * size)}. Give it more: --kv-cache-memory "
-            f"{-(-least * size // 2**20)}MiB."
-        )
-    free = _free(device)
-    if free is not None and blocks * size > free:
-        raise SetupError(
-            f"--kv-cache-memory asks for {show_size(memory)}, but {show_size(free)} are free here. "
-            "Ask for less, or stop what else uses the memory."
-        )
+    blocks = cache_blocks(settings, memory, size)
     try:
         cache = KVCache(spec, blocks, dtype, device)
     except (RuntimeError, MemoryError) as error:  # torch's word for "no memory" is a RuntimeError
@@ -281,13 +265,6 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
             return preferred_dtype()
         case _:
             return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-
-
-def _cache_memory(device: torch.device) -> int:
-    free = _free(device)
-    if device.type == "cuda":
-        return int((free or 0) * GPU_CACHE_SHARE)
-    return CACHE_LIMIT if free is None else min(CACHE_LIMIT, int(free * CACHE_SHARE))
 
 
 def _free(device: torch.device) -> int | None:

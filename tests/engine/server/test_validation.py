@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from baton_api import limits
-from baton_engine.settings import WorkerSettings
+from baton_api.keys import KeyDigest, Keys
 from tests.engine.server.api import CONTEXT, MODEL, TOKENIZER, USER, Api, make_tokenizer, open_api
 
 VOCAB = TOKENIZER.vocab_size
@@ -321,14 +321,16 @@ async def test_two_requests_under_one_id_do_not_meet(api: Api) -> None:
     assert [response.status_code for response in responses] == [200, 200]
 
 
-async def test_the_key_is_wanted_for_v1_only() -> None:
-    async with open_api(settings=WorkerSettings(api_key="secret")) as api:
+async def test_a_key_is_wanted_for_all_but_what_monitors_ask_for() -> None:
+    async with open_api(keys=Keys((KeyDigest.of("secret"),))) as api:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
             assert_error(await api.http.get("/v1/models", headers=headers), 401, "invalid_api_key", None)
         right = {"authorization": "Bearer secret"}
         assert (await api.http.get("/v1/models", headers=right)).status_code == 200
         assert_error(await api.chat(), 401, "invalid_api_key", None)
-        for path in ("/health", "/ready", "/load", "/metrics"):
+        for path in ("/load", "/debug/requests", "/no/such/path"):
+            assert_error(await api.http.get(path), 401, "invalid_api_key", None)
+        for path in ("/health", "/ready", "/metrics"):
             assert (await api.http.get(path)).status_code == 200
 
 

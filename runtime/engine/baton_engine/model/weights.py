@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torch import Tensor
 
@@ -43,3 +43,11 @@ class Weights:
     """[N]"""
     head: Tensor
     """[V, N]; the embedding itself where they are tied."""
+
+    @property
+    def bytes(self) -> int:
+        """What all of them take, each counted once."""
+        parts = [getattr(layer, part.name) for layer in self.layers for part in fields(layer)]
+        tensors = [self.embedding, self.final_norm, self.head, *parts]
+        sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor is not None}
+        return sum(sizes.values())

@@ -76,7 +76,7 @@ def create_app(served: Served) -> ASGIApp:
         ],
         redirect_slashes=False,
     )
-    return Edge(router, served.settings.api_key)
+    return Edge(router, served.keys)
 
 
 def _model(served: Served, name: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton_api import __version__
+from baton_api import __version__, limits
 from baton_api.errors import InvalidRequest
 from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.server import parameters
@@ -17,7 +17,7 @@ from baton_engine.server.choice import Choice
 from baton_engine.server.fields import Fields, shown
 from baton_engine.server.logprobs import chat_logprobs
 from baton_engine.server.messages import read_messages
-from baton_engine.server.parameters import LOGPROBS_LIMIT, not_served
+from baton_engine.server.parameters import not_served
 from baton_engine.server.served import Served
 from baton_engine.server.streaming import Streaming
 from baton_engine.server.transcript import Piece, Transcript
@@ -27,9 +27,6 @@ from baton_engine.server.work import Prompt, Work, read_max_tokens, tokens_left
 NOT_SERVED = ("tools", "functions", "function_call", "audio", "web_search_options", "echo")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
-TEMPLATE_LIMIT = 32
-"""Most `chat_template_kwargs`."""
-
 RESERVED = frozenset({
     "messages", "conversation", "tools", "functions", "documents", "template", "chat_template", "loop",
     "tokenize", "tokenizer", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token",
@@ -47,7 +44,7 @@ def prepare(fields: Fields, served: Served) -> Work:
         )
     messages = read_messages(fields, template)
     alternatives = _alternatives(fields)
-    common = parameters.parse(fields, alternatives, served.vocabulary)
+    common = parameters.parse(fields, alternatives, served.vocabulary, served.defaults)
     _check_the_rest(fields)
     text = _render(fields, served.tokenizer, messages)
     tokens = tuple(served.tokenizer.encode(text, add_special_tokens=False))
@@ -157,7 +154,7 @@ def _end(transcript: Transcript) -> dict[str, Any]:
 
 def _alternatives(fields: Fields) -> int | None:
     wanted = fields.boolean("logprobs")
-    top = fields.integer("top_logprobs", 0, LOGPROBS_LIMIT)
+    top = fields.integer("top_logprobs", *limits.TOP_LOGPROBS.range)
     if top is not None and not wanted:
         raise InvalidRequest(
             "The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled.", param="top_logprobs"
@@ -179,21 +176,23 @@ def _check_the_rest(fields: Fields) -> None:
     fields.choice("service_tier", TIERS)
     fields.choice("verbosity", ("low", "medium", "high"))
     fields.text("user")
-    fields.text("safety_identifier", 64)
+    fields.text("safety_identifier", limits.SAFETY_IDENTIFIER.most)
     fields.text("prompt_cache_key")
     _check_metadata(fields)
 
 
 def _check_metadata(fields: Fields) -> None:
     metadata = fields.mapping("metadata") or {}
-    if len(metadata) > 16:
-        fields.wrong_value("metadata", f"Expected at most 16 pairs, but got {len(metadata)}")
+    if len(metadata) > limits.METADATA.most:
+        most = limits.METADATA.most
+        fields.wrong_value("metadata", f"Expected at most {most} pairs, but got {len(metadata)}")
     inner = Fields(metadata, "metadata")
     for key in metadata:
-        if len(key) > 64:
-            fields.wrong_value("metadata", f"a key has at most 64 characters, not {len(key)}")
+        if len(key) > limits.METADATA_KEY.most:
+            most = limits.METADATA_KEY.most
+            fields.wrong_value("metadata", f"a key has at most {most} characters, not {len(key)}")
         inner.require(key)
-        inner.text(key, 512)
+        inner.text(key, limits.METADATA_VALUE.most)
 
 
 def _render(fields: Fields, tokenizer: Tokenizer, messages: list[dict[str, str]]) -> str:
@@ -217,8 +216,9 @@ def _render(fields: Fields, tokenizer: Tokenizer, messages: list[dict[str, str]]
 def _template_kwargs(fields: Fields, template: str) -> dict[str, Any]:
     """The variables of `template` that the request sets; those that it does not mention are dropped."""
     given = fields.mapping("chat_template_kwargs") or {}
-    if len(given) > TEMPLATE_LIMIT:
-        fields.wrong_value("chat_template_kwargs", f"Expected at most {TEMPLATE_LIMIT}, but got {len(given)}")
+    if len(given) > limits.TEMPLATE_KWARGS.most:
+        most = limits.TEMPLATE_KWARGS.most
+        fields.wrong_value("chat_template_kwargs", f"Expected at most {most}, but got {len(given)}")
     for name in given:
         if name in RESERVED or not name.isidentifier() or name.startswith("_"):
             fields.wrong_value("chat_template_kwargs", f"{shown(name)} cannot be set by a request")

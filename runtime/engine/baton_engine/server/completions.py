@@ -8,35 +8,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton_api import __version__
+from baton_api import __version__, limits
 from baton_api.errors import InvalidRequest
 from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.server import parameters
 from baton_engine.server.choice import Choice
-from baton_engine.server.fields import Fields, integer, wrong_type
+from baton_engine.server.fields import Fields
 from baton_engine.server.logprobs import completion_logprobs
-from baton_engine.server.parameters import LOGPROBS_LIMIT
+from baton_engine.server.prompts import read_prompts
 from baton_engine.server.served import Served
 from baton_engine.server.streaming import Streaming
 from baton_engine.server.transcript import Piece
 from baton_engine.server.usage import Usage
 from baton_engine.server.work import Prompt, Work, read_max_tokens, tokens_left
 
-PROMPTS_LIMIT = 1024
-CHOICES_LIMIT = 4096
-"""Prompts times n of one request."""
-
 DEFAULT_MAX_TOKENS = 16
 
 
 def prepare(fields: Fields, served: Served) -> Work:
     """Check and tokenise. Takes a while for long prompts: not for the event loop."""
-    prompts = read_prompts(fields, served)
-    alternatives = fields.integer("logprobs", 0, LOGPROBS_LIMIT)
-    common = parameters.parse(fields, alternatives, served.vocabulary)
+    prompts = read_prompts(fields, "prompt", served.tokenizer)
+    alternatives = fields.integer("logprobs", *limits.LOGPROBS.range)
+    common = parameters.parse(fields, alternatives, served.vocabulary, served.defaults)
     parameters.refuse_not_served(fields, ("suffix",))
     fields.text("user")
-    best_of = fields.integer("best_of", 0, 20)
+    best_of = fields.integer("best_of", *limits.BEST_OF.range)
     if best_of is not None and best_of not in (0, common.n):
         raise InvalidRequest(
             f"'best_of' is {best_of} and 'n' is {common.n}: choosing among more completions than are "
@@ -51,9 +47,10 @@ def prepare(fields: Fields, served: Served) -> Work:
             param="echo",
             code="unsupported_parameter",
         )
-    if len(prompts) * common.n > CHOICES_LIMIT:
+    if len(prompts) * common.n > limits.ALL_CHOICES.most:
         raise InvalidRequest(
-            f"{len(prompts)} prompts with n={common.n} are more than {CHOICES_LIMIT} choices.", param="n"
+            f"{len(prompts)} prompts with n={common.n} are more than {limits.ALL_CHOICES.most} choices.",
+            param="n",
         )
     wanted, _ = read_max_tokens(fields, "max_tokens", low=0)
     works = tuple(_prompt(tokens, wanted, served.max_model_len) for tokens, _ in prompts)
@@ -147,50 +144,6 @@ class CompletionShape:
 
     def _prompt_ids(self, prompt: int) -> dict[str, Any]:
         return {} if self.prompt_ids is None else {"prompt_token_ids": self.prompt_ids[prompt]}
-
-
-def read_prompts(fields: Fields, served: Served) -> list[tuple[tuple[int, ...], str | None]]:
-    """Each prompt's tokens, and its text if it came as text."""
-    value = fields.require("prompt")
-    if isinstance(value, str):
-        return [_from_text(value, served, "prompt")]
-    if not isinstance(value, list):
-        raise wrong_type("prompt", "a string, an array of strings, or token ids", value)
-    if not value:
-        raise _empty("prompt")
-    if not isinstance(value[0], str | list):
-        return [(_from_ids(value, served, "prompt"), None)]
-    fields.array("prompt", PROMPTS_LIMIT)
-    prompts: list[tuple[tuple[int, ...], str | None]] = []
-    for position, item in enumerate(value):
-        param = f"prompt[{position}]"
-        if type(item) is not type(value[0]):
-            raise wrong_type(param, "the same type as the first prompt", item)
-        if isinstance(item, str):
-            prompts.append(_from_text(item, served, param))
-        else:
-            prompts.append((_from_ids(item, served, param), None))
-    return prompts
-
-
-def _from_text(text: str, served: Served, param: str) -> tuple[tuple[int, ...], str]:
-    tokens = tuple(served.tokenizer.encode(text))
-    if not tokens:
-        raise _empty(param)
-    return tokens, text
-
-
-def _from_ids(ids: list[Any], served: Served, param: str) -> tuple[int, ...]:
-    if not ids:
-        raise _empty(param)
-    last = served.tokenizer.vocab_size - 1
-    return tuple(integer(value, f"{param}[{position}]", 0, last) for position, value in enumerate(ids))
-
-
-def _empty(param: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"Invalid '{param}': the prompt is empty. Expected at least 1 token.", param=param, code="empty_array"
-    )
 
 
 def _prompt(tokens: tuple[int, ...], wanted: int | None, context: int) -> Prompt:

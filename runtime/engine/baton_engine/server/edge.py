@@ -9,7 +9,6 @@ take a stream that ends cleanly for a whole one.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 import uuid
@@ -18,15 +17,15 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton_api import headers
+from baton_api import headers, limits
 from baton_api.errors import (
     BatonError,
     InternalError,
     MethodNotAllowed,
     NotReady,
     RouteNotFound,
-    Unauthorized,
 )
+from baton_api.keys import Keys
 from baton_engine.server.disconnect import ClientGone
 from baton_engine.server.events import data_event
 from baton_engine.server.exchange import Exchange, open_exchange
@@ -36,7 +35,6 @@ logger = logging.getLogger(__name__)
 CLIENT_GONE = 499
 """Status in the log for a client that did not wait."""
 
-REQUEST_ID_LIMIT = 128
 POLLED = ("/health", "/ready", "/load", "/metrics")
 """Paths that are asked for every few seconds: logged for debugging only."""
 
@@ -44,9 +42,9 @@ POLLED = ("/health", "/ready", "/load", "/metrics")
 class Edge:
     """Wraps the routes of a worker."""
 
-    def __init__(self, app: ASGIApp, api_key: str = "") -> None:
+    def __init__(self, app: ASGIApp, keys: Keys | None = None) -> None:
         self._app = app
-        self._api_key = api_key.encode()
+        self._keys = keys or Keys()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -63,7 +61,7 @@ class Edge:
             await send(message)
 
         try:
-            self._check_key(exchange.path, given.get(b"authorization", b""))
+            exchange.client = self._keys.check(exchange.path, given.get(b"authorization", b""))
             await self._app(scope, receive, reply)
         except ClientGone:
             exchange.status = exchange.status or CLIENT_GONE
@@ -76,17 +74,10 @@ class Edge:
             exchange.ended = time.monotonic()
             logger.log(logging.DEBUG if exchange.path in POLLED else logging.INFO, "%s", exchange.line())
 
-    def _check_key(self, path: str, authorization: bytes) -> None:
-        if not self._api_key or not path.startswith("/v1/"):
-            return
-        scheme, _, key = authorization.partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._api_key):
-            raise Unauthorized
-
 
 def request_id(given: bytes) -> str:
     """The client's own id if it is short and visible ASCII, else a new one."""
-    if 0 < len(given) <= REQUEST_ID_LIMIT and all(0x21 <= byte <= 0x7E for byte in given):
+    if 0 < len(given) <= limits.REQUEST_ID.most and all(0x21 <= byte <= 0x7E for byte in given):
         return given.decode()
     return f"req_{uuid.uuid4().hex}"
 
@@ -110,8 +101,7 @@ async def _answer(error: BatonError, exchange: Exchange, reply: Send) -> None:
         await reply({"type": "http.response.body", "body": data_event(error.body()), "more_body": True})
         return
     fields = [(b"content-type", b"application/json")]
-    if error.retry_after is not None:
-        fields.append((b"retry-after", str(error.retry_after).encode()))
+    fields += [(name.encode(), value.encode()) for name, value in error.headers.items()]
     body = msgspec.json.encode(error.body())
     fields.append((b"content-length", str(len(body)).encode()))
     await reply({"type": "http.response.start", "status": error.status, "headers": fields})

@@ -40,6 +40,8 @@ class Exchange:
     started: float = field(default_factory=time.monotonic)
     status: int = 0
     """Of the answer; 499 if the client went away before there was one."""
+    client: str = ""
+    """The name of the API key, if it has one."""
     answer_id: str = ""
     stream: bool = False
     prompt_tokens: int | None = None
@@ -70,6 +72,7 @@ class Exchange:
         """The exchange as `/debug/requests` shows it."""
         return {
             "request_id": self.request_id,
+            "client": self.client,
             "id": self.answer_id,
             "path": self.path,
             "status": self.status,
@@ -88,6 +91,8 @@ class Exchange:
     def line(self) -> str:
         """The exchange as the access log shows it."""
         parts = [f"{self.method} {self.path} {self.status}", f"request={self.request_id}"]
+        if self.client:
+            parts.append(f"client={self.client}")
         if self.prompt_tokens is not None:
             parts += [
                 f"prompt={self.prompt_tokens}",

@@ -9,21 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
+from baton_api import limits
 from baton_api.errors import InvalidRequest
+from baton_engine.model.generation import SamplingDefaults
 from baton_engine.requests import SamplingParams
 from baton_engine.server.fields import Fields, integer, number, shown, wrong_type
 from baton_engine.server.streaming import Streaming
 
-CHOICES_LIMIT = 128
-STOP_LIMIT = 4
-STOP_LENGTH_LIMIT = 256
-STOP_IDS_LIMIT = 256
-BIAS_LIMIT = 300
-LOGPROBS_LIMIT = 20
-TOKENS_LIMIT = 2**31 - 1
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them overflows."""
 
@@ -44,6 +39,21 @@ class Vocabulary:
 
     size: int
     eos_ids: tuple[int, ...]
+
+
+def _random_seed() -> int:
+    return secrets.randbits(64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defaults:
+    """What holds where a request says nothing; see `baton_engine.settings` for what a person may choose."""
+
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    seeds: Callable[[], int] = _random_seed
+    """Gives the seed of a request that names none, 0 to 2**64 - 1; called from several threads."""
+    include_usage: bool = False
+    """Whether a stream ends with its usage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,40 +85,46 @@ class Parameters:
         return replace(self.sampling, seed=seed, max_tokens=max_tokens)
 
 
-def parse(fields: Fields, logprobs: int | None, vocabulary: Vocabulary) -> Parameters:
+def parse(fields: Fields, logprobs: int | None, vocabulary: Vocabulary, defaults: Defaults) -> Parameters:
     """All shared fields; `logprobs` is how many alternatives the endpoint's own fields ask for."""
     refuse_not_served(fields, NOT_SERVED)
     if fields.get("response_format") is not None:
         _only_text(fields)
-    temperature = fields.number("temperature", 1.0, 0.0, 2.0)
-    top_p = fields.number("top_p", 1.0, 0.0, 1.0)
+    sampling = defaults.sampling
+    temperature = fields.number("temperature", sampling.temperature, *limits.TEMPERATURE.range)
+    top_p = fields.number("top_p", sampling.top_p, *limits.TOP_P.range)
     if temperature < GREEDY_BELOW or top_p == 0.0:
         temperature, top_p = 0.0, 1.0
-    top_k = fields.integer("top_k", -1, TOKENS_LIMIT) or 0
+    top_k = fields.integer("top_k", *limits.TOP_K.range)
     ignore_eos = fields.boolean("ignore_eos")
     eos_ids = frozenset(() if ignore_eos else vocabulary.eos_ids)
-    seed = fields.integer("seed", -(2**63), 2**63 - 1)
+    seed = fields.integer("seed", *limits.SEED.range)
     return Parameters(
         sampling=SamplingParams(
             temperature=temperature,
-            top_k=max(top_k, 0),
+            top_k=sampling.top_k if top_k is None else max(top_k, 0),
             top_p=top_p,
-            min_p=fields.number("min_p", 0.0, 0.0, 1.0),
-            presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
-            frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
-            repetition_penalty=fields.number("repetition_penalty", 1.0, 0.0, above=True),
+            min_p=fields.number("min_p", sampling.min_p, *limits.MIN_P.range),
+            presence_penalty=fields.number("presence_penalty", 0.0, *limits.PRESENCE_PENALTY.range),
+            frequency_penalty=fields.number("frequency_penalty", 0.0, *limits.FREQUENCY_PENALTY.range),
+            repetition_penalty=fields.number(
+                "repetition_penalty",
+                sampling.repetition_penalty,
+                *limits.REPETITION_PENALTY.range,
+                above=True,
+            ),
             logit_bias=_logit_bias(fields, vocabulary.size),
             logprobs=logprobs,
-            min_tokens=fields.integer("min_tokens", 0, TOKENS_LIMIT) or 0,
+            min_tokens=fields.integer("min_tokens", *limits.MIN_TOKENS.range) or 0,
             stop_ids=eos_ids | _stop_ids(fields, vocabulary.size),
         ),
-        n=fields.integer("n", 1, CHOICES_LIMIT) or 1,
-        seed=secrets.randbits(64) if seed is None else seed % 2**64,
+        n=fields.integer("n", *limits.N.range) or 1,
+        seed=defaults.seeds() if seed is None else seed % 2**64,
         stops=_stops(fields),
         include_stop=fields.boolean("include_stop_str_in_output") or fields.boolean("no_stop_trim"),
         skip_special_tokens=fields.boolean("skip_special_tokens", True),
         eos_ids=eos_ids,
-        streaming=_streaming(fields),
+        streaming=_streaming(fields, defaults.include_usage),
         return_token_ids=fields.boolean("return_token_ids"),
     )
 
@@ -142,19 +158,19 @@ def _stops(fields: Fields) -> tuple[str, ...]:
         return ()
     if not isinstance(value, str | list):
         raise wrong_type("stop", "a string or an array of strings", value)
-    stops = [value] if isinstance(value, str) else fields.array("stop", STOP_LIMIT) or []
+    stops = [value] if isinstance(value, str) else fields.array("stop", limits.STOPS.most) or []
     for position, stop in enumerate(stops):
         param = "stop" if isinstance(value, str) else f"stop[{position}]"
         if not isinstance(stop, str):
             raise wrong_type(param, "a string", stop)
         if not stop:
             fields.wrong_value("stop", "a stop string has at least one character")
-        Fields({param: stop}).text(param, STOP_LENGTH_LIMIT)
+        Fields({param: stop}).text(param, limits.STOP.most)
     return tuple(stops)
 
 
 def _stop_ids(fields: Fields, size: int) -> frozenset[int]:
-    ids = fields.array("stop_token_ids", STOP_IDS_LIMIT) or []
+    ids = fields.array("stop_token_ids", limits.STOP_IDS.most) or []
     return frozenset(
         integer(value, f"stop_token_ids[{position}]", 0, size - 1) for position, value in enumerate(ids)
     )
@@ -162,30 +178,31 @@ def _stop_ids(fields: Fields, size: int) -> frozenset[int]:
 
 def _logit_bias(fields: Fields, size: int) -> tuple[tuple[int, float], ...]:
     biases = fields.mapping("logit_bias") or {}
-    if len(biases) > BIAS_LIMIT:
+    if len(biases) > limits.LOGIT_BIAS.most:
         raise InvalidRequest(
-            f"Invalid 'logit_bias': too many keys. Expected at most {BIAS_LIMIT}, but got {len(biases)}.",
+            f"Invalid 'logit_bias': too many keys. Expected at most {limits.LOGIT_BIAS.most}, "
+            f"but got {len(biases)}.",
             param="logit_bias",
-            code="object_above_max_properties",
+            code=limits.LOGIT_BIAS.code,
         )
     for key in biases:
         if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < size):
             fields.wrong_value("logit_bias", f"{shown(key)} is not a token id from 0 to {size - 1}")
-    return tuple((int(key), number(bias, f"logit_bias.{key}", -100.0, 100.0)) for key, bias in biases.items())
+    return tuple((int(key), number(bias, f"logit_bias.{key}", *limits.BIAS.range)) for key, bias in biases.items())
 
 
-def _streaming(fields: Fields) -> Streaming:
+def _streaming(fields: Fields, include_usage: bool) -> Streaming:
     stream = fields.boolean("stream")
     options = fields.mapping("stream_options")
     if options is None:
-        return Streaming(stream)
+        return Streaming(stream, stream and include_usage)
     if not stream:
         raise InvalidRequest(
             "The 'stream_options' parameter is only allowed when 'stream' is enabled.", param="stream_options"
         )
     inner = Fields(options, "stream_options")
     inner.boolean("include_obfuscation")
-    usage = inner.boolean("include_usage")
+    usage = inner.boolean("include_usage", include_usage)
     return Streaming(stream, usage, inner.boolean("continuous_usage_stats") and usage)
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from baton_api.keys import Keys
 from baton_api.workers import Load
 from baton_engine.client import AsyncEngine
 from baton_engine.metrics import WorkerMetrics
@@ -13,7 +14,7 @@ from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.requests import RemotePrefill
 from baton_engine.server.drain import Drain
 from baton_engine.server.exchange import History, new_history
-from baton_engine.server.parameters import Vocabulary
+from baton_engine.server.parameters import Defaults, Vocabulary
 from baton_engine.settings import WorkerSettings
 
 
@@ -33,6 +34,9 @@ class Served:
     """None, or why this worker should get no requests."""
     remote: Callable[[str, str, str], RemotePrefill] | None = None
     """(prefill address, ticket, request id) -> what brings the prompt; None where there is no such role."""
+    keys: Keys = field(default_factory=Keys)
+    """Who may use it."""
+    defaults: Defaults = field(default_factory=Defaults)
     created: int = field(default_factory=lambda: int(time.time()))
     drain: Drain = field(default_factory=Drain)
     history: History = field(default_factory=new_history)
