@@ -75,13 +75,21 @@ class FakeModel:
         memory[block, 0, offset] = torch.stack((batch.tokens, batch.positions), dim=1).float()
         logits = []
         for row, prefix in enumerate(before):
-            if batch.starts[row + 1] - 1 not in batch.logits_at.tolist():
+            wanted = batch.rows[row].wanted
+            if not wanted:
                 continue
             tokens = self._read(memory, batch, row, batch.contexts[row])
             assert torch.equal(tokens[: len(prefix)], prefix), "a prefix was written during the pass"
-            logits.append(self.logits(tokens.tolist()))
+            logits += [self.logits(tokens[: len(tokens) - back].tolist()) for back in reversed(range(wanted))]
         self.inside.clear()
         return torch.stack(logits) if logits else torch.empty((0, self.spec.vocab))
+
+    def hidden_states(self, batch: Batch, cache: KVCache) -> Tensor:
+        """This model has no head: its states are its logits."""
+        return self.forward(batch, cache)
+
+    def project(self, states: Tensor) -> Tensor:
+        return states.clone()
 
     def logits(self, tokens: list[int]) -> Tensor:
         """[V] for the token after these."""

@@ -52,7 +52,7 @@ def by_baton(
             computed[r] += len(pending)
             rows.append(Row(pending, computed[r] - len(pending), blocks[r], computed[r] == len(sequences[r])))
         logits = model.forward(Batch(rows, BLOCK_SIZE, CPU), cache)
-        drawn = [r for r, row in zip(live, rows, strict=True) if row.wants_logits]
+        drawn = [r for r, row in zip(live, rows, strict=True) if row.wanted]
         for r, scores in zip(drawn, logits.log_softmax(-1), strict=True):
             token = int(scores.argmax())
             results[r].tokens.append(token)

@@ -142,7 +142,7 @@ def test_however_a_prompt_is_cut_and_mixed_its_logits_are_the_same(model: Decode
                 done[r] += count
             result = iter(model.forward(Batch(rows, BLOCK_SIZE, CPU), cache))
             for r, row in zip(chosen, rows, strict=True):
-                if row.wants_logits:
+                if row.wanted:
                     logits[r] = next(result)
         return logits
 

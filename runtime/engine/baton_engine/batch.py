@@ -27,8 +27,9 @@ class Row:
     """Position of the first of them: tokens before it are in the cache."""
     blocks: Sequence[int]
     """The request's block ids; they have room for `start + len(tokens)` tokens."""
-    wants_logits: bool
-    """Whether the last token's logits are needed: true once the pass reaches the end."""
+    wanted: int
+    """Of how many of the last tokens the results are needed: 1 once the pass reaches the end, more for a
+    request that looks at its prompt."""
     table: NDArray[np.int32] | None = None
     """`blocks` as an array, where the caller keeps one: it is copied faster."""
 
@@ -40,7 +41,7 @@ class Row:
 
 class Batch:
     """
-    Rows as tensors. T tokens in all, R rows, B the most blocks of a row, S rows that want logits.
+    Rows as tensors. T tokens in all, R rows, B the most blocks of a row, S tokens whose results are wanted.
 
     Built on the host; `device` is where the model computes.
     """
@@ -68,12 +69,11 @@ class Batch:
         """R + 1 offsets: row r is tokens starts[r] to starts[r + 1]."""
         self.contexts = tuple([row.context for row in rows])
         """R lengths of cached context after this pass."""
-        self.logits_at: Tensor = self._tensor(
-            np.array(
-                [stop - 1 for row, stop in zip(rows, starts[1:], strict=True) if row.wants_logits], np.int64
-            )
-        )
-        """[S] token offsets whose logits are wanted, in row order."""
+        wanted: list[int] = []
+        for row, stop in zip(rows, starts[1:], strict=True):
+            wanted += range(stop - row.wanted, stop)
+        self.wanted_at: Tensor = self._tensor(np.array(wanted, dtype=np.int64))
+        """[S] offsets of the tokens whose results are wanted, in order."""
 
     def _tensor(self, values: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)

@@ -31,10 +31,18 @@ class Model(Protocol):
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """
-        Logits [S, V] fp32 for `batch.logits_at`, [0, V] if that is empty.
+        Logits [S, V] fp32 for `batch.wanted_at`, [0, V] if that is empty.
 
         Writes the KV of all the batch's tokens to `cache`.
         """
+        ...
+
+    def hidden_states(self, batch: Batch, cache: KVCache) -> Tensor:
+        """The same pass up to the final norm: [S, N] fp32, [0, N] if nothing is wanted."""
+        ...
+
+    def project(self, states: Tensor) -> Tensor:
+        """Logits [S, V] fp32 of `hidden_states` [S, N]: what `forward` gives for the same tokens."""
         ...
 
 
@@ -82,9 +90,25 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        states = self._states(batch, cache)
+        if not len(states):
+            return torch.empty((0, self.spec.vocab), dtype=torch.float32, device=states.device)
+        return self.head(states).to(torch.float32)
+
+    @torch.inference_mode()
+    def hidden_states(self, batch: Batch, cache: KVCache) -> Tensor:
+        return self._states(batch, cache).to(torch.float32)
+
+    @torch.inference_mode()
+    def project(self, states: Tensor) -> Tensor:
+        if not len(states):
+            return torch.empty((0, self.spec.vocab), dtype=torch.float32, device=states.device)
+        return self.head(states.to(self.embedding.dtype)).to(torch.float32)
+
+    def _states(self, batch: Batch, cache: KVCache) -> Tensor:
         ops, epsilon = self.ops, self.spec.norm_epsilon
         cos, sin = self.rotary.at(batch.positions)
-        wanted = batch.logits_at
+        wanted = batch.wanted_at
         residual = self.embedding[batch.tokens]  # [T, N]
         x = ops.rms_norm(residual, self.layers[0].attention_norm, epsilon)
         last = len(self.layers) - 1
@@ -101,8 +125,8 @@ class Decoder:
             norm = self.final_norm if number == last else self.layers[number + 1].attention_norm
             x, residual = ops.add_rms_norm(x, residual, norm, epsilon)
         else:
-            return self.head(x).to(torch.float32)
-        return torch.empty((0, self.spec.vocab), dtype=torch.float32, device=residual.device)
+            return x
+        return residual[:0]
 
 
 def _laid_out(layer: LayerWeights, window: int | None, ops: Ops, device: torch.device) -> Layer:

@@ -29,6 +29,8 @@ from baton_engine.ops.native import library
 
 log = logging.getLogger(__name__)
 
+LANES = 16
+"""Numbers of one vector of the kernels: rows that they read and write are padded with zeros to whole ones."""
 FIRST_POSITIONS = 1024
 """Rotations that are made at once; the tables double as longer contexts come."""
 MOST_HEAD_DIM = 256
@@ -73,13 +75,15 @@ class _Pass(ctypes.Structure):
         ("starts", ctypes.c_void_p),
         ("blocks", ctypes.c_void_p),
         ("width", ctypes.c_int64),
-        ("logits_at", ctypes.c_void_p),
+        ("wanted_at", ctypes.c_void_p),
         ("cosines", ctypes.c_void_p),
         ("sines", ctypes.c_void_p),
         ("cache", ctypes.c_void_p),
         ("cache_slots", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
         ("logits", ctypes.c_void_p),
+        ("states", ctypes.c_void_p),
+        ("states_stride", ctypes.c_int64),
     )
 
 
@@ -124,33 +128,61 @@ class NativeDecoder:
             self._load(0, "embedding", weights.embedding)
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        logits = torch.empty((len(batch.wanted_at), self.spec.vocab), dtype=torch.float32)
+        self._pass(batch, cache, logits=logits.data_ptr())
+        return logits
+
+    def hidden_states(self, batch: Batch, cache: KVCache) -> Tensor:
+        states = self._rows(len(batch.wanted_at))
+        self._pass(batch, cache, states=states.data_ptr(), states_stride=states.shape[1])
+        return states[:, : self.spec.hidden]
+
+    def project(self, states: Tensor) -> Tensor:
+        logits = torch.empty((len(states), self.spec.vocab), dtype=torch.float32)
+        if not len(states):
+            return logits
+        rows = self._rows(len(states))
+        rows[:, : self.spec.hidden] = states
+        task = _Pass(
+            wanted=len(rows),
+            logits=logits.data_ptr(),
+            states=rows.data_ptr(),
+            states_stride=rows.shape[1],
+        )
+        if self._native.baton_project(self._handle, ctypes.byref(task)):
+            raise MemoryError(f"no memory for the activations of {len(rows)} tokens")
+        return logits
+
+    def _rows(self, count: int) -> Tensor:
+        return torch.zeros((count, -(-self.spec.hidden // LANES) * LANES), dtype=torch.float32)
+
+    def _pass(self, batch: Batch, cache: KVCache, **results: int) -> None:
         if cache.kv.dtype != self.dtype:
             raise TypeError(f"the cache holds {cache.kv.dtype}, the model computes in {self.dtype}")
         self._turn_to(max(batch.contexts))
-        logits = torch.empty((len(batch.logits_at), self.spec.vocab), dtype=torch.float32)
         blocks, slots = batch.block_table, batch.slots
         starts = (ctypes.c_int64 * len(batch.starts))(*batch.starts)
         task = _Pass(
             tokens=batch.size,
             rows=len(batch.rows),
-            wanted=len(logits),
+            wanted=len(batch.wanted_at),
             ids=batch.tokens.data_ptr(),
             positions=batch.positions.data_ptr(),
             slots=slots.data_ptr(),
             starts=ctypes.addressof(starts),
             blocks=blocks.data_ptr(),
             width=blocks.shape[1],
-            logits_at=batch.logits_at.data_ptr(),
+            wanted_at=batch.wanted_at.data_ptr(),
             cosines=self._cosines.data_ptr(),
             sines=self._sines.data_ptr(),
             cache=cache.kv.data_ptr(),
             cache_slots=cache.blocks * cache.block_size,
             block_size=cache.block_size,
-            logits=logits.data_ptr(),
+            **results,
         )
         match self._native.baton_forward(self._handle, ctypes.byref(task)):
             case 0:
-                return logits
+                return
             case 1:
                 raise MemoryError(f"no memory for the activations of {batch.size} tokens")
             case _:

@@ -131,7 +131,7 @@ INLINE void attend_chunk(struct model *model, size_t layer_index, size_t chunk, 
     const size_t group = (size_t)(spec->heads / spec->kv_heads), dim = (size_t)spec->head_dim;
     size_t row, token, tokens, to;
     if (is_last(model, layer_index)) {
-        token = (size_t)pass->logits_at[nth], tokens = 1, to = nth;
+        token = (size_t)pass->wanted_at[nth], tokens = 1, to = nth;
         row = find(pass->starts, rows, (int64_t)token);
         if (head == 0)
             memcpy(model->chosen + nth * model->residual_stride, model->residual + token * model->residual_stride,
@@ -292,7 +292,8 @@ static size_t final_norm_phase(const struct model *model) { return 1 + (size_t)m
 /* Where no logits are wanted, a pass ends when the last layer's keys and values are stored. */
 static size_t phase_count(const struct model *model) {
     const size_t norm = final_norm_phase(model);
-    return model->pass->wanted ? norm + 2 : norm - STEPS + ROTATE + 1;
+    if (!model->pass->wanted) return norm - STEPS + ROTATE + 1;
+    return norm + (model->pass->logits ? 2 : 1);
 }
 
 static size_t chunks_of_product(const struct model *model, const struct product product) {
@@ -327,6 +328,15 @@ INLINE void norm_rows(const struct model *model, const float *from, const float 
                  to + row * model->normed_stride * item_bytes(kind), kind);
 }
 
+/* The same rows as they are before they are rounded to the weights' kind. */
+INLINE void show_rows(const struct model *model, size_t chunk) {
+    const struct pass *pass = model->pass;
+    const size_t wanted = (size_t)pass->wanted;
+    for (size_t row = chunk * NORM_ROWS; row < wanted && row < (chunk + 1) * NORM_ROWS; row++)
+        norm_row(model->chosen + row * model->residual_stride, model->final_norm, (size_t)model->spec.hidden,
+                 (float)model->spec.epsilon, pass->states + row * (size_t)pass->states_stride, FLOAT32);
+}
+
 INLINE void run_chunk(struct model *model, size_t phase, size_t chunk, const int kind) {
     const size_t tokens = (size_t)model->pass->tokens, wanted = (size_t)model->pass->wanted;
     const size_t from = chunk * NORM_ROWS, to = from + NORM_ROWS < tokens ? from + NORM_ROWS : tokens;
@@ -336,6 +346,7 @@ INLINE void run_chunk(struct model *model, size_t phase, size_t chunk, const int
     }
     if (phase == final_norm_phase(model)) {
         norm_rows(model, model->chosen, model->final_norm, wanted, chunk, model->final, kind);
+        if (model->pass->states) show_rows(model, chunk);
         return;
     }
     const int at_head = phase > final_norm_phase(model);
@@ -393,6 +404,40 @@ int baton_forward(struct model *model, const struct pass *pass) {
         .chunks = chunks_in,
         .run = model->spec.kind == BFLOAT16 ? run_bfloat : run_float,
     };
+    pool_run(model->pool, &job);
+    model->pass = NULL;
+    return DONE;
+}
+
+/* The head alone: phase 0 rounds the states to the weights' kind, phase 1 multiplies. */
+static size_t chunks_of_head(void *self, size_t phase) {
+    const struct model *model = self;
+    return phase ? chunks_of_product(model, product_of_head(model)) : ((size_t)model->pass->wanted + NORM_ROWS - 1) / NORM_ROWS;
+}
+
+static void run_head(void *self, size_t phase, size_t chunk) {
+    const struct model *model = self;
+    const struct pass *pass = model->pass;
+    const int kind = (int)model->spec.kind;
+    const size_t hidden = (size_t)model->spec.hidden, wanted = (size_t)pass->wanted;
+    if (phase) {
+        const struct product product = product_of_head(model);
+        if (kind == BFLOAT16) multiply_chunk(model, &product, chunk, BFLOAT16);
+        else multiply_chunk(model, &product, chunk, FLOAT32);
+        return;
+    }
+    for (size_t row = chunk * NORM_ROWS; row < wanted && row < (chunk + 1) * NORM_ROWS; row++) {
+        const float *from = pass->states + row * (size_t)pass->states_stride;
+        char *to = model->final + row * model->normed_stride * item_bytes(kind);
+        for (size_t i = 0; i < hidden; i += LANES) put(to, i, load(from + i), kind);
+    }
+}
+
+/* Logits of `wanted` states, which an earlier pass has shown; nothing else of the pass is looked at. */
+int baton_project(struct model *model, const struct pass *pass) {
+    if (!make_room(model, 0, (size_t)pass->wanted, 0)) return NO_MEMORY;
+    model->pass = pass;
+    struct job job = {.self = model, .phases = 2, .chunks = chunks_of_head, .run = run_head};
     pool_run(model->pool, &job);
     model->pass = NULL;
     return DONE;

@@ -31,11 +31,13 @@ struct pass {
     const int64_t *starts;             /* [R + 1] */
     const int32_t *blocks;             /* [R, width] */
     int64_t width;
-    const int64_t *logits_at;          /* [S] */
+    const int64_t *wanted_at;          /* [S] */
     const float *cosines, *sines;      /* [position, head_dim / 2], for every position of the pass */
     void *cache;                       /* [block, layer, 2, kv_head, slot, dim] */
     int64_t cache_slots, block_size;   /* cache_slots: blocks times slots of a block */
-    float *logits;                     /* [S, vocab] */
+    float *logits;                     /* [S, vocab], or NULL where the states alone are wanted */
+    float *states;                     /* [S, states_stride] after the final norm, or NULL */
+    int64_t states_stride;             /* hidden, in whole vectors */
 };
 
 struct layer {
