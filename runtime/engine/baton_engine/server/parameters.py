@@ -188,7 +188,9 @@ def _logit_bias(fields: Fields, size: int) -> tuple[tuple[int, float], ...]:
     for key in biases:
         if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < size):
             fields.wrong_value("logit_bias", f"{shown(key)} is not a token id from 0 to {size - 1}")
-    return tuple((int(key), number(bias, f"logit_bias.{key}", *limits.BIAS.range)) for key, bias in biases.items())
+    return tuple(
+        (int(key), number(bias, f"logit_bias.{key}", *limits.BIAS.range)) for key, bias in biases.items()
+    )
 
 
 def _streaming(fields: Fields, include_usage: bool) -> Streaming:
