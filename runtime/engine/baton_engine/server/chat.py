@@ -37,17 +37,11 @@ RESERVED = frozenset({
 
 def prepare(fields: Fields, served: Served) -> Work:
     """Check, render and tokenise. Takes a while for long conversations: not for the event loop."""
-    template = served.tokenizer.chat_template
-    if template is None:
-        raise InvalidRequest(
-            f"The model {served.name!r} has no chat template; use /v1/completions.", param="messages"
-        )
-    messages = read_messages(fields, template)
+    messages = _messages(fields, served)
     alternatives = _alternatives(fields)
     common = parameters.parse(fields, alternatives, served.vocabulary, served.defaults)
     _check_the_rest(fields)
-    text = _render(fields, served.tokenizer, messages)
-    tokens = tuple(served.tokenizer.encode(text, add_special_tokens=False))
+    tokens = _tokens(fields, served, messages)
     wanted, wanted_param = read_max_tokens(fields, "max_completion_tokens", "max_tokens")
     limit = tokens_left(
         len(tokens), wanted, served.max_model_len, param="messages", wanted_param=wanted_param
@@ -62,6 +56,25 @@ def prepare(fields: Fields, served: Served) -> Work:
         metadata=fields.mapping("metadata"),
     )
     return Work((Prompt(tokens, limit),), common, shape)
+
+
+def prompt_tokens(fields: Fields, served: Served) -> tuple[int, ...]:
+    """The prompt that `prepare` would make of this conversation, however long it is: for /tokenize."""
+    return _tokens(fields, served, _messages(fields, served))
+
+
+def _messages(fields: Fields, served: Served) -> list[dict[str, str]]:
+    template = served.tokenizer.chat_template
+    if template is None:
+        raise InvalidRequest(
+            f"The model {served.name!r} has no chat template; use /v1/completions.", param="messages"
+        )
+    return read_messages(fields, template)
+
+
+def _tokens(fields: Fields, served: Served, messages: list[dict[str, str]]) -> tuple[int, ...]:
+    text = _render(fields, served.tokenizer, messages)
+    return tuple(served.tokenizer.encode(text, add_special_tokens=False))
 
 
 @dataclass(slots=True, kw_only=True)
