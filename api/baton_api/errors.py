@@ -5,11 +5,14 @@ Every error that Baton puts into words.
   x InvalidRequest              400
     + ContextTooLong            400
     + PromptTooLarge            400
+    + PreviousResponseNotFound  400
   x Unauthorized                401
   x ModelNotFound               404
+  x ResponseNotFound            404
   x RouteNotFound               404
   x MethodNotAllowed            405
   x BodyTooLarge                413
+  x RequestAborted              499
   x Overloaded                  503
   x NotReady                    503
   x WorkerLost                  503
@@ -104,6 +107,17 @@ class PromptTooLarge(InvalidRequest):
         )
 
 
+class PreviousResponseNotFound(InvalidRequest):
+    """The response that the request continues is not kept: never was, not for this key, or no more."""
+
+    def __init__(self, id: str) -> None:
+        super().__init__(
+            f"Previous response with id {id[:100]!r} not found.",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+
+
 class Unauthorized(BatonError):
     """No API key, or one that is not known."""
 
@@ -136,6 +150,17 @@ class ModelNotFound(BatonError):
         super().__init__(f"The model {model[:200]!r} does not exist.{names}")
 
 
+class ResponseNotFound(BatonError):
+    """No response of that id is kept: it never was, not for this key, or is no more."""
+
+    status = 404
+    type = "invalid_request_error"
+    param = "id"
+
+    def __init__(self, id: str) -> None:
+        super().__init__(f"Response with id {id[:100]!r} not found.")
+
+
 class RouteNotFound(BatonError):
     """No such path."""
 
@@ -165,6 +190,17 @@ class BodyTooLarge(BatonError):
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"The request body is over the limit of {limit} bytes.")
+
+
+class RequestAborted(BatonError):
+    """Somebody ended the request by its id before it was complete."""
+
+    status = 499  # as proxies say it of requests that were given up; clients do not try again
+    type = "invalid_request_error"
+    code = "request_aborted"
+
+    def __init__(self) -> None:
+        super().__init__("The request was aborted by its id before it was complete.")
 
 
 class Overloaded(BatonError):

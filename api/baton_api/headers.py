@@ -11,3 +11,7 @@ TICKET = "x-baton-ticket"
 
 WORKER = "x-baton-worker"
 """Router to client: the name of the worker that answered."""
+
+STATE = "x-baton-state"
+"""Router to worker, with `/v1/responses`: the router keeps responses. The number says how many items at the
+start of `input` it took from earlier ones."""

@@ -1,0 +1,113 @@
+"""
+The items of a conversation as `/v1/responses` takes and lists them: messages, calls, their outputs, thoughts.
+
+Here they are only given their ids and put into pages; what they say is a worker's to judge.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from baton_api.errors import InvalidRequest
+
+PAGE_DEFAULT = 20
+PAGE_LIMIT = 100
+
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+
+
+def new_id(kind: str) -> str:
+    """
+    An id for an item of this type.
+
+    >>> new_id("message")[:4], len(new_id("reasoning"))
+    ('msg_', 35)
+    """
+    return f"{_PREFIXES.get(kind, 'item')}_{uuid.uuid4().hex}"
+
+
+def listed(value: str | Sequence[Any]) -> list[Any]:
+    """The `input` of a request as a list: text is a user's message."""
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    return list(value)
+
+
+def named(items: Sequence[Any]) -> tuple[bytes, ...]:
+    """The items of an input that was found good as they are listed, each as JSON: whole, with an id."""
+    return tuple(msgspec.json.encode(_named(item)) for item in items)
+
+
+def _named(item: dict[str, Any]) -> dict[str, Any]:
+    kind = item.get("type") or "message"
+    named = {"id": item.get("id") or new_id(kind), "type": kind, "status": "completed"} | {
+        key: value for key, value in item.items() if value is not None and key not in ("id", "type")
+    }
+    if kind == "message" and isinstance(content := named.get("content"), str):
+        said = {"type": "output_text", "text": content, "annotations": []}
+        heard = {"type": "input_text", "text": content}
+        named["content"] = [said if named.get("role") == "assistant" else heard]
+    return named
+
+
+def page(items: Sequence[bytes], query: Mapping[str, str]) -> bytes:
+    """
+    The list object that `GET /v1/responses/{id}/input_items` answers with, as JSON.
+
+    `query` may have limit (1 to 100), order (desc unless asc) and after (an item's id). Raises
+    InvalidRequest.
+    """
+    limit = query.get("limit", str(PAGE_DEFAULT))
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 10 and 1 <= int(limit) <= PAGE_LIMIT):
+        raise InvalidRequest(
+            f"Invalid 'limit': expected a whole number from 1 to {PAGE_LIMIT}.",
+            param="limit",
+            code="invalid_value",
+        )
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(
+            "Invalid 'order': expected one of 'asc', 'desc'.", param="order", code="invalid_value"
+        )
+    ordered = list(items if order == "asc" else reversed(items))
+    ids = [_id(item) for item in ordered]
+    first = 0
+    if after := query.get("after"):
+        if after not in ids:
+            raise InvalidRequest(
+                "Invalid 'after': the response has no such item.", param="after", code="invalid_value"
+            )
+        first = ids.index(after) + 1
+    last = first + int(limit)
+    shown = ids[first:last]
+    return msgspec.json.encode(
+        {
+            "object": "list",
+            "data": [msgspec.Raw(item) for item in ordered[first:last]],
+            "first_id": shown[0] if shown else None,
+            "last_id": shown[-1] if shown else None,
+            "has_more": last < len(ids),
+        }
+    )
+
+
+class _Identity(msgspec.Struct):
+    id: str = ""
+
+
+_decoder = msgspec.json.Decoder(_Identity)
+
+
+def _id(item: bytes) -> str:
+    return _decoder.decode(item).id

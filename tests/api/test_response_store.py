@@ -1,0 +1,252 @@
+"""Responses are kept within their bounds, for their owners alone, and continued whatever became of them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton_api.errors import InvalidRequest, PreviousResponseNotFound, ResponseNotFound
+from baton_api.response_items import listed, named, page
+from baton_api.response_store import OVERHEAD, ResponseStore, StoreLimits, Turn, owner
+
+ME, YOU = b"me", b"you"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_store(
+    responses: int = 100, bytes: int = 10**9, seconds: float = 60.0
+) -> tuple[ResponseStore, Clock]:
+    clock = Clock()
+    return ResponseStore(StoreLimits(responses, bytes, seconds), clock), clock
+
+
+def turn(id: str, before: Turn | None = None, text: str = "") -> Turn:
+    return Turn(
+        id, before, (b'"in %b"' % id.encode(),), b'{"output":["out %b","%b"]}' % (id.encode(), text.encode())
+    )
+
+
+def test_what_was_put_is_found_by_its_owner_alone() -> None:
+    store, _ = make_store()
+    kept = turn("a")
+    store.put(ME, kept)
+    assert store.get(ME, "a") is store.previous(ME, "a") is kept
+    for someone, id in [(YOU, "a"), (ME, "b")]:
+        with pytest.raises(ResponseNotFound, match=f"'{id}' not found"):
+            store.get(someone, id)
+        with pytest.raises(PreviousResponseNotFound) as error:
+            store.previous(someone, id)
+        assert (error.value.param, error.value.code) == (
+            "previous_response_id",
+            "previous_response_not_found",
+        )
+        with pytest.raises(ResponseNotFound):
+            store.delete(someone, id)
+
+
+def test_the_same_id_may_be_two_owners() -> None:
+    store, _ = make_store()
+    mine, yours = turn("a"), turn("a")
+    store.put(ME, mine)
+    store.put(YOU, yours)
+    store.delete(YOU, "a")
+    assert store.get(ME, "a") is mine
+
+
+def test_a_conversation_is_all_items_in_their_order() -> None:
+    first = turn("a")
+    second = turn("b", first)
+    assert second.whole_input == [b'"in a"', b'"out a"', b'""', b'"in b"']
+    assert second.conversation == [*second.whole_input, b'"out b"', b'""']
+
+
+def test_the_oldest_go_when_there_are_too_many() -> None:
+    store, _ = make_store(responses=2)
+    for id in "abc":
+        store.put(ME, turn(id))
+    assert len(store) == 2
+    with pytest.raises(ResponseNotFound):
+        store.get(ME, "a")
+    store.get(ME, "b")
+
+
+def test_the_oldest_go_when_they_are_too_large() -> None:
+    store, _ = make_store(bytes=3 * (OVERHEAD + 1000))
+    for id in "abcd":
+        store.put(ME, turn(id, text="x" * 900))
+    assert len(store) == 3
+    with pytest.raises(ResponseNotFound):
+        store.get(ME, "a")
+
+
+def test_what_is_larger_than_the_store_is_not_kept_and_drives_nothing_out() -> None:
+    store, _ = make_store(bytes=OVERHEAD + 100)
+    store.put(ME, turn("a"))
+    store.put(ME, turn("b", text="x" * 900))
+    store.get(ME, "a")
+    with pytest.raises(ResponseNotFound):
+        store.get(ME, "b")
+
+
+@pytest.mark.parametrize("limits", [{"responses": 0}, {"bytes": 0}, {"seconds": 0.0}], ids=str)
+def test_a_bound_of_nothing_keeps_nothing(limits: dict[str, int]) -> None:
+    store, _ = make_store(**limits)
+    store.put(ME, turn("a"))
+    assert (len(store), store.size) == (0, 0)
+
+
+def test_they_go_when_their_time_is_over() -> None:
+    store, clock = make_store(seconds=60)
+    store.put(ME, turn("a"))
+    clock.now += 30
+    store.put(ME, turn("b"))
+    clock.now += 29.9
+    store.get(ME, "a")
+    clock.now += 0.2
+    with pytest.raises(ResponseNotFound):
+        store.get(ME, "a")
+    store.get(ME, "b")
+    clock.now += 30
+    with pytest.raises(ResponseNotFound):
+        store.delete(ME, "b")
+    assert (len(store), store.size) == (0, 0)
+
+
+def test_what_follows_a_deleted_response_keeps_what_it_needs() -> None:
+    store, _ = make_store()
+    first = turn("a")
+    second = turn("b", first)
+    store.put(ME, first)
+    store.put(ME, second)
+    both = store.size
+    store.delete(ME, "a")
+    assert store.size == both
+    assert store.get(ME, "b").whole_input[0] == b'"in a"'
+    store.delete(ME, "b")
+    assert store.size == 0
+
+
+def test_a_conversation_of_many_turns_costs_each_of_them_once() -> None:
+    store, _ = make_store(responses=1000)
+    last = None
+    sizes = 0
+    for number in range(500):
+        last = turn(str(number), last, "x" * 100)
+        store.put(ME, last)
+        sizes += last.size
+    assert store.size == sizes
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_is_put_deleted_and_waited_for_the_bounds_hold_and_nothing_leaks(seed: int) -> None:
+    rng = random.Random(seed)
+    limit = 30 * (OVERHEAD + 100)
+    store, clock = make_store(responses=20, bytes=limit, seconds=50)
+    known: list[tuple[bytes, Turn]] = []
+    for number in itertools.count():
+        if number == 300:
+            break
+        someone = rng.choice([ME, YOU])
+        mine = [kept for whose, kept in known if whose == someone]
+        before = rng.choice(mine) if mine and rng.random() < 0.7 else None
+        if rng.random() < 0.8:
+            added = turn(str(number), before, "x" * rng.randrange(200))
+            store.put(someone, added)
+            known.append((someone, added))
+        elif before is not None:
+            with contextlib.suppress(ResponseNotFound):  # it has gone by itself
+                store.delete(someone, before.id)
+        clock.now += rng.expovariate(0.5)
+        assert len(store) <= 20
+        assert store.size <= limit
+    clock.now += 1000
+    with pytest.raises(ResponseNotFound):
+        store.get(ME, "0")
+    assert (len(store), store.size) == (0, 0)
+    assert not any(kept.holders for _, kept in known)
+
+
+def test_each_key_is_an_owner_and_without_keys_there_is_one() -> None:
+    assert owner(b"Bearer one", keyed=True) == owner(b"bearer  one ", keyed=True)
+    assert owner(b"Bearer one", keyed=True) != owner(b"Bearer two", keyed=True)
+    assert owner(b"Bearer one", keyed=False) == owner(b"", keyed=False)
+
+
+def test_items_get_ids_types_and_whole_contents() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "id": "fc_mine"}
+    items: list[dict[str, Any]] = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Ho", "id": None},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}], "id": "mine"},
+        call,
+    ]
+    user, assistant, whole, called = map(msgspec.json.decode, named(items))
+    assert user["id"].startswith("msg_")
+    assert user["content"] == [{"type": "input_text", "text": "Hi"}]
+    assert (user["type"], user["role"], user["status"]) == ("message", "user", "completed")
+    assert assistant["content"] == [{"type": "output_text", "text": "Ho", "annotations": []}]
+    assert assistant["id"].startswith("msg_")
+    assert whole == items[2] | {"status": "completed"}
+    assert called == {**call, "status": "completed"}
+
+
+def test_text_is_one_message_of_the_user() -> None:
+    assert listed("Hi") == [{"type": "message", "role": "user", "content": "Hi"}]
+    assert listed([1, 2]) == [1, 2]
+
+
+ITEMS = [msgspec.json.encode({"id": str(number)}) for number in range(25)]
+
+
+@pytest.mark.parametrize(
+    ("query", "ids", "more"),
+    [
+        ({}, range(24, 4, -1), True),
+        ({"order": "asc"}, range(20), True),
+        ({"limit": "100"}, range(24, -1, -1), False),
+        ({"order": "asc", "after": "19"}, range(20, 25), False),
+        ({"after": "5", "limit": "5"}, range(4, -1, -1), False),
+        ({"after": "5", "limit": "4"}, range(4, 0, -1), True),
+        ({"after": "0"}, (), False),
+    ],
+    ids=str,
+)
+def test_a_page(query: dict[str, str], ids: range, more: bool) -> None:
+    shown = msgspec.json.decode(page(ITEMS, query))
+    assert [item["id"] for item in shown["data"]] == [str(id) for id in ids]
+    assert shown["has_more"] == more
+    assert shown["object"] == "list"
+    assert shown["first_id"] == (str(ids[0]) if ids else None)
+    assert shown["last_id"] == (str(ids[-1]) if ids else None)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"limit": "0"},
+        {"limit": "101"},
+        {"limit": "x"},
+        {"limit": "-1"},
+        {"limit": "9" * 99},
+        {"limit": "²"},
+        {"order": "up"},
+        {"after": "none"},
+    ],
+    ids=str,
+)
+def test_a_page_that_cannot_be(query: dict[str, str]) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        page(ITEMS, query)
+    assert error.value.param == next(iter(query))
