@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 
-from baton_api.errors import NotReady
+from baton_api.errors import NotReady, RequestAborted
 from baton_engine.requests import FinishReason, Output, RemotePrefill, Request
 from baton_engine.server.choice import Choice
 from baton_engine.server.exchange import Exchange
@@ -54,6 +54,8 @@ class Choices:
             lead.followers = self.all[lead.index + 1 : lead.index + n]
         self._behind = len(self.all) - len(self._leads)
         """Followers that were not submitted yet."""
+        self.aborted = False
+        """Whether somebody ended the request by its name."""
 
     @property
     def usage(self) -> Usage:
@@ -62,6 +64,13 @@ class Choices:
             completion_tokens=sum(choice.transcript.count for choice in self.all),
             cached_tokens=sum(lead.cached_tokens for lead in self._leads),
         )
+
+    def abort(self) -> None:
+        """Somebody else ends the request: the pieces end with RequestAborted."""
+        self.aborted = True
+        for choice in self.all:
+            if choice.outputs is not None:
+                self._served.engine.abort(choice.request.id)
 
     async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece]]:
         """What each choice gains, as it comes. Raises what the engine refuses or fails with."""
@@ -121,6 +130,8 @@ class Choices:
                 continue  # a stop string ended the text; the engine has yet to hear of it
             if output.error is not None:
                 raise output.error
+            if self.aborted:
+                raise RequestAborted
             if output.finish is FinishReason.ABORT:
                 raise NotReady("This worker stopped before the answer was complete; try again.")
             before = transcript.count

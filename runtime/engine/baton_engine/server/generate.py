@@ -16,14 +16,15 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from baton_api import headers
-from baton_api.errors import ModelNotFound
+from baton_api.errors import ModelNotFound, RequestAborted
 from baton_engine.requests import FinishReason, RemotePrefill
 from baton_engine.server import bodies
 from baton_engine.server.choices import Choices
 from baton_engine.server.disconnect import ClientGone, until_disconnect
-from baton_engine.server.events import KEEP_ALIVE
+from baton_engine.server.events import DONE, KEEP_ALIVE, data_event
 from baton_engine.server.exchange import Exchange, exchange_of
 from baton_engine.server.fields import Fields
+from baton_engine.server.running import read_names
 from baton_engine.server.served import Served
 from baton_engine.server.transcript import Piece
 from baton_engine.server.work import Work
@@ -40,12 +41,37 @@ STREAM_HEADERS = [
 Prepare = Callable[[Fields, Served], Work]
 
 
+def check_model(fields: Fields, served: Served) -> None:
+    """Raise ModelNotFound if the request names a model that is not served here."""
+    model = fields.text("model")
+    if model is not None and model not in served.names:
+        raise ModelNotFound(model, served.names)
+
+
+def named_remote(scope: Scope, served: Served, request_id: str) -> RemotePrefill | None:
+    """The prefill worker that the router chose, if it chose one and this worker can ask it."""
+    given = dict(scope["headers"])
+    address = given.get(headers.PREFILL.encode(), b"").decode("latin-1")
+    if served.remote is None or not address:
+        return None
+    ticket = given.get(headers.TICKET.encode(), b"").decode("latin-1")
+    return served.remote(address, ticket, request_id)
+
+
 class Generate:
     """One endpoint, told apart by how it reads a body."""
 
-    def __init__(self, served: Served, prepare: Prepare, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+    def __init__(
+        self,
+        served: Served,
+        prepare: Prepare,
+        keep_alive_s: float = KEEP_ALIVE_S,
+        *,
+        model_required: bool = True,
+    ) -> None:
         self._served = served
         self._prepare = prepare
+        self._model_required = model_required
         self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,37 +79,30 @@ class Generate:
         with self._served.drain.request():
             body = await bodies.read(scope, receive)
             async with until_disconnect(receive):
-                work = await asyncio.to_thread(self._read, body)
+                work, names = await asyncio.to_thread(self._read, body)
             exchange.answer_id = work.shape.id
             exchange.stream = work.parameters.streaming.wanted
-            choices = Choices(self._served, work, exchange, self._remote(scope, exchange))
+            remote = named_remote(scope, self._served, exchange.request_id)
+            choices = Choices(self._served, work, exchange, remote)
+            names = (exchange.request_id, work.shape.id, *names)
             try:
-                if work.parameters.streaming.wanted:
-                    await self._stream(work, choices, receive, send)
-                else:
-                    await self._answer(work, choices, receive, send)
+                with self._served.running.entered(names, choices):
+                    if work.parameters.streaming.wanted:
+                        await self._stream(work, choices, receive, send)
+                    else:
+                        await self._answer(work, choices, receive, send)
             except BaseException as error:
                 reason = FinishReason.ABORT if isinstance(error, _GONE) else FinishReason.ERROR
                 self._record(choices, exchange, reason)
                 raise
-            self._record(choices, exchange, FinishReason.ERROR)
+            self._record(choices, exchange, FinishReason.ABORT if choices.aborted else FinishReason.ERROR)
 
-    def _read(self, body: bytes) -> Work:
+    def _read(self, body: bytes) -> tuple[Work, tuple[str, ...]]:
         fields = bodies.parse(body)
-        fields.require("model")
-        model = fields.text("model")
-        if model is not None and model not in self._served.names:
-            raise ModelNotFound(model, self._served.names)
-        return self._prepare(fields, self._served)
-
-    def _remote(self, scope: Scope, exchange: Exchange) -> RemotePrefill | None:
-        """The prefill worker that the router chose, if it chose one and this worker can ask it."""
-        given = dict(scope["headers"])
-        address = given.get(headers.PREFILL.encode(), b"").decode("latin-1")
-        if self._served.remote is None or not address:
-            return None
-        ticket = given.get(headers.TICKET.encode(), b"").decode("latin-1")
-        return self._served.remote(address, ticket, exchange.request_id)
+        if self._model_required:
+            fields.require("model")
+        check_model(fields, self._served)
+        return self._prepare(fields, self._served), read_names(fields)
 
     async def _answer(self, work: Work, choices: Choices, receive: Receive, send: Send) -> None:
         pieces: list[list[Piece]] = [[] for _ in choices.all]
@@ -113,10 +132,16 @@ class Generate:
                         events = work.shape.events(choice, piece, lambda: choices.usage)
                         if events:
                             await writer.write(events)
+            except RequestAborted as error:
+                if writer is None:
+                    raise
+                last = data_event(error.body()) + DONE  # asked for, and so no broken stream
+            else:
+                last = work.shape.closing(choices.usage)
             finally:
                 if writer is not None:
                     writer.close()
-        await send({"type": "http.response.body", "body": work.shape.closing(choices.usage)})
+        await send({"type": "http.response.body", "body": last})
 
     def _record(self, choices: Choices, exchange: Exchange, otherwise: FinishReason) -> None:
         """Note how each choice ended; one without an end of its own ended `otherwise`."""
@@ -128,7 +153,7 @@ class Generate:
         self._served.history.append(exchange)
 
 
-_GONE = (ClientGone, asyncio.CancelledError)
+_GONE = (ClientGone, RequestAborted, asyncio.CancelledError)
 
 
 class StreamWriter:

@@ -15,6 +15,7 @@ from baton_engine.requests import RemotePrefill
 from baton_engine.server.drain import Drain
 from baton_engine.server.exchange import History, new_history
 from baton_engine.server.parameters import Defaults, Vocabulary
+from baton_engine.server.running import Running
 from baton_engine.settings import WorkerSettings
 
 
@@ -40,6 +41,7 @@ class Served:
     created: int = field(default_factory=lambda: int(time.time()))
     drain: Drain = field(default_factory=Drain)
     history: History = field(default_factory=new_history)
+    running: Running = field(default_factory=Running)
 
     @property
     def name(self) -> str:

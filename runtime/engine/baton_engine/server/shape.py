@@ -26,6 +26,10 @@ class Shape(Protocol):
         """The events after the last choice has ended."""
         ...
 
-    def answer(self, choices: Sequence[tuple[Choice, Piece]], usage: Usage) -> dict[str, Any]:
-        """The whole answer, in order of the choices' index; each piece is all that its choice gained."""
+    def answer(self, choices: Sequence[tuple[Choice, Piece]], usage: Usage) -> Any:
+        """
+        The whole answer as JSON takes it, in order of the choices' index.
+
+        Each piece is all that its choice gained.
+        """
         ...

@@ -1,0 +1,179 @@
+"""
+`POST /generate`: text or token ids in, their continuation out, in the form that SGLang's own clients send.
+
+The same work as a completion under other names: parameters stand in `sampling_params`, and each event
+of a stream tells all that there is so far, not what is new.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton_api import limits
+from baton_api.errors import InvalidRequest
+from baton_api.messages import TokenChoice
+from baton_engine.model.tokenizer import Tokenizer
+from baton_engine.requests import FinishReason
+from baton_engine.server import parameters
+from baton_engine.server.choice import Choice
+from baton_engine.server.events import DONE, data_event
+from baton_engine.server.fields import Fields
+from baton_engine.server.logprobs import FLOOR
+from baton_engine.server.prompts import read_prompts
+from baton_engine.server.running import read_names
+from baton_engine.server.served import Served
+from baton_engine.server.transcript import Piece
+from baton_engine.server.usage import Usage
+from baton_engine.server.work import Prompt, Work, read_max_tokens, tokens_left
+
+DEFAULT_MAX_TOKENS = 128
+
+NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+"""SGLang's name and ours, where they differ."""
+
+NOT_SERVED = (
+    "input_embeds", "image_data", "audio_data", "video_data", "lora_path", "lora_id", "token_ids_logprob",
+    "custom_logit_processor", "return_hidden_states", "session_params",
+)  # fmt: skip
+
+
+def prepare(fields: Fields, served: Served) -> Work:
+    """Check and tokenise. Takes a while for long prompts: not for the event loop."""
+    source = _source(fields)
+    given = read_prompts(fields, source, served.tokenizer)
+    parameters.refuse_not_served(fields, NOT_SERVED)
+    alternatives = _alternatives(fields)
+    sampling = _sampling(fields)
+    common = parameters.parse(sampling, alternatives, served.vocabulary, served.defaults)
+    if len(given) * common.n > limits.ALL_CHOICES.most:
+        raise InvalidRequest(
+            f"{len(given)} prompts with n={common.n} are more than {limits.ALL_CHOICES.most} choices.",
+            param=sampling.param("n"),
+        )
+    wanted, wanted_param = read_max_tokens(sampling, "max_tokens", low=limits.MAX_TOKENS_OR_NONE.least)
+    prompts = tuple(
+        _prompt(one.tokens, wanted, served.max_model_len, source, sampling.param(wanted_param))
+        for one in given
+    )
+    parameters.check_min_tokens(common, min(prompt.max_tokens for prompt in prompts))
+    value = fields.get(source)
+    names = read_names(fields)
+    shape = NativeShape(
+        id=names[0] if names else f"gen-{uuid.uuid4().hex}",
+        tokenizer=served.tokenizer,
+        alternatives=alternatives,
+        shows_texts=fields.boolean("return_text_in_logprobs"),
+        prompt_tokens=tuple(len(prompt.tokens) for prompt in prompts),
+        several=common.n > 1 or (isinstance(value, list) and isinstance(value[0], str | list)),
+    )
+    return Work(prompts, common, shape)
+
+
+@dataclass(slots=True)
+class Gained:
+    """All that one choice has so far."""
+
+    text: str = ""
+    tokens: list[TokenChoice] = field(default_factory=list)
+
+    def add(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.tokens += piece.tokens
+
+
+@dataclass(slots=True, kw_only=True)
+class NativeShape:
+    """Objects with `text`, `output_ids` and `meta_info`; the events of a stream are such objects too."""
+
+    id: str
+    tokenizer: Tokenizer
+    alternatives: int | None
+    shows_texts: bool
+    prompt_tokens: Sequence[int]
+    several: bool
+    """Whether an array was asked for, of however many."""
+    began: float = field(default_factory=time.monotonic)
+    _gained: dict[int, Gained] = field(default_factory=dict)
+
+    def events(self, choice: Choice, piece: Piece, usage: Callable[[], Usage]) -> bytes:
+        gained = self._gained.setdefault(choice.index, Gained())
+        gained.add(piece)
+        body = self._body(choice, gained.text, gained.tokens, piece.finish)
+        return data_event(body | {"index": choice.index} if self.several else body)
+
+    def closing(self, usage: Usage) -> bytes:
+        return DONE
+
+    def answer(self, choices: Sequence[tuple[Choice, Piece]], usage: Usage) -> Any:
+        bodies = [self._body(choice, whole.text, whole.tokens, whole.finish) for choice, whole in choices]
+        return bodies if self.several else bodies[0]
+
+    def _body(
+        self, choice: Choice, text: str, tokens: Sequence[TokenChoice], finish: FinishReason | None
+    ) -> dict[str, Any]:
+        meta: dict[str, Any] = {
+            "id": self.id,
+            "finish_reason": _finish(finish, choice),
+            "prompt_tokens": self.prompt_tokens[choice.prompt],
+            "completion_tokens": choice.transcript.count,
+            "cached_tokens": choice.cached_tokens,
+            "weight_version": "default",
+            "e2e_latency": time.monotonic() - self.began,
+        }
+        if self.alternatives is not None:
+            meta["input_token_logprobs"] = []
+            meta["output_token_logprobs"] = [self._entry(one.logprob, one.token) for one in tokens]
+            if self.alternatives:
+                meta["output_top_logprobs"] = [
+                    [self._entry(logprob, token) for token, logprob in one.top[: self.alternatives]]
+                    for one in tokens
+                ]
+        return {"text": text, "output_ids": [one.token for one in tokens], "meta_info": meta}
+
+    def _entry(self, logprob: float | None, token: int) -> tuple[float, int, str | None]:
+        text = self.tokenizer.token_text(token) if self.shows_texts else None
+        return FLOOR if logprob is None else max(logprob, FLOOR), token, text
+
+
+def _finish(finish: FinishReason | None, choice: Choice) -> dict[str, Any] | None:
+    if finish is None:
+        return None
+    if finish is FinishReason.STOP:
+        return {"type": finish, "matched": choice.transcript.matched}
+    return {"type": finish, "length": choice.transcript.count}
+
+
+def _source(fields: Fields) -> str:
+    """The field that holds the prompts."""
+    if fields.get("input_ids") is None:
+        return "text"
+    if fields.get("text") is not None:
+        raise InvalidRequest("'text' and 'input_ids' exclude one another.", param="text")
+    return "input_ids"
+
+
+def _sampling(fields: Fields) -> Fields:
+    """`sampling_params` under our names, and what decides about the stream."""
+    given: Mapping[str, Any] = fields.mapping("sampling_params") or {}
+    renamed = {NAMES.get(name, name): value for name, value in given.items()}
+    return Fields(renamed | {"stream": fields.boolean("stream"), "stream_options": None}, "sampling_params")
+
+
+def _alternatives(fields: Fields) -> int | None:
+    wanted = fields.boolean("return_logprob")
+    top = fields.integer("top_logprobs_num", *limits.TOP_LOGPROBS.range) or 0
+    start = fields.integer("logprob_start_len", -1, limits.TOKENS)
+    if wanted and start is not None and start >= 0:
+        raise parameters.not_served("logprob_start_len", "Logprobs of the prompt")
+    return top if wanted else None
+
+
+def _prompt(
+    tokens: tuple[int, ...], wanted: int | None, context: int, param: str, wanted_param: str
+) -> Prompt:
+    room = tokens_left(len(tokens), wanted, context, param=param, wanted_param=wanted_param)
+    return Prompt(tokens, min(DEFAULT_MAX_TOKENS, room) if wanted is None else room)
