@@ -35,7 +35,15 @@ from baton_engine.jobs import Job, Stage
 from baton_engine.limits import EngineLimits
 from baton_engine.model.decoder import Model
 from baton_engine.passes import Share
-from baton_engine.requests import Fetched, FinishReason, Output, RelayRecord, Request
+from baton_engine.requests import (
+    Fetched,
+    FinishReason,
+    Output,
+    PromptLogprobs,
+    RelayRecord,
+    Request,
+    Vector,
+)
 from baton_engine.scheduler import Scheduler
 from baton_engine.snapshot import EngineSnapshot
 
@@ -213,15 +221,33 @@ class Engine:
             self._scheduler.advance(job, share.tokens)
             if job.request.export is not None:
                 self._announce(job)
-            if not share.draws or job.stage is not Stage.RUNNING:
+            if not (share.draws or share.ends) or job.stage is not Stage.RUNNING:
                 continue
-            if choice is None:
+            reading, job.reading = job.reading, None
+            result = None if reading is None else reading.result
+            if (share.draws and choice is None) or (reading is not None and result is None):
                 log.error("Request %s ends: the model's logits are not finite.", job.request.id)
                 self._end(job, FinishReason.ERROR, InternalError())
+            elif choice is None:
+                self._read(job, result)
             else:
-                self._token(job, choice)
+                self._token(job, choice, reading=result)
 
-    def _token(self, job: Job, choice: TokenChoice, relay: RelayRecord | None = None) -> None:
+    def _read(self, job: Job, result: Vector | PromptLogprobs | None) -> None:
+        """The prompt is all that was wanted."""
+        finish = FinishReason.LENGTH if job.request.pooling is None else FinishReason.STOP
+        self._outputs.append(
+            Output(job.request.id, finish=finish, cached_tokens=job.request.cached_tokens, reading=result)
+        )
+        self._leave(job, finish)
+
+    def _token(
+        self,
+        job: Job,
+        choice: TokenChoice,
+        relay: RelayRecord | None = None,
+        reading: Vector | PromptLogprobs | None = None,
+    ) -> None:
         """A token was drawn, here or by a prefill worker: report it; it may be the request's last."""
         request = job.request
         request.output.append(choice.token)
@@ -236,7 +262,15 @@ class Engine:
         ):
             finish = FinishReason.LENGTH
         self._outputs.append(
-            Output(request.id, (choice,), finish, stop_id, request.cached_tokens, relay=relay)
+            Output(
+                request.id,
+                (choice,),
+                finish,
+                stop_id,
+                request.cached_tokens,
+                relay=relay,
+                reading=reading,
+            )
         )
         if finish is not None:
             self._leave(job, finish)

@@ -32,6 +32,8 @@ class Figures:
         """A prompt is computed here without having been asked for elsewhere."""
         if job.request.remote is None:
             reason = "no_prefill_worker"
+        elif job.reading is not None:
+            reason = "reads_prompt"
         else:
             reason = "short" if len(job.request.prompt) <= local_prefill_tokens else "cached"
         self.totals.local_prefills[reason] += 1

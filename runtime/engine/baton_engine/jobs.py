@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from baton_api.hashing import block_hashes, chain_hash, root_hash
 from baton_engine.draws import Draw
+from baton_engine.readings import reading_of
 from baton_engine.requests import Fetch, Request
 
 
@@ -44,6 +45,7 @@ class Job:
         "hashes",
         "local_tokens",
         "published",
+        "reading",
         "request",
         "room",
         "root",
@@ -67,7 +69,9 @@ class Job:
         self.admissions = 0
         self.local_tokens = 0
         """Prompt tokens that this worker's prefix cache had when it was admitted for the first time."""
-        self.fetchable = request.remote is not None
+        self.reading = reading_of(request)
+        """What is still to be reported about its prompt."""
+        self.fetchable = request.remote is not None and self.reading is None
         self.fetch: Fetch | None = None
         self.cancelled = False
         """Aborted while fetching: it has been reported, and only its blocks are waited for."""
@@ -83,6 +87,17 @@ class Job:
         """Whether all but the token drawn last is computed: it goes into every pass."""
         request = self.request
         return bool(request.output) and request.pending == 1
+
+    @property
+    def cacheable(self) -> int:
+        """
+        Leading tokens that the prefix cache may stand in for.
+
+        The last token is computed in any case, since its result is what is wanted; so is what a reading
+        has not seen.
+        """
+        last = self.request.length - 1
+        return last if self.reading is None else min(last, self.reading.needed)
 
     @property
     def retractable(self) -> bool:

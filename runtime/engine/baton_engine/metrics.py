@@ -21,7 +21,7 @@ from baton_engine.snapshot import EngineSnapshot, StepTimes
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-CHOSEN_LOCAL = frozenset(("no_prefill_worker", "short", "cached"))
+CHOSEN_LOCAL = frozenset(("no_prefill_worker", "reads_prompt", "short", "cached"))
 """Reasons for computing a prompt here that are no failure of a transfer."""
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from baton_api.messages import TokenChoice
 from baton_engine import sampler
 from baton_engine.batch import Batch, Row
@@ -22,12 +24,29 @@ class Share:
     """How many of its pending tokens are computed."""
     draws: bool
     """Whether these are all, so that its next token can be drawn."""
+    ends: bool
+    """Whether these are all, and no token is to follow them."""
     generates: bool
     """Whether the token computed was drawn, not part of a prompt."""
+    skipped: int = 0
+    """How many of them are before the first one that the job's reading wants."""
+    reads: int = 0
+    """How many of them it wants from there on."""
+
+    @property
+    def wanted(self) -> int:
+        """Of how many of the last tokens the results are needed."""
+        return self.tokens - self.skipped if self.reads else int(self.draws)
 
 
 def share(job: Job, tokens: int) -> Share:
-    return Share(job, tokens, tokens == job.request.pending, job.decoding)
+    request, reading = job.request, job.reading
+    last, draws = tokens == request.pending, request.draws
+    skipped = reads = 0
+    if reading is not None:
+        skipped = max(0, reading.needed - request.computed)
+        reads = max(0, min(tokens, reading.end - request.computed) - skipped)
+    return Share(job, tokens, last and draws, last and not draws, job.decoding, skipped, reads)
 
 
 def run(
@@ -40,14 +59,32 @@ def run(
     """
     batch = Batch([_row(share) for share in shares], cache.block_size, cache.kv.device)
     started = timed()
-    logits = model.forward(batch, cache)
+    if any(share.reads for share in shares):
+        states = model.hidden_states(batch, cache)
+        logits = model.project(_read(model, shares, states))
+    else:
+        logits = model.forward(batch, cache)
     seconds = timed() - started
     draws = [share.job.draw for share in shares if share.draws]
     return (sampler.sample(logits, draws) if draws else []), seconds
 
 
+def _read(model: Model, shares: list[Share], states: Tensor) -> Tensor:
+    """Hand each reading the states that it wants; what is left are those to draw from."""
+    drawn: list[int] = []
+    place = 0
+    for share in shares:
+        if share.reads:
+            assert share.job.reading is not None
+            share.job.reading.read(states[place : place + share.reads], model.project)
+        place += share.wanted
+        if share.draws:
+            drawn.append(place - 1)
+    return states[drawn]
+
+
 def _row(share: Share) -> Row:
     job, start = share.job, share.job.request.computed
     return Row(
-        job.tokens(start, start + share.tokens), start, job.request.blocks, share.draws, table=job.table
+        job.tokens(start, start + share.tokens), start, job.request.blocks, share.wanted, table=job.table
     )

@@ -91,8 +91,11 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     """How many alternatives are reported with each token (0 to 20); None reports no logprobs."""
+    prompt_logprobs: int | None = None
+    """How many alternatives are reported with the logprob of each prompt token (0 to 20); None reports none.
+    Such a prompt is computed here and whole: neither a prefill worker nor the prefix cache knows logprobs."""
     max_tokens: int = 16
-    """At least 1. The server has already cut it to what the context leaves."""
+    """At least 1, or 0 with `prompt_logprobs`. The server has already cut it to what the context leaves."""
     min_tokens: int = 0
     """Stop ids cannot be drawn before this many tokens are out."""
     stop_ids: frozenset[int] = frozenset()
@@ -102,9 +105,36 @@ class SamplingParams:
     """What comes before the constraint, or is bounded on its own."""
 
 
+class Pooling(enum.StrEnum):
+    """Which final hidden states a vector for a whole prompt is made of."""
+
+    MEAN = "mean"
+    """The mean of all tokens' states."""
+    LAST = "last"
+    """The last token's."""
+
+
+Vector = NDArray[np.float32]
+"""[N], as it was pooled: not normalised."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of each token of a prompt of n but the first, what the model thought of it before it came."""
+
+    logprobs: NDArray[np.float32]
+    """[n - 1]"""
+    ranks: NDArray[np.int64]
+    """[n - 1] places among all tokens by logprob; 1 is the most likely one."""
+    top_ids: NDArray[np.int64]
+    """[n - 1, k] most likely tokens, the first one first."""
+    top: NDArray[np.float32]
+    """[n - 1, k] their logprobs."""
+
+
 class FinishReason(enum.StrEnum):
     STOP = "stop"
-    """A stop id was drawn, or the server saw a stop string and said so."""
+    """A stop id was drawn, the server saw a stop string and said so, or a vector was all that was wanted."""
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
@@ -125,6 +155,8 @@ class Output:
     """With `FinishReason.ERROR`: a BatonError for the client."""
     relay: RelayRecord | None = None
     """With the first token of a prompt that a prefill worker computed."""
+    reading: Vector | PromptLogprobs | None = None
+    """What was asked about the prompt: with the first token, or with the end if none is drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +253,8 @@ class Request:
     salt: str = ""
     guide: Guide | None = None
     """Keeps to `sampling.constraint` and `sampling.thinking`; there if and only if one of them is."""
+    pooling: Pooling | None = None
+    """With it, the prompt's vector is the whole answer, and no token is drawn."""
     remote: RemotePrefill | None = None
     export: Export | None = None
     """With it, `max_tokens` is 1 and the blocks are kept after the end until `Engine.release`."""
@@ -230,6 +264,11 @@ class Request:
     """Tokens of prompt + output whose KV stands in `blocks`."""
     blocks: list[int] = field(default_factory=list)
     cached_tokens: int = 0
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are to follow the prompt."""
+        return self.pooling is None and self.sampling.max_tokens > 0
 
     @property
     def length(self) -> int:

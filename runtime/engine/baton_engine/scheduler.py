@@ -194,8 +194,7 @@ class Scheduler:
             figures = (job, self.pool.available, reserve, len(self.held))
             if figures == self._refused:
                 return
-            # The last token is computed in any case: its logits are what is wanted.
-            prefix = self.pool.match(job.hashes[: (request.length - 1) // size])
+            prefix = self.pool.match(job.hashes[: job.cacheable // size])
             missing = request.length - len(prefix) * size
             fetch = job.fetchable and missing > self.limits.local_prefill_tokens
             if budget <= 0 and not fetch:

@@ -80,7 +80,8 @@ class Totals:
     """Requests by `FinishReason`."""
     local_prefills: Counter[str] = field(default_factory=Counter)
     """
-    Prompts computed here, by reason: `no_prefill_worker` (none was named), `short`, `cached` (short but
+    Prompts computed here, by reason: `no_prefill_worker` (none was named),
+    `reads_prompt` (more is asked of the prompt than its KV), `short`, `cached` (short but
     for what the prefix cache had), or what a failed fetch gave as its reason, `transfer_failed` at least.
     """
 
