@@ -32,7 +32,7 @@ from baton_engine.server.work import Prompt, Work, read_max_tokens, tokens_left
 
 DEFAULT_MAX_TOKENS = 128
 
-NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+NAMES = {"min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 """SGLang's name and ours, where they differ."""
 
 NOT_SERVED = (
@@ -54,7 +54,10 @@ def prepare(fields: Fields, served: Served) -> Work:
             f"{len(given)} prompts with n={common.n} are more than {limits.ALL_CHOICES.most} choices.",
             param=sampling.param("n"),
         )
-    wanted, wanted_param = read_max_tokens(sampling, "max_tokens", low=limits.MAX_TOKENS_OR_NONE.least)
+    own = Fields(fields.mapping("sampling_params") or {}, "sampling_params")
+    wanted, wanted_param = read_max_tokens(
+        own, "max_new_tokens", "max_tokens", low=limits.MAX_TOKENS_OR_NONE.least
+    )
     prompts = tuple(
         _prompt(one.tokens, wanted, served.max_model_len, source, sampling.param(wanted_param))
         for one in given
