@@ -44,8 +44,3 @@ Origins = Annotated[tuple[Annotated[str, AfterValidator(_origin)], ...], NoDecod
 
 JsonObject = Annotated[dict[str, Any], NoDecode, BeforeValidator(_object)]
 """An object, or its JSON text."""
-
-
-def origins_allowed(origins: Origins, keyed: bool) -> tuple[str, ...]:
-    """Whose pages may call a server: those named, else all if it wants a key, else none."""
-    return origins or (("*",) if keyed else ())

@@ -84,7 +84,7 @@ async def show(console: Console, service: Service, model: str) -> None:
         for question in QUESTIONS:
             console.print(f"\n[bold cyan]Question:[/] {question}")
             answer = await ask(console, client, model, question)
-            rows.append((answer, await record_of(workers, answer.id)))
+            rows.append((answer, await record_of(workers, answer.id, service.api_key)))
     console.print()
     console.print(picture(rows))
 
@@ -123,9 +123,10 @@ async def ask(console: Console, client: AsyncOpenAI, model: str, question: str) 
     )
 
 
-async def record_of(workers: Mapping[str, str], answer_id: str) -> Mapping[str, Any]:
+async def record_of(workers: Mapping[str, str], answer_id: str, api_key: str = "") -> Mapping[str, Any]:
     """What the worker that gave this answer knows of it; `workers` are URLs by name."""
-    async with httpx.AsyncClient(trust_env=False) as client:
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    async with httpx.AsyncClient(trust_env=False, headers=headers) as client:
         for name, url in workers.items():
             records = (await client.get(f"{url}/debug/requests")).json()["data"]
             for record in records:

@@ -9,7 +9,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
+from baton_api import exposure
 from baton_api.announcements import Loading
 from baton_api.errors import SetupError
 from baton_cli.display import Bar, Display
@@ -32,6 +34,9 @@ def up(prefill: int, decode: int, front: Mapping[str, Any], given: Mapping[str, 
             f"\n[bold green]Ready:[/] {plan.name} on {service.url}/v1 "
             f"({prefill} prefill, {decode} decode). Ctrl-C ends it.\n"
         )
+        warning = exposure.without_a_key(plan.router.host, plan.router.port, bool(plan.key))
+        if warning:
+            display.console.print(Text(warning, style="bold red"), soft_wrap=True)
         await asyncio.Event().wait()
 
     run(display, plan, use)
@@ -66,6 +71,8 @@ def make_plan(
             "--transfer loopback moves blocks within one process only, and these are several. Leave it at "
             "nixl, or use `baton serve`."
         )
+    # Each worker counts what is free when it starts; they start together and share it.
+    share = {"memory_share": worker.memory_share / (prefill + decode)} if worker.memory_share else {}
     with display.bars():
         checkpoint = resolve(worker.model, Bar(display, "model"))
     return Plan(
@@ -74,7 +81,7 @@ def make_plan(
         prefill=prefill,
         decode=decode,
         router=router,
-        worker={name: value for name, value in given.items() if name != "model"},
+        worker={name: value for name, value in given.items() if name != "model"} | share,
     )
 
 

@@ -27,29 +27,41 @@ Model = Annotated[
         show_default=False,
     ),
 ]
+ModelFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--model-path", help="The same as MODEL. Also --model.", metavar="MODEL", show_default=False
+    ),
+]
 AnnounceFd = Annotated[int | None, typer.Option("--announce-fd", hidden=True)]
 Url = Annotated[str, typer.Option(help="Where the service answers.")]
 
 
-def serve(model: Model = None, announce_fd: AnnounceFd = None, **given: Any) -> None:
+def serve(
+    model: Model = None, model_path: ModelFlag = None, announce_fd: AnnounceFd = None, **given: Any
+) -> None:
     """Serve MODEL by one process that computes prompts and generates (role both)."""
     from baton_cli import processes
 
-    processes.worker("both", _given(given, model=model), announce_fd)
+    processes.worker("both", _given(given, model, model_path), announce_fd)
 
 
-def prefill(model: Model = None, announce_fd: AnnounceFd = None, **given: Any) -> None:
+def prefill(
+    model: Model = None, model_path: ModelFlag = None, announce_fd: AnnounceFd = None, **given: Any
+) -> None:
     """Start a prefill worker: it computes prompts for decode workers."""
     from baton_cli import processes
 
-    processes.worker("prefill", _given(given, model=model), announce_fd)
+    processes.worker("prefill", _given(given, model, model_path), announce_fd)
 
 
-def decode(model: Model = None, announce_fd: AnnounceFd = None, **given: Any) -> None:
+def decode(
+    model: Model = None, model_path: ModelFlag = None, announce_fd: AnnounceFd = None, **given: Any
+) -> None:
     """Start a decode worker: it has prompts computed elsewhere, and generates."""
     from baton_cli import processes
 
-    processes.worker("decode", _given(given, model=model), announce_fd)
+    processes.worker("decode", _given(given, model, model_path), announce_fd)
 
 
 def router(announce_fd: AnnounceFd = None, **given: Any) -> None:
@@ -61,20 +73,16 @@ def router(announce_fd: AnnounceFd = None, **given: Any) -> None:
 
 def up(
     model: Model = None,
+    model_path: ModelFlag = None,
     prefill: Annotated[int, typer.Option(help="Prefill workers.", min=0)] = 1,
     decode: Annotated[int, typer.Option(help="Decode workers.", min=1)] = 1,
-    host: Annotated[str | None, typer.Option(help="Address of the router.")] = None,
-    port: Annotated[
-        int | None, typer.Option(help="Port of the router; 0 takes a free one.  \\[8080]")
-    ] = None,
-    api_key: Annotated[str | None, typer.Option(help="With it, clients have to send it.")] = None,
     **given: Any,
 ) -> None:
     """Start router, prefill workers and decode workers on this machine; Ctrl-C ends them."""
     from baton_cli import local
 
-    front = _given({}, host=host, port=port, api_key=api_key)
-    local.up(prefill, decode, front, _given(given, model=model))
+    front = {name: given.pop(name) for name in FRONT_FIELDS if name in given}
+    local.up(prefill, decode, front, _given(given, model, model_path))
 
 
 def chat(
@@ -91,13 +99,14 @@ def chat(
 
 def demo(
     model: Model = None,
+    model_path: ModelFlag = None,
     verbose: Annotated[bool, typer.Option(help="Show the processes' logs.")] = False,
     **given: Any,
 ) -> None:
     """Start everything, ask two questions, and show what happened to their prompts."""
     from baton_cli import local
 
-    local.demo(verbose, _given(given, model=model))
+    local.demo(verbose, _given(given, model, model_path))
 
 
 def version() -> None:
@@ -107,9 +116,12 @@ def version() -> None:
     typer.echo(baton_api.__version__)
 
 
-def _given(given: dict[str, Any], **more: Any) -> dict[str, Any]:
+def _given(given: dict[str, Any], model: str | None, model_path: str | None) -> dict[str, Any]:
     """What was said on the command line: the environment and the defaults fill in the rest."""
-    return given | {name: value for name, value in more.items() if value is not None}
+    if model is not None and model_path is not None:
+        raise SetupError(f"Which model: {model} or {model_path}? Give it once, as MODEL or by --model-path.")
+    chosen = model if model is not None else model_path
+    return given if chosen is None else given | {"model": chosen}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -142,14 +154,24 @@ def create_app(arguments: list[str]) -> typer.Typer:
     named = next((argument for argument in arguments if not argument.startswith("-")), "")
     for command in (serve, up, chat, demo, router, prefill, decode, version):
         name = command.__name__
-        app.command(name)(_with_options(command) if name == named else command)
+        if name == named and name in SERVERS:
+            from baton_cli.command import RouterCommand, WorkerCommand
+
+            kind = RouterCommand if command is router else WorkerCommand
+            app.command(name, cls=kind)(_with_options(command))
+        else:
+            app.command(name)(command)
     return app
 
 
-PROCESS_FIELDS = frozenset({"role", "name", "host", "port", "control_host", "control_port"})
-"""Settings of single workers, which `up` and `demo` choose themselves."""
+SERVERS = frozenset({"serve", "prefill", "decode", "router", "up", "demo"})
+"""Commands whose options are settings."""
 
-SERVICE_FIELDS = frozenset({"model", "served_model_name", "ticket_secret", "api_key"})
+FRONT_FIELDS = frozenset({"host", "port", "api_key", "api_key_file", "allowed_origins"})
+"""Settings that `up` gives to its router."""
+
+WORKER_FIELDS = frozenset({"role", "name", "control_host", "control_port", "ticket_secret"})
+"""Settings of single workers, which `up` and `demo` choose themselves."""
 
 
 def _with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -162,15 +184,17 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
         case "up" | "demo":
             from baton_cli.options import with_options
             from baton_engine.settings import WorkerSettings
+            from baton_router.settings import RouterSettings
 
-            return with_options(WorkerSettings, without=PROCESS_FIELDS | SERVICE_FIELDS)(command)
+            every = with_options(WorkerSettings, without={"model"} | WORKER_FIELDS | FRONT_FIELDS)(command)
+            return with_options(RouterSettings, only=FRONT_FIELDS)(every) if command is up else every
         case "router":
             from baton_cli.options import with_options
             from baton_router.settings import RouterSettings
 
             return with_options(RouterSettings)(command)
-        case _:
-            return command
+        case name:
+            raise AssertionError(f"{name} starts no server")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,10 +19,11 @@ from typing import Annotated, Any, TypeVar
 import typer
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings
+from pydantic_settings import BaseSettings, SettingsError
 from rich.markup import escape
 
 from baton_api.errors import SetupError
+from baton_cli import peers
 
 Settings = TypeVar("Settings", bound=BaseSettings)
 
@@ -37,28 +39,42 @@ class Option:
     default: str
     help: str
     repeated: bool
+    switch: bool
+    """Given without a value; `off` is its opposite."""
+    aliases: tuple[str, ...] = ()
+    """What users of other servers call it."""
 
     @classmethod
-    def of(cls, name: str, field: FieldInfo, prefix: str) -> Option:
-        default = field.get_default(call_default_factory=True)
+    def of(cls, name: str, field: FieldInfo, prefix: str, aliases: tuple[str, ...] = ()) -> Option:
+        repeated = typing.get_origin(field.annotation) is tuple
         return cls(
             field=name,
             flag="--" + name.replace("_", "-"),
             environment=(prefix + name).upper(),
-            metavar=_metavar(field),
-            default="" if default in ("", ()) else str(default),
+            metavar=REPEATED.get(name, "URL") if repeated else _metavar(field),
+            default=_shown(field.get_default(call_default_factory=True)),
             help=" ".join((field.description or "").split()),
-            repeated=typing.get_origin(field.annotation) is tuple,
+            repeated=repeated,
+            switch=field.annotation is bool,
+            aliases=aliases,
         )
+
+    @property
+    def off(self) -> str:
+        return f"--no-{self.flag.removeprefix('--')}"
 
     @property
     def parameter(self) -> inspect.Parameter:
         """The same as a parameter of a Typer command; None means that it was not given."""
         default = f"  [default: {self.default}]" if self.default else ""
+        also = f" Also {', '.join(self.aliases)}." if self.aliases else ""
         info = typer.Option(
-            self.flag, help=escape(self.help + default), metavar=self.metavar, show_default=False
+            f"{self.flag}/{self.off}" if self.switch else self.flag,
+            help=escape(self.help + also + default),
+            metavar=None if self.switch else self.metavar,
+            show_default=False,
         )
-        kind: Any = list[str] | None if self.repeated else str | None
+        kind: Any = bool | None if self.switch else list[str] | None if self.repeated else str | None
         return inspect.Parameter(
             self.field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info]
         )
@@ -68,7 +84,7 @@ def options_of(settings: type[BaseSettings]) -> Iterator[Option]:
     """All fields in the order in which they were written."""
     prefix = settings.model_config.get("env_prefix") or ""
     for name, field in settings.model_fields.items():
-        yield Option.of(name, field, prefix)
+        yield Option.of(name, field, prefix, peers.aliases(settings, name))
 
 
 def with_options(
@@ -118,24 +134,47 @@ def read_settings(kind: type[Settings], given: Mapping[str, Any]) -> Settings:
         return kind(**given)
     except ValidationError as error:
         prefix = (kind.model_config.get("env_prefix") or "").upper()
-        raise SetupError("; ".join(_complaints(error, given, prefix)) + ".") from error
+        raise SetupError("; ".join(_complaints(error, given, prefix, kind)) + ".") from None
+    except SettingsError as error:  # the environment holds no JSON where JSON belongs
+        raise SetupError(f"{error}: {error.__cause__}.") from error
 
 
-def _complaints(error: ValidationError, given: Mapping[str, Any], prefix: str) -> Iterator[str]:
+SECRETS = ("_key", "_secret")
+"""Ends of the names of settings that no message repeats."""
+
+
+def _complaints(
+    error: ValidationError, given: Mapping[str, Any], prefix: str, settings: type[BaseSettings]
+) -> Iterator[str]:
     for problem in error.errors():
         name = str(problem["loc"][0]) if problem["loc"] else ""
         flag = "--" + name.replace("_", "-") if name in given else prefix + name.upper()
+        others = ", ".join(peers.aliases(settings, name)) if name in given else ""
         reason = problem["msg"].removeprefix("Value error, ")
-        said = "" if reason.startswith(repr(problem["input"])) else f"{problem['input']!r}: "
-        yield f"{flag}: {said}{reason}"
+        shown = repr(problem["input"])[:200]
+        said = "" if reason.startswith(shown) or name.endswith(SECRETS) else f"{shown}: "
+        yield f"{flag} ({others}): {said}{reason}" if others else f"{flag}: {said}{reason}"
+
+
+def _shown(default: object) -> str:
+    """A default as help and reference show it; nothing for what is empty."""
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return "" if default is None or default in ("", (), {}) else str(default)
+
+
+REPEATED = {"served_model_name": "NAME", "api_key": "KEY", "allowed_origins": "ORIGIN"}
+"""What the values of repeated flags are called, if not URL."""
 
 
 def _metavar(field: FieldInfo) -> str:
     annotation: Any = field.annotation
+    if isinstance(annotation, types.UnionType):  # X | None
+        annotation = typing.get_args(annotation)[0]
     if typing.get_origin(annotation) is typing.Literal:
         return "|".join(str(value) for value in typing.get_args(annotation))
-    if typing.get_origin(annotation) is tuple:
-        return "URL"
+    if typing.get_origin(annotation) is dict:
+        return "JSON"
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
         return "|".join(str(member.value) for member in annotation)
     if any(getattr(part, "func", None) is not None for part in field.metadata):

@@ -32,6 +32,10 @@ RETRY_S = 0.1
 BLOCK_TOKENS = 16
 
 
+BY_ENVIRONMENT = {"port", "api_key", "api_key_file", "worker_api_key", "ticket_secret"}
+"""Settings of the router that are no flags of its command: secrets, and the port, which may change."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What is to run."""
@@ -47,6 +51,8 @@ class Plan:
     """Fields of `WorkerSettings` that were asked for."""
     secret: str = field(default_factory=lambda: secrets.token_hex(32))
     """Signs tickets, so that only this router's requests are computed."""
+    own_key: str = field(default_factory=lambda: secrets.token_hex(32))
+    """If clients need a key: the one between router and workers, which also lets the first request in."""
 
     @property
     def name(self) -> str:
@@ -55,6 +61,11 @@ class Plan:
     @property
     def roles(self) -> list[Role]:
         return [Role.PREFILL] * self.prefill + [Role.DECODE] * self.decode
+
+    @property
+    def key(self) -> str:
+        """What this service's own requests carry; empty if it is open to all."""
+        return self.own_key if self.router.api_key or self.router.api_key_file else ""
 
     def worker_commands(self, cores: int) -> list[Command]:
         """One command per worker, with as many threads as its share of the cores."""
@@ -70,13 +81,18 @@ class Plan:
                     name=name,
                     role=role,
                     arguments=(role, self.model, *_flags(named)),
-                    environment={"BATON_TICKET_SECRET": self.secret, "BATON_API_KEY": ""},
+                    environment={
+                        "BATON_TICKET_SECRET": self.secret,
+                        "BATON_API_KEY": self.key,
+                        "BATON_API_KEY_FILE": "",
+                    },
                 )
             )
         return commands
 
     def router_command(self, prefill: list[str], decode: list[str]) -> Command:
-        given = self.router.model_dump(exclude_unset=True, exclude={"port", "api_key", "ticket_secret"})
+        given = self.router.model_dump(exclude_unset=True, exclude=BY_ENVIRONMENT)
+        keys = [*(key.text for key in self.router.api_key), *([self.key] if self.key else [])]
         return Command(
             name="router",
             role="router",
@@ -84,7 +100,9 @@ class Plan:
             port=self.router.port,
             environment={
                 "BATON_ROUTER_TICKET_SECRET": self.secret,
-                "BATON_ROUTER_API_KEY": self.router.api_key,
+                "BATON_ROUTER_API_KEY": ",".join(keys),
+                "BATON_ROUTER_API_KEY_FILE": self.router.api_key_file,
+                "BATON_ROUTER_WORKER_API_KEY": self.key,
             },
         )
 
@@ -97,6 +115,7 @@ class Service:
     router: Member
     workers: tuple[Member, ...]
     api_key: str
+    """One that router and workers take; empty if they want none."""
 
     @property
     def url(self) -> str:
@@ -125,7 +144,7 @@ async def open_service(plan: Plan, watcher: Watcher) -> AsyncIterator[Service]:
             )
         )
         await supervisor.unless_failed(router.ready())
-        service = Service(supervisor, router, tuple(workers), plan.router.api_key)
+        service = Service(supervisor, router, tuple(workers), plan.key)
         await supervisor.unless_failed(answered(service, plan))
         yield service
 
@@ -135,7 +154,7 @@ async def answered(service: Service, plan: Plan) -> None:
     # Long enough that a decode worker asks a prefill worker for it, and connects to it on the way.
     length = WorkerSettings(**plan.worker).local_prefill_tokens + 2 * BLOCK_TOKENS
     body = {"model": plan.name, "prompt": [0] * length, "max_tokens": 1}
-    key = plan.router.api_key
+    key = plan.key
     said = "nothing"
     async with httpx.AsyncClient(
         headers={"authorization": f"Bearer {key}"} if key else {}, trust_env=False, timeout=FIRST_ANSWER_S
@@ -158,11 +177,15 @@ async def answered(service: Service, plan: Plan) -> None:
 
 def _flags(values: Mapping[str, Any]) -> list[str]:
     """
-    >>> _flags({"max_running": 8, "decode": ["http://a", "http://b"]})
-    ['--max-running=8', '--decode=http://a', '--decode=http://b']
+    >>> _flags({"max_running": 8, "decode": ["http://a", "http://b"], "cache_report": False})
+    ['--max-running=8', '--decode=http://a', '--decode=http://b', '--no-cache-report']
     """
     flags = []
     for name, value in values.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+            continue
         for one in value if isinstance(value, (list, tuple)) else (value,):
-            flags.append(f"--{name.replace('_', '-')}={one}")
+            flags.append(f"--{flag}={one}")
     return flags

@@ -22,11 +22,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _encoder = msgspec.json.Encoder()
 
 
-def error_headers(error: BatonError) -> list[tuple[str, str]]:
-    """What goes with the error's body besides its type."""
-    return [("retry-after", str(error.retry_after))] if error.retry_after is not None else []
-
-
 async def send_error(send: Send, error: BatonError, request_id: bytes, close: bool = False) -> None:
     """`error` as the whole answer; `close` ends the connection after it, as when a body was not read."""
     body = _encoder.encode(error.body())
@@ -39,7 +34,7 @@ async def send_error(send: Send, error: BatonError, request_id: bytes, close: bo
                 (b"content-length", str(len(body)).encode()),
                 (REQUEST_ID, request_id),
                 *([(b"connection", b"close")] if close else []),
-                *((name.encode(), value.encode()) for name, value in error_headers(error)),
+                *((name.encode(), value.encode()) for name, value in error.headers.items()),
             ],
         }
     )

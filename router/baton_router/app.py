@@ -8,7 +8,6 @@ generate never enters it: `docs/adr/0005-router-hot-path-is-bare-asgi.md`.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import random
 import time
@@ -33,9 +32,10 @@ from baton_api.errors import (
     RouteNotFound,
     Unauthorized,
 )
+from baton_api.keys import Keys
 from baton_api.workers import Role
 from baton_router import checks
-from baton_router.answers import Receive, Scope, Send, error_headers, send_error
+from baton_router.answers import Receive, Scope, Send, send_error
 from baton_router.figures import Figures
 from baton_router.forward import FORWARDED, REQUEST_ID, request_id
 from baton_router.policy import choose
@@ -59,7 +59,7 @@ class Router:
             prefill=_workers(settings.prefill, Role.PREFILL, settings),
         )
         self.figures = Figures(self.workers, time.monotonic)
-        self._key = settings.api_key.encode()
+        self.keys = Keys(settings.api_key, settings.api_key_file)
         self._proxy = Proxy(settings, self.workers, self.figures, choose, random.Random(), time.monotonic)
         self._rest = _rest(self)
 
@@ -68,9 +68,13 @@ class Router:
             await self._rest(scope, receive, send)
             return
         path = scope["path"]
-        if path.startswith("/v1/") and self._key and not _authorized(scope, self._key):
-            await send_error(send, Unauthorized(), request_id(scope["headers"]))
-        elif scope["method"] == "POST" and path in FORWARDED:
+        try:
+            if self.keys.required:
+                self.keys.check(path, authorization(scope))
+        except Unauthorized as error:
+            await send_error(send, error, request_id(scope["headers"]))
+            return
+        if scope["method"] == "POST" and path in FORWARDED:
             await self._proxy(scope, receive, send)
         else:
             await self._rest(scope, receive, _with_request_id(scope, send))
@@ -93,10 +97,9 @@ def _workers(urls: tuple[str, ...], listed: Role, settings: RouterSettings) -> t
     )
 
 
-def _authorized(scope: Scope, key: bytes) -> bool:
-    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-    scheme, _, token = given.partition(b" ")
-    return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), key)
+def authorization(scope: Scope) -> bytes:
+    """The header of that name; empty if there is none."""
+    return next((value for name, value in scope["headers"] if name == b"authorization"), b"")
 
 
 def _with_request_id(scope: Scope, send: Send) -> Send:
@@ -183,7 +186,7 @@ def _rest(router: Router) -> FastAPI:
 
 
 def _error(error: BatonError) -> JSONResponse:
-    return JSONResponse(error.body(), error.status, headers=dict(error_headers(error)))
+    return JSONResponse(error.body(), error.status, headers=error.headers)
 
 
 def _view(worker: Worker, now: float) -> dict[str, Any]:

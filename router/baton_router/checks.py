@@ -14,6 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from baton_api.workers import Load
+from baton_router.forward import Trust
 from baton_router.settings import RouterSettings
 from baton_router.upstream import Exchange, Lost
 from baton_router.workers import State, Worker, Workers
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 
 HASTE = 8
 """A worker that is not ready is asked this many times as often: somebody waits for it."""
+
+UNAUTHORIZED = 401
 
 ANSWER_LIMIT = 64 * 1024
 """Bytes of an answer that are read; more is no answer to these questions."""
@@ -39,11 +42,12 @@ async def watch(workers: Workers, settings: RouterSettings, clock: Callable[[], 
 async def _watch_one(worker: Worker, settings: RouterSettings, clock: Callable[[], float]) -> None:
     loop = asyncio.get_running_loop()
     before = State.STARTING
+    trust = Trust.of(settings)
     while True:
         started = loop.time()
         try:
             async with asyncio.timeout(settings.health_interval_s):
-                load, refusal = await look(worker)
+                load, refusal = await look(worker, trust)
         except (Lost, TimeoutError, msgspec.DecodeError) as error:
             reason = f"it does not answer: {_why(error)}"
             worker.health = worker.health.missed(settings.health_misses, reason)
@@ -60,22 +64,26 @@ async def _watch_one(worker: Worker, settings: RouterSettings, clock: Callable[[
         await asyncio.sleep(max(0.0, started + pause - loop.time()))
 
 
-async def look(worker: Worker) -> tuple[Load, str]:
+async def look(worker: Worker, trust: Trust) -> tuple[Load, str]:
     """
     The worker's load, and why it takes no requests (empty if it does).
 
     Raises Lost if it does not answer, and msgspec.DecodeError if it answers something else.
     """
-    status, body = await _get(worker, "/load")
+    status, body = await _get(worker, "/load", trust)
+    if status == UNAUTHORIZED:
+        raise msgspec.DecodeError(
+            "it wants another API key: give the workers' key to the router as BATON_ROUTER_WORKER_API_KEY"
+        )
     if status != 200:
         raise msgspec.DecodeError(f"GET /load was answered with {status}")
     load = _decoder.decode(body)
-    status, body = await _get(worker, "/ready")
+    status, body = await _get(worker, "/ready", trust)
     return load, "" if status == 200 else f"GET /ready was answered with {status}"
 
 
-async def _get(worker: Worker, path: str) -> tuple[int, bytes]:
-    head = f"GET {path} HTTP/1.1\r\nhost: {worker.name}\r\n\r\n".encode()
+async def _get(worker: Worker, path: str, trust: Trust) -> tuple[int, bytes]:
+    head = f"GET {path} HTTP/1.1\r\nhost: {worker.name}\r\n".encode() + trust.line + b"\r\n"
     exchange = await worker.upstream.request(head)
     try:
         return exchange.status, await _whole(exchange)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ import msgspec
 from baton_api import headers, tickets
 from baton_api.errors import InvalidRequest
 from baton_router.policy import Pair
+from baton_router.settings import RouterSettings
 from baton_router.upstream import Headers
 
 FORWARDED = frozenset(
@@ -68,6 +70,31 @@ _OF_THE_ANSWER = _OF_ONE_CONNECTION | {b"server", b"date", REQUEST_ID}
 _VISIBLE = re.compile(rb"[!-~]{1,128}")
 
 
+AUTHORIZATION = b"authorization"
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """By what a worker knows that a request comes from this router."""
+
+    secret: bytes = b""
+    """Signs tickets for prefill workers; empty if they want none."""
+    key: bytes = b""
+    """The workers' API key."""
+    passes_keys: bool = True
+    """Whether a client's key goes on to the worker."""
+
+    @classmethod
+    def of(cls, settings: RouterSettings) -> Trust:
+        keyed = bool(settings.api_key or settings.api_key_file or settings.worker_api_key)
+        return cls(settings.ticket_secret.encode(), settings.worker_api_key.encode(), not keyed)
+
+    @property
+    def line(self) -> bytes:
+        """The header that carries the key; nothing without one."""
+        return b"%b: Bearer %b\r\n" % (AUTHORIZATION, self.key) if self.key else b""
+
+
 class Routing(msgspec.Struct):
     """The one field of a body that decides where it goes; the rest is the worker's to judge."""
 
@@ -97,19 +124,21 @@ def request_id(given: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def request_head(
-    target: bytes, given: Headers, length: int, request_id: bytes, pair: Pair, secret: bytes, now: float
+    target: bytes, given: Headers, length: int, request_id: bytes, pair: Pair, trust: Trust, now: float
 ) -> bytes:
     """The head of the request as the decode worker of `pair` gets it."""
     lines = [
         b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-length: %d\r\n%b: %b\r\n"
         % (target, pair.decode.name.encode(), length, REQUEST_ID, request_id)
     ]
-    lines += [b"%b: %b\r\n" % header for header in _passing(given, _OF_THE_REQUEST)]
+    kept_back = _OF_THE_REQUEST if trust.passes_keys else _OF_THE_REQUEST | {AUTHORIZATION}
+    lines += [b"%b: %b\r\n" % header for header in _passing(given, kept_back)]
+    lines.append(trust.line)
     if pair.prefill is not None:
         control = pair.prefill.control
         lines.append(b"%b: %b\r\n" % (PREFILL, control.encode()))
-        if secret:
-            ticket = tickets.issue(secret, request_id.decode(), control, now)
+        if trust.secret:
+            ticket = tickets.issue(trust.secret, request_id.decode(), control, now)
             lines.append(b"%b: %b\r\n" % (TICKET, ticket.encode()))
     lines.append(b"\r\n")
     return b"".join(lines)

@@ -23,6 +23,7 @@ from baton_router.client import Client, ClientGone
 from baton_router.figures import Figures
 from baton_router.forward import (
     ENDS_WITH_DONE,
+    Trust,
     answer_headers,
     request_head,
     request_id,
@@ -62,7 +63,7 @@ class Proxy:
         self._policy = policy
         self._rng = rng
         self._clock = clock
-        self._secret = settings.ticket_secret.encode()
+        self._trust = Trust.of(settings)
         self._budget = RetryBudget(settings.retry_ratio)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,7 +111,7 @@ class Proxy:
             relay.attempt = attempt = Attempt(pair)
             worker = pair.decode
             head = request_head(
-                asked.target, asked.headers, len(asked.body), relay.id, pair, self._secret, time.time()
+                asked.target, asked.headers, len(asked.body), relay.id, pair, self._trust, time.time()
             )
             opening = b""
             lost: Lost | None = None

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 
+from baton_api import exposure, origins
 from baton_api.errors import SetupError
 from baton_router.app import Router, create_app
 from baton_router.listener import listener
@@ -61,6 +62,9 @@ async def serve(
         len(settings.decode),
         len(settings.prefill),
     )
+    warning = exposure.without_a_key(settings.host, listening.getsockname()[1], server.router.keys.required)
+    if warning:
+        log.warning("%s", warning)
     server.listening = ready and (lambda: ready(url))
     await server.serve(sockets=[listening])
 
@@ -71,7 +75,7 @@ class RouterServer(uvicorn.Server):
     def __init__(self, router: Router, settings: RouterSettings) -> None:
         super().__init__(
             uvicorn.Config(
-                router,
+                origins.answering(router, origins.allowed(settings.allowed_origins, router.keys.required)),
                 http=listener(settings.max_header, settings.header_s),
                 ws="none",
                 lifespan="on",

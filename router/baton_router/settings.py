@@ -10,10 +10,12 @@ from __future__ import annotations
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, AliasChoices, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from baton_api import limits
+from baton_api.keys import KeyDigests
+from baton_api.texts import Origins
 
 
 def _worker_url(url: str) -> str:
@@ -21,6 +23,11 @@ def _worker_url(url: str) -> str:
     if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or parts.query:
         raise ValueError(f"{url!r} is no worker's address; one looks like http://127.0.0.1:8000")
     return f"http://{parts.netloc}"
+
+
+def _either(name: str) -> AliasChoices:
+    """The router's own variable, else the one that workers read: who sets that one wants a key everywhere."""
+    return AliasChoices(f"BATON_ROUTER_{name}", f"BATON_{name}")
 
 
 WorkerUrl = Annotated[str, AfterValidator(_worker_url)]
@@ -34,6 +41,8 @@ class RouterSettings(BaseSettings):
         frozen=True,
         use_attribute_docstrings=True,
         extra="forbid",
+        validate_by_name=True,
+        validate_by_alias=True,
     )
 
     host: str = "127.0.0.1"
@@ -52,8 +61,24 @@ class RouterSettings(BaseSettings):
     """Shared with the prefill workers: with it, each request carries a signed ticket for its prefill
     worker. Set it by environment, not by flag, where others can list processes."""
 
-    api_key: str = ""
-    """With it, /v1 wants `Authorization: Bearer <key>`."""
+    api_key: KeyDigests = Field(default=(), validation_alias=_either("API_KEY"))
+    """A key that clients may send as `Authorization: Bearer <key>`, or its `sha256:<hex>`; repeated for
+    several. With any, all but /health, /ready, /ping and /metrics wants one. Set it by environment (with
+    commas between; BATON_API_KEY does too), or in a file: the command line is for all of this machine to
+    read."""
+
+    api_key_file: str = Field(default="", validation_alias=_either("API_KEY_FILE"))
+    """A file of API keys, read again within a second when it changes: one to a line, as `key`, `name:key`,
+    `sha256:<hex>` or `name:sha256:<hex>`; what follows a # at the start of a line is a comment."""
+
+    worker_api_key: str = ""
+    """The key that the workers want of this router. With it, or with keys of the router's own, clients'
+    keys are not passed on; without either they are, for the workers to judge. Set it by environment."""
+
+    allowed_origins: Origins = ()
+    """Origins (`https://chat.example.org`, or * for all) whose pages may call this server from a browser,
+    repeated or with commas between. Empty: all if an API key is wanted, else none, because every page that
+    somebody opens on this machine could use a server without a key."""
 
     health_interval_s: float = Field(default=2.0, gt=0)
     """Seconds from one look at a worker to the next, and the longest that a look may take."""

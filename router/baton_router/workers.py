@@ -115,6 +115,12 @@ class Worker:
         return self.health.load.model if self.health.load else ""
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """All that requests may call its model; the first one is `model`."""
+        load = self.health.load
+        return () if load is None or not load.model else load.names or (load.model,)
+
+    @property
     def control(self) -> str:
         return self.health.load.control if self.health.load else ""
 
@@ -158,8 +164,8 @@ class Workers:
         return self.decode + self.prefill
 
     def models(self) -> tuple[str, ...]:
-        """The models that have been served here, whether or not somebody can serve them now."""
-        return tuple(sorted({worker.model for worker in self.decode if worker.model}))
+        """The names of models that have been served here, whether or not somebody can serve them now."""
+        return tuple(sorted({name for worker in self.decode for name in worker.names}))
 
     def refusal(self, now: float) -> str | None:
         """Why no request can be served now; None if one can."""
@@ -178,7 +184,7 @@ class Workers:
         words. Raises ModelNotFound, or NotReady if nobody at all can: that too while a worker has not
         said yet what it serves.
         """
-        known = self.decode if model is None else [one for one in self.decode if one.model == model]
+        known = self.decode if model is None else [one for one in self.decode if model in one.names]
         if self.decode and not known and all(one.health.load for one in self.decode):
             assert model is not None  # else all are known
             raise ModelNotFound(model, self.models())

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
+from baton_api import origins
 from baton_api.errors import ModelNotFound
 from baton_engine.server import chat, completions, native, operations, tokens
 from baton_engine.server.about import model_card
@@ -57,4 +58,5 @@ def create_app(served: Served) -> ASGIApp:
         ],
         redirect_slashes=False,
     )
-    return Edge(router, served.keys)
+    allowed = origins.allowed(served.settings.allowed_origins, served.keys.required)
+    return origins.answering(Edge(router, served.keys), allowed)

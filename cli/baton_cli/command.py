@@ -1,0 +1,73 @@
+"""
+Commands of Typer's that know the flags of other servers.
+
+Before the arguments are read, `--max_num_seqs` becomes `--max-running`, and a flag that the command does
+not have is refused in one sentence: with what to use instead, or with what it resembles. So help shows
+each setting by one name.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from typer.core import TyperCommand
+
+from baton_api.errors import SetupError
+from baton_cli import peers
+
+HIDDEN = "--announce-fd"
+"""Not for people."""
+
+
+class ServerCommand(TyperCommand):
+    """Starts a server, whose users may come from another one."""
+
+    aliases: ClassVar[Mapping[str, str]]
+    """Others' flags and ours."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Raises SetupError for a flag that is none."""
+        valued = {"--help": False}
+        for parameter in self.params:
+            for flag in (*parameter.opts, *parameter.secondary_opts):
+                valued[flag] = not getattr(parameter, "is_flag", False)
+        aliases = {other: ours for other, ours in self.aliases.items() if ours in valued}
+        return super().parse_args(ctx, list(translate(args, valued, aliases, ctx.info_name or "")))
+
+
+class WorkerCommand(ServerCommand):
+    aliases = peers.flags(peers.WORKER_ALIASES)
+
+
+class RouterCommand(ServerCommand):
+    aliases = peers.flags(peers.ROUTER_ALIASES)
+
+
+def translate(
+    args: list[str], valued: Mapping[str, bool], aliases: Mapping[str, str], command: str
+) -> Iterator[str]:
+    """
+    `args` in our own words. `valued` are our flags and whether each takes a value.
+
+    >>> list(translate(["m", "--Num_seqs", "-8"], {"--max": True}, {"--Num-seqs": "--max"}, "serve"))
+    ['m', '--max', '-8']
+    """
+    rest = iter(args)
+    for argument in rest:
+        flag, equals, value = argument.partition("=")
+        if not flag.startswith("-") or flag in ("-", "--"):
+            yield argument
+            if flag == "--":
+                break  # what follows are no flags
+            continue
+        name = flag.replace("_", "-")
+        name = aliases.get(name, name)
+        if name not in valued:
+            known = [one for one in (*valued, *aliases) if one.startswith("--") and one != HIDDEN]
+            raise SetupError(peers.refusal(flag, known, command))
+        yield name + equals + value
+        if valued[name] and not equals:
+            yield from itertools.islice(rest, 1)
+    yield from rest
