@@ -137,9 +137,9 @@ class WorkerSettings(BaseSettings):
     the model's own generation_config.json, or OpenAI's defaults (1, 1, off, off, 1)."""
 
     allow_auto_truncate: bool = False
-    """Shorten what does not fit the context instead of refusing it: first max_tokens is cut to what the
-    prompt leaves, then the prompt loses its oldest tokens after the first one, so that one token at least
-    can be generated."""
+    """Shorten what does not fit the context instead of refusing it: max_tokens is cut to what the prompt
+    leaves, and a prompt that leaves nothing loses its oldest tokens after the first one, until max_tokens
+    fit, or half of the context is free, or an eighth where the request says no max_tokens."""
 
     stream_include_usage: bool = False
     """End streams with their usage unless a request says `include_usage: false`, as if all had asked."""
@@ -147,6 +147,24 @@ class WorkerSettings(BaseSettings):
     cache_report: bool = True
     """Tell clients in `usage` how many prompt tokens came from the prefix cache. Turned off, they are told 0
     and cannot learn from it what others have asked; metrics and log count on."""
+
+    pooling: Literal["auto", "mean", "last", "none"] = "auto"
+    """What /v1/embeddings makes a text's vector of: the mean of its tokens' final states, or the last one's.
+    auto: as the model's files say, and not at all for a model that was made to generate; none: never."""
+
+    matryoshka: bool = False
+    """Let requests for embeddings ask for fewer `dimensions`: the beginnings of this model's vectors are
+    vectors too. Needed only where its config.json does not say is_matryoshka or matryoshka_dimensions."""
+
+    responses_kept: int = Field(default=10_000, ge=0)
+    """Most responses of /v1/responses that this worker keeps, to be asked for by id and continued by
+    previous_response_id; the oldest go first. A worker behind a router keeps none: the router does."""
+
+    responses_memory: Bytes = Field(default=256 * 1024**2, ge=0)
+    """Most bytes of memory for them. 0: none are kept."""
+
+    responses_ttl_s: float = Field(default=86_400, ge=0)
+    """Seconds for which a response is kept, if there is room for so long. They are gone after a restart."""
 
     chat_template: str = ""
     """A chat template, or the path of a file with one, in place of the model's own."""
@@ -175,4 +193,4 @@ class WorkerSettings(BaseSettings):
     answers too, cut to log_requests_length."""
 
     log_requests_length: int = Field(default=2048, ge=1)
-    """Most characters of a prompt, and of an answer, in the log."""
+    """Most characters of a request's prompts, and of its answers, in the log."""

@@ -27,7 +27,7 @@ from baton_api.errors import (
 )
 from baton_api.keys import Keys
 from baton_engine.server.disconnect import ClientGone
-from baton_engine.server.events import data_event
+from baton_engine.server.events import FAILURE, error_event
 from baton_engine.server.exchange import Exchange, open_exchange
 
 logger = logging.getLogger(__name__)
@@ -66,10 +66,10 @@ class Edge:
         except ClientGone:
             exchange.status = exchange.status or CLIENT_GONE
         except asyncio.CancelledError:  # the server stops and does not wait for this request
-            await _answer(NotReady("This worker is shutting down; try again."), exchange, reply)
+            await _answer(NotReady("This worker is shutting down; try again."), exchange, scope, reply)
             raise
         except Exception as error:
-            await _answer(_translated(error, exchange), exchange, reply)
+            await _answer(_translated(error, exchange), exchange, scope, reply)
         finally:
             exchange.ended = time.monotonic()
             logger.log(logging.DEBUG if exchange.path in POLLED else logging.INFO, "%s", exchange.line())
@@ -95,10 +95,11 @@ def _translated(error: Exception, exchange: Exchange) -> BatonError:
             return InternalError()
 
 
-async def _answer(error: BatonError, exchange: Exchange, reply: Send) -> None:
+async def _answer(error: BatonError, exchange: Exchange, scope: Scope, reply: Send) -> None:
     if exchange.status:
+        failure = scope.get(FAILURE, error_event)
         # The answer is not finished here, which makes the server cut the connection.
-        await reply({"type": "http.response.body", "body": data_event(error.body()), "more_body": True})
+        await reply({"type": "http.response.body", "body": failure(error), "more_body": True})
         return
     fields = [(b"content-type", b"application/json")]
     fields += [(name.encode(), value.encode()) for name, value in error.headers.items()]

@@ -9,7 +9,7 @@ does not fit raises InvalidRequest with OpenAI's code and the path of the field.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from baton_api.errors import InvalidRequest
@@ -24,6 +24,10 @@ class Fields:
     def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
         self._values = values
         self._path = path
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of all members, known or not."""
+        return iter(self._values)
 
     def param(self, name: str) -> str:
         """The field as an error names it: `messages[0].role`."""
