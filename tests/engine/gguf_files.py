@@ -21,7 +21,9 @@ from tests.engine.models import BOS, CHAT_TEMPLATE, EOS, SPECIAL, UNKNOWN
 CONTROL, NORMAL = 3, 1
 
 
-def write_gguf(folder: Path, target: Path, quantised: bool = False, pre: str = "gpt-2") -> Path:
+def write_gguf(
+    folder: Path, target: Path, quantised: bool = False, pre: str = "gpt-2", adds_eos: bool = False
+) -> Path:
     """The checkpoint in `folder` as one file; `quantised` stores its matrices as Q8_0."""
     spec = load_spec(Checkpoint(folder, folder.name))
     kind = next(kind for kind, name in ARCHITECTURES.items() if name == spec.architecture)
@@ -36,6 +38,8 @@ def write_gguf(folder: Path, target: Path, quantised: bool = False, pre: str = "
     writer.add_layer_norm_rms_eps(spec.norm_epsilon)
     writer.add_rope_freq_base(spec.rope_theta)
     _add_vocabulary(writer, folder, pre)
+    if adds_eos:
+        writer.add_add_eos_token(True)
     _add_tensors(writer, folder, spec, kind, quantised)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -26,7 +26,7 @@ from tests.engine.models import ARCHITECTURES, VOCAB, make_model
 
 LENGTHS = (45, 1, 16, 130, 7, 64, 33)
 TOLERANCE = 1e-4
-ROUNDED = {"cosine": 0.995, "logprob": 0.25}
+ROUNDED = {"cosine": 0.98, "logprob": 0.25}
 """What bfloat16, of 8 bits, may cost these models, whose weights are large."""
 
 

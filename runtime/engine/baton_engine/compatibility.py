@@ -27,7 +27,7 @@ SAMPLES = 16
 
 SAMPLE_BYTES = 64
 
-BYTES_DO_NOT_DEPEND_ON = frozenset({"context", "eos_ids", "bos_id", "tied_embeddings"})
+BYTES_DO_NOT_DEPEND_ON = frozenset({"context", "eos_ids", "bos_id", "tied_embeddings", "headless"})
 """Fields of a spec that may differ between two workers whose blocks are the same."""
 
 

@@ -128,6 +128,8 @@ def _served(worker: Worker, duties: Duties, drain: Drain, keys: Keys) -> Served:
         drain=drain,
         keys=keys,
         defaults=_defaults(worker),
+        embedder=worker.embedder,
+        generates=not worker.spec.headless,
     )
 
 

@@ -31,6 +31,7 @@ from baton_engine.handshake import Identity
 from baton_engine.limits import EngineLimits
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Model, create_model
+from baton_engine.model.embedder import Embedder, Unable, embedder_of
 from baton_engine.model.progress import SILENT, Progress
 from baton_engine.model.resolve import resolve
 from baton_engine.model.spec import ModelSpec
@@ -58,6 +59,7 @@ class Worker:
     checkpoint: Checkpoint
     spec: ModelSpec
     tokenizer: Tokenizer
+    embedder: Embedder | Unable
     cache: KVCache
     engine: Engine
     client: AsyncEngine
@@ -88,6 +90,7 @@ class Worker:
             role=self.settings.role,
             model=self.model_name,
             names=self.model_names,
+            max_model_len=self.engine.limits.max_model_len,
             running=snapshot.running,
             queued=snapshot.queued,
             queued_tokens=snapshot.queued_tokens,
@@ -125,7 +128,7 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
     log.info("%s starts: device %s, %s, %d threads", name, device, _short(dtype), torch.get_num_threads())
 
     at_start = _free(device)
-    checkpoint, spec, tokenizer, model, digest, weights = await asyncio.to_thread(
+    checkpoint, spec, tokenizer, embedder, model, digest, weights = await asyncio.to_thread(
         _load, settings, device, dtype, progress
     )
     memory = Memory(at_start=at_start, weights=weights, free=_free(device), gpu=device.type == "cuda")
@@ -152,6 +155,7 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
             checkpoint=checkpoint,
             spec=spec,
             tokenizer=tokenizer,
+            embedder=embedder,
             cache=cache,
             engine=client.engine,
             client=client,
@@ -170,7 +174,7 @@ def _settle(fatal: asyncio.Future[str], reason: str) -> None:
 
 def _load(
     settings: WorkerSettings, device: torch.device, dtype: torch.dtype, progress: Progress
-) -> tuple[Checkpoint, ModelSpec, Tokenizer, Model, str, int]:
+) -> tuple[Checkpoint, ModelSpec, Tokenizer, Embedder | Unable, Model, str, int]:
     checkpoint = resolve(settings.model, progress)
     spec = load_spec(checkpoint)
     if settings.max_model_len > spec.context:
@@ -179,6 +183,9 @@ def _load(
             f"{checkpoint.name} was made for; ask for at most that."
         )
     tokenizer = load_tokenizer(checkpoint, spec)
+    embedder = embedder_of(checkpoint, settings.pooling, shortens=settings.matryoshka)
+    if isinstance(embedder, Embedder):
+        log.info("%s makes embeddings: %s", checkpoint.name, embedder)
     began = time.monotonic()
     log.info("Load weight begin. avail mem=%s", _show_free(device))
     weights = load_weights(checkpoint, spec, dtype, progress)
@@ -192,7 +199,7 @@ def _load(
         _show_free(device),
         time.monotonic() - began,
     )
-    return checkpoint, spec, tokenizer, model, digest, size
+    return checkpoint, spec, tokenizer, embedder, model, digest, size
 
 
 def _cache(

@@ -64,12 +64,24 @@ def load_weights(
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a checkpoint; a SetupError if it is missing or damaged."""
+    value = _read(path)
+    if not isinstance(value, dict):
+        raise SetupError(f"{path} holds no JSON object.")
+    return value
+
+
+def read_list(path: Path) -> list[Any]:
+    """The array in a JSON file of a checkpoint; a SetupError if it is missing or damaged."""
+    value = _read(path)
+    if not isinstance(value, list):
+        raise SetupError(f"{path} holds no JSON array.")
+    return value
+
+
+def _read(path: Path) -> Any:
     try:
-        value = json.loads(path.read_bytes())
+        return json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise SetupError(f"{path.parent} has no {path.name}.") from error
     except (OSError, ValueError) as error:
         raise SetupError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise SetupError(f"{path} holds no JSON object.")
-    return value

@@ -15,15 +15,17 @@ from baton_api.errors import SetupError
 from baton_engine.model.spec import ModelSpec, RopeScaling, checked
 
 SERVED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+HEADLESS = {name.replace("ForCausalLM", "Model"): name for name in SERVED}
+"""What the same decoders are called without their head, as embedding models are saved."""
 QWEN3_HEAD_DIM = 128
 """Qwen3's head size where its configuration leaves it out."""
 
 
 def spec_of(config: Mapping[str, Any], source: str) -> ModelSpec:
     """The spec of a parsed `config.json`; `source` names it in errors."""
-    architecture = _architecture(config, source)
+    named = _architecture(config, source)
     try:
-        spec = _spec(config, architecture)
+        spec = _spec(config, HEADLESS.get(named, named), headless=named in HEADLESS)
     except KeyError as error:
         raise SetupError(f"{source} lacks {error}.") from error
     except (TypeError, ValueError) as error:
@@ -35,13 +37,13 @@ def spec_of(config: Mapping[str, Any], source: str) -> ModelSpec:
 def _architecture(config: Mapping[str, Any], source: str) -> str:
     named = config.get("architectures") or []
     for architecture in named:
-        if architecture in SERVED:
+        if architecture in SERVED or architecture in HEADLESS:
             return str(architecture)
     what = ", ".join(str(name) for name in named) or f"model_type {config.get('model_type')!r}"
     raise SetupError(f"{source}: {what[:200]} is not served. Served are {', '.join(SERVED)}.")
 
 
-def _spec(config: Mapping[str, Any], architecture: str) -> ModelSpec:
+def _spec(config: Mapping[str, Any], architecture: str, *, headless: bool) -> ModelSpec:
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     layers, context = int(config["num_hidden_layers"]), int(config["max_position_embeddings"])
     llama, qwen2, qwen3 = (architecture == SERVED[i] for i in (0, 2, 3))
@@ -69,7 +71,8 @@ def _spec(config: Mapping[str, Any], architecture: str) -> ModelSpec:
         qk_norm=qwen3,
         sliding_window=window,
         sliding_layers=sliding,
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tied_embeddings=headless or bool(config.get("tie_word_embeddings", False)),
+        headless=headless,
         eos_ids=token_ids(eos),
         bos_id=None if bos is None else int(bos),
     )

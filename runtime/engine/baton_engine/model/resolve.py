@@ -30,6 +30,8 @@ WANTED = (
     "vocab.json",
     "merges.txt",
     "chat_template*",
+    "modules.json",
+    "*_Pooling/config.json",
 )
 """Files of a hub repository that are fetched: no pickles, no code, no second copy of the weights."""
 

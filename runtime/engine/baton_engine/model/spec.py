@@ -60,6 +60,8 @@ class ModelSpec:
     sliding_layers: tuple[bool, ...] = ()
     """Which layers slide; empty means all of them if there is a window."""
     tied_embeddings: bool = False
+    headless: bool = False
+    """Whether the checkpoint has no head: it makes vectors of texts, and what it would say means nothing."""
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
 

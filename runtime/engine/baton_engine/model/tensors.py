@@ -18,6 +18,7 @@ from baton_engine.model.progress import Progress
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.weights import LayerWeights, Weights
 
+PREFIX = "model."
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
@@ -42,6 +43,21 @@ class TensorSource(Protocol):
     def read(self, tensor: str) -> Tensor:
         """The tensor in a float dtype, on the CPU. May be a view of a mapped file."""
         ...
+
+
+class Prefixed:
+    """The tensors of a decoder that was saved without its head, under the names that they have with it."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+        self.name = source.name
+        self.shapes = {PREFIX + name: shape for name, shape in source.shapes.items()}
+
+    def stored_bytes(self, tensor: str) -> int:
+        return self._source.stored_bytes(tensor.removeprefix(PREFIX))
+
+    def read(self, tensor: str) -> Tensor:
+        return self._source.read(tensor.removeprefix(PREFIX))
 
 
 def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -98,6 +114,7 @@ def check(source: TensorSource, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 def build(source: TensorSource, spec: ModelSpec, dtype: torch.dtype, progress: Progress) -> Weights:
     """All weights in `dtype`, each read once."""
+    source = Prefixed(source) if spec.headless else source
     shapes = check(source, spec)
     progress.start(f"Loading {source.name}", sum(source.stored_bytes(name) for name in shapes))
 

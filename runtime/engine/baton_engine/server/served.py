@@ -10,6 +10,7 @@ from baton_api.keys import Keys
 from baton_api.workers import Load
 from baton_engine.client import AsyncEngine
 from baton_engine.metrics import WorkerMetrics
+from baton_engine.model.embedder import Embedder, Unable
 from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.requests import RemotePrefill
 from baton_engine.server.drain import Drain
@@ -38,6 +39,10 @@ class Served:
     keys: Keys = field(default_factory=Keys)
     """Who may use it."""
     defaults: Defaults = field(default_factory=Defaults)
+    embedder: Embedder | Unable = field(default_factory=lambda: Unable("nothing is known of its pooling"))
+    """How the model makes vectors, or why it makes none."""
+    generates: bool = True
+    """Whether the model has a head, without which nothing that it says means anything."""
     created: int = field(default_factory=lambda: int(time.time()))
     drain: Drain = field(default_factory=Drain)
     history: History = field(default_factory=new_history)

@@ -1,0 +1,161 @@
+"""
+Whether a model makes vectors of texts, and how: what its checkpoint says, or what a person decides.
+
+A folder says it in sentence-transformers' files: `modules.json` names the steps after the decoder, one of
+them a pooling with a `config.json` of its own. A .gguf file says it in `<architecture>.pooling_type`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton_api.errors import SetupError
+from baton_engine.model.checkpoint import Checkpoint, read_json, read_list
+from baton_engine.model.gguf import GGUFFile
+from baton_engine.requests import Pooling
+
+MODULES = "modules.json"
+CHOICES = ("auto", "mean", "last", "none")
+"""What a person can decide."""
+
+FIRST_TOKEN = "it pools by its first token, which has seen nothing of the text in a decoder"
+MODES: dict[str, Pooling | str] = {
+    "mean": Pooling.MEAN,
+    "mean_tokens": Pooling.MEAN,
+    "last": Pooling.LAST,
+    "lasttoken": Pooling.LAST,
+    "cls": FIRST_TOKEN,
+    "cls_token": FIRST_TOKEN,
+}
+"""sentence-transformers' names, without `pooling_mode_` before the older ones."""
+
+GGUF_TYPES: dict[int, Pooling | str] = {
+    1: Pooling.MEAN,
+    2: FIRST_TOKEN,
+    3: Pooling.LAST,
+    4: "it ranks pairs of texts and makes no vectors",
+}
+"""llama.cpp's numbers; 0 is none."""
+
+GENERATES = (
+    "it was made to generate and says nothing of a pooling; if vectors of it are wanted all the same, start "
+    "with --pooling mean or --pooling last"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedder:
+    """How vectors are made of a model's final hidden states."""
+
+    pooling: Pooling
+    normalised: bool = True
+    """Whether their length is made 1."""
+    shortens: bool = False
+    """Whether their beginnings are vectors too (Matryoshka)."""
+    lengths: tuple[int, ...] = ()
+    """The lengths that they were trained for; empty if all serve."""
+
+
+    def __str__(self) -> str:
+        length = "normalised" if self.normalised else "not normalised"
+        shorter = f"; {', '.join(map(str, self.lengths)) or 'any'} dimensions" if self.shortens else ""
+        return f"{self.pooling} pooling, {length}{shorter}"
+
+
+@dataclass(frozen=True, slots=True)
+class Unable:
+    """It makes no vectors."""
+
+    reason: str
+    """Goes on after "the model makes no embeddings: "."""
+
+
+def embedder_of(checkpoint: Checkpoint, choice: str, *, shortens: bool = False) -> Embedder | Unable:
+    """
+    How `checkpoint` makes vectors. `choice` is one of `CHOICES`; `shortens` is a person's word for it.
+
+    Raises SetupError for damaged files, and for a choice that the model cannot follow.
+    """
+    if choice == "none":
+        return Unable("this worker was started with --pooling none")
+    config = {} if checkpoint.is_gguf else read_json(checkpoint.path / "config.json")
+    if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
+        if choice != "auto":
+            raise SetupError(
+                f"--pooling {choice}: in {checkpoint.name} each token attends to those after it, which is "
+                "not served; its vectors would be wrong."
+            )
+        return Unable("in this model each token attends to those after it, which is not served")
+    found = _of_gguf(checkpoint) if checkpoint.is_gguf else _of_folder(checkpoint.path)
+    lengths = _lengths(config, checkpoint)
+    if isinstance(found, Unable):
+        if choice == "auto":
+            return found
+        found = Embedder(pooling=Pooling(choice))
+    return Embedder(
+        pooling=found.pooling if choice == "auto" else Pooling(choice),
+        normalised=found.normalised,
+        shortens=shortens or bool(lengths) or config.get("is_matryoshka") is True,
+        lengths=lengths,
+    )
+
+
+def _of_gguf(checkpoint: Checkpoint) -> Embedder | Unable:
+    metadata = GGUFFile(checkpoint.path).metadata
+    number = metadata.get(f"{metadata.get('general.architecture')}.pooling_type", 0)
+    if number == 0:
+        return Unable(GENERATES)
+    mode = GGUF_TYPES.get(number, f"its pooling_type {str(number)[:20]} is not served")
+    return Embedder(pooling=mode) if isinstance(mode, Pooling) else Unable(mode)
+
+
+def _of_folder(folder: Path) -> Embedder | Unable:
+    if not (folder / MODULES).is_file():
+        return Unable(GENERATES)
+    pooling: Embedder | Unable = Unable(f"its {MODULES} has no pooling")
+    for module in read_list(folder / MODULES):
+        kind = str(module.get("type")).rpartition(".")[2] if isinstance(module, dict) else str(module)
+        match kind:
+            case "Transformer":
+                continue
+            case "Pooling":
+                pooling = _pooling(folder, module)
+            case "Normalize":
+                if isinstance(pooling, Embedder):
+                    pooling = Embedder(pooling=pooling.pooling)
+            case _:
+                return Unable(f"its {MODULES} has a step {kind[:60]!r}, which is not served")
+    return pooling
+
+
+def _pooling(folder: Path, module: Mapping[str, Any]) -> Embedder | Unable:
+    path = folder / str(module.get("path")) / "config.json"
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise SetupError(f"{folder / MODULES} names a pooling outside of the model's folder.")
+    config = read_json(path)
+    named = config.get("pooling_mode")
+    modes = [named] if isinstance(named, str) else named
+    if modes is None:
+        prefix = "pooling_mode_"
+        modes = [name.removeprefix(prefix) for name, on in config.items() if on is True and prefix in name]
+    if not isinstance(modes, list) or len(modes) != 1:
+        return Unable(f"it pools by {_listed(modes)}, and one way at a time is served")
+    mode = MODES.get(str(modes[0]), f"it pools by {str(modes[0])[:60]!r}, and mean and lasttoken are served")
+    return Embedder(pooling=mode, normalised=False) if isinstance(mode, Pooling) else Unable(mode)
+
+
+def _listed(modes: object) -> str:
+    return (" and ".join(map(str, modes)) if isinstance(modes, list) else str(modes))[:120] or "nothing"
+
+
+def _lengths(config: Mapping[str, Any], checkpoint: Checkpoint) -> tuple[int, ...]:
+    given = config.get("matryoshka_dimensions") or ()
+    try:
+        return tuple(sorted(int(length) for length in given))
+    except (TypeError, ValueError) as error:
+        raise SetupError(
+            f"{checkpoint.path / 'config.json'}: matryoshka_dimensions are no list of numbers: {error}"
+        ) from error

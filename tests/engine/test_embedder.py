@@ -1,0 +1,205 @@
+"""Which models make vectors, and how: by their files, or by a person's word."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+import transformers
+
+from baton_api.errors import SetupError
+from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
+from baton_engine.model.embedder import Embedder, Unable, embedder_of
+from baton_engine.model.gguf import GGUFFile
+from baton_engine.model.tokenizer import load_tokenizer
+from baton_engine.requests import Pooling
+from tests.engine.gguf_files import write_gguf
+from tests.engine.models import EOS, make_model
+
+PACKAGE = "sentence_transformers.models."
+STEPS = ("Transformer", "Pooling", "Normalize")
+
+
+def checkpoint(
+    folder: Path,
+    steps: tuple[str, ...] | None = STEPS,
+    pooling: dict[str, Any] | None = None,
+    config: dict[str, Any] | None = None,
+) -> Checkpoint:
+    """What of a model's folder is looked at."""
+    (folder / "config.json").write_text(json.dumps(config or {}))
+    if steps is not None:
+        modules = [
+            {
+                "idx": number,
+                "name": str(number),
+                "path": f"{number}_{step}" if number else "",
+                "type": PACKAGE + step,
+            }
+            for number, step in enumerate(steps)
+        ]
+        (folder / "modules.json").write_text(json.dumps(modules))
+    if pooling is not None:
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return Checkpoint(folder, "tiny")
+
+
+def modes(*on: str) -> dict[str, Any]:
+    names = (
+        "cls_token",
+        "mean_tokens",
+        "max_tokens",
+        "mean_sqrt_len_tokens",
+        "weightedmean_tokens",
+        "lasttoken",
+    )
+    return {"word_embedding_dimension": 64} | {f"pooling_mode_{name}": name in on for name in names}
+
+
+ABLE: dict[str, tuple[dict[str, Any], Embedder]] = {
+    "last token": (
+        {"pooling": modes("lasttoken") | {"include_prompt": True}},
+        Embedder(pooling=Pooling.LAST),
+    ),
+    "mean": ({"pooling": modes("mean_tokens")}, Embedder(pooling=Pooling.MEAN)),
+    "the newer name": (
+        {"pooling": {"embedding_dimension": 64, "pooling_mode": "lasttoken"}},
+        Embedder(pooling=Pooling.LAST),
+    ),
+    "a list of one": ({"pooling": {"pooling_mode": ["mean"]}}, Embedder(pooling=Pooling.MEAN)),
+    "not normalised": (
+        {"pooling": modes("mean_tokens"), "steps": STEPS[:2]},
+        Embedder(pooling=Pooling.MEAN, normalised=False),
+    ),
+    "shortened at will": (
+        {"pooling": modes("lasttoken"), "config": {"is_matryoshka": True}},
+        Embedder(pooling=Pooling.LAST, shortens=True),
+    ),
+    "shortened to some lengths": (
+        {"pooling": modes("lasttoken"), "config": {"matryoshka_dimensions": [64, 16, 32]}},
+        Embedder(pooling=Pooling.LAST, shortens=True, lengths=(16, 32, 64)),
+    ),
+}
+
+
+@pytest.mark.parametrize(("files", "expected"), ABLE.values(), ids=ABLE.keys())
+def test_a_folder_says_how_it_pools(tmp_path: Path, files: dict[str, Any], expected: Embedder) -> None:
+    assert embedder_of(checkpoint(tmp_path, **files), "auto") == expected
+
+
+UNABLE: dict[str, tuple[dict[str, Any], str]] = {
+    "made to generate": ({"steps": None}, "--pooling mean"),
+    "by the first token": ({"pooling": modes("cls_token")}, "first token"),
+    "two ways at once": ({"pooling": modes("mean_tokens", "lasttoken")}, "mean_tokens and lasttoken"),
+    "no way at all": ({"pooling": modes()}, "nothing"),
+    "an unknown way": ({"pooling": modes("max_tokens")}, "'max_tokens'"),
+    "a layer after the pooling": (
+        {"pooling": modes("mean_tokens"), "steps": ("Transformer", "Pooling", "Dense", "Normalize")},
+        "'Dense'",
+    ),
+    "no pooling": ({"steps": ("Transformer",)}, "no pooling"),
+    "looking ahead": ({"pooling": modes("mean_tokens"), "config": {"is_causal": False}}, "after it"),
+}
+
+
+@pytest.mark.parametrize(("files", "reason"), UNABLE.values(), ids=UNABLE.keys())
+def test_a_folder_that_makes_no_vectors_says_why(tmp_path: Path, files: dict[str, Any], reason: str) -> None:
+    found = embedder_of(checkpoint(tmp_path, **files), "auto")
+    assert isinstance(found, Unable) and reason in found.reason
+
+
+def test_a_person_decides_over_what_the_files_say(tmp_path: Path) -> None:
+    mean = checkpoint(tmp_path, steps=STEPS[:2], pooling=modes("mean_tokens"))
+    assert embedder_of(mean, "last", shortens=True) == Embedder(
+        pooling=Pooling.LAST, normalised=False, shortens=True
+    )
+    assert isinstance(embedder_of(mean, "none"), Unable)
+
+
+@pytest.mark.parametrize("choice", ["mean", "last"])
+def test_a_model_made_to_generate_embeds_if_it_is_told_to(tmp_path: Path, choice: str) -> None:
+    assert embedder_of(checkpoint(tmp_path, steps=None), choice) == Embedder(pooling=Pooling(choice))
+
+
+def test_a_model_that_looks_ahead_cannot_be_told_to(tmp_path: Path) -> None:
+    ahead = checkpoint(tmp_path, steps=None, config={"use_bidirectional_attention": True})
+    with pytest.raises(SetupError, match="--pooling mean"):
+        embedder_of(ahead, "mean")
+
+
+DAMAGED: dict[str, dict[str, Any]] = {
+    "a pooling without its file": {},
+    "dimensions that are no numbers": {"steps": None, "config": {"matryoshka_dimensions": ["many"]}},
+    "dimensions that are no list": {"steps": None, "config": {"matryoshka_dimensions": 7}},
+}
+
+
+@pytest.mark.parametrize("files", DAMAGED.values(), ids=DAMAGED.keys())
+def test_a_damaged_folder_is_told_by_its_file(tmp_path: Path, files: dict[str, Any]) -> None:
+    with pytest.raises(SetupError, match=r"config\.json"):
+        embedder_of(checkpoint(tmp_path, **files), "auto")
+
+
+def test_modules_of_another_shape_or_outside_are_refused(tmp_path: Path) -> None:
+    here = checkpoint(tmp_path, steps=None)
+    (tmp_path / "modules.json").write_text("{}")
+    with pytest.raises(SetupError, match=r"modules\.json"):
+        embedder_of(here, "auto")
+    (tmp_path / "modules.json").write_text(json.dumps([{"type": "x.Pooling", "path": "../../elsewhere"}]))
+    with pytest.raises(SetupError, match="outside"):
+        embedder_of(here, "auto")
+    (tmp_path / "modules.json").write_text(json.dumps(["Transformer", 5]))
+    assert isinstance(embedder_of(here, "auto"), Unable)
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(None, None), (0, None), (1, Pooling.MEAN), (2, None), (3, Pooling.LAST), (4, None), (9, None)],
+)
+def test_a_gguf_file_says_it_by_a_number(
+    tmp_path: Path, number: int | None, expected: Pooling | None
+) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "qwen3")
+    if number is not None:
+        writer.add_uint32("qwen3.pooling_type", number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = embedder_of(Checkpoint(tmp_path / "tiny.gguf", "tiny.gguf"), "auto")
+    assert found == Embedder(pooling=expected) if expected else isinstance(found, Unable)
+
+
+def test_a_gguf_vocabulary_that_asks_for_it_ends_each_text(tmp_path: Path) -> None:
+    """As embedding models want it that pool by the last token."""
+    folder = make_model(tmp_path / "folder")
+    for name, ends in (("plain", False), ("ended", True)):
+        path = write_gguf(folder, tmp_path / f"{name}.gguf", adds_eos=ends)
+        assert GGUFFile(path).metadata.get("tokenizer.ggml.add_eos_token", False) is ends
+        file = Checkpoint(path, name)
+        ids = load_tokenizer(file, load_spec(file)).encode("The baton")
+        assert (ids[-1] == EOS) is ends and EOS not in ids[:-1] and len(ids) > ends
+
+
+def test_a_decoder_saved_without_its_head_is_read_and_known_as_such(tmp_path: Path) -> None:
+    whole = Checkpoint(make_model(tmp_path / "whole", "mistral"), "whole")
+    bare = Checkpoint(make_model(tmp_path / "bare", "mistral"), "bare")
+    model: Any = transformers.MistralForCausalLM.from_pretrained(whole.path)
+    (bare.path / "model.safetensors").unlink()
+    model.model.save_pretrained(bare.path)
+    assert json.loads((bare.path / "config.json").read_text())["architectures"] == ["MistralModel"]
+    spec = load_spec(bare)
+    assert (spec.architecture, spec.headless, load_spec(whole).headless) == (
+        "MistralForCausalLM",
+        True,
+        False,
+    )
+    theirs = load_weights(whole, load_spec(whole), torch.float32)
+    ours = load_weights(bare, spec, torch.float32)
+    assert torch.equal(ours.embedding, theirs.embedding) and torch.equal(ours.final_norm, theirs.final_norm)
+    assert torch.equal(ours.layers[1].down, theirs.layers[1].down)
