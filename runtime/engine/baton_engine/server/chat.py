@@ -22,7 +22,7 @@ from baton_engine.server.served import Served
 from baton_engine.server.streaming import Streaming
 from baton_engine.server.transcript import Piece, Transcript
 from baton_engine.server.usage import Usage
-from baton_engine.server.work import Prompt, Work, read_max_tokens, tokens_left
+from baton_engine.server.work import Work, fit, read_max_tokens
 
 NOT_SERVED = ("tools", "functions", "function_call", "audio", "web_search_options", "echo")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -43,19 +43,24 @@ def prepare(fields: Fields, served: Served) -> Work:
     _check_the_rest(fields)
     tokens = _tokens(fields, served, messages)
     wanted, wanted_param = read_max_tokens(fields, "max_completion_tokens", "max_tokens")
-    limit = tokens_left(
-        len(tokens), wanted, served.max_model_len, param="messages", wanted_param=wanted_param
+    prompt = fit(
+        tokens,
+        wanted,
+        served.max_model_len,
+        param="messages",
+        wanted_param=wanted_param,
+        truncate=served.settings.allow_auto_truncate,
     )
-    parameters.check_min_tokens(common, limit)
+    parameters.check_min_tokens(common, prompt.max_tokens)
     shape = ChatShape(
         tokenizer=served.tokenizer,
         model=served.name,
         streaming=common.streaming,
         alternatives=alternatives,
-        prompt_ids=tokens if common.return_token_ids else None,
+        prompt_ids=prompt.tokens if common.return_token_ids else None,
         metadata=fields.mapping("metadata"),
     )
-    return Work((Prompt(tokens, limit),), common, shape)
+    return Work((prompt,), common, shape)
 
 
 def prompt_tokens(fields: Fields, served: Served) -> tuple[int, ...]:

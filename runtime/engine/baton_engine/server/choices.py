@@ -16,6 +16,7 @@ from baton_api.errors import NotReady, RequestAborted
 from baton_engine.requests import FinishReason, Output, RemotePrefill, Request
 from baton_engine.server.choice import Choice
 from baton_engine.server.exchange import Exchange
+from baton_engine.server.request_log import Told
 from baton_engine.server.served import Served
 from baton_engine.server.transcript import Piece, Transcript
 from baton_engine.server.usage import Usage
@@ -26,8 +27,15 @@ class Choices:
     """The choices of one request, in order of their index."""
 
     def __init__(
-        self, served: Served, work: Work, exchange: Exchange, remote: RemotePrefill | None = None
+        self,
+        served: Served,
+        work: Work,
+        exchange: Exchange,
+        remote: RemotePrefill | None = None,
+        told: Told | None = None,
     ) -> None:
+        self.told = told
+        """Hears what is said, if the log is to tell of it."""
         self._served = served
         self._work = work
         self._exchange = exchange
@@ -136,6 +144,8 @@ class Choices:
                 raise NotReady("This worker stopped before the answer was complete; try again.")
             before = transcript.count
             piece = transcript.push(output)
+            if self.told is not None:
+                self.told.add(choice.index, piece.text)
             self._observe(choice, output, transcript.count - before)
             if transcript.finish is not None and output.finish is None:
                 self._served.engine.finish(choice.request.id)
@@ -150,7 +160,10 @@ class Choices:
             return
         now = time.monotonic()
         if choice.last_token is None:
-            choice.cached_tokens = output.cached_tokens
+            if choice.index % self._work.parameters.n == 0:
+                exchange.cached_tokens += output.cached_tokens
+            if self._served.settings.cache_report:
+                choice.cached_tokens = output.cached_tokens
             metrics.first_token(now - exchange.started)
             exchange.first_token = exchange.first_token or now
             tokens -= 1
@@ -168,5 +181,4 @@ class Choices:
                 await choice.outputs.aclose()
         usage = self.usage
         self._exchange.prompt_tokens = usage.prompt_tokens
-        self._exchange.cached_tokens = usage.cached_tokens
         self._exchange.completion_tokens = usage.completion_tokens

@@ -20,7 +20,7 @@ from baton_engine.server.served import Served
 from baton_engine.server.streaming import Streaming
 from baton_engine.server.transcript import Piece
 from baton_engine.server.usage import Usage
-from baton_engine.server.work import Prompt, Work, read_max_tokens, tokens_left
+from baton_engine.server.work import Prompt, Work, fit, read_max_tokens
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -53,7 +53,7 @@ def prepare(fields: Fields, served: Served) -> Work:
             param="n",
         )
     wanted, _ = read_max_tokens(fields, "max_tokens", low=0)
-    works = tuple(_prompt(tokens, wanted, served.max_model_len) for tokens, _ in prompts)
+    works = tuple(_fit(tokens, wanted, served) for tokens, _ in prompts)
     parameters.check_min_tokens(common, min(prompt.max_tokens for prompt in works))
     shape = CompletionShape(
         tokenizer=served.tokenizer,
@@ -61,7 +61,7 @@ def prepare(fields: Fields, served: Served) -> Work:
         streaming=common.streaming,
         alternatives=alternatives,
         echoes=tuple(_text(text, tokens, served.tokenizer) for tokens, text in prompts) if echo else None,
-        prompt_ids=tuple(tokens for tokens, _ in prompts) if common.return_token_ids else None,
+        prompt_ids=tuple(prompt.tokens for prompt in works) if common.return_token_ids else None,
     )
     return Work(works, common, shape)
 
@@ -146,12 +146,15 @@ class CompletionShape:
         return {} if self.prompt_ids is None else {"prompt_token_ids": self.prompt_ids[prompt]}
 
 
-def _prompt(tokens: tuple[int, ...], wanted: int | None, context: int) -> Prompt:
-    if wanted is None:  # our default, which may be less without anybody being wronged
-        room = tokens_left(len(tokens), None, context, param="prompt", wanted_param="max_tokens")
-        return Prompt(tokens, min(DEFAULT_MAX_TOKENS, room))
-    return Prompt(
-        tokens, tokens_left(len(tokens), wanted, context, param="prompt", wanted_param="max_tokens")
+def _fit(tokens: tuple[int, ...], wanted: int | None, served: Served) -> Prompt:
+    return fit(
+        tokens,
+        wanted,
+        served.max_model_len,
+        param="prompt",
+        wanted_param="max_tokens",
+        default=DEFAULT_MAX_TOKENS,
+        truncate=served.settings.allow_auto_truncate,
     )
 
 

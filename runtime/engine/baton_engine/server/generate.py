@@ -21,9 +21,10 @@ from baton_engine.requests import FinishReason, RemotePrefill
 from baton_engine.server import bodies
 from baton_engine.server.choices import Choices
 from baton_engine.server.disconnect import ClientGone, until_disconnect
-from baton_engine.server.events import DONE, KEEP_ALIVE, data_event
+from baton_engine.server.events import FAILURE, KEEP_ALIVE
 from baton_engine.server.exchange import Exchange, exchange_of
 from baton_engine.server.fields import Fields
+from baton_engine.server.request_log import RequestLog
 from baton_engine.server.running import read_names
 from baton_engine.server.served import Served
 from baton_engine.server.transcript import Piece
@@ -73,6 +74,7 @@ class Generate:
         self._prepare = prepare
         self._model_required = model_required
         self._keep_alive_s = keep_alive_s
+        self._log = RequestLog(served.settings, served.tokenizer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
@@ -82,8 +84,9 @@ class Generate:
                 work, names = await asyncio.to_thread(self._read, body)
             exchange.answer_id = work.shape.id
             exchange.stream = work.parameters.streaming.wanted
+            scope[FAILURE] = work.failure
             remote = named_remote(scope, self._served, exchange.request_id)
-            choices = Choices(self._served, work, exchange, remote)
+            choices = Choices(self._served, work, exchange, remote, self._log.read(exchange, work))
             names = (exchange.request_id, work.shape.id, *names)
             try:
                 with self._served.running.entered(names, choices):
@@ -135,7 +138,7 @@ class Generate:
             except RequestAborted as error:
                 if writer is None:
                     raise
-                last = data_event(error.body()) + DONE  # asked for, and so no broken stream
+                last = work.failure(error) + work.done  # asked for, and so no broken stream
             else:
                 last = work.shape.closing(choices.usage)
             finally:
@@ -151,6 +154,8 @@ class Generate:
             exchange.finish_reasons.append(reason)
             self._served.metrics.ended(reason, choice.transcript.count, exchange.ended - exchange.started)
         self._served.history.append(exchange)
+        if choices.told is not None:
+            choices.told.ended(exchange.finish_reasons, choices.usage.completion_tokens)
 
 
 _GONE = (ClientGone, RequestAborted, asyncio.CancelledError)

@@ -28,7 +28,7 @@ from baton_engine.server.running import read_names
 from baton_engine.server.served import Served
 from baton_engine.server.transcript import Piece
 from baton_engine.server.usage import Usage
-from baton_engine.server.work import Prompt, Work, read_max_tokens, tokens_left
+from baton_engine.server.work import Prompt, Work, fit, read_max_tokens
 
 DEFAULT_MAX_TOKENS = 128
 
@@ -58,10 +58,7 @@ def prepare(fields: Fields, served: Served) -> Work:
     wanted, wanted_param = read_max_tokens(
         own, "max_new_tokens", "max_tokens", low=limits.MAX_TOKENS_OR_NONE.least
     )
-    prompts = tuple(
-        _prompt(one.tokens, wanted, served.max_model_len, source, sampling.param(wanted_param))
-        for one in given
-    )
+    prompts = tuple(_fit(one.tokens, wanted, served, source, sampling.param(wanted_param)) for one in given)
     parameters.check_min_tokens(common, min(prompt.max_tokens for prompt in prompts))
     value = fields.get(source)
     names = read_names(fields)
@@ -175,8 +172,15 @@ def _alternatives(fields: Fields) -> int | None:
     return top if wanted else None
 
 
-def _prompt(
-    tokens: tuple[int, ...], wanted: int | None, context: int, param: str, wanted_param: str
+def _fit(
+    tokens: tuple[int, ...], wanted: int | None, served: Served, param: str, wanted_param: str
 ) -> Prompt:
-    room = tokens_left(len(tokens), wanted, context, param=param, wanted_param=wanted_param)
-    return Prompt(tokens, min(DEFAULT_MAX_TOKENS, room) if wanted is None else room)
+    return fit(
+        tokens,
+        wanted,
+        served.max_model_len,
+        param=param,
+        wanted_param=wanted_param,
+        default=DEFAULT_MAX_TOKENS,
+        truncate=served.settings.allow_auto_truncate,
+    )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton_api.errors import ContextTooLong
+from baton_api.errors import BatonError, ContextTooLong
+from baton_engine.server.events import DONE, error_event
 from baton_engine.server.fields import Fields
 from baton_engine.server.parameters import Parameters
 from baton_engine.server.parts import PlainReader, Reader
@@ -28,6 +29,38 @@ class Work:
     shape: Shape
     reader: Callable[[], Reader] = PlainReader
     """Makes what tells the parts of one choice's text."""
+    failure: Callable[[BatonError], bytes] = error_event
+    """The event that says in a stream why it does not go on."""
+    done: bytes = DONE
+    """What a stream that is not broken ends with, whatever was in it."""
+
+
+def fit(
+    tokens: tuple[int, ...],
+    wanted: int | None,
+    context: int,
+    *,
+    param: str,
+    wanted_param: str,
+    default: int | None = None,
+    truncate: bool = False,
+) -> Prompt:
+    """
+    The prompt and how many tokens it gets: `wanted`, else `default` or all that the context leaves.
+
+    Raises ContextTooLong for what does not fit. With `truncate` it is made to fit: `wanted` shrinks to what
+    the prompt leaves; a prompt that leaves nothing loses its oldest tokens after the first, which may be
+    the one that begins every text, until what was wanted fits, or half of the context is free, or an eighth
+    where nobody said.
+    """
+    if truncate and len(tokens) >= context:
+        asked = wanted or default
+        room = max(1, min(asked, context // 2) if asked else context // 8)
+        tokens = tokens[:1] + tokens[len(tokens) - (context - room - 1) :]
+    if truncate and wanted is not None:
+        wanted = min(wanted, context - len(tokens))
+    room = tokens_left(len(tokens), wanted, context, param=param, wanted_param=wanted_param)
+    return Prompt(tokens, room if wanted is not None or default is None else min(default, room))
 
 
 def tokens_left(prompt: int, wanted: int | None, context: int, *, param: str, wanted_param: str) -> int:
