@@ -30,6 +30,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """The name that stands in answers."""
     names: tuple[str, ...] = ()
     """Every name that requests may use, if there is more than `model`."""
+    max_model_len: int = 0
+    """Most tokens of prompt and answer together; 0 if it does not say."""
     running: int = 0
     """Requests in the batch."""
     queued: int = 0

@@ -7,7 +7,7 @@ they are.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 import msgspec
@@ -24,18 +24,21 @@ _encoder = msgspec.json.Encoder()
 
 async def send_error(send: Send, error: BatonError, request_id: bytes, close: bool = False) -> None:
     """`error` as the whole answer; `close` ends the connection after it, as when a body was not read."""
-    body = _encoder.encode(error.body())
-    await send(
-        {
-            "type": "http.response.start",
-            "status": error.status,
-            "headers": [
-                (b"content-type", b"application/json"),
-                (b"content-length", str(len(body)).encode()),
-                (REQUEST_ID, request_id),
-                *([(b"connection", b"close")] if close else []),
-                *((name.encode(), value.encode()) for name, value in error.headers.items()),
-            ],
-        }
-    )
+    more = [(name.encode(), value.encode()) for name, value in error.headers.items()]
+    if close:
+        more.append((b"connection", b"close"))
+    await send_json(send, error.status, _encoder.encode(error.body()), request_id, more)
+
+
+async def send_json(
+    send: Send, status: int, body: bytes, request_id: bytes, more: Iterable[tuple[bytes, bytes]] = ()
+) -> None:
+    """`body` as the whole answer, with `more` headers."""
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (REQUEST_ID, request_id),
+        *more,
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -16,7 +16,6 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -34,8 +33,9 @@ from baton_api.errors import (
 )
 from baton_api.keys import Keys
 from baton_api.workers import Role
-from baton_router import checks
+from baton_router import about, checks
 from baton_router.answers import Receive, Scope, Send, send_error
+from baton_router.errands import ERRANDS, Errands
 from baton_router.figures import Figures
 from baton_router.forward import FORWARDED, REQUEST_ID, request_id
 from baton_router.policy import choose
@@ -61,6 +61,7 @@ class Router:
         self.figures = Figures(self.workers, time.monotonic)
         self.keys = Keys(settings.api_key, settings.api_key_file)
         self._proxy = Proxy(settings, self.workers, self.figures, choose, random.Random(), time.monotonic)
+        self._errands = Errands(settings, self.workers, choose, random.Random(), time.monotonic)
         self._rest = _rest(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,6 +77,8 @@ class Router:
             return
         if scope["method"] == "POST" and path in FORWARDED:
             await self._proxy(scope, receive, send)
+        elif scope["method"] == ERRANDS.get(path):
+            await self._errands(scope, receive, send)
         else:
             await self._rest(scope, receive, _with_request_id(scope, send))
 
@@ -128,13 +131,14 @@ def _rest(router: Router) -> FastAPI:
     created = int(time.time())
 
     def model(name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": created, "owned_by": "baton"}
+        return about.model_card(router.workers, name, created)
 
     def ready() -> None:
         if refusal := router.refusal():
             raise NotReady(refusal)
 
     @app.get("/health")
+    @app.get("/ping")
     async def health() -> Response:
         """The process lives; whether it can serve is /ready's to say."""
         return Response(status_code=200)
@@ -151,7 +155,23 @@ def _rest(router: Router) -> FastAPI:
     @app.get("/workers")
     async def workers() -> JSONResponse:
         now = time.monotonic()
-        return JSONResponse({"data": [_view(worker, now) for worker in router.workers.all]})
+        return JSONResponse({"data": [about.view(worker, now) for worker in router.workers.all]})
+
+    @app.get("/version")
+    async def version() -> JSONResponse:
+        return JSONResponse(about.version())
+
+    @app.get("/model_info")
+    @app.get("/get_model_info")
+    async def model_info() -> JSONResponse:
+        ready()
+        return JSONResponse(about.model_info(router.workers, router.workers.models()[0]))
+
+    @app.get("/server_info")
+    @app.get("/get_server_info")
+    async def server_info() -> JSONResponse:
+        now = time.monotonic()
+        return JSONResponse(about.server_info(router.settings, router.workers, created, now))
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
@@ -172,7 +192,7 @@ def _rest(router: Router) -> FastAPI:
     @app.exception_handler(HTTPException)
     async def routing(request: Request, error: HTTPException) -> JSONResponse:
         method, path = request.method, request.url.path
-        if error.status_code == 405 or path in FORWARDED:
+        if error.status_code == 405 or path in FORWARDED or path in ERRANDS:
             return _error(MethodNotAllowed(method, path))
         if error.status_code == 404:
             return _error(RouteNotFound(method, path))
@@ -187,20 +207,3 @@ def _rest(router: Router) -> FastAPI:
 
 def _error(error: BatonError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, headers=error.headers)
-
-
-def _view(worker: Worker, now: float) -> dict[str, Any]:
-    """A worker as `GET /workers` shows it."""
-    health = worker.health
-    state = health.state(now)
-    return {
-        "worker": worker.name,
-        "role": worker.listed,
-        "state": state,
-        "reason": health.refusal or None,
-        "model": worker.model or None,
-        "in_flight": worker.in_flight,
-        "misses": health.misses,
-        "strikes": health.strikes,
-        "load": msgspec.to_builtins(health.load) if health.load else None,
-    }

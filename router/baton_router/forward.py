@@ -29,11 +29,14 @@ FORWARDED = frozenset(
         "/v1/responses",
         "/v1/tokenize",
         "/v1/detokenize",
+        "/generate",
+        "/tokenize",
+        "/detokenize",
     }
 )
 """Paths whose POST goes to the worker that serves the body's `model`."""
 
-ENDS_WITH_DONE = frozenset({"/v1/chat/completions", "/v1/completions"})
+ENDS_WITH_DONE = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
 """Those whose streams end with `data: [DONE]`; others end with the last byte."""
 
 REQUEST_ID = headers.REQUEST_ID.encode()
@@ -86,8 +89,9 @@ class Trust:
 
     @classmethod
     def of(cls, settings: RouterSettings) -> Trust:
-        keyed = bool(settings.api_key or settings.api_key_file or settings.worker_api_key)
-        return cls(settings.ticket_secret.encode(), settings.worker_api_key.encode(), not keyed)
+        key = settings.worker_api_key.get_secret_value()
+        keyed = bool(settings.api_key or settings.api_key_file or key)
+        return cls(settings.ticket_secret.encode(), key.encode(), not keyed)
 
     @property
     def line(self) -> bytes:
@@ -124,12 +128,19 @@ def request_id(given: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def request_head(
-    target: bytes, given: Headers, length: int, request_id: bytes, pair: Pair, trust: Trust, now: float
+    target: bytes,
+    given: Headers,
+    length: int,
+    request_id: bytes,
+    pair: Pair,
+    trust: Trust,
+    now: float,
+    method: bytes = b"POST",
 ) -> bytes:
     """The head of the request as the decode worker of `pair` gets it."""
     lines = [
-        b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-length: %d\r\n%b: %b\r\n"
-        % (target, pair.decode.name.encode(), length, REQUEST_ID, request_id)
+        b"%b %b HTTP/1.1\r\nhost: %b\r\ncontent-length: %d\r\n%b: %b\r\n"
+        % (method, target, pair.decode.name.encode(), length, REQUEST_ID, request_id)
     ]
     kept_back = _OF_THE_REQUEST if trust.passes_keys else _OF_THE_REQUEST | {AUTHORIZATION}
     lines += [b"%b: %b\r\n" % header for header in _passing(given, kept_back)]

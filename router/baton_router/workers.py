@@ -167,6 +167,11 @@ class Workers:
         """The names of models that have been served here, whether or not somebody can serve them now."""
         return tuple(sorted({name for worker in self.decode for name in worker.names}))
 
+    def context(self, model: str) -> int | None:
+        """Tokens that every worker of this name has room for; None if they do not say."""
+        loads = [one.health.load for one in self.decode if model in one.names]
+        return min((load.max_model_len for load in loads if load and load.max_model_len), default=None)
+
     def refusal(self, now: float) -> str | None:
         """Why no request can be served now; None if one can."""
         if not self.decode:

@@ -172,6 +172,9 @@ class FakeWorker:
         """With it, questions about health are not answered any more."""
         self.nonsense = False
         """With it, they are answered with something else."""
+        self.probe = plain(200, b"")
+        """The answer to /health_generate."""
+        self.probed: list[Asked] = []
         self.asked: list[Asked] = []
         """Requests to generate, in the order of their arrival."""
         self.arrived = asyncio.Event()
@@ -233,6 +236,9 @@ class FakeWorker:
                 await reader.read(1)
             elif self.nonsense:
                 writer.write(plain(200, b'{"role": "cook"}'))
+            elif asked.target == "/health_generate":
+                self.probed.append(asked)
+                writer.write(self.probe)
             elif asked.target == "/load":
                 writer.write(plain(200, msgspec.json.encode(self.load)))
             else:

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from baton_api.workers import Role
@@ -20,13 +21,27 @@ async def test_models_are_those_of_all_workers_and_stay_the_same() -> None:
         listed = (await router.client.get("/v1/models")).json()
         assert listed["object"] == "list"
         assert [model["id"] for model in listed["data"]] == ["meta-llama/two", "one"]
-        assert all(set(model) == {"id", "object", "created", "owned_by"} for model in listed["data"])
+        card = {"object": "model", "owned_by": "baton", "parent": None, "max_model_len": None}
+        for model in listed["data"]:
+            assert card.items() <= model.items()
+            assert model["root"] == model["id"]
+            assert model["created"] > 0
         answer = await router.client.get("/v1/models/meta-llama/two")
         assert answer.json() == listed["data"][0]
         missing = await router.client.get("/v1/models/three")
         assert missing.status_code == 404
         assert missing.json()["error"]["code"] == "model_not_found"
         assert (await router.client.get("/v1/models")).json() == listed
+
+
+async def test_a_models_context_is_what_all_of_its_workers_have() -> None:
+    one, two = FakeWorker(), FakeWorker()
+    one.load = msgspec.structs.replace(one.load, max_model_len=8192, names=("tiny", "small"))
+    two.load = msgspec.structs.replace(two.load, max_model_len=4096)
+    async with one, two, running_router([one, two]) as router:
+        cards = (await router.client.get("/v1/models")).json()["data"]
+        told = [(card["id"], card["root"], card["max_model_len"]) for card in cards]
+        assert told == [("small", "tiny", 8192), ("tiny", "tiny", 4096)]
 
 
 async def test_models_and_ready_are_503_until_a_decode_worker_is_ready() -> None:

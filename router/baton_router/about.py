@@ -1,0 +1,70 @@
+"""What the router tells of the service: the models, the workers behind it, its settings without secrets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from baton_api import __version__
+from baton_router.settings import RouterSettings
+from baton_router.workers import Worker, Workers
+
+SECRETS = frozenset({"api_key", "api_key_file", "ticket_secret", "worker_api_key"})
+"""Settings that nobody is told."""
+
+
+def version() -> dict[str, Any]:
+    return {"version": __version__, "server": "baton"}
+
+
+def model_card(workers: Workers, name: str, created: int) -> dict[str, Any]:
+    """One model of `/v1/models`, as a worker would show it."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "baton",
+        "root": next((worker.model for worker in workers.decode if name in worker.names), name),
+        "parent": None,
+        "max_model_len": workers.context(name),
+    }
+
+
+def model_info(workers: Workers, name: str) -> dict[str, Any]:
+    """The model under the names that other servers' tools look for."""
+    return {
+        "model_path": name,
+        "served_model_name": name,
+        "served_model_names": workers.models(),
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "max_model_len": workers.context(name),
+    }
+
+
+def server_info(settings: RouterSettings, workers: Workers, created: int, now: float) -> dict[str, Any]:
+    return {
+        **version(),
+        "status": workers.refusal(now) or "ready",
+        "started": created,
+        "models": [model_card(workers, name, created) for name in workers.models()],
+        "settings": settings.model_dump(mode="json", exclude=set(SECRETS)),
+        "workers": [view(worker, now) for worker in workers.all],
+    }
+
+
+def view(worker: Worker, now: float) -> dict[str, Any]:
+    """A worker as `GET /workers` shows it."""
+    health = worker.health
+    return {
+        "worker": worker.name,
+        "role": worker.listed,
+        "state": health.state(now),
+        "reason": health.refusal or None,
+        "model": worker.model or None,
+        "in_flight": worker.in_flight,
+        "misses": health.misses,
+        "strikes": health.strikes,
+        "load": msgspec.to_builtins(health.load) if health.load else None,
+    }

@@ -1,0 +1,127 @@
+"""
+What the router asks of workers for those who run the service: end this request, show that you work.
+
+A request is known to the worker that has it, and the router keeps no list of them; so an abort goes to
+all workers, and each ends what it knows. That a pair works is shown by one token through both of its
+workers, chosen as for any request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from baton_api.errors import BatonError, WorkerLost
+from baton_router.answers import Receive, Scope, Send, send_error, send_json
+from baton_router.client import Client, ClientGone
+from baton_router.forward import Trust, request_head, request_id
+from baton_router.policy import Pair, Policy, choose_pair
+from baton_router.settings import RouterSettings
+from baton_router.upstream import Headers, Lost
+from baton_router.workers import State, Worker, Workers
+
+ABORT = "/abort_request"
+PROBE = "/health_generate"
+ERRANDS = {ABORT: "POST", PROBE: "GET"}
+"""Paths and their methods."""
+
+ANSWER_LIMIT = 64 * 1024
+"""Bytes of an answer that are read; these are short."""
+
+PATIENCE_S = 30.0
+"""Seconds for one answer: a worker gives itself 20 to show that it works."""
+
+
+class Aborted(msgspec.Struct):
+    """What a worker answers to an abort."""
+
+    aborted: int = 0
+
+
+class Errands:
+    """Serves what `ERRANDS` lists, as a bare ASGI callable."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        workers: Workers,
+        policy: Policy,
+        rng: random.Random,
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._workers = workers
+        self._policy = policy
+        self._rng = rng
+        self._clock = clock
+        self._trust = Trust.of(settings)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = request_id(scope["headers"])
+        client = Client(scope, receive, send)
+        try:
+            body = await client.body(self._settings.max_body, self._settings.body_s)
+            async with client:
+                run = self._abort if scope["path"] == ABORT else self._probe
+                status, answer = await run(scope["headers"], body, name)
+            await send_json(send, status, answer, name)
+        except ClientGone:
+            return
+        except BatonError as error:
+            await send_error(send, error, name, close=not client.read)
+
+    async def _abort(self, given: Headers, body: bytes, name: bytes) -> tuple[int, bytes]:
+        """How many requests ended, over all workers; or what the first one that refuses says."""
+        now = self._clock()
+        there = [one for one in self._workers.all if one.health.state(now) is not State.DOWN]
+        heads = [self._head(b"POST", ABORT, given, len(body), name, Pair(one, None)) for one in there]
+        answers = await asyncio.gather(
+            *(_ask(one, head, body) for one, head in zip(there, heads, strict=True)), return_exceptions=True
+        )
+        ended = 0
+        for worker, answer in zip(there, answers, strict=True):
+            if isinstance(answer, Lost):
+                continue  # what it had has ended with it
+            if isinstance(answer, BaseException):
+                raise answer
+            status, text = answer
+            if status != 200:
+                return status, text
+            ended += _aborted(worker, text)
+        return 200, msgspec.json.encode(Aborted(ended))
+
+    async def _probe(self, given: Headers, body: bytes, name: bytes) -> tuple[int, bytes]:
+        """One token, by way of a pair."""
+        pair = choose_pair(self._policy, self._workers, None, (), self._clock(), self._rng)
+        assert pair is not None  # nobody was tried before
+        return await _ask(pair.decode, self._head(b"GET", PROBE, given, 0, name, pair))
+
+    def _head(self, method: bytes, path: str, given: Headers, length: int, name: bytes, pair: Pair) -> bytes:
+        return request_head(path.encode(), given, length, name, pair, self._trust, time.time(), method=method)
+
+
+def _aborted(worker: Worker, answer: bytes) -> int:
+    try:
+        return msgspec.json.decode(answer, type=Aborted).aborted
+    except msgspec.DecodeError as error:
+        raise WorkerLost(worker.name) from error
+
+
+async def _ask(worker: Worker, head: bytes, body: bytes = b"") -> tuple[int, bytes]:
+    """Status and body of a worker's answer. Raises WorkerLost."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            exchange = await worker.upstream.request(head, body)
+            try:
+                answer = b""
+                while (piece := await exchange.read()) and len(answer) <= ANSWER_LIMIT:
+                    answer += piece
+                return exchange.status, answer
+            finally:
+                exchange.close()
+    except TimeoutError as error:
+        raise WorkerLost(worker.name) from error
