@@ -1,0 +1,111 @@
+"""Every case runs against one worker, and against router, prefill and decode worker over NIXL."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conformance import deployment
+from tests.conformance.deployment import PAIR, WAYS, Deployment, Deployments
+from tests.conformance.scripted import make_scripted
+from tests.engine.models import make_model
+
+HERE = Path(__file__).parent
+
+ALWAYS_RELAYED = "--local-prefill-tokens=4"
+"""So that even a short prompt of the pair is computed by its prefill worker."""
+
+LOG_LINES = 20
+"""Of a deployment's log, shown with a failure."""
+
+_running = pytest.StashKey[Deployments]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.processes)
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Nothing of this folder runs on beside other tests."""
+    running = item.session.stash.get(_running, None)
+    if running is not None and (nextitem is None or HERE not in nextitem.path.parents):
+        running.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What the deployment wrote last stands beside a failure."""
+    report = yield
+    if report.failed and isinstance(item, pytest.Function):
+        for name, value in item.funcargs.items():
+            if isinstance(value, Deployment):
+                report.sections.append((f"log of {name}", "\n".join(value.log[-LOG_LINES:])))
+    return report
+
+
+@pytest.fixture(scope="session")
+def deployments(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployments]:
+    running = Deployments(tmp_path_factory.mktemp("conformance"))
+    request.session.stash[_running] = running
+    yield running
+    running.close()
+
+
+@pytest.fixture(params=[WAYS[0], pytest.param(PAIR, marks=pytest.mark.nixl)])
+def way(request: pytest.FixtureRequest) -> str:
+    chosen: str = request.param
+    if chosen == PAIR:
+        pytest.importorskip("nixl", reason="the NIXL library is missing")
+    return chosen
+
+
+@pytest.fixture
+def served(deployments: Deployments, way: str) -> Deployment:
+    """The built-in instruct model, under a name with a slash."""
+    return smollm2(deployments, way)
+
+
+@pytest.fixture
+def thinker(deployments: Deployments, way: str) -> Deployment:
+    """A model of Qwen3's architecture that thinks, answers and calls tools as Qwen3 writes it."""
+
+    def begin(way: str) -> Deployment:
+        folder = deployments.folder("scripted", make_scripted)
+        flags = ["--dtype=float32", "--kv-cache-memory=16MiB", "--reasoning-parser=qwen3"]
+        flags += ["--tool-call-parser=hermes"]
+        return deployment.start(way, str(folder), "thinker", *flags, *_relayed(way))
+
+    return deployments.get("thinker", way, begin)
+
+
+@pytest.fixture
+def guarded(deployments: Deployments, way: str) -> Deployment:
+    """A tiny model with an API key, one place in the batch and two in the queue."""
+
+    def begin(way: str) -> Deployment:
+        folder = deployments.folder("tiny", lambda folder: make_model(folder, max_position_embeddings=4096))
+        flags = ["--dtype=float32", "--kv-cache-memory=16MiB", "--api-key=k"]
+        flags += ["--max-running=1", "--max-queued=2"]
+        return deployment.start(way, str(folder), "tiny", *flags, *_relayed(way), api_key="k")
+
+    return deployments.get("guarded", way, begin)
+
+
+def smollm2(deployments: Deployments, way: str) -> Deployment:
+    """The built-in model, deployed in one of the ways."""
+
+    def begin(way: str) -> Deployment:
+        name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+        return deployment.start(way, "smollm2", name, "--kv-cache-memory=192MiB", *_relayed(way))
+
+    return deployments.get("smollm2", way, begin)
+
+
+def _relayed(way: str) -> tuple[str, ...]:
+    return (ALWAYS_RELAYED,) if way == PAIR else ()

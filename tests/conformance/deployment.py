@@ -1,0 +1,298 @@
+"""
+Deployments as users start them: `baton serve`, and `baton up` with router, prefill and decode worker.
+
+Seen from outside only: by their command line, their log and HTTP. Nothing of the server is imported, so
+that what the tests say holds for whoever speaks the API.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from openai import DefaultHttpxClient, OpenAI
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+
+ONE_WORKER = "one worker"
+PAIR = "pair"
+WAYS = (ONE_WORKER, PAIR)
+
+START_S = 120.0
+END_S = 30.0
+PATIENCE_S = 60.0
+"""For any one answer."""
+
+POLL_S = 0.02
+
+ADDRESS = {
+    ONE_WORKER: re.compile(r" serves .* on (http://127\.0\.0\.1:\d+)/v1"),
+    PAIR: re.compile(r"^Ready: .* on (http://127\.0\.0\.1:\d+)/v1"),
+}
+"""The line of the log that says where requests go."""
+
+QUESTION = [{"role": "user", "content": "List 3 countries and their capitals."}]
+"""The founding tutorials' question: U of the specification."""
+
+
+@dataclass
+class Deployment:
+    """One served model and two clients of it."""
+
+    way: str
+    url: str
+    model: str
+    process: subprocess.Popen[str]
+    log: list[str]
+    api_key: str = "None"
+    known: dict[int, psutil.Process] = field(default_factory=dict)
+    """Every process that was ever seen here, so that none is left."""
+
+    @property
+    def is_pair(self) -> bool:
+        return self.way == PAIR
+
+    @cached_property
+    def client(self) -> OpenAI:
+        return self.openai(max_retries=0)
+
+    @cached_property
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=PATIENCE_S, trust_env=False, headers=self.headers)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.api_key}"}
+
+    def openai(self, max_retries: int) -> OpenAI:
+        """A client of its own; close it."""
+        return OpenAI(
+            base_url=f"{self.url}/v1",
+            api_key=self.api_key,
+            max_retries=max_retries,
+            timeout=PATIENCE_S,
+            http_client=DefaultHttpxClient(trust_env=False),
+        )
+
+    # --- Requests, by the SDK and as plain bodies ---
+
+    def chat(self, messages: Sequence[Any] = QUESTION, /, **more: Any) -> ChatCompletion:
+        completion = self.client.chat.completions.create(model=self.model, messages=list(messages), **more)
+        assert isinstance(completion, ChatCompletion)
+        return completion
+
+    def complete(self, prompt: Any, /, **more: Any) -> Completion:
+        completion = self.client.completions.create(model=self.model, prompt=prompt, **more)
+        assert isinstance(completion, Completion)
+        return completion
+
+    def chat_body(self, messages: Sequence[Any] = QUESTION, /, **more: Any) -> dict[str, Any]:
+        return {"model": self.model, "messages": list(messages), **more}
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def post_chat(self, messages: Sequence[Any] = QUESTION, /, **more: Any) -> httpx.Response:
+        return self.post("/v1/chat/completions", self.chat_body(messages, **more))
+
+    def post_completion(self, prompt: Any, /, **more: Any) -> httpx.Response:
+        return self.post("/v1/completions", {"model": self.model, "prompt": prompt, **more})
+
+    def stream_chat(self, messages: Sequence[Any] = QUESTION, /, **more: Any) -> list[dict[str, Any]]:
+        """The JSON events of a chat stream, whose framing is checked."""
+        return self.stream("/v1/chat/completions", self.chat_body(messages, stream=True, **more))
+
+    def stream_completion(self, prompt: Any, /, **more: Any) -> list[dict[str, Any]]:
+        body = {"model": self.model, "prompt": prompt, "stream": True, **more}
+        return self.stream("/v1/completions", body)
+
+    def stream(self, path: str, body: Any) -> list[dict[str, Any]]:
+        answer = self.post(path, body)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        return data_events(answer.content)
+
+    # --- What the server says of itself ---
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of `text` without anything added."""
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        tokens: list[int] = self.post("/tokenize", body).raise_for_status().json()["tokens"]
+        return tokens
+
+    @cached_property
+    def context(self) -> int:
+        """Most tokens of prompt and answer together."""
+        card = self.http.get("/v1/models").raise_for_status().json()["data"][0]
+        length: int = card["max_model_len"]
+        return length
+
+    def workers(self) -> dict[str, str]:
+        """URLs of the workers, by role; one worker alone is `both`."""
+        if not self.is_pair:
+            return {"both": self.url}
+        rows = self.http.get("/workers").raise_for_status().json()["data"]
+        return {row["role"]: f"http://{row['worker']}" for row in rows}
+
+    def metrics(self, url: str = "") -> dict[str, float]:
+        """`name{labels}` to value, of this deployment's front or of the worker at `url`."""
+        answer = httpx.get(f"{url or self.url}/metrics", timeout=PATIENCE_S, trust_env=False)
+        rows = re.finditer(r"^(\w+(?:\{.*\})?) (\S+)$", answer.raise_for_status().text, re.MULTILINE)
+        return {row[1]: float(row[2]) for row in rows}
+
+    def total(self, name: str) -> float:
+        """A metric summed over its labels and over all workers."""
+        return sum(
+            value
+            for url in self.workers().values()
+            for key, value in self.metrics(url).items()
+            if key.partition("{")[0] == name
+        )
+
+    def relays(self) -> list[dict[str, Any]]:
+        """How prompts came over from the prefill worker, newest request first."""
+        url = self.workers()["decode"]
+        answer = httpx.get(f"{url}/debug/requests", timeout=PATIENCE_S, trust_env=False)
+        return [relay for record in answer.raise_for_status().json()["data"] for relay in record["relays"]]
+
+    # --- Its processes ---
+
+    def children(self) -> dict[str, psutil.Process]:
+        """The processes that `baton up` started, by role."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found[child.cmdline()[3]] = child
+                self.known[child.pid] = child
+        return found
+
+    def close(self) -> None:
+        """End every process and both clients."""
+        for name in ("client", "http"):
+            if name in self.__dict__:
+                self.__dict__[name].close()
+        if self.process.poll() is None:
+            self.children()
+            self.process.send_signal(signal.SIGKILL)
+        self.process.wait(END_S)
+        assert self.process.stdout is not None
+        for child in self.known.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+
+
+def start(way: str, model: str, name: str, *flags: str, api_key: str = "None") -> Deployment:
+    """`model`, served as `name` in one of `WAYS`; returns once it is ready."""
+    command = "up" if way == PAIR else "serve"
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "baton_cli.main", command, model),
+            *("--port=0", f"--served-model-name={name}", "--threads=1", *flags),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # As wide as a log line, and out of reach of any hub.
+        env={**os.environ, "COLUMNS": "400", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )
+    log: list[str] = []
+    threading.Thread(target=_read, args=(process, log), daemon=True).start()
+    try:
+        address: list[str] = []
+
+        def is_ready() -> bool:
+            assert process.poll() is None, "\n".join([f"{command} ended:", *log[-30:]])
+            address[:] = [found[1] for line in tuple(log) if (found := ADDRESS[way].search(line))]
+            return bool(address) and _answers(address[-1])
+
+        await_true(is_ready, START_S, f"`baton {command}` is ready")
+    except BaseException:
+        process.kill()
+        process.wait(END_S)
+        raise
+    deployment = Deployment(way, address[-1], name, process, log, api_key)
+    if deployment.is_pair:
+        deployment.children()
+    return deployment
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready", trust_env=False, timeout=PATIENCE_S).is_success
+    except httpx.TransportError:
+        return False
+
+
+def _read(process: subprocess.Popen[str], log: list[str]) -> None:
+    assert process.stdout is not None
+    with process.stdout:
+        log.extend(line.rstrip() for line in process.stdout)
+
+
+def await_true(claim: Callable[[], bool], seconds: float, what: str) -> float:
+    """Look until `claim` holds; the seconds that it took."""
+    begun = time.monotonic()
+    while not claim():
+        assert time.monotonic() < begun + seconds, f"after {seconds:g} s still not so: {what}"
+        time.sleep(POLL_S)
+    return time.monotonic() - begun
+
+
+def data_events(stream: bytes) -> list[dict[str, Any]]:
+    """The JSON of each event of a whole stream that must end with [DONE]; comments are let through."""
+    assert stream.endswith(b"\n\n"), stream[-200:]
+    frames = [frame for frame in stream[:-2].split(b"\n\n") if not frame.startswith(b":")]
+    for frame in frames:
+        assert frame.startswith(b"data: ") and b"\n" not in frame, frame
+    assert frames[-1] == b"data: [DONE]", frames[-1]
+    assert b"data: [DONE]" not in frames[:-1]
+    return [json.loads(frame.removeprefix(b"data: ")) for frame in frames[:-1]]
+
+
+def choices_of(events: Sequence[dict[str, Any]], index: int = 0) -> Iterator[dict[str, Any]]:
+    """The entries of one choice, in order."""
+    for event in events:
+        for choice in event["choices"]:
+            if choice["index"] == index:
+                yield choice
+
+
+def joined(events: Sequence[dict[str, Any]], index: int = 0, key: str = "content") -> str:
+    """What the deltas of one choice of a chat stream add up to."""
+    return "".join(choice["delta"].get(key) or "" for choice in choices_of(events, index))
+
+
+class Deployments:
+    """Those of one test session: each is started when it is first asked for, and kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._running: dict[tuple[str, str], Deployment] = {}
+
+    def folder(self, name: str, make: Callable[[Path], Path]) -> Path:
+        """A model's folder, made once."""
+        folder = self._folder / name
+        return folder if folder.exists() else make(folder)
+
+    def get(self, kind: str, way: str, begin: Callable[[str], Deployment]) -> Deployment:
+        if (kind, way) not in self._running:
+            self._running[kind, way] = begin(way)
+        return self._running[kind, way]
+
+    def close(self) -> None:
+        while self._running:
+            self._running.popitem()[1].close()

@@ -1,0 +1,268 @@
+"""L: overload, disconnect, faults of the pair."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.conformance.conftest import smollm2
+from tests.conformance.deployment import (
+    ONE_WORKER,
+    PAIR,
+    PATIENCE_S,
+    START_S,
+    Deployment,
+    Deployments,
+    await_true,
+)
+from tests.conformance.expected import check_error, check_error_object
+
+LONG_RUN = 4000
+RUNNING = "baton_worker_requests_running"
+HELD_BLOCKS = ('baton_worker_kv_blocks{state="owned"}', 'baton_worker_kv_blocks{state="pinned"}')
+CHAT = "/v1/chat/completions"
+
+pair_only = pytest.mark.parametrize("way", [pytest.param(PAIR, marks=pytest.mark.nixl)], indirect=True)
+
+
+def owned_blocks(served: Deployment) -> float:
+    """KV blocks that somebody's request holds, on all workers."""
+    return sum(
+        value
+        for url in served.workers().values()
+        for key, value in served.metrics(url).items()
+        if key in HELD_BLOCKS
+    )
+
+
+def busy(served: Deployment) -> float:
+    return sum(
+        served.total(f"baton_worker_requests_{state}") for state in ("running", "queued", "fetching", "held")
+    )
+
+
+def test_L1_a_client_that_leaves_a_stream_stops_it(served: Deployment) -> None:
+    before = owned_blocks(served)
+    body = served.chat_body(max_tokens=LONG_RUN, ignore_eos=True, stream=True)
+    with (
+        httpx.Client(base_url=served.url, timeout=PATIENCE_S, trust_env=False) as leaving,
+        leaving.stream("POST", CHAT, json=body) as answer,
+    ):
+        chunks = 0
+        for line in answer.iter_lines():
+            chunks += line.startswith("data: ")
+            if chunks == 5:
+                break
+        assert chunks == 5 and served.total(RUNNING) >= 1
+    await_true(lambda: busy(served) == 0, 3, "no request is running")
+    await_true(lambda: owned_blocks(served) == before, 3, "its KV blocks are free again")
+
+
+def test_L2_a_client_that_leaves_a_whole_answer_stops_it(served: Deployment) -> None:
+    before = owned_blocks(served)
+    body = served.chat_body(max_tokens=LONG_RUN, ignore_eos=True)
+    with (
+        httpx.Client(
+            base_url=served.url, timeout=httpx.Timeout(PATIENCE_S, read=1.0), trust_env=False
+        ) as http,
+        pytest.raises(httpx.ReadTimeout),
+    ):
+        http.post(CHAT, json=body)
+    await_true(lambda: busy(served) == 0, 3, "no request is running")
+    await_true(lambda: owned_blocks(served) == before, 3, "its KV blocks are free again")
+
+
+def at_once(count: int, call: Callable[[int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(call, range(count)))
+
+
+def test_L3_overload_is_refused_with_a_time_to_come_back(guarded: Deployment) -> None:
+    body = guarded.chat_body(max_tokens=100, ignore_eos=True)
+
+    def ask(index: int) -> httpx.Response:
+        streamed = {**body, "stream": index % 2 == 0}
+        return httpx.post(
+            f"{guarded.url}{CHAT}",
+            json=streamed,
+            headers=guarded.headers,
+            timeout=PATIENCE_S,
+            trust_env=False,
+        )
+
+    answers = at_once(50, ask)
+    served = [answer for answer in answers if answer.status_code == 200]
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert served and refused
+    for answer in refused:
+        assert answer.status_code in (429, 503), answer.text
+        check_error_object(
+            answer.json()["error"], kind="server_error" if answer.status_code == 503 else "requests"
+        )
+        assert 1 <= int(answer.headers["retry-after"]) <= 120
+    for parity in (0, 1):
+        assert any(answer.status_code != 200 for answer in answers[parity::2])
+    assert len({answer.headers["retry-after"] for answer in refused}) > 1, "all would come back at once"
+
+
+def test_L3_the_sdks_retries_get_everybody_through(guarded: Deployment) -> None:
+    with guarded.openai(max_retries=5) as patient:
+
+        def ask(index: int) -> Any:
+            if index % 2:
+                return patient.chat.completions.create(
+                    model=guarded.model, messages=[{"role": "user", "content": "Hi"}], max_tokens=4
+                ).choices
+            stream = patient.chat.completions.create(
+                model=guarded.model,
+                messages=[{"role": "user", "content": "Hi"}],
+                max_tokens=4,
+                stream=True,
+            )
+            return list(stream)
+
+        assert all(at_once(50, ask))
+
+
+@pair_only
+def test_L4_without_a_decode_worker_requests_are_refused_until_it_is_back(guarded: Deployment) -> None:
+    workers = guarded.workers()
+    assert guarded.post_chat(max_tokens=4).status_code == 200
+    guarded.children()["decode"].kill()
+    refused: list[httpx.Response] = []
+
+    def is_refused() -> bool:
+        answer = guarded.post_chat(max_tokens=4)
+        refused[:] = [answer]
+        return answer.status_code != 200
+
+    await_true(is_refused, 5, "requests are refused")
+    (answer,) = refused
+    check_error(answer, 503, kind="server_error")
+    assert 1 <= int(answer.headers["retry-after"]) <= 120
+    assert guarded.http.get("/ready").status_code == 503
+    assert guarded.http.get("/v1/models").status_code == 503
+    check_comes_back(guarded, workers["decode"])
+
+
+@pair_only
+def test_L4_without_a_prefill_worker_the_decode_worker_serves_on(guarded: Deployment) -> None:
+    """Where peers refuse, the decode worker computes prompts itself until the prefill worker is back."""
+    workers = guarded.workers()
+    expected = guarded.post_chat(max_tokens=8, temperature=0).json()["choices"]
+    guarded.children()["prefill"].kill()
+    for _ in range(5):
+        answer = guarded.post_chat(max_tokens=8, temperature=0)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"] == expected
+    check_comes_back(guarded, workers["prefill"])
+
+
+def check_comes_back(guarded: Deployment, worker: str) -> None:
+    """`baton up` starts a lost worker again; 10 s later at most all is as it was."""
+
+    def is_up() -> bool:
+        try:
+            return httpx.get(f"{worker}/ready", trust_env=False).is_success
+        except httpx.TransportError:
+            return False
+
+    await_true(is_up, START_S, "the worker is started again")
+    await_true(lambda: guarded.http.get("/ready").status_code == 200, 10, "the router is ready")
+    fresh = random.Random(time.monotonic_ns())
+
+    def relayed() -> bool:
+        prompt = fresh.choices(range(3, 300), k=100)
+        assert guarded.post_completion(prompt, max_tokens=2).status_code == 200
+        return bool(guarded.relays()) and guarded.relays()[0]["transport"].startswith("nixl")
+
+    await_true(relayed, 10, "prompts come from the prefill worker again")
+
+
+@pair_only
+def test_L5_a_stream_whose_worker_dies_ends_with_an_error(guarded: Deployment) -> None:
+    workers = guarded.workers()
+    body = guarded.chat_body(max_tokens=3000, ignore_eos=True, stream=True)
+    lines = []
+    with guarded.http.stream("POST", CHAT, json=body) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                lines.append(line.removeprefix("data: "))
+            if len(lines) == 5:
+                guarded.children()["decode"].kill()
+    assert lines[-1] == "[DONE]"
+    check_error_object(json.loads(lines[-2])["error"], kind="server_error")
+    chunks = [json.loads(line) for line in lines[:-2]]
+    assert all(choice["finish_reason"] is None for chunk in chunks for choice in chunk["choices"])
+    check_comes_back(guarded, workers["decode"])
+
+
+PROMPTS = 100
+
+
+@pytest.mark.nixl
+def test_L7_a_pair_says_what_one_worker_says(deployments: Deployments) -> None:
+    pytest.importorskip("nixl", reason="the NIXL library is missing")
+    one, pair = (smollm2(deployments, way) for way in (ONE_WORKER, PAIR))
+    places = ("France", "Japan", "Peru", "Kenya", "Norway", "Chile", "India", "Cuba", "Mali", "Laos")
+    asked: tuple[str, ...] = (
+        "capital",
+        "largest city",
+        "longest river",
+        "highest mountain",
+        "best known dish",
+    )
+    asked += ("flag", "currency", "national animal", "neighbours", "climate")
+    questions = [
+        f"What is the {thing} of {place}? Answer in one sentence." for place in places for thing in asked
+    ]
+    assert len(set(questions)) == PROMPTS
+    before = pair.total("baton_worker_transfer_bytes_total")
+    ours, theirs = answers(pair, questions), answers(one, questions)
+    different = [question for question, a, b in zip(questions, ours, theirs, strict=True) if a != b]
+    assert not different, different
+    assert pair.total("baton_worker_transfer_bytes_total") > before
+    recent = pair.relays()
+    assert recent and all(relay["transport"].startswith("nixl") for relay in recent)
+
+
+def answers(served: Deployment, questions: Sequence[str]) -> list[tuple[Any, ...]]:
+    """Texts, ends and usage, four at a time; cached tokens depend on what was asked before."""
+
+    def ask(question: str) -> tuple[Any, ...]:
+        completion = served.chat([{"role": "user", "content": question}], temperature=0, max_tokens=16)
+        choice, usage = completion.choices[0], completion.usage
+        assert usage
+        return choice.message.content, choice.finish_reason, usage.prompt_tokens, usage.completion_tokens
+
+    with ThreadPoolExecutor(4) as threads:
+        return list(threads.map(ask, questions))
+
+
+@pytest.mark.nixl
+def test_L6_several_prompts_and_choices_are_the_same_from_a_pair(deployments: Deployments) -> None:
+    """Each prompt of a list is a prefill of its own, and so is nothing of a choice."""
+    pytest.importorskip("nixl", reason="the NIXL library is missing")
+    prompts = ["The capital of France is", "Water boils at", "A relay race has"]
+    found = []
+    for way in (ONE_WORKER, PAIR):
+        served = smollm2(deployments, way)
+        completion = served.complete(prompts, n=2, temperature=1, seed=11, max_tokens=8)
+        assert completion.usage
+        found.append(
+            (
+                [(choice.index, choice.text) for choice in completion.choices],
+                completion.usage.prompt_tokens,
+                completion.usage.completion_tokens,
+            )
+        )
+    assert found[0] == found[1]
+    assert len({text for _, text in found[0][0]}) > 3
