@@ -98,6 +98,7 @@ PARTS = Limit("messages[].content", Kind.ITEMS, 2048, 1, paths="chat")
 PROMPTS = Limit("prompt", Kind.ITEMS, 1024, 1, paths="completions, tokenize, generate")
 ALL_CHOICES = Limit("prompt, n", Kind.ITEMS, 4096, paths="completions, generate", other_code=None,
                     note="the product of both")  # fmt: skip
+INPUTS = Limit("input", Kind.ITEMS, 2048, 1, paths="embeddings")
 TOKEN_LISTS = Limit("tokens", Kind.ITEMS, 1024, paths="detokenize", note="where it is a list of lists")
 
 # --- How tokens are drawn ---

@@ -129,6 +129,7 @@ def _served(worker: Worker, duties: Duties, drain: Drain, keys: Keys) -> Served:
         keys=keys,
         defaults=_defaults(worker),
         embedder=worker.embedder,
+        hidden=worker.spec.hidden,
         generates=not worker.spec.headless,
     )
 

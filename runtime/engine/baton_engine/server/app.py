@@ -4,6 +4,7 @@ The routes of one worker.
     GET  /v1/models[/{id}]       what is served
     POST /v1/chat/completions    generate
     POST /v1/completions
+    POST /v1/embeddings          vectors of texts
     POST /v1/responses           the same with items and a memory; GET and DELETE /v1/responses/{id}
     POST /tokenize, /detokenize  text to token ids and back; also under /v1
     POST /generate               a completion in SGLang's own form
@@ -24,6 +25,7 @@ from baton_engine.server import chat, completions, native, operations, tokens
 from baton_engine.server.about import model_card
 from baton_engine.server.call import Call
 from baton_engine.server.edge import Edge
+from baton_engine.server.embeddings import Embeddings
 from baton_engine.server.generate import Generate
 from baton_engine.server.operations import as_json
 from baton_engine.server.responses import endpoint as responses
@@ -51,6 +53,7 @@ def create_app(served: Served) -> ASGIApp:
             Route("/v1/models/{name:path}", model),
             Route("/v1/chat/completions", Generate(served, chat.prepare), methods=["POST"]),
             Route("/v1/completions", Generate(served, completions.prepare), methods=["POST"]),
+            Route("/v1/embeddings", Embeddings(served), methods=["POST"]),
             *responses.routes(served),
             Route("/generate", Generate(served, native.prepare, model_required=False), methods=["POST"]),
             Route("/tokenize", tokenizing, methods=["POST"]),

@@ -16,7 +16,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from baton_api import headers
-from baton_api.errors import ModelNotFound, RequestAborted
+from baton_api.errors import InvalidRequest, ModelNotFound, RequestAborted
 from baton_engine.requests import FinishReason, RemotePrefill
 from baton_engine.server import bodies
 from baton_engine.server.choices import Choices
@@ -105,6 +105,12 @@ class Generate:
         if self._model_required:
             fields.require("model")
         check_model(fields, self._served)
+        if not self._served.generates:
+            raise InvalidRequest(
+                f"The model {self._served.name!r} has no head: it makes embeddings and generates nothing; "
+                "use /v1/embeddings.",
+                param="model",
+            )
         return self._prepare(fields, self._served), read_names(fields)
 
     async def _answer(self, work: Work, choices: Choices, receive: Receive, send: Send) -> None:

@@ -41,6 +41,8 @@ class Served:
     defaults: Defaults = field(default_factory=Defaults)
     embedder: Embedder | Unable = field(default_factory=lambda: Unable("nothing is known of its pooling"))
     """How the model makes vectors, or why it makes none."""
+    hidden: int = 0
+    """Numbers in a vector, as the model makes it."""
     generates: bool = True
     """Whether the model has a head, without which nothing that it says means anything."""
     created: int = field(default_factory=lambda: int(time.time()))

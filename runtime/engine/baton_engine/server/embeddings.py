@@ -1,0 +1,183 @@
+"""
+`POST /v1/embeddings`: texts or token ids in, one vector for each out, in their order.
+
+Each input is a request of its own to the engine, which batches them with whatever else it has; of one
+call no more are under way at once than `AT_ONCE`, so that a long list does not fill the queue. Any worker
+answers, whatever its role: nothing is generated, and no blocks are moved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from starlette.types import Receive, Scope, Send
+
+from baton_api import limits
+from baton_api.errors import ContextTooLong, InvalidRequest, NotReady, RequestAborted
+from baton_engine.model.embedder import Embedder, Unable
+from baton_engine.requests import FinishReason, Pooling, Request, SamplingParams, Vector
+from baton_engine.server import bodies
+from baton_engine.server.call import send_json
+from baton_engine.server.disconnect import ClientGone, until_disconnect
+from baton_engine.server.exchange import Exchange, exchange_of
+from baton_engine.server.generate import check_model
+from baton_engine.server.prompts import read_prompts
+from baton_engine.server.running import read_names
+from baton_engine.server.served import Served
+from baton_engine.server.vectors import VectorFormat, read_format
+
+AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One checked request."""
+
+    inputs: Sequence[tuple[int, ...]]
+    pooling: Pooling
+    format: VectorFormat
+    names: tuple[str, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.inputs))
+
+
+class Embeddings:
+    """The endpoint of one worker."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        with self._served.drain.request():
+            body = await bodies.read(scope, receive)
+            async with until_disconnect(receive):
+                asked = await asyncio.to_thread(self._read, body)
+            exchange.answer_id = f"embd-{uuid.uuid4().hex}"
+            exchange.prompt_tokens = asked.tokens
+            computation = Computation(self._served, exchange, asked)
+            try:
+                with self._served.running.entered((exchange.request_id, *asked.names), computation):
+                    async with until_disconnect(receive):
+                        vectors = await computation.vectors()
+                        encoded = await asyncio.to_thread(self._encoded, asked, vectors)
+            except BaseException as error:
+                gone = isinstance(error, ClientGone | RequestAborted | asyncio.CancelledError)
+                self._record(exchange, FinishReason.ABORT if gone else FinishReason.ERROR)
+                raise
+            self._record(exchange, FinishReason.STOP)
+            await send_json(encoded, send)
+
+    def _read(self, body: bytes) -> Asked:
+        fields = bodies.parse(body)
+        fields.require("model")
+        check_model(fields, self._served)
+        embedder = able(self._served)
+        fields.text("user")
+        shape = read_format(fields, embedder, self._served.hidden)
+        inputs = read_prompts(fields, "input", self._served.tokenizer, limits.INPUTS.most)
+        for position, given in enumerate(inputs):
+            param = f"input[{position}]" if len(inputs) > 1 else "input"
+            if given.text == "":
+                raise InvalidRequest(
+                    f"Invalid '{param}': the text is empty. Expected at least 1 character.",
+                    param=param,
+                    code="invalid_value",
+                )
+            if len(given.tokens) > self._served.max_model_len:
+                raise ContextTooLong(len(given.tokens), 0, self._served.max_model_len, param=param)
+        return Asked([given.tokens for given in inputs], embedder.pooling, shape, read_names(fields))
+
+    def _encoded(self, asked: Asked, vectors: Sequence[Vector]) -> bytes:
+        data = [
+            {"object": "embedding", "index": index, "embedding": asked.format.shown(vector)}
+            for index, vector in enumerate(vectors)
+        ]
+        usage = {"prompt_tokens": asked.tokens, "total_tokens": asked.tokens}
+        return msgspec.json.encode(
+            {"object": "list", "data": data, "model": self._served.name, "usage": usage}
+        )
+
+    def _record(self, exchange: Exchange, reason: FinishReason) -> None:
+        exchange.ended = time.monotonic()
+        exchange.finish_reasons.append(reason)
+        self._served.metrics.ended(reason, 0, exchange.ended - exchange.started)
+        self._served.history.append(exchange)
+
+
+def able(served: Served) -> Embedder:
+    """How the model makes vectors; InvalidRequest with the reason if it makes none."""
+    embedder = served.embedder
+    if isinstance(embedder, Unable):
+        raise InvalidRequest(
+            f"The model {served.name!r} makes no embeddings: {embedder.reason}.", param="model"
+        )
+    return embedder
+
+
+class Computation:
+    """The vectors of one request while they are computed."""
+
+    def __init__(self, served: Served, exchange: Exchange, asked: Asked) -> None:
+        self._served = served
+        self._exchange = exchange
+        self._asked = asked
+        self._under_way: set[str] = set()
+        self._aborted = False
+
+    def abort(self) -> None:
+        """Somebody else ends the request: `vectors` raises RequestAborted."""
+        self._aborted = True
+        for name in self._under_way:
+            self._served.engine.abort(name)
+
+    async def vectors(self) -> list[Vector]:
+        """One for each input. Raises what the engine refuses or fails with."""
+        inputs = self._asked.inputs
+        found: list[Vector] = [np.empty(0, dtype=np.float32)] * len(inputs)
+        left = iter(range(len(inputs)))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(AT_ONCE, len(inputs))):
+                    group.create_task(self._drive(left, found))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return found
+
+    async def _drive(self, left: Iterator[int], found: list[Vector]) -> None:
+        for index in left:
+            found[index] = await self._one(index)
+
+    async def _one(self, index: int) -> Vector:
+        if self._aborted:
+            raise RequestAborted
+        request = Request(
+            id=f"{self._exchange.answer_id}-{index}",
+            prompt=self._asked.inputs[index],
+            sampling=SamplingParams(max_tokens=0),
+            pooling=self._asked.pooling,
+        )
+        async with contextlib.aclosing(self._served.engine.generate(request)) as outputs:
+            self._under_way.add(request.id)
+            try:
+                output = await anext(outputs)
+            finally:
+                self._under_way.discard(request.id)
+        if output.error is not None:
+            raise output.error
+        if self._aborted:
+            raise RequestAborted
+        if output.finish is FinishReason.ABORT:
+            raise NotReady("This worker stopped before the answer was complete; try again.")
+        self._exchange.cached_tokens += output.cached_tokens
+        assert isinstance(output.reading, np.ndarray)
+        return output.reading
