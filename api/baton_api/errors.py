@@ -28,15 +28,41 @@ only where recovery was forbidden. `SetupError` ends a process at start: what is
 number, and the way out.
 
 The wording of each lives here, once. The shape on the wire is OpenAI's `ErrorResponse`: message,
-type, param and code, all four always present.
+type, param and code, all four always present. A class's docstring says first what it means and then what
+to do; the page of errors is made of these.
 """
 
 from __future__ import annotations
 
+import random
 from typing import ClassVar
 
 MESSAGE_LIMIT = 2000
 """Characters of a message that reach a client; a bad body is never echoed whole."""
+
+RETRY_SPREAD_S = 4
+"""Seconds over which `Retry-After` is spread: those who are refused together would come back together."""
+
+RETRY_LIMIT_S = 120
+"""OpenAI's clients ignore a longer `Retry-After`."""
+
+CODES = {
+    "missing_required_parameter": "The field must be there.",
+    "invalid_type": "The value is of another JSON type than the field's.",
+    "invalid_value": "The value is none of those that the field may have.",
+    "integer_below_min_value": "The whole number is too low.",
+    "integer_above_max_value": "The whole number is too high.",
+    "decimal_below_min_value": "The number is too low.",
+    "decimal_above_max_value": "The number is too high.",
+    "empty_array": "There must be at least one item.",
+    "array_above_max_length": "There are too many items.",
+    "string_above_max_length": "There are too many characters.",
+    "object_above_max_properties": "There are too many members.",
+    "context_length_exceeded": "The prompt, or it and the tokens asked for, do not fit the model's context.",
+    "previous_response_not_found": "The response to continue is not kept.",
+    "unsupported_parameter": "The field asks for something that is not served; leave it out.",
+}
+"""What an InvalidRequest may say as `code`; it says null where fields contradict one another."""
 
 
 class BatonError(Exception):
@@ -47,7 +73,7 @@ class BatonError(Exception):
     code: str | None = None
     param: str | None = None
     retry_after: int | None = None
-    """Whole seconds for the `Retry-After` header, 1 to 120; OpenAI's clients ignore more."""
+    """The least seconds for the `Retry-After` header, from 1 on; None where to try again does not help."""
 
     @property
     def message(self) -> str:
@@ -56,8 +82,11 @@ class BatonError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """What goes with the body besides its type and length."""
-        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        """What goes with the body besides its type and length; `Retry-After` is drawn for each client."""
+        if self.retry_after is None:
+            return {}
+        wait = random.randint(self.retry_after, self.retry_after + RETRY_SPREAD_S)
+        return {"retry-after": str(min(wait, RETRY_LIMIT_S))}
 
     def body(self) -> dict[str, dict[str, str | None]]:
         """The JSON body of the response, or of an error event in a stream."""
@@ -72,7 +101,11 @@ class BatonError(Exception):
 
 
 class InvalidRequest(BatonError):
-    """A field of the request is missing, of the wrong type, or out of its range."""
+    """
+    A field of the request is missing, of the wrong type, or out of its range.
+
+    Change the field that `param` names as the message says. To send it again as it is cannot help.
+    """
 
     status = 400
     type = "invalid_request_error"
@@ -84,7 +117,13 @@ class InvalidRequest(BatonError):
 
 
 class ContextTooLong(InvalidRequest):
-    """The prompt, or the prompt and the tokens asked for, do not fit the model's context."""
+    """
+    The prompt, or the prompt and the tokens asked for, do not fit the model's context.
+
+    Shorten the prompt, or ask for fewer tokens. `/tokenize` counts a prompt's tokens.
+    """
+
+    code = "context_length_exceeded"
 
     def __init__(self, prompt: int, wanted: int, limit: int, *, param: str) -> None:
         asked = f"{prompt} prompt tokens" + (f" and {wanted} to generate" if wanted else "")
@@ -92,34 +131,50 @@ class ContextTooLong(InvalidRequest):
             f"This model's maximum context length is {limit} tokens, but the request has {asked}. "
             "Shorten the prompt or lower max_tokens.",
             param=param,
-            code="context_length_exceeded",
+            code=self.code,
         )
 
 
 class PromptTooLarge(InvalidRequest):
-    """The prompt fits the model's context but not the worker's KV cache, however empty."""
+    """
+    The prompt fits the model's context but not the worker's KV cache, however empty.
+
+    Shorten the prompt, or start the worker with a larger `--kv-cache-memory`.
+    """
+
+    code = "context_length_exceeded"
 
     def __init__(self, needed: int, blocks: int, block_size: int) -> None:
         super().__init__(
             f"The request needs {needed} KV blocks of {block_size} tokens, but the whole cache has "
             f"{blocks}. Shorten the prompt or start the worker with a larger --kv-cache-memory.",
-            code="context_length_exceeded",
+            code=self.code,
         )
 
 
 class PreviousResponseNotFound(InvalidRequest):
-    """The response that the request continues is not kept: never was, not for this key, or no more."""
+    """
+    The response that the request continues is not kept: never was, not for this key, or no more.
+
+    Send the conversation so far as `input` in place of `previous_response_id`.
+    """
+
+    code = "previous_response_not_found"
 
     def __init__(self, id: str) -> None:
         super().__init__(
             f"Previous response with id {id[:100]!r} not found.",
             param="previous_response_id",
-            code="previous_response_not_found",
+            code=self.code,
         )
 
 
 class Unauthorized(BatonError):
-    """No API key, or one that is not known."""
+    """
+    No API key, or one that is not known.
+
+    Send `Authorization: Bearer <key>` with a key of `--api-key` or of the key file.
+    """
 
     status = 401
     type = "invalid_request_error"
@@ -138,7 +193,11 @@ class Unauthorized(BatonError):
 
 
 class ModelNotFound(BatonError):
-    """No model of that name is served here."""
+    """
+    No model of that name is served here.
+
+    Use one of the names that the message and `GET /v1/models` list.
+    """
 
     status = 404
     type = "invalid_request_error"
@@ -151,7 +210,11 @@ class ModelNotFound(BatonError):
 
 
 class ResponseNotFound(BatonError):
-    """No response of that id is kept: it never was, not for this key, or is no more."""
+    """
+    No response of that id is kept: it never was, not for this key, or is no more.
+
+    Ask for it anew: responses are kept for a bounded time, in bounded number, and not across restarts.
+    """
 
     status = 404
     type = "invalid_request_error"
@@ -162,7 +225,11 @@ class ResponseNotFound(BatonError):
 
 
 class RouteNotFound(BatonError):
-    """No such path."""
+    """
+    No such path.
+
+    See the list of paths at `/openapi.json`; a base URL ends in `/v1`.
+    """
 
     status = 404
     type = "invalid_request_error"
@@ -172,7 +239,11 @@ class RouteNotFound(BatonError):
 
 
 class MethodNotAllowed(BatonError):
-    """The path exists, the method does not."""
+    """
+    The path exists, the method does not.
+
+    Use the method that `/openapi.json` gives for the path.
+    """
 
     status = 405
     type = "invalid_request_error"
@@ -182,7 +253,11 @@ class MethodNotAllowed(BatonError):
 
 
 class BodyTooLarge(BatonError):
-    """The request's body is over the limit."""
+    """
+    The request's body is over the limit.
+
+    Send less; a list of prompts may be sent in several requests.
+    """
 
     status = 413
     type = "invalid_request_error"
@@ -193,7 +268,11 @@ class BodyTooLarge(BatonError):
 
 
 class RequestAborted(BatonError):
-    """Somebody ended the request by its id before it was complete."""
+    """
+    Somebody ended the request by its id before it was complete.
+
+    Nothing, if it was meant; what was streamed before stays valid.
+    """
 
     status = 499  # as proxies say it of requests that were given up; clients do not try again
     type = "invalid_request_error"
@@ -204,18 +283,26 @@ class RequestAborted(BatonError):
 
 
 class Overloaded(BatonError):
-    """No room in the queue: come back later."""
+    """
+    No room in the queue: come back later.
+
+    Wait for the seconds of `Retry-After` and try again, as OpenAI's clients do. If it lasts, add workers.
+    """
 
     status = 503
     code = "overloaded"
 
     def __init__(self, queued: int, limit: int, retry_after: int = 1) -> None:
         super().__init__(f"{queued} requests are waiting and the limit is {limit}; try again later.")
-        self.retry_after = max(1, min(120, retry_after))
+        self.retry_after = max(1, min(RETRY_LIMIT_S, retry_after))
 
 
 class NotReady(BatonError):
-    """Nobody can serve this now: still starting, draining, or no healthy worker is left."""
+    """
+    Nobody can serve this now: still starting, draining, or no healthy worker is left.
+
+    Wait for the seconds of `Retry-After` and try again. If it lasts, `/ready` says what is missing.
+    """
 
     status = 503
     code = "overloaded"
@@ -223,7 +310,11 @@ class NotReady(BatonError):
 
 
 class WorkerLost(BatonError):
-    """The worker that had the request is gone, and the request cannot go on elsewhere."""
+    """
+    The worker that had the request is gone, and the request cannot go on elsewhere.
+
+    Try again: another worker answers. The log of the lost one says why it ended.
+    """
 
     status = 503
     code = "worker_error"
@@ -234,7 +325,11 @@ class WorkerLost(BatonError):
 
 
 class InternalError(BatonError):
-    """Something broke inside; the log has the details under the request's id."""
+    """
+    Something broke inside; the log has the details under the request's id.
+
+    Look for the answer's `x-request-id` in the server's log, and report what stands there.
+    """
 
     code = "internal_error"
 
@@ -243,7 +338,11 @@ class InternalError(BatonError):
 
 
 class TransferFailed(BatonError):
-    """KV blocks did not arrive, or arrived damaged; what had arrived before is still good."""
+    """
+    KV blocks did not arrive, or arrived damaged; what had arrived before is still good.
+
+    Try again. If it lasts, see the network between prefill and decode workers.
+    """
 
     status = 503
     code = "worker_error"
@@ -251,11 +350,19 @@ class TransferFailed(BatonError):
 
 
 class IncompatiblePeer(BatonError):
-    """Two workers that cannot share KV blocks: another protocol, model, dtype or cache layout."""
+    """
+    Two workers that cannot share KV blocks: another protocol, model, dtype or cache layout.
+
+    Start both workers with the same version, model, `--dtype` and settings of the cache.
+    """
 
     status = 503
     code = "worker_error"
 
 
 class SetupError(BatonError):
-    """A process cannot start, or cannot go on, until somebody changes something."""
+    """
+    A process cannot start, or cannot go on, until somebody changes something.
+
+    Do what the message says; it names the setting and the number.
+    """

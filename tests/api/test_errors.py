@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from baton_api import errors
 from baton_api.errors import (
+    CODES,
     MESSAGE_LIMIT,
+    RETRY_SPREAD_S,
     BatonError,
     BodyTooLarge,
     ContextTooLong,
+    IncompatiblePeer,
+    InternalError,
     InvalidRequest,
+    MethodNotAllowed,
     ModelNotFound,
+    NotReady,
     Overloaded,
+    PreviousResponseNotFound,
     PromptTooLarge,
+    RequestAborted,
+    ResponseNotFound,
+    RouteNotFound,
+    SetupError,
+    TransferFailed,
     Unauthorized,
+    WorkerLost,
 )
+from baton_api.limits import table
+
+ROOT = Path(__file__).parents[2]
 
 
 def below(root: type[BatonError], depth: int = 0) -> Iterator[tuple[int, type[BatonError]]]:
@@ -48,6 +67,57 @@ EXAMPLES: list[BatonError] = [
 ]
 
 
+LONG = "x" * 100_000
+HOSTILE: list[BatonError] = [
+    InvalidRequest(LONG, param="a", code="invalid_value"),
+    ContextTooLong(10**400, 10**400, 10**400, param="messages"),
+    PromptTooLarge(10**400, 10**400, 10**400),
+    PreviousResponseNotFound(LONG),
+    Unauthorized(),
+    ModelNotFound(LONG, (LONG,)),
+    ResponseNotFound(LONG),
+    RouteNotFound("GET", LONG),
+    MethodNotAllowed("GET", LONG),
+    BodyTooLarge(10**400),
+    RequestAborted(),
+    Overloaded(10**400, 10**400),
+    NotReady(LONG),
+    WorkerLost(LONG),
+    InternalError(),
+    TransferFailed(LONG),
+    IncompatiblePeer(LONG),
+    SetupError(LONG),
+]
+
+
+def test_every_error_is_bounded_whatever_it_was_made_of() -> None:
+    kinds = {kind for _, kind in below(BatonError)} - {BatonError}
+    assert {type(error) for error in HOSTILE} == kinds
+    for error in HOSTILE:
+        assert 0 < len(error.message) <= MESSAGE_LIMIT
+
+
+def test_every_error_says_what_it_means_and_what_to_do() -> None:
+    for _, kind in below(BatonError):
+        if kind is BatonError:
+            continue
+        meaning, _, advice = inspect.cleandoc(kind.__doc__ or "").partition("\n\n")
+        assert meaning.endswith(".") and advice.endswith("."), kind.__name__
+
+
+def test_every_code_that_is_said_of_a_request_is_explained() -> None:
+    """In sources and in the table of limits; and each that is explained is said somewhere."""
+    said = {code for limit in table().values() for code in (limit.code, limit.code_below) if code}
+    said |= {kind.code for _, kind in below(InvalidRequest) if kind.code}
+    for file in ROOT.rglob("baton_*/**/*.py"):
+        for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):
+            for keyword in call.keywords:
+                value = keyword.value
+                if keyword.arg == "code" and isinstance(value, ast.Constant) and value.value:
+                    said.add(str(value.value))
+    assert said - {"content_size_limit_exceeded"} == set(CODES)
+
+
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
 def test_a_body_has_all_four_fields_of_openai(error: BatonError) -> None:
     body = error.body()["error"]
@@ -67,6 +137,14 @@ def test_messages_name_the_number_and_the_way_out() -> None:
 
 def test_a_long_message_is_cut_before_it_reaches_a_client() -> None:
     assert len(InvalidRequest("x" * 10_000).message) == MESSAGE_LIMIT
+
+
+def test_those_who_are_refused_together_are_told_different_times() -> None:
+    waits = [int(Overloaded(1, 1).headers["retry-after"]) for _ in range(200)]
+    assert set(waits) == set(range(1, 2 + RETRY_SPREAD_S))
+    assert all(0 < int(Overloaded(1, 1, retry_after=119).headers["retry-after"]) <= 120 for _ in range(50))
+    assert NotReady("later").headers.keys() == {"retry-after"}
+    assert InvalidRequest("never").headers == {}
 
 
 @pytest.mark.parametrize("asked, told", [(0, 1), (5, 5), (900, 120)])

@@ -53,7 +53,7 @@ async def test_models_and_ready_are_503_until_a_decode_worker_is_ready() -> None
                 assert answer.status_code == 503
                 assert answer.json()["error"]["code"] == "overloaded"
                 assert worker.name in answer.json()["error"]["message"]
-                assert answer.headers["retry-after"] == "1"
+                assert 1 <= int(answer.headers["retry-after"]) <= 120
             assert (await router.client.get("/health")).status_code == 200
             worker.ready = True
             await until(lambda: router.router.refusal() is None)

@@ -45,7 +45,7 @@ async def test_a_closed_server_tells_whom_it_never_answered_to_try_again(api: Ap
         await server.close()
         response = await waiting
     assert response.status_code == 503
-    assert response.headers["retry-after"] == "1"
+    assert 1 <= int(response.headers["retry-after"]) <= 120
     assert response.json()["error"]["code"] == "overloaded"
 
 

@@ -148,7 +148,7 @@ async def test_a_draining_worker_finishes_what_runs_and_takes_nothing_new() -> N
         assert (await api.http.get("/ready")).status_code == 503
         assert (await api.http.get("/load")).json()["draining"] is True
         refused = await api.chat(messages=USER)
-        assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+        assert refused.status_code == 503 and 1 <= int(refused.headers["retry-after"]) <= 120
         assert not draining.done()
         api.model.go.set()
         assert (await running).status_code == 200

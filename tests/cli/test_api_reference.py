@@ -1,0 +1,40 @@
+"""The pages of errors and limits."""
+
+from __future__ import annotations
+
+from baton_api import limits
+from baton_api.errors import CODES, BatonError
+from baton_cli.api_reference import descendants, errors_page, limits_page
+
+
+def table_of(page: str, header: str) -> list[list[str]]:
+    """The cells of the table that begins with `header`."""
+    lines = page[page.index(header) :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in lines]
+
+
+def test_every_error_has_a_row_with_all_that_a_client_sees_and_can_do() -> None:
+    rows = table_of(errors_page(), "| class |")
+    assert [row[0] for row in rows] == [error.__name__ for error in descendants(BatonError)]
+    for _, status, kind, _, _, meaning, advice in rows:
+        assert 400 <= int(status) < 600
+        assert kind in ("`invalid_request_error`", "`server_error`")
+        assert meaning and advice
+    assert ["`invalid_api_key`", ""] in [row[3:5] for row in rows]
+
+
+def test_every_code_has_a_row() -> None:
+    assert [row[0] for row in table_of(errors_page(), "| code | meaning |")] == [
+        f"`{code}`" for code in CODES
+    ]
+
+
+def test_every_limit_has_a_row_with_both_ends() -> None:
+    rows = table_of(limits_page(), "| what |")
+    assert len(rows) == len(limits.table())
+    assert ["`temperature`", "chat, completions", "0", "2", "400 `decimal_above_max_value`"] in rows
+    assert ["`body`", "all", "", "4,194,304 bytes", "413 `content_size_limit_exceeded`"] in rows
+    (seed,) = (row for row in rows if row[0] == "`seed`")
+    assert seed[2:4] == ["-2^63", "2^63 - 1"]
+    (penalty,) = (row for row in rows if row[0] == "`repetition_penalty`")
+    assert penalty[2:4] == ["> 0", "10^300"]

@@ -1,0 +1,59 @@
+"""What a client is told when something breaks inside: its request's id, and nothing of the inside."""
+
+from __future__ import annotations
+
+import logging
+
+import httpx
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from baton_api.errors import MESSAGE_LIMIT, NotReady
+from baton_engine.server.edge import Edge
+
+FAILURES: list[Exception] = [
+    FileNotFoundError(2, "No such file or directory", "/srv/models/secret/model.safetensors"),
+    KeyError("/srv/models/secret"),
+    RuntimeError('Traceback (most recent call last):\n  File "/srv/models/secret/x.py", line 3'),
+    RecursionError("maximum recursion depth exceeded in /srv/models/secret"),
+    MemoryError(),
+    UnicodeDecodeError("utf-8", b"/srv/models/secret", 0, 1, "bad"),
+]
+
+
+def failing(error: Exception, *, begun: bool = False) -> Edge:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise error
+
+    return Edge(app)
+
+
+async def ask(edge: Edge) -> httpx.Response:
+    transport = httpx.ASGITransport(app=edge)
+    async with httpx.AsyncClient(transport=transport, base_url="http://worker") as http:
+        return await http.get("/anything", headers={"x-request-id": "mine"})
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
+async def test_the_inside_goes_to_the_log_alone(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    response = await ask(failing(error))
+    assert response.status_code == 500
+    assert response.json()["error"] == {
+        "message": "Internal server error; the server's log has the details.",
+        "type": "server_error",
+        "param": None,
+        "code": "internal_error",
+    }
+    assert "secret" not in response.text and "secret" not in str(response.headers)
+    assert response.headers["x-request-id"] == "mine"
+    (logged,) = (record for record in caplog.records if record.levelno == logging.ERROR)
+    assert "mine" in logged.getMessage() and logged.exc_info is not None and logged.exc_info[1] is error
+
+
+async def test_a_message_is_cut_and_says_when_to_come_back() -> None:
+    response = await ask(failing(NotReady("x" * 100_000)))
+    assert response.status_code == 503
+    assert len(response.json()["error"]["message"]) == MESSAGE_LIMIT
+    assert 1 <= int(response.headers["retry-after"]) <= 120
