@@ -21,6 +21,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
+from baton_api import response_answers
 from baton_api.errors import (
     BatonError,
     InternalError,
@@ -32,14 +33,16 @@ from baton_api.errors import (
     Unauthorized,
 )
 from baton_api.keys import Keys
+from baton_api.response_store import ResponseStore, StoreLimits, owner
 from baton_api.workers import Role
-from baton_router import about, checks
+from baton_router import about, checks, responses
 from baton_router.answers import Receive, Scope, Send, send_error
 from baton_router.errands import ERRANDS, Errands
 from baton_router.figures import Figures
-from baton_router.forward import FORWARDED, REQUEST_ID, request_id
+from baton_router.forward import FORWARDED, REQUEST_ID, Trust, request_id
 from baton_router.policy import choose
 from baton_router.proxy import Proxy
+from baton_router.responses import Responses
 from baton_router.settings import RouterSettings
 from baton_router.upstream import Upstream
 from baton_router.workers import Worker, Workers
@@ -61,6 +64,11 @@ class Router:
         self.figures = Figures(self.workers, time.monotonic)
         self.keys = Keys(settings.api_key, settings.api_key_file)
         self._proxy = Proxy(settings, self.workers, self.figures, choose, random.Random(), time.monotonic)
+        self._keyed = self.keys.required or Trust.of(settings).passes_keys
+        self.responses = ResponseStore(
+            StoreLimits(settings.responses_kept, settings.responses_memory, settings.responses_ttl_s)
+        )
+        self._responses = Responses(settings, self.responses, self.whose, self._proxy)
         self._errands = Errands(settings, self.workers, choose, random.Random(), time.monotonic)
         self._rest = _rest(self)
 
@@ -75,12 +83,18 @@ class Router:
         except Unauthorized as error:
             await send_error(send, error, request_id(scope["headers"]))
             return
-        if scope["method"] == "POST" and path in FORWARDED:
+        if scope["method"] == "POST" and path == responses.PATH:
+            await self._responses(scope, receive, send)
+        elif scope["method"] == "POST" and path in FORWARDED:
             await self._proxy(scope, receive, send)
         elif scope["method"] == ERRANDS.get(path):
             await self._errands(scope, receive, send)
         else:
             await self._rest(scope, receive, _with_request_id(scope, send))
+
+    def whose(self, scope: Scope) -> bytes:
+        """Who sent a request, as the store of responses tells them apart: by keys, whoever judges them."""
+        return owner(authorization(scope), self._keyed)
 
     def refusal(self) -> str | None:
         """Why no new request should come here now; None if it may."""
@@ -185,6 +199,24 @@ def _rest(router: Router) -> FastAPI:
             raise ModelNotFound(name, router.workers.models())
         return JSONResponse(model(name))
 
+    @app.get("/v1/responses/{id}")
+    async def response(id: str, request: Request) -> Response:
+        whose = router.whose(request.scope)
+        return _raw(response_answers.retrieve(router.responses, whose, id, request.query_params))
+
+    @app.delete("/v1/responses/{id}")
+    async def no_response(id: str, request: Request) -> Response:
+        return _raw(response_answers.delete(router.responses, router.whose(request.scope), id))
+
+    @app.get("/v1/responses/{id}/input_items")
+    async def input_items(id: str, request: Request) -> Response:
+        whose = router.whose(request.scope)
+        return _raw(response_answers.input_items(router.responses, whose, id, request.query_params))
+
+    @app.post("/v1/responses/{id}/cancel")
+    async def cancel(id: str, request: Request) -> Response:
+        response_answers.cancel(router.responses, router.whose(request.scope), id)
+
     @app.exception_handler(BatonError)
     async def ours(_: Request, error: BatonError) -> JSONResponse:
         return _error(error)
@@ -203,6 +235,10 @@ def _rest(router: Router) -> FastAPI:
         return _error(InternalError())  # starlette raises it again for the log
 
     return app
+
+
+def _raw(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
 
 
 def _error(error: BatonError) -> JSONResponse:

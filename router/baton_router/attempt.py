@@ -23,7 +23,7 @@ class Attempt:
         self.pair = pair
         self.exchange: Exchange | None = None
         self.events: EventStream | None = None
-        """What has passed, if the answer is a stream of events that ends with [DONE]."""
+        """What has passed, if the answer is a stream of events whose end can be told."""
         self.ended = False
         """Whether the last piece that was given out is the answer's last."""
         self._closed = False
@@ -32,12 +32,12 @@ class Attempt:
         if pair.prefill is not None:
             pair.prefill.in_flight += 1
 
-    async def open(self, head: bytes, body: bytes, done_expected: bool) -> bytes:
-        """Ask the worker; gives the first part of its answer's body. Raises Lost."""
+    async def open(self, head: bytes, body: bytes, events: type[EventStream] | None) -> bytes:
+        """Ask the worker; gives the first part of its answer, which may be `events`. Raises Lost."""
         self.exchange = exchange = await self.pair.decode.upstream.request(head, body)
         stream = is_event_stream(exchange.headers)
-        if stream and done_expected:
-            self.events = EventStream()
+        if stream and events is not None:
+            self.events = events()
         opening = b""
         while not self.ended and len(opening) < OPENING_LIMIT:
             opening += await self.next()

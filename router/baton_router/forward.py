@@ -2,7 +2,8 @@
 What is sent on to a worker and what of its answer comes back: heads, rewritten; bodies, untouched.
 
 Headers that belong to one connection stay on it (RFC 9110, 7.6.1). Our own `x-baton-*` pass between
-our processes only: a client's are dropped, or it could name a prefill worker of its choice.
+our processes only: a client's are dropped, or it could name a prefill worker of its choice. One passes,
+`x-baton-state`: where a worker reads it, `baton_router.responses` has written it.
 """
 
 from __future__ import annotations
@@ -36,13 +37,11 @@ FORWARDED = frozenset(
 )
 """Paths whose POST goes to the worker that serves the body's `model`."""
 
-ENDS_WITH_DONE = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
-"""Those whose streams end with `data: [DONE]`; others end with the last byte."""
-
 REQUEST_ID = headers.REQUEST_ID.encode()
 PREFILL = headers.PREFILL.encode()
 TICKET = headers.TICKET.encode()
 WORKER = headers.WORKER.encode()
+STATE = headers.STATE.encode()
 
 _OURS = b"x-baton-"
 
@@ -172,4 +171,8 @@ def _passing(given: Headers, kept_back: frozenset[bytes]) -> Headers:
     for name, value in given:
         if name == b"connection":
             kept_back = kept_back | {one.strip().lower() for one in value.split(b",")}
-    return [header for header in given if header[0] not in kept_back and not header[0].startswith(_OURS)]
+    return [
+        header
+        for header in given
+        if header[0] not in kept_back and (not header[0].startswith(_OURS) or header[0] == STATE)
+    ]

@@ -22,7 +22,6 @@ from baton_router.attempt import Attempt
 from baton_router.client import Client, ClientGone
 from baton_router.figures import Figures
 from baton_router.forward import (
-    ENDS_WITH_DONE,
     Trust,
     answer_headers,
     request_head,
@@ -32,6 +31,7 @@ from baton_router.forward import (
 from baton_router.policy import Pair, Policy, choose_pair
 from baton_router.retries import RetryBudget
 from baton_router.settings import RouterSettings
+from baton_router.sse import STREAMS
 from baton_router.stall import Stall
 from baton_router.upstream import Headers, Lost
 from baton_router.workers import Worker, Workers
@@ -116,7 +116,7 @@ class Proxy:
             opening = b""
             lost: Lost | None = None
             try:
-                opening = await attempt.open(head, asked.body, asked.done_expected)
+                opening = await attempt.open(head, asked.body, asked.events)
             except Lost as error:
                 lost = error
                 worker.health = worker.health.struck(self._clock())
@@ -190,7 +190,7 @@ class Proxy:
 class Asked:
     """A request as it came, with what it is routed by."""
 
-    __slots__ = ("body", "done_expected", "headers", "model", "target")
+    __slots__ = ("body", "events", "headers", "model", "target")
 
     def __init__(self, scope: Scope, body: bytes) -> None:
         query = scope["query_string"]
@@ -198,7 +198,7 @@ class Asked:
         self.headers: Headers = scope["headers"]
         self.body = body
         self.model = routed_model(body)
-        self.done_expected = scope["path"] in ENDS_WITH_DONE
+        self.events = STREAMS.get(scope["path"])
 
 
 class Relay:

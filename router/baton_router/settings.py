@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, AliasChoices, Field
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from baton_api import limits
 from baton_api.keys import KeyDigests
+from baton_api.sizes import Bytes
 from baton_api.texts import Origins
 
 
@@ -30,6 +31,13 @@ def _either(name: str) -> AliasChoices:
     return AliasChoices(f"BATON_ROUTER_{name}", f"BATON_{name}")
 
 
+def _one_key(value: object) -> object:
+    """The first of several keys that is no digest: a digest is not what a worker wants to be shown."""
+    keys = value.split(",") if isinstance(value, str) else []
+    return next((key.strip() for key in keys if not key.strip().startswith("sha256:")), "") if keys else value
+
+
+WorkerKey = Annotated[SecretStr, BeforeValidator(_one_key)]
 WorkerUrl = Annotated[str, AfterValidator(_worker_url)]
 
 
@@ -71,9 +79,12 @@ class RouterSettings(BaseSettings):
     """A file of API keys, read again within a second when it changes: one to a line, as `key`, `name:key`,
     `sha256:<hex>` or `name:sha256:<hex>`; what follows a # at the start of a line is a comment."""
 
-    worker_api_key: str = ""
-    """The key that the workers want of this router. With it, or with keys of the router's own, clients'
-    keys are not passed on; without either they are, for the workers to judge. Set it by environment."""
+    worker_api_key: WorkerKey = Field(
+        default=SecretStr(""), validation_alias=AliasChoices("BATON_ROUTER_WORKER_API_KEY", "BATON_API_KEY")
+    )
+    """The key that the workers want of this router; BATON_API_KEY, which they read too, gives it as well.
+    With it, or with keys of the router's own, clients' keys are not passed on; without either they are, for
+    the workers to judge. Set it by environment."""
 
     allowed_origins: Origins = ()
     """Origins (`https://chat.example.org`, or * for all) whose pages may call this server from a browser,
@@ -113,6 +124,17 @@ class RouterSettings(BaseSettings):
 
     body_s: float = Field(default=60.0, gt=0)
     """Seconds that a client has to send a request's body."""
+
+    responses_kept: int = Field(default=10_000, ge=0)
+    """Most responses of /v1/responses that this router keeps, to be asked for by id and continued by
+    previous_response_id; the oldest go first. Routers know nothing of each other's: where there are several,
+    each client must always meet the same one, or send its whole conversation."""
+
+    responses_memory: Bytes = Field(default=256 * 1024**2, ge=0)
+    """Most bytes of memory for them. 0: none are kept."""
+
+    responses_ttl_s: float = Field(default=86_400, ge=0)
+    """Seconds for which a response is kept, if there is room for so long. They are gone after a restart."""
 
     drain_notice_s: float = Field(default=0.0, ge=0)
     """Seconds between a SIGTERM, from which on /ready says 503, and the end of listening: as long as

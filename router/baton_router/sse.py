@@ -1,18 +1,22 @@
 """
 What has passed of a stream of server-sent events: whole lines only, and whether the end was among them.
 
-Clients take a stream that ends cleanly for a complete one, so the end must be earned: `data: [DONE]`.
-And an error event that follows half a line would be read as that line's rest, so half a line waits
-for its other half; it is of no use to a client before that anyway.
+Clients take a stream that ends cleanly for a complete one, so the end must be earned: `data: [DONE]`, or
+the last event of a response. And an error event that follows half a line would be read as that line's
+rest, so half a line waits for its other half; it is of no use to a client before that anyway.
 """
 
 from __future__ import annotations
 
 import json
+import re
 
 from baton_api.errors import BatonError
 
 DONE = (b"\ndata: [DONE]", b"\ndata:[DONE]")
+
+LAST_RESPONSE = re.compile(rb"^event: response\.(?:completed|incomplete|failed)\r?$", re.MULTILINE)
+"""The line that begins the last event of `/v1/responses`."""
 
 LINE_LIMIT = 1024 * 1024
 """Bytes of a line that may wait for its end; a longer one passes in parts."""
@@ -52,5 +56,46 @@ class EventStream:
 
     def error(self, error: BatonError) -> bytes:
         """`error` as an event of its own, whatever passed before."""
+        return self._apart() + b"data: " + json.dumps(error.body()).encode() + b"\n\n"
+
+    def _apart(self) -> bytes:
+        """What ends the event that passed last, if it was not whole."""
         ends = len(self._tail) - len(self._tail.rstrip(b"\n"))  # two of them end an event
-        return b"\n" * (2 - ends) + b"data: " + json.dumps(error.body()).encode() + b"\n\n"
+        return b"\n" * (2 - ends)
+
+
+class ResponseStream(EventStream):
+    """The typed, numbered events of `/v1/responses`, whose last one says how the response ended."""
+
+    __slots__ = ("_count", "_ending")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._count = 0
+        """Of the events whose first line has passed."""
+        self._ending = False
+
+    @property
+    def complete(self) -> bool:
+        return self._ending and self._tail.endswith(b"\n\n")
+
+    def push(self, piece: bytes) -> bytes:
+        passing = super().push(piece)
+        self._count += passing.count(b"\nevent: ") + passing.startswith(b"event: ")
+        self._ending = self._ending or LAST_RESPONSE.search(passing) is not None
+        return passing
+
+    def error(self, error: BatonError) -> bytes:
+        """OpenAI's event for this stream, with the object in it by which clients know any error."""
+        said = error.body()["error"]
+        event = {**said, "type": "error", "sequence_number": self._count, "error": said}
+        return self._apart() + b"event: error\ndata: " + json.dumps(event).encode() + b"\n\n"
+
+
+STREAMS = {
+    "/v1/chat/completions": EventStream,
+    "/v1/completions": EventStream,
+    "/generate": EventStream,
+    "/v1/responses": ResponseStream,
+}
+"""Paths whose streams end with something; others end with the last byte."""
