@@ -20,7 +20,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -45,7 +45,7 @@ _HASHED = re.compile(r"sha256:([0-9a-fA-F]{64})")
 class KeyDigest:
     """One key, as it is kept."""
 
-    sha256: bytes
+    sha256: bytes = field(repr=False)
     name: str = ""
     """What the log calls the client; empty if nobody named it."""
 

@@ -160,7 +160,7 @@ def _shown(default: object) -> str:
     """A default as help and reference show it; nothing for what is empty."""
     if isinstance(default, bool):
         return "on" if default else "off"
-    return "" if default is None or default in ("", (), {}) else str(default)
+    return "" if default is None or default in ("", (), {}) else str(default)  # a secret shows nothing
 
 
 REPEATED = {"served_model_name": "NAME", "api_key": "KEY", "allowed_origins": "ORIGIN"}
@@ -177,6 +177,6 @@ def _metavar(field: FieldInfo) -> str:
         return "JSON"
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
         return "|".join(str(member.value) for member in annotation)
-    if any(getattr(part, "func", None) is not None for part in field.metadata):
+    if annotation is int and any(getattr(part, "func", None) is not None for part in field.metadata):
         return "SIZE"
     return {int: "N", float: "X", str: "TEXT"}.get(annotation, "TEXT")
