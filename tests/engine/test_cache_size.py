@@ -1,0 +1,119 @@
+"""How many blocks the cache gets, by what is asked and what there is."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from baton_api.errors import SetupError
+from baton_engine.cache_size import LEAST_BLOCKS, MOST_BLOCKS, Memory, cache_blocks
+from baton_engine.settings import WorkerSettings
+
+BLOCK = 1000
+GPU = Memory(at_start=100_000, weights=30_000, free=65_000, gpu=True)
+CPU = Memory(at_start=100_000, weights=30_000, free=65_000, gpu=False)
+
+
+def blocks(memory: Memory = CPU, **asked: Any) -> int:
+    return cache_blocks(WorkerSettings.model_validate(asked), memory, BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("memory", "asked", "expected"),
+    [
+        (CPU, {"kv_cache_memory": 20_999}, 20),
+        (CPU, {"kv_cache_tokens": 160}, 11),
+        (CPU, {"kv_cache_tokens": 161}, 12),
+        (CPU, {"kv_cache_tokens": 1}, 2),
+        (CPU, {"memory_share": 0.8}, 50),
+        (GPU, {"memory_share": 0.8}, 50),
+        (CPU, {"memory_share": 0.8, "kv_cache_tokens": 160}, 11),
+        (CPU, {"memory_share": 0.4, "kv_cache_tokens": 100_000}, 10),
+        (CPU, {"kv_cache_memory": 5_000, "kv_cache_tokens": 160}, 5),
+        (CPU, {}, 6),
+        (CPU, {"kv_cache_tokens": 48}, 4),
+        (GPU, {}, 58),
+    ],
+    ids=[
+        "bytes, as many whole blocks as fit",
+        "tokens, and the block that is padding",
+        "tokens are rounded up",
+        "one token",
+        "a share is for weights and cache together",
+        "on a GPU as on a CPU",
+        "tokens bound a share",
+        "a share bounds tokens",
+        "bytes bound tokens",
+        "nothing asked on a CPU: a tenth of what is free",
+        "tokens alone are exact, whatever the default would be",
+        "nothing asked on a GPU: nine tenths of what is free",
+    ],
+)
+def test_what_is_asked_for_is_what_there_is(memory: Memory, asked: dict[str, Any], expected: int) -> None:
+    assert blocks(memory, **asked) == expected
+
+
+@pytest.mark.parametrize(
+    ("memory", "asked", "parts"),
+    [
+        (CPU, {"kv_cache_memory": 9000, "memory_share": 0.5}, ("--kv-cache-memory", "one of them")),
+        (CPU, {"memory_share": 0.3}, ("weights alone take 30.0 kB", "--memory-share above 0.32")),
+        (
+            Memory(at_start=20_000, weights=30_000, free=9_000, gpu=True),
+            {"memory_share": 0.9},
+            ("would have 0 B", "a smaller model"),
+        ),
+        (CPU, {"memory_share": 1.0}, ("--memory-share asks for 70.0 kB", "65.0 kB are free")),
+        (CPU, {"kv_cache_tokens": 16_000}, ("--kv-cache-tokens asks for 1.00 MB", "are free here")),
+        (CPU, {"kv_cache_memory": 66_000}, ("--kv-cache-memory asks for 66.0 kB", "65.0 kB are free")),
+        (
+            Memory(at_start=None, weights=1, free=None, gpu=False),
+            {"memory_share": 0.5},
+            ("does not tell", "--kv-cache-memory"),
+        ),
+    ],
+    ids=[
+        "bytes and a share",
+        "a share that the weights use up",
+        "a model larger than the memory",
+        "a share larger than what is left",
+        "tokens beyond the memory",
+        "bytes beyond the memory",
+        "a machine that does not tell",
+    ],
+)
+def test_what_there_is_no_room_for_is_refused_with_numbers_and_a_way_out(
+    memory: Memory, asked: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    with pytest.raises(SetupError) as caught:
+        blocks(memory, **asked)
+    for part in parts:
+        assert part in caught.value.message
+
+
+def test_a_tiny_model_does_not_get_millions_of_blocks_unless_asked() -> None:
+    vast = Memory(at_start=10**9, weights=0, free=10**9, gpu=True)
+    assert blocks(vast, memory_share=0.9) == blocks(vast) == MOST_BLOCKS
+    assert blocks(vast, kv_cache_memory=900_000_000) == 900_000
+
+
+def test_law_a_cache_fits_its_bounds_or_there_is_none() -> None:
+    random_number = random.Random(7)
+    for _ in range(2000):
+        start = random_number.randrange(1, 200_000)
+        weights = random_number.randrange(0, 100_000)
+        memory = Memory(
+            at_start=start, weights=weights, free=max(0, start - weights), gpu=random_number.random() < 0.5
+        )
+        share = random_number.choice((0.0, random_number.random()))
+        tokens = random_number.choice((0, random_number.randrange(1, 3000)))
+        try:
+            count = blocks(memory, memory_share=share, kv_cache_tokens=tokens)
+        except SetupError:
+            continue
+        assert count >= LEAST_BLOCKS
+        assert count * BLOCK <= (memory.free or 0)
+        assert not share or count * BLOCK + weights <= share * start
+        assert not tokens or (count - 1) * 16 < tokens + 16

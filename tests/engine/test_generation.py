@@ -1,0 +1,63 @@
+"""What a model's own generation_config.json recommends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton_api.errors import SetupError
+from baton_engine.model.checkpoint import Checkpoint
+from baton_engine.model.generation import SamplingDefaults, sampling_defaults
+
+OPENAI = SamplingDefaults(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
+
+
+def defaults(folder: Path, config: Any) -> SamplingDefaults:
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    return sampling_defaults(Checkpoint(folder, "m"))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, OPENAI),
+        ({"eos_token_id": 2, "do_sample": False}, OPENAI),
+        (
+            {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05},
+            SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05),
+        ),
+        ({"temperature": 0, "min_p": 0.1}, SamplingDefaults(temperature=0, min_p=0.1)),
+        ({"top_k": -1, "top_p": None}, OPENAI),
+    ],
+)
+def test_what_the_file_says_holds_and_openais_defaults_for_the_rest(
+    tmp_path: Path, config: dict[str, Any], expected: SamplingDefaults
+) -> None:
+    assert defaults(tmp_path, config) == expected
+
+
+def test_a_model_without_the_file_has_openais_defaults(tmp_path: Path) -> None:
+    assert sampling_defaults(Checkpoint(tmp_path, "m")) == OPENAI
+    assert sampling_defaults(Checkpoint(tmp_path / "m.gguf", "m")) == OPENAI
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"temperature": 3},
+        {"temperature": "hot"},
+        {"top_p": -0.1},
+        {"top_k": 1.5},
+        {"top_k": True},
+        {"min_p": 2},
+        {"repetition_penalty": 0},
+        {"temperature": float("nan")},
+    ],
+)
+def test_what_makes_no_sense_is_named_with_a_way_out(tmp_path: Path, config: dict[str, Any]) -> None:
+    with pytest.raises(SetupError, match=next(iter(config))) as caught:
+        defaults(tmp_path, config)
+    assert "--sampling-defaults openai" in caught.value.message
