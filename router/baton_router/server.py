@@ -56,17 +56,23 @@ async def serve(
     """The same inside a running event loop, on a socket that is bound."""
     server = RouterServer(create_app(settings), settings)
     url = address(listening)
+    introduce(server.router, url)
+    server.listening = ready and (lambda: ready(url))
+    await server.serve(sockets=[listening])
+
+
+def introduce(router: Router, url: str) -> None:
+    """Say where the router listens, for how many workers, and aloud if anybody may use it."""
+    settings = router.settings
     log.info(
         "The router listens on %s for %d decode and %d prefill workers.",
         url,
         len(settings.decode),
         len(settings.prefill),
     )
-    warning = exposure.without_a_key(settings.host, listening.getsockname()[1], server.router.keys.required)
+    warning = exposure.without_a_key(settings.host, int(url.rpartition(":")[2]), router.keys.required)
     if warning:
         log.warning("%s", warning)
-    server.listening = ready and (lambda: ready(url))
-    await server.serve(sockets=[listening])
 
 
 class RouterServer(uvicorn.Server):

@@ -170,6 +170,8 @@ class FakeWorker:
         self.ready = True
         self.silent = False
         """With it, questions about health are not answered any more."""
+        self.key = ""
+        """With it, all but /ready wants it."""
         self.nonsense = False
         """With it, they are answered with something else."""
         self.probe = plain(200, b"")
@@ -231,6 +233,9 @@ class FakeWorker:
 
     async def _answer(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Whether the answer went out; False if the asker left before."""
+        if self.key and asked.target != "/ready" and asked.header("authorization") != f"Bearer {self.key}":
+            writer.write(plain(401, b'{"error": {"code": "invalid_api_key"}}'))
+            return True
         if asked.method == "GET":
             if self.silent:
                 await reader.read(1)

@@ -330,19 +330,6 @@ async def test_without_a_fitting_prefill_worker_the_decode_worker_is_asked_alone
         assert worker.asked[0].header("x-baton-prefill") is None
 
 
-async def test_a_key_is_wanted_under_v1_and_nowhere_else() -> None:
-    async with FakeWorker() as worker, running_router([worker], api_key="k-1") as router:
-        for headers in ({}, {"authorization": "Bearer k-2"}, {"authorization": "k-1"}):
-            answer = await router.client.post(CHAT, json=QUESTION, headers=headers)
-            assert answer.status_code == 401
-            assert answer.json()["error"]["code"] == "invalid_api_key"
-            assert (await router.client.get("/v1/models", headers=headers)).status_code == 401
-        right = {"authorization": "Bearer k-1"}
-        assert (await router.client.post(CHAT, json=QUESTION, headers=right)).status_code == 200
-        for path in ("/health", "/ready", "/metrics"):
-            assert (await router.client.get(path)).status_code == 200
-
-
 async def test_connections_to_a_worker_are_used_again() -> None:
     async with FakeWorker() as worker, running_router([worker]) as router:
         for _ in range(20):

@@ -1,0 +1,133 @@
+"""Who may use the router, and what a worker learns of it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from baton_api.errors import SetupError
+from baton_router.app import create_app
+from baton_router.server import introduce
+from baton_router.settings import RouterSettings
+from tests.router.fake_worker import FakeWorker
+from tests.router.running import CHAT, QUESTION, RunningRouter, running_router, until
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+async def ask(router: RunningRouter, **headers: str) -> httpx.Response:
+    return await router.client.post(CHAT, json=QUESTION, headers=headers)
+
+
+async def test_a_key_is_wanted_for_all_but_what_monitors_ask_for() -> None:
+    async with FakeWorker() as worker, running_router([worker], api_key=["k-1", "k-2"]) as router:
+        for headers in ({}, bearer("k-3"), {"authorization": "k-1"}):
+            answer = await ask(router, **headers)
+            assert answer.status_code == 401
+            assert answer.json()["error"] == answer.json()["error"] | {
+                "type": "invalid_request_error", "param": None, "code": "invalid_api_key",
+            }  # fmt: skip
+            assert answer.headers["www-authenticate"] == 'Bearer realm="baton"'
+            assert answer.headers["x-request-id"]
+            for path in ("/v1/models", "/workers", "/no/such/path"):
+                assert (await router.client.get(path, headers=headers)).status_code == 401
+        assert worker.asked == []
+        for key in ("k-1", "k-2"):
+            assert (await ask(router, **bearer(key))).status_code == 200
+            assert (await router.client.get("/workers", headers=bearer(key))).status_code == 200
+        for path in ("/health", "/ready", "/metrics"):
+            assert (await router.client.get(path)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("settings", "seen"),
+    [
+        ({}, "Bearer client"),
+        ({"api_key": ["client"]}, None),
+        ({"api_key": ["client"], "worker_api_key": "ours"}, "Bearer ours"),
+        ({"worker_api_key": "ours"}, "Bearer ours"),
+    ],
+    ids=[
+        "an open router passes keys on",
+        "a router that wants keys keeps them",
+        "it shows its own instead",
+        "an open router with a key for its workers shows that one",
+    ],
+)
+async def test_what_a_worker_sees_of_keys(settings: dict[str, Any], seen: str | None) -> None:
+    async with FakeWorker() as worker, running_router([worker], **settings) as router:
+        assert (await ask(router, **bearer("client"))).status_code == 200
+        assert [value for name, value in worker.asked[0].headers if name == "authorization"] == (
+            [seen] if seen else []
+        )
+
+
+async def test_workers_that_want_a_key_are_looked_at_with_it() -> None:
+    worker = FakeWorker()
+    worker.key = "ours"
+    async with worker, running_router([worker], worker_api_key="ours") as router:
+        assert (await ask(router)).status_code == 200
+        assert (await router.client.get("/ready")).status_code == 200
+
+
+async def test_a_worker_that_wants_another_key_is_out_of_use_and_says_what_is_missing() -> None:
+    worker = FakeWorker()
+    worker.key = "theirs"
+    settings: dict[str, Any] = {"health_interval_s": 0.2, "health_misses": 1, "wait": False}
+    async with worker, running_router([worker], **settings) as router:
+        await until(lambda: router.router.workers.decode[0].health.down)
+        rows = (await router.client.get("/workers")).json()["data"]
+        assert "BATON_ROUTER_WORKER_API_KEY" in rows[0]["reason"]
+        assert (await ask(router)).status_code == 503
+
+
+async def test_keys_from_a_file_with_names_and_digests(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("alice:k-1\n")
+    async with FakeWorker() as worker, running_router([worker], api_key_file=str(file)) as router:
+        assert (await ask(router, **bearer("k-1"))).status_code == 200
+        assert (await ask(router)).status_code == 401
+
+
+def test_a_key_file_that_is_not_there_is_no_way_to_start(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="cannot be read"):
+        create_app(RouterSettings(api_key_file=str(tmp_path / "none")))
+
+
+async def test_pages_may_call_a_router_that_wants_keys_and_no_other_unless_told() -> None:
+    page = {"origin": "https://chat.example.org"}
+    preflight = {**page, "access-control-request-method": "POST"}
+    cases: tuple[tuple[dict[str, Any], str | None], ...] = (
+        ({}, None),
+        ({"api_key": ["k"]}, "*"),
+        ({"allowed_origins": ["https://chat.example.org"]}, "https://chat.example.org"),
+    )
+    for settings, allowed in cases:
+        async with FakeWorker() as worker, running_router([worker], **settings) as router:
+            asked = await router.client.options(CHAT, headers=preflight)
+            answer = await ask(router, **page, **bearer("k"))
+            for got in (asked, answer):
+                assert got.headers.get("access-control-allow-origin") == allowed
+            assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "0.0.0.0", "api_key": "k"}, False),
+        ({"host": "127.0.0.1"}, False),
+    ],
+)
+def test_a_router_that_others_reach_without_a_key_says_so_aloud(
+    caplog: pytest.LogCaptureFixture, settings: dict[str, Any], warned: bool
+) -> None:
+    introduce(create_app(RouterSettings.model_validate(settings)), "http://0.0.0.0:8080")
+    loud = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [line.startswith("WARNING: anybody who reaches 0.0.0.0:8080") for line in loud] == [True] * warned
