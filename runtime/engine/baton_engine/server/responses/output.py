@@ -101,7 +101,8 @@ class Output:
     def close(self, status: str) -> None:
         """The answer is over: what is open ends with this status. Of nothing at all a message is made."""
         if self._open is None and not self.items:
-            self._grow(self._of(MESSAGE), self._blank)
+            blank = self._blank
+            self._grow(self._of(MESSAGE), blank)
         self._end(status)
 
     def _say(self, text: str) -> None:

@@ -1,0 +1,173 @@
+"""Items become the messages of chat, and what is wrong with one is said of its place in the input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton_api.errors import InvalidRequest
+from baton_engine.server.responses.conversation import read
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> dict[str, Any]:
+    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+    return {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed", "content": content}
+
+
+def call(number: int) -> dict[str, Any]:
+    return {
+        "type": "function_call",
+        "call_id": f"c{number}",
+        "name": "f",
+        "arguments": "{}",
+        "id": f"fc_{number}",
+    }
+
+
+def as_call(number: int) -> dict[str, Any]:
+    return {"id": f"c{number}", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+THOUGHT = {
+    "type": "reasoning",
+    "id": "rs_1",
+    "summary": [{"type": "summary_text", "text": "short"}],
+    "content": [{"type": "reasoning_text", "text": "long"}],
+}
+TEXT = {"type": "text", "text": "Hello"}
+
+STORIES: dict[str, tuple[list[Any], list[dict[str, Any]]]] = {
+    "easy messages": (
+        [{"role": "developer", "content": "Be brief."}, user("Hi"), {"role": "assistant", "content": "Ho"}],
+        [{"role": "developer", "content": "Be brief."}, user("Hi"), {"role": "assistant", "content": "Ho"}],
+    ),
+    "parts": (
+        [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}]}],
+        [{"role": "user", "content": [TEXT]}],
+    ),
+    "a refusal": (
+        [{"role": "assistant", "content": [{"type": "refusal", "refusal": "Hello"}]}],
+        [{"role": "assistant", "content": [TEXT]}],
+    ),
+    "a turn with thoughts, words and calls": (
+        [user("Hi"), THOUGHT, said("Hello"), call(0), call(1)],
+        [
+            user("Hi"),
+            {
+                "role": "assistant",
+                "reasoning_content": "long",
+                "content": [TEXT],
+                "tool_calls": [as_call(0), as_call(1)],
+            },
+        ],
+    ),
+    "calls and their outputs": (
+        [
+            call(0),
+            {"type": "function_call_output", "call_id": "c0", "output": "7"},
+            {"type": "custom_tool_call", "call_id": "c1", "name": "shell", "input": "ls"},
+            {
+                "type": "custom_tool_call_output",
+                "call_id": "c1",
+                "output": [{"type": "input_text", "text": "Hello"}],
+            },
+        ],
+        [
+            {"role": "assistant", "content": "", "tool_calls": [as_call(0)]},
+            {"role": "tool", "tool_call_id": "c0", "content": "7"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": "c1", "type": "custom", "custom": {"name": "shell", "input": "ls"}}],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": [TEXT]},
+        ],
+    ),
+    "two messages of the assistant": (
+        [said("Hello"), said("Hello")],
+        [{"role": "assistant", "content": [TEXT]}] * 2,
+    ),
+    "words after a call": (
+        [call(0), said("Hello")],
+        [
+            {"role": "assistant", "content": "", "tool_calls": [as_call(0)]},
+            {"role": "assistant", "content": [TEXT]},
+        ],
+    ),
+    "a summary where there is no thought": (
+        [THOUGHT | {"content": None}, said("Hello")],
+        [{"role": "assistant", "reasoning_content": "short", "content": [TEXT]}],
+    ),
+    "a thought that is nothing": ([THOUGHT | {"content": [], "summary": []}, user("Hi")], [user("Hi")]),
+}
+
+
+@pytest.mark.parametrize(("items", "messages"), STORIES.values(), ids=STORIES.keys())
+def test_items_as_messages(items: list[Any], messages: list[dict[str, Any]]) -> None:
+    assert read(items, 0, None).messages == messages
+
+
+def test_instructions_come_first() -> None:
+    conversation = read([user("Hi")], 0, "Be brief.")
+    assert conversation.messages == [{"role": "system", "content": "Be brief."}, user("Hi")]
+    assert conversation.sources == ["instructions", "input[0]"]
+
+
+def test_each_message_knows_the_item_that_it_began_with() -> None:
+    conversation = read([user("Hi"), said("Ho"), user("Hi"), THOUGHT, call(0), call(1)], 2, None)
+    assert conversation.sources == ["previous_response_id", "previous_response_id", "input[0]", "input[1]"]
+
+
+WRONG: dict[str, tuple[Any, str, str]] = {
+    "no object": ("Hi", "input[1]", "invalid_type"),
+    "no role": ({"content": "Hi"}, "input[1].role", "missing_required_parameter"),
+    "another role": ({"role": "wizard", "content": "Hi"}, "input[1].role", "invalid_value"),
+    "no content": ({"role": "user"}, "input[1].content", "missing_required_parameter"),
+    "a number as content": ({"role": "user", "content": 7}, "input[1].content", "invalid_type"),
+    "no parts": ({"role": "user", "content": []}, "input[1].content", "empty_array"),
+    "an image": (
+        {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
+        "input[1].content[0].type",
+        "invalid_value",
+    ),
+    "a part without text": (
+        {"role": "user", "content": [{"type": "input_text"}]},
+        "input[1].content[0].text",
+        "missing_required_parameter",
+    ),
+    "another item": ({"type": "web_search_call"}, "input[1].type", "invalid_value"),
+    "a reference": ({"type": "item_reference", "id": "msg_1"}, "input[1].type", "invalid_value"),
+    "a call without a name": (
+        {"type": "function_call", "call_id": "c", "arguments": "{}"},
+        "input[1].name",
+        "missing_required_parameter",
+    ),
+    "a call without an id": (
+        {"type": "function_call", "name": "f", "arguments": "{}"},
+        "input[1].call_id",
+        "missing_required_parameter",
+    ),
+    "an output without its call": (
+        {"type": "function_call_output", "output": "7"},
+        "input[1].call_id",
+        "missing_required_parameter",
+    ),
+    "an output that is nothing": (
+        {"type": "function_call_output", "call_id": "c"},
+        "input[1].output",
+        "missing_required_parameter",
+    ),
+    "a thought that is no object": (THOUGHT | {"content": ["x"]}, "input[1].content[0]", "invalid_type"),
+}
+
+
+@pytest.mark.parametrize(("item", "param", "code"), WRONG.values(), ids=WRONG.keys())
+def test_what_is_wrong_with_an_item_is_said_of_its_place(item: Any, param: str, code: str) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        read([user("earlier"), user("Hi"), item], 1, "Be brief.")
+    assert (error.value.param, error.value.code) == (param, code)
