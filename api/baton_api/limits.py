@@ -83,8 +83,7 @@ TOKENS = 2**31 - 1
 
 # --- The request as a whole ---
 
-HEAD = Limit("request line and headers", Kind.BYTES, 16 * 1024, paths="all", status=431, other_code=None,
-             note="a worker that is asked without a router says 400")  # fmt: skip
+HEAD = Limit("request line and headers", Kind.BYTES, 16 * 1024, paths="all", status=431, other_code=None)
 BODY = Limit("body", Kind.BYTES, 4 * 1024 * 1024, paths="all", status=413)
 DEPTH = Limit("body", Kind.LEVELS, 64, paths="all", note="objects and arrays within one another")
 REQUEST_ID = Limit("rid, request_id", Kind.CHARACTERS, 128, paths="chat, completions, generate",
@@ -95,6 +94,8 @@ ABORTS = Limit("rid", Kind.ITEMS, 1024, paths="abort_request")
 
 MESSAGES = Limit("messages", Kind.ITEMS, 2048, 1, paths="chat")
 PARTS = Limit("messages[].content", Kind.ITEMS, 2048, 1, paths="chat")
+TOOL_CALLS = Limit("messages[].tool_calls", Kind.ITEMS, 128, paths="chat")
+DOCUMENTS = Limit("documents", Kind.ITEMS, 1024, paths="chat")
 PROMPTS = Limit("prompt", Kind.ITEMS, 1024, 1, paths="completions, tokenize, generate")
 ALL_CHOICES = Limit("prompt, n", Kind.ITEMS, 4096, paths="completions, generate", other_code=None,
                     note="the product of both")  # fmt: skip
@@ -131,6 +132,7 @@ STOP_IDS = Limit("stop_token_ids", Kind.ITEMS, 256)
 
 TOP_LOGPROBS = Limit("top_logprobs", Kind.INTEGER, 20, paths="chat")
 LOGPROBS = Limit("logprobs", Kind.INTEGER, 20, paths="completions")
+PROMPT_LOGPROBS = Limit("prompt_logprobs", Kind.INTEGER, 20, note="not in a stream")
 
 # --- About the request ---
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
 
 from baton_api.errors import InvalidRequest
 from baton_engine.model.checkpoint import Checkpoint, load_spec
@@ -31,8 +32,6 @@ def tokenizer(folder: Path) -> Tokenizer:
 @pytest.fixture(scope="module")
 def sentencepiece(folder: Path) -> Tokenizer:
     """Visible spaces and byte tokens, as Llama 2 and Mistral have."""
-    from transformers import PreTrainedTokenizerFast
-
     pieces = ["<s>", "</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "ab"]
     backend = Backend(
         models.BPE(
@@ -190,3 +189,25 @@ def test_a_model_without_a_template_says_so(sentencepiece: Tokenizer) -> None:
     assert sentencepiece.chat_template is None
     with pytest.raises(InvalidRequest, match="no chat template"):
         sentencepiece.apply_chat_template(CHAT)
+
+
+@pytest.mark.parametrize("text", ["The baton", "é 😀!", "<|end|>a", " a", ""])
+def test_each_token_has_its_place_in_the_text(tokenizer: Tokenizer, text: str) -> None:
+    ids, offsets = tokenizer.encode(text), tokenizer.offsets(text)
+    assert len(ids) == len(offsets) and offsets == sorted(offsets)
+    for number, offset in enumerate(offsets):
+        before = tokenizer.decode(ids[:number], skip_special_tokens=False).rstrip("\ufffd")
+        assert text[:offset] == before
+
+
+def test_what_is_added_around_a_text_is_placed_at_its_ends(folder: Path) -> None:
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{SPECIAL[BOS]} $A {SPECIAL[EOS]}", special_tokens=[(SPECIAL[BOS], BOS), (SPECIAL[EOS], EOS)]
+    )
+    spec = load_spec(Checkpoint(folder, "tiny"))
+    framed = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SPECIAL[EOS]), spec)
+    assert framed.offsets("a") == [0, 0, 1]
+    assert framed.offsets("") == [0, 0]
+    assert framed.encode(SPECIAL[EOS]) == [BOS, EOS, EOS]
+    assert framed.offsets(SPECIAL[EOS]) == [0, 0, len(SPECIAL[EOS])]

@@ -24,7 +24,7 @@ class Constraint:
     """What the text of an answer must be; every end of the language is an end of the answer."""
 
     kind: str
-    """json_schema, regex, lark, or structural_tag."""
+    """json_schema, regex, ebnf, lark (as llguidance writes it), or structural_tag."""
     source: str
     """The schema or tag as JSON text, the regular expression, or the grammar."""
 
@@ -53,17 +53,26 @@ class Guide(Protocol):
         """Whether the answer is complete and nothing but an end of sequence could follow."""
         ...
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Ids that it allows where the answer may end; drawing one ends the answer."""
+        ...
+
     def fill(self, mask: NDArray[np.int32]) -> bool:
         """
         Set bit `token % 32` of word `token // 32` for every token that may come next.
 
-        False if all may, `mask` [ceil(V / 32)] being left as it is. May take a millisecond; lets go of
-        the interpreter's lock meanwhile.
+        False if all may; what `mask` [ceil(V / 32)] holds counts for nothing then. May take a millisecond;
+        lets go of the interpreter's lock meanwhile. Raises a BatonError if the answer cannot go on.
         """
         ...
 
     def push(self, token: int) -> None:
-        """The token was drawn, here or by the worker that computed the prompt."""
+        """
+        The token was drawn, here or by the worker that computed the prompt.
+
+        Raises a BatonError if it is not one of those that could come.
+        """
         ...
 
 
@@ -98,6 +107,10 @@ class SamplingParams:
     """At least 1, or 0 with `prompt_logprobs`. The server has already cut it to what the context leaves."""
     min_tokens: int = 0
     """Stop ids cannot be drawn before this many tokens are out."""
+    allowed_ids: tuple[int, ...] = ()
+    """The only ids that may be drawn; empty for all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of ids that the output must not contain: the last id of one is not drawn after the others."""
     stop_ids: frozenset[int] = frozenset()
     """End-of-sequence ids of the model and `stop_token_ids`; empty for `ignore_eos`."""
     constraint: Constraint | None = None
@@ -269,6 +282,11 @@ class Request:
     def draws(self) -> bool:
         """Whether tokens are to follow the prompt."""
         return self.pooling is None and self.sampling.max_tokens > 0
+
+    @property
+    def reads(self) -> bool:
+        """Whether something is asked about the prompt itself."""
+        return self.pooling is not None or self.sampling.prompt_logprobs is not None
 
     @property
     def length(self) -> int:

@@ -92,9 +92,29 @@ class Tokenizer:
         self.vocab_size = spec.vocab
         """Ids that the model knows; the tokenizer may have text for fewer."""
 
+    @property
+    def definition(self) -> str:
+        """All of the tokenizer beneath as JSON, as the library `tokenizers` writes it."""
+        return str(self._backend.to_str())
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`; special tokens in it are recognised."""
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def offsets(self, text: str) -> list[int]:
+        """
+        For each of the ids that `encode` gives, the characters of `text` before it.
+
+        One that begins within a character has those before that character; one that was added before the
+        text has 0, one that was added after it the length of the text.
+        """
+        encoding = self._backend.encode(text)
+        starts: list[int] = []
+        edge = 0
+        for (start, _), added in zip(encoding.offsets, encoding.special_tokens_mask, strict=True):
+            starts.append(edge if added else start)
+            edge = edge if added else len(text)
+        return starts
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
@@ -124,10 +144,28 @@ class Tokenizer:
         return self.token_bytes(token).decode(errors="replace")
 
     @property
-    def chat_template(self) -> str | None:
-        """The model's own, or None."""
+    def chat_templates(self) -> dict[str, str]:
+        """The model's own by name; most have one at most, which is called `default`."""
         template = self._tokenizer.chat_template
-        return template.get("default") if isinstance(template, dict) else template
+        if isinstance(template, dict):
+            return dict(template)
+        return {"default": template} if template else {}
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's own for conversations without tools, or None."""
+        return self.chat_templates.get("default")
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """The special tokens that have a name, as chat templates call them: `bos_token` and its like."""
+        return {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
+
+    @property
+    def response_template(self) -> dict[str, Any] | None:
+        """How `transformers` tells the parts of an answer, where the tokenizer's files say so."""
+        found: dict[str, Any] | None = getattr(self._tokenizer, "response_template", None)
+        return found
 
     def apply_chat_template(
         self,

@@ -15,7 +15,7 @@ from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.server import parameters
 from baton_engine.server.choice import Choice
 from baton_engine.server.fields import Fields, shown
-from baton_engine.server.logprobs import chat_logprobs
+from baton_engine.server.logprobs import Name, chat_logprobs, prompt_logprobs, token_name
 from baton_engine.server.messages import read_messages
 from baton_engine.server.parameters import not_served
 from baton_engine.server.served import Served
@@ -57,6 +57,9 @@ def prepare(fields: Fields, served: Served) -> Work:
         model=served.name,
         streaming=common.streaming,
         alternatives=alternatives,
+        name=token_name(served.tokenizer, common.tokens_as_ids),
+        prompt=prompt.tokens,
+        prompt_alternatives=common.sampling.prompt_logprobs,
         prompt_ids=prompt.tokens if common.return_token_ids else None,
         metadata=fields.mapping("metadata"),
     )
@@ -90,6 +93,10 @@ class ChatShape:
     model: str
     streaming: Streaming
     alternatives: int | None
+    name: Name
+    prompt: Sequence[int]
+    prompt_alternatives: int | None
+    """Of each token of the prompt, if it is to be told of."""
     prompt_ids: Sequence[int] | None
     """If the request wants token ids."""
     metadata: Mapping[str, str] | None
@@ -130,6 +137,11 @@ class ChatShape:
             body["metadata"] = self.metadata
         if self.prompt_ids is not None:
             body["prompt_token_ids"] = self.prompt_ids
+        scores = choices[0][0].scores
+        if self.prompt_alternatives is not None and scores is not None:
+            body["prompt_logprobs"] = prompt_logprobs(
+                self.tokenizer, self.prompt, scores, self.prompt_alternatives
+            )
         return body
 
     def _choice(self, choice: Choice, whole: Piece) -> dict[str, Any]:
@@ -156,7 +168,7 @@ class ChatShape:
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if self.alternatives is None:
             return None
-        return chat_logprobs(self.tokenizer, piece.tokens, self.alternatives)
+        return chat_logprobs(self.tokenizer, piece.tokens, self.alternatives, self.name)
 
     def _token_ids(self, piece: Piece) -> dict[str, Any]:
         return {} if self.prompt_ids is None else {"token_ids": [choice.token for choice in piece.tokens]}

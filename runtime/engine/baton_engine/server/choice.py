@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton_engine.client import Generation
-from baton_engine.requests import Request
+from baton_engine.requests import PromptLogprobs, Request
 from baton_engine.server.transcript import Transcript
 
 
@@ -21,5 +21,7 @@ class Choice:
     followers: list[Choice]
     """The other choices of its prompt, until they were submitted."""
     outputs: Generation | None = None
+    scores: PromptLogprobs | None = None
+    """Of its prompt, where they were asked for; there before its first piece."""
     cached_tokens: int = 0
     last_token: float | None = None

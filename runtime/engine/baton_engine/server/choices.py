@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncGenerator
 
 from baton_api.errors import NotReady, RequestAborted
-from baton_engine.requests import FinishReason, Output, RemotePrefill, Request
+from baton_engine.requests import FinishReason, Output, PromptLogprobs, RemotePrefill, Request
 from baton_engine.server.choice import Choice
 from baton_engine.server.exchange import Exchange
 from baton_engine.server.request_log import Told
@@ -83,7 +83,7 @@ class Choices:
     async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece]]:
         """What each choice gains, as it comes. Raises what the engine refuses or fails with."""
         try:
-            if self._work.prompts[0].max_tokens == 0:
+            if not any(lead.request.draws or lead.request.reads for lead in self._leads):
                 for choice in self.all:
                     choice.transcript.finish = FinishReason.LENGTH
                     yield choice, Piece(finish=FinishReason.LENGTH)
@@ -142,6 +142,9 @@ class Choices:
                 raise RequestAborted
             if output.finish is FinishReason.ABORT:
                 raise NotReady("This worker stopped before the answer was complete; try again.")
+            if isinstance(output.reading, PromptLogprobs):
+                for one in (choice, *choice.followers):
+                    one.scores = output.reading
             before = transcript.count
             piece = transcript.push(output)
             if self.told is not None:

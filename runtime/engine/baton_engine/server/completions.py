@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from baton_api import __version__, limits
@@ -13,8 +13,18 @@ from baton_api.errors import InvalidRequest
 from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.server import parameters
 from baton_engine.server.choice import Choice
+from baton_engine.server.echo import Echo, echo_of
 from baton_engine.server.fields import Fields
-from baton_engine.server.logprobs import completion_logprobs
+from baton_engine.server.logprobs import (
+    Name,
+    completion_logprobs,
+    echoed_logprobs,
+    joined,
+    mean_logprob,
+    prompt_logprobs,
+    token_name,
+)
+from baton_engine.server.parameters import Parameters
 from baton_engine.server.prompts import read_prompts
 from baton_engine.server.served import Served
 from baton_engine.server.streaming import Streaming
@@ -32,38 +42,58 @@ def prepare(fields: Fields, served: Served) -> Work:
     common = parameters.parse(fields, alternatives, served.vocabulary, served.defaults)
     parameters.refuse_not_served(fields, ("suffix",))
     fields.text("user")
-    best_of = fields.integer("best_of", *limits.BEST_OF.range)
-    if best_of is not None and best_of not in (0, common.n):
-        raise InvalidRequest(
-            f"'best_of' is {best_of} and 'n' is {common.n}: choosing among more completions than are "
-            "returned is not served.",
-            param="best_of",
-            code="unsupported_parameter",
-        )
     echo = fields.boolean("echo")
+    n, prompt_alternatives = common.n, common.sampling.prompt_logprobs
+    common = _choosing(fields, common)
     if echo and alternatives is not None:
-        raise InvalidRequest(
-            "'echo' with 'logprobs' is not served: it needs the logprobs of the prompt.",
-            param="echo",
-            code="unsupported_parameter",
-        )
+        common = _scoring(common, alternatives)
     if len(prompts) * common.n > limits.ALL_CHOICES.most:
         raise InvalidRequest(
-            f"{len(prompts)} prompts with n={common.n} are more than {limits.ALL_CHOICES.most} choices.",
-            param="n",
+            f"{len(prompts)} prompts with {common.n} completions each are more than "
+            f"{limits.ALL_CHOICES.most} choices.",
+            param="n" if common.n == n else "best_of",
         )
     wanted, _ = read_max_tokens(fields, "max_tokens", low=0)
     works = tuple(_fit(tokens, wanted, served) for tokens, _ in prompts)
     parameters.check_min_tokens(common, min(prompt.max_tokens for prompt in works))
+    located = alternatives is not None
     shape = CompletionShape(
         tokenizer=served.tokenizer,
+        name=token_name(served.tokenizer, common.tokens_as_ids),
         model=served.name,
         streaming=common.streaming,
+        n=n,
         alternatives=alternatives,
-        echoes=tuple(_text(text, tokens, served.tokenizer) for tokens, text in prompts) if echo else None,
-        prompt_ids=tuple(prompt.tokens for prompt in works) if common.return_token_ids else None,
+        prompt_alternatives=prompt_alternatives,
+        prompts=tuple(prompt.tokens for prompt in works),
+        echoes=tuple(
+            echo_of(given, prompt.tokens, served.tokenizer, located=located)
+            for given, prompt in zip(prompts, works, strict=True)
+        )
+        if echo
+        else None,
+        shows_ids=common.return_token_ids,
     )
     return Work(works, common, shape)
+
+
+def _choosing(fields: Fields, common: Parameters) -> Parameters:
+    """With `best_of`: as many completions, with the logprobs that the best ones are told by."""
+    best_of = fields.integer("best_of", *limits.BEST_OF.range) or common.n
+    if best_of < common.n:
+        fields.wrong_value("best_of", f"{best_of} is below 'n', which is {common.n}")
+    if best_of == common.n:
+        return common
+    if common.streaming.wanted:
+        fields.wrong_value("best_of", "which completions are best shows at their end; leave 'stream' out")
+    logprobs = common.sampling.logprobs or 0
+    return replace(common, n=best_of, sampling=replace(common.sampling, logprobs=logprobs))
+
+
+def _scoring(common: Parameters, alternatives: int) -> Parameters:
+    """The prompt is to be shown with logprobs of its own."""
+    most = max(alternatives, common.sampling.prompt_logprobs or 0)
+    return replace(common, sampling=replace(common.sampling, prompt_logprobs=most))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,13 +101,19 @@ class CompletionShape:
     """Text completions and their chunks, which are alike."""
 
     tokenizer: Tokenizer
+    name: Name
     model: str
     streaming: Streaming
+    n: int
+    """Choices of each prompt that are shown: the best ones, if there are more."""
     alternatives: int | None
-    echoes: Sequence[str] | None
-    """The prompts' texts, if they are to stand before the answers."""
-    prompt_ids: Sequence[Sequence[int]] | None
-    """If the request wants token ids."""
+    """Of each token, the prompt's included where it is echoed."""
+    prompt_alternatives: int | None
+    """Of each token of the prompt, in an array of its own."""
+    prompts: Sequence[Sequence[int]]
+    echoes: Sequence[Echo] | None
+    """If the prompts are to stand before the answers."""
+    shows_ids: bool
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
     _opened: set[int] = field(default_factory=set)
@@ -87,15 +123,15 @@ class CompletionShape:
         chunks: list[dict[str, Any]] = []
         if choice.index not in self._opened:
             self._opened.add(choice.index)
-            if self.echoes is not None or self.prompt_ids is not None:
+            if self.echoes is not None or self.shows_ids:
                 opening = {
                     "index": choice.index,
                     "text": self._echo(choice.prompt),
-                    "logprobs": None,
+                    "logprobs": self._echoed(choice),
                     "finish_reason": None,
                 }
-                chunks.append(opening | self._prompt_ids(choice.prompt))
-        shows_tokens = self.alternatives is not None or self.prompt_ids is not None
+                chunks.append(opening | self._of_prompt(choice))
+        shows_tokens = self.alternatives is not None or self.shows_ids
         if piece.text or piece.finish is not None or (piece.tokens and shows_tokens):
             chunks.append(self._body(piece.text, piece, choice))
         return b"".join(self.streaming.event(self._envelope([chunk]), usage) for chunk in chunks)
@@ -105,11 +141,30 @@ class CompletionShape:
 
     def answer(self, choices: Sequence[tuple[Choice, Piece]], usage: Usage) -> dict[str, Any]:
         bodies = [
-            self._body(self._echo(choice.prompt) + whole.text, whole, choice)
-            | self._prompt_ids(choice.prompt)
-            for choice, whole in choices
+            self._whole(choice, whole) | {"index": index}
+            for index, (choice, whole) in enumerate(self._best(choices))
         ]
         return self._envelope(bodies) | {"usage": usage.body()}
+
+    def _best(self, choices: Sequence[tuple[Choice, Piece]]) -> Iterator[tuple[Choice, Piece]]:
+        """The best `n` of each prompt, the best one first; all of them, as they are, if there are no more."""
+        generated = len(choices) // len(self.prompts)
+        for start in range(0, len(choices), generated):
+            of_prompt = choices[start : start + generated]
+            if generated > self.n:
+                of_prompt = sorted(of_prompt, key=lambda made: mean_logprob(made[1].tokens), reverse=True)
+            yield from of_prompt[: self.n]
+
+    def _whole(self, choice: Choice, whole: Piece) -> dict[str, Any]:
+        body = self._body(self._echo(choice.prompt) + whole.text, whole, choice) | self._of_prompt(choice)
+        echoed = self._echoed(choice)
+        if echoed is not None:
+            body["logprobs"] = joined(echoed, body["logprobs"])
+        if self.prompt_alternatives is not None and choice.scores is not None:
+            body["prompt_logprobs"] = prompt_logprobs(
+                self.tokenizer, self.prompts[choice.prompt], choice.scores, self.prompt_alternatives
+            )
+        return body
 
     def _envelope(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -129,10 +184,10 @@ class CompletionShape:
             "finish_reason": piece.finish,
         }
         if self.alternatives is not None:
-            body["logprobs"] = completion_logprobs(
-                self.tokenizer, piece.tokens, piece.offsets, self.alternatives
-            )
-        if self.prompt_ids is not None:
+            before = len(self._echo(choice.prompt))
+            offsets = [before + offset for offset in piece.offsets]
+            body["logprobs"] = completion_logprobs(self.name, piece.tokens, offsets, self.alternatives)
+        if self.shows_ids:
             body["token_ids"] = [chosen.token for chosen in piece.tokens]
         if piece.finish is not None:
             transcript = choice.transcript
@@ -140,10 +195,17 @@ class CompletionShape:
         return body
 
     def _echo(self, prompt: int) -> str:
-        return "" if self.echoes is None else self.echoes[prompt]
+        return "" if self.echoes is None else self.echoes[prompt].text
 
-    def _prompt_ids(self, prompt: int) -> dict[str, Any]:
-        return {} if self.prompt_ids is None else {"prompt_token_ids": self.prompt_ids[prompt]}
+    def _echoed(self, choice: Choice) -> dict[str, list[Any]] | None:
+        """The logprobs of the prompt before an answer."""
+        if self.echoes is None or self.alternatives is None or choice.scores is None:
+            return None
+        echo = self.echoes[choice.prompt]
+        return echoed_logprobs(self.name, echo.tokens, choice.scores, echo.offsets, self.alternatives)
+
+    def _of_prompt(self, choice: Choice) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prompts[choice.prompt]} if self.shows_ids else {}
 
 
 def _fit(tokens: tuple[int, ...], wanted: int | None, served: Served) -> Prompt:
@@ -156,7 +218,3 @@ def _fit(tokens: tuple[int, ...], wanted: int | None, served: Served) -> Prompt:
         default=DEFAULT_MAX_TOKENS,
         truncate=served.settings.allow_auto_truncate,
     )
-
-
-def _text(text: str | None, tokens: Sequence[int], tokenizer: Tokenizer) -> str:
-    return tokenizer.decode(list(tokens)) if text is None else text

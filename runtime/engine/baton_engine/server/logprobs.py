@@ -1,26 +1,39 @@
-"""Logprobs in the two shapes of the API: one object per token (chat), parallel arrays (completions)."""
+"""
+Logprobs in the shapes of the API: one object per token (chat), parallel arrays (completions), and vLLM's
+maps by token id (`prompt_logprobs`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from baton_api.messages import TokenChoice
 from baton_engine.model.tokenizer import Tokenizer
+from baton_engine.requests import PromptLogprobs
 
 FLOOR = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
 
+Name = Callable[[int], str]
+"""What a token is called in logprobs."""
 
-def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenChoice], alternatives: int) -> dict[str, Any]:
+
+def token_name(tokenizer: Tokenizer, as_ids: bool) -> Name:
+    """By its text, or by its id as vLLM's `return_tokens_as_token_ids` wants it: texts may be alike."""
+    return (lambda token: f"token_id:{token}") if as_ids else tokenizer.token_text
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[TokenChoice], alternatives: int, name: Name | None = None
+) -> dict[str, Any]:
+    """`name` is the token's text unless told otherwise."""
+    entry = partial(_entry, tokenizer, name or tokenizer.token_text)
     return {
         "content": [
-            _entry(tokenizer, choice.token, _floored(choice.logprob))
-            | {
-                "top_logprobs": [
-                    _entry(tokenizer, token, logprob) for token, logprob in _top(choice, alternatives)
-                ]
-            }
+            entry(choice.token, _floored(choice.logprob))
+            | {"top_logprobs": [entry(token, logprob) for token, logprob in _top(choice, alternatives)]}
             for choice in tokens
         ],
         "refusal": None,
@@ -28,29 +41,85 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenChoice], alternati
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, tokens: Sequence[TokenChoice], offsets: Sequence[int], alternatives: int
-) -> dict[str, Any]:
-    texts = [tokenizer.token_text(choice.token) for choice in tokens]
+    name: Name, tokens: Sequence[TokenChoice], offsets: Sequence[int], alternatives: int
+) -> dict[str, list[Any]]:
+    texts = [name(choice.token) for choice in tokens]
     logprobs = [_floored(choice.logprob) for choice in tokens]
     return {
         "tokens": texts,
         "token_logprobs": logprobs,
         "top_logprobs": [
             # The drawn token is always among them, so that there may be one more than was asked for.
-            {tokenizer.token_text(token): value for token, value in _top(choice, alternatives)}
-            | {text: logprob}
+            {name(token): value for token, value in _top(choice, alternatives)} | {text: logprob}
             for choice, text, logprob in zip(tokens, texts, logprobs, strict=True)
         ],
         "text_offset": list(offsets),
     }
 
 
-def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
-    return {
-        "token": tokenizer.token_text(token),
-        "logprob": logprob,
-        "bytes": list(tokenizer.token_bytes(token)),
+def echoed_logprobs(
+    name: Name, prompt: Sequence[int], scores: PromptLogprobs, offsets: Sequence[int], alternatives: int
+) -> dict[str, list[Any]]:
+    """The same arrays for a prompt. Nothing came before its first token, which has null for its logprobs."""
+    choices = [
+        TokenChoice(token=token, logprob=logprob, top=top[:alternatives])
+        for token, logprob, top in zip(prompt[1:], scores.logprobs.tolist(), _pairs(scores), strict=True)
+    ]
+    rest = completion_logprobs(name, choices, offsets[1:], alternatives)
+    first = {
+        "tokens": name(prompt[0]),
+        "token_logprobs": None,
+        "top_logprobs": None,
+        "text_offset": offsets[0],
     }
+    return {key: [first[key], *values] for key, values in rest.items()}
+
+
+def joined(one: Mapping[str, list[Any]], other: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """The arrays of two texts, one after the other."""
+    return {key: [*values, *other[key]] for key, values in one.items()}
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, prompt: Sequence[int], scores: PromptLogprobs, alternatives: int
+) -> list[dict[str, dict[str, Any]] | None]:
+    """
+    For each prompt token a map from token ids: the token itself first, then the likeliest ones.
+
+    None for the first token. Ranks count from 1.
+    """
+    entries: list[dict[str, dict[str, Any]] | None] = [None]
+    own = zip(prompt[1:], scores.logprobs.tolist(), scores.ranks.tolist(), strict=True)
+    for (token, logprob, rank), top in zip(own, _pairs(scores), strict=True):
+        likely = {other: (value, place) for place, (other, value) in enumerate(top[:alternatives], start=1)}
+        ranked = {token: (logprob, rank)} | likely
+        entries.append(
+            {
+                str(other): {
+                    "logprob": _floored(value),
+                    "rank": place,
+                    "decoded_token": tokenizer.token_text(other),
+                }
+                for other, (value, place) in ranked.items()
+            }
+        )
+    return entries
+
+
+def mean_logprob(tokens: Sequence[TokenChoice]) -> float:
+    """How likely a text is, whatever its length; 0 for one without tokens."""
+    return sum(_floored(choice.logprob) for choice in tokens) / len(tokens) if tokens else 0.0
+
+
+def _pairs(scores: PromptLogprobs) -> list[list[tuple[int, float]]]:
+    return [
+        list(zip(ids, values, strict=True))
+        for ids, values in zip(scores.top_ids.tolist(), scores.top.tolist(), strict=True)
+    ]
+
+
+def _entry(tokenizer: Tokenizer, name: Name, token: int, logprob: float) -> dict[str, Any]:
+    return {"token": name(token), "logprob": logprob, "bytes": list(tokenizer.token_bytes(token))}
 
 
 def _top(choice: TokenChoice, alternatives: int) -> list[tuple[int, float]]:

@@ -24,11 +24,11 @@ GREEDY_BELOW = 1e-5
 
 NOT_SERVED = (
     "regex", "ebnf", "json_schema", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
-    "guided_grammar", "guided_decoding_backend", "structural_tag", "prompt_logprobs", "logprob_token_ids",
-    "return_tokens_as_token_ids", "allowed_token_ids", "bad_words", "custom_logit_processor", "custom_params",
-    "use_beam_search", "truncate_prompt_tokens", "stop_regex", "lora_path", "documents", "input_ids",
-    "prompt_token_ids", "prompt_embeds", "return_hidden_states", "thinking_token_budget",
-    "separate_reasoning", "chat_template", "priority", "vllm_xargs",
+    "guided_grammar", "guided_decoding_backend", "structural_tag", "logprob_token_ids", "allowed_token_ids",
+    "bad_words", "custom_logit_processor", "custom_params", "use_beam_search", "truncate_prompt_tokens",
+    "stop_regex", "lora_path", "documents", "input_ids", "prompt_token_ids", "prompt_embeds",
+    "return_hidden_states", "thinking_token_budget", "separate_reasoning", "chat_template", "priority",
+    "vllm_xargs",
 )  # fmt: skip
 """Fields of other servers and of features that are not to be had here."""
 
@@ -71,18 +71,21 @@ class Parameters:
     """Ids that end a sequence without being reported as a match."""
     streaming: Streaming
     return_token_ids: bool
+    tokens_as_ids: bool = False
+    """Whether logprobs name tokens by their ids."""
 
     def choice(self, number: int, max_tokens: int) -> SamplingParams:
         """
         The sampling of choice `number`, with a random stream of its own.
 
-        Choice 0 has the request's seed itself, so that n does not change it.
+        Choice 0 has the request's seed itself, so that n does not change it, and reads the prompt for all.
         """
         seed = self.seed
         if number:
             digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
             seed = int.from_bytes(digest)
-        return replace(self.sampling, seed=seed, max_tokens=max_tokens)
+        prompt_logprobs = None if number else self.sampling.prompt_logprobs
+        return replace(self.sampling, seed=seed, max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
 
 
 def parse(fields: Fields, logprobs: int | None, vocabulary: Vocabulary, defaults: Defaults) -> Parameters:
@@ -99,6 +102,7 @@ def parse(fields: Fields, logprobs: int | None, vocabulary: Vocabulary, defaults
     ignore_eos = fields.boolean("ignore_eos")
     eos_ids = frozenset(() if ignore_eos else vocabulary.eos_ids)
     seed = fields.integer("seed", *limits.SEED.range)
+    streaming = _streaming(fields, defaults.include_usage)
     return Parameters(
         sampling=SamplingParams(
             temperature=temperature,
@@ -115,6 +119,7 @@ def parse(fields: Fields, logprobs: int | None, vocabulary: Vocabulary, defaults
             ),
             logit_bias=_logit_bias(fields, vocabulary.size),
             logprobs=logprobs,
+            prompt_logprobs=_prompt_logprobs(fields, streaming),
             min_tokens=fields.integer("min_tokens", *limits.MIN_TOKENS.range) or 0,
             stop_ids=eos_ids | _stop_ids(fields, vocabulary.size),
         ),
@@ -124,8 +129,9 @@ def parse(fields: Fields, logprobs: int | None, vocabulary: Vocabulary, defaults
         include_stop=fields.boolean("include_stop_str_in_output") or fields.boolean("no_stop_trim"),
         skip_special_tokens=fields.boolean("skip_special_tokens", True),
         eos_ids=eos_ids,
-        streaming=_streaming(fields, defaults.include_usage),
+        streaming=streaming,
         return_token_ids=fields.boolean("return_token_ids"),
+        tokens_as_ids=fields.boolean("return_tokens_as_token_ids"),
     )
 
 
@@ -191,6 +197,15 @@ def _logit_bias(fields: Fields, size: int) -> tuple[tuple[int, float], ...]:
     return tuple(
         (int(key), number(bias, f"logit_bias.{key}", *limits.BIAS.range)) for key, bias in biases.items()
     )
+
+
+def _prompt_logprobs(fields: Fields, streaming: Streaming) -> int | None:
+    wanted = fields.integer("prompt_logprobs", *limits.PROMPT_LOGPROBS.range)
+    if wanted is not None and streaming.wanted:
+        raise InvalidRequest(
+            "'prompt_logprobs' are not available when 'stream' is enabled.", param="prompt_logprobs"
+        )
+    return wanted
 
 
 def _streaming(fields: Fields, include_usage: bool) -> Streaming:

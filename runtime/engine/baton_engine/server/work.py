@@ -71,7 +71,7 @@ def tokens_left(prompt: int, wanted: int | None, context: int, *, param: str, wa
     """
     if wanted is not None and wanted > context:
         raise ContextTooLong(prompt, wanted, context, param=wanted_param)
-    if prompt + (1 if wanted is None else wanted) > context or prompt >= context:
+    if prompt + (1 if wanted is None else wanted) > context:
         raise ContextTooLong(prompt, 1 if wanted is None else wanted, context, param=param)
     return context - prompt if wanted is None else wanted
 
