@@ -78,7 +78,7 @@ def thinker(deployments: Deployments, way: str) -> Deployment:
     def begin(way: str) -> Deployment:
         folder = deployments.folder("scripted", make_scripted)
         flags = ["--dtype=float32", "--kv-cache-memory=16MiB", "--reasoning-parser=qwen3"]
-        flags += ["--tool-call-parser=hermes"]
+        flags += ["--tool-call-parser=hermes", "--pooling=mean"]
         return deployment.start(way, str(folder), "thinker", *flags, *_relayed(way))
 
     return deployments.get("thinker", way, begin)

@@ -56,7 +56,8 @@ def test_L1_a_client_that_leaves_a_stream_stops_it(served: Deployment) -> None:
         leaving.stream("POST", CHAT, json=body) as answer,
     ):
         chunks = 0
-        for line in answer.iter_lines():
+        lines = answer.iter_lines()  # held, so that only the end of the block closes the connection
+        for line in lines:
             chunks += line.startswith("data: ")
             if chunks == 5:
                 break
@@ -147,8 +148,8 @@ def test_L4_without_a_decode_worker_requests_are_refused_until_it_is_back(guarde
     (answer,) = refused
     check_error(answer, 503, kind="server_error")
     assert 1 <= int(answer.headers["retry-after"]) <= 120
-    assert guarded.http.get("/ready").status_code == 503
-    assert guarded.http.get("/v1/models").status_code == 503
+    for path in ("/ready", "/v1/models"):
+        await_true(lambda path=path: guarded.http.get(path).status_code == 503, 5, f"{path} says so")  # type: ignore[misc]
     check_comes_back(guarded, workers["decode"])
 
 
