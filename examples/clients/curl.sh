@@ -1,5 +1,5 @@
 #!/bin/sh
-# Baton through curl: models, chat, a stream, a tool, structured output, embeddings, errors.
+# Baton through curl: models, chat, stream, tool, structured output, embeddings, errors.
 #
 #     examples/clients/curl.sh http://127.0.0.1:8080/v1 [MODEL]
 #

@@ -1,5 +1,5 @@
 """
-Baton through LangChain: models, chat, a stream, a tool, structured output, embeddings, errors.
+Baton through LangChain: models, chat, stream, tool, structured output, embeddings, errors.
 
     pip install langchain-openai
     python examples/clients/langchain_client.py http://127.0.0.1:8080/v1

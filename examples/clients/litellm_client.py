@@ -1,5 +1,5 @@
 """
-Baton through LiteLLM: models, chat, a stream, a tool, structured output, embeddings, errors.
+Baton through LiteLLM: models, chat, stream, tool, structured output, embeddings, errors.
 
     pip install litellm mcp
     python examples/clients/litellm_client.py http://127.0.0.1:8080/v1

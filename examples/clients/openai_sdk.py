@@ -1,5 +1,5 @@
 """
-Baton through OpenAI's SDK, major 2 or 3: models, chat, a stream, a tool, structured output, embeddings, errors.
+Baton through OpenAI's SDK, major 2 or 3: models, chat, stream, tool, structured output, embeddings, errors.
 
     pip install openai
     python examples/clients/openai_sdk.py http://127.0.0.1:8080/v1

@@ -1,4 +1,4 @@
-"""The same short story with each client that people use, as the examples tell it, and the tutorials' calls."""
+"""The same short story with each client that people use, and the tutorials' calls: the examples, run."""
 
 from __future__ import annotations
 
