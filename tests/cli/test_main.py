@@ -45,7 +45,10 @@ def test_a_bad_setting_ends_with_status_2_and_one_line(capsys: pytest.CaptureFix
         main(["up", "--kv-cache-memory", "lots"])
     assert ended.value.code == 2
     complaint = capsys.readouterr().err
-    assert complaint.count("\n") == 1 and "--kv-cache-memory (--kv-cache-memory-bytes): 'lots' is no size" in complaint
+    assert (
+        complaint.count("\n") == 1
+        and "--kv-cache-memory (--kv-cache-memory-bytes): 'lots' is no size" in complaint
+    )
 
 
 def test_workers_of_several_processes_cannot_use_the_loopback(capsys: pytest.CaptureFixture[str]) -> None:
