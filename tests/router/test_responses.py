@@ -1,0 +1,359 @@
+"""A cluster's responses: kept by the router, whichever worker made them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from baton_api import headers
+from tests.router import fake_worker
+from tests.router.fake_worker import STREAM_END, STREAM_HEAD, Asked, FakeWorker, chunk, plain
+from tests.router.running import running_router
+
+PATH = "/v1/responses"
+QUESTION = {"model": "tiny", "input": "Hi"}
+
+_numbers = itertools.count()
+
+
+def response_to(asked: Asked) -> dict[str, Any]:
+    """What a worker would answer: it says how many items it saw."""
+    body = json.loads(asked.body)
+    items = [body["input"]] if isinstance(body["input"], str) else body["input"]
+    number = next(_numbers)
+    content = [{"type": "output_text", "text": f"{len(items)} items", "annotations": [], "logprobs": []}]
+    message = {"type": "message", "id": f"msg_{number}", "role": "assistant", "status": "completed"}
+    return {
+        "id": f"resp_{number}",
+        "object": "response",
+        "created_at": 1,
+        "status": "completed",
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "metadata": {},
+        "model": "tiny",
+        "output": [{**message, "content": content}],
+        "parallel_tool_calls": True,
+        "previous_response_id": body.get("previous_response_id"),
+        "store": body.get("store", True),
+        "temperature": 1.0,
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": 1.0,
+        "usage": None,
+    }
+
+
+def typed(number: int, kind: str, **more: Any) -> bytes:
+    data = json.dumps({"type": kind, "sequence_number": number, **more})
+    return f"event: {kind}\ndata: {data}\n\n".encode()
+
+
+def events_of(response: dict[str, Any]) -> list[bytes]:
+    created = {**response, "status": "in_progress", "output": []}
+    text = response["output"][0]["content"][0]["text"]
+    place = {"item_id": response["output"][0]["id"], "output_index": 0}
+    return [
+        typed(0, "response.created", response=created),
+        typed(1, "response.output_item.added", output_index=0, item={**response["output"][0], "content": []}),
+        typed(
+            2,
+            "response.content_part.added",
+            **place,
+            content_index=0,
+            part={"type": "output_text", "text": "", "annotations": []},
+        ),
+        b": keep-alive\n\n",
+        typed(3, "response.output_text.delta", **place, content_index=0, delta=text, logprobs=[]),
+        typed(4, "response.output_item.done", output_index=0, item=response["output"][0]),
+        typed(5, f"response.{response['status']}", response=response),
+    ]
+
+
+async def respond(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
+    response = response_to(asked)
+    if not json.loads(asked.body).get("stream"):
+        writer.write(plain(200, json.dumps(response).encode()))
+        return
+    writer.write(STREAM_HEAD)
+    for event in events_of(response):
+        writer.write(chunk(event))
+        await asyncio.sleep(0)
+    writer.write(STREAM_END)
+
+
+def client(url: str, key: str = "none") -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+
+
+async def test_the_next_turn_finds_its_conversation_whichever_worker_it_comes_to() -> None:
+    async with (
+        FakeWorker(respond) as one,
+        FakeWorker(respond) as other,
+        running_router([one, other]) as router,
+        client(router.url) as sdk,
+    ):
+        last = await sdk.responses.create(model="tiny", input="Hi")
+        for turn in range(1, 40):
+            last = await sdk.responses.create(
+                model="tiny", input=f"turn {turn}", previous_response_id=last.id
+            )
+            assert last.output_text == f"{2 * turn + 1} items"
+            if len(one.asked) > 3 and len(other.asked) > 3:
+                break
+        assert len(one.asked) > 3
+        assert len(other.asked) > 3
+        assert await sdk.responses.retrieve(last.id) == last
+        items = [item async for item in await sdk.responses.input_items.list(last.id, order="asc", limit=7)]
+        assert len(items) == 2 * turn + 1
+        assert [getattr(item, "role", "") for item in items[:3]] == ["user", "assistant", "user"]
+
+
+async def test_the_worker_is_told_how_much_of_the_input_is_from_before() -> None:
+    async with FakeWorker(respond) as worker, running_router([worker]) as router:
+        first = (await router.post(QUESTION, PATH)).json()
+        new = {"role": "user", "content": "And?", "extra": 1.0}
+        question = {
+            "model": "tiny",
+            "input": [new],
+            "previous_response_id": first["id"],
+            "top_k": 3,
+            "x": [1e3],
+        }
+        await router.post(question, PATH)
+        asked = worker.asked[1]
+        assert [one.header(headers.STATE) for one in worker.asked] == ["0", "2"]
+        sent = json.loads(asked.body)
+        earlier, reply, own = sent["input"]
+        assert earlier["content"] == [{"type": "input_text", "text": "Hi"}]
+        assert reply == first["output"][0]
+        assert own == new
+        assert {**sent, "input": [new]} == question
+
+
+async def test_a_request_that_continues_nothing_passes_byte_for_byte() -> None:
+    body = b' {"model": "tiny",\n "input" : "\\u00e9", "store":false, "x": [1, 1.0] }'
+    async with FakeWorker(respond) as worker, running_router([worker]) as router:
+        kind = {"content-type": "application/json"}
+        answer = await router.client.post(PATH, content=body, headers=kind)
+        assert answer.status_code == 200
+        assert worker.asked[0].body == body
+        assert len(router.router.responses) == 0
+        await router.client.post(PATH, content=body.replace(b"false", b"true"), headers=kind)
+        assert worker.asked[1].body == body.replace(b"false", b"true")
+        assert len(router.router.responses) == 1
+
+
+async def test_a_clients_word_on_the_state_is_not_passed_on() -> None:
+    async with FakeWorker(respond) as worker, running_router([worker]) as router:
+        await router.client.post(PATH, json=QUESTION, headers={headers.STATE: "7"})
+        assert worker.asked[0].header(headers.STATE) == "0"
+
+
+async def test_a_stream_is_kept_before_its_last_event_is_out() -> None:
+    async with FakeWorker(respond) as worker, running_router([worker]) as router, client(router.url) as sdk:
+        async with sdk.responses.stream(model="tiny", input="Hi") as stream:
+            async for event in stream:
+                if event.type == "response.completed":
+                    found = await sdk.responses.retrieve(event.response.id)
+                    assert found.output_text == event.response.output_text == "1 items"
+            final = await stream.get_final_response()
+        async with sdk.responses.stream(model="tiny", input="And?", previous_response_id=final.id) as stream:
+            assert (await stream.get_final_response()).output_text == "3 items"
+
+
+async def test_a_stream_passes_as_it_is() -> None:
+    async with FakeWorker(respond) as worker, running_router([worker]) as router:
+        for store in (True, False):
+            answer = await router.post({**QUESTION, "stream": True, "store": store}, PATH)
+            assert answer.text.startswith("event: response.created\n")
+            assert answer.text.count("\n\n") == 7
+            assert answer.text.endswith("}\n\n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_previous_response_that_is_not_kept_is_a_400(stream: bool) -> None:
+    async with FakeWorker(respond) as worker, running_router([worker]) as router:
+        unkept = (await router.post({**QUESTION, "store": False}, PATH)).json()["id"]
+        for id in ("resp_none", unkept):
+            answer = await router.post({**QUESTION, "previous_response_id": id, "stream": stream}, PATH)
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+            assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
+            assert answer.headers["x-request-id"]
+        assert len(worker.asked) == 1
+        assert router.metric("baton_router_requests_total", path=PATH, code="400") == 2
+
+
+async def test_the_sdk_retrieves_deletes_and_cannot_cancel() -> None:
+    async with FakeWorker(respond) as worker, running_router([worker]) as router, client(router.url) as sdk:
+        made = await sdk.responses.create(model="tiny", input="Hi")
+        assert await sdk.responses.retrieve(made.id) == made
+        with pytest.raises(openai.BadRequestError, match="Cannot cancel"):
+            await sdk.responses.cancel(made.id)
+        await sdk.responses.delete(made.id)
+        for attempt in (
+            sdk.responses.retrieve,
+            sdk.responses.delete,
+            sdk.responses.cancel,
+            sdk.responses.input_items.list,
+        ):
+            with pytest.raises(openai.NotFoundError) as error:
+                await attempt(made.id)
+            assert error.value.request_id
+        assert len(worker.asked) == 1
+
+
+async def test_each_key_sees_its_own_responses_alone() -> None:
+    async with (
+        FakeWorker(respond) as worker,
+        running_router([worker], api_key="one,two") as router,
+        client(router.url, "one") as one,
+        client(router.url, "two") as two,
+    ):
+        mine = await one.responses.create(model="tiny", input="Hi")
+        await one.responses.retrieve(mine.id)
+        for attempt in (two.responses.retrieve, two.responses.delete, two.responses.input_items.list):
+            with pytest.raises(openai.NotFoundError):
+                await attempt(mine.id)
+        with pytest.raises(openai.BadRequestError):
+            await two.responses.create(model="tiny", input="Hi", previous_response_id=mine.id)
+        await one.responses.create(model="tiny", input="Hi", previous_response_id=mine.id)
+        async with httpx.AsyncClient(base_url=router.url, trust_env=False) as nobody:
+            assert (await nobody.get(f"{PATH}/{mine.id}")).status_code == 401
+
+
+async def test_keys_that_workers_judge_keep_responses_apart_too() -> None:
+    async with (
+        FakeWorker(respond) as worker,
+        running_router([worker]) as router,
+        client(router.url, "one") as one,
+        client(router.url, "two") as two,
+    ):
+        mine = await one.responses.create(model="tiny", input="Hi")
+        with pytest.raises(openai.NotFoundError):
+            await two.responses.retrieve(mine.id)
+
+
+async def test_no_more_are_kept_than_the_settings_say() -> None:
+    async with FakeWorker(respond) as worker, running_router([worker], responses_kept=1) as router:
+        first, second = [(await router.post(QUESTION, PATH)).json()["id"] for _ in range(2)]
+        assert (await router.client.get(f"{PATH}/{first}")).status_code == 404
+        assert (await router.client.get(f"{PATH}/{second}")).status_code == 200
+
+
+NOT_KEPT = {
+    "an error": fake_worker.saying(400, b'{"error":{"message":"no","type":"x","param":null,"code":null}}'),
+    "no JSON": fake_worker.saying(200, b"{"),
+    "no response": fake_worker.saying(200, b'{"object": "list", "data": []}'),
+    "one that failed": fake_worker.saying(200, b'{"id": "resp_1", "status": "failed", "output": []}'),
+}
+
+
+@pytest.mark.parametrize("behaviour", NOT_KEPT.values(), ids=NOT_KEPT.keys())
+async def test_what_is_no_response_passes_and_is_not_kept(behaviour: fake_worker.Behaviour) -> None:
+    async with FakeWorker(behaviour) as worker, running_router([worker]) as router:
+        answer = await router.post(QUESTION, PATH)
+        async with httpx.AsyncClient(trust_env=False) as direct:
+            assert answer.content == (await direct.post(worker.url + PATH, json=QUESTION)).content
+        assert len(router.router.responses) == 0
+
+
+BAD_BODIES = {
+    "no JSON": b'{"model":',
+    "no object": b"[]",
+    "a number as input": b'{"model": "tiny", "input": 7}',
+    "no text as previous": b'{"model": "tiny", "input": "Hi", "previous_response_id": 7}',
+}
+
+
+@pytest.mark.parametrize("body", BAD_BODIES.values(), ids=BAD_BODIES.keys())
+async def test_a_body_that_is_wrong_is_for_the_worker_to_judge(body: bytes) -> None:
+    refusal = fake_worker.saying(400, b'{"error":{"message":"no","type":"x","param":null,"code":null}}')
+    async with FakeWorker(refusal) as worker, running_router([worker]) as router:
+        answer = await router.client.post(PATH, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400
+        assert all(asked.body == body for asked in worker.asked)
+
+
+def cut_stream(events: int) -> fake_worker.Behaviour:
+    response = response_to(Asked("POST", PATH, [], b'{"input": "Hi"}'))
+    return fake_worker.streaming(*events_of(response)[:events], end=False)
+
+
+async def test_a_stream_whose_worker_is_lost_ends_with_an_error_event_and_a_cut() -> None:
+    async with FakeWorker(cut_stream(5)) as worker, running_router([worker]) as router:
+        worker.release.set()
+        received = b""
+        with pytest.raises(httpx.RemoteProtocolError):
+            async with router.client.stream("POST", PATH, json={**QUESTION, "stream": True}) as answer:
+                async for part in answer.aiter_raw():
+                    received += part
+        name, data = received.rstrip(b"\n").rsplit(b"\n\n", 1)[1].split(b"\n")
+        event = json.loads(data.removeprefix(b"data: "))
+        assert name == b"event: error"
+        assert (event["type"], event["sequence_number"], event["code"]) == ("error", 4, "worker_error")
+        assert event["message"] == event["error"]["message"]
+        assert len(router.router.responses) == 0
+
+
+async def test_the_sdk_raises_for_a_stream_whose_worker_is_lost() -> None:
+    async with FakeWorker(cut_stream(5)) as worker, running_router([worker]) as router:
+        worker.release.set()
+        async with client(router.url) as sdk:
+            with pytest.raises(openai.APIError, match="was lost"):
+                async for _ in await sdk.responses.create(model="tiny", input="Hi", stream=True):
+                    pass
+
+
+async def test_a_stream_that_ends_without_its_last_event_is_no_whole_one() -> None:
+    response = response_to(Asked("POST", PATH, [], b'{"input": "Hi"}'))
+    behaviour = fake_worker.streaming(*events_of(response)[:5], end=True)
+    async with FakeWorker(behaviour) as worker, running_router([worker]) as router:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await router.post({**QUESTION, "stream": True}, PATH)
+
+
+@pytest.mark.parametrize("ending", ["completed", "incomplete", "failed"])
+async def test_a_stream_that_says_how_it_ended_is_whole(ending: str) -> None:
+    response = {**response_to(Asked("POST", PATH, [], b'{"input": "Hi"}')), "status": ending}
+    worker = FakeWorker(fake_worker.streaming(*events_of(response), end=False))
+    async with worker, running_router([worker]) as router:
+        worker.release.set()
+        answer = await router.post({**QUESTION, "stream": True}, PATH)
+        assert answer.content == b"".join(events_of(response))
+        assert len(router.router.responses) == (ending != "failed")
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1000])
+async def test_the_pieces_in_which_a_stream_comes_change_nothing(size: int) -> None:
+    response = response_to(Asked("POST", PATH, [], b'{"input": "Hi"}'))
+    whole = b"".join(events_of(response))
+    parts = [whole[start : start + size] for start in range(0, len(whole), size)]
+    async with FakeWorker(fake_worker.streaming(*parts)) as worker, running_router([worker]) as router:
+        answer = await router.post({**QUESTION, "stream": True}, PATH)
+        assert answer.content == whole
+        assert (await router.client.get(f"{PATH}/{response['id']}")).json() == response
+
+
+async def test_a_large_response_is_kept_whole() -> None:
+    response = response_to(Asked("POST", PATH, [], b'{"input": "Hi"}'))
+    response["output"][0]["content"][0]["text"] = "x" * 1_000_000
+    body = json.dumps(response).encode()
+    async with FakeWorker(fake_worker.saying(200, body)) as worker, running_router([worker]) as router:
+        assert (await router.post(QUESTION, PATH)).content == body
+        assert (await router.client.get(f"{PATH}/{response['id']}")).content == body
+
+
+async def test_a_body_that_is_too_large_is_a_413() -> None:
+    async with FakeWorker(respond) as worker, running_router([worker], max_body=1000) as router:
+        answer = await router.post({**QUESTION, "input": "x" * 2000}, PATH)
+        assert answer.status_code == 413
+        assert not worker.asked
