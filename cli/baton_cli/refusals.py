@@ -187,7 +187,7 @@ REFUSALS = (
     ),
     Refusal(
         "--is-embedding --task --runner --convert --override-pooler-config --pooler-config",
-        "/v1/embeddings is served beside the rest",
+        "/v1/embeddings is served beside the rest; --pooling mean or last has any model embed",
     ),
     Refusal(
         "--enable-auto-tool-choice",
