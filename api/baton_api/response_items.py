@@ -50,8 +50,8 @@ def named(items: Sequence[Any]) -> tuple[bytes, ...]:
 
 
 def _named(item: dict[str, Any]) -> dict[str, Any]:
-    kind = item.get("type") or "message"
-    named = {"id": item.get("id") or new_id(kind), "type": kind, "status": "completed"} | {
+    kind, id = _text(item, "type", "message"), _text(item, "id", "")
+    named = {"id": id or new_id(kind), "type": kind, "status": "completed"} | {
         key: value for key, value in item.items() if value is not None and key not in ("id", "type")
     }
     if kind == "message" and isinstance(content := named.get("content"), str):
@@ -59,6 +59,11 @@ def _named(item: dict[str, Any]) -> dict[str, Any]:
         heard = {"type": "input_text", "text": content}
         named["content"] = [said if named.get("role") == "assistant" else heard]
     return named
+
+
+def _text(item: Mapping[str, Any], name: str, default: str) -> str:
+    value = item.get(name)
+    return value if value and isinstance(value, str) else default
 
 
 def page(items: Sequence[bytes], query: Mapping[str, str]) -> bytes:

@@ -191,14 +191,16 @@ def test_items_get_ids_types_and_whole_contents() -> None:
         {"role": "assistant", "content": "Ho", "id": None},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}], "id": "mine"},
         call,
+        {"role": "user", "content": "Hi", "id": 7, "type": None},
     ]
-    user, assistant, whole, called = map(msgspec.json.decode, named(items))
+    user, assistant, whole, called, strange = map(msgspec.json.decode, named(items))
     assert user["id"].startswith("msg_")
     assert user["content"] == [{"type": "input_text", "text": "Hi"}]
     assert (user["type"], user["role"], user["status"]) == ("message", "user", "completed")
     assert assistant["content"] == [{"type": "output_text", "text": "Ho", "annotations": []}]
     assert assistant["id"].startswith("msg_")
     assert whole == items[2] | {"status": "completed"}
+    assert (strange["id"][:4], strange["type"]) == ("msg_", "message")
     assert called == {**call, "status": "completed"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ from openai.types.responses import ResponseOutputMessage, ResponseOutputText
 
 from baton_api.errors import InternalError
 from baton_engine.server.http import HttpServer
+from baton_engine.server.responses.request import OWN
 from tests.engine.server.api import CONTEXT, LETTERS, MODEL, Api
 from tests.engine.server.responses.typed import kinds, typed_events, whole_response
 
@@ -272,6 +274,32 @@ async def test_stream_options_want_a_stream(api: Api) -> None:
     options = {"include_obfuscation": False}
     assert (await respond(api, stream_options=options)).json()["error"]["param"] == "stream_options"
     assert (await respond(api, stream_options=options, stream=True)).status_code == 200
+
+
+VALUES: tuple[Any, ...] = (
+    0, -1, 1.5, True, "", "x", [], ["x"], [[]], [{}], {}, {"x": "y"}, {"type": "x"}, {"type": 7},
+    {"type": "function"}, {"type": "function", "name": "f"}, {"role": "assistant", "content": ""},
+    {"type": "json_schema", "name": "x", "schema": 7}, {"type": "custom", "name": "f", "format": {"type": "grammar"}},
+    {"type": "allowed_tools", "tools": [{"type": []}]}, {"type": "message", "role": "user", "content": [{}]},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}, {"format": {"type": []}},
+    {"type": "function_call_output", "call_id": "c", "output": ""}, {"type": "reasoning", "content": 7},
+    {"effort": [], "summary": {}}, {"verbosity": 7}, "auto", "required",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_whatever_a_body_says_the_answer_is_one_or_a_refusal(api: Api, seed: int) -> None:
+    rng = random.Random(seed)
+    names = [*sorted(OWN), "stream", "parallel_tool_calls", "metadata", "temperature", "top_p", "user"]
+    for _ in range(60):
+        body = {name: rng.choice(VALUES) for name in rng.sample(names, rng.randrange(1, 4))}
+        if rng.random() < 0.5:
+            body["input"] = [rng.choice(VALUES) for _ in range(rng.randrange(1, 4))]
+        answer = await respond(api, **body)
+        assert answer.status_code in (200, 400), body
+        if answer.status_code == 200 and not body.get("stream"):
+            id = whole_response(answer.json()).id
+            assert (await api.http.get(f"/v1/responses/{id}/input_items")).status_code in (200, 404)
 
 
 async def test_an_unknown_model_is_not_found(api: Api) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from baton_api import limits
 from baton_api.errors import InvalidRequest
 from baton_engine.server.fields import Fields, shown, wrong_type
 
@@ -97,7 +98,7 @@ def _thought(item: Fields) -> str:
     """The thoughts themselves, or their summary where there is no more."""
     for name, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
         texts = []
-        for position, part in enumerate(item.array(name, 2048) or ()):
+        for position, part in enumerate(item.array(name, limits.PARTS.most) or ()):
             if not isinstance(part, dict):
                 raise wrong_type(item.param(f"{name}[{position}]"), "an object", part)
             fields = Fields(part, item.param(f"{name}[{position}]"))
