@@ -12,11 +12,13 @@ Every error that Baton puts into words.
   x RouteNotFound               404
   x MethodNotAllowed            405
   x BodyTooLarge                413
+  x HeadTooLarge                431
   x RequestAborted              499
   x Overloaded                  503
   x NotReady                    503
   x WorkerLost                  503
   x InternalError               500
+  x ConstraintBroken            500
   x TransferFailed              503
   x IncompatiblePeer            503
   x SetupError                  500
@@ -267,6 +269,20 @@ class BodyTooLarge(BatonError):
         super().__init__(f"The request body is over the limit of {limit} bytes.")
 
 
+class HeadTooLarge(BatonError):
+    """
+    The request line and the headers together are over the limit.
+
+    Send fewer or shorter headers; cookies are what grows unseen.
+    """
+
+    status = 431
+    type = "invalid_request_error"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"The head of the request is over the limit of {limit} bytes.")
+
+
 class RequestAborted(BatonError):
     """
     Somebody ended the request by its id before it was complete.
@@ -335,6 +351,19 @@ class InternalError(BatonError):
 
     def __init__(self) -> None:
         super().__init__("Internal server error; the server's log has the details.")
+
+
+class ConstraintBroken(BatonError):
+    """
+    An answer got a token that its constraint forbids: two workers do not agree about the constraint.
+
+    Nothing of the answer can be trusted to have the form that was asked for. Send the request again.
+    """
+
+    code = "internal_error"
+
+    def __init__(self, token: int) -> None:
+        super().__init__(f"The answer cannot go on: the constraint does not allow its last token, {token}.")
 
 
 class TransferFailed(BatonError):

@@ -25,7 +25,7 @@ import msgspec
 
 from baton_api.errors import TransferFailed
 
-PROTOCOL = 1
+PROTOCOL = 2
 FRAME_LIMIT = 8 * 1024 * 1024
 """Bytes of one frame. A prompt of a million tokens is 5 MB."""
 
@@ -86,7 +86,22 @@ class Refuse(Message, frozen=True, tag="refuse"):
     reason: str
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class Constraint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the text of the answer must be: `baton_engine.requests.Constraint`."""
+
+    kind: str
+    source: str
+
+
+class Thinking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What comes before the constrained text: `baton_engine.requests.Thinking`."""
+
+    start: list[int]
+    end: list[int]
+    budget: int | None = None
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the first token is drawn; the fields are those of `baton_engine.requests.SamplingParams`."""
 
     seed: int
@@ -99,8 +114,14 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
-    suppressed: list[int] = []
-    """Token ids that must not be drawn as the first token (`min_tokens`, `ignore_eos` rules)."""
+    logprob_ids: list[int] = []
+    min_tokens: int = 0
+    stop_ids: list[int] = []
+    """Not to be drawn before `min_tokens` tokens are out."""
+    allowed_ids: list[int] = []
+    bad_words: list[list[int]] = []
+    constraint: Constraint | None = None
+    thinking: Thinking | None = None
 
 
 class Prefill(Message, frozen=True, tag="prefill"):

@@ -47,7 +47,7 @@ EXAMPLES: list[AnyMessage] = [
         tokens=list(range(1000)),
         start_block=2,
         parent=b"p" * 16,
-        sampling=Sampling(seed=2**64 - 1, temperature=0.7, logit_bias={5: -1.5}, suppressed=[2], logprobs=3),
+        sampling=Sampling(seed=2**64 - 1, temperature=0.7, logit_bias={5: -1.5}, stop_ids=[2], logprobs=3),
         salt="tenant",
         ticket="v1.1.r.s",
         deadline_s=12.5,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from baton_api.errors import InvalidRequest
 from baton_decode.prefills import Prefills
 from baton_engine.cache import KVCache
 from baton_engine.client import AsyncEngine
@@ -19,11 +20,12 @@ from baton_engine.control import Pace
 from baton_engine.engine import EngineLimits
 from baton_engine.handshake import Identity
 from baton_engine.model.decoder import Model
-from baton_engine.requests import Output, Request, SamplingParams
+from baton_engine.requests import Constraint, Guide, Output, Request, SamplingParams, Thinking
 from baton_engine.snapshot import EngineSnapshot
 from baton_engine.transfer import Transfer
 from baton_engine.transfer.loopback import LoopbackTransfer
 from baton_prefill.admission import PromptLimits
+from baton_prefill.prompts import GuideOf
 from baton_prefill.server import PrefillServer, ServerLimits
 from tests.engine.fake_model import FakeModel, make_cache
 from tests.engine.faulty_transfer import FaultyTransfer
@@ -109,12 +111,14 @@ class Pair:
         remote: bool = True,
         address: str = "",
         ticket: str = "",
+        guide: Guide | None = None,
         **sampling: object,
     ) -> Request:
         name = f"q{next(_numbers)}"
         parameters: dict[str, object] = {"temperature": 0.0, "max_tokens": 4, **sampling}
         where = self.prefills.remote(address or self.server.address, ticket, name) if remote else None
-        return Request(name, tuple(prompt), SamplingParams(**parameters), remote=where)  # type: ignore[arg-type]
+        drawn = SamplingParams(**parameters)  # type: ignore[arg-type]
+        return Request(name, tuple(prompt), drawn, guide=guide, remote=where)
 
     async def generate(self, prompt: list[int], **how: object) -> list[Output]:
         return await self.decode.generate(self.request(prompt, **how))  # type: ignore[arg-type]
@@ -143,6 +147,10 @@ async def eventually(claim: Callable[[], object], told: Callable[[], object] = l
         raise AssertionError(f"it never came to hold: {told()}") from None
 
 
+def no_guide(constraint: Constraint | None, thinking: Thinking | None) -> Guide:
+    raise InvalidRequest("This worker has no grammars.")
+
+
 def serve(
     side: Side,
     *,
@@ -152,6 +160,7 @@ def serve(
     peers: int = 256,
     secret: bytes = b"",
     wall_clock: Callable[[], float] = lambda: 1000.0,
+    guide: GuideOf = no_guide,
 ) -> PrefillServer:
     limits = PromptLimits(side.model.spec.vocab, side.model.spec.context - 1, side.cache.block_size)
     return PrefillServer(
@@ -161,6 +170,7 @@ def serve(
         side.transfer,
         side.me,
         ServerLimits(prompt=limits, rooms=rooms, peers=peers),
+        guide,
         load=lambda: (side.now.queued_tokens, side.now.available_blocks),
         port=port,
         pace=pace,
@@ -198,10 +208,11 @@ async def open_pair(
     wall_clock: Callable[[], float] = lambda: 1000.0,
     transfer_deadline_s: float = 10.0,
     answer_deadline_s: float = 15.0,
+    guide: GuideOf = no_guide,
 ) -> AsyncIterator[Pair]:
     """Both workers, started; at the end nothing may be held on either side."""
     prefill, decode = prefill or fake_side("prefill"), decode or fake_side("decode")
-    server = serve(prefill, rooms=rooms, secret=secret, wall_clock=wall_clock)
+    server = serve(prefill, rooms=rooms, secret=secret, wall_clock=wall_clock, guide=guide)
     prefills = ask(decode, transfer_deadline_s=transfer_deadline_s, answer_deadline_s=answer_deadline_s)
     pair = Pair(prefill, decode, server, prefills)
     await prefill.open()

@@ -19,7 +19,6 @@ from baton_decode.rooms import (
     Settled,
     State,
     Verify,
-    to_wire,
 )
 from baton_engine.requests import Fetch, Fetched, SamplingParams
 from baton_engine.transfer import Pulled
@@ -272,11 +271,6 @@ def test_a_verdict_that_comes_after_the_answer_is_dropped() -> None:
     assert reported(made.cancel()).unsafe == frozenset(), "the read has settled, only its check has not"
     assert made.verified(1, [True]) == []
     assert made.settled
-
-
-def test_stop_ids_are_kept_from_the_first_token_only_while_min_tokens_says_so() -> None:
-    assert to_wire(SamplingParams(stop_ids=frozenset({5, 3}), min_tokens=1)).suppressed == [3, 5]
-    assert to_wire(SamplingParams(stop_ids=frozenset({5, 3}))).suppressed == []
 
 
 SCHEDULES = 4000

@@ -9,9 +9,8 @@ import pytest
 
 from baton_api.errors import InvalidRequest
 from baton_api.hashing import block_hashes, chain_hash, root_hash
-from baton_api.messages import Prefill, Sampling
-from baton_engine.requests import SamplingParams
-from baton_prefill.admission import PromptLimits, check, sampling_params
+from baton_api.messages import Prefill, Sampling, Thinking
+from baton_prefill.admission import PromptLimits, check
 
 LIMITS = PromptLimits(vocab=100, max_tokens=64, block_size=16)
 TOKENS = list(range(40))
@@ -66,7 +65,15 @@ REFUSED: dict[str, tuple[Prefill, str]] = {
     "a repetition penalty of 0": (ask({"repetition_penalty": 0.0}), "repetition penalty"),
     "too many logprobs": (ask({"logprobs": 21}), "too many logprobs"),
     "a bias outside the vocabulary": (ask({"logit_bias": {100: 1.0}}), "outside the vocabulary"),
-    "a suppressed token outside the vocabulary": (ask({"suppressed": [100]}), "outside the vocabulary"),
+    "a stop id outside the vocabulary": (ask({"stop_ids": [100]}), "outside the vocabulary"),
+    "an allowed id outside the vocabulary": (ask({"allowed_ids": [5, 100]}), "outside the vocabulary"),
+    "a bad word outside the vocabulary": (ask({"bad_words": [[1], [2, 100]]}), "outside the vocabulary"),
+    "a bad word of no token": (ask({"bad_words": [[]]}), "a bad word of no token"),
+    "a thought's end outside the vocabulary": (
+        ask({"thinking": Thinking(start=[], end=[100])}),
+        "outside the vocabulary",
+    ),
+    "a thought that never ends": (ask({"thinking": Thinking(start=[1], end=[])}), "never ends"),
 }
 
 
@@ -76,34 +83,3 @@ def test_what_makes_no_sense_is_refused_with_the_number(case: str) -> None:
     with pytest.raises(InvalidRequest) as error:
         check(wish, LIMITS)
     assert told in str(error.value)
-
-
-def test_sampling_comes_over_with_everything_that_decides_the_first_token() -> None:
-    sampling = Sampling(
-        seed=2**63,
-        temperature=0.5,
-        top_k=3,
-        top_p=0.9,
-        min_p=0.1,
-        presence_penalty=0.2,
-        frequency_penalty=0.3,
-        repetition_penalty=1.1,
-        logit_bias={4: 2.0},
-        logprobs=5,
-        suppressed=[7, 8],
-    )
-    assert sampling_params(sampling) == SamplingParams(
-        seed=2**63,
-        temperature=0.5,
-        top_k=3,
-        top_p=0.9,
-        min_p=0.1,
-        presence_penalty=0.2,
-        frequency_penalty=0.3,
-        repetition_penalty=1.1,
-        logit_bias=((4, 2.0),),
-        logprobs=5,
-        max_tokens=1,
-        min_tokens=1,
-        stop_ids=frozenset({7, 8}),
-    )

@@ -18,9 +18,10 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton_api.messages import Abort, Chunk, Commit, Done, Failed, Prefill, Sampling
-from baton_engine.requests import Fetch, Fetched, RelayRecord, SamplingParams
+from baton_api.messages import Abort, Chunk, Commit, Done, Failed, Prefill
+from baton_engine.requests import Fetch, Fetched, RelayRecord
 from baton_engine.transfer import Pulled
+from baton_engine.wire import to_wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,20 +330,3 @@ class Room:
             queue_s=commit.queue_s,
             compute_s=commit.compute_s,
         )
-
-
-def to_wire(sampling: SamplingParams) -> Sampling:
-    """What of `sampling` decides the first token."""
-    return Sampling(
-        seed=sampling.seed,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        logit_bias=dict(sampling.logit_bias),
-        logprobs=sampling.logprobs,
-        suppressed=sorted(sampling.stop_ids) if sampling.min_tokens > 0 else [],
-    )

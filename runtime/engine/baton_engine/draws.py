@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from baton_engine.requests import SamplingParams
+from baton_engine.permits import Permits
+from baton_engine.requests import Guide, SamplingParams
 
 GREEDY_BELOW = 1e-5
 """A lower temperature would overflow; the most likely token has all the mass by then."""
@@ -21,10 +22,15 @@ GREEDY_BELOW = 1e-5
 class Draw:
     """One request's side of the sampler."""
 
-    __slots__ = ("adjusted", "drawn", "greedy", "params", "plain", "position", "seen", "truncated")
+    __slots__ = (
+        "adjusted", "drawn", "greedy", "params", "permits", "plain", "position", "seen", "suppresses",
+        "truncated",
+    )  # fmt: skip
 
-    def __init__(self, params: SamplingParams, prompt: Sequence[int]) -> None:
+    def __init__(self, params: SamplingParams, prompt: Sequence[int], guide: Guide | None = None) -> None:
         self.params = params
+        self.permits = Permits.of(params, guide)
+        """Which tokens may be drawn at all; None for a request that says nothing about it."""
         self.position = len(prompt)
         """Position in the sequence of the next token: what its random number is drawn for."""
         self.drawn = 0
@@ -36,18 +42,22 @@ class Draw:
             or params.presence_penalty != 0.0
             or params.frequency_penalty != 0.0
         )
-        self.adjusted = penalised or bool(params.logit_bias) or params.min_tokens > 0
+        self.suppresses = params.min_tokens > 0 and self.permits is None
+        """Whether stop ids have to be kept from being drawn at first; permits do it themselves."""
+        self.adjusted = penalised or bool(params.logit_bias) or self.suppresses
         """Whether logits are changed before anything else."""
         self.plain = self.greedy and not self.adjusted and params.logprobs is None
         """Whether the token is the one with the highest logit, and nothing else is asked for."""
         self.seen = Seen(prompt if params.repetition_penalty != 1.0 else ()) if penalised else None
 
     def push(self, token: int) -> None:
-        """The token was drawn, here or by the worker that computed the prompt."""
+        """The token was drawn, here or by the worker that computed the prompt. Raises as `Permits.push`."""
         self.position += 1
         self.drawn += 1
         if self.seen is not None:
             self.seen.push(token)
+        if self.permits is not None:
+            self.permits.push(token)
 
 
 class Seen:

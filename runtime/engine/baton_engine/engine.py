@@ -10,6 +10,7 @@ Forward pass and sampling are two calls on purpose: what shapes the logits can b
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -33,6 +34,7 @@ from baton_engine.figures import TRANSFER_FAILED, Figures
 from baton_engine.inbox import Command, Inbox
 from baton_engine.jobs import Job, Stage
 from baton_engine.limits import EngineLimits
+from baton_engine.masks import Masks
 from baton_engine.model.decoder import Model
 from baton_engine.passes import Share
 from baton_engine.requests import (
@@ -86,6 +88,7 @@ class Engine:
         self._intake = threading.Lock()
         self._inbox = Inbox()
         self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
+        self._masks = Masks(model.spec.vocab)
         self._figures = Figures(clock)
         self._log = BatchLog(clock)
 
@@ -158,7 +161,7 @@ class Engine:
     # --- The thread ---
 
     def _run(self) -> None:
-        with torch.inference_mode():
+        with torch.inference_mode(), contextlib.closing(self._masks):
             idle = True
             while (commands := self._inbox.take(wait=idle)) is not None:
                 try:
@@ -204,7 +207,7 @@ class Engine:
 
     def _compute(self, shares: list[Share]) -> None:
         try:
-            drawn, seconds = passes.run(self._model, self._cache, shares, self._clock)
+            drawn, seconds = passes.run(self._model, self._cache, shares, self._masks, self._clock)
         except Exception:
             names = ", ".join(share.job.request.id for share in shares)
             log.exception("A forward pass failed; these requests end: %s", names)
@@ -228,6 +231,8 @@ class Engine:
             if (share.draws and choice is None) or (reading is not None and result is None):
                 log.error("Request %s ends: the model's logits are not finite.", job.request.id)
                 self._end(job, FinishReason.ERROR, InternalError())
+            elif isinstance(choice, BatonError):
+                self._end(job, FinishReason.ERROR, choice)
             elif choice is None:
                 self._read(job, result)
             else:
@@ -251,10 +256,18 @@ class Engine:
         """A token was drawn, here or by a prefill worker: report it; it may be the request's last."""
         request = job.request
         request.output.append(choice.token)
-        job.draw.push(choice.token)
+        try:
+            job.draw.push(choice.token)
+        except Exception as error:  # one request's guide is not the other requests' end
+            log.error("Request %s ends.", request.id, exc_info=error)
+            known = error if isinstance(error, BatonError) else InternalError()
+            self._end(job, FinishReason.ERROR, known)
+            return
         finish, stop_id = None, None
         if choice.token in request.sampling.stop_ids:
             finish, stop_id = FinishReason.STOP, choice.token
+        elif job.draw.permits is not None and job.draw.permits.finished:
+            finish = FinishReason.STOP
         elif (
             len(request.output) >= request.sampling.max_tokens
             or request.length >= self.limits.max_model_len

@@ -75,7 +75,7 @@ class Job:
         self.fetch: Fetch | None = None
         self.cancelled = False
         """Aborted while fetching: it has been reported, and only its blocks are waited for."""
-        self.draw = Draw(request.sampling, request.prompt)
+        self.draw = Draw(request.sampling, request.prompt, request.guide)
 
     @property
     def readmitted(self) -> bool:

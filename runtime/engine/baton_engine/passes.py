@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from baton_api.errors import BatonError
 from baton_api.messages import TokenChoice
 from baton_engine import sampler
 from baton_engine.batch import Batch, Row
 from baton_engine.cache import KVCache
+from baton_engine.draws import Draw
 from baton_engine.jobs import Job
+from baton_engine.masks import Mask, Masks
 from baton_engine.model.decoder import Model
 
 
@@ -49,24 +52,36 @@ def share(job: Job, tokens: int) -> Share:
     return Share(job, tokens, last and draws, last and not draws, job.decoding, skipped, reads)
 
 
-def run(
-    model: Model, cache: KVCache, shares: list[Share], timed: Callable[[], float]
-) -> tuple[list[TokenChoice | None], float]:
-    """
-    One choice for each share that draws, in their order, and the seconds of the forward pass alone.
+Drawn = TokenChoice | BatonError | None
+"""A token, why none may be drawn, or None for a job whose logits are not finite."""
 
-    None instead of a choice for a job whose logits are not finite.
-    """
+
+def run(
+    model: Model, cache: KVCache, shares: list[Share], masks: Masks, timed: Callable[[], float]
+) -> tuple[list[Drawn], float]:
+    """What is drawn for each share that draws, in their order, and the seconds of the forward pass alone."""
     batch = Batch([_row(share) for share in shares], cache.block_size, cache.kv.device)
-    started = timed()
-    if any(share.reads for share in shares):
-        states = model.hidden_states(batch, cache)
-        logits = model.project(_read(model, shares, states))
-    else:
-        logits = model.forward(batch, cache)
-    seconds = timed() - started
     draws = [share.job.draw for share in shares if share.draws]
-    return (sampler.sample(logits, draws) if draws else []), seconds
+    filling = masks.begin(draws)
+    try:
+        started = timed()
+        if any(share.reads for share in shares):
+            states = model.hidden_states(batch, cache)
+            logits = model.project(_read(model, shares, states))
+        else:
+            logits = model.forward(batch, cache)
+        seconds = timed() - started
+    finally:
+        filled = filling.wait()
+    return (_draw(logits, draws, filled) if draws else []), seconds
+
+
+def _draw(logits: Tensor, draws: list[Draw], masks: list[Mask]) -> list[Drawn]:
+    permitted = [None if isinstance(mask, BatonError) else mask for mask in masks]
+    drawn = sampler.sample(logits, draws, permitted)
+    return [
+        mask if isinstance(mask, BatonError) else choice for mask, choice in zip(masks, drawn, strict=True)
+    ]
 
 
 def _read(model: Model, shares: list[Share], states: Tensor) -> Tensor:

@@ -100,6 +100,8 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     """How many alternatives are reported with each token (0 to 20); None reports no logprobs."""
+    logprob_ids: tuple[int, ...] = ()
+    """With `logprobs`: the alternatives that are reported, instead of the most likely ones."""
     prompt_logprobs: int | None = None
     """How many alternatives are reported with the logprob of each prompt token (0 to 20); None reports none.
     Such a prompt is computed here and whole: neither a prefill worker nor the prefix cache knows logprobs."""

@@ -8,9 +8,9 @@ the few likely tokens among which that least one is nearly always found.
 
 A row's token depends on its own logits, parameters and position alone, never on its neighbours.
 
-The order of what is applied: repetition penalty, frequency and presence penalty, logit bias,
-suppressed stop ids, temperature, min-p, top-k, top-p over what those two left. Tokens as likely as the
-least one kept are kept too. Logprobs are of the logits as the model gave them.
+The order of what is applied: the mask of tokens that may be drawn, repetition penalty, frequency and presence
+penalty, logit bias, suppressed stop ids, temperature, min-p, top-k, top-p over what those two left. Tokens
+as likely as the least one kept are kept too. Logprobs are of the logits as the model gave them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton_api.messages import TokenChoice
+from baton_engine import bitmask
 from baton_engine.draws import Draw, Seen
 from baton_engine.randomness import uniform
 from baton_engine.requests import SamplingParams
@@ -40,18 +41,24 @@ ALTERNATIVES = 20
 """Logprobs are always picked from this many, so that ties come out the same at any number."""
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> list[TokenChoice | None]:
+def sample(
+    logits: Tensor, draws: Sequence[Draw], masks: Sequence[NDArray[np.int32] | None] = ()
+) -> list[TokenChoice | None]:
     """
     One token for each row of `logits` [S, V] fp32, which may be overwritten.
 
-    None for a row that has no most likely token: NaN or infinity among its logits, or nothing allowed.
+    `masks` has a bit for each token that the row may draw, and None for a row that may draw all. None
+    for a row that has no most likely token: NaN or infinity among its logits, or nothing allowed.
     """
+    masked = [(row, mask) for row, mask in enumerate(masks) if mask is not None]
     if all(draw.plain for draw in draws):
+        bitmask.apply(logits, masked)
         tokens, healthy = _most_likely(logits)
         return [
             TokenChoice(token=token) if good else None for token, good in zip(tokens, healthy, strict=True)
         ]
     reported = _Logprobs(logits, draws)
+    bitmask.apply(logits, masked)
     for row, draw in zip(logits, draws, strict=True):
         if draw.adjusted:
             _adjust(row, draw)
@@ -91,7 +98,7 @@ def _adjust(row: Tensor, draw: Draw) -> None:
         ids = [token for token, _ in params.logit_bias]
         bias = [value for _, value in params.logit_bias]
         row.index_add_(0, _ids(ids, row), torch.tensor(bias, dtype=row.dtype, device=row.device))
-    if draw.drawn < params.min_tokens and params.stop_ids:
+    if draw.suppresses and draw.drawn < params.min_tokens and params.stop_ids:
         stops = [token for token in params.stop_ids if token < len(row)]  # a tokenizer may know more
         row[_ids(stops, row)] = float("-inf")
 
@@ -245,6 +252,8 @@ class _Logprobs:
             return TokenChoice(token=token)
         place = self._place[row]
         top: list[tuple[int, float]] = []
-        if count:
+        if asked := self._draws[row].params.logprob_ids:
+            top = list(zip(asked, self._values[place, list(asked)].tolist(), strict=True))
+        elif count:
             top = list(zip(self._ids[place][:count], self._top[place][:count], strict=True))
         return TokenChoice(token=token, logprob=self._values[place, token].item(), top=top)

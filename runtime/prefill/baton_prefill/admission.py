@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from baton_api.errors import InvalidRequest
 from baton_api.hashing import chain_hash, root_hash
 from baton_api.messages import Prefill, Sampling
-from baton_engine.requests import SamplingParams
 
 ROOM_LIMIT = 512
 """Characters in the name of a room."""
@@ -55,25 +55,6 @@ def check(ask: Prefill, limits: PromptLimits) -> bytes:
     return parent
 
 
-def sampling_params(sampling: Sampling) -> SamplingParams:
-    """How the first token, and no other, is drawn."""
-    return SamplingParams(
-        seed=sampling.seed,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        logit_bias=tuple(sampling.logit_bias.items()),
-        logprobs=sampling.logprobs,
-        max_tokens=1,
-        min_tokens=1 if sampling.suppressed else 0,
-        stop_ids=frozenset(sampling.suppressed),
-    )
-
-
 def _sampling_problem(sampling: Sampling, vocab: int) -> str | None:
     finite = (
         sampling.temperature,
@@ -91,9 +72,22 @@ def _sampling_problem(sampling: Sampling, vocab: int) -> str | None:
         "min_p outside 0 to 1": 0 <= sampling.min_p <= 1,
         "a repetition penalty that is not positive": sampling.repetition_penalty > 0,
         "too many logprobs": sampling.logprobs is None or 0 <= sampling.logprobs <= TOP_LOGPROBS_LIMIT,
-        "a token outside the vocabulary": all(
-            0 <= token < vocab for token in (*sampling.logit_bias, *sampling.suppressed)
-        ),
+        "a token outside the vocabulary": all(0 <= token < vocab for token in _tokens(sampling)),
+        "a bad word of no token": all(sampling.bad_words),
+        "a thought that never ends": sampling.thinking is None or bool(sampling.thinking.end),
     }
     wrong = [name for name, holds in claims.items() if not holds]
     return f"the sampling has {wrong[0]}" if wrong else None
+
+
+def _tokens(sampling: Sampling) -> Iterator[int]:
+    """All ids that it names."""
+    yield from sampling.logit_bias
+    yield from sampling.logprob_ids
+    yield from sampling.stop_ids
+    yield from sampling.allowed_ids
+    for word in sampling.bad_words:
+        yield from word
+    if sampling.thinking is not None:
+        yield from sampling.thinking.start
+        yield from sampling.thinking.end

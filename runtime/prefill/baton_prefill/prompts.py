@@ -18,12 +18,23 @@ from typing import Protocol
 from baton_api.errors import BatonError, InvalidRequest
 from baton_engine.cache import KVCache
 from baton_engine.control import Connection
-from baton_engine.requests import FinishReason, Output, Request
+from baton_engine.requests import (
+    Constraint,
+    FinishReason,
+    Guide,
+    Output,
+    Request,
+    SamplingParams,
+    Thinking,
+)
 from baton_engine.transfer.checksums import block_checksums
-from baton_prefill.admission import sampling_params
+from baton_engine.wire import sampling_params
 from baton_prefill.rooms import Action, Checksum, Release, Room, Send, State, Submit
 
 log = logging.getLogger(__name__)
+
+
+GuideOf = Callable[[Constraint | None, Thinking | None], Guide]
 
 
 class Client(Protocol):
@@ -47,6 +58,8 @@ class Computer:
     cache: KVCache
     checksums: Executor
     """One thread: answers come in the order of the questions."""
+    guide: GuideOf
+    """What keeps a prompt's first token to its constraint; may take a while."""
 
 
 class Prompt:
@@ -100,22 +113,30 @@ class Prompt:
         self.do(self.room.computed(tokens, blocks))
 
     async def _compute(self) -> None:
-        if self.room.state is State.RELEASED:  # given up before this task had its turn
-            return
         ask = self.room.ask
-        request = Request(
-            id=self.request_id,
-            prompt=tuple(ask.tokens),
-            sampling=sampling_params(ask.sampling),
-            salt=ask.salt,
-            export=self,
-        )
+        sampling = sampling_params(ask.sampling)
         try:
+            guide = await self._guide(sampling)
+            if self.room.state is State.RELEASED:  # given up before this task had its turn, or meanwhile
+                return
+            request = Request(
+                id=self.request_id,
+                prompt=tuple(ask.tokens),
+                sampling=sampling,
+                salt=ask.salt,
+                guide=guide,
+                export=self,
+            )
             async for output in self._computer.client.generate(request):
                 if output.finish is not None:
                     self._ended(output)
-        except BatonError as error:  # refused by the engine before it began
+        except BatonError as error:  # a constraint that cannot be met, or refused by the engine
             self.do(self.room.failed(error.message, retry=not isinstance(error, InvalidRequest)))
+
+    async def _guide(self, sampling: SamplingParams) -> Guide | None:
+        if sampling.constraint is None and sampling.thinking is None:
+            return None
+        return await asyncio.to_thread(self._computer.guide, sampling.constraint, sampling.thinking)
 
     def _ended(self, output: Output) -> None:
         if output.finish in (FinishReason.STOP, FinishReason.LENGTH):
@@ -126,7 +147,7 @@ class Prompt:
             self.do(self.room.finished(first, output.cached_tokens, queue_s, compute_s))
         else:
             reason = str(output.error or "the prefill worker's engine dropped the prompt")
-            self.do(self.room.failed(reason, retry=True))
+            self.do(self.room.failed(reason, retry=not isinstance(output.error, InvalidRequest)))
 
     async def _checksum(self, ask: Checksum) -> None:
         cache = self._computer.cache

@@ -26,7 +26,7 @@ from baton_engine.transfer import Transfer
 from baton_prefill import admission
 from baton_prefill.admission import PromptLimits
 from baton_prefill.presence import Presence
-from baton_prefill.prompts import Client, Computer, Prompt, PromptEngine
+from baton_prefill.prompts import Client, Computer, GuideOf, Prompt, PromptEngine
 from baton_prefill.rooms import Room
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class PrefillServer:
         transfer: Transfer,
         me: Identity,
         limits: ServerLimits,
+        guide: GuideOf,
         *,
         load: Callable[[], tuple[int, int]],
         host: str = "127.0.0.1",
@@ -66,9 +67,12 @@ class PrefillServer:
         pace: Pace | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`load` gives queued tokens and free blocks for the heartbeat, `advertise` the host others use."""
+        """
+        `guide` is `Grammars.guide`, `load` gives queued tokens and free blocks for the heartbeat, and
+        `advertise` is the host that others use.
+        """
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checksums")
-        self._computer = Computer(client, engine, cache, self._executor)
+        self._computer = Computer(client, engine, cache, self._executor, guide)
         self._transfer = transfer
         self._presence = Presence(transfer)
         self._me = me

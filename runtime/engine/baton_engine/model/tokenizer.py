@@ -119,9 +119,23 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
-    def stream(self, skip_special_tokens: bool = True) -> TextStream:
-        """For one answer: all that it pushes and flushes is `decode` of the whole."""
-        return TextStream(self._backend, self._special if skip_special_tokens else ())
+    def stream(self, skip_special_tokens: bool = True, but: frozenset[str] | None = frozenset()) -> TextStream:
+        """
+        For one answer: all that it pushes and flushes is `decode` of the whole.
+
+        Of the special tokens those with the texts `but` are shown all the same; None is all but the ends.
+        """
+        if not skip_special_tokens:
+            return TextStream(self._backend, ())
+        if not but and but is not None:
+            return TextStream(self._backend, self._special)
+        shown = {number for number in self._special if but is None or self._added[number] in but}
+        return TextStream(self._backend, self._special - shown | self._special.intersection(self.eos_ids))
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """The tokens that stand in a text as one, special or not: its marks, by what they are."""
+        return {text: number for number, text in self._added.items() if number < self.vocab_size}
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that `token` alone stands for; a character may need several tokens."""

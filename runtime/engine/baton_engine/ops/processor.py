@@ -1,7 +1,7 @@
 """
 What this machine's processor computes well in, as torch reports it.
 
-One question for now: whether bfloat16 is worth its rounding. Where the processor multiplies it natively
+One question: whether bfloat16 is worth its rounding. Where the processor multiplies it natively
 it halves the memory to stream and doubles the arithmetic; elsewhere it is emulated, and float32 wins.
 """
 

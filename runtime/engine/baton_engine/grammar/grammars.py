@@ -1,0 +1,158 @@
+"""
+Constraints and thoughts to guides: a constraint is compiled once, each answer has a guide of its own.
+
+A constraint comes from outside and may be made to do harm. It has a limit of size; it is tried out in
+another process, which has limits of time and memory; what fell through is remembered, so that it costs
+nothing the next time. All of it may take a while: not for the event loop, and not for the engine's thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+
+from baton_api import limits
+from baton_api.errors import BatonError, InternalError, InvalidRequest
+from baton_engine.grammar import trial
+from baton_engine.grammar.guides import GrammarGuide
+from baton_engine.grammar.thinking import ThinkingGuide
+from baton_engine.grammar.trial import Words
+from baton_engine.grammar.trials import Trials
+from baton_engine.model.tokenizer import Tokenizer
+from baton_engine.requests import Constraint, Guide, Thinking
+
+log = logging.getLogger(__name__)
+
+COMPILE_S = 2.0
+"""Processor time for compiling one constraint and for its first masks."""
+
+CACHE_LIMIT = 128
+"""Constraints that are remembered, those that fell through included."""
+
+REASON_LIMIT = 400
+"""Characters of what is wrong with a constraint."""
+
+
+class Grammars:
+    """One worker's constraints. Any thread may ask; nothing is loaded before somebody does."""
+
+    def __init__(self, tokenizer: Tokenizer, *, compile_s: float = COMPILE_S) -> None:
+        self._tokenizer = tokenizer
+        self._trials = Trials(self._words, compile_s)
+        self._lock = threading.Lock()
+        self._known: OrderedDict[bytes, Future[LLMatcher]] = OrderedDict()
+        self._loading = threading.Lock()
+        self._loaded: LLTokenizer | None = None
+
+    def check(self, constraint: Constraint | None) -> None:
+        """Compile, or find compiled. Raises InvalidRequest, or Overloaded if too many are being tried out."""
+        if constraint is not None:
+            self._compiled(constraint)
+
+    def guide(self, constraint: Constraint | None, thinking: Thinking | None) -> Guide:
+        """A guide at its start. Raises as `check` does."""
+        return self.guides(constraint, thinking)()
+
+    def guides(self, constraint: Constraint | None, thinking: Thinking | None) -> Callable[[], Guide]:
+        """What gives a fresh guide at each call, at once and on any thread. Raises as `check` does."""
+        if thinking is not None and not thinking.end:
+            raise ValueError("A thought without an end would never come to the answer.")
+        if constraint is None:
+            if thinking is None:
+                raise ValueError("Neither a constraint nor a thought: there is nothing to guide.")
+            return lambda: ThinkingGuide(thinking, None)
+        compiled, ends = self._compiled(constraint), self._tokenizer.eos_ids
+
+        def answer() -> Guide:
+            return GrammarGuide(compiled, ends)
+
+        return answer if thinking is None else lambda: ThinkingGuide(thinking, answer)
+
+    def close(self) -> None:
+        """End the process in which constraints are tried out."""
+        self._trials.close()
+
+    def _compiled(self, constraint: Constraint) -> LLMatcher:
+        try:
+            source = constraint.source.encode()
+        except UnicodeEncodeError as error:
+            raise _refused("it has half of a surrogate pair, which is no character") from error
+        if len(source) > limits.CONSTRAINT.most:
+            raise _refused(
+                f"it has {len(source)} bytes, more than the {limits.CONSTRAINT.most} that there can be"
+            )
+        key = hashlib.sha256(constraint.kind.encode() + b"\0" + source).digest()
+        with self._lock:
+            entry = self._known.get(key)
+            mine = entry is None
+            if entry is None:
+                entry = self._known[key] = Future()
+                if len(self._known) > CACHE_LIMIT:
+                    self._known.popitem(last=False)
+            self._known.move_to_end(key)
+        if mine:
+            self._compile(constraint, entry)
+            if isinstance(entry.exception(), Exception) and not isinstance(entry.exception(), InvalidRequest):
+                with self._lock:  # it may do better next time
+                    if self._known.get(key) is entry:
+                        del self._known[key]
+        try:
+            return entry.result()
+        except InvalidRequest as error:
+            raise _refused(str(error)) from error  # an exception of its own for each request
+
+    def _compile(self, constraint: Constraint, entry: Future[LLMatcher]) -> None:
+        try:
+            entry.set_result(self._try(constraint))
+        except BatonError as error:
+            entry.set_exception(error)
+        except Exception:
+            log.exception("A constraint could not be tried out.")
+            entry.set_exception(InternalError())
+
+    def _try(self, constraint: Constraint) -> LLMatcher:
+        began = time.monotonic()
+        tokenizer = self._load()
+        verdict = self._trials.judge(constraint.kind, constraint.source)
+        if verdict.reason:
+            log.info("A constraint of kind %s was refused: %s", constraint.kind, _short(verdict.reason))
+            raise InvalidRequest(_short(verdict.reason))
+        matcher = LLMatcher(tokenizer, verdict.grammar, log_level=0, limits=trial.LIMITS)
+        if matcher.is_error():
+            raise InvalidRequest(_short(matcher.get_error()))
+        # The first mask takes a millisecond more than others; its traces are copied with the matcher.
+        mask = np.zeros(-(-self._tokenizer.vocab_size // 32), dtype=np.int32)
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        log.debug("A constraint of kind %s took %.3f s.", constraint.kind, time.monotonic() - began)
+        return matcher
+
+    def _load(self) -> LLTokenizer:
+        with self._loading:
+            if self._loaded is None:
+                began = time.monotonic()
+                self._loaded = trial.make_tokenizer(self._words())
+                log.info("The tokenizer for constraints took %.1f s.", time.monotonic() - began)
+            return self._loaded
+
+    def _words(self) -> Words:
+        tokenizer = self._tokenizer
+        return Words(
+            definition=tokenizer.definition, vocab=tokenizer.vocab_size, eos_ids=list(tokenizer.eos_ids)
+        )
+
+
+def _refused(reason: str) -> InvalidRequest:
+    return InvalidRequest(f"The constraint cannot be used: {reason}", code="invalid_value")
+
+
+def _short(reason: str) -> str:
+    reason = " ".join(reason.replace("<non-verbose/>", "").split())
+    return reason if len(reason) <= REASON_LIMIT else reason[: REASON_LIMIT - 1] + "…"

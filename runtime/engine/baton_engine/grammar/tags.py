@@ -1,0 +1,235 @@
+"""
+Structural tags, put into llguidance's Lark: free text in which certain marks begin what has a form.
+
+Both forms are read: `structures` with `triggers`, and the nested `format` of xgrammar. A mark that is a
+special token of the model is meant as that token, not as the letters of its name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from llguidance import LLMatcher
+
+from baton_engine.grammar import ebnf
+
+DEPTH_LIMIT = 32
+"""Formats within formats."""
+
+TEXT = r"/(.|\n)*/"
+
+
+class TagError(ValueError):
+    """Not a structural tag, or one of a kind that is not served."""
+
+
+def to_lark(source: str, special: Mapping[str, int], schema: Mapping[str, Any]) -> str:
+    """`special` are the ids of special tokens by text, `schema` the options of each JSON schema. TagError."""
+    try:
+        tag = json.loads(source)
+    except ValueError as error:
+        raise TagError(f"a structural tag is not JSON: {error}") from error
+    if not isinstance(tag, dict):
+        raise TagError("a structural tag is a JSON object")
+    writer = _Writer(special, schema)
+    start = writer.format(tag["format"]) if "format" in tag else writer.legacy(tag)
+    return "\n".join([f"start: {start}", *writer.lines]) + "\n"
+
+
+class _Writer:
+    def __init__(self, special: Mapping[str, int], schema: Mapping[str, Any]) -> None:
+        self.lines: list[str] = []
+        self._special = special
+        self._schema = schema
+        texts = sorted(special, key=len, reverse=True)
+        self._marks = re.compile("|".join(map(re.escape, texts))) if texts else None
+        self._names = 0
+        self._depth = 0
+
+    def legacy(self, tag: Mapping[str, Any]) -> str:
+        tags = [
+            {
+                "begin": _text(structure, "begin"),
+                "content": {"type": "json_schema", "json_schema": structure.get("schema", {})},
+                "end": _text(structure, "end"),
+            }
+            for structure in _objects(tag, "structures")
+        ]
+        return self._triggered({"triggers": tag.get("triggers"), "tags": tags})
+
+    def format(self, form: Any) -> str:
+        """What `form` allows, as an expression that may stand in a sequence."""
+        if not isinstance(form, dict):
+            raise TagError("a format is a JSON object with a 'type'")
+        self._depth += 1
+        if self._depth > DEPTH_LIMIT:
+            raise TagError(f"formats are nested deeper than {DEPTH_LIMIT}")
+        try:
+            return self._format(form)
+        finally:
+            self._depth -= 1
+
+    def _format(self, form: dict[str, Any]) -> str:
+        match form.get("type"):
+            case "const_string":
+                return self._literal(_text(form, "value"))
+            case "json_schema" | "qwen_xml_parameter" as kind:
+                if kind != "json_schema" or form.get("style", "json") != "json":
+                    raise TagError("parameters in a style other than JSON are not served")
+                return self._json(form.get("json_schema"))
+            case "regex":
+                return self._terminal(regex(_text(form, "pattern")))
+            case "grammar":
+                return self._grammar(_text(form, "grammar"))
+            case "any_text" | "free_text":
+                return self._terminal(TEXT)
+            case "sequence":
+                return " ".join(f"({self.format(part)})" for part in self._elements(form))
+            case "or":
+                return " | ".join(f"({self.format(part)})" for part in _list(form, "elements"))
+            case "optional" | "star" | "plus" as kind:
+                mark = {"optional": "?", "star": "*", "plus": "+"}[kind]
+                return f"({self.format(form.get('content'))}){mark}"
+            case "tag":
+                return self._tag(form)
+            case "triggered_tags":
+                return self._triggered(form)
+            case "tags_with_separator":
+                return self._separated(form)
+            case kind:
+                raise TagError(f"the format type {str(kind)[:60]!r} is not served")
+
+    def _elements(self, form: Mapping[str, Any]) -> list[Any]:
+        elements = _list(form, "elements")
+        for part in elements[:-1]:
+            if isinstance(part, dict) and part.get("type") in ("any_text", "free_text", "triggered_tags"):
+                raise TagError(f"{part['type']!r} has no end, so nothing can follow it in a 'sequence'")
+        return elements
+
+    def _tag(self, form: Mapping[str, Any], begun: str = "") -> str:
+        """`begin`, `content` and `end`; the part `begun` of the beginning stands in the text already."""
+        begin = _text(form, "begin")[len(begun) :]
+        ends = form.get("end", "")
+        ends = ends if isinstance(ends, list) else [ends]
+        if not ends or not all(isinstance(end, str) for end in ends):
+            raise TagError("'end' is a string, or an array of strings")
+        content = form.get("content")
+        kind = content.get("type") if isinstance(content, dict) else None
+        until = " | ".join(f"({self._literal(end)})" for end in ends)
+        letters = not any(self._marks and self._marks.search(end) for end in ends)
+        if kind in ("any_text", "free_text") and letters and all(ends):
+            inner = self._terminal(f"{TEXT} ({until})", lazy=True)  # the text goes up to the first end
+            return self._joined(begin, inner)
+        if kind == "regex" and letters:
+            assert isinstance(content, dict)
+            inner = self._terminal(f"{regex(_text(content, 'pattern'))} ({until})")
+            return self._joined(begin, inner)
+        return self._joined(begin, self._named(self.format(content)), self._named(until))
+
+    def _joined(self, begin: str, *rest: str) -> str:
+        return self._named(" ".join([*([self._literal(begin)] if begin else []), *rest]))
+
+    def _triggered(self, form: Mapping[str, Any]) -> str:
+        triggers, tags = _list(form, "triggers"), _objects(form, "tags")
+        ways: list[str] = []
+        for trigger in triggers:
+            if not isinstance(trigger, str) or not trigger:
+                raise TagError("a trigger is a string of at least one character")
+            bodies = [self._tag(tag, trigger) for tag in tags if _text(tag, "begin").startswith(trigger)]
+            if not bodies:
+                raise TagError(f"no tag begins with the trigger {trigger[:60]!r}")
+            mark = self._marks.search(trigger) if self._marks is not None else None
+            if mark is not None and mark.start() > 0:
+                raise TagError(f"in the trigger {trigger[:60]!r} a special token does not come first")
+            if mark is not None:
+                before = f"{self._terminal(TEXT)} {self._literal(trigger)}"
+            else:
+                before = self._terminal(f"{TEXT} {json.dumps(trigger)}", lazy=True)
+            ways.append(f"{before} ({' | '.join(bodies)})")
+        for tag in tags:
+            begin = _text(tag, "begin")
+            if not any(begin.startswith(trigger) for trigger in triggers):
+                raise TagError(f"no trigger begins the tag {begin[:60]!r}")
+        one = self._named(" | ".join(f"({way})" for way in ways))
+        if form.get("stop_after_first"):
+            return one if form.get("at_least_one") else f"({one} | {self._terminal(TEXT)})"
+        return f"{one}{'+' if form.get('at_least_one') else '*'} {self._terminal(TEXT)}"
+
+    def _separated(self, form: Mapping[str, Any]) -> str:
+        one = self._named(" | ".join(f"({self._tag(tag)})" for tag in _objects(form, "tags")))
+        if form.get("stop_after_first"):
+            several = one
+        else:
+            separator = _text(form, "separator")
+            several = f"{one} ({self._literal(separator)} {one})*" if separator else f"{one}+"
+        return f"({several})" if form.get("at_least_one") else f"({several})?"
+
+    def _json(self, schema: Any) -> str:
+        if not isinstance(schema, dict | bool):
+            raise TagError("a tag's schema is a JSON object")
+        if isinstance(schema, bool):
+            schema = {} if schema else {"not": {}}
+        return f"%json {json.dumps(schema | {'x-guidance': dict(self._schema)})}"
+
+    def _grammar(self, text: str) -> str:
+        try:
+            lark = ebnf.to_lark(text)
+        except ebnf.EbnfError as error:
+            raise TagError(str(error)) from error
+        return f"%lark {{\n{lark}}}"
+
+    def _literal(self, text: str) -> str:
+        """`text`, its special tokens as such."""
+        parts: list[str] = []
+        position = 0
+        for found in self._marks.finditer(text) if self._marks is not None else ():
+            if found.start() > position:
+                parts.append(json.dumps(text[position : found.start()]))
+            parts.append(f"<[{self._special[found.group()]}]>")
+            position = found.end()
+        if position < len(text) or not parts:
+            parts.append(json.dumps(text[position:]))
+        return " ".join(parts)
+
+    def _terminal(self, body: str, *, lazy: bool = False) -> str:
+        # A lazy lexeme is a rule in llguidance's Lark, any other a terminal.
+        self._names += 1
+        name = f"lazy{self._names}" if lazy else f"T{self._names}"
+        self.lines.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
+        return name
+
+    def _named(self, body: str) -> str:
+        self._names += 1
+        self.lines.append(f"r{self._names}: {body}")
+        return f"r{self._names}"
+
+
+def regex(pattern: str) -> str:
+    """A regular expression as Lark writes it."""
+    grammar: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(pattern))
+    rule: str = grammar["grammars"][0]["lark_grammar"]
+    return rule.removeprefix("start: ")
+
+
+def _text(form: Mapping[str, Any], name: str) -> str:
+    value = form.get(name)
+    if not isinstance(value, str):
+        raise TagError(f"'{name}' is missing, or not a string")
+    return value
+
+
+def _list(form: Mapping[str, Any], name: str) -> list[Any]:
+    value = form.get(name)
+    if not isinstance(value, list) or not value:
+        raise TagError(f"'{name}' is missing, or not an array of at least one item")
+    return value
+
+
+def _objects(form: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    values = _list(form, name)
+    if not all(isinstance(value, dict) for value in values):
+        raise TagError(f"'{name}' is not an array of objects")
+    return values

@@ -1,0 +1,135 @@
+"""
+What a model thinks before it speaks: free, but for its length, and then the constraint begins.
+
+    opening -> thinking -> answering
+
+A model that may choose whether to think begins by opening: the next token is the first of the thought's
+mark, or the first of the answer. In a thought everything may be written but an end of the whole sequence,
+which would leave the constraint unmet; once the budget is used up, the end of the thought is written, id by
+id.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton_api.errors import ConstraintBroken
+from baton_engine.requests import Guide, Thinking
+
+
+class Phase(enum.Enum):
+    OPENING = enum.auto()
+    THINKING = enum.auto()
+    ANSWERING = enum.auto()
+
+
+class ThinkingGuide:
+    """Lets the model think, and then keeps to `answer`, if there is one."""
+
+    def __init__(self, thinking: Thinking, answer: Callable[[], Guide] | None) -> None:
+        """`answer` gives a guide that stands at its start; thoughts that came to nothing do not count."""
+        self._thinking = thinking
+        self._fresh = answer
+        self._answer = None if answer is None else answer()
+        self.ends: tuple[int, ...] = () if self._answer is None else self._answer.ends
+        self._phase = Phase.OPENING if thinking.start else Phase.THINKING
+        self._opened = 0
+        """Ids of the start that were written."""
+        self._spent = 0
+        """Tokens of thought."""
+        self._closed = 0
+        """Ids of the end that were written, if they turn out to be it."""
+
+    @property
+    def finished(self) -> bool:
+        return self._phase is Phase.ANSWERING and self._answer is not None and self._answer.finished
+
+    def fill(self, mask: NDArray[np.int32]) -> bool:
+        match self._phase:
+            case Phase.OPENING:
+                if self._fresh is None:
+                    return False
+                if self._answer is None:  # only the thought goes on as the text has begun
+                    mask.fill(0)
+                elif not self._answer.fill(mask):
+                    return False
+                allow(mask, self._thinking.start[self._opened])
+                return True
+            case Phase.THINKING:
+                if self._overdue:
+                    mask.fill(0)
+                    allow(mask, self._thinking.end[self._closed])
+                    return True
+                if not self.ends:
+                    return False
+                mask.fill(-1)
+                for end in self.ends:
+                    forbid(mask, end)
+                return True
+            case Phase.ANSWERING:
+                return self._answer is not None and self._answer.fill(mask)
+
+    def push(self, token: int) -> None:
+        match self._phase:
+            case Phase.OPENING:
+                self._open(token)
+            case Phase.THINKING:
+                self._think(token)
+            case Phase.ANSWERING:
+                if self._answer is not None:
+                    self._answer.push(token)
+
+    @property
+    def _overdue(self) -> bool:
+        budget = self._thinking.budget
+        return budget is not None and self._spent >= budget
+
+    def _open(self, token: int) -> None:
+        opens = token == self._thinking.start[self._opened]
+        if self._answer is not None:
+            try:
+                self._answer.push(token)
+            except ConstraintBroken:
+                if not opens:
+                    raise
+                self._answer = None
+        elif self._fresh is not None and not opens:
+            raise ConstraintBroken(token)
+        if not opens:
+            self._phase = Phase.ANSWERING
+            return
+        self._opened += 1
+        if self._opened == len(self._thinking.start):
+            self._phase = Phase.THINKING
+
+    def _think(self, token: int) -> None:
+        if self._overdue and token != self._thinking.end[self._closed]:
+            raise ConstraintBroken(token)
+        before = self._closed
+        self._closed = matched(self._thinking.end, before, token)
+        self._spent += before + 1 - self._closed
+        if self._closed == len(self._thinking.end):
+            self._phase = Phase.ANSWERING
+            self._answer = None if self._fresh is None else self._fresh()
+
+
+def matched(pattern: Sequence[int], count: int, token: int) -> int:
+    """How many ids of `pattern` the text ends with, after `count` of them and then `token`."""
+    text = (*pattern[:count], token)
+    return next(
+        length
+        for length in range(min(len(text), len(pattern)), -1, -1)
+        if text[len(text) - length :] == tuple(pattern[:length])
+    )
+
+
+def allow(mask: NDArray[np.int32], token: int) -> None:
+    mask.view(np.uint32)[token >> 5] |= np.uint32(1 << (token & 31))
+
+
+def forbid(mask: NDArray[np.int32], token: int) -> None:
+    mask.view(np.uint32)[token >> 5] &= np.uint32(0xFFFFFFFF ^ (1 << (token & 31)))

@@ -1,0 +1,156 @@
+"""
+The process that tries constraints out: `python -m baton_engine.grammar.trial`, frames on stdin and stdout.
+
+Compiling cannot be interrupted, and what a hostile constraint costs is not known beforehand: a JSON schema
+of 1,400 bytes takes llguidance 7 minutes. A process can be ended at any time, by the kernel too: each trial
+has a limit of processor time, and all have one of memory. What passes is compiled once more where it is
+used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import IO
+
+import msgspec
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from baton_engine.grammar import texts
+
+LENGTH_BYTES = 4
+
+STEPS = 24
+"""Tokens that are tried out: how long the masks take shows only then."""
+
+MASK_LIMIT_S = 0.1
+"""Processor time for one mask: all requests of the worker wait for the slowest."""
+
+MEMORY_LIMIT = 512 * 2**20
+"""Bytes beyond what the process has before its first trial."""
+
+LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+
+
+class Words(msgspec.Struct, frozen=True, kw_only=True):
+    """The first frame: the model's tokenizer."""
+
+    definition: str
+    """As `tokenizers` writes it."""
+    vocab: int
+    eos_ids: list[int]
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    kind: str
+    source: str
+    seconds: float
+    """Of processor time."""
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The grammar to compile, or what is wrong with it."""
+
+    grammar: str = ""
+    reason: str = ""
+
+
+def make_tokenizer(words: Words) -> LLTokenizer:
+    return LLTokenizer(words.definition, n_vocab=words.vocab, eos_token=words.eos_ids)
+
+
+def special_tokens(words: Words, tokenizer: LLTokenizer) -> dict[str, int]:
+    """What llguidance takes for one token that is more than its letters, by its text."""
+    added = json.loads(words.definition).get("added_tokens") or []
+    return {token["content"]: token["id"] for token in added if tokenizer.is_special_token(token["id"])}
+
+
+def judge(trial: Trial, tokenizer: LLTokenizer, special: dict[str, int]) -> Verdict:
+    """Compile, and go some steps at random."""
+    try:
+        grammar = texts.grammar(trial.kind, trial.source, special)
+    except texts.TextError as error:
+        return Verdict(reason=str(error))
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    if matcher.is_error():
+        return Verdict(reason=matcher.get_error())
+    reason = _walk(matcher, tokenizer.vocab_size)
+    return Verdict(reason=reason) if reason else Verdict(grammar=grammar)
+
+
+def _walk(matcher: LLMatcher, vocab: int) -> str:
+    """What is wrong with the masks, if anything is."""
+    chance = random.Random(0)
+    mask = np.zeros(-(-vocab // 32) * 4, dtype=np.uint8)
+    for step in range(STEPS):
+        began = time.process_time()
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        seconds = time.process_time() - began
+        if matcher.is_error():
+            return matcher.get_error()
+        if seconds > MASK_LIMIT_S:
+            return f"it is too complex: one mask takes {seconds * 1000:.0f} ms"
+        filled = np.flatnonzero(mask)
+        if not len(filled):
+            return "nothing can ever match it" if step == 0 else ""
+        byte = int(filled[chance.randrange(len(filled))])
+        bits = [bit for bit in range(8) if mask[byte] >> bit & 1]
+        matcher.consume_token(byte * 8 + chance.choice(bits))
+        if matcher.is_stopped():
+            break
+    return ""
+
+
+def read_frame(stream: IO[bytes]) -> bytes | None:
+    """None at the end."""
+    header = stream.read(LENGTH_BYTES)
+    if len(header) < LENGTH_BYTES:
+        return None
+    length = int.from_bytes(header)
+    body = stream.read(length)
+    return body if len(body) == length else None
+
+
+def write_frame(stream: IO[bytes], message: msgspec.Struct) -> None:
+    body = msgspec.msgpack.encode(message)
+    stream.write(len(body).to_bytes(LENGTH_BYTES) + body)
+    stream.flush()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this one ends it by closing stdin
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    first = read_frame(requests)
+    if first is None:
+        return
+    words = msgspec.msgpack.decode(first, type=Words)
+    tokenizer = make_tokenizer(words)
+    special = special_tokens(words, tokenizer)
+    _limit_memory()
+    write_frame(answers, Verdict())  # ready
+    while (frame := read_frame(requests)) is not None:
+        trial = msgspec.msgpack.decode(frame, type=Trial)
+        signal.setitimer(signal.ITIMER_PROF, trial.seconds)
+        verdict = judge(trial, tokenizer, special)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        write_frame(answers, verdict)
+
+
+def _limit_memory() -> None:
+    """No more address space than now and some; where the system tells nothing, only time is limited."""
+    with contextlib.suppress(OSError, ValueError):
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + MEMORY_LIMIT
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+if __name__ == "__main__":
+    main()
