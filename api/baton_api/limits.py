@@ -123,15 +123,29 @@ MAX_TOKENS = Limit("max_tokens, max_completion_tokens", Kind.INTEGER, TOKENS, 1,
                    note="and what the context leaves: `context_length_exceeded`")  # fmt: skip
 MAX_TOKENS_OR_NONE = Limit("max_tokens", Kind.INTEGER, TOKENS, 0, paths="completions",
                            note="and what the context leaves: `context_length_exceeded`")  # fmt: skip
+THINKING_BUDGET = Limit("thinking_token_budget", Kind.INTEGER, TOKENS, -1, paths="chat", note="-1 is any number")
 MIN_TOKENS = Limit("min_tokens", Kind.INTEGER, TOKENS, note="not above the most tokens there can be")
 STOPS = Limit("stop", Kind.ITEMS, 4)
 STOP = Limit("stop[]", Kind.CHARACTERS, 256, 1)
 STOP_IDS = Limit("stop_token_ids", Kind.ITEMS, 256)
+ALLOWED_IDS = Limit("allowed_token_ids", Kind.ITEMS, 16384, 1)
+BAD_WORDS = Limit("bad_words", Kind.ITEMS, 256)
+BAD_WORD = Limit("bad_words[]", Kind.CHARACTERS, 256, 1)
+
+# --- What form the answer has ---
+
+CONSTRAINT = Limit("response_format, regex, ebnf, json_schema, structural_tag, structured_outputs, guided_*",
+                   Kind.BYTES, 256 * 1024, other_code="invalid_value",
+                   note="and what can be compiled in 2 s of processor time")  # fmt: skip
+SCHEMA_NAME = Limit("response_format.json_schema.name", Kind.CHARACTERS, 64, 1)
+CHOICES = Limit("structured_outputs.choice, guided_choice", Kind.ITEMS, 4096, 1)
+WHITE_SPACE = Limit("structured_outputs.whitespace_pattern, guided_whitespace_pattern", Kind.CHARACTERS, 256)
 
 # --- What is shown ---
 
 TOP_LOGPROBS = Limit("top_logprobs", Kind.INTEGER, 20, paths="chat")
 LOGPROBS = Limit("logprobs", Kind.INTEGER, 20, paths="completions")
+LOGPROB_IDS = Limit("logprob_token_ids", Kind.ITEMS, 128)
 PROMPT_LOGPROBS = Limit("prompt_logprobs", Kind.INTEGER, 20, note="not in a stream")
 
 # --- About the request ---
@@ -142,6 +156,17 @@ METADATA_VALUE = Limit("metadata.*", Kind.CHARACTERS, 512, paths="chat")
 SAFETY_IDENTIFIER = Limit("safety_identifier", Kind.CHARACTERS, 64, paths="chat")
 TEMPLATE_KWARGS = Limit("chat_template_kwargs", Kind.PAIRS, 32, paths="chat, tokenize",
                         other_code="invalid_value")  # fmt: skip
+
+# --- Tools ---
+
+TOOLS = Limit("tools", Kind.ITEMS, 1024, paths="chat")
+FUNCTIONS = Limit("functions", Kind.ITEMS, 128, 1, paths="chat")
+TOOL_NAME = Limit("tools[].function.name, functions[].name", Kind.CHARACTERS, 64, 1, paths="chat",
+                  note="letters, digits, `_` and `-`")  # fmt: skip
+TOOL_DESCRIPTION = Limit("tools[].function.description, functions[].description", Kind.CHARACTERS, 65_536,
+                         paths="chat")  # fmt: skip
+TOOL_SCHEMA = Limit("tools[].function.parameters, functions[].parameters", Kind.CHARACTERS, 131_072,
+                    paths="chat", other_code="invalid_function_parameters", note="as JSON")  # fmt: skip
 
 
 def table() -> dict[str, Limit]:

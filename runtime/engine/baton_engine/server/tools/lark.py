@@ -1,0 +1,176 @@
+"""
+Calls as a grammar in llguidance's Lark: at least one, or free text in which none can be wrong.
+
+A mark that is one token of the model is meant as that token, not as its letters: free text cannot contain it.
+Blanks inside of JSON are what `json.dumps` writes, as in the models' own templates.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from baton_api.errors import InvalidRequest
+from baton_engine.requests import Constraint
+from baton_engine.server.tools.arguments import RAW_END, RAW_START
+from baton_engine.server.tools.layout import Layout
+from baton_engine.server.tools.schemas import closed
+from baton_engine.server.tools.toolbox import INPUT, TextGrammar, Tool, Toolbox
+
+JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+LENIENT = {"lenient": True, "coerce_one_of": True}
+"""For schemas that were not given as strict: what cannot be forced is left out."""
+
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+ANY_TEXT = "(?s:.*)"
+
+
+def grammar(
+    layout: Layout, toolbox: Toolbox, tokens: Mapping[str, int], answer: Constraint | None = None
+) -> str:
+    """
+    The texts that keep to the choice of `toolbox`.
+
+    With `answer`, whatever calls nothing is that instead of free text.
+    """
+    lark = Lark(tokens)
+    ways = [layout.call(lark, tool, _checked(toolbox, tool)) for tool in toolbox.callable.values()]
+    call = lark.rule(" | ".join(ways))
+    several = toolbox.parallel
+    inner = (
+        f"{call} ({_joined(lark.literal(layout.separator), call)})*"
+        if several and layout.separator is not None
+        else call
+    )
+    rest = _joined(
+        lark.literal(layout.opening.removeprefix(_trigger(layout))), inner, lark.literal(layout.closing)
+    )
+    block = lark.rule(_joined(lark.literal(_trigger(layout)), rest))
+    if several and layout.between is not None:
+        blocks = f"{block} ({_joined(lark.literal(layout.between), block)})*"
+    else:
+        blocks = block
+    if toolbox.forced:
+        return lark.text(blocks)
+    if answer is not None:
+        return lark.text(f"{lark.constraint(answer)} | {lark.rule(blocks)}")
+    if layout.bare:
+        return lark.text(f"{lark.free(layout.triggers, layout.bare)} | {lark.rule(blocks)}")
+    many = "*" if several and layout.between is not None else "?"
+    if _trigger(layout) in tokens:
+        return lark.text(f"({lark.free(layout.triggers)} {block}){many} {lark.free(layout.triggers)}")
+    return lark.text(f"({lark.up_to(layout.triggers)} {lark.rule(rest)}){many} {lark.free(layout.triggers)}")
+
+
+class Lark:
+    """A grammar that is being written."""
+
+    def __init__(self, tokens: Mapping[str, int]) -> None:
+        self._tokens = tokens
+        self._lines: list[str] = []
+        self._known: dict[str, str] = {}
+        marks = sorted(tokens, key=len, reverse=True)
+        self._marks = re.compile("|".join(map(re.escape, marks))) if marks else None
+
+    def text(self, start: str) -> str:
+        return "\n".join([f"start: {start}", *self._lines]) + "\n"
+
+    def literal(self, text: str | None) -> str:
+        """Exactly this text; the empty expression for none."""
+        parts, position = [], 0
+        text = text or ""
+        for found in self._marks.finditer(text) if self._marks else ():
+            parts += [json.dumps(text[position : found.start()]), f"<[{self._tokens[found[0]]}]>"]
+            position = found.end()
+        parts.append(json.dumps(text[position:]))
+        return " ".join(part for part in parts if part != '""')
+
+    def rule(self, body: str) -> str:
+        return self._named("r", body)
+
+    def terminal(self, body: str) -> str:
+        return self._named("T", body)
+
+    def json(self, schema: Mapping[str, Any], *, strict: bool = False) -> str:
+        """A value of `schema`, as JSON."""
+        options = JSON_OPTIONS if strict else JSON_OPTIONS | LENIENT
+        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': options})}")
+
+    def arguments(self, tool: Tool, checked: bool) -> str:
+        """All arguments as one value of JSON."""
+        if tool.grammar is not None and tool.grammar.syntax == "lark":
+            return _joined(self.literal(RAW_START), self.input(tool.grammar), self.literal(RAW_END))
+        if tool.grammar is not None:
+            text = {"type": "string", "pattern": f"^(?:{tool.grammar.definition})$"}
+            return self.json(tool.schema | {"properties": {INPUT: text}}, strict=True)
+        if tool.custom:
+            return self.json(tool.schema)
+        if not checked:
+            return self.json(ANY_OBJECT)
+        return self.json(tool.schema if tool.strict else closed(tool.schema), strict=tool.strict)
+
+    def input(self, grammar: TextGrammar) -> str:
+        """A custom tool's text."""
+        if grammar.syntax == "regex":
+            return self.terminal(regex(grammar.definition))
+        return self.rule(f"%lark {{\n{grammar.definition}\n}}")
+
+    def constraint(self, constraint: Constraint) -> str:
+        """What the answer has to be if it calls nothing."""
+        match constraint.kind:
+            case "json_schema":
+                return self.rule(f"%json {constraint.source}")
+            case "regex":
+                return self.terminal(regex(constraint.source))
+            case "lark":
+                return self.rule(f"%lark {{\n{constraint.source}\n}}")
+            case kind:
+                raise InvalidRequest(
+                    f"Tools cannot be offered together with an answer constrained by '{kind}'.", param="tools"
+                )
+
+    def free(self, without: tuple[str, ...], beginning: str = "") -> str:
+        """Text in which none of `without` stands, and that does not begin with a character of `beginning`."""
+        body = f"/{ANY_TEXT}/"
+        if beginning:
+            body = rf"/\s*([^\s{re.escape(beginning)}]{ANY_TEXT})?/"
+        for mark in without:
+            body += f" & ~/{ANY_TEXT}{escaped(mark)}{ANY_TEXT}/"
+        return self.terminal(body)
+
+    def lazy(self, body: str) -> str:
+        """The shortest text that `body` matches."""
+        return self._named("lazy", body, "[lazy]")
+
+    def up_to(self, triggers: tuple[str, ...]) -> str:
+        """Free text and the first trigger, which stands at its end alone."""
+        return self.lazy(f"/{ANY_TEXT}/ {json.dumps(triggers[0])}")
+
+    def _named(self, kind: str, body: str, options: str = "") -> str:
+        line = options + ": " + body
+        if line not in self._known:
+            self._known[line] = f"{kind}{len(self._known)}"
+            self._lines.append(self._known[line] + line)
+        return self._known[line]
+
+
+def _checked(toolbox: Toolbox, tool: Tool) -> bool:
+    return toolbox.forced or tool.strict
+
+
+def _trigger(layout: Layout) -> str:
+    return layout.triggers[0] if layout.opening.startswith(layout.triggers[:1]) else ""
+
+
+def _joined(*parts: str) -> str:
+    return " ".join(part for part in parts if part) or '""'
+
+
+def escaped(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")
+
+
+def regex(pattern: str) -> str:
+    return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern) + "/"

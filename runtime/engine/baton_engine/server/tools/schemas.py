@@ -1,0 +1,82 @@
+"""The JSON schema of a function's parameters: checked as far as everybody agrees on what one is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
+OF_SCHEMAS = ("properties", "$defs", "definitions", "patternProperties")
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+ONES = ("items", "additionalProperties", "not")
+OTHERS = (
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "$ref",
+    "patternProperties",
+    "unevaluatedProperties",
+    "additionalProperties",
+)
+"""Members with which a schema has more properties than those that it lists."""
+
+
+def problem(schema: object, path: str = "") -> str:
+    """What is wrong with `schema`, and where; empty if it is one. Its depth is that of the request's body."""
+    if isinstance(schema, bool):
+        return ""
+    if not isinstance(schema, dict):
+        return f"{_at(path)}a schema is an object or a boolean"
+    types = schema.get("type", [])
+    for name in types if isinstance(types, list) else [types]:
+        if name not in TYPES:
+            return f"{_at(path)}{str(name)[:40]!r} is not a type"
+    if "enum" in schema and not isinstance(schema["enum"], list):
+        return f"{_at(path)}'enum' is not an array"
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        return f"{_at(path)}'required' is not an array of strings"
+    for key in OF_SCHEMAS:
+        inner = schema.get(key, {})
+        if not isinstance(inner, dict):
+            return f"{_at(path)}'{key}' is not an object"
+        for name, value in inner.items():
+            if found := problem(value, f"{path}/{key}/{name}"):
+                return found
+    for key in LISTS:
+        inner = schema.get(key, [])
+        if not isinstance(inner, list):
+            return f"{_at(path)}'{key}' is not an array"
+        for position, value in enumerate(inner):
+            if found := problem(value, f"{path}/{key}/{position}"):
+                return found
+    for key in ONES:
+        value = schema.get(key, True)
+        if isinstance(value, list) and key == "items":
+            continue  # what newer drafts call prefixItems
+        if found := problem(value, f"{path}/{key}"):
+            return found
+    return ""
+
+
+def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    `schema` without properties that it does not list, where it says nothing of them.
+
+    JSON Schema allows any others then; a model that is made to write an object would invent them.
+    """
+    result = dict(schema)
+    properties = result.get("properties")
+    if isinstance(properties, dict):
+        result["properties"] = {
+            name: closed(value) if isinstance(value, dict) else value for name, value in properties.items()
+        }
+        if not any(key in result for key in OTHERS):
+            result["additionalProperties"] = False
+    if isinstance(result.get("items"), dict):
+        result["items"] = closed(result["items"])
+    return result
+
+
+def _at(path: str) -> str:
+    return f"at {path[:80]}: " if path else ""

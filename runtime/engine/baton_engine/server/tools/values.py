@@ -1,0 +1,115 @@
+"""
+Values that a model writes in another form than JSON, as JSON: Python's literals, and text between tags.
+
+What cannot be understood becomes a string of its letters, so that nothing of it is lost.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+DEPTH = 16
+"""References that are followed to find a type."""
+NESTING = 64
+"""Brackets within one another that are still understood."""
+OF_PYTHON: Mapping[type, str] = {
+    bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object",
+    type(None): "null",
+}  # fmt: skip
+
+
+def literal(text: str) -> str:
+    """A literal of Python or JSON as JSON."""
+    text = text.strip()
+    try:
+        return dumped(_parsed(text))
+    except ValueError:
+        return dumped(text)
+
+
+def typed(text: str, types: frozenset[str]) -> str:
+    """Text that stands for a value of one of `types`; any, if there are none."""
+    if types == {"string"}:
+        return dumped(text)
+    try:
+        value = _parsed(text.strip())
+    except ValueError:
+        return dumped(text)
+    kind = OF_PYTHON.get(type(value), "")
+    fits = not types or kind in types or (kind == "integer" and "number" in types)
+    return dumped(value) if fits or "string" not in types else dumped(text)
+
+
+def dumped(value: Any) -> str:
+    """As JSON. Raises ValueError for what JSON has no form for."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except UnicodeEncodeError:  # half a character: written as an escape, it can be sent
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    return text
+
+
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = DEPTH) -> frozenset[str]:
+    """The types that a value of `schema` may have; none if it does not say."""
+    if not isinstance(schema, Mapping) or not depth:
+        return frozenset()
+    if "type" in schema:
+        given = schema["type"]
+        return frozenset(given if isinstance(given, list) else [given])
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return frozenset(OF_PYTHON.get(type(value), "string") for value in values)
+    if "$ref" in schema:
+        return types_of(resolved(schema["$ref"], root), root, depth - 1)
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(key), Sequence):
+            return frozenset().union(*(types_of(part, root, depth - 1) for part in schema[key]))
+    return frozenset()
+
+
+def resolved(reference: object, root: Mapping[str, Any]) -> Any:
+    """What a reference into the same schema means; None if it means nothing."""
+    place: Any = root
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    for step in reference[1:].strip("/").split("/") if reference != "#" else ():
+        step = step.replace("~1", "/").replace("~0", "~")
+        place = place.get(step) if isinstance(place, Mapping) else None
+    return place
+
+
+def _parsed(text: str) -> Any:
+    """Raises ValueError."""
+    if max(text.count(bracket) for bracket in "[{(") > NESTING and _depth(text) > NESTING:
+        raise ValueError("brackets are nested too deeply")
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except ValueError:
+        pass
+    try:
+        value = ast.literal_eval(text)
+        dumped(value)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        raise ValueError(str(error)) from error
+    return value
+
+
+def _depth(text: str) -> int:
+    depth = most = 0
+    for character in text:
+        if character in "[{(":
+            depth += 1
+            most = max(most, depth)
+        elif character in "]})":
+            depth -= 1
+    return most
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
