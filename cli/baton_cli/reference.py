@@ -1,5 +1,5 @@
 """
-The reference pages, written from the code itself: all settings, and one sentence for each module.
+The reference pages, written from the code itself: settings, modules, errors and limits.
 
     python -m baton_cli.reference           writes docs/reference/
     python -m baton_cli.reference --check   fails if a page is not what would be written
@@ -14,7 +14,10 @@ from pathlib import Path
 
 from pydantic_settings import BaseSettings
 
+from baton_cli import peers
+from baton_cli.api_reference import errors_page, limits_page
 from baton_cli.options import Option, options_of
+from baton_cli.refusals import REFUSALS
 from baton_engine.settings import WorkerSettings
 from baton_router.settings import RouterSettings
 
@@ -40,6 +43,13 @@ Each setting is a flag and an environment variable; the flag wins. Sizes may be 
 `baton up` takes the workers' settings too and gives them to all of its workers.
 """
 
+FLAGS_OF_OTHERS = """\
+## Flags of SGLang, vLLM and their routers
+
+These are taken under the names that they have there, with `-` or `_` between words. Flags that are the same
+in both are not listed.
+"""
+
 MODULES = """\
 # Modules
 
@@ -53,8 +63,10 @@ def pages() -> dict[str, str]:
     routers = section("Routers: `baton router`", RouterSettings)
     modules = (line for package in PACKAGES for line in module_lines(ROOT / package))
     return {
-        "settings.md": "\n".join([SETTINGS, *workers, *routers]),
+        "settings.md": "\n".join([SETTINGS, *workers, *routers, *flags_of_others()]),
         "modules.md": "\n".join([MODULES, *modules]),
+        "errors.md": errors_page(),
+        "limits.md": limits_page(),
     }
 
 
@@ -84,7 +96,27 @@ def entry(option: Option) -> Iterator[str]:
     default = f"`{option.default}`" if option.default else "empty"
     yield f"### `{option.flag}` {option.metavar}\n"
     yield f"{option.help}\n"
-    yield f"Default: {default}. Environment: `{option.environment}`.\n"
+    also = f" Also: {', '.join(f'`{alias}`' for alias in option.aliases)}." if option.aliases else ""
+    yield f"Default: {default}. Environment: `{option.environment}`.{also}\n"
+
+
+def flags_of_others() -> Iterator[str]:
+    """What users of other servers look for first."""
+    yield FLAGS_OF_OTHERS
+    yield "| there | here | |"
+    yield "|---|---|---|"
+    yield f"| `--model-path`, `--model` | `MODEL` | {peers.NOTES['model']} |"
+    for table in (peers.WORKER_ALIASES, peers.ROUTER_ALIASES):
+        for field, others in table.items():
+            names = ", ".join(f"`{other}`" for other in others)
+            yield f"| {names} | `--{field.replace('_', '-')}` | {peers.NOTES.get(field, '')} |"
+    yield "\nThese are refused, each with its reason:\n"
+    yield "| there | why not here |"
+    yield "|---|---|"
+    for refusal in REFUSALS:
+        names = ", ".join(f"`{flag}`" for flag in refusal.flags.split())
+        yield f"| {names} | {refusal.reason} |"
+    yield ""
 
 
 def main(arguments: list[str], folder: Path = ROOT / "docs" / "reference") -> int:
