@@ -118,6 +118,7 @@ def _served(worker: Worker, duties: Duties, drain: Drain, keys: Keys) -> Served:
     return Served(
         names=worker.model_names,
         tokenizer=worker.tokenizer,
+        grammars=worker.grammars,
         engine=worker.client,
         max_model_len=worker.engine.limits.max_model_len,
         settings=worker.settings,

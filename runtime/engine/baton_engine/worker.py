@@ -27,6 +27,7 @@ from baton_engine.cache_size import RESERVED_BLOCKS, Memory, cache_blocks
 from baton_engine.client import AsyncEngine
 from baton_engine.compatibility import Compatibility, weights_digest
 from baton_engine.engine import Engine
+from baton_engine.grammar.grammars import Grammars
 from baton_engine.handshake import Identity
 from baton_engine.limits import EngineLimits
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
@@ -59,6 +60,7 @@ class Worker:
     checkpoint: Checkpoint
     spec: ModelSpec
     tokenizer: Tokenizer
+    grammars: Grammars
     embedder: Embedder | Unable
     cache: KVCache
     engine: Engine
@@ -142,6 +144,8 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
 
     client = AsyncEngine(model, cache, limits, on_fatal=stop)
     async with contextlib.AsyncExitStack() as stack:
+        grammars = Grammars(tokenizer)
+        stack.callback(grammars.close)
         transfer = None
         if settings.role is not Role.BOTH:
             transfer = await create_transfer(settings.transfer, cache, f"{name}-{epoch[:8]}")
@@ -155,6 +159,7 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
             checkpoint=checkpoint,
             spec=spec,
             tokenizer=tokenizer,
+            grammars=grammars,
             embedder=embedder,
             cache=cache,
             engine=client.engine,

@@ -8,6 +8,7 @@ printable letters drawn from the fake model's table. A prompt for completions ca
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable
@@ -26,6 +27,7 @@ from transformers import PreTrainedTokenizerFast
 from baton_api.workers import Load, Role
 from baton_engine.cache import KVCache
 from baton_engine.client import AsyncEngine
+from baton_engine.grammar.grammars import Grammars
 from baton_engine.limits import EngineLimits
 from baton_engine.metrics import WorkerMetrics
 from baton_engine.model.tokenizer import Tokenizer
@@ -61,6 +63,9 @@ def make_tokenizer() -> Tokenizer:
 
 
 TOKENIZER = make_tokenizer()
+GRAMMARS = Grammars(TOKENIZER)
+"""One for all tests: it starts a process of its own when it is first asked."""
+atexit.register(GRAMMARS.close)
 END = TOKENIZER.eos_ids[0]
 GO = TOKENIZER.encode("<|assistant|>")[0]
 LETTERS = [TOKENIZER.encode(letter)[0] for letter in "abcdefghijklmnopqrstuvwxyz "]
@@ -125,6 +130,7 @@ async def open_api(
     fields: dict[str, Any] = {
         "names": (MODEL,),
         "tokenizer": TOKENIZER,
+        "grammars": GRAMMARS,
         "engine": engine,
         "max_model_len": CONTEXT,
         "settings": WorkerSettings(),

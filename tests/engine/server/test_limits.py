@@ -47,6 +47,13 @@ def value(field: str, of: Callable[[Callable[[int], dict[str, Any]]], Trial] = c
     return of(lambda number: {field: number})
 
 
+SCHEMA = "response_format.json_schema"
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": {"type": "integer"}}}
+
+
 def pairs(count: int, item: Any = 1) -> dict[str, Any]:
     return {str(number): item for number in range(count)}
 
@@ -84,8 +91,21 @@ TRIALS: dict[str, Trial] = {
     "STOPS": chat(lambda count: {"stop": ["x"] * count}),
     "STOP": chat(lambda count: {"stop": "x" * count}, "stop"),
     "STOP_IDS": chat(lambda count: {"stop_token_ids": [1] * count}),
+    "ALLOWED_IDS": chat(lambda count: {"allowed_token_ids": [LETTERS[0]] * count}),
+    "BAD_WORDS": chat(lambda count: {"bad_words": ["x"] * count}),
+    "BAD_WORD": chat(lambda count: {"bad_words": ["x" * count]}, "bad_words"),
+    "SCHEMA_NAME": chat(lambda count: {"response_format": named("x" * count)}, f"{SCHEMA}.name"),
+    "CHOICES": chat(
+        lambda count: {"structured_outputs": {"choice": [f"x{one}" for one in range(count)]}},
+        "structured_outputs.choice",
+    ),
+    "WHITE_SPACE": chat(
+        lambda count: {"guided_json": {"type": "integer"}, "guided_whitespace_pattern": " " * count},
+        "guided_whitespace_pattern",
+    ),
     "TOP_LOGPROBS": chat(lambda number: {"top_logprobs": number, "logprobs": True}),
     "LOGPROBS": value("logprobs", complete),
+    "LOGPROB_IDS": complete(lambda count: {"logprob_token_ids": [1] * count, "logprobs": 0}),
     "METADATA": chat(lambda count: {"metadata": pairs(count, "x")}),
     "METADATA_KEY": chat(lambda count: {"metadata": {"k" * count: "x"}}, "metadata"),
     "METADATA_VALUE": chat(lambda count: {"metadata": {"k": "x" * count}}, "metadata.k"),
@@ -100,7 +120,7 @@ TRIALS: dict[str, Trial] = {
     "PROMPT_LOGPROBS": complete(lambda number: {"prompt_logprobs": number, "max_tokens": 1}),
 }
 
-ELSEWHERE = {"HEAD", "BODY", "INPUTS"}
+ELSEWHERE = {"HEAD", "BODY", "CONSTRAINT", "INPUTS"}
 """Rows that no field of a body reaches, which have tests of their own below, and that of embeddings."""
 
 ROWS = [pytest.param(row, limits.table()[row], trial, id=row) for row, trial in TRIALS.items()]

@@ -50,9 +50,10 @@ class Choices:
                     id=f"{work.shape.id}-{index}",
                     prompt=work.prompts[index // n].tokens,
                     sampling=work.parameters.choice(index % n, work.prompts[index // n].max_tokens),
+                    guide=None if work.guides is None else work.guides(),
                     remote=remote if index % n == 0 else None,
                 ),
-                transcript=Transcript(served.tokenizer, work.parameters, work.reader()),
+                transcript=Transcript(served.tokenizer, work.parameters, work.reader(), work.marks),
                 followers=[],
             )
             for index in range(n * len(work.prompts))
@@ -71,6 +72,7 @@ class Choices:
             prompt_tokens=sum(len(prompt.tokens) for prompt in self._work.prompts),
             completion_tokens=sum(choice.transcript.count for choice in self.all),
             cached_tokens=sum(lead.cached_tokens for lead in self._leads),
+            reasoning_tokens=sum(choice.transcript.reasoning_tokens for choice in self.all),
         )
 
     def abort(self) -> None:

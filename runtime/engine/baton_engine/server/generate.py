@@ -24,6 +24,7 @@ from baton_engine.server.disconnect import ClientGone, until_disconnect
 from baton_engine.server.events import FAILURE, KEEP_ALIVE
 from baton_engine.server.exchange import Exchange, exchange_of
 from baton_engine.server.fields import Fields
+from baton_engine.server.guided import guided
 from baton_engine.server.request_log import RequestLog
 from baton_engine.server.running import read_names
 from baton_engine.server.served import Served
@@ -111,7 +112,8 @@ class Generate:
                 "use /v1/embeddings.",
                 param="model",
             )
-        return self._prepare(fields, self._served), read_names(fields)
+        work = self._prepare(fields, self._served)
+        return guided(work, fields, self._served.grammars), read_names(fields)
 
     async def _answer(self, work: Work, choices: Choices, receive: Receive, send: Send) -> None:
         pieces: list[list[Piece]] = [[] for _ in choices.all]

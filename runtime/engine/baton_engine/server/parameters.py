@@ -18,19 +18,22 @@ from baton_engine.model.generation import SamplingDefaults
 from baton_engine.requests import SamplingParams
 from baton_engine.server.fields import Fields, integer, number, shown, wrong_type
 from baton_engine.server.streaming import Streaming
+from baton_engine.server.structured import read_constraint
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them overflows."""
 
 NOT_SERVED = (
-    "regex", "ebnf", "json_schema", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
-    "guided_grammar", "guided_decoding_backend", "structural_tag", "logprob_token_ids", "allowed_token_ids",
-    "bad_words", "custom_logit_processor", "custom_params", "use_beam_search", "truncate_prompt_tokens",
-    "stop_regex", "lora_path", "documents", "input_ids", "prompt_token_ids", "prompt_embeds",
-    "return_hidden_states", "thinking_token_budget", "separate_reasoning", "chat_template", "priority",
-    "vllm_xargs",
+    "custom_logit_processor", "custom_params", "use_beam_search", "truncate_prompt_tokens",
+    "stop_regex", "lora_path", "prompt_embeds", "return_hidden_states", "priority", "vllm_xargs",
 )  # fmt: skip
 """Fields of other servers and of features that are not to be had here."""
+
+CHAT_ONLY = (
+    "documents", "input_ids", "prompt_token_ids", "thinking_token_budget", "separate_reasoning",
+    "chat_template",
+)  # fmt: skip
+"""Fields that only conversations have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,8 @@ class Vocabulary:
 
     size: int
     eos_ids: tuple[int, ...]
+    encode: Callable[[str, bool], Sequence[int]]
+    """The ids of a text, and whether the tokenizer may add special tokens."""
 
 
 def _random_seed() -> int:
@@ -74,6 +79,11 @@ class Parameters:
     tokens_as_ids: bool = False
     """Whether logprobs name tokens by their ids."""
 
+    @property
+    def alternatives(self) -> int | None:
+        """How many are shown with each token, the one drawn aside; None if no logprobs are shown."""
+        return len(self.sampling.logprob_ids) or self.sampling.logprobs
+
     def choice(self, number: int, max_tokens: int) -> SamplingParams:
         """
         The sampling of choice `number`, with a random stream of its own.
@@ -91,8 +101,6 @@ class Parameters:
 def parse(fields: Fields, logprobs: int | None, vocabulary: Vocabulary, defaults: Defaults) -> Parameters:
     """All shared fields; `logprobs` is how many alternatives the endpoint's own fields ask for."""
     refuse_not_served(fields, NOT_SERVED)
-    if fields.get("response_format") is not None:
-        _only_text(fields)
     sampling = defaults.sampling
     temperature = fields.number("temperature", sampling.temperature, *limits.TEMPERATURE.range)
     top_p = fields.number("top_p", sampling.top_p, *limits.TOP_P.range)
@@ -119,9 +127,13 @@ def parse(fields: Fields, logprobs: int | None, vocabulary: Vocabulary, defaults
             ),
             logit_bias=_logit_bias(fields, vocabulary.size),
             logprobs=logprobs,
+            logprob_ids=_logprob_ids(fields, logprobs, vocabulary.size),
             prompt_logprobs=_prompt_logprobs(fields, streaming),
             min_tokens=fields.integer("min_tokens", *limits.MIN_TOKENS.range) or 0,
+            allowed_ids=_allowed_ids(fields, vocabulary.size),
+            bad_words=_bad_words(fields, vocabulary),
             stop_ids=eos_ids | _stop_ids(fields, vocabulary.size),
+            constraint=read_constraint(fields),
         ),
         n=fields.integer("n", *limits.N.range) or 1,
         seed=defaults.seeds() if seed is None else seed % 2**64,
@@ -150,14 +162,6 @@ def not_served(param: str, what: str = "") -> InvalidRequest:
     )
 
 
-def _only_text(fields: Fields) -> None:
-    kinds = ("text", "json_object", "json_schema", "structural_tag")
-    inner = Fields(fields.mapping("response_format") or {}, "response_format")
-    inner.require("type")
-    if inner.choice("type", kinds) != "text":
-        raise not_served("response_format")
-
-
 def _stops(fields: Fields) -> tuple[str, ...]:
     value = fields.get("stop")
     if value is None:
@@ -182,6 +186,39 @@ def _stop_ids(fields: Fields, size: int) -> frozenset[int]:
     )
 
 
+def _allowed_ids(fields: Fields, size: int) -> tuple[int, ...]:
+    ids = fields.array("allowed_token_ids", limits.ALLOWED_IDS.most)
+    if ids is None:
+        return ()
+    if not ids:
+        raise InvalidRequest(
+            "Invalid 'allowed_token_ids': empty array. Expected at least 1 item.",
+            param="allowed_token_ids",
+            code=limits.ALLOWED_IDS.code_below,
+        )
+    return tuple(
+        integer(value, f"allowed_token_ids[{position}]", 0, size - 1) for position, value in enumerate(ids)
+    )
+
+
+def _bad_words(fields: Fields, vocabulary: Vocabulary) -> tuple[tuple[int, ...], ...]:
+    """Each word's ids with and without a space before it, as vLLM means it."""
+    words: dict[tuple[int, ...], None] = {}
+    for position, word in enumerate(fields.array("bad_words", limits.BAD_WORDS.most) or []):
+        param = f"bad_words[{position}]"
+        if not isinstance(word, str):
+            raise wrong_type(param, "a string", word)
+        Fields({param: word}).text(param, limits.BAD_WORD.most)
+        if not word.strip():
+            fields.wrong_value("bad_words", "a word has at least one character that is not blank")
+        first = tuple(vocabulary.encode(word.lstrip(), False))
+        later = tuple(vocabulary.encode(f" {word.lstrip()}", False))
+        # A tokenizer that writes the space as a token of its own ends with the same ids: one entry is enough.
+        both = [first] if later[-len(first) :] == first else [first, later]
+        words |= dict.fromkeys(ids for ids in both if ids)
+    return tuple(words)
+
+
 def _logit_bias(fields: Fields, size: int) -> tuple[tuple[int, float], ...]:
     biases = fields.mapping("logit_bias") or {}
     if len(biases) > limits.LOGIT_BIAS.most:
@@ -197,6 +234,17 @@ def _logit_bias(fields: Fields, size: int) -> tuple[tuple[int, float], ...]:
     return tuple(
         (int(key), number(bias, f"logit_bias.{key}", *limits.BIAS.range)) for key, bias in biases.items()
     )
+
+
+def _logprob_ids(fields: Fields, logprobs: int | None, size: int) -> tuple[int, ...]:
+    ids = fields.array("logprob_token_ids", limits.LOGPROB_IDS.most) or []
+    if ids and logprobs is None:
+        raise InvalidRequest(
+            "The 'logprob_token_ids' parameter is only allowed when 'logprobs' are enabled.",
+            param="logprob_token_ids",
+        )
+    read = (integer(one, f"logprob_token_ids[{place}]", 0, size - 1) for place, one in enumerate(ids))
+    return tuple(dict.fromkeys(read))
 
 
 def _prompt_logprobs(fields: Fields, streaming: Streaming) -> int | None:

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from baton_api.keys import Keys
 from baton_api.workers import Load
 from baton_engine.client import AsyncEngine
+from baton_engine.grammar.grammars import Grammars
 from baton_engine.metrics import WorkerMetrics
 from baton_engine.model.embedder import Embedder, Unable
 from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.requests import RemotePrefill
+from baton_engine.server.chat_format import ChatFormat, chat_format_of
 from baton_engine.server.drain import Drain
 from baton_engine.server.exchange import History, new_history
 from baton_engine.server.parameters import Defaults, Vocabulary
@@ -27,6 +29,7 @@ class Served:
     names: tuple[str, ...]
     """What clients may call the model; the first is the one in answers."""
     tokenizer: Tokenizer
+    grammars: Grammars
     engine: AsyncEngine
     max_model_len: int
     settings: WorkerSettings
@@ -49,6 +52,12 @@ class Served:
     drain: Drain = field(default_factory=Drain)
     history: History = field(default_factory=new_history)
     running: Running = field(default_factory=Running)
+    chat: ChatFormat = field(init=False)
+    """How the model chats, as settings and tokenizer say."""
+
+    def __post_init__(self) -> None:
+        """Raises SetupError for settings that do not fit the model."""
+        object.__setattr__(self, "chat", chat_format_of(self.tokenizer, self.settings))
 
     @property
     def name(self) -> str:
@@ -56,7 +65,8 @@ class Served:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        return Vocabulary(self.tokenizer.vocab_size, self.tokenizer.eos_ids)
+        tokenizer = self.tokenizer
+        return Vocabulary(tokenizer.vocab_size, tokenizer.eos_ids, tokenizer.encode)
 
     def not_ready(self) -> str | None:
         """None, or why this worker should get no requests, draining included."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton_api.errors import BatonError, ContextTooLong
+from baton_engine.requests import Guide
 from baton_engine.server.events import DONE, error_event
 from baton_engine.server.fields import Fields
 from baton_engine.server.parameters import Parameters
@@ -29,6 +30,10 @@ class Work:
     shape: Shape
     reader: Callable[[], Reader] = PlainReader
     """Makes what tells the parts of one choice's text."""
+    marks: frozenset[str] | None = frozenset()
+    """The texts of special tokens that it must see, whether or not they are to be shown; None is all."""
+    guides: Callable[[], Guide] | None = None
+    """Makes what keeps one choice to its constraint and its thoughts in bounds; see `structured.guided`."""
     failure: Callable[[BatonError], bytes] = error_event
     """The event that says in a stream why it does not go on."""
     done: bytes = DONE
