@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -18,8 +18,7 @@ from baton_engine.masks import Mask, Masks
 from baton_engine.model.decoder import Model
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """What one job gets of a pass. Its figures are those from before the pass."""
 
     job: Job

@@ -120,6 +120,25 @@ async def test_tokens_are_named_by_their_ids_on_demand(api: Api) -> None:
     assert entry["top_logprobs"][0]["token"].startswith("token_id:")
 
 
+async def test_the_tokens_that_are_asked_about_stand_for_the_likeliest(api: Api) -> None:
+    asked = [LETTERS[3], END, LETTERS[7], LETTERS[3]]
+    fields = {"temperature": 0, "max_tokens": 2, "logprob_token_ids": asked}
+    body = (await api.complete(**fields, logprobs=0, echo=True)).json()
+    shown = arrays(body["choices"][0])
+    ids = TOKENIZER.encode("Hi")
+    for tops, drawn in zip(shown["top_logprobs"][2:], shown["tokens"][2:], strict=True):
+        values = api.model.logits(ids).log_softmax(-1)
+        assert tops.keys() == {*(TOKENIZER.token_text(token) for token in asked), drawn}
+        for token in asked:
+            assert tops[TOKENIZER.token_text(token)] == pytest.approx(max(float(values[token]), FLOOR), abs=1e-4)
+        ids += TOKENIZER.encode(drawn)
+    assert [len(tops) for tops in shown["top_logprobs"][1:2]] == [1], "an echo has as many as it asks for"
+    (entry, _) = (await api.chat(**fields, logprobs=True)).json()["choices"][0]["logprobs"]["content"]
+    tops = entry["top_logprobs"]
+    assert {top["token"] for top in tops} == {TOKENIZER.token_text(token) for token in asked}
+    assert [top["logprob"] for top in tops] == sorted((top["logprob"] for top in tops), reverse=True)
+
+
 async def test_prompt_logprobs_are_maps_by_token_id(api: Api) -> None:
     body = (await api.complete(prompt=[TEXT, "you"], n=2, prompt_logprobs=2, max_tokens=1)).json()
     assert len(body["choices"]) == 4

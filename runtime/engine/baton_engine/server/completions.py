@@ -40,10 +40,10 @@ def prepare(fields: Fields, served: Served) -> Work:
     prompts = read_prompts(fields, "prompt", served.tokenizer)
     alternatives = fields.integer("logprobs", *limits.LOGPROBS.range)
     common = parameters.parse(fields, alternatives, served.vocabulary, served.defaults)
-    parameters.refuse_not_served(fields, ("suffix",))
+    parameters.refuse_not_served(fields, ("suffix", *parameters.CHAT_ONLY))
     fields.text("user")
     echo = fields.boolean("echo")
-    n, prompt_alternatives = common.n, common.sampling.prompt_logprobs
+    n, shown, prompt_alternatives = common.n, common.alternatives, common.sampling.prompt_logprobs
     common = _choosing(fields, common)
     if echo and alternatives is not None:
         common = _scoring(common, alternatives)
@@ -63,7 +63,8 @@ def prepare(fields: Fields, served: Served) -> Work:
         model=served.name,
         streaming=common.streaming,
         n=n,
-        alternatives=alternatives,
+        alternatives=shown,
+        echo_alternatives=alternatives or 0,
         prompt_alternatives=prompt_alternatives,
         prompts=tuple(prompt.tokens for prompt in works),
         echoes=tuple(
@@ -107,7 +108,9 @@ class CompletionShape:
     n: int
     """Choices of each prompt that are shown: the best ones, if there are more."""
     alternatives: int | None
-    """Of each token, the prompt's included where it is echoed."""
+    """Of each token that is generated; None for no logprobs."""
+    echo_alternatives: int
+    """Of each token of a prompt that is echoed."""
     prompt_alternatives: int | None
     """Of each token of the prompt, in an array of its own."""
     prompts: Sequence[Sequence[int]]
@@ -202,7 +205,7 @@ class CompletionShape:
         if self.echoes is None or self.alternatives is None or choice.scores is None:
             return None
         echo = self.echoes[choice.prompt]
-        return echoed_logprobs(self.name, echo.tokens, choice.scores, echo.offsets, self.alternatives)
+        return echoed_logprobs(self.name, echo.tokens, choice.scores, echo.offsets, self.echo_alternatives)
 
     def _of_prompt(self, choice: Choice) -> dict[str, Any]:
         return {"prompt_token_ids": self.prompts[choice.prompt]} if self.shows_ids else {}
