@@ -19,7 +19,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from baton_api.errors import InvalidRequest
+from baton_api.errors import BatonError, HeadTooLarge, InvalidRequest
 from baton_router.upstream import no_delay
 
 TRANSPORT = "baton.transport"
@@ -96,16 +96,16 @@ class Listener(HttpToolsProtocol):
             self._head_deadline = None
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, msg)
+        self._refuse(InvalidRequest(msg))
 
     def _refuse_head(self) -> None:
-        self._refuse(431, f"The head of the request is over the limit of {self.max_header} bytes.")
+        self._refuse(HeadTooLarge(self.max_header))
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _refuse(self, error: BatonError) -> None:
         if not self.transport.is_closing():
-            body = json.dumps(InvalidRequest(message).body()).encode()
-            reason = HTTPStatus(status).phrase.encode()
-            self.transport.write(REFUSAL % (status, reason, len(body), body))
+            body = json.dumps(error.body()).encode()
+            reason = HTTPStatus(error.status).phrase.encode()
+            self.transport.write(REFUSAL % (error.status, reason, len(body), body))
             self.transport.close()
 
 

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton_api import headers, limits
 from baton_api.errors import (
     BatonError,
+    HeadTooLarge,
     InternalError,
     MethodNotAllowed,
     NotReady,
@@ -61,6 +62,7 @@ class Edge:
             await send(message)
 
         try:
+            _check_head(scope)
             exchange.client = self._keys.check(exchange.path, given.get(b"authorization", b""))
             await self._app(scope, receive, reply)
         except ClientGone:
@@ -73,6 +75,13 @@ class Edge:
         finally:
             exchange.ended = time.monotonic()
             logger.log(logging.DEBUG if exchange.path in POLLED else logging.INFO, "%s", exchange.line())
+
+
+def _check_head(scope: Scope) -> None:
+    line = len(scope["raw_path"]) + len(scope["query_string"])
+    size = line + sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+    if size > limits.HEAD.most:
+        raise HeadTooLarge(limits.HEAD.most)
 
 
 def request_id(given: bytes) -> str:

@@ -36,7 +36,7 @@ class HttpServer:
         config = uvicorn.Config(
             app,
             http="h11",
-            h11_max_incomplete_event_size=limits.HEAD.most,
+            h11_max_incomplete_event_size=2 * limits.HEAD.most,  # `Edge` refuses those up to here in words
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
