@@ -8,8 +8,9 @@ parts, joined.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 
@@ -56,6 +57,17 @@ class Reader(Protocol):
     def flush(self) -> Sequence[Part]:
         """The answer is over: what was held back. A call that is cut in the middle keeps what it has."""
         ...
+
+
+def merged(parts: Sequence[Part]) -> list[Part]:
+    """Neighbours that continue one another as one."""
+    whole: list[Part] = []
+    for _, run in itertools.groupby(parts, key=lambda part: (type(part), getattr(part, "index", None))):
+        first, *others = run
+        if others and not isinstance(first, Call):
+            first = replace(first, text="".join(getattr(part, "text", "") for part in (first, *others)))
+        whole.append(first)
+    return whole
 
 
 class PlainReader:

@@ -15,6 +15,7 @@ from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.requests import FinishReason, Output
 from baton_engine.server.parameters import Parameters
 from baton_engine.server.parts import Part, Reader
+from baton_engine.server.reasoning.formats import Thinker
 from baton_engine.server.stopping import StopStrings
 
 
@@ -49,6 +50,8 @@ class Transcript:
     tokenizer: Tokenizer
     parameters: Parameters
     reader: Reader
+    marks: frozenset[str] | None = frozenset()
+    """Special tokens that the reader must see; None is all."""
     count: int = 0
     """Tokens generated, the ending one included."""
     finish: FinishReason | None = None
@@ -56,7 +59,10 @@ class Transcript:
     """The stop string or the id that ended the text."""
 
     def __post_init__(self) -> None:
-        self._stream = self.tokenizer.stream(self.parameters.skip_special_tokens)
+        self.reasoning_tokens = 0
+        """Tokens up to the end of the thoughts, the marks included."""
+        self._thinker = self.reader if isinstance(self.reader, Thinker) else None
+        self._stream = self.tokenizer.stream(self.parameters.skip_special_tokens, self.marks)
         self._stops = StopStrings(self.parameters.stops, self.parameters.include_stop)
         self._characters = 0
 
@@ -70,6 +76,7 @@ class Transcript:
         if self.finish is not None:
             return Piece()
         text: list[str] = []
+        parts: list[Part] = []
         offsets: list[int] = []
         silent = output.stop_id is not None and not self.parameters.include_stop
         for position, choice in enumerate(output.tokens, start=1):
@@ -77,20 +84,35 @@ class Transcript:
             self.count += 1
             if silent and position == len(output.tokens):
                 break
-            text.append(self._take(self._stream.push(choice.token)))
+            shown = self._take(self._stream.push(choice.token))
+            text.append(shown)
+            if self._thinker is not None:
+                parts += self._read(shown, self._thinker)
             if self.finish is not None:
                 break
         if self.finish is None and output.finish is not None:
-            text.append(self._take(self._stream.flush()))
+            rest = self._take(self._stream.flush())
             if self.finish is None:
-                text.append(self._stops.flush())
+                rest += self._stops.flush()
                 self.finish = output.finish
                 self.matched = output.stop_id
-        shown = "".join(text)
-        parts = self.reader.push(shown)
+            text.append(rest)
+            if self._thinker is not None:
+                parts += self.reader.push(rest)
+        whole = "".join(text)
+        if self._thinker is None:
+            parts += self.reader.push(whole)
         if self.finish is not None:
-            parts = [*parts, *self.reader.flush()]
-        return Piece(shown, output.tokens[: len(offsets)], offsets, parts, self.finish)
+            parts += self.reader.flush()
+        return Piece(whole, output.tokens[: len(offsets)], offsets, parts, self.finish)
+
+    def _read(self, text: str, thinker: Thinker) -> Sequence[Part]:
+        """One token's text in; it is a thought if it begins or ends in one."""
+        thought = thinker.thinking
+        parts = self.reader.push(text)
+        if thought or thinker.thinking:
+            self.reasoning_tokens = self.count
+        return parts
 
     def _take(self, text: str) -> str:
         """Newly decoded text in, the part that may be shown out; ends the transcript at a stop string."""

@@ -13,6 +13,8 @@ class Usage:
     completion_tokens: int
     """Of all choices, the tokens that ended them included."""
     cached_tokens: int
+    reasoning_tokens: int = 0
+    """Of the completion's, those up to the end of its thoughts, the marks included."""
 
     def body(self) -> dict[str, Any]:
         return {
@@ -21,7 +23,7 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens, "audio_tokens": 0},
             "completion_tokens_details": {
-                "reasoning_tokens": 0,
+                "reasoning_tokens": self.reasoning_tokens,
                 "audio_tokens": 0,
                 "accepted_prediction_tokens": 0,
                 "rejected_prediction_tokens": 0,
