@@ -21,7 +21,7 @@ from baton_router.answers import Receive, Scope, Send
 from baton_router.client import Client
 from baton_router.forward import is_event_stream
 from baton_router.settings import RouterSettings
-from baton_router.sse import LAST_RESPONSE
+from baton_router.sse import last_response
 
 PATH = "/v1/responses"
 STATE = headers.STATE.encode()
@@ -143,8 +143,10 @@ class Visit:
             return
         piece = message.get("body", b"")
         if self._stream and not self._heard:
-            last = LAST_RESPONSE.search(piece)
-            piece = piece[last.start() :] if last else b""
+            last = last_response(piece)
+            if last < 0:
+                return
+            piece = piece[last:]
         self._heard += piece
         if len(self._heard) > KEPT_LIMIT:
             self._listens = False

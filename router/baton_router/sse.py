@@ -9,14 +9,14 @@ rest, so half a line waits for its other half; it is of no use to a client befor
 from __future__ import annotations
 
 import json
-import re
 
 from baton_api.errors import BatonError
 
 DONE = (b"\ndata: [DONE]", b"\ndata:[DONE]")
 
-LAST_RESPONSE = re.compile(rb"^event: response\.(?:completed|incomplete|failed)\r?$", re.MULTILINE)
-"""The line that begins the last event of `/v1/responses`."""
+LAST_RESPONSE = tuple(b"event: response.%b\n" % how for how in (b"completed", b"incomplete", b"failed"))
+"""The lines that begin the last event of `/v1/responses`. Nothing else can be read as one of them: what JSON
+says has no line's end in it."""
 
 LINE_LIMIT = 1024 * 1024
 """Bytes of a line that may wait for its end; a longer one passes in parts."""
@@ -82,7 +82,7 @@ class ResponseStream(EventStream):
     def push(self, piece: bytes) -> bytes:
         passing = super().push(piece)
         self._count += passing.count(b"\nevent: ") + passing.startswith(b"event: ")
-        self._ending = self._ending or LAST_RESPONSE.search(passing) is not None
+        self._ending = self._ending or last_response(passing) >= 0
         return passing
 
     def error(self, error: BatonError) -> bytes:
@@ -90,6 +90,12 @@ class ResponseStream(EventStream):
         said = error.body()["error"]
         event = {**said, "type": "error", "sequence_number": self._count, "error": said}
         return self._apart() + b"event: error\ndata: " + json.dumps(event).encode() + b"\n\n"
+
+
+def last_response(piece: bytes) -> int:
+    """Where in whole lines the stream's last event begins, after which there is none; -1 if it does not."""
+    start = piece.rfind(b"\nevent: ") + 1
+    return start if piece.startswith(LAST_RESPONSE, start) else -1
 
 
 STREAMS = {

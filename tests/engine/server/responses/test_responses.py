@@ -279,7 +279,8 @@ async def test_stream_options_want_a_stream(api: Api) -> None:
 VALUES: tuple[Any, ...] = (
     0, -1, 1.5, True, "", "x", [], ["x"], [[]], [{}], {}, {"x": "y"}, {"type": "x"}, {"type": 7},
     {"type": "function"}, {"type": "function", "name": "f"}, {"role": "assistant", "content": ""},
-    {"type": "json_schema", "name": "x", "schema": 7}, {"type": "custom", "name": "f", "format": {"type": "grammar"}},
+    {"type": "json_schema", "name": "x", "schema": 7},
+    {"type": "custom", "name": "f", "format": {"type": "grammar"}},
     {"type": "allowed_tools", "tools": [{"type": []}]}, {"type": "message", "role": "user", "content": [{}]},
     {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}, {"format": {"type": []}},
     {"type": "function_call_output", "call_id": "c", "output": ""}, {"type": "reasoning", "content": 7},

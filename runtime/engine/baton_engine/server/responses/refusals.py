@@ -17,6 +17,7 @@ _NAMES = (
     (re.compile(r"^logprobs$"), "include"),
     (re.compile(r"^(tools\[\d+\])\.(?:function|custom)\b"), r"\1"),
     (re.compile(r"^tool_choice\.(?:function|custom|allowed_tools)\b"), "tool_choice"),
+    (re.compile(r"^(tool_choice\.tools\[\d+\])\.(?:function|custom)\b"), r"\1"),
     (re.compile(r"^messages$"), "input"),
 )
 _MESSAGE = re.compile(r"^messages\[(\d+)\]")
