@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import openai
 import pytest
 
@@ -122,3 +124,17 @@ async def test_the_sdk_reads_a_completion(sdk: openai.AsyncOpenAI) -> None:
 @pytest.mark.parametrize("best_of", [None, 0, 1])
 async def test_best_of_that_chooses_nothing_is_accepted(api: Api, best_of: int | None) -> None:
     assert (await api.complete(best_of=best_of)).status_code == 200
+
+
+async def test_completions_keep_to_a_constraint_in_every_choice_and_prompt(api: Api) -> None:
+    body = (await api.complete(prompt=["a", "b"], n=2, regex="[0-9]{3}-[0-9]{2}", max_tokens=20)).json()
+    for choice in body["choices"]:
+        assert re.fullmatch("[0-9]{3}-[0-9]{2}", choice["text"]) and choice["finish_reason"] == "stop"
+    best = await api.complete(best_of=3, regex="(yes|no)", echo=True, logprobs=1)
+    assert best.json()["choices"][0]["text"] in ("Hiyes", "Hino")
+
+
+async def test_a_suffix_is_refused_by_name(api: Api) -> None:
+    answer = await api.complete(suffix="the end")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "suffix")
+    assert (await api.complete(suffix="")).status_code == 200
