@@ -280,6 +280,17 @@ def test_logprobs_come_only_to_rows_that_ask() -> None:
     assert full.top[0] == (full.token, full.logprob)
 
 
+def test_tokens_that_are_asked_about_are_reported_instead_of_the_likeliest() -> None:
+    logits = make_logits(2, 200)
+    wanted = logits.log_softmax(-1)
+    asked = replace(GREEDY, logprobs=3, logprob_ids=(7, 150, 3))
+    named, likeliest = choices(logits, [Draw(asked, ()), Draw(replace(GREEDY, logprobs=3), ())])
+    assert [token for token, _ in named.top] == [7, 150, 3]
+    expected = [wanted[0, token].item() for token in (7, 150, 3)]
+    assert [logprob for _, logprob in named.top] == pytest.approx(expected, abs=1e-5)
+    assert likeliest.top[0] == (likeliest.token, likeliest.logprob) and len(likeliest.top) == 3
+
+
 def test_a_vocabulary_smaller_than_the_alternatives_reports_all_of_it() -> None:
     (choice,) = choices(make_logits(1, 6), [Draw(replace(GREEDY, logprobs=20), ())])
     assert len(choice.top) == 6

@@ -22,6 +22,7 @@ EVERYTHING = SamplingParams(
     repetition_penalty=1.1,
     logit_bias=((4, 2.0), (7, -1.5)),
     logprobs=5,
+    logprob_ids=(9, 10),
     max_tokens=1,
     min_tokens=1,
     stop_ids=frozenset({7, 8}),
