@@ -46,7 +46,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, *, compile_s: float = COMPILE_S) -> None:
         self._tokenizer = tokenizer
-        self._trials = Trials(self._words, compile_s)
+        self.trials = Trials(self._words, compile_s)
         self._lock = threading.Lock()
         self._known: OrderedDict[bytes, Future[LLMatcher]] = OrderedDict()
         self._loading = threading.Lock()
@@ -78,7 +78,7 @@ class Grammars:
 
     def close(self) -> None:
         """End the process in which constraints are tried out."""
-        self._trials.close()
+        self.trials.close()
 
     def _compiled(self, constraint: Constraint) -> LLMatcher:
         try:
@@ -121,7 +121,7 @@ class Grammars:
     def _try(self, constraint: Constraint) -> LLMatcher:
         began = time.monotonic()
         tokenizer = self._load()
-        verdict = self._trials.judge(constraint.kind, constraint.source)
+        verdict = self.trials.judge(constraint.kind, constraint.source)
         if verdict.reason:
             log.info("A constraint of kind %s was refused: %s", constraint.kind, _short(verdict.reason))
             raise InvalidRequest(_short(verdict.reason))

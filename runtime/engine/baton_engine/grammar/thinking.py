@@ -86,7 +86,8 @@ class ThinkingGuide:
     @property
     def _overdue(self) -> bool:
         budget = self._thinking.budget
-        return budget is not None and self._spent >= budget
+        # An end that has begun is thought as long as it may turn out to be none.
+        return budget is not None and self._spent + self._closed >= budget
 
     def _open(self, token: int) -> None:
         opens = token == self._thinking.start[self._opened]

@@ -7,9 +7,11 @@ next trial has a new one. One trial at a time: who waits too long is told to com
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +20,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from baton_api.errors import Overloaded
+from baton_api.errors import NotReady, Overloaded
 from baton_engine.grammar.trial import LENGTH_BYTES, Trial, Verdict, Words, write_frame
 
 log = logging.getLogger(__name__)
@@ -34,7 +36,11 @@ QUEUE_S = 20.0
 
 
 class TrialOver(Exception):
-    """The process ended, or was ended, without a verdict."""
+    """It took too long, or the process ended for its sake."""
+
+
+class TrialLost(Exception):
+    """The process was killed from outside, and perhaps not for this trial."""
 
 
 class Trials:
@@ -47,6 +53,14 @@ class Trials:
         self._lock = threading.Lock()
         self._waiting = 0
         self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+        self.count = 0
+        """Trials so far."""
+
+    @property
+    def process(self) -> int | None:
+        """The id of the process, if there is one."""
+        return None if self._process is None else self._process.pid
 
     def judge(self, kind: str, source: str) -> Verdict:
         """Raises Overloaded if too many others come first."""
@@ -62,25 +76,45 @@ class Trials:
             self._lock.release()
 
     def close(self) -> None:
+        """Whoever waits for a verdict gets a refusal."""
+        self._closed = True
+        process = self._process
+        if process is not None:
+            process.kill()
         with self._lock:
             self._end()
 
     def _judge(self, trial: Trial) -> Verdict:
-        process = self._process
-        if process is None or process.poll() is not None:
-            self._end()
-            process = self._start()
+        self.count += 1
+        for _ in range(2):
+            try:
+                return self._ask(trial)
+            except TrialLost:
+                log.info("The process that tries out constraints is gone.")
+            except TrialOver:
+                break
+        return Verdict(
+            reason=f"it is too complex: to compile it takes over {self._seconds:g} s, or too much memory"
+        )
+
+    def _ask(self, trial: Trial) -> Verdict:
+        process = self._process or self._start()
+        assert process.stdin is not None
         try:
-            assert process.stdin is not None
             write_frame(process.stdin, trial)
             return self._read(process, self._seconds * WALL_FACTOR)
-        except (TrialOver, OSError):
+        except OSError as error:
+            status = process.wait()  # its pipes are closed: it has ended
             self._end()
-            return Verdict(
-                reason=f"it is too complex: to compile it takes over {self._seconds:g} s, or too much memory"
-            )
+            # No limit of ours ends it by this signal, and no fault of its own does.
+            raise TrialLost if status == -signal.SIGKILL else TrialOver from error
+        except TrialOver:
+            self._end()
+            raise
 
     def _start(self) -> subprocess.Popen[bytes]:
+        if self._closed:
+            raise NotReady("The worker is shutting down.")
         command = [sys.executable, "-P", "-m", "baton_engine.grammar.trial"]
         process = subprocess.Popen(
             command,
@@ -114,14 +148,12 @@ class Trials:
         process.wait()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                try:
+                with contextlib.suppress(OSError):  # what was not written yet has nobody to go to
                     pipe.close()
-                except OSError:  # what was not written yet has nobody to go to
-                    log.debug("The pipe to process %d broke.", process.pid)
 
 
 def _read_all(descriptor: int, count: int, deadline: float) -> bytes:
-    """Exactly `count` bytes. Raises TrialOver if they do not come."""
+    """Exactly `count` bytes. Raises TrialOver if they do not come in time, OSError if none will."""
     parts: list[bytes] = []
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
@@ -131,7 +163,7 @@ def _read_all(descriptor: int, count: int, deadline: float) -> bytes:
             raise TrialOver
         part = os.read(descriptor, count)
         if not part:
-            raise TrialOver
+            raise BrokenPipeError
         parts.append(part)
         count -= len(part)
     return b"".join(parts)

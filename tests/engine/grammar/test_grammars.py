@@ -1,0 +1,177 @@
+"""Constraints are compiled once, under limits; what explodes is refused, and the next one is served."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from baton_api import limits
+from baton_api.errors import InvalidRequest
+from baton_engine.grammar.grammars import CACHE_LIMIT, Grammars
+from baton_engine.requests import Constraint
+from tests.engine.grammar.words import GRAMMARS, TOKENIZER, allowed, ids, takes
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[Grammars]:
+    made = Grammars(TOKENIZER, compile_s=0.5)
+    yield made
+    made.close()
+
+
+def schema(value: Any) -> Constraint:
+    return Constraint("json_schema", json.dumps(value))
+
+
+def assert_serves(grammars: Grammars, number: int) -> None:
+    """A constraint that was not seen before is compiled."""
+    guide = grammars.guide(Constraint("regex", f"x{number}"), None)
+    assert allowed(guide) == set(ids("x"))
+
+
+def branching(depth: int) -> dict[str, Any]:
+    inner: dict[str, Any] = {"type": "string"}
+    for level in range(depth):
+        ways = [{"type": "object", "properties": {"a": inner, f"{way}{level}": {}}} for way in "bc"]
+        inner = {"anyOf": ways}
+    return inner
+
+
+def nested(depth: int) -> dict[str, Any]:
+    inner: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        inner = {"type": "object", "properties": {"a": inner}}
+    return inner
+
+
+DOUBLING = "\n".join(f"A{level}: A{level + 1} A{level + 1}" for level in range(60))
+CHAIN = "\n".join(f"r{number} ::= r{number + 1}" for number in range(15_000))
+
+EXPLOSIVE = {
+    "patterns that must all match": schema(
+        {"allOf": [{"type": "string", "pattern": f".*a.{{{number}}}.*"} for number in range(10, 40)]}
+    ),
+    "a repetition of repetitions": Constraint("regex", "((a{1000}){1000}){1000}"),
+    "a large multiple": schema({"type": "integer", "multipleOf": 99_999_989}),
+    "terminals that double": Constraint("lark", f"start: A0\n{DOUBLING}\nA60: /[ab]/"),
+    "a chain of rules longer than any stack": Constraint("ebnf", f'{CHAIN}\nr15000 ::= "x"\nroot ::= r0'),
+    "two ways at each of many levels": schema({"allOf": [branching(2) for _ in range(16)]}),
+    "a schema too deep": schema(nested(100)),
+    "a reference to itself": schema(
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EXPLOSIVE)
+def test_what_explodes_is_refused_and_the_next_is_served(grammars: Grammars, case: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(InvalidRequest, match="The constraint cannot be used") as error:
+        grammars.check(EXPLOSIVE[case])
+    assert time.monotonic() - began < 30
+    assert len(error.value.message) < 600
+    assert_serves(grammars, list(EXPLOSIVE).index(case))
+
+
+def test_what_was_refused_once_costs_nothing_the_next_time(grammars: Grammars) -> None:
+    constraint = schema({"type": "integer", "multipleOf": 99_999_989})
+    with pytest.raises(InvalidRequest):
+        grammars.check(constraint)
+    began = time.monotonic()
+    for _ in range(100):
+        with pytest.raises(InvalidRequest):
+            grammars.check(constraint)
+    assert time.monotonic() - began < 0.5
+
+
+LARGE = {
+    "ten thousand values": schema({"enum": [f"value{number}" for number in range(10_000)]}),
+    "recursion": schema(
+        {"$ref": "#/$defs/a", "$defs": {"a": {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}}}}
+    ),
+    "bounds far apart": schema({"type": "integer", "minimum": -(10**18), "maximum": 10**18 + 7}),
+    "very long strings": schema({"type": "string", "minLength": 10_000, "maxLength": 1_000_000}),
+    "many items": schema({"type": "array", "items": {"type": "integer"}, "maxItems": 100_000}),
+}
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_what_is_only_large_is_served(case: str) -> None:
+    GRAMMARS.check(LARGE[case])
+
+
+WRONG = {
+    "an open parenthesis": (Constraint("regex", "("), "unclosed group"),
+    "a look ahead": (Constraint("regex", "(?=a)b"), "not supported"),
+    "an unknown type": (schema({"type": "poem"}), "Invalid type"),
+    "a keyword that cannot be enforced": (schema({"uniqueItems": True, "type": "array"}), "uniqueItems"),
+    "bounds that exclude one another": (schema({"type": "integer", "minimum": 5, "maximum": 3}), "minimum"),
+    "a reference to elsewhere": (schema({"$ref": "http://x/y"}), "http://x/y"),
+    "no JSON": (Constraint("json_schema", "{"), "EOF"),
+    "half a character": (Constraint("regex", "\ud800"), "surrogate"),
+    "another kind": (Constraint("poem", "x"), "kind 'poem'"),
+    "no grammar": (Constraint("ebnf", "x"), "begins with its name"),
+    "an unknown special token": (Constraint("lark", "start: <nobody>"), "unknown special token"),
+    "too much text": (Constraint("regex", "x" * (limits.CONSTRAINT.most + 1)), str(limits.CONSTRAINT.most)),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_is_refused_with_the_reason(grammars: Grammars, case: str) -> None:
+    constraint, told = WRONG[case]
+    with pytest.raises(InvalidRequest) as error:
+        grammars.check(constraint)
+    assert told in error.value.message
+    assert error.value.code == "invalid_value"
+
+
+def test_what_comes_at_once_from_many_threads_is_compiled_once(grammars: Grammars) -> None:
+    constraint = Constraint("regex", "(together){3}")
+    start, before = threading.Barrier(8), grammars.trials.count
+
+    def ask(_: int) -> None:
+        start.wait()
+        grammars.check(constraint)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, range(8)))
+    assert grammars.trials.count == before + 1
+
+
+def test_no_more_are_remembered_than_the_bound(grammars: Grammars) -> None:
+    def trials(*names: str) -> int:
+        before = grammars.trials.count
+        for name in names:
+            grammars.check(Constraint("regex", name))
+        return grammars.trials.count - before
+
+    others = [f"n{number}" for number in range(CACHE_LIMIT)]
+    assert trials("first", "first", *others[1:], "first") == CACHE_LIMIT
+    assert trials(others[0], "first") == 1
+    assert trials(others[1]) == 1, "it was not asked for longest, and had to make room"
+
+
+def test_a_trial_process_that_is_gone_is_replaced(grammars: Grammars) -> None:
+    assert_serves(grammars, 1000)
+    process = grammars.trials.process
+    assert process is not None
+    os.kill(process, signal.SIGKILL)
+    assert_serves(grammars, 1001)
+    assert grammars.trials.process != process
+
+
+def test_white_space_in_json_is_free_but_bounded() -> None:
+    source = json.dumps({"type": "object"})
+    pretty = json.dumps({"a": {"b": [1, 2]}}, indent=4)
+    for text in (pretty, '{"a":1}', '{"a": 1, "b": [1, 2]}', '{\n\t"a": 1\n}'):
+        assert takes("json_schema", source, text), text
+    for text in ('{"a":  1}', '{\n\n"a":1}', '{"a":\n' + " " * 41 + "1}", '{"a": 1}\n', ' {"a": 1}'):
+        assert not takes("json_schema", source, text), text

@@ -1,0 +1,90 @@
+"""Tokenizers for tests of constraints: single bytes with special tokens, and the guides over them."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import random
+from collections.abc import Sequence
+
+import numpy as np
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from baton_engine.grammar.grammars import Grammars
+from baton_engine.model.tokenizer import Tokenizer
+from baton_engine.permits import mask_words
+from baton_engine.requests import Constraint, Guide, Thinking
+from tests.engine import fake_model
+
+SPECIALS = ("<|end|>", "<|stop|>", "<think>", "</think>", "<call>", "</call>")
+PADDED = 300
+"""Rows of the model's vocabulary: more than the tokenizer has words, as with many models."""
+
+
+def make_tokenizer() -> Tokenizer:
+    """Bytes 0 to 255 in the order of their letters, then `SPECIALS`; the first two end an answer."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=SPECIALS[0], additional_special_tokens=list(SPECIALS[1:])
+    )
+    spec = dataclasses.replace(fake_model.SPEC, vocab=PADDED)
+    return Tokenizer(tokenizer, spec, eos_ids=(len(alphabet), len(alphabet) + 1))
+
+
+TOKENIZER = make_tokenizer()
+END, STOP, THINK, SPEAK, CALL, CALLED = (TOKENIZER.encode(text)[0] for text in SPECIALS)
+GRAMMARS = Grammars(TOKENIZER)
+"""One for all tests: the process that it starts takes a second."""
+atexit.register(GRAMMARS.close)
+
+
+def guide_of(kind: str, source: str, thinking: Thinking | None = None) -> Guide:
+    return GRAMMARS.guide(Constraint(kind, source), thinking)
+
+
+def allowed(guide: Guide, vocab: int = PADDED) -> set[int] | None:
+    """Ids that may come next; None for all."""
+    mask = np.zeros(mask_words(vocab), dtype=np.int32)
+    if not guide.fill(mask):
+        return None
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab]
+    return {int(token) for token in np.flatnonzero(bits)}
+
+
+def ids(text: str) -> list[int]:
+    """The ids of `text`; special tokens in it are recognised."""
+    return TOKENIZER.encode(text)
+
+
+def takes(kind: str, source: str, text: str | Sequence[int]) -> bool:
+    """Whether `text`, every token of which the mask must have allowed, is whole by the grammar."""
+    guide = guide_of(kind, source)
+    for token in ids(text) if isinstance(text, str) else text:
+        if token not in (allowed(guide) or ()):
+            return False
+        guide.push(token)
+    return guide.finished or END in (allowed(guide) or ())
+
+
+def drawn(guide: Guide, chance: random.Random, most: int = 4000) -> str:
+    """A text that the guide allows, by chance; closing brackets and quotes are liked, so that it ends."""
+    liked = set(ids('"]},'))
+    text: list[int] = []
+    for _ in range(most):
+        may = sorted(allowed(guide) or ())
+        ends = [token for token in may if token in liked or token in guide.ends]
+        token = chance.choice(ends if ends and chance.random() < 0.4 else may)
+        if token in guide.ends:
+            break
+        text.append(token)
+        guide.push(token)
+        if guide.finished:
+            break
+    else:
+        raise AssertionError("the text does not end")
+    return TOKENIZER.decode(text)
