@@ -20,7 +20,14 @@ async def test_an_answer_has_every_field_that_the_api_requires(api: Api) -> None
     (choice,) = body["choices"]
     assert choice == {
         "index": 0,
-        "message": {"role": "assistant", "content": "Hello.", "refusal": None, "annotations": []},
+        "message": {
+            "role": "assistant",
+            "content": "Hello.",
+            "refusal": None,
+            "annotations": [],
+            "reasoning_content": None,
+            "reasoning": None,
+        },
         "logprobs": None,
         "finish_reason": "stop",
         "matched_stop": END,

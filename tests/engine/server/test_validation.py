@@ -100,7 +100,6 @@ SHARED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"logprob_token_ids": [1]}, None, "logprob_token_ids"),
     ({"prompt_logprobs": 21}, INT_HIGH, "prompt_logprobs"),
     ({"return_tokens_as_token_ids": 1}, TYPE, "return_tokens_as_token_ids"),
-    ({"bad_words": ["x"]}, UNSERVED, "bad_words"),
     ({"use_beam_search": True}, UNSERVED, "use_beam_search"),
     ({"chat_template": "{{ 1 }}"}, UNSERVED, "chat_template"),
 ]
@@ -110,6 +109,15 @@ def message(**fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "Hi"} | fields]}
 
 
+def called(call: dict[str, Any]) -> dict[str, Any]:
+    return message(role="assistant", content=None, tool_calls=[call])
+
+
+def called_with(arguments: Any) -> dict[str, Any]:
+    return called({"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}})
+
+
+CUSTOM_INPUT = "messages[0].tool_calls[0].custom.input"
 CHAT: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": None}, MISSING, "messages"),
     ({"messages": "Hi"}, TYPE, "messages"),
@@ -129,8 +137,22 @@ CHAT: list[tuple[dict[str, Any], str | None, str]] = [
     (message(content=[{"type": []}]), VALUE, "messages[0].content[0].type"),
     (message(name=7), TYPE, "messages[0].name"),
     (message(role="tool"), MISSING, "messages[0].tool_call_id"),
-    (message(role="tool", tool_call_id="c"), UNSERVED, "messages[0].role"),
-    (message(role="assistant", tool_calls=[{"id": "c"}]), UNSERVED, "messages[0].tool_calls"),
+    (message(role="tool", tool_call_id=7), TYPE, "messages[0].tool_call_id"),
+    (message(role="function"), MISSING, "messages[0].name"),
+    (message(role="assistant", audio={"id": "a"}), UNSERVED, "messages[0].audio"),
+    (message(role="assistant", content=None), MISSING, "messages[0].content"),
+    (message(role="assistant", tool_calls={}), TYPE, "messages[0].tool_calls"),
+    (message(role="assistant", tool_calls=["c"]), TYPE, "messages[0].tool_calls[0]"),
+    (called({}), MISSING, "messages[0].tool_calls[0].id"),
+    (called({"id": "c"}), MISSING, "messages[0].tool_calls[0].function"),
+    (called({"id": "c", "type": "web"}), VALUE, "messages[0].tool_calls[0].type"),
+    (called({"id": "c", "function": {}}), MISSING, "messages[0].tool_calls[0].function.name"),
+    (called_with("{"), VALUE, "messages[0].tool_calls[0].function.arguments"),
+    (called_with("[1]"), VALUE, "messages[0].tool_calls[0].function.arguments"),
+    (called_with(7), TYPE, "messages[0].tool_calls[0].function.arguments"),
+    (called({"id": "c", "type": "custom", "custom": {"name": "f"}}), MISSING, CUSTOM_INPUT),
+    (message(role="assistant", function_call={"arguments": "{}"}), MISSING, "messages[0].function_call.name"),
+    (message(role="assistant", reasoning_content=7), TYPE, "messages[0].reasoning_content"),
     (message(content="impossible"), None, "messages"),
     (message(content="x" * CONTEXT), CONTEXT_CODE, "messages"),
     (message(content="x" * (CONTEXT - 20)) | {"max_tokens": 100}, CONTEXT_CODE, "messages"),
@@ -142,10 +164,21 @@ CHAT: list[tuple[dict[str, Any], str | None, str]] = [
     ({"top_logprobs": 3}, None, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, INT_HIGH, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": -1}, INT_LOW, "top_logprobs"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, UNSERVED, "tools"),
+    ({"tools": [{"type": "function"}]}, MISSING, "tools[0].function"),
     ({"tool_choice": "required"}, None, "tool_choice"),
     ({"tool_choice": {"type": "function"}}, None, "tool_choice"),
-    ({"functions": [{"name": "f"}]}, UNSERVED, "functions"),
+    ({"tool_choice": "maybe"}, VALUE, "tool_choice"),
+    ({"functions": []}, EMPTY, "functions"),
+    ({"input_ids": []}, EMPTY, "input_ids"),
+    ({"prompt_token_ids": [1, VOCAB]}, INT_HIGH, "prompt_token_ids[1]"),
+    ({"documents": {}}, TYPE, "documents"),
+    ({"documents": ["text"]}, TYPE, "documents[0]"),
+    ({"prediction": {"content": "x"}}, MISSING, "prediction.type"),
+    ({"prediction": {"type": "content", "content": 7}}, TYPE, "prediction.content"),
+    ({"web_search_options": {"x": 1}}, UNSERVED, "web_search_options"),
+    ({"separate_reasoning": "no"}, TYPE, "separate_reasoning"),
+    ({"thinking_token_budget": -2}, INT_LOW, "thinking_token_budget"),
+    ({"thinking_token_budget": 5}, UNSERVED, "thinking_token_budget"),
     ({"modalities": ["text", "audio"]}, UNSERVED, "modalities"),
     ({"audio": {"voice": "a"}}, UNSERVED, "audio"),
     ({"reasoning_effort": "vast"}, VALUE, "reasoning_effort"),
@@ -159,7 +192,8 @@ CHAT: list[tuple[dict[str, Any], str | None, str]] = [
     ({"continue_final_message": True}, VALUE, "continue_final_message"),
     ({"continue_final_message": True, "add_generation_prompt": True}, None, "continue_final_message"),
     ({"chat_template_kwargs": {"messages": []}}, VALUE, "chat_template_kwargs"),
-    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, VALUE, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, UNSERVED, "chat_template_kwargs.chat_template"),
+    ({"chat_template_kwargs": {"eos_token": "x"}}, VALUE, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"__class__": 1}}, VALUE, "chat_template_kwargs"),
     ({"chat_template_kwargs": 7}, TYPE, "chat_template_kwargs"),
 ]
