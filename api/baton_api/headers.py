@@ -12,6 +12,12 @@ TICKET = "x-baton-ticket"
 WORKER = "x-baton-worker"
 """Router to client: the name of the worker that answered."""
 
+PROMPT = "x-baton-prompt"
+"""Worker to router and client: see `baton_api.reports`."""
+
+DECISION = "x-baton-decision"
+"""Router to client: where the prompt was to be computed, and what was expected of that."""
+
 STATE = "x-baton-state"
 """Router to worker, with `/v1/responses`: the router keeps responses. The number says how many items at the
 start of `input` it took from earlier ones."""

@@ -37,6 +37,7 @@ from baton_api.response_store import ResponseStore, StoreLimits, owner
 from baton_api.workers import Role
 from baton_router import about, checks, responses
 from baton_router.answers import Receive, Scope, Send, send_error
+from baton_router.dispatcher import Dispatcher, explained
 from baton_router.errands import ERRANDS, Errands
 from baton_router.figures import Figures
 from baton_router.forward import FORWARDED, REQUEST_ID, Trust, request_id
@@ -63,7 +64,8 @@ class Router:
         )
         self.figures = Figures(self.workers, time.monotonic)
         self.keys = Keys(settings.api_key, settings.api_key_file)
-        self._proxy = Proxy(settings, self.workers, self.figures, choose, random.Random(), time.monotonic)
+        self.dispatcher = Dispatcher(self.workers, random.Random(), settings.alone_tokens)
+        self._proxy = Proxy(settings, self.dispatcher, self.figures, time.monotonic)
         self._keyed = self.keys.required or Trust.of(settings).passes_keys
         self.responses = ResponseStore(
             StoreLimits(settings.responses_kept, settings.responses_memory, settings.responses_ttl_s)
@@ -165,6 +167,10 @@ def _rest(router: Router) -> FastAPI:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(router.figures.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/debug/decisions")
+    async def decisions() -> JSONResponse:
+        return JSONResponse({"data": [explained(one) for one in reversed(router.dispatcher.dispatches)]})
 
     @app.get("/workers")
     async def workers() -> JSONResponse:

@@ -12,12 +12,9 @@ import re
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
-
-import msgspec
 
 from baton_api import headers, tickets
-from baton_api.errors import InvalidRequest
+from baton_router.dispatcher import Dispatch
 from baton_router.policy import Pair
 from baton_router.settings import RouterSettings
 from baton_router.upstream import Headers
@@ -41,6 +38,8 @@ REQUEST_ID = headers.REQUEST_ID.encode()
 PREFILL = headers.PREFILL.encode()
 TICKET = headers.TICKET.encode()
 WORKER = headers.WORKER.encode()
+PROMPT = headers.PROMPT.encode()
+DECISION = headers.DECISION.encode()
 STATE = headers.STATE.encode()
 
 _OURS = b"x-baton-"
@@ -98,26 +97,6 @@ class Trust:
         return b"%b: Bearer %b\r\n" % (AUTHORIZATION, self.key) if self.key else b""
 
 
-class Routing(msgspec.Struct):
-    """The one field of a body that decides where it goes; the rest is the worker's to judge."""
-
-    model: Any = None
-
-
-_decoder = msgspec.json.Decoder(Routing)
-
-
-def routed_model(body: bytes) -> str | None:
-    """The model that a body asks for; None if it names none, or nothing that could be a name."""
-    try:
-        model = _decoder.decode(body).model
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"We could not parse the JSON body of your request: {error}.") from error
-    except RecursionError as error:
-        raise InvalidRequest("The JSON body of your request is nested too deeply.") from error
-    return model if isinstance(model, str) else None
-
-
 def request_id(given: Iterable[tuple[bytes, bytes]]) -> bytes:
     """The client's own, if it is one; else a new one."""
     for name, value in given:
@@ -154,12 +133,13 @@ def request_head(
     return b"".join(lines)
 
 
-def answer_headers(given: Headers, request_id: bytes, worker: str) -> Headers:
+def answer_headers(given: Headers, request_id: bytes, made: Dispatch) -> Headers:
     """The headers of a worker's answer as the client gets them."""
     return [
         *_passing(given, _OF_THE_ANSWER),
         (REQUEST_ID, request_id),
-        (WORKER, worker.encode()),
+        (WORKER, made.pair.decode.name.encode()),
+        (DECISION, made.summary.encode()),
     ]
 
 

@@ -12,29 +12,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Callable
 
 from baton_api.errors import BatonError, InternalError, NotReady, WorkerLost
 from baton_router.answers import Receive, Scope, Send, send_error
+from baton_router.asked import Asked
 from baton_router.attempt import Attempt
 from baton_router.client import Client, ClientGone
+from baton_router.dispatcher import Dispatch, Dispatcher
 from baton_router.figures import Figures
 from baton_router.forward import (
     Trust,
     answer_headers,
     request_head,
     request_id,
-    routed_model,
 )
-from baton_router.policy import Pair, Policy, choose_pair
 from baton_router.retries import RetryBudget
 from baton_router.settings import RouterSettings
-from baton_router.sse import STREAMS
 from baton_router.stall import Stall
-from baton_router.upstream import Headers, Lost
-from baton_router.workers import Worker, Workers
+from baton_router.upstream import Lost
+from baton_router.workers import Worker
 
 log = logging.getLogger(__name__)
 
@@ -51,17 +49,13 @@ class Proxy:
     def __init__(
         self,
         settings: RouterSettings,
-        workers: Workers,
+        dispatcher: Dispatcher,
         figures: Figures,
-        policy: Policy,
-        rng: random.Random,
         clock: Callable[[], float],
     ) -> None:
         self._settings = settings
-        self._workers = workers
+        self._dispatcher = dispatcher
         self._figures = figures
-        self._policy = policy
-        self._rng = rng
         self._clock = clock
         self._trust = Trust.of(settings)
         self._budget = RetryBudget(settings.retry_ratio)
@@ -104,14 +98,14 @@ class Proxy:
         """Find a worker that answers: `relay.attempt` is its, and the answer's first part is given."""
         self._budget.earn()
         tried: list[Worker] = []
-        pair = self._choose(asked, tried)
+        made = self._choose(asked, tried)
         self._figures.overhead.observe(time.perf_counter() - arrived)
         while True:
-            assert pair is not None
-            relay.attempt = attempt = Attempt(pair)
-            worker = pair.decode
+            assert made is not None
+            relay.attempt = attempt = Attempt(made, self._dispatcher, self._clock)
+            worker = made.pair.decode
             head = request_head(
-                asked.target, asked.headers, len(asked.body), relay.id, pair, self._trust, time.time()
+                asked.target, asked.headers, len(asked.body), relay.id, made.pair, self._trust, time.time()
             )
             opening = b""
             lost: Lost | None = None
@@ -125,8 +119,8 @@ class Proxy:
                 if attempt.status != REFUSED:
                     return opening
             tried.append(worker)
-            pair = self._another(asked, tried, lost)
-            if pair is not None:
+            made = self._another(asked, tried, lost)
+            if made is not None:
                 attempt.close()
                 self._figures.retries.labels(lost.cause if lost else "refused").inc()
             elif lost is not None:
@@ -134,27 +128,24 @@ class Proxy:
             else:
                 return opening
 
-    def _choose(self, asked: Asked, tried: list[Worker]) -> Pair | None:
-        return choose_pair(self._policy, self._workers, asked.model, tried, self._clock(), self._rng)
+    def _choose(self, asked: Asked, tried: list[Worker]) -> Dispatch | None:
+        return self._dispatcher.dispatch(asked.model, asked.prompt, tried, self._clock())
 
-    def _another(self, asked: Asked, tried: list[Worker], lost: Lost | None) -> Pair | None:
+    def _another(self, asked: Asked, tried: list[Worker], lost: Lost | None) -> Dispatch | None:
         """Who is asked next; None if the last one's answer, or its loss, is the client's."""
-        if len(tried) > self._settings.retries:
+        if len(tried) > self._settings.retries or (lost is None and not self._budget.spend()):
             return None
         try:
-            pair = self._choose(asked, tried)
+            return self._choose(asked, tried)
         except NotReady:
             return None
-        if pair is not None and lost is None and not self._budget.spend():
-            return None
-        return pair
 
     async def _pass_on(self, relay: Relay, opening: bytes, arrived: float) -> None:
         client, attempt = relay.client, relay.attempt
         assert attempt is not None and attempt.exchange is not None
-        worker = attempt.pair.decode
+        worker = attempt.made.pair.decode
         relay.status = attempt.status
-        await client.start(attempt.status, answer_headers(attempt.headers, relay.id, worker.name))
+        await client.start(attempt.status, answer_headers(attempt.headers, relay.id, attempt.made))
         if attempt.ended:
             await client.send(opening, more=False)
             return
@@ -185,20 +176,6 @@ class Proxy:
         log.warning("The answer to request %s was cut: %s (%s)", relay.id.decode(), error, cause)
         events = relay.attempt.events if relay.attempt else None
         await client.cut(events.error(error) if events else b"")
-
-
-class Asked:
-    """A request as it came, with what it is routed by."""
-
-    __slots__ = ("body", "events", "headers", "model", "target")
-
-    def __init__(self, scope: Scope, body: bytes) -> None:
-        query = scope["query_string"]
-        self.target: bytes = scope["raw_path"] + (b"?" + query if query else b"")
-        self.headers: Headers = scope["headers"]
-        self.body = body
-        self.model = routed_model(body)
-        self.events = STREAMS.get(scope["path"])
 
 
 class Relay:

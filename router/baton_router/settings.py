@@ -91,6 +91,10 @@ class RouterSettings(BaseSettings):
     repeated or with commas between. Empty: all if an API key is wanted, else none, because every page that
     somebody opens on this machine could use a server without a key."""
 
+    alone_tokens: int = Field(default=512, ge=0)
+    """Most tokens of a prompt that a decode worker is asked to compute beside its streams while there is a
+    prefill worker for it. Whether it is asked for fewer depends on who would be done sooner."""
+
     health_interval_s: float = Field(default=2.0, gt=0)
     """Seconds from one look at a worker to the next, and the longest that a look may take."""
 

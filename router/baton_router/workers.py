@@ -128,6 +128,9 @@ class Worker:
     def compatibility(self) -> str:
         return self.health.load.compatibility if self.health.load else ""
 
+    def ready(self, now: float) -> bool:
+        return self.health.state(now) is State.READY
+
     @property
     def pressure(self) -> tuple[int, int]:
         """
@@ -203,7 +206,7 @@ class Workers:
         return [
             worker
             for worker in self.prefill
-            if worker.health.state(now) is State.READY and worker.compatibility == decode.compatibility
+            if worker.ready(now) and worker.compatibility == decode.compatibility
         ]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 
@@ -16,6 +18,14 @@ from tests.router.fake_worker import FakeWorker
 CHAT = "/v1/chat/completions"
 QUESTION = {"model": "tiny", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
 STREAM = {**QUESTION, "stream": True}
+
+_numbers = itertools.count()
+
+
+def anew(body: dict[str, Any]) -> dict[str, Any]:
+    """The same with a prompt that no worker holds yet: it may go to any."""
+    messages = [{"role": "user", "content": f"Question {next(_numbers)}: what is the capital of France?"}]
+    return {**body, "messages": messages}
 
 
 class RunningRouter:

@@ -13,7 +13,7 @@ from baton_api import tickets
 from baton_api.workers import Role
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker
-from tests.router.running import CHAT, QUESTION, STREAM, running_router, until
+from tests.router.running import CHAT, QUESTION, STREAM, anew, running_router, until
 
 ERROR_400 = b'{"error":{"message":"no","type":"invalid_request_error","param":"n","code":null}}'
 ERROR_503 = b'{"error":{"message":"full","type":"server_error","param":null,"code":"overloaded"}}'
@@ -74,7 +74,7 @@ FAILURES = {
 async def test_another_worker_is_tried_until_the_first_byte(failure: fake_worker.Behaviour) -> None:
     async with FakeWorker(failure) as bad, FakeWorker() as good, running_router([bad, good]) as router:
         while not bad.asked or len(good.asked) < 8:
-            answer = await router.post(STREAM)
+            answer = await router.post(anew(STREAM))
             assert answer.content == fake_worker.whole_stream()
             assert len(good.asked) <= MANY
         assert router.router.workers.decode[0].in_flight == 0
@@ -87,7 +87,7 @@ async def test_a_broken_body_that_was_not_begun_to_be_sent_is_asked_for_elsewher
         running_router([bad, good]) as router,
     ):
         while not bad.asked or len(good.asked) < 8:
-            assert (await router.post(QUESTION)).content == fake_worker.whole_answer()
+            assert (await router.post(anew(QUESTION))).content == fake_worker.whole_answer()
             assert len(good.asked) <= MANY
 
 
@@ -95,7 +95,7 @@ async def test_a_dead_workers_requests_go_elsewhere_and_it_is_put_aside() -> Non
     async with FakeWorker() as dying, FakeWorker() as good, running_router([dying, good]) as router:
         await dying.die()
         for _ in range(30):
-            assert (await router.post()).status_code == 200
+            assert (await router.post(anew(QUESTION))).status_code == 200
         assert router.metric("baton_router_retries_total", cause="connect") == 3
 
 

@@ -1,0 +1,75 @@
+"""
+What a worker says of a prompt with the first byte of its answer, in one header, for those who route.
+
+Figures only: how much of the prompt was cached, what the rest took, and where. A router learns from them
+what a worker is like and corrects what it believed; clients see them too, and may wonder less.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Self
+
+FIELD_LIMIT = 64
+"""Characters of one figure; a longer one is none of ours."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptReport:
+    """One prompt, whoever computed it."""
+
+    tokens: int
+    """Of the prompt."""
+    cached: int
+    """Of those, how many were not computed."""
+    held: int
+    """How many the generating worker held before it asked anybody."""
+    queue_s: float
+    """From its arrival at the worker that computed it to the begin of the computation."""
+    compute_s: float
+    """From there to its first token."""
+    transfer_s: float
+    """In which blocks were moved; mostly while others were computed."""
+    remote: bool
+    """Whether a prefill worker computed it."""
+
+    def encode(self) -> str:
+        """
+        >>> report = PromptReport(tokens=270, cached=240, held=0, queue_s=0.001, compute_s=0.12,
+        ...                       transfer_s=0.003, remote=True)
+        >>> report.encode()
+        'tokens=270;cached=240;held=0;queue_s=0.001000;compute_s=0.120000;transfer_s=0.003000;remote=1'
+        """
+        return ";".join(
+            f"{name}={value:.6f}" if isinstance(value, float) else f"{name}={int(value)}"
+            for name, value in dataclasses.asdict(self).items()
+        )
+
+    @classmethod
+    def decode(cls, text: str) -> Self | None:
+        """None for what is no report: an older worker's, or another server's header."""
+        given = dict(part.partition("=")[::2] for part in text.split(";"))
+        try:
+            values = {name: given[name] for name in _NAMES}
+            if any(len(value) > FIELD_LIMIT for value in values.values()):
+                return None
+            report = cls(
+                tokens=int(values["tokens"]),
+                cached=int(values["cached"]),
+                held=int(values["held"]),
+                queue_s=float(values["queue_s"]),
+                compute_s=float(values["compute_s"]),
+                transfer_s=float(values["transfer_s"]),
+                remote=values["remote"] == "1",
+            )
+        except (KeyError, ValueError):
+            return None
+        times = (report.queue_s, report.compute_s, report.transfer_s)
+        sound = (
+            report.tokens > 0 and 0 <= report.cached <= report.tokens and 0 <= report.held <= report.tokens
+        )
+        return report if sound and all(0 <= time < 1e6 for time in times) else None
+
+
+_NAMES = tuple(field.name for field in dataclasses.fields(PromptReport))

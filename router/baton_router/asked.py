@@ -1,0 +1,89 @@
+"""
+A request as it came, with what it is routed by: the model, and the prompt in chunks.
+
+The body stays the bytes that it was. What is read of it serves the choice of workers alone, so a body
+that makes no sense is none of the router's business: it goes to a worker, which says so in its own words.
+"""
+
+from __future__ import annotations
+
+import array
+from typing import Any
+
+import msgspec
+
+from baton_api.errors import InvalidRequest
+from baton_router import prompt_chunks
+from baton_router.answers import Scope
+from baton_router.prompt_chunks import Message, Prompt
+from baton_router.sse import STREAMS
+from baton_router.upstream import Headers
+
+NOTHING = Prompt((), ())
+
+_ABSENT = msgspec.Raw(b"")
+
+
+class Body(msgspec.Struct):
+    """The fields of a body that decide where it goes."""
+
+    model: Any = None
+    messages: msgspec.Raw = _ABSENT
+    prompt: msgspec.Raw = _ABSENT
+    input: msgspec.Raw = _ABSENT
+    tools: msgspec.Raw = _ABSENT
+
+
+_body = msgspec.json.Decoder(Body)
+_messages = msgspec.json.Decoder(list[Message])
+
+
+class Asked:
+    """One request. Raises InvalidRequest if its body is not JSON."""
+
+    __slots__ = ("body", "events", "headers", "model", "prompt", "target")
+
+    def __init__(self, scope: Scope, body: bytes) -> None:
+        query = scope["query_string"]
+        self.target: bytes = scope["raw_path"] + (b"?" + query if query else b"")
+        self.headers: Headers = scope["headers"]
+        self.body = body
+        read = _read(body)
+        self.model: str | None = read.model if isinstance(read.model, str) else None
+        self.prompt = _prompt(read, prompt_chunks.root_name("", self.model or ""))
+        self.events = STREAMS.get(scope["path"])
+
+
+def _read(body: bytes) -> Body:
+    try:
+        return _body.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"We could not parse the JSON body of your request: {error}.") from error
+    except RecursionError as error:
+        raise InvalidRequest("The JSON body of your request is nested too deeply.") from error
+
+
+def _prompt(body: Body, root: int) -> Prompt:
+    if body.messages:
+        try:
+            return prompt_chunks.of_messages(_messages.decode(body.messages), body.tools, root)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return prompt_chunks.of_text(bytes(body.messages), root)
+    given = body.prompt or body.input
+    return prompt_chunks.of_text(_text(given), root) if given else NOTHING
+
+
+def _text(given: msgspec.Raw) -> bytes:
+    """A prompt's text; of several the first one's, since the others share no prefix with what follows it."""
+    try:
+        prompt: Any = msgspec.json.decode(given)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return bytes(given)
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt.encode(errors="replace")
+    try:
+        return array.array("I", prompt).tobytes()  # token ids: four bytes each, as text has on average
+    except (TypeError, OverflowError, ValueError):
+        return bytes(given)

@@ -1,0 +1,82 @@
+"""
+What things take on one worker, in seconds, as its own answers have taught.
+
+Each worker is its own kind of machine, and a loaded one is another machine again, so nothing is
+configured: every first token tells how long its prompt took, every stream how long its steps took.
+Before the first measurement a worker is believed to be like a small GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton_router.least_squares import LeastSquares
+
+LEAST_S = 1e-4
+"""No prediction is below this: a line through noise may well be."""
+
+SMOOTHING = 0.1
+"""What one measurement adds to an average that goes with the times."""
+
+
+@dataclass(slots=True)
+class PrefillCost:
+    """
+    Seconds to compute `uncached` tokens at the end of a context of `context` tokens.
+
+    A constant, a share per token, and one per pair of tokens that attend to one another.
+    """
+
+    line: LeastSquares = field(default_factory=lambda: LeastSquares([0.02, 0.1, 0.005]))
+
+    def seconds(self, uncached: int, context: int) -> float:
+        return max(LEAST_S, self.line.predict(self._inputs(uncached, context)))
+
+    def learn(self, uncached: int, context: int, seconds: float) -> None:
+        self.line.learn(self._inputs(uncached, context), seconds)
+
+    @staticmethod
+    def _inputs(uncached: int, context: int) -> tuple[float, float, float]:
+        return 1.0, uncached / 1e3, uncached * (context - uncached / 2) / 1e6
+
+
+@dataclass(slots=True)
+class StepCost:
+    """Seconds from one token to the next, with `running` streams of `context` tokens in all."""
+
+    line: LeastSquares = field(default_factory=lambda: LeastSquares([0.01, 0.002, 0.002]))
+
+    def seconds(self, running: int, context: int) -> float:
+        return max(LEAST_S, self.line.predict(self._inputs(running, context)))
+
+    def learn(self, running: int, context: int, seconds: float) -> None:
+        self.line.learn(self._inputs(running, context), seconds)
+
+    @staticmethod
+    def _inputs(running: int, context: int) -> tuple[float, float, float]:
+        return 1.0, running / 10, context / 1e4
+
+
+@dataclass(slots=True)
+class Average:
+    """A mean that goes with the times."""
+
+    value: float
+
+    def learn(self, measured: float) -> None:
+        self.value += SMOOTHING * (measured - self.value)
+
+
+@dataclass(slots=True)
+class TransferCost:
+    """Seconds to move a prompt's blocks between two workers."""
+
+    seconds_per_token: Average = field(default_factory=lambda: Average(2e-6))
+    start_s: float = 0.001
+
+    def seconds(self, tokens: int) -> float:
+        return self.start_s + tokens * self.seconds_per_token.value
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        if tokens > 0:
+            self.seconds_per_token.learn(max(0.0, seconds - self.start_s) / tokens)

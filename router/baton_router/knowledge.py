@@ -1,0 +1,137 @@
+"""
+What the router knows of its workers beyond their health: what they hold, what they do, how fast they are.
+
+It is learned from the requests themselves: where each was sent, when its first token came, what the
+worker said of its prompt. A prompt is believed to be held where it was sent as soon as it is sent, so
+that the next one with the same beginning follows it; what the worker reports corrects the belief. A
+worker that began anew holds nothing and is as fast as anybody.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from baton_api.workers import Load
+from baton_router.bookings import PrefillBookings, StreamBookings
+from baton_router.costs import Average, PrefillCost, StepCost, TransferCost
+from baton_router.prefix_index import PrefixIndex
+from baton_router.prompt_chunks import CHUNK_BYTES, Prompt
+from baton_router.workers import Worker
+
+BYTES_PER_TOKEN = 4.0
+"""Before the first report."""
+
+GENEROSITY = 1.5
+"""What is believed to be held against what the worker said it can hold: to forget too soon costs more than
+to hope in vain."""
+
+ANSWERED_LIMIT = 65_536
+"""Prompts of which it is remembered who generated the answer."""
+
+
+class Known:
+    """One process of a worker."""
+
+    def __init__(self, slot: int, epoch: str) -> None:
+        self.slot = slot
+        """In the prefix index."""
+        self.epoch = epoch
+        self.prefill_cost = PrefillCost()
+        self.step_cost = StepCost()
+        self.computing = PrefillBookings()
+        self.streams = StreamBookings()
+
+
+class Knowledge:
+    """Belongs to one thread."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Known] = {}
+        self._index = PrefixIndex()
+        self._free_slots: list[int] = []
+        self._transfers: dict[tuple[str, str], TransferCost] = {}
+        self._bytes_per_token: dict[str, Average] = {}
+        self._answered: OrderedDict[int, int] = OrderedDict()
+        """Last chunk of a prompt -> the workers, as bits, that generated what follows it."""
+
+    def __len__(self) -> int:
+        """Different chunks of prompts that anybody is believed to hold."""
+        return len(self._index)
+
+    def of(self, worker: Worker) -> Known:
+        """What is known of the process that the worker now is."""
+        load = worker.health.load
+        epoch = load.epoch if load else ""
+        known = self._known.get(worker.name)
+        if known is None or (known.epoch != epoch and epoch):
+            known = self._meet(worker.name, epoch, known, load)
+        return known
+
+    def forget(self, gone: Iterable[str]) -> None:
+        """Workers of these names are not ours any more."""
+        for name in gone:
+            known = self._known.pop(name, None)
+            if known is not None:
+                self._index.forget(known.slot)
+                self._free_slots.append(known.slot)
+        self._transfers = {
+            pair: cost for pair, cost in self._transfers.items() if all(name in self._known for name in pair)
+        }
+
+    def transfer(self, source: Worker, target: Worker) -> TransferCost:
+        return self._transfers.setdefault((source.name, target.name), TransferCost())
+
+    def bytes_per_token(self, model: str) -> Average:
+        return self._bytes_per_token.setdefault(model, Average(BYTES_PER_TOKEN))
+
+    def tokens(self, prompt: Prompt, model: str) -> int:
+        """How many tokens the prompt has, as far as one can tell from its bytes; at least 1."""
+        return max(1, round(prompt.bytes / self.bytes_per_token(model).value))
+
+    def held(self, prompt: Prompt) -> dict[int, int]:
+        """How many bytes of the prompt each slot's worker is believed to hold; all others hold nothing."""
+        chunks = self._index.match(prompt.names)
+        for begin, end in prompt.answers:
+            # Whoever generated an answer holds it, although it never was part of a prompt.
+            authors = self._answered.get(prompt.names[begin - 1], 0) if begin else 0
+            for slot, count in chunks.items():
+                if count == begin and authors >> slot & 1:
+                    chunks[slot] = end
+        return {slot: prompt.sizes[count - 1] for slot, count in chunks.items()}
+
+    def sent(self, prompt: Prompt, worker: Worker) -> list[int]:
+        """The worker will hold the whole prompt. Gives the chunks that are new to it."""
+        return self._index.insert(self.of(worker).slot, prompt.names)
+
+    def lost(self, chunks: Iterable[int], worker: Worker) -> None:
+        """The worker does not hold these chunks after all."""
+        self._index.remove(self.of(worker).slot, chunks)
+
+    def answered(self, prompt: Prompt, worker: Worker) -> None:
+        """The worker has generated a whole answer to the prompt, and holds that too."""
+        if not prompt.names:
+            return
+        last = prompt.names[-1]
+        self._answered[last] = self._answered.pop(last, 0) | 1 << self.of(worker).slot
+        if len(self._answered) > ANSWERED_LIMIT:
+            self._answered.popitem(last=False)
+
+    def _meet(self, name: str, epoch: str, before: Known | None, load: Load | None) -> Known:
+        if before is not None:
+            slot = before.slot
+            self._index.forget(slot)
+        else:
+            slot = self._free_slots.pop() if self._free_slots else len(self._known)
+        self._forget_author(slot)
+        known = self._known[name] = Known(slot, epoch)
+        tokens = load.total_blocks * load.block_size if load else 0
+        self._index.register(slot, max(64, int(GENEROSITY * tokens * BYTES_PER_TOKEN / CHUNK_BYTES)))
+        return known
+
+    def _forget_author(self, slot: int) -> None:
+        """Another process has the slot now, and generated nothing of what the one before did."""
+        mask = ~(1 << slot)
+        self._answered = OrderedDict(
+            (last, left) for last, authors in self._answered.items() if (left := authors & mask)
+        )

@@ -1,0 +1,137 @@
+"""
+Who holds how much of a prompt: chunks of text by name, and for each the set of workers that hold it.
+
+A chunk's name covers all text before it, so equal names mean equal prefixes and no tree is needed: a
+lookup walks down the prompt's chunks and keeps the workers that have all of them so far. A set of
+workers is the bits of one integer; the walk costs one dictionary lookup a chunk, however many workers
+there are.
+
+Workers drop what was used longest ago, and of one prompt the end before the beginning. The index does
+the same with what it believes of each, within what that worker said it can hold; so what it remembers
+of a worker is always closed under prefixes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _Held:
+    """What one worker is believed to hold, the chunk that it would drop next first."""
+
+    capacity: int
+    chunks: OrderedDict[int, None] = field(default_factory=OrderedDict)
+
+
+class PrefixIndex:
+    """Belongs to one thread. Workers are small integers, which may be given anew after `forget`."""
+
+    def __init__(self) -> None:
+        self._holders: dict[int, int] = {}
+        """Chunk -> the workers that hold it, as bits; never 0."""
+        self._held: dict[int, _Held] = {}
+
+    def __len__(self) -> int:
+        """Different chunks that anybody holds."""
+        return len(self._holders)
+
+    def register(self, worker: int, capacity: int) -> None:
+        """A worker that holds nothing yet, or can hold another number of chunks than before."""
+        held = self._held.setdefault(worker, _Held(capacity))
+        held.capacity = capacity
+        self._shrink(worker, held)
+
+    def forget(self, worker: int) -> None:
+        """The worker is gone, or has begun anew with an empty cache."""
+        self.clear(worker)
+        self._held.pop(worker, None)
+
+    def clear(self, worker: int) -> None:
+        """The worker has dropped all that it held."""
+        held = self._held.get(worker)
+        if held is not None:
+            for chunk in held.chunks:
+                self._unset(chunk, worker)
+            held.chunks.clear()
+
+    def holds(self, worker: int) -> int:
+        """How many chunks the worker is believed to hold."""
+        held = self._held.get(worker)
+        return len(held.chunks) if held else 0
+
+    def match(self, chunks: Sequence[int]) -> dict[int, int]:
+        """
+        How many of the leading `chunks` each worker holds; those that hold none are left out.
+
+        >>> index = PrefixIndex()
+        >>> index.register(0, 10); index.register(1, 10)
+        >>> _ = index.insert(0, [11, 12, 13]), index.insert(1, [11])
+        >>> index.match([11, 12, 99])
+        {1: 1, 0: 2}
+        """
+        matched: dict[int, int] = {}
+        holders = -1
+        count = 0
+        for chunk in chunks:
+            left = self._holders.get(chunk, 0) & holders
+            if left != holders and count:
+                _note(matched, holders & ~left, count)
+            holders = left
+            if not left:
+                return matched
+            count += 1
+        if count:
+            _note(matched, holders, count)
+        return matched
+
+    def insert(self, worker: int, chunks: Sequence[int]) -> list[int]:
+        """
+        The worker holds these, a prompt from its beginning on, and has just used them.
+
+        Gives those that it was not believed to hold before.
+        """
+        held = self._held[worker]
+        used, bit, holders = held.chunks, 1 << worker, self._holders
+        new: list[int] = []
+        for chunk in reversed(chunks):  # the beginning is used last, and so is dropped last
+            if chunk in used:
+                used.move_to_end(chunk)
+            else:
+                used[chunk] = None
+                holders[chunk] = holders.get(chunk, 0) | bit
+                new.append(chunk)
+        self._shrink(worker, held)
+        return new
+
+    def remove(self, worker: int, chunks: Iterable[int]) -> None:
+        """The worker has dropped these."""
+        held = self._held.get(worker)
+        if held is None:
+            return
+        for chunk in chunks:
+            if chunk in held.chunks:
+                del held.chunks[chunk]
+                self._unset(chunk, worker)
+
+    def _shrink(self, worker: int, held: _Held) -> None:
+        while len(held.chunks) > held.capacity:
+            chunk, _ = held.chunks.popitem(last=False)
+            self._unset(chunk, worker)
+
+    def _unset(self, chunk: int, worker: int) -> None:
+        left = self._holders[chunk] & ~(1 << worker)
+        if left:
+            self._holders[chunk] = left
+        else:
+            del self._holders[chunk]
+
+
+def _note(matched: dict[int, int], workers: int, count: int) -> None:
+    """Write `count` for each of the bits in `workers`."""
+    while workers:
+        lowest = workers & -workers
+        matched[lowest.bit_length() - 1] = count
+        workers ^= lowest

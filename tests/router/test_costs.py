@@ -1,0 +1,123 @@
+"""What the router believes about time: lines through measurements, bookings, averages."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from baton_router.bookings import Booking, PrefillBookings, StreamBookings
+from baton_router.costs import LEAST_S, PrefillCost, StepCost, TransferCost
+from baton_router.least_squares import LeastSquares
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_line_is_learned_from_noisy_measurements(seed: int) -> None:
+    rng = random.Random(seed)
+    truth = (0.5, 2.0, 0.3)
+    line = LeastSquares((0.0, 0.0, 0.0))
+    for _ in range(300):
+        inputs = (1.0, rng.uniform(0, 3), rng.uniform(0, 3))
+        exact = sum(c * x for c, x in zip(truth, inputs, strict=True))
+        line.learn(inputs, exact * rng.uniform(0.9, 1.1))
+    for inputs in ((1.0, 1.0, 1.0), (1.0, 3.0, 0.0), (1.0, 0.0, 3.0)):
+        exact = sum(c * x for c, x in zip(truth, inputs, strict=True))
+        assert line.predict(inputs) == pytest.approx(exact, rel=0.15, abs=0.1)
+
+
+def test_a_line_goes_with_the_times() -> None:
+    line = LeastSquares((1.0,))
+    for _ in range(500):
+        line.learn((1.0,), 1.0)
+    for _ in range(300):
+        line.learn((1.0,), 3.0)
+    assert line.predict((1.0,)) == pytest.approx(3.0, rel=0.1)
+
+
+def test_an_input_that_is_always_nothing_does_no_harm() -> None:
+    line = LeastSquares((1.0, 1.0))
+    for _ in range(20_000):
+        line.learn((1.0, 0.0), 2.0)
+    assert line.predict((1.0, 0.0)) == pytest.approx(2.0)
+    line.learn((1.0, 1.0), 2.5)
+    assert abs(line.predict((1.0, 0.0)) - 2.0) < 0.6
+
+
+def test_the_tokens_that_attend_to_a_long_context_cost_more() -> None:
+    cost = PrefillCost()
+    truth = PrefillCost()
+    truth.line.coefficients = [0.01, 0.05, 0.02]
+    rng = random.Random(1)
+    for _ in range(400):
+        context = rng.randint(100, 8000)
+        uncached = rng.randint(1, context)
+        cost.learn(uncached, context, truth.seconds(uncached, context))
+    for uncached, context in ((100, 8000), (8000, 8000), (500, 500)):
+        assert cost.seconds(uncached, context) == pytest.approx(truth.seconds(uncached, context), rel=0.05)
+    assert cost.seconds(100, 8000) > cost.seconds(100, 100)
+
+
+def test_no_prediction_is_in_the_past() -> None:
+    prefill, step = PrefillCost(), StepCost()
+    for _ in range(50):
+        prefill.learn(1000, 1000, 0.001)
+        step.learn(1, 100, 0.0001)
+    assert prefill.seconds(0, 10) >= LEAST_S
+    assert step.seconds(0, 0) >= LEAST_S
+
+
+def test_a_transfer_is_as_fast_as_the_last_ones() -> None:
+    cost = TransferCost()
+    for _ in range(100):
+        cost.learn(1000, 0.001 + 0.5)
+    assert cost.seconds(2000) == pytest.approx(1.001, rel=0.01)
+    cost.learn(0, 9.0)
+    assert cost.seconds(0) == cost.start_s
+
+
+def test_the_backlog_is_what_is_booked_less_the_progress_of_the_first() -> None:
+    booked = PrefillBookings()
+    booked.book(1, Booking(4.0, 100), now=10.0)
+    booked.book(2, Booking(2.0, 50), now=11.0)
+    assert booked.backlog_s(10.0) == pytest.approx(6.0)
+    assert booked.backlog_s(12.0) == pytest.approx(4.0)
+    assert booked.backlog_s(99.0) == pytest.approx(6.0 - 0.95 * 4.0), "late, but not done"
+    booked.release(1, now=14.0)
+    assert booked.backlog_s(14.0) == pytest.approx(2.0)
+    assert booked.backlog_s(15.0) == pytest.approx(1.0)
+    booked.release(2, now=16.0)
+    assert booked.backlog_s(16.0) == 0.0
+
+
+def test_a_booking_let_go_out_of_turn_leaves_the_first_where_it_was() -> None:
+    booked = PrefillBookings()
+    booked.book(1, Booking(4.0, 100), now=0.0)
+    booked.book(2, Booking(2.0, 50), now=0.0)
+    booked.release(2, now=3.0)
+    assert booked.backlog_s(3.0) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nothing_leaks_from_the_bookings(seed: int) -> None:
+    rng = random.Random(seed)
+    prefill, streams = PrefillBookings(), StreamBookings()
+    live: dict[int, tuple[Booking, int]] = {}
+    now = 0.0
+    for number in range(500):
+        now += rng.random()
+        if live and rng.random() < 0.5:
+            one = rng.choice(list(live))
+            del live[one]
+            for _ in range(rng.randint(1, 2)):  # twice is once
+                prefill.release(one, now)
+                streams.release(one)
+        else:
+            live[number] = Booking(rng.uniform(0.01, 5), rng.randint(1, 1000)), rng.randint(1, 1000)
+            prefill.book(number, live[number][0], now)
+            streams.book(number, live[number][1])
+        assert len(prefill) == len(streams) == len(live)
+        assert prefill.tokens == sum(booking.tokens for booking, _ in live.values())
+        assert streams.tokens == sum(tokens for _, tokens in live.values())
+        total = sum(booking.seconds for booking, _ in live.values())
+        assert prefill.seconds == pytest.approx(total, abs=1e-6)
+        assert 0.0 <= prefill.backlog_s(now) <= total + 1e-6

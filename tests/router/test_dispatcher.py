@@ -1,0 +1,208 @@
+"""Where requests go over time: what is learned, what is booked, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from baton_api.errors import NotReady
+from baton_api.reports import PromptReport
+from baton_api.workers import Load, Role
+from baton_router.dispatcher import Dispatch, Dispatcher, explained
+from baton_router.prompt_chunks import Message, Prompt, of_messages, of_text
+from baton_router.upstream import Upstream
+from baton_router.workers import Worker, Workers
+
+
+def worker(role: Role, port: int, **load: Any) -> Worker:
+    made = Worker(Upstream("127.0.0.1", port, 1.0), Role.PREFILL if role is Role.PREFILL else Role.DECODE)
+    report = {"model": "tiny", "total_blocks": 10_000, "free_blocks": 10_000, "epoch": "1", **load}
+    made.answered(Load(role=role, control="x:1" if role is Role.PREFILL else "", compatibility="c", **report))
+    return made
+
+
+class Cluster:
+    """Workers, a dispatcher before them, and a clock that the test moves."""
+
+    def __init__(self, decodes: int = 2, prefills: int = 2, seed: int = 0, alone: int = 512) -> None:
+        self.decodes = [worker(Role.DECODE, 8100 + n) for n in range(decodes)]
+        self.prefills = [worker(Role.PREFILL, 8200 + n) for n in range(prefills)]
+        workers = Workers(tuple(self.decodes), tuple(self.prefills))
+        self.dispatcher = Dispatcher(workers, random.Random(seed), alone)
+        self.now = 0.0
+
+    def send(self, prompt: Prompt, *tried: Worker) -> Dispatch:
+        made = self.dispatcher.dispatch("tiny", prompt, tried, self.now)
+        assert made is not None
+        return made
+
+    def serve(self, prompt: Prompt, seconds: float = 0.1) -> Dispatch:
+        """One request from its decision to its end."""
+        made = self.send(prompt)
+        self.now += seconds
+        self.dispatcher.began(made, None, self.now)
+        self.dispatcher.let_go(made, self.now, complete=True)
+        return made
+
+    def report(self, made: Dispatch, cached: int, compute_s: float, **fields: Any) -> PromptReport:
+        values = {"held": 0, "queue_s": 0.0, "transfer_s": 0.001, "remote": made.pair.prefill is not None}
+        values |= {"tokens": made.tokens, **fields}
+        return PromptReport(cached=cached, compute_s=compute_s, **values)
+
+    @property
+    def booked(self) -> int:
+        known = [self.dispatcher.knowledge.of(one) for one in (*self.decodes, *self.prefills)]
+        return sum(len(one.computing) + len(one.streams) for one in known)
+
+
+def text(seed: int, size: int = 20_000) -> Prompt:
+    return of_text(random.Random(seed).randbytes(size), 7)
+
+
+def talk(*turns: str) -> Prompt:
+    roles = ("user", "assistant")
+    return of_messages([Message(roles[n % 2], turn) for n, turn in enumerate(turns)], None, 7)
+
+
+def test_the_same_prompt_goes_to_the_same_prefill_worker() -> None:
+    cluster = Cluster(prefills=4)
+    first = cluster.serve(text(1))
+    assert first.pair.prefill is not None and first.way.cached == 0
+    for _ in range(5):
+        again = cluster.serve(text(1))
+        assert again.computer in (first.pair.prefill, first.pair.decode)
+        assert again.way.cached == pytest.approx(again.tokens, rel=0.01)
+
+
+def test_a_burst_of_the_same_beginning_does_not_wait_for_the_first_answer() -> None:
+    cluster = Cluster(prefills=4)
+    beginning = random.Random(3).randbytes(16_384)
+    sent = [cluster.send(of_text(beginning + bytes([n]) * 600, 7)) for n in range(3)]
+    assert sent[0].way.cached == 0
+    assert all(made.way.cached == 4096 for made in sent[1:])
+
+
+def test_new_prompts_spread_over_idle_workers() -> None:
+    cluster = Cluster(prefills=4)
+    sent = [cluster.send(text(seed)) for seed in range(4)]
+    assert len({made.pair.prefill for made in sent}) == 4
+
+
+def test_the_next_turn_is_computed_where_the_answer_was_generated() -> None:
+    cluster = Cluster(decodes=3, prefills=2)
+    first = cluster.serve(talk("q" * 20_000))
+    turn = talk("q" * 20_000, "a" * 8_000, "and then?")
+    second = cluster.send(turn)
+    assert second.pair.prefill is None and second.pair.decode is first.pair.decode
+    assert second.way.cached == int((20_000 + 8_000) / 4)
+
+
+def test_an_answer_that_was_cut_is_not_believed_to_be_held() -> None:
+    cluster = Cluster()
+    made = cluster.send(talk("q" * 20_000))
+    cluster.dispatcher.began(made, None, 1.0)
+    cluster.dispatcher.let_go(made, 2.0, complete=False)
+    assert cluster.send(talk("q" * 20_000, "a" * 8_000, "and then?")).way.cached == 5_000
+
+
+def test_a_worker_that_failed_before_its_first_byte_holds_nothing_of_the_prompt() -> None:
+    cluster = Cluster(decodes=2, prefills=0)
+    made = cluster.send(text(1))
+    cluster.dispatcher.let_go(made, 1.0, complete=False)
+    other = cluster.send(text(1), made.pair.decode)
+    assert other.pair.decode is not made.pair.decode
+    assert other.way.cached == 0
+    cluster.dispatcher.let_go(other, 2.0, complete=False)
+    assert len(cluster.dispatcher.knowledge) == 0
+
+
+def test_what_a_worker_held_before_outlasts_a_failure() -> None:
+    cluster = Cluster(decodes=1, prefills=0)
+    cluster.serve(text(1))
+    made = cluster.send(text(1))
+    cluster.dispatcher.let_go(made, 1.0, complete=False)
+    assert cluster.send(text(1)).way.cached > 0
+
+
+def test_a_worker_that_began_anew_holds_nothing() -> None:
+    cluster = Cluster(decodes=1, prefills=0)
+    cluster.serve(text(1))
+    cluster.decodes[0].answered(Load(role=Role.DECODE, model="tiny", epoch="2", total_blocks=100))
+    assert cluster.send(text(1)).way.cached == 0
+
+
+def test_a_slow_worker_gets_less() -> None:
+    cluster = Cluster(decodes=1, prefills=2, alone=0)
+    slow = cluster.prefills[0]
+    for seed in range(60):
+        made = cluster.send(text(seed))
+        speed = 1_000 if made.pair.prefill is slow else 20_000
+        cluster.now += 30.0
+        report = cluster.report(made, 0, made.tokens / speed)
+        cluster.dispatcher.began(made, report, cluster.now)
+        cluster.dispatcher.let_go(made, cluster.now, complete=True)
+    last = list(cluster.dispatcher.dispatches)[-20:]
+    assert all(made.pair.prefill is not slow for made in last)
+
+
+def test_tokens_are_estimated_from_what_workers_report() -> None:
+    cluster = Cluster()
+    for seed in range(80):
+        made = cluster.send(text(seed))
+        cluster.dispatcher.began(made, cluster.report(made, 0, 0.1, tokens=10_000), cluster.now)
+        cluster.dispatcher.let_go(made, cluster.now, complete=True)
+    assert cluster.send(text(99)).tokens == pytest.approx(10_000, rel=0.02)
+
+
+def test_a_full_decode_worker_is_waited_for_only_if_nobody_has_room() -> None:
+    cluster = Cluster(decodes=2, prefills=1, alone=0)
+    full = cluster.decodes[0]
+    for seed in range(6):
+        cluster.send(text(seed))
+    full.answered(Load(role=Role.DECODE, model="tiny", epoch="1", total_blocks=500, compatibility="c"))
+    sent = [cluster.send(text(100 + seed)) for seed in range(4)]
+    assert all(made.pair.decode is not full for made in sent)
+
+
+def test_none_is_left_when_all_were_tried_and_all_down_is_said() -> None:
+    cluster = Cluster(decodes=1, prefills=0)
+    assert cluster.dispatcher.dispatch("tiny", text(1), cluster.decodes, 0.0) is None
+    cluster.decodes[0].health = cluster.decodes[0].health.missed(1, "it is gone")
+    with pytest.raises(NotReady):
+        cluster.send(text(1))
+
+
+def test_a_decision_is_explained() -> None:
+    cluster = Cluster()
+    made = cluster.serve(text(1))
+    shown = explained(made)
+    assert shown["decode"] == made.pair.decode.name
+    assert shown["tokens"] == 5_000 and shown["first_byte_s"] == pytest.approx(0.1)
+    assert isinstance(shown["others"], list) and shown["others"]
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_nothing_stays_booked_on_any_way_out(seed: int) -> None:
+    rng = random.Random(seed)
+    cluster = Cluster(decodes=rng.randint(1, 4), prefills=rng.randint(0, 3), seed=seed)
+    live: list[Dispatch] = []
+    for _ in range(400):
+        cluster.now += rng.expovariate(5)
+        if live and rng.random() < 0.5:
+            made = live.pop(rng.randrange(len(live)))
+            if rng.random() < 0.7:
+                report = cluster.report(made, rng.randrange(made.tokens), rng.random())
+                cluster.dispatcher.began(made, report if rng.random() < 0.8 else None, cluster.now)
+            for _ in range(rng.randint(1, 2)):
+                cluster.dispatcher.let_go(made, cluster.now, complete=rng.random() < 0.5)
+        elif rng.random() < 0.05:
+            one = rng.choice(cluster.decodes)
+            one.answered(Load(role=Role.DECODE, model="tiny", epoch=str(rng.random()), compatibility="c"))
+        else:
+            live.append(cluster.send(text(rng.randrange(30), rng.randrange(1, 30_000))))
+        assert all(made.way.first_token_s > 0 for made in live)
+    for made in live:
+        cluster.dispatcher.let_go(made, cluster.now, complete=False)
+    assert cluster.booked == 0

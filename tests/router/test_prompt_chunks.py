@@ -1,0 +1,117 @@
+"""What of two prompts has the same name: what a worker's cache would share."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from baton_router.asked import Asked
+from baton_router.prompt_chunks import CHUNK_BYTES, Prompt
+
+SYSTEM = {"role": "system", "content": "Be brief. " * 200}
+USER = {"role": "user", "content": "What is the capital of France?"}
+PARTS = [{"type": "text", "text": USER["content"]}]
+ANSWER = {"role": "assistant", "content": "Paris. " * 150}
+
+
+def prompt_of(path: str = "/v1/chat/completions", **fields: Any) -> Prompt:
+    body = json.dumps({"model": "tiny", **fields}).encode()
+    scope = {"query_string": b"", "raw_path": path.encode(), "path": path, "headers": []}
+    return Asked(scope, body).prompt
+
+
+def shared(one: Prompt, other: Prompt) -> int:
+    """Bytes of the prefix that both name alike."""
+    same = 0
+    for place, (left, right) in enumerate(zip(one.names, other.names, strict=False)):
+        if left != right:
+            break
+        same = one.sizes[place]
+    return same
+
+
+def size(*messages: dict[str, Any]) -> int:
+    return sum(len(message["content"]) for message in messages)
+
+
+def test_a_conversation_goes_on_where_it_ended() -> None:
+    first = prompt_of(messages=[SYSTEM, USER])
+    second = prompt_of(messages=[SYSTEM, USER, ANSWER, USER])
+    assert shared(first, second) == first.bytes == size(SYSTEM, USER)
+
+
+def test_the_assistants_messages_are_known_as_such() -> None:
+    prompt = prompt_of(messages=[SYSTEM, USER, ANSWER, USER])
+    ((begin, end),) = prompt.answers
+    assert prompt.sizes[begin - 1] == size(SYSTEM, USER)
+    assert prompt.sizes[end - 1] == size(SYSTEM, USER, ANSWER)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        ({"messages": [SYSTEM, USER]}, {"messages": [SYSTEM, ANSWER]}, size(SYSTEM)),
+        ({"messages": [USER]}, {"messages": [{**USER, "role": "system"}]}, 0),
+        (
+            {"messages": [USER]},
+            {"messages": [{**USER, "content": [{"type": "text", "text": USER["content"]}]}]},
+            30,
+        ),
+        ({"messages": [USER], "temperature": 0}, {"messages": [USER], "temperature": 1, "n": 2}, 30),
+        ({"messages": [USER], "tools": [{"a": 1}]}, {"messages": [USER]}, 0),
+        ({"messages": [USER], "model": "other"}, {"messages": [USER]}, 0),
+        ({"prompt": "x" * 2000}, {"prompt": "x" * 1800 + "y" * 200}, 3 * CHUNK_BYTES),
+        ({"prompt": ["x" * 600, "z"]}, {"prompt": "x" * 600}, 600),
+        ({"prompt": list(range(300))}, {"prompt": [*range(280), *range(20)]}, 2 * CHUNK_BYTES),
+        ({"input": "x" * 600}, {"input": "x" * 512}, 512),
+    ],
+)
+def test_prompts_share(one: dict[str, Any], other: dict[str, Any], alike: int) -> None:
+    assert shared(prompt_of(**one), prompt_of(**other)) == alike
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": "no list"},
+        {"messages": [1, 2]},
+        {"messages": [{"role": 3, "content": {"a": 1}}]},
+        {"messages": [{"role": "user", "content": [3, None, {"text": 5}]}]},
+        {"messages": []},
+        {"prompt": {"a": 1}},
+        {"prompt": [-1, 5]},
+        {"prompt": [1.5]},
+        {"prompt": []},
+        {"model": 5, "messages": [USER]},
+        {},
+    ],
+)
+def test_what_makes_no_sense_is_for_the_worker_to_say(fields: dict[str, Any]) -> None:
+    prompt = prompt_of(**fields)
+    assert len(prompt.names) == len(prompt.sizes)
+    assert prompt_of(**fields) == prompt
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_names_are_equal_exactly_where_prefixes_are(seed: int) -> None:
+    rng = random.Random(seed)
+    words = [
+        {"role": rng.choice(["user", "assistant"]), "content": chr(97 + n) * rng.randrange(1500)}
+        for n in range(4)
+    ]
+    seen: dict[int, str] = {}
+    for _ in range(50):
+        talk = [rng.choice(words) for _ in range(rng.randint(1, 6))]
+        prompt = prompt_of(messages=talk)
+        assert prompt.bytes == size(*talk)
+        text = [(message["role"], message["content"]) for message in talk]
+        place = 0
+        for number, (_, content) in enumerate(text):
+            for start in range(0, max(1, len(content)), CHUNK_BYTES):
+                before = json.dumps([text[:number], text[number][0], content[: start + CHUNK_BYTES]])
+                assert seen.setdefault(prompt.names[place], before) == before
+                place += 1
+        assert place == len(prompt.names)
