@@ -123,7 +123,9 @@ MAX_TOKENS = Limit("max_tokens, max_completion_tokens", Kind.INTEGER, TOKENS, 1,
                    note="and what the context leaves: `context_length_exceeded`")  # fmt: skip
 MAX_TOKENS_OR_NONE = Limit("max_tokens", Kind.INTEGER, TOKENS, 0, paths="completions",
                            note="and what the context leaves: `context_length_exceeded`")  # fmt: skip
-THINKING_BUDGET = Limit("thinking_token_budget", Kind.INTEGER, TOKENS, -1, paths="chat", note="-1 is any number")
+THINKING_BUDGET = Limit(
+    "thinking_token_budget", Kind.INTEGER, TOKENS, -1, paths="chat", note="-1 is any number"
+)
 MIN_TOKENS = Limit("min_tokens", Kind.INTEGER, TOKENS, note="not above the most tokens there can be")
 STOPS = Limit("stop", Kind.ITEMS, 4)
 STOP = Limit("stop[]", Kind.CHARACTERS, 256, 1)

@@ -38,6 +38,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Requests admitted by the API but not yet in the batch."""
     queued_tokens: int = 0
     """Prompt tokens that have still to be computed, of all requests."""
+    step_s: float = 0.0
+    """Seconds of a step in which requests generate, on average."""
     free_blocks: int = 0
     """KV blocks that a new request could have: free ones and cached ones that nobody uses."""
     total_blocks: int = 0

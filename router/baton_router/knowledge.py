@@ -41,6 +41,16 @@ class Known:
         self.step_cost = StepCost()
         self.computing = PrefillBookings()
         self.streams = StreamBookings()
+        self._load: Load | None = None
+
+    def reported(self, load: Load) -> None:
+        """What the worker says of itself, maybe what it said before."""
+        if load is self._load:
+            return
+        self._load = load
+        if load.running and load.step_s:
+            tokens = (load.total_blocks - load.free_blocks) * load.block_size
+            self.step_cost.learn(load.running, tokens, load.step_s)
 
 
 class Knowledge:
@@ -66,6 +76,8 @@ class Knowledge:
         known = self._known.get(worker.name)
         if known is None or (known.epoch != epoch and epoch):
             known = self._meet(worker.name, epoch, known, load)
+        if load is not None:
+            known.reported(load)
         return known
 
     def forget(self, gone: Iterable[str]) -> None:

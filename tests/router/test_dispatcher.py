@@ -47,7 +47,12 @@ class Cluster:
         return made
 
     def report(self, made: Dispatch, cached: int, compute_s: float, **fields: Any) -> PromptReport:
-        values = {"held": 0, "queue_s": 0.0, "transfer_s": 0.001, "remote": made.pair.prefill is not None}
+        values: dict[str, Any] = {
+            "held": 0,
+            "queue_s": 0.0,
+            "transfer_s": 0.001,
+            "remote": made.pair.prefill is not None,
+        }
         values |= {"tokens": made.tokens, **fields}
         return PromptReport(cached=cached, compute_s=compute_s, **values)
 

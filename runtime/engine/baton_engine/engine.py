@@ -42,6 +42,7 @@ from baton_engine.requests import (
     FinishReason,
     Output,
     PromptLogprobs,
+    PromptTiming,
     RelayRecord,
     Request,
     Vector,
@@ -119,6 +120,7 @@ class Engine:
         )
         longest = min(len(request.prompt) + request.sampling.max_tokens, longest)
         job = Job(request, size, min(-(-longest // size), blocks))
+        job.arrived_at = self._clock()
         with self._intake:
             queued = len(self._scheduler.waiting) + self._arriving
             if queued >= self.limits.max_queued:
@@ -199,8 +201,7 @@ class Engine:
         shares = [passes.share(job, tokens) for job, tokens in rows if job.stage is Stage.RUNNING]
         if shares:
             self._compute(shares)
-            self._figures.step_times.add(self._clock() - started)
-            self._figures.totals.steps += 1
+            self._figures.stepped(self._clock() - started, mixed=bool(plan.prefills))
             self._log.note(plan, self._scheduler)
         self._report()
         return plan.changed
@@ -282,11 +283,15 @@ class Engine:
                 stop_id,
                 request.cached_tokens,
                 relay=relay,
+                timing=self._timing(job) if relay is None and len(request.output) == 1 else None,
                 reading=reading,
             )
         )
         if finish is not None:
             self._leave(job, finish)
+
+    def _timing(self, job: Job) -> PromptTiming:
+        return PromptTiming(job.admitted_at - job.arrived_at, self._clock() - job.admitted_at)
 
     # --- Commands, carried out between steps ---
 
@@ -352,6 +357,7 @@ class Engine:
     def _note_admission(self, job: Job) -> None:
         request = job.request
         if not job.readmitted:
+            job.admitted_at = self._clock()
             self._figures.totals.prompt_tokens_cached += job.local_tokens
             if request.export is None:
                 self._figures.computed_here(job, self.limits.local_prefill_tokens)

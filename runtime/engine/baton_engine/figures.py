@@ -9,6 +9,7 @@ from baton_engine.scheduler import Scheduler
 from baton_engine.snapshot import EngineSnapshot, Histogram, Rate, Totals
 
 TRANSFER_FAILED = "transfer_failed"
+SMOOTHING = 0.05
 REASON_LENGTH = 32
 """A longer reason is a sentence for the log, not a label for the metrics."""
 
@@ -21,8 +22,17 @@ class Figures:
         self.step_times = Histogram()
         self.forward_times = Histogram()
         self._clock = clock
+        self.decode_step_s = 0.0
+        """Of a step in which nothing but tokens was generated, averaged over about the last twenty."""
         self._generated = Rate(clock())
         self._computed = Rate(clock())
+
+    def stepped(self, seconds: float, *, mixed: bool) -> None:
+        """A step has ended; `mixed` if it computed parts of prompts too."""
+        self.totals.steps += 1
+        self.step_times.add(seconds)
+        if not mixed:
+            self.decode_step_s += (seconds - self.decode_step_s) * (SMOOTHING if self.decode_step_s else 1.0)
 
     def computed(self, prompt_tokens: int) -> None:
         self.totals.prompt_tokens_computed += prompt_tokens
@@ -71,4 +81,5 @@ class Figures:
             totals=self.totals.copy(),
             step_times=self.step_times.times(),
             forward_times=self.forward_times.times(),
+            decode_step_s=self.decode_step_s,
         )

@@ -37,6 +37,8 @@ class Job:
 
     __slots__ = (
         "admissions",
+        "admitted_at",
+        "arrived_at",
         "block_size",
         "cancelled",
         "draw",
@@ -67,6 +69,9 @@ class Job:
         """Tokens that its blocks can hold."""
         self.stage = Stage.WAITING
         self.admissions = 0
+        self.arrived_at = 0.0
+        self.admitted_at = 0.0
+        """For the first time; both by the engine's clock."""
         self.local_tokens = 0
         """Prompt tokens that this worker's prefix cache had when it was admitted for the first time."""
         self.reading = reading_of(request)

@@ -156,6 +156,16 @@ class FinishReason(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class PromptTiming:
+    """What one prompt took that was computed here."""
+
+    queue_s: float
+    """Until it was admitted."""
+    compute_s: float
+    """From there to its first token, all that shared the passes included."""
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
     """What one step brought for one request."""
 
@@ -170,6 +180,8 @@ class Output:
     """With `FinishReason.ERROR`: a BatonError for the client."""
     relay: RelayRecord | None = None
     """With the first token of a prompt that a prefill worker computed."""
+    timing: PromptTiming | None = None
+    """With the first token of a prompt that was computed here."""
     reading: Vector | PromptLogprobs | None = None
     """What was asked about the prompt: with the first token, or with the end if none is drawn."""
 

@@ -131,6 +131,8 @@ class EngineSnapshot:
     """Whole steps, the forward pass included."""
     forward_times: StepTimes
     """The forward passes alone: the difference of the two is what the engine adds."""
+    decode_step_s: float = 0.0
+    """Of a step that generated tokens and nothing else, averaged over the last ones; 0 before the first."""
 
     @property
     def available_blocks(self) -> int:

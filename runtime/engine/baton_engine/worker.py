@@ -96,6 +96,7 @@ class Worker:
             running=snapshot.running,
             queued=snapshot.queued,
             queued_tokens=snapshot.queued_tokens,
+            step_s=snapshot.decode_step_s,
             free_blocks=snapshot.available_blocks,
             total_blocks=snapshot.total_blocks,
             block_size=snapshot.block_size,

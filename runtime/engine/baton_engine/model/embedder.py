@@ -58,7 +58,6 @@ class Embedder:
     lengths: tuple[int, ...] = ()
     """The lengths that they were trained for; empty if all serve."""
 
-
     def __str__(self) -> str:
         length = "normalised" if self.normalised else "not normalised"
         shorter = f"; {', '.join(map(str, self.lengths)) or 'any'} dimensions" if self.shortens else ""

@@ -119,7 +119,9 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
-    def stream(self, skip_special_tokens: bool = True, but: frozenset[str] | None = frozenset()) -> TextStream:
+    def stream(
+        self, skip_special_tokens: bool = True, but: frozenset[str] | None = frozenset()
+    ) -> TextStream:
         """
         For one answer: all that it pushes and flushes is `decode` of the whole.
 

@@ -12,7 +12,9 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 
+from baton_api import headers
 from baton_api.errors import NotReady, RequestAborted
+from baton_api.reports import PromptReport
 from baton_engine.requests import FinishReason, Output, PromptLogprobs, RemotePrefill, Request
 from baton_engine.server.choice import Choice
 from baton_engine.server.exchange import Exchange
@@ -74,6 +76,12 @@ class Choices:
             cached_tokens=sum(lead.cached_tokens for lead in self._leads),
             reasoning_tokens=sum(choice.transcript.reasoning_tokens for choice in self.all),
         )
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """What the answer's head tells of its prompt."""
+        report = self._exchange.report
+        return [] if report is None else [(headers.PROMPT.encode(), report.encode().encode())]
 
     def abort(self) -> None:
         """Somebody else ends the request: the pieces end with RequestAborted."""
@@ -165,6 +173,7 @@ class Choices:
             return
         now = time.monotonic()
         if choice.last_token is None:
+            exchange.report = exchange.report or report_of(choice.request, output)
             if choice.index % self._work.parameters.n == 0:
                 exchange.cached_tokens += output.cached_tokens
             if self._served.settings.cache_report:
@@ -187,3 +196,29 @@ class Choices:
         usage = self.usage
         self._exchange.prompt_tokens = usage.prompt_tokens
         self._exchange.completion_tokens = usage.completion_tokens
+
+
+def report_of(request: Request, output: Output) -> PromptReport | None:
+    """What is told of a prompt, from its first token."""
+    tokens, relay, timing = len(request.prompt), output.relay, output.timing
+    if relay is not None:
+        return PromptReport(
+            tokens=tokens,
+            cached=output.cached_tokens,
+            held=relay.local_tokens,
+            queue_s=relay.queue_s,
+            compute_s=relay.compute_s,
+            transfer_s=relay.transfer_s,
+            remote=True,
+        )
+    if timing is None:
+        return None
+    return PromptReport(
+        tokens=tokens,
+        cached=output.cached_tokens,
+        held=output.cached_tokens,
+        queue_s=timing.queue_s,
+        compute_s=timing.compute_s,
+        transfer_s=0.0,
+        remote=False,
+    )

@@ -15,6 +15,7 @@ from typing import Any
 
 from starlette.types import Scope
 
+from baton_api.reports import PromptReport
 from baton_engine.requests import RelayRecord
 
 HISTORY_LIMIT = 100
@@ -52,6 +53,8 @@ class Exchange:
     last_token: float | None = None
     ended: float | None = None
     relays: list[RelayRecord] = field(default_factory=list)
+    report: PromptReport | None = None
+    """Of the first prompt, from its first token on."""
 
     @property
     def ttft_s(self) -> float | None:

@@ -125,6 +125,7 @@ class Generate:
         fields = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(encoded)).encode()),
+            *choices.headers,
         ]
         await send({"type": "http.response.start", "status": 200, "headers": fields})
         await send({"type": "http.response.body", "body": encoded})
@@ -136,9 +137,8 @@ class Generate:
                 async with contextlib.aclosing(choices.pieces()) as gained:
                     async for choice, piece in gained:
                         if writer is None:
-                            await send(
-                                {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS}
-                            )
+                            fields = [*STREAM_HEADERS, *choices.headers]
+                            await send({"type": "http.response.start", "status": 200, "headers": fields})
                             writer = StreamWriter(send, self._keep_alive_s)
                         events = work.shape.events(choice, piece, lambda: choices.usage)
                         if events:

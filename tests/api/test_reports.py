@@ -1,0 +1,56 @@
+"""A prompt's report survives its header, and nothing else passes for one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from baton_api.reports import PromptReport
+
+REPORT = PromptReport(
+    tokens=270, cached=240, held=16, queue_s=0.001, compute_s=0.12, transfer_s=0.003, remote=True
+)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_report_is_read_as_it_was_written(seed: int) -> None:
+    rng = random.Random(seed)
+    tokens = rng.randint(1, 10**6)
+    report = PromptReport(
+        tokens=tokens,
+        cached=rng.randint(0, tokens),
+        held=rng.randint(0, tokens),
+        queue_s=round(rng.uniform(0, 100), 6),
+        compute_s=round(rng.uniform(0, 100), 6),
+        transfer_s=round(rng.uniform(0, 100), 6),
+        remote=rng.random() < 0.5,
+    )
+    assert PromptReport.decode(report.encode()) == report
+
+
+def test_what_a_later_worker_adds_does_no_harm() -> None:
+    assert PromptReport.decode(REPORT.encode() + ";colour=red") == REPORT
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        ("tokens=270;", ""),
+        ("tokens=270", "tokens=0"),
+        ("tokens=270", "tokens=many"),
+        ("tokens=270", "tokens=" + "9" * 100),
+        ("cached=240", "cached=271"),
+        ("held=16", "held=-1"),
+        ("compute_s=0.120000", "compute_s=-1"),
+        ("compute_s=0.120000", "compute_s=nan"),
+        ("queue_s=0.001000", "queue_s=1e300"),
+        (";", ","),
+    ],
+)
+def test_what_makes_no_sense_is_no_report(damage: tuple[str, str]) -> None:
+    assert PromptReport.decode(REPORT.encode().replace(*damage)) is None
+
+
+def test_an_empty_header_is_no_report() -> None:
+    assert PromptReport.decode("") is None
