@@ -17,7 +17,7 @@ from baton_engine.requests import Constraint
 from baton_engine.server.tools.arguments import RAW_END, RAW_START
 from baton_engine.server.tools.layout import Layout
 from baton_engine.server.tools.schemas import closed
-from baton_engine.server.tools.toolbox import INPUT, TextGrammar, Tool, Toolbox
+from baton_engine.server.tools.toolbox import TextGrammar, Tool, Toolbox
 
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 LENIENT = {"lenient": True, "coerce_one_of": True}
@@ -36,32 +36,34 @@ def grammar(
     With `answer`, whatever calls nothing is that instead of free text.
     """
     lark = Lark(tokens)
+    trigger = layout.triggers[0] if layout.opening.startswith(layout.triggers) else ""
     ways = [layout.call(lark, tool, _checked(toolbox, tool)) for tool in toolbox.callable.values()]
     call = lark.rule(" | ".join(ways))
     several = toolbox.parallel
     inner = (
-        f"{call} ({_joined(lark.literal(layout.separator), call)})*"
+        f"{call} ({joined(lark.literal(layout.separator), call)})*"
         if several and layout.separator is not None
         else call
     )
-    rest = _joined(
-        lark.literal(layout.opening.removeprefix(_trigger(layout))), inner, lark.literal(layout.closing)
-    )
-    block = lark.rule(_joined(lark.literal(_trigger(layout)), rest))
+    rest = joined(lark.literal(layout.opening.removeprefix(trigger)), inner, lark.literal(layout.closing))
+    block = lark.rule(joined(lark.literal(trigger), rest))
     if several and layout.between is not None:
-        blocks = f"{block} ({_joined(lark.literal(layout.between), block)})*"
+        blocks = f"{block} ({joined(lark.literal(layout.between), block)})*"
     else:
         blocks = block
     if toolbox.forced:
         return lark.text(blocks)
     if answer is not None:
         return lark.text(f"{lark.constraint(answer)} | {lark.rule(blocks)}")
-    if layout.bare:
-        return lark.text(f"{lark.free(layout.triggers, layout.bare)} | {lark.rule(blocks)}")
+    free = lark.free(layout.triggers, layout.bare)
+    if not trigger:
+        return lark.text(f"{free} | {lark.rule(blocks)}")
     many = "*" if several and layout.between is not None else "?"
-    if _trigger(layout) in tokens:
-        return lark.text(f"({lark.free(layout.triggers)} {block}){many} {lark.free(layout.triggers)}")
-    return lark.text(f"({lark.up_to(layout.triggers)} {lark.rule(rest)}){many} {lark.free(layout.triggers)}")
+    if trigger in tokens:
+        return lark.text(f"({free} {block}){many} {free}")
+    # The mark is a part of the text before it, which would swallow its beginning otherwise.
+    up_to = lark.lazy(f"{free} {json.dumps(trigger)}")
+    return lark.text(f"({up_to} {lark.rule(rest)}){many} {free}")
 
 
 class Lark:
@@ -101,15 +103,10 @@ class Lark:
     def arguments(self, tool: Tool, checked: bool) -> str:
         """All arguments as one value of JSON."""
         if tool.grammar is not None and tool.grammar.syntax == "lark":
-            return _joined(self.literal(RAW_START), self.input(tool.grammar), self.literal(RAW_END))
-        if tool.grammar is not None:
-            text = {"type": "string", "pattern": f"^(?:{tool.grammar.definition})$"}
-            return self.json(tool.schema | {"properties": {INPUT: text}}, strict=True)
-        if tool.custom:
-            return self.json(tool.schema)
-        if not checked:
-            return self.json(ANY_OBJECT)
-        return self.json(tool.schema if tool.strict else closed(tool.schema), strict=tool.strict)
+            return joined(self.literal(RAW_START), self.input(tool.grammar), self.literal(RAW_END))
+        if tool.custom or tool.strict:
+            return self.json(tool.schema, strict=tool.exact)
+        return self.json(closed(tool.schema) if checked else ANY_OBJECT)
 
     def input(self, grammar: TextGrammar) -> str:
         """A custom tool's text."""
@@ -144,10 +141,6 @@ class Lark:
         """The shortest text that `body` matches."""
         return self._named("lazy", body, "[lazy]")
 
-    def up_to(self, triggers: tuple[str, ...]) -> str:
-        """Free text and the first trigger, which stands at its end alone."""
-        return self.lazy(f"/{ANY_TEXT}/ {json.dumps(triggers[0])}")
-
     def _named(self, kind: str, body: str, options: str = "") -> str:
         line = options + ": " + body
         if line not in self._known:
@@ -157,19 +150,15 @@ class Lark:
 
 
 def _checked(toolbox: Toolbox, tool: Tool) -> bool:
-    return toolbox.forced or tool.strict
+    return toolbox.forced or tool.exact
 
 
-def _trigger(layout: Layout) -> str:
-    return layout.triggers[0] if layout.opening.startswith(layout.triggers[:1]) else ""
-
-
-def _joined(*parts: str) -> str:
+def joined(*parts: str) -> str:
     return " ".join(part for part in parts if part) or '""'
 
 
 def escaped(text: str) -> str:
-    return re.escape(text).replace("/", r"\/")
+    return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
 
 
 def regex(pattern: str) -> str:

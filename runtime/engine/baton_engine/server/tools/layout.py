@@ -19,7 +19,7 @@ class Layout:
     triggers: tuple[str, ...] = ()
     """What a reader takes for a beginning: none of it may stand in free text. The first begins `opening`."""
     bare: str = ""
-    """If `opening` has no trigger: characters with which an answer that calls nothing may not begin."""
+    """Characters with which an answer that calls nothing may not begin: calls do, without a trigger."""
     opening: str
     call: Callable[[Lark, Tool, bool], str]
     """One call as an expression of the grammar; whether its arguments must fit the tool's schema."""

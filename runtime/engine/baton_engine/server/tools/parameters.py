@@ -7,7 +7,7 @@ from typing import Any
 
 from baton_api.errors import InvalidRequest
 from baton_engine.server.tools import values
-from baton_engine.server.tools.lark import Lark
+from baton_engine.server.tools.lark import Lark, joined
 from baton_engine.server.tools.schemas import closed
 from baton_engine.server.tools.toolbox import Tool
 
@@ -41,11 +41,11 @@ def members(
     # From the last to the first: what follows if nothing was written before, and if something was.
     first = later = '""'
     for name, value in reversed(properties.items()):
-        shared = {key: schema[key] for key in DEFINITIONS if key in schema}
-        written = lark.rule(one(name, {**shared, **(value if isinstance(value, Mapping) else {})}))
+        inner = dict(value) if isinstance(value, Mapping) else {}
+        written = lark.rule(one(name, definitions(schema) | inner))
         skip_first, skip_later = ("", "") if name in required else (f" | {first}", f" | {later}")
         first = lark.rule(f"{written} {later}{skip_first}")
-        later = lark.rule(f"{lark.literal(separator)} {written} {later}{skip_later}")
+        later = lark.rule(joined(lark.literal(separator), written, later) + skip_later)
     return first
 
 
@@ -54,8 +54,13 @@ def root_of(tool: Tool) -> Mapping[str, Any]:
     schema = tool.schema
     target = values.resolved(schema["$ref"], schema) if "$ref" in schema else None
     if isinstance(target, Mapping):
-        schema = {key: schema[key] for key in DEFINITIONS if key in schema} | dict(target)
+        schema = definitions(schema) | dict(target)
     return schema if tool.strict or tool.custom else closed(schema)
+
+
+def definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """What references in a part of `schema` may mean."""
+    return {key: schema[key] for key in DEFINITIONS if key in schema}
 
 
 def not_enforced(tool: Tool, reason: str) -> InvalidRequest:

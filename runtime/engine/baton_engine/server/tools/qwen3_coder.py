@@ -24,7 +24,7 @@ from baton_engine.server.tools import values
 from baton_engine.server.tools.family import ToolFamily
 from baton_engine.server.tools.lark import ANY_TEXT, Lark, escaped, regex
 from baton_engine.server.tools.layout import Layout
-from baton_engine.server.tools.parameters import members, not_enforced, root_of
+from baton_engine.server.tools.parameters import definitions, members, not_enforced, root_of
 from baton_engine.server.tools.source import OpenCall, Reading, Source, Wait
 from baton_engine.server.tools.toolbox import INPUT, Tool
 
@@ -149,7 +149,7 @@ def _value(lark: Lark, tool: Tool, schema: Mapping[str, Any], root: Mapping[str,
             return "(" + " | ".join(_value(lark, tool, part, root) for part in schema[key]) + ")"
     types = values.types_of(schema, root)
     if types and "string" not in types:
-        return f"{lark.json({**root, **schema}, strict=tool.strict)} {end}"
+        return f"{lark.json(definitions(root) | dict(schema), strict=tool.strict)} {end}"
     return lark.lazy(f"{lark.terminal(_text(tool, schema))} {json.dumps(VALUE_END)}")
 
 

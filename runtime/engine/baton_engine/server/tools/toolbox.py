@@ -37,6 +37,11 @@ class Tool:
     """Of a custom tool; None is any text."""
 
     @property
+    def exact(self) -> bool:
+        """Whether what it is called with must be of its form wherever it is called."""
+        return self.strict or self.grammar is not None
+
+    @property
     def definition(self) -> dict[str, Any]:
         """As chat templates take it; a custom tool is a function with one string."""
         function: dict[str, Any] = {"name": self.name}
@@ -52,6 +57,8 @@ class Tool:
         text: dict[str, Any] = {"type": "string"}
         if self.grammar is not None:
             text["description"] = f"Must match this {self.grammar.syntax} grammar:\n{self.grammar.definition}"
+            if self.grammar.syntax == "regex":
+                text["pattern"] = f"^(?:{self.grammar.definition})$"
         return {
             "type": "object",
             "properties": {INPUT: text},
@@ -97,5 +104,5 @@ class Toolbox:
         return self.choice != "none" and (
             self.forced
             or len(self.callable) < len(self.tools)
-            or any(tool.strict or tool.grammar is not None for tool in self.callable.values())
+            or any(tool.exact for tool in self.callable.values())
         )
