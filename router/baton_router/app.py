@@ -21,7 +21,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from baton_api import response_answers
+from baton_api import openapi, response_answers
 from baton_api.errors import (
     BatonError,
     InternalError,
@@ -180,6 +180,11 @@ def _rest(router: Router) -> FastAPI:
     @app.get("/version")
     async def version() -> JSONResponse:
         return JSONResponse(about.version())
+
+    @app.get("/openapi.json")
+    async def description() -> JSONResponse:
+        models = router.workers.models()
+        return JSONResponse(openapi.document(models, "router", keyed=router.keys.required))
 
     @app.get("/model_info")
     @app.get("/get_model_info")

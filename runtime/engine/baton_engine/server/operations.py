@@ -8,6 +8,7 @@ The routes for those who run a worker: is it well, what is it, how busy is it, e
     GET  /metrics                          Prometheus
     GET  /debug/requests                   the last requests with their timeline, without their text
     GET  /version, /model_info, /server_info
+    GET  /openapi.json                     all of this, for programs
     POST /abort_request                    end requests by their ids
 """
 
@@ -20,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from baton_api import openapi
 from baton_api.errors import NotReady
 from baton_engine.metrics import CONTENT_TYPE
 from baton_engine.server import about, bodies
@@ -67,6 +69,9 @@ def routes(served: Served) -> list[Route]:
     async def server_info(request: Request) -> Response:
         return as_json(about.server_info(served))
 
+    async def description(request: Request) -> Response:
+        return as_json(openapi.document(served.names, "worker", keyed=served.keys.required))
+
     async def abort(request: Request) -> Response:
         fields = bodies.parse(await bodies.read(request.scope, request.receive))
         return as_json(abort_request(fields, served.running))
@@ -84,6 +89,7 @@ def routes(served: Served) -> list[Route]:
         Route("/get_model_info", model_info),
         Route("/server_info", server_info),
         Route("/get_server_info", server_info),
+        Route("/openapi.json", description),
         Route("/abort_request", abort, methods=["POST"]),
     ]
 

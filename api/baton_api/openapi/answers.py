@@ -1,0 +1,248 @@
+"""What servers answer: the shapes of OpenAI's specification, with the members that Baton adds."""
+
+from __future__ import annotations
+
+from baton_api.openapi.values import (
+    ANYTHING,
+    BOOLEAN,
+    COUNT,
+    INTEGER,
+    NULL,
+    NUMBER,
+    OBJECT,
+    TEXT,
+    Schema,
+    array,
+    either,
+    exactly,
+    mapping,
+    nullable,
+    one_of,
+    record,
+    ref,
+    whole,
+)
+
+FINISH = one_of("stop", "length", "tool_calls", "content_filter", "function_call")
+MATCHED = {"matched_stop": nullable(either(TEXT, INTEGER)), "stop_reason": nullable(either(TEXT, INTEGER))}
+
+
+def schemas() -> dict[str, Schema]:
+    """All answers by name."""
+    return {
+        "Error": whole({
+            "error": whole({
+                "message": TEXT | {"minLength": 1},
+                "type": one_of("invalid_request_error", "server_error"),
+                "param": nullable(TEXT),
+                "code": nullable(TEXT),
+            })
+        }),
+        "Model": whole(
+            {"id": TEXT, "object": exactly("model"), "created": COUNT, "owned_by": TEXT},
+            root=TEXT,
+            parent=NULL,
+            max_model_len=nullable(COUNT),
+        ),
+        "Models": whole({"object": exactly("list"), "data": array(ref("Model"))}),
+        "Usage": whole({
+            "prompt_tokens": COUNT,
+            "completion_tokens": COUNT,
+            "total_tokens": COUNT,
+            "prompt_tokens_details": whole({"cached_tokens": COUNT, "audio_tokens": COUNT}),
+            "completion_tokens_details": whole({
+                "reasoning_tokens": COUNT,
+                "audio_tokens": COUNT,
+                "accepted_prediction_tokens": COUNT,
+                "rejected_prediction_tokens": COUNT,
+            }),
+        }),
+        **_chat(),
+        **_completions(),
+        **_responses(),
+        "Embeddings": whole({
+            "object": exactly("list"),
+            "model": TEXT,
+            "data": array(
+                whole({
+                    "object": exactly("embedding"),
+                    "index": COUNT,
+                    "embedding": either(TEXT, array(NUMBER)),
+                })
+            ),
+            "usage": whole({"prompt_tokens": COUNT, "total_tokens": COUNT}),
+        }),
+        "Tokens": whole({
+            "tokens": either(array(COUNT), array(array(COUNT))),
+            "count": either(COUNT, array(COUNT)),
+            "max_model_len": COUNT,
+            "token_strs": nullable(either(array(TEXT), array(array(TEXT)))),
+        }),
+        "Text": whole({"text": either(TEXT, array(TEXT)), "prompt": either(TEXT, array(TEXT))}),
+        "Generated": _generated(),
+        "Aborted": whole({"aborted": COUNT}),
+        "Version": whole({"version": TEXT, "server": TEXT}),
+        "ModelInfo": whole({
+            "model_path": TEXT,
+            "served_model_name": TEXT,
+            "is_generation": BOOLEAN,
+            "max_model_len": nullable(COUNT),
+        }),
+        "ServerInfo": whole({"version": TEXT, "status": TEXT, "started": COUNT, "settings": OBJECT}),
+    }  # fmt: skip
+
+
+def _chat() -> dict[str, Schema]:
+    entry = {"token": TEXT, "logprob": {"type": "number", "maximum": 0}, "bytes": nullable(array(COUNT))}
+    logprobs = nullable(
+        whole(
+            {
+                "content": array(whole(entry | {"top_logprobs": array(whole(entry))})),
+                "refusal": NULL,
+            }
+        )
+    )
+    called = whole({"name": TEXT, "arguments": TEXT})
+    call = either(
+        whole({"id": TEXT, "type": exactly("function"), "function": called}),
+        whole({"id": TEXT, "type": exactly("custom"), "custom": whole({"name": TEXT, "input": TEXT})}),
+    )
+    message = whole(
+        {"role": exactly("assistant"), "content": nullable(TEXT), "refusal": NULL},
+        tool_calls=array(call, least=1),
+        reasoning_content=nullable(TEXT),
+        reasoning=nullable(TEXT),
+        function_call=called,
+        annotations=array(OBJECT),
+    )
+    delta = record(
+        {
+            "role": exactly("assistant"),
+            "content": nullable(TEXT),
+            "reasoning_content": nullable(TEXT),
+            "tool_calls": array(whole({"index": COUNT}, id=TEXT, type=TEXT, function=OBJECT)),
+        }
+    )
+    envelope = {"id": {"type": "string", "pattern": "^chatcmpl-"}, "created": COUNT, "model": TEXT}
+    return {
+        "Chat": whole(
+            envelope
+            | {
+                "object": exactly("chat.completion"),
+                "choices": array(
+                    whole(
+                        {"index": COUNT, "message": message, "finish_reason": FINISH, "logprobs": logprobs},
+                        **MATCHED,
+                    ),
+                    least=1,
+                ),
+                "usage": ref("Usage"),
+            }
+        ),
+        "ChatChunk": whole(
+            envelope
+            | {
+                "object": exactly("chat.completion.chunk"),
+                "choices": array(
+                    whole({
+                        "index": COUNT,
+                        "delta": delta,
+                        "logprobs": logprobs,
+                        "finish_reason": nullable(FINISH),
+                    })
+                ),
+            },
+            usage=nullable(ref("Usage")),
+        ),
+    }  # fmt: skip
+
+
+def _completions() -> dict[str, Schema]:
+    floor_or_less = nullable({"type": "number", "maximum": 0})
+    logprobs = nullable(
+        whole(
+            {
+                "tokens": array(TEXT),
+                "token_logprobs": array(floor_or_less),
+                "top_logprobs": array(nullable(mapping(NUMBER))),
+                "text_offset": array(COUNT),
+            }
+        )
+    )
+    choice = {"index": COUNT, "text": TEXT, "logprobs": logprobs}
+    envelope = {
+        "id": {"type": "string", "pattern": "^cmpl-"},
+        "object": exactly("text_completion"),
+        "created": COUNT,
+        "model": TEXT,
+    }
+    return {
+        "Completion": whole(
+            envelope
+            | {
+                "choices": array(whole(choice | {"finish_reason": FINISH}, **MATCHED), least=1),
+                "usage": ref("Usage"),
+            }
+        ),
+        "CompletionChunk": whole(
+            envelope | {"choices": array(whole(choice | {"finish_reason": nullable(FINISH)}))},
+            usage=nullable(ref("Usage")),
+        ),
+    }
+
+
+def _responses() -> dict[str, Schema]:
+    usage = whole(
+        {
+            "input_tokens": COUNT,
+            "input_tokens_details": whole({"cached_tokens": COUNT}),
+            "output_tokens": COUNT,
+            "output_tokens_details": whole({"reasoning_tokens": COUNT}),
+            "total_tokens": COUNT,
+        }
+    )
+    return {
+        "Response": whole({
+            "id": {"type": "string", "pattern": "^resp_"},
+            "object": exactly("response"),
+            "created_at": COUNT,
+            "status": one_of("completed", "incomplete", "failed", "in_progress"),
+            "error": nullable(whole({"code": TEXT, "message": TEXT})),
+            "incomplete_details": nullable(whole({"reason": TEXT})),
+            "instructions": nullable(TEXT),
+            "model": TEXT,
+            "output": array(whole({"type": TEXT, "id": TEXT, "status": TEXT})),
+            "parallel_tool_calls": BOOLEAN,
+            "tools": array(OBJECT),
+            "tool_choice": either(TEXT, OBJECT),
+            "temperature": NUMBER,
+            "top_p": NUMBER,
+            "metadata": OBJECT,
+            "usage": nullable(usage),
+        }),
+        "ResponseEvent": whole({"type": TEXT, "sequence_number": COUNT}),
+        "ResponseDeleted": whole({"id": TEXT, "object": exactly("response"), "deleted": BOOLEAN}),
+        "ResponseItems": whole({
+            "object": exactly("list"),
+            "data": array(OBJECT),
+            "first_id": nullable(TEXT),
+            "last_id": nullable(TEXT),
+            "has_more": BOOLEAN,
+        }),
+    }  # fmt: skip
+
+
+def _generated() -> Schema:
+    one = whole({
+        "text": TEXT,
+        "output_ids": array(COUNT),
+        "meta_info": whole({
+            "id": TEXT,
+            "finish_reason": nullable(whole({"type": one_of("stop", "length")}, matched=ANYTHING)),
+            "prompt_tokens": COUNT,
+            "completion_tokens": COUNT,
+            "cached_tokens": COUNT,
+            "e2e_latency": NUMBER,
+        }),
+    })  # fmt: skip
+    return either(one, array(one))
