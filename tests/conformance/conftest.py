@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conformance import deployment
-from tests.conformance.deployment import PAIR, WAYS, Deployment, Deployments
+from tests.conformance.deployment import LOG_LINES, PAIR, WAYS, Deployment, Deployments
 from tests.conformance.scripted import make_scripted
 from tests.engine.models import make_model
 
@@ -16,9 +16,6 @@ HERE = Path(__file__).parent
 
 ALWAYS_RELAYED = "--local-prefill-tokens=4"
 """So that even a short prompt of the pair is computed by its prefill worker."""
-
-LOG_LINES = 20
-"""Of a deployment's log, shown with a failure."""
 
 _running = pytest.StashKey[Deployments]()
 

@@ -39,6 +39,9 @@ PATIENCE_S = 60.0
 
 POLL_S = 0.02
 
+LOG_LINES = 30
+"""Of a deployment's log, shown with a failure."""
+
 ADDRESS = {
     ONE_WORKER: re.compile(r" serves .* on (http://127\.0\.0\.1:\d+)/v1"),
     PAIR: re.compile(r"^Ready: .* on (http://127\.0\.0\.1:\d+)/v1"),
@@ -211,18 +214,19 @@ def start(way: str, model: str, name: str, *flags: str, api_key: str = "None") -
     )
     log: list[str] = []
     threading.Thread(target=_read, args=(process, log), daemon=True).start()
+    address: list[str] = []
+
+    def is_ready() -> bool:
+        assert process.poll() is None, f"`baton {command}` ended"
+        address[:] = [found[1] for line in tuple(log) if (found := ADDRESS[way].search(line))]
+        return bool(address) and _answers(address[-1])
+
     try:
-        address: list[str] = []
-
-        def is_ready() -> bool:
-            assert process.poll() is None, "\n".join([f"{command} ended:", *log[-30:]])
-            address[:] = [found[1] for line in tuple(log) if (found := ADDRESS[way].search(line))]
-            return bool(address) and _answers(address[-1])
-
         await_true(is_ready, START_S, f"`baton {command}` is ready")
-    except BaseException:
+    except BaseException as failure:
         process.kill()
         process.wait(END_S)
+        failure.add_note("\n".join(log[-LOG_LINES:]))
         raise
     deployment = Deployment(way, address[-1], name, process, log, api_key)
     if deployment.is_pair:
@@ -282,6 +286,7 @@ class Deployments:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._running: dict[tuple[str, str], Deployment] = {}
+        self._failed: dict[tuple[str, str], str] = {}
 
     def folder(self, name: str, make: Callable[[Path], Path]) -> Path:
         """A model's folder, made once."""
@@ -289,8 +294,14 @@ class Deployments:
         return folder if folder.exists() else make(folder)
 
     def get(self, kind: str, way: str, begin: Callable[[str], Deployment]) -> Deployment:
+        """The deployment; one that could not be started once is not tried again."""
         if (kind, way) not in self._running:
-            self._running[kind, way] = begin(way)
+            assert (kind, way) not in self._failed, self._failed[kind, way]
+            try:
+                self._running[kind, way] = begin(way)
+            except AssertionError as failure:
+                self._failed[kind, way] = f"{kind}, {way}: {failure}"
+                raise
         return self._running[kind, way]
 
     def close(self) -> None:
