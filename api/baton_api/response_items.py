@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
+from baton_api import limits
 from baton_api.errors import InvalidRequest
 
 PAGE_DEFAULT = 20
-PAGE_LIMIT = 100
 
 _PREFIXES = {
     "message": "msg",
@@ -70,16 +70,10 @@ def page(items: Sequence[bytes], query: Mapping[str, str]) -> bytes:
     """
     The list object that `GET /v1/responses/{id}/input_items` answers with, as JSON.
 
-    `query` may have limit (1 to 100), order (desc unless asc) and after (an item's id). Raises
+    `query` may have limit, order (desc unless asc) and after (an item's id). Raises
     InvalidRequest.
     """
-    limit = query.get("limit", str(PAGE_DEFAULT))
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 10 and 1 <= int(limit) <= PAGE_LIMIT):
-        raise InvalidRequest(
-            f"Invalid 'limit': expected a whole number from 1 to {PAGE_LIMIT}.",
-            param="limit",
-            code="invalid_value",
-        )
+    limit = _limit(query.get("limit", str(PAGE_DEFAULT)))
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidRequest(
@@ -94,7 +88,7 @@ def page(items: Sequence[bytes], query: Mapping[str, str]) -> bytes:
                 "Invalid 'after': the response has no such item.", param="after", code="invalid_value"
             )
         first = ids.index(after) + 1
-    last = first + int(limit)
+    last = first + limit
     shown = ids[first:last]
     return msgspec.json.encode(
         {
@@ -104,6 +98,17 @@ def page(items: Sequence[bytes], query: Mapping[str, str]) -> bytes:
             "last_id": shown[-1] if shown else None,
             "has_more": last < len(ids),
         }
+    )
+
+
+def _limit(text: str) -> int:
+    row = limits.ITEMS_PAGE
+    number = int(text) if text.isascii() and text.removeprefix("-").isdigit() and len(text) < 10 else None
+    if number is not None and row.least <= number <= row.most:
+        return number
+    code = "invalid_value" if number is None else row.code if number > row.most else row.code_below
+    raise InvalidRequest(
+        f"Invalid 'limit': expected a whole number from {row.least} to {row.most}.", param="limit", code=code
     )
 
 

@@ -235,20 +235,20 @@ def test_a_page(query: dict[str, str], ids: range, more: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "query",
+    ("query", "code"),
     [
-        {"limit": "0"},
-        {"limit": "101"},
-        {"limit": "x"},
-        {"limit": "-1"},
-        {"limit": "9" * 99},
-        {"limit": "²"},
-        {"order": "up"},
-        {"after": "none"},
+        ({"limit": "0"}, "integer_below_min_value"),
+        ({"limit": "101"}, "integer_above_max_value"),
+        ({"limit": "-1"}, "integer_below_min_value"),
+        ({"limit": "x"}, "invalid_value"),
+        ({"limit": "9" * 99}, "invalid_value"),
+        ({"limit": "²"}, "invalid_value"),
+        ({"order": "up"}, "invalid_value"),
+        ({"after": "none"}, "invalid_value"),
     ],
     ids=str,
 )
-def test_a_page_that_cannot_be(query: dict[str, str]) -> None:
+def test_a_page_that_cannot_be(query: dict[str, str], code: str) -> None:
     with pytest.raises(InvalidRequest) as error:
         page(ITEMS, query)
-    assert error.value.param == next(iter(query))
+    assert (error.value.param, error.value.code) == (next(iter(query)), code)

@@ -54,10 +54,15 @@ def named(name: str) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": name, "schema": {"type": "integer"}}}
 
 
+def tools(*names: str, **function: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": name, **function}} for name in names]}
+
+
 def pairs(count: int, item: Any = 1) -> dict[str, Any]:
     return {str(number): item for number in range(count)}
 
 
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TRIALS: dict[str, Trial] = {
     "DEPTH": chat(lambda count: {"foo": nested(count - 1)}),
     "REQUEST_ID": chat(lambda count: {"rid": "x" * count}, "rid"),
@@ -68,6 +73,12 @@ TRIALS: dict[str, Trial] = {
         lambda count: {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * count}]},
         "messages[0].content",
     ),
+    "TOOL_CALLS": Trial(
+        "/tokenize",
+        lambda count: {"messages": [{"role": "assistant", "tool_calls": [CALL] * count}]},
+        "messages[0].tool_calls",
+    ),
+    "DOCUMENTS": Trial("/tokenize", lambda count: {"messages": USER, "documents": [{}] * count}),
     "PROMPTS": complete(lambda count: {"prompt": ["a"] * count}),
     "ALL_CHOICES": complete(lambda count: {"prompt": ["a"] * -(-count // 128), "n": 128}, "n"),
     "TOKEN_LISTS": Trial("/detokenize", lambda count: {"tokens": [[1]] * count}),
@@ -87,6 +98,9 @@ TRIALS: dict[str, Trial] = {
     "BEST_OF": complete(lambda number: {"best_of": number, "max_tokens": 1}),
     "MAX_TOKENS": chat(lambda number: {"max_tokens": number}, "max_tokens", otherwise=ROOMY),
     "MAX_TOKENS_OR_NONE": complete(lambda number: {"max_tokens": number}, otherwise=ROOMY),
+    "THINKING_BUDGET": chat(
+        lambda number: {"thinking_token_budget": number}, otherwise="unsupported_parameter"
+    ),
     "MIN_TOKENS": chat(lambda number: {"min_tokens": number}, otherwise="integer_above_max_value"),
     "STOPS": chat(lambda count: {"stop": ["x"] * count}),
     "STOP": chat(lambda count: {"stop": "x" * count}, "stop"),
@@ -110,6 +124,9 @@ TRIALS: dict[str, Trial] = {
     "METADATA_KEY": chat(lambda count: {"metadata": {"k" * count: "x"}}, "metadata"),
     "METADATA_VALUE": chat(lambda count: {"metadata": {"k": "x" * count}}, "metadata.k"),
     "SAFETY_IDENTIFIER": chat(lambda count: {"safety_identifier": "x" * count}),
+    "MAX_TOOL_CALLS": Trial(
+        "/v1/responses", lambda number: {"input": "a", "max_output_tokens": 1, "max_tool_calls": number}
+    ),
     "TEMPLATE_KWARGS": Trial(
         "/tokenize",
         lambda count: {
@@ -117,11 +134,32 @@ TRIALS: dict[str, Trial] = {
             "chat_template_kwargs": {f"name{number}": 1 for number in range(count)},
         },
     ),
+    "TOOLS": Trial(
+        "/tokenize", lambda count: {"messages": USER} | tools(*(f"f{one}" for one in range(count)))
+    ),
+    "FUNCTIONS": Trial(
+        "/tokenize",
+        lambda count: {"messages": USER, "functions": [{"name": f"f{one}"} for one in range(count)]},
+    ),
+    "TOOL_NAME": Trial(
+        "/tokenize", lambda count: {"messages": USER} | tools("f" * count), "tools[0].function.name"
+    ),
+    "TOOL_DESCRIPTION": Trial(
+        "/tokenize",
+        lambda count: {"messages": USER} | tools("f", description="x" * count),
+        "tools[0].function.description",
+    ),
+    "TOOL_SCHEMA": Trial(
+        "/tokenize",
+        # {"title": "x..."} as JSON
+        lambda count: {"messages": USER} | tools("f", parameters={"title": "x" * (count - 13)}),
+        "tools[0].function.parameters",
+    ),
     "PROMPT_LOGPROBS": complete(lambda number: {"prompt_logprobs": number, "max_tokens": 1}),
 }
 
-ELSEWHERE = {"HEAD", "BODY", "CONSTRAINT", "INPUTS"}
-"""Rows that no field of a body reaches, which have tests of their own below, and that of embeddings."""
+ELSEWHERE = {"HEAD", "BODY", "CONSTRAINT", "INPUTS", "ITEMS_PAGE"}
+"""Rows that no field of a body reaches, which have tests of their own, here or with their endpoint."""
 
 ROWS = [pytest.param(row, limits.table()[row], trial, id=row) for row, trial in TRIALS.items()]
 

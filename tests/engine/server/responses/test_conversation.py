@@ -103,6 +103,10 @@ STORIES: dict[str, tuple[list[Any], list[dict[str, Any]]]] = {
         [THOUGHT | {"content": None}, said("Hello")],
         [{"role": "assistant", "reasoning_content": "short", "content": [TEXT]}],
     ),
+    "a call that was cut": (
+        [user("Hi"), call(0) | {"status": "incomplete", "arguments": '{"a'}],
+        [user("Hi")],
+    ),
     "a thought that is nothing": ([THOUGHT | {"content": [], "summary": []}, user("Hi")], [user("Hi")]),
 }
 

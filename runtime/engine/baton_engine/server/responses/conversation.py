@@ -62,6 +62,8 @@ def _add(conversation: Conversation, item: Fields, path: str) -> None:
             if thought := _thought(item):
                 message = conversation.assistant(path, "content", "tool_calls", "reasoning_content")
                 message["reasoning_content"] = thought
+        case "function_call" | "custom_tool_call" if item.get("status") == "incomplete":
+            pass  # it was cut, and never made
         case "function_call":
             call = {"name": _text(item, "name"), "arguments": _text(item, "arguments")}
             _add_call(conversation, {"type": "function", "function": call}, item, path)

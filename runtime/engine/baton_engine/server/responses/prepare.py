@@ -10,6 +10,7 @@ from baton_api import limits, response_items
 from baton_api.errors import InvalidRequest
 from baton_engine.server import chat
 from baton_engine.server.fields import Fields
+from baton_engine.server.guided import guided
 from baton_engine.server.responses import refusals, request
 from baton_engine.server.responses.events import Events
 from baton_engine.server.responses.logprobs import MessageLogprobs
@@ -72,7 +73,8 @@ def _chat(asked: Asked, served: Served, start: int) -> Work:
     talk = asked.conversation
     head = talk.messages[: talk.sources[:1] == ["instructions"]]
     messages = [*head, *talk.messages[max(start, len(head)) :]]
-    return chat.prepare(Fields(asked.options | {"messages": messages}), served)
+    fields = Fields(asked.options | {"messages": messages})
+    return guided(chat.prepare(fields, served), fields, served.grammars)
 
 
 def _fitted(asked: Asked, served: Served) -> Work:

@@ -71,7 +71,7 @@ def read(fields: Fields, items: Sequence[object], earlier: int) -> Asked:
     _refuse(fields)
     include = _include(fields)
     top_logprobs = fields.integer("top_logprobs", *limits.TOP_LOGPROBS.range)
-    fields.integer("max_tool_calls", 1, limits.TOKENS)
+    fields.integer("max_tool_calls", *limits.MAX_TOOL_CALLS.range)
     fields.integer("n", 1, 1)
     instructions = fields.text("instructions")
     text = Fields(fields.mapping("text") or {}, "text")

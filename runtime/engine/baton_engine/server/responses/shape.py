@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from baton_api.errors import BatonError
 from baton_engine.requests import FinishReason
 from baton_engine.server.choice import Choice
-from baton_engine.server.parts import Arguments, Part, Thought, Words
+from baton_engine.server.parts import Part, merged
 from baton_engine.server.responses.events import Events
 from baton_engine.server.responses.logprobs import MessageLogprobs
 from baton_engine.server.responses.output import Output
@@ -56,7 +55,7 @@ class ResponseShape:
 
     def answer(self, choices: Sequence[tuple[Choice, Piece]], usage: Usage) -> dict[str, Any]:
         _, whole = choices[0]
-        self._take(whole, _merged(whole.parts))
+        self._take(whole, merged(whole.parts))
         return self._complete(usage)
 
     def failure(self, error: BatonError) -> bytes:
@@ -117,22 +116,3 @@ def _usage(usage: Usage) -> dict[str, Any]:
         },
         "total_tokens": body["total_tokens"],
     }
-
-
-def _merged(parts: Sequence[Part]) -> list[Part]:
-    """Neighbours that continue one another as one."""
-    merged: list[Part] = []
-    for part, texts in _runs(parts):
-        match part:
-            case Words() | Thought() | Arguments():
-                merged.append(replace(part, text="".join(texts)))
-            case _:
-                merged.append(part)
-    return merged
-
-
-def _runs(parts: Sequence[Part]) -> Iterator[tuple[Part, list[str]]]:
-    """The first part of each run, and the texts of all of it."""
-    for _, run in itertools.groupby(parts, key=lambda part: (type(part), getattr(part, "index", None))):
-        first, *others = run
-        yield first, [getattr(part, "text", "") for part in (first, *others)]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from baton_api import limits
 from baton_api.errors import InvalidRequest
 from baton_engine.server.fields import Fields, shown, wrong_type
 
-TOOLS_LIMIT = 1024
 CHOICES = ("none", "auto", "required")
 OF_FUNCTION = ("name", "description", "parameters", "strict")
 OF_CUSTOM = ("name", "description", "format")
@@ -17,7 +17,7 @@ def read_tools(fields: Fields) -> list[dict[str, Any]]:
     """The tools as a response object shows them. Raises InvalidRequest for those that others would run."""
     return [
         _tool(tool, f"tools[{position}]")
-        for position, tool in enumerate(fields.array("tools", TOOLS_LIMIT) or ())
+        for position, tool in enumerate(fields.array("tools", limits.TOOLS.most) or ())
     ]
 
 
@@ -64,7 +64,7 @@ def read_choice(fields: Fields) -> str | dict[str, Any]:
     inner.require("type")
     if inner.choice("type", ("function", "custom", "allowed_tools")) == "allowed_tools":
         inner.choice("mode", ("auto", "required"))
-        for position, tool in enumerate(inner.array("tools", TOOLS_LIMIT) or ()):
+        for position, tool in enumerate(inner.array("tools", limits.TOOLS.most) or ()):
             if not isinstance(tool, dict):
                 raise wrong_type(f"tool_choice.tools[{position}]", "an object", tool)
     else:
