@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from baton_api.messages import PROTOCOL
 from baton_engine.compatibility import Compatibility, compatibility_digest, weights_digest
 from baton_engine.model.spec import ModelSpec, RopeScaling
 from baton_engine.model.weights import LayerWeights, Weights
@@ -99,7 +100,7 @@ def test_a_difference_is_told_with_both_values() -> None:
         "dtype is float32 here and bfloat16 there, kv dtype is float32 here and bfloat16 there, "
         "block size is 16 here and 32 there"
     )
-    assert "protocol is 1 here and unknown there" in ours.differences({})
+    assert f"protocol is {PROTOCOL} here and unknown there" in ours.differences({})
 
 
 def test_the_digest_does_not_confuse_names_with_values() -> None:
