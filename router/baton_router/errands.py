@@ -1,5 +1,6 @@
 """
-What the router asks of workers for those who run the service: end this request, show that you work.
+What the router asks of workers for those who run the service: end this request, empty your cache, show
+that you work.
 
 A request is known to the worker that has it, and the router keeps no list of them; so an abort goes to
 all workers, and each ends what it knows. That a pair works is shown by one token through both of its
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -26,7 +28,8 @@ from baton_router.workers import State, Worker, Workers
 
 ABORT = "/abort_request"
 PROBE = "/health_generate"
-ERRANDS = {ABORT: "POST", PROBE: "GET"}
+FLUSH = "/flush_cache"
+ERRANDS = {ABORT: "POST", FLUSH: "POST", PROBE: "GET"}
 """Paths and their methods."""
 
 ANSWER_LIMIT = 64 * 1024
@@ -36,10 +39,7 @@ PATIENCE_S = 30.0
 """Seconds for one answer: a worker gives itself 20 to show that it works."""
 
 
-class Aborted(msgspec.Struct):
-    """What a worker answers to an abort."""
-
-    aborted: int = 0
+_counts = msgspec.json.Decoder(dict[str, int])
 
 
 class Errands:
@@ -66,35 +66,37 @@ class Errands:
         try:
             body = await client.body(self._settings.max_body, self._settings.body_s)
             async with client:
-                run = self._abort if scope["path"] == ABORT else self._probe
-                status, answer = await run(scope["headers"], body, name)
+                if scope["path"] == PROBE:
+                    status, answer = await self._probe(scope["headers"], name)
+                else:
+                    status, answer = await self._tell_all(scope["path"], scope["headers"], body, name)
             await send_json(send, status, answer, name)
         except ClientGone:
             return
         except BatonError as error:
             await send_error(send, error, name, close=not client.read)
 
-    async def _abort(self, given: Headers, body: bytes, name: bytes) -> tuple[int, bytes]:
-        """How many requests ended, over all workers; or what the first one that refuses says."""
+    async def _tell_all(self, path: str, given: Headers, body: bytes, name: bytes) -> tuple[int, bytes]:
+        """The sums of what workers count in their answers; or what the first one that refuses says."""
         now = self._clock()
         there = [one for one in self._workers.all if one.health.state(now) is not State.DOWN]
-        heads = [self._head(b"POST", ABORT, given, len(body), name, Pair(one, None)) for one in there]
+        heads = [self._head(b"POST", path, given, len(body), name, Pair(one, None)) for one in there]
         answers = await asyncio.gather(
             *(_ask(one, head, body) for one, head in zip(there, heads, strict=True)), return_exceptions=True
         )
-        ended = 0
+        sums: Counter[str] = Counter()
         for worker, answer in zip(there, answers, strict=True):
             if isinstance(answer, Lost):
-                continue  # what it had has ended with it
+                continue  # what it had is gone with it
             if isinstance(answer, BaseException):
                 raise answer
             status, text = answer
             if status != 200:
                 return status, text
-            ended += _aborted(worker, text)
-        return 200, msgspec.json.encode(Aborted(ended))
+            sums.update(_counted(worker, text))
+        return 200, msgspec.json.encode(sums)
 
-    async def _probe(self, given: Headers, body: bytes, name: bytes) -> tuple[int, bytes]:
+    async def _probe(self, given: Headers, name: bytes) -> tuple[int, bytes]:
         """One token, by way of a pair."""
         pair = choose_pair(self._policy, self._workers, None, (), self._clock(), self._rng)
         assert pair is not None  # nobody was tried before
@@ -104,9 +106,9 @@ class Errands:
         return request_head(path.encode(), given, length, name, pair, self._trust, time.time(), method=method)
 
 
-def _aborted(worker: Worker, answer: bytes) -> int:
+def _counted(worker: Worker, answer: bytes) -> dict[str, int]:
     try:
-        return msgspec.json.decode(answer, type=Aborted).aborted
+        return _counts.decode(answer)
     except msgspec.DecodeError as error:
         raise WorkerLost(worker.name) from error
 

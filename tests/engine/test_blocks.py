@@ -126,6 +126,16 @@ def test_a_cached_parent_of_an_owned_block_can_be_evicted() -> None:
     pool.allocate(2)
 
 
+def test_what_is_forgotten_is_free_and_what_is_used_stays_known() -> None:
+    pool = BlockPool(9)
+    used, unused = own(pool, chain(1, 2)), own(pool, chain(3, 4, 5))
+    pool.release(unused)
+    pool.forget()
+    assert (pool.free, pool.cached, pool.owned) == (6, 0, 2)
+    assert pool.match(chain(3, 4, 5)) == []
+    assert pool.match(chain(1, 2)) == used
+
+
 def test_of_two_blocks_with_the_same_content_the_first_stays_known() -> None:
     pool = BlockPool(5)
     hashes = chain(1)
@@ -187,6 +197,9 @@ def test_whatever_happens_every_block_is_in_one_state_and_no_chain_has_a_hole(se
             blocks = pool.allocate(1)
             pool.quarantine(blocks)
             quarantine += blocks
+        elif roll < 0.96:
+            pool.forget()
+            assert pool.cached == 0
         elif quarantine:
             pool.settle([quarantine.pop()])
         users = {block for blocks in held for block in blocks}

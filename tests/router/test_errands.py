@@ -35,6 +35,17 @@ async def test_an_abort_goes_to_every_worker_and_is_summed() -> None:
             assert asked.header("x-request-id") == "op-1"
 
 
+async def test_caches_are_emptied_everywhere() -> None:
+    one, two = (
+        FakeWorker(saying(200, b'{"flushed_blocks":5}')),
+        FakeWorker(saying(200, b'{"flushed_blocks":0}')),
+    )
+    async with one, two, running_router([one, two]) as router:
+        answer = await router.client.post("/flush_cache")
+        assert (answer.status_code, answer.json()) == (200, {"flushed_blocks": 5})
+        assert [worker.asked[0].target for worker in (one, two)] == ["/flush_cache"] * 2
+
+
 async def test_a_worker_that_is_gone_has_nothing_left_to_abort() -> None:
     worker, dying = FakeWorker(saying(200, b'{"aborted":1}')), FakeWorker(fake_worker.die_at_once)
     async with worker, dying, FakeWorker() as dead, running_router([worker, dying, dead]) as router:

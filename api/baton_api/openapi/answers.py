@@ -81,6 +81,7 @@ def schemas() -> dict[str, Schema]:
         "Text": whole({"text": either(TEXT, array(TEXT)), "prompt": either(TEXT, array(TEXT))}),
         "Generated": _generated(),
         "Aborted": whole({"aborted": COUNT}),
+        "Flushed": whole({"flushed_blocks": COUNT}),
         "Version": whole({"version": TEXT, "server": TEXT}),
         "ModelInfo": whole({
             "model_path": TEXT,

@@ -146,6 +146,7 @@ def _operations() -> Iterator[Operation]:
                     statuses=WITH_A_BODY, others=("/v1/detokenize",))  # fmt: skip
     yield Operation("post", "/abort_request", "End requests by their ids", "Aborted", "AbortRequest",
                     statuses=WITH_A_BODY)  # fmt: skip
+    yield Operation("post", "/flush_cache", "Empty the prefix cache", "Flushed")
     yield Operation("get", "/health", "Whether the process lives", statuses=(431, 500), others=("/ping",))
     yield Operation("get", "/ready", "Whether requests are welcome", statuses=(431, 500, 503))
     yield Operation("get", "/health_generate", "Whether a token can be generated", statuses=(*ALWAYS, 503))

@@ -160,6 +160,11 @@ class BlockPool:
             self._quarantined.remove(block)
             self._free.append(block)
 
+    def forget(self) -> None:
+        """Free every cached block; what somebody uses stays known."""
+        while self._cached:
+            self._free.append(self._evict())
+
     def _shelve(self, block: int) -> None:
         name, parent = self._hash[block], self._parent[block]
         assert name is not None

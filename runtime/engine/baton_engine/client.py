@@ -69,6 +69,10 @@ class AsyncEngine:
         """End a generation from outside; whoever iterates it gets an output with ABORT."""
         self.engine.abort(request_id)
 
+    def forget(self) -> None:
+        """Empty the prefix cache, but for what requests use."""
+        self.engine.forget()
+
     def snapshot(self) -> EngineSnapshot:
         return self.engine.snapshot()
 

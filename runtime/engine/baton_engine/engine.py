@@ -148,6 +148,10 @@ class Engine:
         """Nobody writes these quarantined blocks any more."""
         self._inbox.post(lambda: self._pool.settle(blocks))
 
+    def forget(self) -> None:
+        """Empty the prefix cache, but for what requests use."""
+        self._inbox.post(self._pool.forget)
+
     def release(self, request_id: str) -> None:
         """An exported request's blocks were pulled, or nobody wants them."""
         self._inbox.post(lambda: self._abort(request_id))

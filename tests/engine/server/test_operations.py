@@ -98,6 +98,22 @@ async def test_probes_are_short(api: Api, path: str) -> None:
     assert (response.status_code, response.content) == (200, b"")
 
 
+async def test_the_cache_can_be_emptied_and_what_runs_goes_on(api: Api) -> None:
+    prompt = "a prompt of several blocks of four"
+    whole = (await api.complete(prompt=prompt, temperature=0)).json()["choices"][0]["text"]
+    cached = api.served.engine.snapshot().cached_blocks
+    assert cached > 4
+    assert (await api.http.post("/flush_cache")).json() == {"flushed_blocks": cached}
+    await eventually(lambda: not api.served.engine.snapshot().cached_blocks)
+    running = asyncio.create_task(api.complete(prompt=prompt, temperature=0, max_tokens=100))
+    await eventually(lambda: api.served.engine.snapshot().running == 1)
+    await api.http.post("/flush_cache")
+    again = (await running).json()
+    assert again["choices"][0]["text"].startswith(whole)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    api.assert_all_blocks_back()
+
+
 # --- /health_generate ---
 
 

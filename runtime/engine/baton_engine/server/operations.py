@@ -10,6 +10,7 @@ The routes for those who run a worker: is it well, what is it, how busy is it, e
     GET  /version, /model_info, /server_info
     GET  /openapi.json                     all of this, for programs
     POST /abort_request                    end requests by their ids
+    POST /flush_cache                      empty the prefix cache, but for what requests use
 """
 
 from __future__ import annotations
@@ -76,6 +77,11 @@ def routes(served: Served) -> list[Route]:
         fields = bodies.parse(await bodies.read(request.scope, request.receive))
         return as_json(abort_request(fields, served.running))
 
+    async def flush(request: Request) -> Response:
+        cached = served.engine.snapshot().cached_blocks
+        served.engine.forget()
+        return as_json({"flushed_blocks": cached})
+
     return [
         Route("/health", health),
         Route("/ping", health),
@@ -91,6 +97,7 @@ def routes(served: Served) -> list[Route]:
         Route("/get_server_info", server_info),
         Route("/openapi.json", description),
         Route("/abort_request", abort, methods=["POST"]),
+        Route("/flush_cache", flush, methods=["POST"]),
     ]
 
 
