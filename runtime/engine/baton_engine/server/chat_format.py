@@ -10,6 +10,7 @@ from baton_engine.server.reasoning.formats import ReasoningFormat, format_of
 from baton_engine.server.template.templates import Templates, templates_of
 from baton_engine.server.tools import families
 from baton_engine.server.tools.family import ToolFamily
+from baton_engine.server.tools.toolbox import Toolbox
 from baton_engine.settings import WorkerSettings
 
 
@@ -21,6 +22,10 @@ class ChatFormat:
     tools: ToolFamily
     tokens: Mapping[str, int]
     """The tokens that grammars write as ids, by their text."""
+
+    def tells_tools(self, toolbox: Toolbox | None) -> bool:
+        """Whether tools have to be told in words, since the template would leave them out without a word."""
+        return self.tools is families.GENERIC and not self.templates.knows_tools(toolbox is not None)
 
 
 def chat_format_of(tokenizer: Tokenizer, settings: WorkerSettings) -> ChatFormat:

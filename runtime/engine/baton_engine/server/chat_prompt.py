@@ -15,6 +15,7 @@ from baton_engine.server.served import Served
 from baton_engine.server.template.prompt import Conversation
 from baton_engine.server.template.variables import read_template, read_variables
 from baton_engine.server.tools.request import read_tools
+from baton_engine.server.tools.told import tell
 from baton_engine.server.tools.toolbox import Toolbox
 
 IDS = ("input_ids", "prompt_token_ids")
@@ -51,9 +52,12 @@ def read_prompt(fields: Fields, served: Served) -> ChatPrompt:
     messages = read_messages(fields)
     last = _last(messages)
     continued = _continued(fields, last)
+    tools = None if toolbox is None else toolbox.definitions
+    if brought is None and _speaks_of_tools(messages, toolbox) and served.chat.tells_tools(toolbox):
+        messages, tools = tell(messages, toolbox), None
     conversation = Conversation(
         messages=messages,
-        tools=None if toolbox is None else toolbox.definitions,
+        tools=tools,
         documents=_documents(fields),
         prompted=fields.boolean("add_generation_prompt", not continued),
         continued=continued,
@@ -79,6 +83,12 @@ def _of_ids(fields: Fields, name: str, toolbox: Toolbox | None, served: Served) 
         )
     text = served.tokenizer.decode(tokens[-TAIL:], skip_special_tokens=False)
     return ChatPrompt(tokens=tokens, text=text, toolbox=toolbox, last=None, continued=False, param=name)
+
+
+def _speaks_of_tools(messages: Sequence[Message], toolbox: Toolbox | None) -> bool:
+    return toolbox is not None or any(
+        message["role"] == "tool" or message.get("tool_calls") for message in messages
+    )
 
 
 def _last(messages: Sequence[Message]) -> str | None:

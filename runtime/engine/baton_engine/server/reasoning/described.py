@@ -34,8 +34,17 @@ def parser(template: Mapping[str, Any], prompt: str, toolbox: Toolbox | None) ->
     from transformers.utils.chat_parsing import ResponseParser
 
     tools = toolbox.definitions if toolbox is not None else None
-    made: Parser = ResponseParser(dict(template), prefix=prompt, tools=tools)
+    made: Parser = ResponseParser(_lenient(template), prefix=prompt, tools=tools)
     return made
+
+
+def _lenient(template: Mapping[str, Any]) -> dict[str, Any]:
+    """Calls that are no JSON become text instead of an error, which would cost what stands around them."""
+    fields: dict[str, Any] = dict(template.get("fields", {}))
+    calls = fields.get(CALLS)
+    if isinstance(calls, dict) and calls.get("content") == "json":
+        fields[CALLS] = calls | {"content_args": {**calls.get("content_args", {}), "allow_non_json": True}}
+    return {**template, "fields": fields}
 
 
 class DescribedReader:
@@ -134,8 +143,8 @@ class DescribedReader:
     def _close(self, value: Any) -> Sequence[Part]:
         parts: list[Part] = []
         for call in value if isinstance(value, list) else [value]:
-            function = call.get("function", call) if isinstance(call, dict) else {}
-            if function.get("name") not in self._callable:
+            function = call.get("function", call) if isinstance(call, dict) else None
+            if not isinstance(function, dict) or function.get("name") not in self._callable:
                 parts += self._inner.push(self._unparsed)
                 continue
             index, self._calls = self._calls, self._calls + 1

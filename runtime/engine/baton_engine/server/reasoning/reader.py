@@ -76,7 +76,8 @@ class ReasoningReader:
             parts += [Words(held)] if held else []
         elif self._phase is Phase.THINKING:
             cut = max(beginning(held, self._end), 0 if self._started else beginning(held, self._start))
-            self._tell(parts, held[: len(held) - cut if cut > 1 else None].strip(), held)
+            thought = held[: len(held) - cut if cut > 1 else None].rstrip()
+            self._tell(parts, thought if self._begun else thought.lstrip(), held)
         elif self._phase is Phase.UNDECIDED and beginning(held, self._start) <= 1:
             parts += self._inner.push(held)
         return [*parts, *self._inner.flush()]

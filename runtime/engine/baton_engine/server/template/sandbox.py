@@ -31,7 +31,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MOST_STEPS = 300_000
+MOST_STEPS = 200_000
 """Of one rendering, a second or so. A conversation of 2,048 messages takes some ten thousand."""
 MOST_SECONDS = 5.0
 MOST_CHARACTERS = 16 * 1024 * 1024

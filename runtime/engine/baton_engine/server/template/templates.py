@@ -53,6 +53,13 @@ class Templates:
             )
         return found
 
+    def knows_tools(self, tools: bool) -> bool:
+        """Whether the template for a conversation with or without tools writes them; one that fails may."""
+        try:
+            return "tools" in sandbox.read(self.source(tools)).variables
+        except TemplateError:
+            return True
+
     def render(self, conversation: Conversation, brought: str | None = None) -> str:
         """The prompt, by the template that the request brought, if it did. Raises InvalidRequest."""
         try:

@@ -1,0 +1,274 @@
+"""Thoughts told from answers: by marks, by channels, by description; the same however the text is cut."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from baton_api.errors import SetupError
+from baton_engine.server.parts import Arguments, Call, Part, PlainReader, Reader, Thought, Words, merged
+from baton_engine.server.reasoning import families, formats
+from baton_engine.server.reasoning.families import FAMILIES, State
+from baton_engine.server.reasoning.formats import Described, Harmony, Marked, Opening
+from baton_engine.server.reasoning.reader import ReasoningReader
+from baton_engine.server.reasoning.showing import Showing
+from baton_engine.server.tools.toolbox import Tool, Toolbox
+
+QWEN3 = FAMILIES["qwen3"]
+TOOLBOX = Toolbox(tools=(Tool(name="look_up"),))
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|assistant|>",
+    "fields": {
+        "thinking": {"open": "<think>", "close": "</think>"},
+        "content": {},
+        "tool_calls": {
+            "open": "<call>",
+            "close": "</call>",
+            "content": "json",
+            "repeats": True,
+            "transform": {"type": "function", "function": "{content}"},
+        },
+    },
+}
+
+
+def read(reader: Reader, pieces: Iterable[str]) -> list[Part]:
+    parts = [part for piece in pieces for part in reader.push(piece)]
+    told = merged([*parts, *reader.flush()])
+    return [Call(part.index, "id", part.name) if isinstance(part, Call) else part for part in told]
+
+
+def cuts(text: str) -> Iterable[list[str]]:
+    """Every cut in two, all single characters, and some by chance."""
+    chance = random.Random(len(text))
+    places = [[place] for place in range(1, len(text))] + [list(range(1, len(text)))]
+    places += [sorted(chance.sample(range(len(text) + 1), min(3, len(text)))) for _ in range(30)]
+    for cut in places:
+        yield [text[start:end] for start, end in itertools.pairwise([0, *cut, len(text)])]
+
+
+def assert_same_in_pieces(make: Callable[[], Reader], text: str) -> list[Part]:
+    whole = read(make(), [text])
+    for pieces in cuts(text):
+        assert read(make(), pieces) == whole, pieces
+    return whole
+
+
+MARKED: dict[str, tuple[State, str, list[Part]]] = {
+    "a thought and an answer": (
+        State.FREE, "<think>\nHm. \n</think>\n\nYes. ", [Thought("Hm."), Words("Yes. ")]),
+    "a thought that the prompt has begun": (State.OPEN, "\nHm.</think>Yes.", [Thought("Hm."), Words("Yes.")]),
+    "a thought that prompt and model have begun": (
+        State.OPEN, "<think>Hm.</think>Yes.", [Thought("Hm."), Words("Yes.")]),
+    "an answer without a thought": (State.FREE, " Yes, <think> is a tag", [Words(" Yes, <think> is a tag")]),
+    "an answer after a thought that the prompt has ended": (
+        State.CLOSED, "<think>x</think>", [Words("<think>x</think>")]),
+    "an empty thought": (State.FREE, "<think>\n\n</think>\n\nYes.", [Words("Yes.")]),
+    "a thought without an end": (State.FREE, "<think>Hm <b> </", [Thought("Hm <b>")]),
+    "a thought that is cut in its mark": (State.OPEN, "Hm </thin", [Thought("Hm")]),
+    "a start that is cut": (State.FREE, "<thi", []),
+    "what is nearly a mark": (State.OPEN, "a </thinker> b", [Thought("a </thinker> b")]),
+    "a comparison at the end": (State.OPEN, "a <", [Thought("a <")]),
+    "a second thought, which is none": (
+        State.FREE, "<think>a</think>b<think>c</think>", [Thought("a"), Words("b<think>c</think>")]),
+    "white space and nothing else": (State.FREE, "  \n", [Words("  \n")]),
+    "nothing": (State.OPEN, "", []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_marks_tell_the_thought_from_the_answer(name: str) -> None:
+    state, text, expected = MARKED[name]
+    assert assert_same_in_pieces(lambda: ReasoningReader(QWEN3, PlainReader(), state), text) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+def test_every_family_tells_thought_from_answer_however_the_text_is_cut(
+    family: families.ReasoningFamily,
+) -> None:
+    text = f"{family.start} some {family.start[:-1]} thought {family.end[:-1]}{family.end}\n an answer"
+    state = State.OPEN if family.implied else State.FREE
+    told = assert_same_in_pieces(lambda: ReasoningReader(family, PlainReader(), state), text)
+    assert told == [
+        Thought(f"some {family.start[:-1]} thought {family.end[:-1]}"),
+        Words("an answer"),
+    ]
+    assert read(ReasoningReader(family, PlainReader(), state), ["plain"]) == [
+        Thought("plain") if family.implied else Words("plain")
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_text_is_told_otherwise_in_pieces(seed: int) -> None:
+    chance = random.Random(seed)
+    scraps = ["<think>", "</think>", "<", "</", "think", ">", " ", "\n", "a", "b "]
+    text = "".join(chance.choices(scraps, k=12))
+    for state in State:
+        for fields in ({}, {"apart": False}, {"exact": True}):
+            assert_same_in_pieces(lambda: ReasoningReader(QWEN3, PlainReader(), state, **fields), text)  # noqa: B023
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_thoughts_that_are_not_wanted_apart_stay_in_the_text_with_their_marks(name: str) -> None:
+    state, text, _ = MARKED[name]
+    told = read(ReasoningReader(QWEN3, PlainReader(), state, apart=False), [text])
+    assert told == ([Words(text)] if text else [])
+
+
+def test_the_white_space_of_an_exact_answer_is_its_own() -> None:
+    reader = ReasoningReader(QWEN3, PlainReader(), State.OPEN, exact=True)
+    assert read(reader, ["Hm. \n</think>\n 7 "]) == [Thought("Hm."), Words("\n 7 ")]
+
+
+def test_a_thought_lasts_until_its_mark() -> None:
+    reader = ReasoningReader(QWEN3, PlainReader(), State.FREE)
+    seen = []
+    for piece in ("\n", "<think>", "Hm", "</th", "ink>", "\n", "Yes"):
+        reader.push(piece)
+        seen.append(reader.thinking)
+    assert seen == [False, True, True, True, False, False, False]
+
+
+def test_a_thought_may_come_all_at_once_or_not_at_all() -> None:
+    pieces = ["<think>a", "b ", "c</think>", "d", "e"]
+
+    def told(left_out: bool) -> list[list[Part]]:
+        reader = Showing(ReasoningReader(QWEN3, PlainReader(), State.FREE), left_out=left_out)
+        return [list(reader.push(piece)) for piece in pieces] + [list(reader.flush())]
+
+    assert told(left_out=False) == [[], [], [], [Thought("ab c"), Words("d")], [Words("e")], []]
+    assert told(left_out=True) == [[], [], [], [Words("d")], [Words("e")], []]
+    cut = Showing(ReasoningReader(QWEN3, PlainReader(), State.OPEN), left_out=False)
+    assert read(cut, ["only ", "thought"]) == [Thought("only thought")]
+    assert cut.thinking
+
+
+PROMPTS: dict[str, tuple[str, str, str | None, State]] = {
+    "a prompt that says nothing of thoughts": ("qwen3", "<|assistant|>\n", None, State.FREE),
+    "a prompt that begins the thought": ("qwen3", "<|assistant|>\n<think>\n", None, State.OPEN),
+    "a prompt that has an empty thought": (
+        "qwen3", "<|assistant|>\n<think>\n\n</think>\n\n", None, State.CLOSED),
+    "a model that thinks in any case": ("deepseek-r1", "<|Assistant|>", None, State.OPEN),
+    "a user who speaks of thoughts": ("qwen3", "say <think><|assistant|>\n", None, State.FREE),
+    "a message that goes on": ("qwen3", "<|assistant|>\nOnce upon", "Once upon", State.CLOSED),
+    "a message with a thought that goes on": (
+        "qwen3", "x<think>a</think>b", "<think>a</think>b", State.CLOSED),
+    "a thought that goes on": ("deepseek-r1", "<|Assistant|><think>Let me", "<think>Let me", State.OPEN),
+    "an empty message that goes on": ("qwen3", "<|assistant|>\n", "", State.FREE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_the_end_of_the_prompt_tells_where_the_answer_begins(name: str) -> None:
+    family, prompt, continued, expected = PROMPTS[name]
+    assert FAMILIES[family].state(prompt, continued) is expected
+
+
+def test_a_constraint_waits_for_the_end_of_the_thought() -> None:
+    form = Marked(QWEN3)
+    assert form.thinking(Opening(prompt="<|assistant|>\n")) == ("<think>", "</think>")
+    assert form.thinking(Opening(prompt="<|assistant|>\n<think>\n")) == ("", "</think>")
+    assert form.thinking(Opening(prompt="<think>\n\n</think>\n\n")) is None
+    assert Harmony().thinking(Opening(prompt="<|start|>assistant")) == ("", "<|channel|>final<|message|>")
+
+
+HARMONY: dict[str, tuple[str, list[Part]]] = {
+    "analysis and final": (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+        [Thought("Hm."), Words("Yes.")]),
+    "no messages at all": ("Yes.", [Words("Yes.")]),
+    "a preamble for the user": (
+        "<|channel|>commentary<|message|>Wait.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>{\"a\": 1}",
+        [Words("Wait."), Call(0, "id", "look_up"), Arguments(0, '{"a": 1}')]),
+    "a recipient before the channel": (
+        " to=functions.look_up<|channel|>commentary json<|message|>{}<|call|>",
+        [Call(0, "id", "look_up"), Arguments(0, "{}")]),
+    "a function that there is not": (
+        "<|channel|>commentary to=functions.other<|message|>{}", [Words("{}")]),
+    "cut in a mark": ("<|channel|>analysis<|message|>Hm.<|en", [Thought("Hm.")]),
+    "cut in a header": ("<|channel|>ana", []),
+    "nothing": ("", []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HARMONY)
+def test_channels_tell_the_parts_of_gpt_oss(name: str) -> None:
+    text, expected = HARMONY[name]
+    opening = Opening(prompt="<|start|>assistant", toolbox=TOOLBOX)
+    assert assert_same_in_pieces(lambda: Harmony().reader(opening, PlainReader()), text) == expected
+
+
+def test_harmony_knows_which_tokens_are_thoughts() -> None:
+    reader = Harmony().reader(Opening(prompt=""), PlainReader())
+    assert isinstance(reader, formats.Thinker)
+    reader.push("<|channel|>analysis<|message|>Hm")
+    assert reader.thinking
+    reader.push("<|end|><|start|>assistant<|channel|>final<|message|>Yes")
+    assert not reader.thinking
+
+
+DESCRIBED: dict[str, tuple[str, str, list[Part]]] = {
+    "thought and answer": ("", "<think>\nHm. </think>\n\nYes.", [Thought("Hm."), Words("Yes.")]),
+    "a thought that the prompt began": ("<think>\n", "Hm.</think>Yes.", [Thought("Hm."), Words("Yes.")]),
+    "an answer alone": ("", "Yes < no.", [Words("Yes < no.")]),
+    "a call": (
+        "", 'So:<call>{"name": "look_up", "arguments": {"a": 1}}</call>',
+        [Words("So:"), Call(0, "id", "look_up"), Arguments(0, '{"a": 1}')]),
+    "a function that there is not": (
+        "", '<call>{"name": "f", "arguments": {}}</call>', [Words('{"name": "f", "arguments": {}}')]),
+    "a call that is no JSON": ("", "<call>{oh</call>dear", [Words("{ohdear")]),
+    "a call that is cut": ("", '<call>{"name": "lo', [Words('{"name": "lo')]),
+    "a mark that is cut": ("", "Yes.<thi", [Words("Yes.<thi")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_the_tokenizers_own_description_tells_the_parts(name: str) -> None:
+    prompt, text, expected = DESCRIBED[name]
+    opening = Opening(prompt=f"<|user|>Hi<|assistant|>{prompt}", toolbox=TOOLBOX)
+    form = Described(RESPONSE_TEMPLATE)
+    assert assert_same_in_pieces(lambda: form.reader(opening, PlainReader()), text) == expected
+
+
+CHOSEN: dict[str, tuple[str, list[str], dict[str, Any] | None, str | None]] = {
+    "none by default": ("", ["<think></think>"], None, None),
+    "a name": ("qwen3", [""], None, "qwen3"),
+    "the name that SGLang and vLLM have for it": ("deepseek_r1", [""], None, "deepseek-r1"),
+    "gpt-oss, as vLLM calls it": ("openai_gptoss", [""], None, "gpt-oss"),
+    "auto, where the template writes thoughts": ("auto", ["{{ '<think>\\n\\n</think>' }}"], None, "qwen3"),
+    "auto, where the template only takes them out": (
+        "auto", ["{{ message.content.split('</think>')[-1] }}"], None, "deepseek-r1"),
+    "auto, where the template has channels": ("auto", ["<|channel|>analysis"], None, "gpt-oss"),
+    "auto, where the template has other marks": ("auto", ["[THINK]..[/THINK]"], None, "mistral"),
+    "auto, where the template has no thoughts": ("auto", ["{{ messages }}"], None, None),
+    "auto, where the tokenizer describes them": ("auto", ["</think>"], RESPONSE_TEMPLATE, "transformers"),
+    "the description": ("transformers", [], RESPONSE_TEMPLATE, "transformers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_the_parser_is_chosen_by_name_or_by_the_template(name: str) -> None:
+    chosen, templates, description, expected = CHOSEN[name]
+    form = formats.format_of(chosen, templates, description)
+    assert (form.name if form is not None else None) == expected
+
+
+@pytest.mark.parametrize(
+    ("chosen", "description", "words"),
+    [
+        ("wisdom", None, "wisdom.*qwen3"),
+        ("transformers", None, "response_template"),
+        ("transformers", {"fields": {}}, "cannot be used"),
+    ],
+)
+def test_a_parser_that_there_is_not_stops_the_start(
+    chosen: str, description: dict[str, Any] | None, words: str
+) -> None:
+    with pytest.raises(SetupError, match=words):
+        formats.format_of(chosen, [], description)
