@@ -1,0 +1,167 @@
+"""JSON schemas of many kinds, made by chance from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+Schema = dict[str, Any]
+
+NAMES = ("id", "name", "größe", "a b", 'quo"te', "x-y", "tags", "née", "_", "0", "line\nbreak", "emoji🙂")
+PATTERNS = (
+    "^[a-z]{2,6}$",
+    "^(red|green|blue)$",
+    "^.{0,6}[0-9]",
+    "^x.{0,8}y$",
+    "^[A-Z][a-z\u00e9]{1,9}( [A-Z][a-z]+)?$",
+    r"^\d{3}-\d{4}$",
+)
+FORMATS = ("date", "uuid", "email", "ipv4")
+CONSTANTS = ("x", 'with "quotes"', "", 0, -7, 2.5, True, False, None, [1, "a"], {"k": [None]})
+
+
+class Maker:
+    """One schema for each seed; `depth` bounds how deep it goes."""
+
+    def __init__(self, seed: int, depth: int = 3) -> None:
+        self._chance = random.Random(seed)
+        self._depth = depth
+        self._definitions: Schema = {}
+
+    def make(self) -> Schema:
+        made = self._chance.choice(
+            [self._object, self._object, self._object, self._array, self._tuple, self._any]
+        )(0)
+        if self._definitions:
+            made = {**made, "$defs": self._definitions}
+        return made
+
+    def _any(self, level: int) -> Schema:
+        leaves: list[Callable[[int], Schema]] = [
+            self._string, self._string, self._integer, self._number, self._boolean, self._enum,
+            self._constant, self._nullable, self._pattern, self._format,
+        ]  # fmt: skip
+        inner: list[Callable[[int], Schema]] = [
+            self._object,
+            self._array,
+            self._tuple,
+            self._map,
+            self._either,
+            self._reference,
+            self._tree,
+        ]
+        choices = leaves if level >= self._depth else leaves + inner
+        return self._chance.choice(choices)(level)
+
+    def _object(self, level: int) -> Schema:
+        names = self._chance.sample(NAMES, self._chance.randint(0, 4))
+        required = [name for name in names if self._chance.random() < 0.6]
+        made: Schema = {"type": "object", "properties": {name: self._any(level + 1) for name in names}}
+        if required:
+            made["required"] = required
+        if self._chance.random() < 0.7:
+            made["additionalProperties"] = False
+        elif self._chance.random() < 0.5:
+            made["additionalProperties"] = self._any(level + 2)
+        return made
+
+    def _map(self, level: int) -> Schema:
+        made: Schema = {"type": "object", "additionalProperties": self._any(level + 2)}
+        if self._chance.random() < 0.5:
+            made["minProperties"] = 1
+            made["maxProperties"] = self._chance.randint(1, 3)
+        return made
+
+    def _array(self, level: int) -> Schema:
+        least = self._chance.randint(0, 2)
+        return {
+            "type": "array",
+            "items": self._any(level + 1),
+            "minItems": least,
+            "maxItems": least + self._chance.randint(0, 3),
+        }
+
+    def _tuple(self, level: int) -> Schema:
+        count = self._chance.randint(1, 3)
+        return {
+            "type": "array",
+            "prefixItems": [self._any(level + 1) for _ in range(count)],
+            "items": False,
+            "minItems": count,
+        }
+
+    def _either(self, level: int) -> Schema:
+        ways = [self._any(level + 1) for _ in range(self._chance.randint(2, 3))]
+        return {"anyOf": ways}
+
+    def _reference(self, level: int) -> Schema:
+        name = f"d{len(self._definitions)}"
+        self._definitions[name] = {}
+        self._definitions[name] = self._any(level + 1)
+        return {"$ref": f"#/$defs/{name}"}
+
+    def _tree(self, level: int) -> Schema:
+        """A definition that refers to itself."""
+        name = f"d{len(self._definitions)}"
+        self._definitions[name] = {}
+        self._definitions[name] = {
+            "type": "object",
+            "properties": {
+                "value": self._any(self._depth),
+                "next": {"anyOf": [{"type": "null"}, {"$ref": f"#/$defs/{name}"}]},
+            },
+            "required": ["value", "next"],
+            "additionalProperties": False,
+        }
+        return {"$ref": f"#/$defs/{name}"}
+
+    def _string(self, level: int) -> Schema:
+        least = self._chance.choice([0, 0, 1, 5])
+        made: Schema = {"type": "string", "maxLength": least + self._chance.randint(0, 20)}
+        if least:
+            made["minLength"] = least
+        return made
+
+    def _pattern(self, level: int) -> Schema:
+        return {"type": "string", "pattern": self._chance.choice(PATTERNS)}
+
+    def _format(self, level: int) -> Schema:
+        return {"type": "string", "format": self._chance.choice(FORMATS)}
+
+    def _integer(self, level: int) -> Schema:
+        made: Schema = {"type": "integer"}
+        low = self._chance.randint(-1000, 1000)
+        high = low + self._chance.choice([0, 1, 7, 100, 12345])
+        kind = self._chance.randrange(4)
+        if kind == 0:
+            made |= {"minimum": low, "maximum": high}
+        elif kind == 1:
+            made |= {"exclusiveMinimum": low, "exclusiveMaximum": high + 2}
+        elif kind == 2:
+            made |= {"multipleOf": self._chance.choice([2, 3, 5, 10, 12])}
+        else:
+            made |= {"minimum": 0}
+        return made
+
+    def _number(self, level: int) -> Schema:
+        made: Schema = {"type": "number"}
+        kind = self._chance.randrange(3)
+        if kind == 0:
+            made["multipleOf"] = self._chance.choice([0.5, 0.25, 2])
+        elif kind == 1:
+            low = self._chance.randint(-50, 50)
+            made |= {"minimum": low, "maximum": low + self._chance.choice([1, 20, 1000])}
+        return made
+
+    def _boolean(self, level: int) -> Schema:
+        return {"type": "boolean"}
+
+    def _enum(self, level: int) -> Schema:
+        return {"enum": self._chance.sample(CONSTANTS, self._chance.randint(1, 5))}
+
+    def _constant(self, level: int) -> Schema:
+        return {"const": self._chance.choice(CONSTANTS)}
+
+    def _nullable(self, level: int) -> Schema:
+        return {"type": [self._chance.choice(["string", "integer", "boolean"]), "null"]}
