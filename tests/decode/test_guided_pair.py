@@ -1,0 +1,89 @@
+"""Constrained answers by way of a pair: whoever draws the first token keeps to the constraint too."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from baton_api.errors import InvalidRequest
+from baton_engine.requests import Constraint, FinishReason, Guide, Thinking
+from tests.decode.pair import Pair, Side, no_guide, open_pair, tokens
+from tests.engine.fake_model import make_cache
+from tests.engine.grammar.words import END, GRAMMARS, SPEAK, STOP, TOKENIZER
+from tests.engine.test_guided import Speaker
+
+PROMPT = tuple(range(30))
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "by chance": {"temperature": 1.3, "seed": 5},
+    "with logprobs": {"temperature": 0.0, "logprobs": 3},
+    "with a minimum": {"temperature": 1.0, "seed": 2, "min_tokens": 3},
+    "with allowed ids": {"temperature": 1.0, "seed": 3, "allowed_ids": tuple(TOKENIZER.encode("13579-"))},
+    "with bad words": {"temperature": 0.0, "bad_words": tuple((one,) for one in TOKENIZER.encode("0123"))},
+    "without ends": {"temperature": 1.0, "seed": 4, "stop_ids": frozenset()},
+    "after a thought": {"temperature": 0.0, "thinking": Thinking((), (SPEAK,), budget=2)},
+    "without a thought": {"temperature": 0.0, "thinking": Thinking((), (SPEAK,), budget=0)},
+}
+PATTERN = "[0-9]{2}(-[0-9]){0,3}"
+ANSWER = rf"(.*</think>)?{PATTERN}(<\|end\|>|<\|stop\|>)?"
+"""What was drawn: a thought may come first, an end last."""
+
+
+def side(name: str) -> Side:
+    return Side.make(name, Speaker(), make_cache(64))
+
+
+async def answer(pair: Pair, *, remote: bool = True, pattern: str = PATTERN, **how: Any) -> str:
+    constraint = Constraint("regex", pattern)
+    parameters: dict[str, Any] = {"stop_ids": frozenset({END, STOP}), "max_tokens": 24, **how}
+    guide: Guide = GRAMMARS.guide(constraint, parameters.get("thinking"))
+    request = pair.request(PROMPT, remote=remote, guide=guide, constraint=constraint, **parameters)
+    outputs = await pair.decode.generate(request)
+    assert outputs[-1].finish is FinishReason.STOP, outputs[-1]
+    return TOKENIZER.decode(tokens(outputs), skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_a_pair_says_what_one_worker_says(case: str) -> None:
+    async with open_pair(side("prefill"), side("decode"), guide=GRAMMARS.guide) as pair:
+        alone = await answer(pair, remote=False, **CASES[case])
+        together = await answer(pair, **CASES[case])
+        assert together == alone
+        assert re.fullmatch(ANSWER, together)
+        assert pair.prefills.outcomes["whole"] == 1
+
+
+async def test_a_first_token_that_is_the_whole_answer_ends_it() -> None:
+    async with open_pair(side("prefill"), side("decode"), guide=GRAMMARS.guide) as pair:
+        assert await answer(pair, pattern="7") == "7"
+
+
+async def test_a_constraint_that_fails_at_the_prefill_worker_is_kept_to_by_the_other() -> None:
+    asked: list[Constraint | None] = []
+
+    def refuse(constraint: Constraint | None, thinking: Thinking | None) -> Guide:
+        asked.append(constraint)
+        return no_guide(constraint, thinking)
+
+    async with open_pair(side("prefill"), side("decode"), guide=refuse) as pair:
+        assert re.fullmatch(ANSWER, await answer(pair, temperature=0.0))
+        assert asked == [Constraint("regex", PATTERN)], "it is not asked a second time"
+        assert pair.prefills.outcomes["failed"] == 1
+
+
+async def test_a_guide_that_breaks_at_the_prefill_worker_costs_only_its_help() -> None:
+    class Broken:
+        ends = ()
+        finished = False
+
+        def fill(self, mask: object) -> bool:
+            raise InvalidRequest("too complex")
+
+        def push(self, token: int) -> None:
+            raise AssertionError("nothing was drawn")
+
+    async with open_pair(side("prefill"), side("decode"), guide=lambda *_: Broken()) as pair:
+        assert re.fullmatch(ANSWER, await answer(pair, temperature=0.0))
+        assert pair.prefills.outcomes["failed"] == 1
