@@ -37,4 +37,4 @@ def test_every_limit_has_a_row_with_both_ends() -> None:
     (seed,) = (row for row in rows if row[0] == "`seed`")
     assert seed[2:4] == ["-2^63", "2^63 - 1"]
     (penalty,) = (row for row in rows if row[0] == "`repetition_penalty`")
-    assert penalty[2:4] == ["> 0", "10^300"]
+    assert penalty[2:4] == ["> 0", "10,000"]

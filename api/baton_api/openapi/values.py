@@ -18,9 +18,6 @@ OBJECT: Schema = {"type": "object"}
 NULL: Schema = {"type": "null"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 
-GREATEST = 1e300
-"""Stands for limits that a double cannot hold exactly."""
-
 
 def ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
@@ -32,7 +29,7 @@ def integer(limit: Limit) -> Schema:
 
 def number(limit: Limit) -> Schema:
     least = "exclusiveMinimum" if limit.open_below else "minimum"
-    return {"type": "number", least: limit.least, "maximum": min(limit.most, GREATEST)}
+    return {"type": "number", least: limit.least, "maximum": limit.most}
 
 
 def text(limit: Limit) -> Schema:

@@ -107,7 +107,7 @@ TRIALS: dict[str, Trial] = {
     "STOP_IDS": chat(lambda count: {"stop_token_ids": [1] * count}),
     "ALLOWED_IDS": chat(lambda count: {"allowed_token_ids": [LETTERS[0]] * count}),
     "BAD_WORDS": chat(lambda count: {"bad_words": ["x"] * count}),
-    "BAD_WORD": chat(lambda count: {"bad_words": ["x" * count]}, "bad_words"),
+    "BAD_WORD": chat(lambda count: {"bad_words": ["x" * count]}, "bad_words[0]"),
     "SCHEMA_NAME": chat(lambda count: {"response_format": named("x" * count)}, f"{SCHEMA}.name"),
     "CHOICES": chat(
         lambda count: {"structured_outputs": {"choice": [f"x{one}" for one in range(count)]}},
@@ -186,7 +186,7 @@ async def test_the_limit_itself_is_accepted(api: Api, row: str, limit: Limit, tr
 @pytest.mark.parametrize(("row", "limit", "trial"), ROWS)
 async def test_just_beyond_the_limit_is_refused(api: Api, row: str, limit: Limit, trial: Trial) -> None:
     param = trial.param if trial.param is not None else limit.field if limit.kind is not Kind.LEVELS else None
-    beyond = limit.most + 1 if limit.most < 10**100 else limit.most * 10
+    beyond = limit.most + 1
     assert_error(await post(api, trial.path, trial.fields(beyond)), limit.status, limit.code, param)
     if limit.code_below is not None:
         below = limit.least if limit.open_below else limit.least - 1

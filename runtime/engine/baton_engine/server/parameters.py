@@ -23,6 +23,9 @@ from baton_engine.server.structured import read_constraint
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them overflows."""
 
+WEAKEST_PENALTY = 1e-4
+"""With such a repetition penalty a repeated token is certain: below it, logits would only overflow."""
+
 NOT_SERVED = (
     "custom_logit_processor", "custom_params", "use_beam_search", "truncate_prompt_tokens",
     "stop_regex", "lora_path", "prompt_embeds", "return_hidden_states", "priority", "vllm_xargs",
@@ -119,12 +122,7 @@ def parse(fields: Fields, logprobs: int | None, vocabulary: Vocabulary, defaults
             min_p=fields.number("min_p", sampling.min_p, *limits.MIN_P.range),
             presence_penalty=fields.number("presence_penalty", 0.0, *limits.PRESENCE_PENALTY.range),
             frequency_penalty=fields.number("frequency_penalty", 0.0, *limits.FREQUENCY_PENALTY.range),
-            repetition_penalty=fields.number(
-                "repetition_penalty",
-                sampling.repetition_penalty,
-                *limits.REPETITION_PENALTY.range,
-                above=True,
-            ),
+            repetition_penalty=_repetition_penalty(fields, sampling.repetition_penalty),
             logit_bias=_logit_bias(fields, vocabulary.size),
             logprobs=logprobs,
             logprob_ids=_logprob_ids(fields, logprobs, vocabulary.size),
@@ -160,6 +158,11 @@ def not_served(param: str, what: str = "") -> InvalidRequest:
         param=param,
         code="unsupported_parameter",
     )
+
+
+def _repetition_penalty(fields: Fields, default: float) -> float:
+    given = fields.number("repetition_penalty", default, *limits.REPETITION_PENALTY.range, above=True)
+    return max(given, WEAKEST_PENALTY)
 
 
 def _stops(fields: Fields) -> tuple[str, ...]:
@@ -210,7 +213,7 @@ def _bad_words(fields: Fields, vocabulary: Vocabulary) -> tuple[tuple[int, ...],
             raise wrong_type(param, "a string", word)
         Fields({param: word}).text(param, limits.BAD_WORD.most)
         if not word.strip():
-            fields.wrong_value("bad_words", "a word has at least one character that is not blank")
+            Fields({param: word}).wrong_value(param, "a word has at least one character that is not blank")
         first = tuple(vocabulary.encode(word.lstrip(), False))
         later = tuple(vocabulary.encode(f" {word.lstrip()}", False))
         # A tokenizer that writes the space as a token of its own ends with the same ids: one entry is enough.
