@@ -331,3 +331,19 @@ async def test_the_sdk_raises_for_a_stream_that_breaks(api: Api, sdk: openai.Asy
         async for event in await sdk.responses.create(model=MODEL, input="Hi", stream=True):
             seen.append(event.type)
     assert seen[-1] == "response.failed"
+
+
+async def test_a_stream_that_somebody_ends_has_failed_and_ends_cleanly(api: Api, server: HttpServer) -> None:
+    body = BROKEN | {"ignore_eos": True, "rid": "mine"}
+    async with (
+        httpx.AsyncClient(base_url=f"http://{server.address}") as client,
+        client.stream("POST", "/v1/responses", json=body) as answer,
+    ):
+        parts = answer.aiter_text()
+        text = await anext(parts)
+        assert (await client.post("/abort_request", json={"rid": "mine"})).json()["aborted"] == 1
+        text += "".join([part async for part in parts])
+    last = typed_events(text)[-1]
+    assert last["type"] == "response.failed"
+    assert "[DONE]" not in text
+    assert (await api.http.get(f"/v1/responses/{last['response']['id']}")).status_code == 404

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
-import pydantic
 from openai.types.responses import Response, ResponseStreamEvent
 
-_event: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
+_MODELS = {
+    kind: model
+    for model in get_args(get_args(ResponseStreamEvent)[0])
+    for kind in get_args(model.model_fields["type"].annotation)
+}
+"""OpenAI's model of each type of event."""
 
 
 def typed_events(stream: str | bytes) -> list[dict[str, Any]]:
@@ -21,7 +25,7 @@ def typed_events(stream: str | bytes) -> list[dict[str, Any]]:
         event = msgspec.json.decode(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         assert event["sequence_number"] == number
-        _event.validate_python(event)
+        _MODELS[event["type"]].model_validate(event)
         events.append(event)
     return events
 

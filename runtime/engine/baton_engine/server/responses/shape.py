@@ -59,9 +59,8 @@ class ResponseShape:
         return self._complete(usage)
 
     def failure(self, error: BatonError) -> bytes:
-        """The last event of a stream that breaks."""
-        code = "server_error" if error.status >= 500 else error.code
-        said = {"code": code, "message": error.message}
+        """The last event of a stream that breaks, with the most general of OpenAI's codes for that."""
+        said = {"code": "server_error", "message": error.message}
         self.events_of.add("response.failed", {"response": self._body("failed", error=said)})
         return self.events_of.take()
 
