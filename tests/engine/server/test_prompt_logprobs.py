@@ -130,7 +130,9 @@ async def test_the_tokens_that_are_asked_about_stand_for_the_likeliest(api: Api)
         values = api.model.logits(ids).log_softmax(-1)
         assert tops.keys() == {*(TOKENIZER.token_text(token) for token in asked), drawn}
         for token in asked:
-            assert tops[TOKENIZER.token_text(token)] == pytest.approx(max(float(values[token]), FLOOR), abs=1e-4)
+            assert tops[TOKENIZER.token_text(token)] == pytest.approx(
+                max(float(values[token]), FLOOR), abs=1e-4
+            )
         ids += TOKENIZER.encode(drawn)
     assert [len(tops) for tops in shown["top_logprobs"][1:2]] == [1], "an echo has as many as it asks for"
     (entry, _) = (await api.chat(**fields, logprobs=True)).json()["choices"][0]["logprobs"]["content"]
