@@ -43,6 +43,11 @@ CASES = {
     ),
     "one literal that begins another": ('root ::= ("a" | "ab") "b"', ["ab", "abb"], ["a"]),
     "a run that could take what follows": ('root ::= [a-z]+ "b"', ["ab", "bb", "aabb"], ["b", "a"]),
+    "very many ways beside one that recurs": (
+        "root ::= " + " | ".join(f'"w{number}."' for number in range(3000)) + ' | "(" root ")"',
+        ["w0.", "(w2999.)"],
+        ["w3000.", "(w1."],
+    ),
     "JSON": (JSON, ['{"a": [1, -2.5e3, {"b": null}], "c": "x\\n"}', "{}"], ['{"a" 1}', "[]", '{"a": tru}']),
 }
 

@@ -109,6 +109,10 @@ def test_what_is_only_large_is_served(case: str) -> None:
 
 
 WRONG = {
+    "more ways than a rule can have": (
+        Constraint("lark", "start: " + " | ".join(f'"x{number}"' for number in range(3000))),
+        "max is 2000",
+    ),
     "an open parenthesis": (Constraint("regex", "("), "unclosed group"),
     "a look ahead": (Constraint("regex", "(?=a)b"), "not supported"),
     "an unknown type": (schema({"type": "poem"}), "Invalid type"),

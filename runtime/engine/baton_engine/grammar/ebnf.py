@@ -217,7 +217,9 @@ class _Writer:
             case _Sequence(items):
                 return " ".join(f"({part})" for part in self._parts(items))
             case _Choice(ways):
-                return " | ".join(f"({self._rule(way)})" for way in ways)
+                regular = [way for way in ways if not self._recurs(way)]
+                runs = [self._run(_Choice(tuple(regular)))] if regular else []
+                return " | ".join([*runs, *(f"({self._rule(way)})" for way in ways if self._recurs(way))])
             case _Name(name):
                 return self._lark[name]
             case _Text(lark):

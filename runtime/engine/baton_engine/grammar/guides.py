@@ -13,6 +13,9 @@ from baton_api.errors import ConstraintBroken, InvalidRequest
 SLOW_MASK_S = 0.5
 """Processor time for one mask after which an answer ends: the trial could not foresee it, and all wait."""
 
+FORBIDDEN = "doesn't satisfy the grammar"
+"""What llguidance says of a token that is not one of those that could come; all else are limits."""
+
 
 class GrammarGuide:
     """Allows what continues a text of the grammar, and an end of sequence where one is whole."""
@@ -29,16 +32,13 @@ class GrammarGuide:
         began = time.thread_time()
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if matcher.is_error() or time.thread_time() - began > SLOW_MASK_S:
-            raise InvalidRequest(
-                "The answer cannot go on: its constraint became too complex for this worker. Simplify it.",
-                code="invalid_value",
-            )
+            raise _too_complex()
         return True
 
     def push(self, token: int) -> None:
         matcher = self._started()
         if not matcher.consume_token(token):
-            raise ConstraintBroken(token)
+            raise ConstraintBroken(token) if FORBIDDEN in matcher.get_error() else _too_complex()
         self.finished = matcher.is_stopped()
 
     def _started(self) -> LLMatcher:
@@ -46,3 +46,10 @@ class GrammarGuide:
         if self._matcher is None:
             self._matcher = self._compiled.deep_copy()
         return self._matcher
+
+
+def _too_complex() -> InvalidRequest:
+    return InvalidRequest(
+        "The answer cannot go on: its constraint became too complex for this worker. Simplify it.",
+        code="invalid_value",
+    )

@@ -102,7 +102,8 @@ def _walk(matcher: LLMatcher, vocab: int) -> str:
             return "nothing can ever match it" if step == 0 else ""
         byte = int(filled[chance.randrange(len(filled))])
         bits = [bit for bit in range(8) if mask[byte] >> bit & 1]
-        matcher.consume_token(byte * 8 + chance.choice(bits))
+        if not matcher.consume_token(byte * 8 + chance.choice(bits)):
+            return matcher.get_error()
         if matcher.is_stopped():
             break
     return ""

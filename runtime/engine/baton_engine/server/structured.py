@@ -160,7 +160,8 @@ def _choice(fields: Fields, name: str) -> Iterator[Found]:
             raise wrong_type(f"{param}[{position}]", "a string", choice)
     literals = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
     _check_size(literals, param)
-    yield param, Constraint("lark", f"start: {literals}\n")
+    # One terminal: the ways of a rule have a limit of 2,000.
+    yield param, Constraint("lark", f"start: CHOICE\nCHOICE: {literals}\n")
 
 
 def _structural_tag(fields: Fields, name: str) -> Iterator[Found]:
