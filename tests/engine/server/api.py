@@ -41,6 +41,7 @@ CONTEXT = 512
 BLOCK_SIZE = 4
 SPECIALS = ("<|end|>", "<|assistant|>", "<|user|>", "<|system|>")
 TEMPLATE = (
+    "{% for tool in tools or () %}<|system|>{{ tool.function.name }}<|end|>{% endfor %}"
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if mood is defined %}{{ mood }}{% endif %}"
     "{% if messages[0].content == 'impossible' %}{{ raise_exception('no such talk') }}{% endif %}"
@@ -63,7 +64,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 TOKENIZER = make_tokenizer()
-GRAMMARS = Grammars(TOKENIZER)
+GRAMMARS = Grammars(TOKENIZER, compile_s=1.0)
 """One for all tests: it starts a process of its own when it is first asked."""
 atexit.register(GRAMMARS.close)
 END = TOKENIZER.eos_ids[0]
