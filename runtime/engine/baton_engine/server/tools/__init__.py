@@ -3,5 +3,5 @@ Tools: what a request offers, how a model family writes its calls, and how the c
 
 `request` reads tools and the choice among them into a `Toolbox`; `families` has one `ToolFamily` for each way
 in which models write calls: its reader turns an answer's text into words and calls, its grammar forces calls;
-`shown` writes calls into answers, `past` writes earlier ones into prompts.
+`shown` writes calls into answers; `told` tells models of tools whose templates cannot.
 """

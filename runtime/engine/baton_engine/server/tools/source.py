@@ -35,7 +35,11 @@ class OpenCall:
         """None for a call that the request does not want to see."""
 
     def write(self, text: str) -> None:
-        if text and self._index is not None:
+        if not text or self._index is None:
+            return
+        if self._parts and isinstance(last := self._parts[-1], Arguments):
+            self._parts[-1] = Arguments(self._index, last.text + text)  # one event, not many
+        else:
             self._parts.append(Arguments(self._index, text))
 
 
@@ -51,7 +55,10 @@ class Source:
         self._at = 0
         self._calls = 0
         self._blank = ""
-        """White space at the end of what was said: not told before it is known that no call follows."""
+        """White space behind what was said: told with what is said next, if that is ever."""
+        self._said = False
+        self._parted = True
+        """Whether what stands before the last call is parted from what may follow it."""
         self._behind_call = False
         """Whether nothing was said since the last call."""
 
@@ -205,7 +212,10 @@ class Source:
         return self._toolbox.callable.get(name)
 
     def call(self, tool: Tool) -> OpenCall:
-        self._blank, self._behind_call = "", True
+        if not self._behind_call:
+            self._blank = self._blank if self._said else ""
+            self._parted = bool(self._blank) or not self._said
+        self._behind_call = True
         index, self._calls = self._calls, self._calls + 1
         if index and not self._toolbox.parallel:
             return OpenCall(self.parts, None)
@@ -213,18 +223,21 @@ class Source:
         return OpenCall(self.parts, index)
 
     def finish(self) -> None:
-        """The answer is over: tell the white space at its end."""
-        if self._blank:
+        """The answer is over: tell the white space at its end, if no call stands before it."""
+        if self._blank and not self._behind_call:
             self.parts.append(Words(self._blank))
 
     def _say(self, text: str) -> None:
-        """Tell `text`, without the white space next to calls: it belongs to their form."""
+        """Tell `text`. White space next to a call belongs to its form, but for one between what is said."""
         if self._behind_call:
-            text = text.lstrip(SPACE)
+            bare = text.lstrip(SPACE)
+            if not self._parted:
+                self._blank += text[: len(text) - len(bare)]
+            text = bare
         said = text.rstrip(SPACE)
         if said:
             self.parts.append(Words(self._blank + said))
-            self._blank, self._behind_call = text[len(said) :], False
+            self._blank, self._behind_call, self._said = text[len(said) :], False, True
         else:
             self._blank += text
 

@@ -32,6 +32,9 @@ def tell(messages: Sequence[Mapping[str, Any]], toolbox: Toolbox | None) -> list
             calls = [_call(call["function"]) for call in message["tool_calls"]]
             kept = {key: value for key, value in message.items() if key != "tool_calls"}
             told.append(kept | {"content": "\n".join([*([said] if said else []), *calls])})
+        elif message["role"] == "user" and told and told[-1].get("results"):
+            results = told.pop()["content"]  # many templates want roles to alternate
+            told.append(dict(message) | {"content": f"{results}\n{_text(message['content'])}"})
         else:
             told.append(dict(message))
     for message in told:

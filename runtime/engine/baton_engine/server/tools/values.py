@@ -89,14 +89,13 @@ def _parsed(text: str) -> Any:
     if max(text.count(bracket) for bracket in "[{(") > NESTING and _depth(text) > NESTING:
         raise ValueError("brackets are nested too deeply")
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text)
     except ValueError:
-        pass
-    try:
-        value = ast.literal_eval(text)
-        dumped(value)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
-        raise ValueError(str(error)) from error
+        try:
+            value = ast.literal_eval(text)
+        except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
+            raise ValueError(str(error)) from error
+    dumped(value)  # neither is particular about numbers
     return value
 
 
@@ -109,7 +108,3 @@ def _depth(text: str) -> int:
         elif character in "]})":
             depth -= 1
     return most
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")

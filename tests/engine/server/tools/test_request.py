@@ -1,0 +1,197 @@
+"""How the tools of a request are read, and what of them is refused, with which code and param."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton_api.errors import InvalidRequest
+from baton_engine.server.fields import Fields
+from baton_engine.server.tools.request import read_tools, refuse_beside
+from baton_engine.server.tools.toolbox import NO_PARAMETERS, TextGrammar, Toolbox
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def function(name: Any = "f", **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+def custom(name: Any = "c", **more: Any) -> dict[str, Any]:
+    return {"type": "custom", "custom": {"name": name, **more}}
+
+
+def read(**fields: Any) -> Toolbox:
+    toolbox = read_tools(Fields(fields))
+    assert toolbox is not None
+    return toolbox
+
+
+F, G = function("f"), function("g")
+
+
+def allowed(mode: str, *tools: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
+
+
+def test_a_function_has_a_name_a_description_and_parameters() -> None:
+    toolbox = read(tools=[function("f", description="what it does", parameters=SCHEMA, strict=True)])
+    assert toolbox.definitions == [
+        {"type": "function", "function": {"name": "f", "description": "what it does", "parameters": SCHEMA}}
+    ]
+    assert toolbox.tools[0].strict
+    assert toolbox.choice == "auto"
+    assert toolbox.parallel
+
+
+def test_a_function_without_parameters_takes_none() -> None:
+    toolbox = read(tools=[F, function("g", parameters={})])
+    assert [tool.parameters for tool in toolbox.tools] == [NO_PARAMETERS, NO_PARAMETERS]
+
+
+def test_a_custom_tool_is_told_as_a_function_with_one_string() -> None:
+    regex = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[0-9]+"}}
+    toolbox = read(tools=[custom(), custom("d", format={"type": "text"}), custom("e", format=regex)])
+    assert [tool.grammar for tool in toolbox.tools] == [None, None, TextGrammar("regex", "[0-9]+")]
+    assert [list(item["function"]["parameters"]["properties"]) for item in toolbox.definitions] == [
+        ["input"]
+    ] * 3
+    assert "[0-9]+" in str(toolbox.definitions[2])
+
+
+@pytest.mark.parametrize(
+    ("fields", "choice", "callable", "parallel"),
+    [
+        pytest.param({}, "auto", {"f", "g"}, True, id="nothing"),
+        pytest.param({"tool_choice": "auto"}, "auto", {"f", "g"}, True, id="auto"),
+        pytest.param({"tool_choice": "required"}, "required", {"f", "g"}, True, id="required"),
+        pytest.param({"tool_choice": "none"}, "none", set(), True, id="none"),
+        pytest.param({"tool_choice": G}, "required", {"g"}, False, id="named"),
+        pytest.param({"tool_choice": allowed("auto", F)}, "auto", {"f"}, True, id="allowed"),
+        pytest.param(
+            {"tool_choice": allowed("required", F, G)}, "required", {"f", "g"}, True, id="allowed, required"
+        ),
+        pytest.param({"parallel_tool_calls": False}, "auto", {"f", "g"}, False, id="not parallel"),
+        pytest.param({"tool_choice": None, "parallel_tool_calls": None}, "auto", {"f", "g"}, True, id="null"),
+    ],
+)
+def test_a_choice_says_what_may_be_called(
+    fields: dict[str, Any], choice: str, callable: set[str], parallel: bool
+) -> None:
+    toolbox = read(tools=[F, G], **fields)
+    assert (toolbox.choice, set(toolbox.callable), toolbox.parallel) == (choice, callable, parallel)
+    assert len(toolbox.definitions) == 2
+
+
+def test_a_custom_tool_can_be_named() -> None:
+    assert set(read(tools=[F, custom()], tool_choice=custom()).callable) == {"c"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"tools": None}, {"tools": []}, {"tool_choice": "none"}, {"tools": [], "tool_choice": "auto"},
+     {"function_call": "none"}, {"parallel_tool_calls": False}],
+    ids=str,
+)  # fmt: skip
+def test_a_request_may_have_no_tools(fields: dict[str, Any]) -> None:
+    assert read_tools(Fields(fields)) is None
+
+
+def test_functions_are_tools_as_they_once_were() -> None:
+    toolbox = read(functions=[{"name": "f", "parameters": SCHEMA}, {"name": "g"}])
+    assert toolbox.legacy
+    assert not toolbox.parallel
+    assert toolbox.choice == "auto"
+    assert read(functions=[{"name": "f"}], function_call="none").choice == "none"
+    named = read(functions=[{"name": "f"}, {"name": "g"}], function_call={"name": "g"})
+    assert (named.choice, set(named.callable)) == ("required", {"g"})
+
+
+BAD: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"tools": {}}, "tools", "invalid_type"),
+    ({"tools": [1]}, "tools[0]", "invalid_type"),
+    ({"tools": [F, {}]}, "tools[1].type", "missing_required_parameter"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid_value"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
+    ({"tools": [{"type": "function", "function": "f"}]}, "tools[0].function", "invalid_type"),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name",
+     "missing_required_parameter"),
+    ({"tools": [function(1)]}, "tools[0].function.name", "invalid_type"),
+    ({"tools": [function("")]}, "tools[0].function.name", "invalid_value"),
+    ({"tools": [function("a b")]}, "tools[0].function.name", "invalid_value"),
+    ({"tools": [function("a\n")]}, "tools[0].function.name", "invalid_value"),
+    ({"tools": [function("a" * 65)]}, "tools[0].function.name", "string_above_max_length"),
+    ({"tools": [F, F]}, "tools[1].function.name", "invalid_value"),
+    ({"tools": [function(description=1)]}, "tools[0].function.description", "invalid_type"),
+    ({"tools": [function(strict="yes")]}, "tools[0].function.strict", "invalid_type"),
+    ({"tools": [function(parameters="x")]}, "tools[0].function.parameters", "invalid_type"),
+    ({"tools": [function(parameters={"type": "string"})]}, "tools[0].function.parameters",
+     "invalid_function_parameters"),
+    ({"tools": [function(parameters={"type": "objekt"})]}, "tools[0].function.parameters",
+     "invalid_function_parameters"),
+    ({"tools": [function(parameters={"properties": {"a": 1}})]}, "tools[0].function.parameters",
+     "invalid_function_parameters"),
+    ({"tools": [function(parameters={"properties": {"a": {"items": {"anyOf": {}}}}})]},
+     "tools[0].function.parameters", "invalid_function_parameters"),
+    ({"tools": [function(parameters={"required": "a"})]}, "tools[0].function.parameters",
+     "invalid_function_parameters"),
+    ({"tools": [function(parameters={"title": "x" * 200_000})]}, "tools[0].function.parameters",
+     "invalid_function_parameters"),
+    ({"tools": [custom(format={})]}, "tools[0].custom.format.type", "missing_required_parameter"),
+    ({"tools": [custom(format={"type": "xml"})]}, "tools[0].custom.format.type", "invalid_value"),
+    ({"tools": [custom(format={"type": "grammar"})]}, "tools[0].custom.format.grammar",
+     "missing_required_parameter"),
+    ({"tools": [custom(format={"type": "grammar", "grammar": {"syntax": "bnf", "definition": "x"}})]},
+     "tools[0].custom.format.grammar.syntax", "invalid_value"),
+    ({"tools": [custom(format={"type": "grammar", "grammar": {"syntax": "lark"}})]},
+     "tools[0].custom.format.grammar.definition", "missing_required_parameter"),
+    ({"tool_choice": "required"}, "tool_choice", None),
+    ({"tool_choice": "auto"}, "tool_choice", None),
+    ({"tool_choice": F}, "tool_choice", None),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice", None),
+    ({"tool_choice": "maybe"}, "tool_choice", "invalid_value"),
+    ({"tools": [F], "tool_choice": "maybe"}, "tool_choice", "invalid_value"),
+    ({"tools": [F], "tool_choice": 1}, "tool_choice", "invalid_type"),
+    ({"tools": [F], "tool_choice": {}}, "tool_choice.type", "missing_required_parameter"),
+    ({"tools": [F], "tool_choice": {"type": "x"}}, "tool_choice.type", "invalid_value"),
+    ({"tools": [F], "tool_choice": {"type": "function"}}, "tool_choice.function",
+     "missing_required_parameter"),
+    ({"tools": [F], "tool_choice": G}, "tool_choice.function.name", "invalid_value"),
+    ({"tools": [F], "tool_choice": custom("f")}, "tool_choice.custom.name", "invalid_value"),
+    ({"tools": [F], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools",
+     "missing_required_parameter"),
+    ({"tools": [F], "tool_choice": allowed("none", F)}, "tool_choice.allowed_tools.mode", "invalid_value"),
+    ({"tools": [F], "tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools", "empty_array"),
+    ({"tools": [F], "tool_choice": allowed("auto", F, G)}, "tool_choice.allowed_tools.tools[1].function.name",
+     "invalid_value"),
+    ({"tools": [F], "parallel_tool_calls": 1}, "parallel_tool_calls", "invalid_type"),
+    ({"tools": [F], "functions": [{"name": "f"}]}, "functions", None),
+    ({"functions": []}, "functions", "empty_array"),
+    ({"functions": [{"name": f"f{n}"} for n in range(129)]}, "functions", "array_above_max_length"),
+    ({"functions": [{"name": "f"}, {"name": "f"}]}, "functions[1].name", "invalid_value"),
+    ({"functions": [{"name": "f"}], "function_call": "required"}, "function_call", "invalid_value"),
+    ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call.name", "invalid_value"),
+    ({"functions": [{"name": "f"}], "function_call": {}}, "function_call.name", "missing_required_parameter"),
+    ({"function_call": {"name": "f"}}, "function_call", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "param", "code"), BAD, ids=lambda value: str(value)[:70])
+def test_what_is_wrong_is_named(fields: dict[str, Any], param: str, code: str | None) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read_tools(Fields(fields))
+    assert (refused.value.param, refused.value.code) == (param, code)
+    assert len(str(refused.value)) < 400
+
+
+def test_a_demanded_call_and_another_form_exclude_one_another() -> None:
+    for toolbox, param in (
+        (read(tools=[F], tool_choice="required"), "tool_choice"),
+        (read(functions=[{"name": "f"}], function_call={"name": "f"}), "function_call"),
+    ):
+        with pytest.raises(InvalidRequest, match="response_format") as refused:
+            refuse_beside(toolbox, "response_format")
+        assert refused.value.param == param
+    refuse_beside(read(tools=[F]), "response_format")
+    refuse_beside(None, "response_format")
