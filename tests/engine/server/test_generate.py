@@ -86,6 +86,21 @@ async def test_logprobs_come_as_rows(api: Api) -> None:
     assert plain["meta_info"]["output_token_logprobs"][0][2] is None
 
 
+async def test_the_prompts_own_logprobs_are_those_of_an_echo(api: Api) -> None:
+    asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}
+    meta = (await generate(api, text="abcd", **asked))["meta_info"]
+    echoed = await api.complete(prompt="abcd", echo=True, logprobs=1, max_tokens=0)
+    expected = echoed.json()["choices"][0]["logprobs"]["token_logprobs"]
+    assert [row[0] for row in meta["input_token_logprobs"]] == expected
+    assert [row[1] for row in meta["input_token_logprobs"]] == TOKENIZER.encode("abcd")
+    assert meta["input_top_logprobs"][0] is None
+    assert [len(tops) for tops in meta["input_top_logprobs"][1:]] == [1, 1, 1]
+    later = await generate(api, text="abcd", **asked | {"logprob_start_len": 2})
+    assert later["meta_info"]["input_token_logprobs"] == meta["input_token_logprobs"][2:]
+    only = await generate(api, text="abcd", return_logprob=True)
+    assert only["meta_info"]["input_token_logprobs"] == []
+
+
 async def test_the_clients_own_id_is_the_answers(api: Api) -> None:
     assert (await generate(api, rid="mine"))["meta_info"]["id"] == "mine"
 
@@ -109,6 +124,11 @@ async def test_the_clients_own_id_is_the_answers(api: Api) -> None:
         ({"text": "a", "stream": "yes"}, "invalid_type", "stream"),
         ({"text": "a", "return_logprob": 1}, "invalid_type", "return_logprob"),
         ({"text": "a", "top_logprobs_num": 21}, "integer_above_max_value", "top_logprobs_num"),
+        (
+            {"text": "a", "return_logprob": True, "logprob_start_len": 0, "stream": True},
+            None,
+            "logprob_start_len",
+        ),
         ({"text": "a", "image_data": "x"}, "unsupported_parameter", "image_data"),
         ({"text": "a", "rid": 7}, "invalid_type", "rid"),
     ],

@@ -61,11 +61,7 @@ def echoed_logprobs(
     name: Name, prompt: Sequence[int], scores: PromptLogprobs, offsets: Sequence[int], alternatives: int
 ) -> dict[str, list[Any]]:
     """The same arrays for a prompt. Nothing came before its first token, which has null for its logprobs."""
-    choices = [
-        TokenChoice(token=token, logprob=logprob, top=top[:alternatives])
-        for token, logprob, top in zip(prompt[1:], scores.logprobs.tolist(), _pairs(scores), strict=True)
-    ]
-    rest = completion_logprobs(name, choices, offsets[1:], alternatives)
+    rest = completion_logprobs(name, scored(prompt, scores), offsets[1:], alternatives)
     first = {
         "tokens": name(prompt[0]),
         "token_logprobs": None,
@@ -73,6 +69,14 @@ def echoed_logprobs(
         "text_offset": offsets[0],
     }
     return {key: [first[key], *values] for key, values in rest.items()}
+
+
+def scored(prompt: Sequence[int], scores: PromptLogprobs) -> list[TokenChoice]:
+    """The prompt's tokens after the first as if they had been drawn."""
+    return [
+        TokenChoice(token=token, logprob=logprob, top=top)
+        for token, logprob, top in zip(prompt[1:], scores.logprobs.tolist(), _pairs(scores), strict=True)
+    ]
 
 
 def joined(one: Mapping[str, list[Any]], other: Mapping[str, list[Any]]) -> dict[str, list[Any]]:

@@ -22,7 +22,7 @@ from baton_engine.server import parameters
 from baton_engine.server.choice import Choice
 from baton_engine.server.events import DONE, data_event
 from baton_engine.server.fields import Fields
-from baton_engine.server.logprobs import FLOOR
+from baton_engine.server.logprobs import FLOOR, scored
 from baton_engine.server.prompts import read_prompts
 from baton_engine.server.running import read_names
 from baton_engine.server.served import Served
@@ -47,7 +47,8 @@ def prepare(fields: Fields, served: Served) -> Work:
     given = read_prompts(fields, source, served.tokenizer)
     parameters.refuse_not_served(fields, NOT_SERVED)
     alternatives = _alternatives(fields)
-    sampling = _sampling(fields)
+    start = _start_of_logprobs(fields) if alternatives is not None else None
+    sampling = _sampling(fields, None if start is None else alternatives)
     common = parameters.parse(sampling, alternatives, served.vocabulary, served.defaults)
     if len(given) * common.n > limits.ALL_CHOICES.most:
         raise InvalidRequest(
@@ -66,8 +67,9 @@ def prepare(fields: Fields, served: Served) -> Work:
         id=names[0] if names else f"gen-{uuid.uuid4().hex}",
         tokenizer=served.tokenizer,
         alternatives=alternatives,
+        start=start,
         shows_texts=fields.boolean("return_text_in_logprobs"),
-        prompt_tokens=tuple(len(prompt.tokens) for prompt in prompts),
+        prompts=tuple(prompt.tokens for prompt in prompts),
         several=common.n > 1 or (isinstance(value, list) and isinstance(value[0], str | list)),
     )
     return Work(prompts, common, shape)
@@ -92,8 +94,10 @@ class NativeShape:
     id: str
     tokenizer: Tokenizer
     alternatives: int | None
+    start: int | None
+    """The first prompt token whose logprob is wanted."""
     shows_texts: bool
-    prompt_tokens: Sequence[int]
+    prompts: Sequence[Sequence[int]]
     several: bool
     """Whether an array was asked for, of however many."""
     began: float = field(default_factory=time.monotonic)
@@ -118,25 +122,34 @@ class NativeShape:
         meta: dict[str, Any] = {
             "id": self.id,
             "finish_reason": _finish(finish, choice),
-            "prompt_tokens": self.prompt_tokens[choice.prompt],
+            "prompt_tokens": len(self.prompts[choice.prompt]),
             "completion_tokens": choice.transcript.count,
             "cached_tokens": choice.cached_tokens,
             "weight_version": "default",
             "e2e_latency": time.monotonic() - self.began,
         }
         if self.alternatives is not None:
-            meta["input_token_logprobs"] = []
-            meta["output_token_logprobs"] = [self._entry(one.logprob, one.token) for one in tokens]
-            if self.alternatives:
-                meta["output_top_logprobs"] = [
-                    [self._entry(logprob, token) for token, logprob in one.top[: self.alternatives]]
-                    for one in tokens
-                ]
+            meta |= self._logprobs("input", self._of_prompt(choice))
+            meta |= self._logprobs("output", tokens)
         return {"text": text, "output_ids": [one.token for one in tokens], "meta_info": meta}
 
-    def _entry(self, logprob: float | None, token: int) -> tuple[float, int, str | None]:
+    def _of_prompt(self, choice: Choice) -> list[TokenChoice]:
+        """The prompt's tokens from `start` on; nothing came before the first one, which has no logprob."""
+        if self.start is None or choice.scores is None:
+            return []
+        prompt = self.prompts[choice.prompt]
+        return [TokenChoice(token=prompt[0]), *scored(prompt, choice.scores)][self.start :]
+
+    def _logprobs(self, whose: str, tokens: Sequence[TokenChoice]) -> dict[str, Any]:
+        rows = {f"{whose}_token_logprobs": [self._entry(one.logprob, one.token) for one in tokens]}
+        if not self.alternatives:
+            return rows
+        tops = [[self._entry(logprob, token) for token, logprob in one.top] for one in tokens]
+        return rows | {f"{whose}_top_logprobs": [top[: self.alternatives] or None for top in tops]}
+
+    def _entry(self, logprob: float | None, token: int) -> tuple[float | None, int, str | None]:
         text = self.tokenizer.token_text(token) if self.shows_texts else None
-        return FLOOR if logprob is None else max(logprob, FLOOR), token, text
+        return None if logprob is None else max(logprob, FLOOR), token, text
 
 
 def _finish(finish: FinishReason | None, choice: Choice) -> dict[str, Any] | None:
@@ -156,20 +169,30 @@ def _source(fields: Fields) -> str:
     return "input_ids"
 
 
-def _sampling(fields: Fields) -> Fields:
-    """`sampling_params` under our names, and what decides about the stream."""
+def _sampling(fields: Fields, prompt_logprobs: int | None) -> Fields:
+    """`sampling_params` under our names, and what stands beside them."""
     given: Mapping[str, Any] = fields.mapping("sampling_params") or {}
     renamed = {NAMES.get(name, name): value for name, value in given.items()}
-    return Fields(renamed | {"stream": fields.boolean("stream"), "stream_options": None}, "sampling_params")
+    beside = {"stream": fields.boolean("stream"), "stream_options": None, "prompt_logprobs": prompt_logprobs}
+    return Fields(renamed | beside, "sampling_params")
 
 
 def _alternatives(fields: Fields) -> int | None:
     wanted = fields.boolean("return_logprob")
     top = fields.integer("top_logprobs_num", *limits.TOP_LOGPROBS.range) or 0
-    start = fields.integer("logprob_start_len", -1, limits.TOKENS)
-    if wanted and start is not None and start >= 0:
-        raise parameters.not_served("logprob_start_len", "Logprobs of the prompt")
     return top if wanted else None
+
+
+def _start_of_logprobs(fields: Fields) -> int | None:
+    """None if only the output's are wanted."""
+    start = fields.integer("logprob_start_len", -1, limits.TOKENS)
+    if start is None or start < 0:
+        return None
+    if fields.boolean("stream"):
+        raise InvalidRequest(
+            "Logprobs of the prompt are not available when 'stream' is enabled.", param="logprob_start_len"
+        )
+    return start
 
 
 def _fit(
