@@ -18,6 +18,17 @@ def reachable(host: str) -> bool:
         return host != "localhost"
 
 
+def endpoint_reachable(endpoint: str) -> bool:
+    """
+    The same of a ZMQ endpoint; only TCP leaves the machine.
+
+    >>> endpoint_reachable("tcp://*:5557"), endpoint_reachable("tcp://[::1]:0"), endpoint_reachable("ipc:///kv")
+    (True, False, False)
+    """
+    transport, _, address = endpoint.partition("://")
+    return transport == "tcp" and reachable(address.rpartition(":")[0].strip("[]"))
+
+
 def without_a_key(host: str, port: int, keyed: bool) -> str | None:
     """What is to be said aloud of a server that anybody may use; None if nobody else can."""
     if keyed or not reachable(host):

@@ -143,6 +143,14 @@ WORKER_LOCAL_PREFILLS = Metric(
     ("reason",),
 )
 
+# --- A worker: what it tells of its prefix cache ---
+
+WORKER_KV_BATCHES = Metric(
+    "baton_worker_kv_event_batches_total",
+    "counter",
+    "Batches of KV events published, empty ones included.",
+)
+
 # --- The router ---
 
 ROUTER_REQUESTS = Metric(

@@ -8,6 +8,7 @@ what a worker is like and corrects what it believed; clients see them too, and m
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Self
 
@@ -33,25 +34,24 @@ class PromptReport:
     """In which blocks were moved; mostly while others were computed."""
     remote: bool
     """Whether a prefill worker computed it."""
+    tail: str = ""
+    """The prompt's last full block, as `baton_api.kv_events` name it, in hex; empty if it has none."""
 
     def encode(self) -> str:
         """
         >>> report = PromptReport(tokens=270, cached=240, held=0, queue_s=0.001, compute_s=0.12,
         ...                       transfer_s=0.003, remote=True)
         >>> report.encode()
-        'tokens=270;cached=240;held=0;queue_s=0.001000;compute_s=0.120000;transfer_s=0.003000;remote=1'
+        'tokens=270;cached=240;held=0;queue_s=0.001000;compute_s=0.120000;transfer_s=0.003000;remote=1;tail='
         """
-        return ";".join(
-            f"{name}={value:.6f}" if isinstance(value, float) else f"{name}={int(value)}"
-            for name, value in dataclasses.asdict(self).items()
-        )
+        return ";".join(f"{name}={_shown(value)}" for name, value in dataclasses.asdict(self).items())
 
     @classmethod
     def decode(cls, text: str) -> Self | None:
         """None for what is no report: an older worker's, or another server's header."""
         given = dict(part.partition("=")[::2] for part in text.split(";"))
         try:
-            values = {name: given[name] for name in _NAMES}
+            values = {name: given[name] for name in _NAMES} | {"tail": given.get("tail", "")}
             if any(len(value) > FIELD_LIMIT for value in values.values()):
                 return None
             report = cls(
@@ -62,6 +62,7 @@ class PromptReport:
                 compute_s=float(values["compute_s"]),
                 transfer_s=float(values["transfer_s"]),
                 remote=values["remote"] == "1",
+                tail=values["tail"],
             )
         except (KeyError, ValueError):
             return None
@@ -69,7 +70,17 @@ class PromptReport:
         sound = (
             report.tokens > 0 and 0 <= report.cached <= report.tokens and 0 <= report.held <= report.tokens
         )
+        sound = sound and _TAIL.fullmatch(report.tail) is not None
         return report if sound and all(0 <= time < 1e6 for time in times) else None
 
 
-_NAMES = tuple(field.name for field in dataclasses.fields(PromptReport))
+def _shown(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:.6f}" if isinstance(value, float) else str(int(value))
+
+
+_NAMES = tuple(field.name for field in dataclasses.fields(PromptReport) if field.name != "tail")
+"""What every report says; `tail` came later."""
+
+_TAIL = re.compile("([0-9a-f]{16})?")

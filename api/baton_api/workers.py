@@ -52,3 +52,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """New at every start of the process: what was known of an earlier epoch is void."""
     compatibility: str = ""
     """The digest of `baton_api.messages.Hello`: only workers with equal ones can be a pair."""
+    kv_events: str = ""
+    """Where `baton_api.kv_events` are published, such as tcp://127.0.0.1:5557; empty if nowhere."""
+    kv_replay: str = ""
+    """Where they can be asked for again."""

@@ -25,12 +25,17 @@ def test_a_report_is_read_as_it_was_written(seed: int) -> None:
         compute_s=round(rng.uniform(0, 100), 6),
         transfer_s=round(rng.uniform(0, 100), 6),
         remote=rng.random() < 0.5,
+        tail=rng.choice(["", f"{rng.getrandbits(64):016x}"]),
     )
     assert PromptReport.decode(report.encode()) == report
 
 
 def test_what_a_later_worker_adds_does_no_harm() -> None:
     assert PromptReport.decode(REPORT.encode() + ";colour=red") == REPORT
+
+
+def test_an_earlier_worker_says_nothing_of_the_tail() -> None:
+    assert PromptReport.decode(REPORT.encode().removesuffix(";tail=")) == REPORT
 
 
 @pytest.mark.parametrize(
@@ -46,6 +51,8 @@ def test_what_a_later_worker_adds_does_no_harm() -> None:
         ("compute_s=0.120000", "compute_s=nan"),
         ("queue_s=0.001000", "queue_s=1e300"),
         (";", ","),
+        ("tail=", "tail=12"),
+        ("tail=", "tail=" + "-" * 16),
     ],
 )
 def test_what_makes_no_sense_is_no_report(damage: tuple[str, str]) -> None:

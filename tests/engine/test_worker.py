@@ -107,3 +107,14 @@ async def test_what_cannot_be_is_refused_with_numbers_and_a_way_out(
             pass
     for part in parts:
         assert part in caught.value.message
+
+
+async def test_a_worker_says_where_it_tells_of_its_cache(tiny: Path) -> None:
+    async with open_worker(settings(tiny)) as worker:
+        assert (worker.load().kv_events, worker.load().kv_replay) == ("", "")
+    async with open_worker(settings(tiny, kv_events="tcp://127.0.0.1:0")) as worker:
+        load = worker.load()
+        assert load.kv_events.startswith("tcp://127.0.0.1:") and not load.kv_events.endswith(":0")
+        assert load.kv_replay not in ("", load.kv_events)
+        snapshot = await worker.client.kv_snapshot()
+        assert (snapshot.seq < worker.kv_batches()) and len(snapshot) == 1  # of the request that warmed it up

@@ -13,7 +13,7 @@ the block that goes is the least recently used one without a cached child, so no
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from baton_api.errors import SetupError
 
@@ -21,7 +21,8 @@ from baton_api.errors import SetupError
 class BlockPool:
     """The states of all blocks. Not thread-safe: it belongs to the engine's thread."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, on_evicted: Callable[[bytes], None] | None = None) -> None:
+        """`on_evicted` is told the name of each known block that is dropped."""
         if blocks < 2:
             raise SetupError(
                 f"A KV cache of {blocks} blocks holds no request: block 0 is reserved for padding. "
@@ -29,6 +30,7 @@ class BlockPool:
             )
         self.capacity = blocks - 1
         """Blocks that can be handed out."""
+        self._on_evicted = on_evicted
         self._free = list(range(blocks - 1, 0, -1))  # the lowest number is handed out first
         self._users = [0] * blocks
         self._hash: list[bytes | None] = [None] * blocks
@@ -132,6 +134,10 @@ class BlockPool:
         self._parent[block] = parent
         return True
 
+    def known(self) -> tuple[dict[bytes, int], list[bytes]]:
+        """Copies, for other threads: each known hash with its block, and the hash of each block's parent."""
+        return self._by_hash.copy(), self._parent.copy()
+
     def pin(self, blocks: Iterable[int]) -> None:
         """A network card reads or writes these blocks from now on."""
         for block in blocks:
@@ -195,6 +201,8 @@ class BlockPool:
         self._unshelve(block)
         del self._by_hash[name]
         self._hash[block] = None
+        if self._on_evicted is not None:
+            self._on_evicted(name)
         return block
 
     def _is_leaf(self, used_at: int, block: int) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable
 
 from baton_engine.cache import KVCache
 from baton_engine.engine import Engine
+from baton_engine.kv_events import KvEvents, KvSnapshot
 from baton_engine.limits import EngineLimits
 from baton_engine.model.decoder import Model
 from baton_engine.requests import Output, Request
@@ -31,9 +32,18 @@ class AsyncEngine:
         limits: EngineLimits,
         *,
         on_fatal: Callable[[str], None] | None = None,
+        kv_events: KvEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.engine = Engine(model, cache, limits, on_outputs=self._arrived, on_fatal=on_fatal, clock=clock)
+        self.engine = Engine(
+            model,
+            cache,
+            limits,
+            on_outputs=self._arrived,
+            on_fatal=on_fatal,
+            kv_events=kv_events,
+            clock=clock,
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, _Stream] = {}
         self._idle = asyncio.Event()
@@ -75,6 +85,10 @@ class AsyncEngine:
 
     def snapshot(self) -> EngineSnapshot:
         return self.engine.snapshot()
+
+    async def kv_snapshot(self) -> KvSnapshot:
+        """As `Engine.kv_snapshot`."""
+        return await asyncio.wrap_future(self.engine.kv_snapshot())
 
     async def idle(self) -> None:
         """Wait until no generation is under way."""

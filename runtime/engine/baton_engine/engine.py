@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 
 import torch
 
@@ -33,6 +34,7 @@ from baton_engine.cache import KVCache
 from baton_engine.figures import TRANSFER_FAILED, Figures
 from baton_engine.inbox import Command, Inbox
 from baton_engine.jobs import Job, Stage
+from baton_engine.kv_events import KvEvents, KvSnapshot
 from baton_engine.limits import EngineLimits
 from baton_engine.masks import Masks
 from baton_engine.model.decoder import Model
@@ -71,6 +73,7 @@ class Engine:
         *,
         on_outputs: Callable[[list[Output]], None],
         on_fatal: Callable[[str], None] | None = None,
+        kv_events: KvEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
@@ -79,8 +82,9 @@ class Engine:
         self._on_outputs = on_outputs
         self._on_fatal = on_fatal
         self._clock = clock
-        self._pool = BlockPool(cache.blocks)
-        self._scheduler = Scheduler(self._pool, limits, cache.block_size)
+        self._kv_events = kv_events
+        self._pool = BlockPool(cache.blocks, kv_events.removed if kv_events is not None else None)
+        self._scheduler = Scheduler(self._pool, limits, cache.block_size, kv_events)
         self._outputs: list[Output] = []
         self._jobs: dict[str, Job] = {}
         """All that have not ended, those included that only hold blocks."""
@@ -155,6 +159,19 @@ class Engine:
     def release(self, request_id: str) -> None:
         """An exported request's blocks were pulled, or nobody wants them."""
         self._inbox.post(lambda: self._abort(request_id))
+
+    def kv_snapshot(self) -> Future[KvSnapshot]:
+        """All known blocks, at one moment between two steps. Raises NotReady if nobody is told of them."""
+        taken: Future[KvSnapshot] = Future()
+        events = self._kv_events
+
+        def take() -> None:
+            assert events is not None
+            taken.set_result(KvSnapshot(events.flush(), *self._pool.known()))
+
+        if events is None or not self._inbox.post(take):
+            raise NotReady("This worker publishes no KV events: start it with --kv-events.")
+        return taken
 
     def snapshot(self) -> EngineSnapshot:
         return self._figures.snapshot(self._scheduler, self._arriving)
@@ -431,3 +448,5 @@ class Engine:
         if self._outputs:
             outputs, self._outputs = self._outputs, []
             self._on_outputs(outputs)
+        if self._kv_events is not None:
+            self._kv_events.flush()

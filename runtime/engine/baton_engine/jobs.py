@@ -61,6 +61,7 @@ class Job:
         self.root = root_hash(request.salt)
         self.hashes = block_hashes(request.prompt, block_size, self.root)
         """Of all full blocks whose tokens are known."""
+        request.tail = self.hashes[-1] if self.hashes else b""
         self.published = 0
         """Leading blocks that the prefix cache knows, or knows others for."""
         self.table: NDArray[np.int32] = np.zeros(table_blocks, dtype=np.int32)

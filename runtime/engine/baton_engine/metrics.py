@@ -28,7 +28,10 @@ CHOSEN_LOCAL = frozenset(("no_prefill_worker", "reads_prompt", "short", "cached"
 class WorkerMetrics:
     """The registry of one worker and the observations of its API."""
 
-    def __init__(self, snapshot: Callable[[], EngineSnapshot]) -> None:
+    def __init__(
+        self, snapshot: Callable[[], EngineSnapshot], kv_batches: Callable[[], int] = lambda: 0
+    ) -> None:
+        """`kv_batches`: how many batches of KV events were published."""
         self.registry = CollectorRegistry(auto_describe=False)
         self._requests = self._counter(metrics.WORKER_REQUESTS)
         self._tokens = self._counter(metrics.WORKER_GENERATION_TOKENS)
@@ -37,7 +40,7 @@ class WorkerMetrics:
         self._request_time = self._histogram(metrics.WORKER_REQUEST_TIME)
         self._transfer_bytes = self._counter(metrics.WORKER_TRANSFER_BYTES)
         self._transfer_seconds = self._histogram(metrics.WORKER_TRANSFER_SECONDS)
-        self.registry.register(EngineCollector(snapshot))
+        self.registry.register(EngineCollector(snapshot, kv_batches))
 
     def first_token(self, seconds: float) -> None:
         """A choice's first token came `seconds` after its request."""
@@ -75,8 +78,9 @@ class WorkerMetrics:
 class EngineCollector(Collector):
     """One engine's snapshot as samples."""
 
-    def __init__(self, snapshot: Callable[[], EngineSnapshot]) -> None:
+    def __init__(self, snapshot: Callable[[], EngineSnapshot], kv_batches: Callable[[], int]) -> None:
         self._snapshot = snapshot
+        self._kv_batches = kv_batches
 
     def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily]:
         now = self._snapshot()
@@ -113,6 +117,7 @@ class EngineCollector(Collector):
         yield _counter(metrics.WORKER_TRANSFER_FAILURES, failed)
         yield _steps(metrics.WORKER_STEP, now.step_times)
         yield _steps(metrics.WORKER_FORWARD, now.forward_times)
+        yield _counter(metrics.WORKER_KV_BATCHES, {(): self._kv_batches()})
 
 
 def _gauge(metric: Metric, values: dict[tuple[str, ...], int]) -> GaugeMetricFamily:

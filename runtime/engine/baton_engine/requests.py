@@ -26,7 +26,7 @@ class Constraint:
     kind: str
     """json_schema, regex, ebnf, lark (as llguidance writes it), or structural_tag."""
     source: str
-    """The schema or tag as JSON text, the regular expression, or the grammar."""
+    """The tag as JSON text, the regular expression, the grammar, or what `texts.schema` makes of a schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +291,8 @@ class Request:
     """Tokens of prompt + output whose KV stands in `blocks`."""
     blocks: list[int] = field(default_factory=list)
     cached_tokens: int = 0
+    tail: bytes = b""
+    """Chain hash of the prompt's last full block, once the engine has it; empty if there is none."""
 
     @property
     def draws(self) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from baton_engine.blocks import BlockPool
 from baton_engine.jobs import Job, Stage
+from baton_engine.kv_events import KvEvents
 from baton_engine.limits import EngineLimits
 from baton_engine.requests import Fetch
 
@@ -48,8 +49,12 @@ class Plan:
 class Scheduler:
     """The queue, the batch, and whose blocks are whose."""
 
-    def __init__(self, pool: BlockPool, limits: EngineLimits, block_size: int) -> None:
+    def __init__(
+        self, pool: BlockPool, limits: EngineLimits, block_size: int, kv_events: KvEvents | None = None
+    ) -> None:
         self.pool = pool
+        self.kv_events = kv_events
+        """Told of each block that becomes known; the pool tells it of those that are dropped."""
         self.limits = limits
         self.block_size = block_size
         self.waiting: deque[Job] = deque()
@@ -76,8 +81,11 @@ class Scheduler:
         """The pass has written the KV of this many more tokens: whole blocks become known."""
         request = job.request
         request.computed += tokens
-        for index in range(job.published, request.computed // self.block_size):
-            self.pool.publish(request.blocks[index], job.block_hash(index), job.parent(index))
+        size, told = self.block_size, self.kv_events
+        for index in range(job.published, request.computed // size):
+            name, parent = job.block_hash(index), job.parent(index)
+            if self.pool.publish(request.blocks[index], name, parent) and told is not None:
+                told.stored(name, parent, job.tokens(index * size, (index + 1) * size))
             job.published = index + 1
 
     def fetched(self, job: Job, arrived: int, unsafe: frozenset[int]) -> bool:

@@ -122,7 +122,7 @@ def _served(worker: Worker, duties: Duties, drain: Drain, keys: Keys) -> Served:
         engine=worker.client,
         max_model_len=worker.engine.limits.max_model_len,
         settings=worker.settings,
-        metrics=WorkerMetrics(worker.client.snapshot),
+        metrics=WorkerMetrics(worker.client.snapshot, worker.kv_batches),
         load=load,
         ready=ready,
         remote=duties.remote,
@@ -155,6 +155,12 @@ def _warn(settings: WorkerSettings, keys: Keys) -> None:
     warning = exposure.without_a_key(settings.host, settings.port, keys.required)
     if warning:
         log.warning("%s", warning)
+    if settings.kv_tokens and exposure.endpoint_reachable(settings.kv_events):
+        log.warning(
+            "WARNING: KV events are published on %s, beyond this machine, with the tokens of all prompts: "
+            "anybody who reaches it can read them. Baton's routers do without: --no-kv-tokens.",
+            settings.kv_events,
+        )
     open_control = settings.role is Role.PREFILL and not settings.ticket_secret
     if open_control and exposure.reachable(settings.control_host):
         log.warning(

@@ -110,6 +110,20 @@ class WorkerSettings(BaseSettings):
     quarantine_limit: float = Field(default=0.25, gt=0, le=1)
     """Share of the KV blocks that may be quarantined before the process stops: a restart frees them."""
 
+    kv_events: str = ""
+    """Where to publish what the prefix cache keeps and drops, in vLLM's form, for routers that choose by it:
+    tcp://127.0.0.1:5557, or port 0 for a free one. GET /load says where. Empty: nowhere."""
+
+    kv_replay: str = ""
+    """Where events that were missed can be asked for again. Empty: at a free port beside kv_events."""
+
+    kv_topic: str = ""
+    """The topic of the events: what some routers tell workers by, such as kv@10.0.0.7@smollm2."""
+
+    kv_tokens: bool = True
+    """Publish the tokens of each block, as vLLM does, so that other routers can name blocks in their own way.
+    Whoever reaches the port can read prompts from them; Baton's router does without."""
+
     drain_s: float = Field(default=60.0, ge=0)
     """Seconds that running requests get to finish after a SIGTERM."""
 

@@ -29,6 +29,8 @@ from baton_engine.compatibility import Compatibility, weights_digest
 from baton_engine.engine import Engine
 from baton_engine.grammar.grammars import Grammars
 from baton_engine.handshake import Identity
+from baton_engine.kv_events import KvEvents
+from baton_engine.kv_publisher import KvPublisher
 from baton_engine.limits import EngineLimits
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Model, create_model
@@ -68,6 +70,8 @@ class Worker:
     compatibility: Compatibility
     transfer: Transfer | None
     """None for role `both`, which has nobody to move blocks to or from."""
+    publisher: KvPublisher | None
+    """Tells routers what is in the cache, if that was asked for."""
     fatal: asyncio.Future[str]
     """Done, with the reason, when only a new process can help."""
 
@@ -104,7 +108,13 @@ class Worker:
             control=control,
             epoch=self.epoch,
             compatibility=self.compatibility.digest,
+            kv_events=self.publisher.endpoint if self.publisher else "",
+            kv_replay=self.publisher.replay_endpoint if self.publisher else "",
         )
+
+    def kv_batches(self) -> int:
+        """Batches of KV events that were published."""
+        return self.publisher.last + 1 if self.publisher is not None else 0
 
     async def warm_up(self) -> None:
         """Compute one token, so that "ready" means that a real request passed."""
@@ -143,8 +153,13 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
     def stop(reason: str) -> None:
         loop.call_soon_threadsafe(_settle, fatal, reason)
 
-    client = AsyncEngine(model, cache, limits, on_fatal=stop)
     async with contextlib.AsyncExitStack() as stack:
+        publisher = _publisher(settings, cache)
+        if publisher is not None:
+            publisher.start()
+            stack.callback(publisher.close)
+        events = KvEvents(publisher) if publisher is not None else None
+        client = AsyncEngine(model, cache, limits, on_fatal=stop, kv_events=events)
         grammars = Grammars(tokenizer)
         stack.callback(grammars.close)
         transfer = None
@@ -167,6 +182,7 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
             client=client,
             compatibility=Compatibility.of(spec, dtype, digest),
             transfer=transfer,
+            publisher=publisher,
             fatal=fatal,
         )
         await worker.warm_up()
@@ -228,6 +244,20 @@ def _cache(
         half,
     )
     return cache
+
+
+def _publisher(settings: WorkerSettings, cache: KVCache) -> KvPublisher | None:
+    if not settings.kv_events:
+        return None
+    publisher = KvPublisher(
+        settings.kv_events,
+        settings.kv_replay,
+        topic=settings.kv_topic,
+        block_size=cache.block_size,
+        tokens=settings.kv_tokens,
+    )
+    log.info("KV events at %s, replayed at %s", publisher.endpoint, publisher.replay_endpoint)
+    return publisher
 
 
 def _limits(settings: WorkerSettings, spec: ModelSpec, device: torch.device) -> EngineLimits:

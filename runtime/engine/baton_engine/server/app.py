@@ -8,6 +8,7 @@ The routes of one worker.
     POST /v1/responses           the same with items and a memory; GET and DELETE /v1/responses/{id}
     POST /tokenize, /detokenize  text to token ids and back; also under /v1
     POST /generate               a completion in SGLang's own form
+    GET  /kv/snapshot            the blocks in the prefix cache, for routers
 
 and those of `baton_engine.server.operations`.
 """
@@ -21,7 +22,7 @@ from starlette.types import ASGIApp
 
 from baton_api import origins
 from baton_api.errors import ModelNotFound
-from baton_engine.server import chat, completions, native, operations, tokens
+from baton_engine.server import chat, completions, kv, native, operations, tokens
 from baton_engine.server.about import model_card
 from baton_engine.server.call import Call
 from baton_engine.server.edge import Edge
@@ -61,6 +62,7 @@ def create_app(served: Served) -> ASGIApp:
             Route("/detokenize", detokenizing, methods=["POST"]),
             Route("/v1/detokenize", detokenizing, methods=["POST"]),
             *operations.routes(served),
+            *kv.routes(served),
         ],
         redirect_slashes=False,
     )

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator
 
 from baton_api import headers
 from baton_api.errors import NotReady, RequestAborted
+from baton_api.kv_events import block_number
 from baton_api.reports import PromptReport
 from baton_engine.requests import FinishReason, Output, PromptLogprobs, RemotePrefill, Request
 from baton_engine.server.choice import Choice
@@ -201,6 +202,7 @@ class Choices:
 def report_of(request: Request, output: Output) -> PromptReport | None:
     """What is told of a prompt, from its first token."""
     tokens, relay, timing = len(request.prompt), output.relay, output.timing
+    tail = f"{block_number(request.tail):016x}" if request.tail else ""
     if relay is not None:
         return PromptReport(
             tokens=tokens,
@@ -210,6 +212,7 @@ def report_of(request: Request, output: Output) -> PromptReport | None:
             compute_s=relay.compute_s,
             transfer_s=relay.transfer_s,
             remote=True,
+            tail=tail,
         )
     if timing is None:
         return None
@@ -221,4 +224,5 @@ def report_of(request: Request, output: Output) -> PromptReport | None:
         compute_s=timing.compute_s,
         transfer_s=0.0,
         remote=False,
+        tail=tail,
     )

@@ -1,0 +1,121 @@
+"""
+What has changed in the prefix cache since the last step, told by the engine's thread as it happens.
+
+The thread only notes names; a whole step's notes are handed on at its end. Whoever takes them turns them
+into messages on a thread of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton_api.hashing import root_hash
+from baton_api.kv_events import IN_USE, BlockRemoved, BlockStored, Event, block_number
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A block became known by its name."""
+
+    name: bytes
+    parent: bytes
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A block was dropped."""
+
+    name: bytes
+
+
+Change = Stored | Removed
+
+
+class Recipient(Protocol):
+    """Takes changes on the engine's thread, and returns at once."""
+
+    def publish(self, changes: Sequence[Change]) -> None: ...
+
+    @property
+    def last(self) -> int:
+        """The number of what was published last; -1 before the first."""
+        ...
+
+
+class KvEvents:
+    """The changes that were not handed on yet. Belongs to the engine's thread."""
+
+    def __init__(self, recipient: Recipient) -> None:
+        self._recipient = recipient
+        self._changes: list[Change] = []
+
+    def stored(self, name: bytes, parent: bytes, tokens: Sequence[int]) -> None:
+        self._changes.append(Stored(name, parent, tokens))
+
+    def removed(self, name: bytes) -> None:
+        self._changes.append(Removed(name))
+
+    def flush(self) -> int:
+        """Hand all on. Gives the number under which nothing is missing."""
+        if self._changes:
+            changes, self._changes = self._changes, []
+            self._recipient.publish(changes)
+        return self._recipient.last
+
+
+class KvSnapshot:
+    """All known blocks at one moment. Made on the engine's thread by copying, read on any other."""
+
+    def __init__(self, seq: int, by_hash: dict[bytes, int], parents: list[bytes]) -> None:
+        self.seq = seq
+        """Of the last batch whose changes are in."""
+        self._names = list(by_hash)
+        self._by_hash = by_hash
+        self._parents = parents
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def part(self, start: int, stop: int) -> list[tuple[int, int | None]]:
+        """(hash, parent's hash) of some of them."""
+        names = self._names[start:stop]
+        return [(block_number(name), parent_number(self._parents[self._by_hash[name]])) for name in names]
+
+
+def parent_number(name: bytes) -> int | None:
+    """None for the beginning of a prompt without a salt; a salted one begins with a parent of its own."""
+    return None if name == _ROOT else block_number(name)
+
+
+def events_of(changes: Iterable[Change], block_size: int, *, tokens: bool) -> Iterator[Event]:
+    """The changes as events, in their order; neighbours that go together are one event."""
+    last: Event | None = None
+    end = b""
+    for change in changes:
+        number = block_number(change.name)
+        if isinstance(change, Removed):
+            if isinstance(last, BlockRemoved):
+                last.block_hashes.append(number)
+                continue
+            event: Event = BlockRemoved([number], IN_USE)
+        elif isinstance(last, BlockStored) and change.parent == end:
+            last.block_hashes.append(number)
+            last.token_ids += change.tokens if tokens else ()
+            end = change.name
+            continue
+        else:
+            parent = parent_number(change.parent)
+            said = list(change.tokens) if tokens else []
+            event = BlockStored([number], parent, said, block_size, medium=IN_USE)
+            end = change.name
+        if last is not None:
+            yield last
+        last = event
+    if last is not None:
+        yield last
+
+
+_ROOT = root_hash()
