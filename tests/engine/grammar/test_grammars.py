@@ -15,6 +15,7 @@ import pytest
 
 from baton_api import limits
 from baton_api.errors import InvalidRequest
+from baton_engine.grammar import texts
 from baton_engine.grammar.grammars import CACHE_LIMIT, Grammars
 from baton_engine.requests import Constraint
 from tests.engine.grammar.words import GRAMMARS, TOKENIZER, allowed, ids, takes
@@ -119,7 +120,7 @@ WRONG = {
     "a keyword that cannot be enforced": (schema({"uniqueItems": True, "type": "array"}), "uniqueItems"),
     "bounds that exclude one another": (schema({"type": "integer", "minimum": 5, "maximum": 3}), "minimum"),
     "a reference to elsewhere": (schema({"$ref": "http://x/y"}), "http://x/y"),
-    "no JSON": (Constraint("json_schema", "{"), "EOF"),
+    "no JSON": (Constraint("json_schema", "{"), "expected"),
     "half a character": (Constraint("regex", "\ud800"), "surrogate"),
     "another kind": (Constraint("poem", "x"), "kind 'poem'"),
     "no grammar": (Constraint("ebnf", "x"), "begins with its name"),
@@ -173,7 +174,7 @@ def test_a_trial_process_that_is_gone_is_replaced(grammars: Grammars) -> None:
 
 
 def test_white_space_in_json_is_free_but_bounded() -> None:
-    source = json.dumps({"type": "object"})
+    source = texts.schema({"type": "object"})
     pretty = json.dumps({"a": {"b": [1, 2]}}, indent=4)
     for text in (pretty, '{"a":1}', '{"a": 1, "b": [1, 2]}', '{\n\t"a": 1\n}'):
         assert takes("json_schema", source, text), text

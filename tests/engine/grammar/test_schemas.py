@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from baton_engine.grammar.grammars import Grammars
+from baton_engine.grammar.texts import schema as schema_source
 from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.requests import Constraint, FinishReason, Request, SamplingParams
 from tests.engine import fake_model
@@ -46,7 +47,7 @@ def texts(
     ends = frozenset(tokenizer.eos_ids)
     with Serving(blocks=8000, block_size=16, model=model, max_model_len=4000, max_running=32) as serving:
         for number, schema in enumerate(schemas):
-            constraint = Constraint("json_schema", json.dumps(schema))
+            constraint = Constraint("json_schema", schema_source(schema))
             sampling = SamplingParams(
                 seed=number,
                 temperature=1.0 + number % 6 / 10,

@@ -35,9 +35,7 @@ def grammar(kind: str, source: str, special: Mapping[str, int]) -> str:
     try:
         match kind:
             case "json_schema":
-                return LLMatcher.grammar_from_json_schema(
-                    source, defaults={"whitespace_pattern": WHITE_SPACE}
-                )
+                return LLMatcher.grammar_from_json_schema(source)
             case "regex":
                 return LLMatcher.grammar_from_regex(source)
             case "ebnf":
@@ -54,7 +52,7 @@ def grammar(kind: str, source: str, special: Mapping[str, int]) -> str:
 
 def schema(value: Any, *, lenient: bool = False, white_space: str | None = None) -> str:
     """
-    The source of a `json_schema` constraint.
+    The source of a `json_schema` constraint, which says itself how it is to be compiled.
 
     What of a lenient one cannot be enforced is left out; otherwise it is an error when it is compiled.
     """
