@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ def test_the_way_to_call_that_is_told_is_the_one_that_is_read() -> None:
 
 
 def test_calls_and_results_become_text() -> None:
-    messages = [
+    messages: list[dict[str, Any]] = [
         USER,
         {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL, CALL]},
         {"role": "tool", "content": "sunny", "tool_call_id": "c1"},
