@@ -126,6 +126,19 @@ async def test_unknown_paths_and_methods_are_errors_in_openais_shape(
         assert path in answer.json()["error"]["message"]
 
 
+async def test_every_path_of_the_description_is_served() -> None:
+    nothing = fake_worker.saying(200, b"{}")
+    async with FakeWorker(nothing) as worker, running_router([worker]) as router:
+        described = (await router.client.get("/openapi.json")).json()
+        assert described["components"]["schemas"]["ChatRequest"]["properties"]["model"]["enum"] == ["tiny"]
+        for path, methods in described["paths"].items():
+            for method in methods:
+                answer = await router.client.request(method, path.replace("{model}", "tiny"), json={})
+                assert answer.status_code in (200, 404 if "{" in path else 200), path
+                if answer.status_code == 404:
+                    assert "No response" in answer.text or "not found" in answer.text, path
+
+
 async def test_while_it_drains_ready_says_so_and_running_streams_finish() -> None:
     async with (
         FakeWorker(fake_worker.gated) as worker,
