@@ -12,6 +12,9 @@ TICKET = "x-baton-ticket"
 WORKER = "x-baton-worker"
 """Router to client: the name of the worker that answered."""
 
+FOLLOW = "x-baton-follow"
+"""Router to worker: say beside the stream what another worker would need to go on with it."""
+
 PROMPT = "x-baton-prompt"
 """Worker to router and client: see `baton_api.reports`."""
 

@@ -115,6 +115,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
     logprob_ids: list[int] = []
+    drawn: int = 0
+    """Tokens at the end of the prompt that count as output."""
     min_tokens: int = 0
     stop_ids: list[int] = []
     """Not to be drawn before `min_tokens` tokens are out."""

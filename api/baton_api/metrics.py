@@ -165,6 +165,12 @@ ROUTER_CUT = Metric(
     "Answers that ended before they were complete although the client was there, by cause.",
     ("cause",),
 )
+ROUTER_RESUMES = Metric(
+    "baton_router_resumes_total",
+    "counter",
+    "Streams whose worker was lost: gone on with by another one, or failed.",
+    ("result",),
+)
 ROUTER_IN_FLIGHT = Metric("baton_router_requests_in_flight", "gauge", "Requests to generate that run now.")
 ROUTER_RETRIES = Metric(
     "baton_router_retries_total", "counter", "Requests given to another worker, by cause.", ("cause",)

@@ -15,11 +15,20 @@ import msgspec
 from baton_api.errors import InvalidRequest
 from baton_router import prompt_chunks
 from baton_router.answers import Scope
+from baton_router.following import FollowedStream
 from baton_router.prompt_chunks import Message, Prompt
-from baton_router.sse import STREAMS
+from baton_router.sse import EventStream, ResponseStream
 from baton_router.upstream import Headers
 
 NOTHING = Prompt((), ())
+
+STREAMS: dict[str, type[EventStream]] = {
+    "/v1/chat/completions": FollowedStream,
+    "/v1/completions": FollowedStream,
+    "/generate": EventStream,
+    "/v1/responses": ResponseStream,
+}
+"""Paths whose streams end with something; others end with the last byte."""
 
 _ABSENT = msgspec.Raw(b"")
 
@@ -52,6 +61,11 @@ class Asked:
         self.model: str | None = read.model if isinstance(read.model, str) else None
         self.prompt = _prompt(read, prompt_chunks.root_name("", self.model or ""))
         self.events = STREAMS.get(scope["path"])
+
+    @property
+    def followed(self) -> bool:
+        """Whether the worker is to say what another one would need to go on with the answer."""
+        return self.events is FollowedStream
 
 
 def _read(body: bytes) -> Body:

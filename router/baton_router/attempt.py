@@ -39,7 +39,7 @@ class Attempt:
         if made.pair.prefill is not None:
             made.pair.prefill.in_flight += 1
 
-    async def open(self, head: bytes, body: bytes, events: type[EventStream] | None) -> bytes:
+    async def open(self, head: bytes, body: bytes, events: Callable[[], EventStream] | None) -> bytes:
         """Ask the worker; gives the first part of its answer, which may be `events`. Raises Lost."""
         self.exchange = exchange = await self.made.pair.decode.upstream.request(head, body)
         stream = is_event_stream(exchange.headers)

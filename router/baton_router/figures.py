@@ -21,6 +21,7 @@ class Figures:
         self.registry = CollectorRegistry()
         self.requests = self._counter(metrics.ROUTER_REQUESTS)
         self.cut = self._counter(metrics.ROUTER_CUT)
+        self.resumes = self._counter(metrics.ROUTER_RESUMES)
         self.retries = self._counter(metrics.ROUTER_RETRIES)
         self.in_flight = Gauge(*_text(metrics.ROUTER_IN_FLIGHT), registry=self.registry)
         self.overhead = self._histogram(metrics.ROUTER_OVERHEAD)

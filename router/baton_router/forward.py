@@ -37,6 +37,7 @@ FORWARDED = frozenset(
 REQUEST_ID = headers.REQUEST_ID.encode()
 PREFILL = headers.PREFILL.encode()
 TICKET = headers.TICKET.encode()
+FOLLOW_LINE = b"%b: 1\r\n" % headers.FOLLOW.encode()
 WORKER = headers.WORKER.encode()
 PROMPT = headers.PROMPT.encode()
 DECISION = headers.DECISION.encode()
@@ -114,6 +115,8 @@ def request_head(
     trust: Trust,
     now: float,
     method: bytes = b"POST",
+    *,
+    follow: bool = False,
 ) -> bytes:
     """The head of the request as the decode worker of `pair` gets it."""
     lines = [
@@ -123,6 +126,8 @@ def request_head(
     kept_back = _OF_THE_REQUEST if trust.passes_keys else _OF_THE_REQUEST | {AUTHORIZATION}
     lines += [b"%b: %b\r\n" % header for header in _passing(given, kept_back)]
     lines.append(trust.line)
+    if follow:
+        lines.append(FOLLOW_LINE)
     if pair.prefill is not None:
         control = pair.prefill.control
         lines.append(b"%b: %b\r\n" % (PREFILL, control.encode()))

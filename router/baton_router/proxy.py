@@ -15,13 +15,15 @@ import logging
 import time
 from collections.abc import Callable
 
-from baton_api.errors import BatonError, InternalError, NotReady, WorkerLost
+from baton_api.errors import BatonError, InternalError, ModelNotFound, NotReady, WorkerLost
+from baton_api.resuming import with_resumption
 from baton_router.answers import Receive, Scope, Send, send_error
 from baton_router.asked import Asked
 from baton_router.attempt import Attempt
 from baton_router.client import Client, ClientGone
 from baton_router.dispatcher import Dispatch, Dispatcher
 from baton_router.figures import Figures
+from baton_router.following import FollowedStream
 from baton_router.forward import (
     Trust,
     answer_headers,
@@ -39,6 +41,13 @@ log = logging.getLogger(__name__)
 GONE = 499
 """The status under which a request is counted whose client left before the answer."""
 
+RESUMES_LIMIT = 3
+"""Workers that may be asked to go on with one answer."""
+
+RESUMED = b": resumed\n\n"
+"""A comment for those who look: from here on another worker speaks."""
+
+OK = 200
 REFUSED = 503
 """A worker's status that may be another's 200."""
 
@@ -92,7 +101,7 @@ class Proxy:
                     opening = await self._open(asked, relay, arrived)
             except TimeoutError as error:
                 raise WorkerLost("that was asked") from error
-            await self._pass_on(relay, opening, arrived)
+            await self._pass_on(asked, relay, opening, arrived)
 
     async def _open(self, asked: Asked, relay: Relay, arrived: float) -> bytes:
         """Find a worker that answers: `relay.attempt` is its, and the answer's first part is given."""
@@ -104,9 +113,7 @@ class Proxy:
             assert made is not None
             relay.attempt = attempt = Attempt(made, self._dispatcher, self._clock)
             worker = made.pair.decode
-            head = request_head(
-                asked.target, asked.headers, len(asked.body), relay.id, made.pair, self._trust, time.time()
-            )
+            head = self._head(asked, relay, made, len(asked.body))
             opening = b""
             lost: Lost | None = None
             try:
@@ -128,6 +135,18 @@ class Proxy:
             else:
                 return opening
 
+    def _head(self, asked: Asked, relay: Relay, made: Dispatch, length: int) -> bytes:
+        return request_head(
+            asked.target,
+            asked.headers,
+            length,
+            relay.id,
+            made.pair,
+            self._trust,
+            time.time(),
+            follow=asked.followed,
+        )
+
     def _choose(self, asked: Asked, tried: list[Worker]) -> Dispatch | None:
         return self._dispatcher.dispatch(asked.model, asked.prompt, tried, self._clock())
 
@@ -140,29 +159,83 @@ class Proxy:
         except NotReady:
             return None
 
-    async def _pass_on(self, relay: Relay, opening: bytes, arrived: float) -> None:
+    async def _pass_on(self, asked: Asked, relay: Relay, opening: bytes, arrived: float) -> None:
         client, attempt = relay.client, relay.attempt
-        assert attempt is not None and attempt.exchange is not None
-        worker = attempt.made.pair.decode
+        assert attempt is not None
         relay.status = attempt.status
         await client.start(attempt.status, answer_headers(attempt.headers, relay.id, attempt.made))
         if attempt.ended:
             await client.send(opening, more=False)
             return
         self._figures.first_byte.observe(time.perf_counter() - arrived)
-        stall = Stall(client, attempt.exchange, self._settings.idle_s)
         piece = opening
+        while True:
+            try:
+                await self._copy(client, attempt, piece)
+                return
+            except Lost as lost:
+                worker = attempt.made.pair.decode
+                worker.health = worker.health.struck(self._clock())
+                attempt, piece = await self._resume(asked, relay, attempt, lost)
+
+    async def _copy(self, client: Client, attempt: Attempt, piece: bytes) -> None:
+        """Give the client what comes, to the end. Raises Lost."""
+        assert attempt.exchange is not None
+        stall = Stall(client, attempt.exchange, self._settings.idle_s)
         try:
             while not attempt.ended:
                 if piece:
                     await client.send(piece, more=True)
                 piece = await attempt.next()
             await client.send(piece, more=False)
-        except Lost:
-            worker.health = worker.health.struck(self._clock())
-            raise
         finally:
             stall.close()
+
+    async def _resume(self, asked: Asked, relay: Relay, broken: Attempt, lost: Lost) -> tuple[Attempt, bytes]:
+        """Another worker's attempt that goes on where this one broke off. Raises `lost` if there is none."""
+        events = broken.events
+        resumption = events.resumption if isinstance(events, FollowedStream) else None
+        if resumption is None:
+            raise lost
+        tried = [broken.made.pair.decode]
+        broken.close()
+        body = with_resumption(asked.body, resumption)
+        while relay.resumes < RESUMES_LIMIT:
+            relay.resumes += 1
+            try:
+                made = self._choose(asked, tried)
+            except (NotReady, ModelNotFound):
+                made = None
+            if made is None:
+                break
+            attempt = Attempt(made, self._dispatcher, self._clock)
+            worker = made.pair.decode
+            tried.append(worker)
+            try:
+                head = self._head(asked, relay, made, len(body))
+                opening = await attempt.open(head, body, lambda: FollowedStream(resumption))
+            except Lost:
+                worker.health = worker.health.struck(self._clock())
+                attempt.close()
+                continue
+            except BaseException:
+                attempt.close()
+                raise
+            if attempt.status != OK:
+                attempt.close()
+                continue
+            relay.attempt = attempt
+            self._figures.resumes.labels("resumed").inc()
+            log.warning(
+                "The answer to request %s goes on at %s after %d tokens, because %s",
+                relay.id.decode(),
+                worker.name,
+                len(resumption.tokens),
+                lost,
+            )
+            return attempt, RESUMED + opening
+        self._figures.resumes.labels("failed").inc()
+        raise lost
 
     async def _fail(self, relay: Relay, error: BatonError, send: Send) -> None:
         """Tell the client what went wrong, as far as it can still be told."""
@@ -181,10 +254,12 @@ class Proxy:
 class Relay:
     """One request's way: who asked, whose try it is now, and what was answered."""
 
-    __slots__ = ("attempt", "client", "id", "status")
+    __slots__ = ("attempt", "client", "id", "resumes", "status")
 
     def __init__(self, client: Client, identity: bytes) -> None:
         self.client = client
         self.id = identity
         self.attempt: Attempt | None = None
+        self.resumes = 0
+        """Workers that were asked to go on with the answer."""
         self.status = 0

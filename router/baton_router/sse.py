@@ -96,12 +96,3 @@ def last_response(piece: bytes) -> int:
     """Where in whole lines the stream's last event begins, after which there is none; -1 if it does not."""
     start = piece.rfind(b"\nevent: ") + 1
     return start if piece.startswith(LAST_RESPONSE, start) else -1
-
-
-STREAMS = {
-    "/v1/chat/completions": EventStream,
-    "/v1/completions": EventStream,
-    "/generate": EventStream,
-    "/v1/responses": ResponseStream,
-}
-"""Paths whose streams end with something; others end with the last byte."""

@@ -28,10 +28,12 @@ class Draw:
     )  # fmt: skip
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int], guide: Guide | None = None) -> None:
+        """Raises as `Permits.push` if what was drawn before is not what may be."""
         self.params = params
         self.permits = Permits.of(params, guide)
         """Which tokens may be drawn at all; None for a request that says nothing about it."""
-        self.position = len(prompt)
+        given = prompt[: len(prompt) - params.drawn]
+        self.position = len(given)
         """Position in the sequence of the next token: what its random number is drawn for."""
         self.drawn = 0
         self.greedy = params.temperature < GREEDY_BELOW or params.top_p <= 0.0 or params.top_k == 1
@@ -48,7 +50,9 @@ class Draw:
         """Whether logits are changed before anything else."""
         self.plain = self.greedy and not self.adjusted and params.logprobs is None
         """Whether the token is the one with the highest logit, and nothing else is asked for."""
-        self.seen = Seen(prompt if params.repetition_penalty != 1.0 else ()) if penalised else None
+        self.seen = Seen(given if params.repetition_penalty != 1.0 else ()) if penalised else None
+        for token in prompt[len(given) :]:
+            self.push(token)
 
     def push(self, token: int) -> None:
         """The token was drawn, here or by the worker that computed the prompt. Raises as `Permits.push`."""

@@ -107,6 +107,9 @@ class SamplingParams:
     Such a prompt is computed here and whole: neither a prefill worker nor the prefix cache knows logprobs."""
     max_tokens: int = 16
     """At least 1, or 0 with `prompt_logprobs`. The server has already cut it to what the context leaves."""
+    drawn: int = 0
+    """How many tokens at the end of the prompt were drawn before, when the request was another worker's:
+    they count as its output, but for `max_tokens`."""
     min_tokens: int = 0
     """Stop ids cannot be drawn before this many tokens are out."""
     allowed_ids: tuple[int, ...] = ()

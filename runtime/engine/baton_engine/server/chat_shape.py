@@ -95,6 +95,9 @@ class ChatShape:
             )
         return b"".join(self.streaming.event(self._envelope(CHUNK, [chunk]), usage) for chunk in chunks)
 
+    def resume(self, answer: str, created: int) -> None:
+        self.id, self.created = answer, created
+
     def closing(self, usage: Usage) -> bytes:
         return self.streaming.closing(self._envelope(CHUNK, []), usage)
 

@@ -20,6 +20,7 @@ from baton_engine.requests import FinishReason, Output, PromptLogprobs, RemotePr
 from baton_engine.server.choice import Choice
 from baton_engine.server.exchange import Exchange
 from baton_engine.server.request_log import Told
+from baton_engine.server.resuming import catch_up
 from baton_engine.server.served import Served
 from baton_engine.server.transcript import Piece, Transcript
 from baton_engine.server.usage import Usage
@@ -50,7 +51,7 @@ class Choices:
                 index=index,
                 prompt=index // n,
                 request=Request(
-                    id=f"{work.shape.id}-{index}",
+                    id=_engine_id(work, index),
                     prompt=work.prompts[index // n].tokens,
                     sampling=work.parameters.choice(index % n, work.prompts[index // n].max_tokens),
                     guide=None if work.guides is None else work.guides(),
@@ -64,6 +65,8 @@ class Choices:
         self._leads = self.all[::n]
         for lead in self._leads:
             lead.followers = self.all[lead.index + 1 : lead.index + n]
+        if work.resumption is not None:
+            catch_up(work, self.all[0])
         self._behind = len(self.all) - len(self._leads)
         """Followers that were not submitted yet."""
         self.aborted = False
@@ -71,8 +74,9 @@ class Choices:
 
     @property
     def usage(self) -> Usage:
+        drawn = self._work.parameters.sampling.drawn
         return Usage(
-            prompt_tokens=sum(len(prompt.tokens) for prompt in self._work.prompts),
+            prompt_tokens=sum(len(prompt.tokens) for prompt in self._work.prompts) - drawn,
             completion_tokens=sum(choice.transcript.count for choice in self.all),
             cached_tokens=sum(lead.cached_tokens for lead in self._leads),
             reasoning_tokens=sum(choice.transcript.reasoning_tokens for choice in self.all),
@@ -94,6 +98,9 @@ class Choices:
     async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece]]:
         """What each choice gains, as it comes. Raises what the engine refuses or fails with."""
         try:
+            if self._work.resumption is not None and self._work.resumption.ended:
+                yield self.all[0], Piece()
+                return
             if not any(lead.request.draws or lead.request.reads for lead in self._leads):
                 for choice in self.all:
                     choice.transcript.finish = FinishReason.LENGTH
@@ -177,7 +184,7 @@ class Choices:
             exchange.report = exchange.report or report_of(choice.request, output)
             if choice.index % self._work.parameters.n == 0:
                 exchange.cached_tokens += output.cached_tokens
-            if self._served.settings.cache_report:
+            if self._served.settings.cache_report and self._work.resumption is None:
                 choice.cached_tokens = output.cached_tokens
             metrics.first_token(now - exchange.started)
             exchange.first_token = exchange.first_token or now
@@ -226,3 +233,9 @@ def report_of(request: Request, output: Output) -> PromptReport | None:
         remote=False,
         tail=tail,
     )
+
+
+def _engine_id(work: Work, index: int) -> str:
+    """A resumed request's differs from the one before, which the same worker may still be letting go."""
+    drawn = work.parameters.sampling.drawn
+    return f"{work.shape.id}-{index}" + (f"-from-{drawn}" if work.resumption is not None else "")

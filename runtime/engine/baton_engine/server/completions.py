@@ -139,6 +139,9 @@ class CompletionShape:
             chunks.append(self._body(piece.text, piece, choice))
         return b"".join(self.streaming.event(self._envelope([chunk]), usage) for chunk in chunks)
 
+    def resume(self, answer: str, created: int) -> None:
+        self.id, self.created = answer, created
+
     def closing(self, usage: Usage) -> bytes:
         return self.streaming.closing(self._envelope([]), usage)
 

@@ -26,6 +26,7 @@ from baton_engine.server.exchange import Exchange, exchange_of
 from baton_engine.server.fields import Fields
 from baton_engine.server.guided import guided
 from baton_engine.server.request_log import RequestLog
+from baton_engine.server.resuming import beginning, behind, read_resumption, resumable, resumed
 from baton_engine.server.running import read_names
 from baton_engine.server.served import Served
 from baton_engine.server.transcript import Piece
@@ -87,12 +88,13 @@ class Generate:
             exchange.stream = work.parameters.streaming.wanted
             scope[FAILURE] = work.failure
             remote = named_remote(scope, self._served, exchange.request_id)
+            followed = headers.FOLLOW.encode() in dict(scope["headers"]) and resumable(work)
             choices = Choices(self._served, work, exchange, remote, self._log.read(exchange, work))
             names = (exchange.request_id, work.shape.id, *names)
             try:
                 with self._served.running.entered(names, choices):
                     if work.parameters.streaming.wanted:
-                        await self._stream(work, choices, receive, send)
+                        await self._stream(work, choices, followed, receive, send)
                     else:
                         await self._answer(work, choices, receive, send)
             except BaseException as error:
@@ -113,6 +115,9 @@ class Generate:
                 param="model",
             )
         work = self._prepare(fields, self._served)
+        resumption = read_resumption(fields, self._served.tokenizer.vocab_size)
+        if resumption is not None:
+            work = resumed(work, resumption)
         return guided(work, fields, self._served.grammars), read_names(fields)
 
     async def _answer(self, work: Work, choices: Choices, receive: Receive, send: Send) -> None:
@@ -130,7 +135,9 @@ class Generate:
         await send({"type": "http.response.start", "status": 200, "headers": fields})
         await send({"type": "http.response.body", "body": encoded})
 
-    async def _stream(self, work: Work, choices: Choices, receive: Receive, send: Send) -> None:
+    async def _stream(
+        self, work: Work, choices: Choices, followed: bool, receive: Receive, send: Send
+    ) -> None:
         async with until_disconnect(receive):
             writer: StreamWriter | None = None
             try:
@@ -140,7 +147,11 @@ class Generate:
                             fields = [*STREAM_HEADERS, *choices.headers]
                             await send({"type": "http.response.start", "status": 200, "headers": fields})
                             writer = StreamWriter(send, self._keep_alive_s)
+                            if followed:
+                                await writer.write(beginning(work, choices.usage.cached_tokens))
                         events = work.shape.events(choice, piece, lambda: choices.usage)
+                        if followed:
+                            events += behind(piece)
                         if events:
                             await writer.write(events)
             except RequestAborted as error:

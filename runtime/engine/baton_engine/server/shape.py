@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from baton_engine.server.choice import Choice
 from baton_engine.server.transcript import Piece
@@ -32,4 +32,21 @@ class Shape(Protocol):
 
         Each piece is all that its choice gained.
         """
+        ...
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """A shape whose answer depends on nothing but the request, the tokens and these two."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def created(self) -> int:
+        """Seconds since 1970."""
+        ...
+
+    def resume(self, answer: str, created: int) -> None:
+        """Write a later part of the answer with this id and time. Called before any event."""
         ...

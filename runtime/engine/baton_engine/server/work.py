@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton_api.errors import BatonError, ContextTooLong
+from baton_api.resuming import Resumption
 from baton_engine.requests import Guide
 from baton_engine.server.events import DONE, error_event
 from baton_engine.server.fields import Fields
@@ -34,6 +35,8 @@ class Work:
     """The texts of special tokens that it must see, whether or not they are to be shown; None is all."""
     guides: Callable[[], Guide] | None = None
     """Makes what keeps one choice to its constraint and its thoughts in bounds; see `structured.guided`."""
+    resumption: Resumption | None = None
+    """Where the answer broke off that this one goes on with; the tokens are the prompt's last."""
     failure: Callable[[BatonError], bytes] = error_event
     """The event that says in a stream why it does not go on."""
     done: bytes = DONE

@@ -1,0 +1,126 @@
+"""What of a followed stream passes, and where it could be resumed: for every way in which it is cut up."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from baton_api.errors import WorkerLost
+from baton_api.resuming import Beginning, Resumption, begin_line, tokens_line, with_resumption
+from baton_router.following import FollowedStream
+
+BEGUN = Beginning("chatcmpl-1", 1700000000, 42, 16)
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def event(text: str) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"delta": {"content": text}}]}).encode() + b"\n\n"
+
+
+STEPS: list[tuple[bytes, list[int]]] = [
+    (event("") + event("The"), [5]),
+    (b"", [6]),  # half a character
+    (event(" capital é"), [7, 8]),
+    (event(": baton-tokens 9"), [9]),
+    (event(".") + event("stop"), [2]),
+]
+"""(events, the tokens that they came of)"""
+
+WRITES = [
+    begin_line(BEGUN),
+    *(events + tokens_line(tokens, ended=tokens == [2]) for events, tokens in STEPS),
+    event("usage") + DONE,
+]
+WRITES.insert(4, KEEP_ALIVE)
+EVENTS = b"".join(events for events, _ in STEPS) + event("usage") + DONE
+TOKENS = [token for _, tokens in STEPS for token in tokens]
+
+
+def told(text: bytes) -> bytes:
+    """Without comments."""
+    return text.replace(KEEP_ALIVE, b"")
+
+
+def behind(count: int) -> bytes:
+    """The events that have passed when so many tokens are known."""
+    events, known = b"", 0
+    for more, tokens in STEPS:
+        if known < count:
+            events += more
+            known += len(tokens)
+    return events
+
+
+def pieces(text: bytes, rng: random.Random) -> list[bytes]:
+    cuts = sorted(rng.sample(range(1, len(text)), rng.randint(0, 12)))
+    return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def test_the_comments_are_taken_out_and_nothing_else() -> None:
+    stream = FollowedStream()
+    passed = b"".join(map(stream.push, WRITES)) + stream.finish()
+    assert told(passed) == EVENTS and passed.count(KEEP_ALIVE) == 1
+    assert stream.complete
+    assert stream.resumption == Resumption(BEGUN, TOKENS, ended=True)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_wherever_it_is_cut_what_passed_is_what_the_tokens_say(seed: int) -> None:
+    stream, passed = FollowedStream(), b""
+    for piece in pieces(b"".join(WRITES), random.Random(seed)):
+        passed += stream.push(piece)
+        resumption = stream.resumption
+        if resumption is None:
+            assert passed == b""
+        elif resumption.ended:
+            assert resumption.tokens == TOKENS and told(passed).startswith(behind(len(TOKENS)))
+        else:
+            known = len(resumption.tokens)
+            assert resumption.tokens == TOKENS[:known] and told(passed) == behind(known)
+    assert told(passed + stream.finish()) == EVENTS
+
+
+def test_a_worker_that_says_nothing_is_not_held_up() -> None:
+    stream = FollowedStream()
+    for write in (event("The"), event(" capital"), DONE):
+        assert stream.push(write) == write
+    assert stream.resumption is None and stream.complete
+
+
+def test_a_resumed_stream_goes_on_counting() -> None:
+    before = Resumption(BEGUN, [5, 6])
+    stream = FollowedStream(before)
+    assert stream.push(begin_line(BEGUN) + event("x") + tokens_line([7], ended=False)) == event("x")
+    assert stream.resumption == Resumption(BEGUN, [5, 6, 7])
+    assert before.tokens == [5, 6]
+
+
+def test_a_workers_own_failure_waits_and_is_told_if_nobody_goes_on() -> None:
+    failure = b'data: {"error":{"message":"the engine broke","type":"server_error"}}\n\n'
+    stream = FollowedStream()
+    passed = stream.push(WRITES[0] + WRITES[1] + failure)
+    assert b"error" not in passed
+    assert stream.resumption == Resumption(BEGUN, [5])
+    assert stream.error(WorkerLost("d")) == failure
+
+
+def test_what_is_the_requests_own_fault_is_not_tried_again() -> None:
+    failure = b'data: {"error":{"message":"no","type":"invalid_request_error"}}\n\n'
+    stream = FollowedStream()
+    stream.push(WRITES[0] + WRITES[1] + failure)
+    assert stream.resumption is None
+
+
+@pytest.mark.parametrize("body", [b'{"model":"m"}', b' {"model":"m"}\n', b"{}", b'{"a":{"b":[]} }'])
+def test_a_request_gets_one_more_member(body: bytes) -> None:
+    resumption = Resumption(BEGUN, [1, 2], ended=True)
+    given = json.loads(with_resumption(body, resumption))
+    assert given.pop("baton_resume") == {
+        "beginning": {"id": "chatcmpl-1", "created": 1700000000, "seed": 42, "cached_tokens": 16},
+        "tokens": [1, 2],
+        "ended": True,
+    }
+    assert given == json.loads(body)
