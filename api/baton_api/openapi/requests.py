@@ -83,7 +83,6 @@ SHOWN = optional(
     user=TEXT,
     rid=either(text(limits.REQUEST_ID), array(text(limits.REQUEST_ID), limits.ABORTS)),
     request_id=text(limits.REQUEST_ID),
-    cache_salt=TEXT,
 )
 
 CONVERSATION = optional(

@@ -29,6 +29,7 @@ WEAKEST_PENALTY = 1e-4
 NOT_SERVED = (
     "custom_logit_processor", "custom_params", "use_beam_search", "truncate_prompt_tokens",
     "stop_regex", "lora_path", "prompt_embeds", "return_hidden_states", "priority", "vllm_xargs",
+    "cache_salt", "extra_key",
 )  # fmt: skip
 """Fields of other servers and of features that are not to be had here."""
 
