@@ -36,7 +36,7 @@ TOOL = {
 }
 
 
-class Capital(BaseModel):
+class Capital(BaseModel, extra="forbid"):
     city: Literal["Madrid", "Rome", "Paris"]
     country: Literal["Spain", "Italy", "France"]
 

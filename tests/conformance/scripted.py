@@ -18,7 +18,7 @@ import transformers
 
 from tests.tokenizers import npm_tokenizer
 
-THOUGHT = " Spain first, then Italy"
+THOUGHT = "Spain first, then Italy"
 ANSWER = "Madrid and Rome."
 
 VOCAB = 151_936

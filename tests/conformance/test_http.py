@@ -148,8 +148,10 @@ def test_A11_unknown_fields_are_let_through(served: Deployment) -> None:
 
 def test_A11_null_is_as_good_as_absent(served: Deployment) -> None:
     nulls: dict[str, Any] = dict.fromkeys((NULLABLE + NULLABLE_EXTENSIONS).split())
-    answer = served.post_chat(**nulls)
-    assert answer.status_code == 200, answer.text
+    for bound in ("max_tokens", "max_completion_tokens"):
+        answer = served.post_chat(**{**nulls, bound: 4})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] <= 4
     nulls = dict.fromkeys(NULLABLE_OF_COMPLETIONS.split())
     answer = served.post_completion("a", **nulls)
     assert answer.status_code == 200, answer.text

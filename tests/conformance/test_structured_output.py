@@ -141,7 +141,6 @@ def test_E6_every_kind_of_constraint_is_kept(
         {"regex": "a", "response_format": {"type": "json_object"}},
         {"ebnf": "root ::= ("},
         {"structured_outputs": {"regex": "a", "choice": ["a"]}},
-        {"structured_outputs": {}},
         {"structured_outputs": {"choice": []}},
         {"response_format": schema_format({"type": "nonsense"})},
         {"regex": "(((a{1,1000}){1,1000}){1,1000}){1,1000}"},
