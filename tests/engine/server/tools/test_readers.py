@@ -552,3 +552,21 @@ def test_converted_arguments_are_json(name: str) -> None:
         [(_, arguments)] = calls_of(read(name, [text]))
         assert list(json.loads(arguments)) == ["a0", "a1", "a2"]
         arguments.encode()
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "mistral_v11"])
+def test_long_answers_are_read_like_short_ones(name: str) -> None:
+    """Text that was read is let go of on the way."""
+    long = "".join(random.Random(1).choices('ab{}[]"\\<\n', k=30_000))
+    if name == "qwen3_coder":
+        call = f"<tool_call>\n<function=weather>\n<parameter=city>\n{long}\n</parameter>\n</function>\n</tool_call>"
+    elif name == "mistral_v11":
+        call = f"[TOOL_CALLS]weather[ARGS]{json.dumps({'city': long})}"
+    else:
+        call = f"<tool_call>\n{json.dumps({'arguments': {}, 'name': 'now'})}\n</tool_call>\n<tool_call>\n"
+        call += f"{json.dumps({'name': 'weather', 'arguments': {'city': long}})}\n</tool_call>"
+    text = f"{'word ' * 4000}{call}\n"
+    parts = read(name, [text[start : start + 7] for start in range(0, len(text), 7)])
+    assert parts == read(name, [text])
+    assert words_of(parts) == text[: text.index(call)].rstrip()
+    assert json.loads(calls_of(parts)[-1][1]) == {"city": long}

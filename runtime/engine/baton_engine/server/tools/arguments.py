@@ -104,6 +104,8 @@ def _input_ahead(source: Source) -> Wait[bool]:
 def _verbatim(source: Source, call: OpenCall, end: str, limit: int | None = None) -> Wait[None]:
     start, depth = source.mark(), 0
     while limit is None or source.mark() - start <= limit:
+        if limit is None:
+            source.trim()
         text, stop = yield from source.chunk(_brackets(end[:1]))
         call.write(text)
         if stop and stop == end[:1]:
@@ -130,6 +132,8 @@ def _quoted(source: Source, call: OpenCall, limit: int | None) -> Wait[None]:
     """The rest of a string, as it is written."""
     start = source.mark()
     while limit is None or source.mark() - start <= limit:
+        if limit is None:
+            source.trim()
         text, stop = yield from source.chunk(STRING)
         if stop == "\\":
             stop += yield from source.take()
@@ -141,6 +145,7 @@ def _quoted(source: Source, call: OpenCall, limit: int | None) -> Wait[None]:
 def _decoded(source: Source, call: OpenCall) -> Wait[None]:
     """The rest of a string, as what it stands for."""
     while True:
+        source.trim()
         text, stop = yield from source.chunk(STRING)
         call.write(text)
         if stop == "\\":

@@ -13,8 +13,8 @@ BESIDE = ("type", "id")
 """Members that may stand beside name and arguments."""
 MEMBERS = 4
 NAME_LIMIT = 256
-EARLY_LIMIT = 16_384
-"""Characters of arguments that stand before the name."""
+EARLY_LIMIT = 1024
+"""Characters of arguments that stand before the name. Few: they are read again for each mark among them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,8 @@ class Source:
         self._ids = ids
         self._text = ""
         self._at = 0
+        self._gone = 0
+        """Characters before `_text`, which were let go of."""
         self._calls = 0
         self._blank = ""
         """White space behind what was said: told with what is said next, if that is ever."""
@@ -166,6 +168,7 @@ class Source:
                 return True
             if self.ended:
                 return False
+            self.trim()
             yield
 
     def rest(self) -> str:
@@ -174,15 +177,16 @@ class Source:
         return taken
 
     def mark(self) -> int:
-        """For `back`; good until words are told by `find`."""
-        return self._at
+        """Where the text stands, for `back`; good until `trim` passes it."""
+        return self._gone + self._at
 
     def back(self, mark: int) -> None:
-        self._at = mark
+        self._at = mark - self._gone
 
-    def between(self, mark: int) -> str:
-        """What was taken since."""
-        return self._text[mark : self._at]
+    def trim(self) -> None:
+        """Let go of what was taken: nobody goes back to it."""
+        if self._at > TRIM:
+            self._text, self._gone, self._at = self._text[self._at :], self._gone + self._at, 0
 
     # --- What it turned out to be ---
 
@@ -199,8 +203,7 @@ class Source:
             self._at = end
             if self.ended:
                 return ""
-            if self._at > TRIM:
-                self._text, self._at = self._text[self._at :], 0
+            self.trim()
             yield
 
     def words(self, text: str) -> None:
