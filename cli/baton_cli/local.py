@@ -47,7 +47,8 @@ def demo(verbose: bool, given: Mapping[str, Any]) -> None:
     from baton_cli import demo
 
     display = Display(Console(), logs=verbose)
-    plan = make_plan(display, 1, 1, {"port": 0}, given)
+    # The questions are short: the decode worker would be as quick alone, and there would be nothing to see.
+    plan = make_plan(display, 1, 1, {"port": 0, "alone_tokens": 0}, given)
 
     async def use(service: Service) -> None:
         await demo.show(display.console, service, plan.name)

@@ -209,8 +209,14 @@ def start(way: str, model: str, name: str, *flags: str, api_key: str = "None") -
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        # As wide as a log line, and out of reach of any hub.
-        env={**os.environ, "COLUMNS": "400", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        # As wide as a log line, out of reach of any hub, and with every prompt computed by a prefill worker.
+        env={
+            **os.environ,
+            "COLUMNS": "400",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "BATON_ROUTER_ALONE_TOKENS": "0",
+        },
     )
     log: list[str] = []
     threading.Thread(target=_read, args=(process, log), daemon=True).start()

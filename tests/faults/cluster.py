@@ -227,7 +227,9 @@ async def open_cluster(folder: Path) -> AsyncIterator[Cluster]:
         for node in (prefill, decode, alone):
             stack.push_async_callback(node.stop)
         await asyncio.gather(prefill.start(), decode.start(), alone.start())
-        router = Node("router", ("router", f"--prefill={prefill.url}", f"--decode={decode.url}"), http)
+        # However short a prompt is: it is its way that is tested.
+        front = ("router", f"--prefill={prefill.url}", f"--decode={decode.url}", "--alone-tokens=0")
+        router = Node("router", front, http)
         stack.push_async_callback(router.stop)
         await router.start()
         cluster = Cluster(router, prefill, decode, alone, http, random.Random(11))

@@ -1,0 +1,177 @@
+"""A decode worker is killed in mid-stream, and another one says the rest: the client sees one answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from tests.engine.models import VOCAB, make_model
+from tests.faults.cluster import CONTEXT, PATIENCE_S, Node, until
+
+pytestmark = [
+    pytest.mark.nixl,
+    pytest.mark.processes,
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+TOKENS = 400
+COUNTED = ("prompt_tokens", "completion_tokens", "total_tokens")
+
+
+@dataclass(slots=True)
+class Spared:
+    """Two decode workers, a prefill worker, a router, and one worker alone that says what is right."""
+
+    router: Node
+    decodes: list[Node]
+    alone: Node
+    http: httpx.AsyncClient
+    random: random.Random
+
+    def body(self, **fields: Any) -> dict[str, Any]:
+        prompt = [self.random.randrange(3, VOCAB) for _ in range(120)]
+        return {
+            "model": "tiny", "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "seed": 11,
+            "stream": True, "stream_options": {"include_usage": True}, **fields,
+        }  # fmt: skip
+
+    async def expected(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        answer = await self.http.post(f"{self.alone.url}/v1/completions", json=body)
+        return events_of(answer.raise_for_status().text)
+
+    async def ask(self, body: dict[str, Any], hurt: signal.Signals | None, after: int) -> str:
+        """The stream as a client gets it, whose worker is hurt after so many events."""
+        lines: list[str] = []
+        async with self.http.stream("POST", f"{self.router.url}/v1/completions", json=body) as answer:
+            assert answer.status_code == 200
+            name = answer.headers["x-baton-worker"]
+            async for line in answer.aiter_lines():
+                lines.append(line)
+                if hurt is not None and sum(one.startswith("data:") for one in lines) == after:
+                    (worker,) = (one for one in self.decodes if one.url.endswith(name))
+                    if hurt is signal.SIGKILL:
+                        await worker.kill()
+                    else:
+                        worker.signal(hurt)
+                    hurt = None
+        return "\n".join(lines)
+
+    async def healthy(self) -> None:
+        for node in self.decodes:
+            if node.process is None:
+                await node.start()
+
+        async def sees_all() -> bool:
+            rows = (await self.http.get(f"{self.router.url}/workers")).raise_for_status().json()["data"]
+            return all(row["state"] == "ready" for row in rows)
+
+        await until(sees_all, "the router sees all workers")
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    lines = [line for line in text.split("\n") if line.startswith("data: ")]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+def said(events: list[dict[str, Any]]) -> tuple[str, str, dict[str, Any]]:
+    """The text, why it ended, and what was counted."""
+    choices = [event["choices"][0] for event in events if event["choices"]]
+    text = "".join(choice["text"] for choice in choices)
+    (finish,) = (choice["finish_reason"] for choice in choices if choice["finish_reason"])
+    usage = {
+        name: events[-1]["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")
+    }
+    return text, finish, usage
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Spared]:
+    pytest.importorskip("nixl", reason="the NIXL library is missing")
+    folder: Path = tmp_path_factory.mktemp("resumed")
+    model = make_model(folder / "tiny", max_position_embeddings=CONTEXT)
+    shared = (
+        str(model),
+        "--served-model-name=tiny",
+        "--dtype=float32",
+        "--threads=1",
+        "--kv-cache-memory=64MiB",
+    )
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as http, contextlib.AsyncExitStack() as stack:
+        decodes = [Node(f"decode {number}", ("decode", *shared), http) for number in range(2)]
+        prefill, alone = Node("prefill", ("prefill", *shared), http), Node("alone", ("serve", *shared), http)
+        for node in (*decodes, prefill, alone):
+            stack.push_async_callback(node.stop)
+        await asyncio.gather(*(node.start() for node in (*decodes, prefill, alone)))
+        flags = [f"--decode={node.url}" for node in decodes]
+        router = Node(
+            "router", ("router", f"--prefill={prefill.url}", *flags, "--alone-tokens=0", "--idle-s=2"), http
+        )
+        stack.push_async_callback(router.stop)
+        await router.start()
+        yield Spared(router, decodes, alone, http, random.Random(5))
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def spared(running: Spared) -> Spared:
+    await running.healthy()
+    return running
+
+
+WISHES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 1.2},
+    "penalised": {"temperature": 0.8, "presence_penalty": 1.0, "repetition_penalty": 1.2},
+    "constrained": {"temperature": 1.0, "regex": "[a-z ]{300,380}END", "ignore_eos": False},
+}
+
+
+@pytest.mark.parametrize("wish", WISHES)
+async def test_a_killed_workers_stream_goes_on_with_the_very_next_token(spared: Spared, wish: str) -> None:
+    body = spared.body(**WISHES[wish])
+    expected = said(await spared.expected(body))
+    text = await spared.ask(body, signal.SIGKILL, after=30)
+    assert ": resumed" in text
+    events = events_of(text)
+    assert said(events) == expected
+    assert len({(event["id"], event["created"], event["model"]) for event in events}) == 1
+
+
+async def test_a_stream_whose_worker_hangs_goes_on_too(spared: Spared) -> None:
+    body = spared.body(temperature=1.1)
+    expected = said(await spared.expected(body))
+    text = await spared.ask(body, signal.SIGSTOP, after=25)
+    assert ": resumed" in text
+    assert said(events_of(text)) == expected
+    for node in spared.decodes:
+        node.signal(signal.SIGCONT)
+
+
+async def test_many_streams_survive_the_death_of_their_worker(spared: Spared) -> None:
+    bodies = [spared.body(temperature=1.0, max_tokens=200) for _ in range(12)]
+    expected = [said(await spared.expected(body)) for body in bodies]
+    asking = [
+        asyncio.create_task(spared.ask(body, signal.SIGKILL if number == 0 else None, after=20))
+        for number, body in enumerate(bodies)
+    ]
+    texts = await asyncio.gather(*asking)
+    assert [said(events_of(text)) for text in texts] == expected
+    assert sum(": resumed" in text for text in texts) >= 1
+
+
+async def test_nothing_is_said_of_it_to_a_client_whose_worker_lives(spared: Spared) -> None:
+    body = spared.body(temperature=0)
+    text = await spared.ask(body, None, after=0)
+    assert "baton-" not in text.replace('"baton-', "") and ": resumed" not in text
+    assert said(events_of(text)) == said(await spared.expected(body))
