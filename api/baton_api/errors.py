@@ -61,6 +61,7 @@ CODES = {
     "string_above_max_length": "There are too many characters.",
     "object_above_max_properties": "There are too many members.",
     "context_length_exceeded": "The prompt, or it and the tokens asked for, do not fit the model's context.",
+    "invalid_function_parameters": "The schema of a tool's arguments is none, or too large.",
     "previous_response_not_found": "The response to continue is not kept.",
     "unsupported_parameter": "The field asks for something that is not served; leave it out.",
 }
