@@ -559,7 +559,7 @@ def test_long_answers_are_read_like_short_ones(name: str) -> None:
     """Text that was read is let go of on the way."""
     long = "".join(random.Random(1).choices('ab{}[]"\\<\n', k=30_000))
     if name == "qwen3_coder":
-        call = f"<tool_call>\n<function=weather>\n<parameter=city>\n{long}\n</parameter>\n</function>\n</tool_call>"
+        call = f"<function=weather>\n<parameter=city>\n{long}\n</parameter>\n</function>"
     elif name == "mistral_v11":
         call = f"[TOOL_CALLS]weather[ARGS]{json.dumps({'city': long})}"
     else:
