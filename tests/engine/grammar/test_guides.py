@@ -52,6 +52,24 @@ def test_a_token_that_is_not_allowed_is_an_error_that_names_it() -> None:
         guide.push(*ids("x"))
 
 
+@pytest.mark.parametrize(
+    ("kind", "source", "text"),
+    [
+        ("regex", "a<call>b", "a<call>b"),
+        ("lark", 'start: "<call>" "b"?\n', "<call>b"),
+        ("ebnf", 'root ::= "<call>"', "<call>"),
+        ("json_schema", '{"const": "</call>"}', '"</call>"'),
+    ],
+)
+def test_the_letters_of_a_special_token_are_letters(kind: str, source: str, text: str) -> None:
+    guide = guide_of(kind, source)
+    for letter in text:
+        (token,) = ids(letter)
+        assert allowed(guide) == {token} or token in (allowed(guide) or ())
+        guide.push(token)
+    assert guide.finished
+
+
 def test_each_guide_begins_at_the_start_whatever_others_do() -> None:
     first, second = guide_of("regex", "abc"), guide_of("regex", "abc")
     for token in ids("ab"):

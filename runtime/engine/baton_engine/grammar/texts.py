@@ -29,9 +29,31 @@ OPTIONS = "x-guidance"
 class TextError(ValueError):
     """The constraint is not one; says why."""
 
+UNFORCED = '%llguidance {"no_forcing": true}'
+
 
 def grammar(kind: str, source: str, special: Mapping[str, int]) -> str:
     """What llguidance compiles; `special` are the texts of special tokens with their ids. TextError."""
+    made = _made(kind, source, special)
+    return _letter_by_letter(made) if any(mark in source for mark in special) else made
+
+
+def _letter_by_letter(grammar: str) -> str:
+    """
+    The same texts, without what llguidance writes ahead where there is but one way.
+
+    It would write the letters of a special token as that token, which its own grammar does not take for them.
+    """
+    if not grammar.lstrip().startswith("{"):
+        return grammar if "%llguidance" in grammar else f"{UNFORCED}\n{grammar}"
+    made = json.loads(grammar)
+    for part in made["grammars"]:
+        lark = part.get("lark_grammar") or f"start: %json {json.dumps(part.pop('json_schema'))}\n"
+        part |= {"lark_grammar": f"{UNFORCED}\n{lark}"}
+    return json.dumps(made)
+
+
+def _made(kind: str, source: str, special: Mapping[str, int]) -> str:
     try:
         match kind:
             case "json_schema":

@@ -27,8 +27,8 @@ from baton_engine.grammar import texts
 
 LENGTH_BYTES = 4
 
-STEPS = 24
-"""Tokens that are tried out: how long the masks take shows only then."""
+STEPS = 48
+"""Tokens that are tried out, from the start again after each end: what masks cost shows only then."""
 
 MASK_LIMIT_S = 0.1
 """Processor time for one mask: all requests of the worker wait for the slowest."""
@@ -36,7 +36,10 @@ MASK_LIMIT_S = 0.1
 MEMORY_LIMIT = 512 * 2**20
 """Bytes beyond what the process has before its first trial."""
 
-LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+LIMITS = LLParserLimits(
+    max_items_in_row=20_000, step_max_items=500_000, max_lexer_states=50_000, verbose_errors=False
+)
+"""Of llguidance: every optional property that may come next takes four items of a row."""
 
 
 class Words(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,13 +102,13 @@ def _walk(matcher: LLMatcher, vocab: int) -> str:
             return f"it is too complex: one mask takes {seconds * 1000:.0f} ms"
         filled = np.flatnonzero(mask)
         if not len(filled):
-            return "nothing can ever match it" if step == 0 else ""
+            return "nothing can ever match it" if step == 0 else "it leads to where nothing can follow"
         byte = int(filled[chance.randrange(len(filled))])
         bits = [bit for bit in range(8) if mask[byte] >> bit & 1]
         if not matcher.consume_token(byte * 8 + chance.choice(bits)):
             return matcher.get_error()
         if matcher.is_stopped():
-            break
+            matcher.reset()
     return ""
 
 

@@ -160,7 +160,7 @@ def _choice(fields: Fields, name: str) -> Iterator[Found]:
             raise wrong_type(f"{param}[{position}]", "a string", choice)
     literals = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
     _check_size(literals, param)
-    # One terminal: the ways of a rule have a limit of 2,000.
+    # One terminal, which is fast; the ways of a rule are tried one by one.
     yield param, Constraint("lark", f"start: CHOICE\nCHOICE: {literals}\n")
 
 
