@@ -236,7 +236,8 @@ def _rest(router: Router) -> FastAPI:
     async def routing(request: Request, error: HTTPException) -> JSONResponse:
         method, path = request.method, request.url.path
         if error.status_code == 405 or path in FORWARDED or path in ERRANDS:
-            return _error(MethodNotAllowed(method, path))
+            allowed = ERRANDS.get(path) or (error.headers or {}).get("Allow") or "POST"
+            return _error(MethodNotAllowed(method, path, allowed))
         if error.status_code == 404:
             return _error(RouteNotFound(method, path))
         return _error(InvalidRequest(str(error.detail)))
