@@ -251,8 +251,14 @@ class MethodNotAllowed(BatonError):
     status = 405
     type = "invalid_request_error"
 
-    def __init__(self, method: str, path: str) -> None:
-        super().__init__(f"Not allowed: {method} on {path[:200]}.")
+    def __init__(self, method: str, path: str, allowed: str = "") -> None:
+        """`allowed` are the methods that there are, with commas between."""
+        super().__init__(f"Not allowed: {method[:20]} on {path[:200]}; it takes {allowed}.")
+        self.allowed = allowed
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {**super().headers, "allow": self.allowed}
 
 
 class BodyTooLarge(BatonError):

@@ -79,7 +79,7 @@ HOSTILE: list[BatonError] = [
     ModelNotFound(LONG, (LONG,)),
     ResponseNotFound(LONG),
     RouteNotFound("GET", LONG),
-    MethodNotAllowed("GET", LONG),
+    MethodNotAllowed(LONG, LONG, "POST"),
     BodyTooLarge(10**400),
     HeadTooLarge(10**400),
     RequestAborted(),

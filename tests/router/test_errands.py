@@ -100,6 +100,7 @@ async def test_another_method_is_a_405(method: str, path: str) -> None:
     async with FakeWorker() as worker, running_router([worker]) as router:
         answer = await router.client.request(method, path)
         assert answer.status_code == 405
+        assert answer.headers["allow"] == ("POST" if method == "GET" else "GET")
 
 
 @pytest.mark.parametrize("path", ["/generate", "/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"])

@@ -348,6 +348,8 @@ async def test_unknown_models_routes_and_methods_have_openais_shape(api: Api) ->
     assert_error(await api.http.get("/v1/models/"), 404, "model_not_found", "model")
     assert_error(await api.http.get("/v1/chat/completions"), 405, None, None)
     assert_error(await api.http.post("/v1/models"), 405, None, None)
+    assert (await api.http.get("/v1/chat/completions")).headers["allow"] == "POST"
+    assert set((await api.http.post("/v1/models")).headers["allow"].split(", ")) == {"GET", "HEAD"}
 
 
 async def test_every_answer_has_a_request_id_and_a_good_one_of_the_client_is_kept(api: Api) -> None:

@@ -97,8 +97,8 @@ def _translated(error: Exception, exchange: Exchange) -> BatonError:
             return error
         case HTTPException(status_code=404):
             return RouteNotFound(exchange.method, exchange.path)
-        case HTTPException(status_code=405):
-            return MethodNotAllowed(exchange.method, exchange.path)
+        case HTTPException(status_code=405, headers=given):
+            return MethodNotAllowed(exchange.method, exchange.path, (given or {}).get("Allow", ""))
         case _:
             logger.error("request %s failed", exchange.request_id, exc_info=error)
             return InternalError()
