@@ -41,9 +41,15 @@ class ToolFamily:
         """
         What the text of an answer must be for its calls to be allowed ones; None if it may be anything.
 
-        `tokens` are those that grammars write as ids, by their text. `answer` is what the request wants of
-        an answer that calls nothing. Raises InvalidRequest for a schema that this format cannot force.
+        `tokens` are those that grammars write as ids, by their text. `answer` is what else the request wants:
+        a JSON schema is the form of an answer that calls nothing, whatever else is that of the whole text, in
+        which calls are where it has them. Raises InvalidRequest for a schema that this format cannot force.
         """
-        if toolbox is None or not toolbox.callable or not (toolbox.constrained or answer is not None):
+        if toolbox is None or not toolbox.callable:
             return answer
-        return Constraint("lark", lark.grammar(self.layout, toolbox, tokens, answer))
+        if answer is not None and answer.kind != "json_schema":
+            return answer
+        if answer is None and not toolbox.constrained:
+            return None
+        schema = None if answer is None else answer.source
+        return Constraint("lark", lark.grammar(self.layout, toolbox, tokens, schema))

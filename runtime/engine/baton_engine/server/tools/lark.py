@@ -12,8 +12,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from baton_api.errors import InvalidRequest
-from baton_engine.requests import Constraint
 from baton_engine.server.tools.arguments import RAW_END, RAW_START
 from baton_engine.server.tools.layout import Layout
 from baton_engine.server.tools.schemas import closed
@@ -27,13 +25,11 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 ANY_TEXT = "(?s:.*)"
 
 
-def grammar(
-    layout: Layout, toolbox: Toolbox, tokens: Mapping[str, int], answer: Constraint | None = None
-) -> str:
+def grammar(layout: Layout, toolbox: Toolbox, tokens: Mapping[str, int], answer: str | None = None) -> str:
     """
     The texts that keep to the choice of `toolbox`.
 
-    With `answer`, whatever calls nothing is that instead of free text.
+    With `answer`, a JSON schema, what calls nothing is a value of that instead of free text.
     """
     lark = Lark(tokens)
     trigger = layout.triggers[0] if layout.opening.startswith(layout.triggers) else ""
@@ -54,7 +50,7 @@ def grammar(
     if toolbox.forced:
         return lark.text(blocks)
     if answer is not None:
-        return lark.text(f"{lark.constraint(answer)} | {lark.rule(blocks)}")
+        return lark.text(f"{lark.rule(f'%json {answer}')} | {lark.rule(blocks)}")
     free = lark.free(layout.triggers, layout.bare)
     if not trigger:
         return lark.text(f"{free} | {lark.rule(blocks)}")
@@ -113,20 +109,6 @@ class Lark:
         if grammar.syntax == "regex":
             return self.terminal(regex(grammar.definition))
         return self.rule(f"%lark {{\n{grammar.definition}\n}}")
-
-    def constraint(self, constraint: Constraint) -> str:
-        """What the answer has to be if it calls nothing."""
-        match constraint.kind:
-            case "json_schema":
-                return self.rule(f"%json {constraint.source}")
-            case "regex":
-                return self.terminal(regex(constraint.source))
-            case "lark":
-                return self.rule(f"%lark {{\n{constraint.source}\n}}")
-            case kind:
-                raise InvalidRequest(
-                    f"Tools cannot be offered together with an answer constrained by '{kind}'.", param="tools"
-                )
 
     def free(self, without: tuple[str, ...], beginning: str = "") -> str:
         """Text in which none of `without` stands, and that does not begin with a character of `beginning`."""
