@@ -124,6 +124,8 @@ async def test_unknown_paths_and_methods_are_errors_in_openais_shape(
         assert answer.status_code == status
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
         assert path in answer.json()["error"]["message"]
+        if status == 405:
+            assert answer.headers["allow"] == ("POST" if path == CHAT else "GET")
 
 
 async def test_every_path_of_the_description_is_served() -> None:
