@@ -27,6 +27,7 @@ FRAME_ENTRIES = 16_384
 """Blocks in one frame of a snapshot: reading one takes a few milliseconds."""
 
 _LENGTH_BYTES = 4
+_FRAME_LIMIT = 1024**2
 
 
 class BlockStored(msgspec.Struct, tag=True):
@@ -103,9 +104,12 @@ class Frames:
         self._left = bytearray()
 
     def push(self, piece: bytes) -> Iterator[bytes]:
+        """Raises ValueError for what is no snapshot."""
         self._left += piece
         while len(self._left) >= _LENGTH_BYTES:
             end = _LENGTH_BYTES + int.from_bytes(self._left[:_LENGTH_BYTES])
+            if end > _FRAME_LIMIT:
+                raise ValueError(f"a frame of {end} bytes")
             if len(self._left) < end:
                 return
             yield bytes(self._left[_LENGTH_BYTES:end])

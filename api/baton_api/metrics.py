@@ -187,6 +187,42 @@ ROUTER_WORKER_IN_FLIGHT = Metric(
     "Requests of this router that a worker has now.",
     ("worker", "role"),
 )
+ROUTER_INDEX_CHUNKS = Metric(
+    "baton_router_index_chunks", "gauge", "Different chunks of prompts that any worker is believed to hold."
+)
+ROUTER_CACHE_PARITY = Metric(
+    "baton_router_cache_parity_ratio",
+    "gauge",
+    "Prompt tokens that were cached against those believed to be, over about the last 200 requests.",
+    ("worker",),
+)
+ROUTER_CACHE_IGNORED = Metric(
+    "baton_router_cache_ignored",
+    "gauge",
+    "1 for a worker that is chosen by its load alone, because too little of what it should hold is there.",
+    ("worker",),
+)
+ROUTER_KV_EVENTS = Metric(
+    "baton_router_kv_events_total", "counter", "KV events that came from a worker's process.", ("worker",)
+)
+ROUTER_KV_GAPS = Metric(
+    "baton_router_kv_event_gaps_total",
+    "counter",
+    "Times that batches of KV events were missing and were asked for again.",
+    ("worker",),
+)
+ROUTER_KV_LAG = Metric(
+    "baton_router_kv_events_lag_seconds",
+    "gauge",
+    "From the making of the last batch of KV events to its arrival; right if the clocks are.",
+    ("worker",),
+)
+ROUTER_KV_DEGRADED = Metric(
+    "baton_router_kv_events_degraded",
+    "gauge",
+    "1 for a worker whose KV events do not come: what it is believed to hold counts half.",
+    ("worker",),
+)
 ROUTER_OVERHEAD = Metric(
     "baton_router_overhead_seconds",
     "histogram",

@@ -41,6 +41,8 @@ from baton_router.dispatcher import Dispatcher, explained
 from baton_router.errands import ERRANDS, Errands
 from baton_router.figures import Figures
 from baton_router.forward import FORWARDED, REQUEST_ID, Trust, request_id
+from baton_router.kv_figures import CacheFigures
+from baton_router.kv_subscriber import Feeds
 from baton_router.policy import choose
 from baton_router.proxy import Proxy
 from baton_router.responses import Responses
@@ -65,6 +67,9 @@ class Router:
         self.figures = Figures(self.workers, time.monotonic)
         self.keys = Keys(settings.api_key, settings.api_key_file)
         self.dispatcher = Dispatcher(self.workers, random.Random(), settings.alone_tokens)
+        knowledge = self.dispatcher.knowledge
+        self.feeds = Feeds(self.workers, knowledge, settings, time.monotonic)
+        self.figures.registry.register(CacheFigures(self.workers, knowledge, self.feeds))
         self._proxy = Proxy(settings, self.dispatcher, self.figures, time.monotonic)
         self._keyed = self.keys.required or Trust.of(settings).passes_keys
         self.responses = ResponseStore(
@@ -135,11 +140,16 @@ def _rest(router: Router) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watching = asyncio.create_task(checks.watch(router.workers, router.settings, time.monotonic))
+        watches = [
+            asyncio.create_task(checks.watch(router.workers, router.settings, time.monotonic)),
+            asyncio.create_task(router.feeds.watch()),
+        ]
         yield
-        watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await watching
+        for watch in watches:
+            watch.cancel()
+        for watch in watches:
+            with suppress(asyncio.CancelledError):
+                await watch
         for worker in router.workers.all:
             worker.upstream.close()
 

@@ -8,6 +8,7 @@ nothing of it stays booked.
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from collections import deque
 from collections.abc import Collection
@@ -19,9 +20,12 @@ from baton_router.bookings import Booking
 from baton_router.choice import DecodeOffer, PrefillOffer, Way
 from baton_router.costs import Average
 from baton_router.knowledge import Knowledge, Known
+from baton_router.parity import REQUESTS
 from baton_router.policy import Pair
 from baton_router.prompt_chunks import Prompt
 from baton_router.workers import Worker, Workers
+
+log = logging.getLogger(__name__)
 
 DISPATCHES_LIMIT = 10_000
 EXPECTED_ANSWER_TOKENS = 200.0
@@ -42,6 +46,8 @@ class Dispatch:
     prompt: Prompt
     tokens: int
     """Of the prompt, estimated."""
+    expected: int
+    """How many of them whoever computes it is believed to hold, whether or not one counts on it."""
     decided: float
     first_byte: float | None = None
     ended: float | None = None
@@ -115,7 +121,9 @@ class Dispatcher:
         named = {worker.name: worker for worker in (*decodes, *prefills)}
         pair = Pair(named[way.decode.worker], named[way.prefill.worker] if way.prefill else None)
         others = tuple(one for one in found[: OTHERS_SHOWN + 1] if one is not way)[:OTHERS_SHOWN]
-        made = Dispatch(next(self._numbers), pair, way, others, prompt, tokens, now)
+        computer = self._known(pair.prefill or pair.decode)
+        expected = min(held.get(computer.slot, 0), tokens - 1)
+        made = Dispatch(next(self._numbers), pair, way, others, prompt, tokens, expected, now)
         self._book(made, now)
         self.dispatches.append(made)
         return made
@@ -127,6 +135,7 @@ class Dispatcher:
         made.first_byte, made.report = now, report
         self._known(made.computer).computing.release(made.number, now)
         if report is not None:
+            self.knowledge.computed(made.prompt, report, made.hoped)
             self._learn(made, report)
 
     def let_go(self, made: Dispatch, now: float, *, complete: bool) -> None:
@@ -161,14 +170,32 @@ class Dispatcher:
         computer = made.pair.prefill if report.remote else made.pair.decode
         if computer is None:
             return
-        self._known(computer).prefill_cost.learn(computed, report.tokens, report.compute_s)
+        known = self._known(computer)
+        known.prefill_cost.learn(computed, report.tokens, report.compute_s)
+        if computer is made.computer:
+            self._compare(computer, made.expected * report.tokens / made.tokens, report.cached)
         if report.remote:
             moved = report.tokens - report.held
             self.knowledge.transfer(computer, made.pair.decode).learn(moved, report.transfer_s)
 
+    def _compare(self, worker: Worker, expected: float, actual: int) -> None:
+        parity = self._known(worker).parity
+        if not parity.learn(expected, actual):
+            return
+        if parity.broken:
+            log.warning(
+                "The worker %s had only %.0f %% of the prompt tokens cached that it was believed to hold, "
+                "over about the last %d requests: it is chosen by its load alone until that changes.",
+                worker.name,
+                100 * parity.ratio,
+                REQUESTS,
+            )
+        else:
+            log.info("The worker %s holds again what it is believed to hold.", worker.name)
+
     def _prefill_offer(self, worker: Worker, tokens: int, held: dict[int, int], now: float) -> PrefillOffer:
         known = self._known(worker)
-        cached = min(held.get(known.slot, 0), tokens - 1)
+        cached = min(int(held.get(known.slot, 0) * known.credence), tokens - 1)
         return PrefillOffer(
             worker=worker.name,
             group=worker.compatibility,
@@ -180,7 +207,7 @@ class Dispatcher:
 
     def _decode_offer(self, worker: Worker, tokens: int, held: dict[int, int], now: float) -> DecodeOffer:
         known = self._known(worker)
-        cached = min(held.get(known.slot, 0), tokens - 1)
+        cached = min(int(held.get(known.slot, 0) * known.credence), tokens - 1)
         streams, context = len(known.streams), known.streams.tokens
         step = known.step_cost
         slower = step.seconds(streams + 1, context + tokens) - step.seconds(streams, context)

@@ -10,11 +10,14 @@ worker that began anew holds nothing and is as fast as anybody.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from baton_api.reports import PromptReport
 from baton_api.workers import Load
+from baton_router.block_map import BlockMap
 from baton_router.bookings import PrefillBookings, StreamBookings
 from baton_router.costs import Average, PrefillCost, StepCost, TransferCost
+from baton_router.parity import Parity
 from baton_router.prefix_index import PrefixIndex
 from baton_router.prompt_chunks import CHUNK_BYTES, Prompt
 from baton_router.workers import Worker
@@ -25,6 +28,9 @@ BYTES_PER_TOKEN = 4.0
 GENEROSITY = 1.5
 """What is believed to be held against what the worker said it can hold: to forget too soon costs more than
 to hope in vain."""
+
+DEGRADED = 0.5
+"""What counts of a match with a worker whose events do not come."""
 
 ANSWERED_LIMIT = 65_536
 """Prompts of which it is remembered who generated the answer."""
@@ -41,7 +47,17 @@ class Known:
         self.step_cost = StepCost()
         self.computing = PrefillBookings()
         self.streams = StreamBookings()
+        self.parity = Parity()
+        self.degraded = False
+        """Whether it should tell what it holds, and nothing comes."""
         self._load: Load | None = None
+
+    @property
+    def credence(self) -> float:
+        """How much of what it is believed to hold one may count on."""
+        if self.parity.broken:
+            return 0.0
+        return DEGRADED if self.degraded else 1.0
 
     def reported(self, load: Load) -> None:
         """What the worker says of itself, maybe what it said before."""
@@ -59,6 +75,7 @@ class Knowledge:
     def __init__(self) -> None:
         self._known: dict[str, Known] = {}
         self._index = PrefixIndex()
+        self.blocks = BlockMap(self._index)
         self._free_slots: list[int] = []
         self._transfers: dict[tuple[str, str], TransferCost] = {}
         self._bytes_per_token: dict[str, Average] = {}
@@ -85,6 +102,7 @@ class Knowledge:
         for name in gone:
             known = self._known.pop(name, None)
             if known is not None:
+                self.blocks.close(known.slot)
                 self._index.forget(known.slot)
                 self._free_slots.append(known.slot)
         self._transfers = {
@@ -120,6 +138,18 @@ class Knowledge:
         """The worker does not hold these chunks after all."""
         self._index.remove(self.of(worker).slot, chunks)
 
+    def computed(
+        self, prompt: Prompt, report: PromptReport, hoped: Sequence[tuple[Worker, list[int]]]
+    ) -> None:
+        """A prompt that was sent, with chunks that were new to its workers, has been computed."""
+        new = max((len(chunks) for _, chunks in hoped), default=0)
+        if not new or not report.tail:
+            return
+        load = hoped[0][0].health.load
+        blocks = report.tokens // load.block_size if load is not None and load.block_size else 0
+        slots = [self.of(worker).slot for worker, _ in hoped]
+        self.blocks.place(prompt, int(report.tail, 16), blocks, len(prompt.names) - new, slots)
+
     def answered(self, prompt: Prompt, worker: Worker) -> None:
         """The worker has generated a whole answer to the prompt, and holds that too."""
         if not prompt.names:
@@ -132,6 +162,7 @@ class Knowledge:
     def _meet(self, name: str, epoch: str, before: Known | None, load: Load | None) -> Known:
         if before is not None:
             slot = before.slot
+            self.blocks.close(slot)
             self._index.forget(slot)
         else:
             slot = self._free_slots.pop() if self._free_slots else len(self._known)

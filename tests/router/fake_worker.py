@@ -176,6 +176,8 @@ class FakeWorker:
         """With it, they are answered with something else."""
         self.probe = plain(200, b"")
         """The answer to /health_generate."""
+        self.pages: dict[str, Callable[[], bytes]] = {}
+        """What other paths answer to GET, when they are asked."""
         self.probed: list[Asked] = []
         self.asked: list[Asked] = []
         """Requests to generate, in the order of their arrival."""
@@ -244,6 +246,8 @@ class FakeWorker:
             elif asked.target == "/health_generate":
                 self.probed.append(asked)
                 writer.write(self.probe)
+            elif asked.target in self.pages:
+                writer.write(plain(200, self.pages[asked.target]()))
             elif asked.target == "/load":
                 writer.write(plain(200, msgspec.json.encode(self.load)))
             else:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from baton_api.errors import NotReady
+from baton_api.kv_events import BlockRemoved, BlockStored
 from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
 from baton_router.dispatcher import Dispatch, Dispatcher, explained
+from baton_router.parity import REQUESTS
 from baton_router.prompt_chunks import Message, Prompt, of_messages, of_text
 from baton_router.upstream import Upstream
 from baton_router.workers import Worker, Workers
@@ -38,11 +40,12 @@ class Cluster:
         assert made is not None
         return made
 
-    def serve(self, prompt: Prompt, seconds: float = 0.1) -> Dispatch:
-        """One request from its decision to its end."""
+    def serve(self, prompt: Prompt, seconds: float = 0.1, cached: int | None = None) -> Dispatch:
+        """One request from its decision to its end; with `cached`, there is a report that says so."""
         made = self.send(prompt)
         self.now += seconds
-        self.dispatcher.began(made, None, self.now)
+        report = None if cached is None else self.report(made, cached, seconds)
+        self.dispatcher.began(made, report, self.now)
         self.dispatcher.let_go(made, self.now, complete=True)
         return made
 
@@ -177,6 +180,52 @@ def test_none_is_left_when_all_were_tried_and_all_down_is_said() -> None:
     cluster.decodes[0].health = cluster.decodes[0].health.missed(1, "it is gone")
     with pytest.raises(NotReady):
         cluster.send(text(1))
+
+
+def test_what_a_worker_holds_counts_half_while_its_events_do_not_come() -> None:
+    cluster = Cluster(decodes=1, prefills=0)
+    cluster.serve(text(1))
+    known = cluster.dispatcher.knowledge.of(cluster.decodes[0])
+    known.degraded = True
+    assert cluster.serve(text(1)).way.cached == 2_500
+    known.degraded = False
+    assert cluster.serve(text(1)).way.cached == 4_999
+
+
+def test_a_worker_that_never_holds_what_it_should_is_chosen_by_load_until_it_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cluster = Cluster(decodes=1, prefills=0)
+    cluster.serve(text(1))
+    for actual, counted in ((0, 4_999), (4_999, 0)):
+        for number in range(REQUESTS):
+            made = cluster.serve(text(1), cached=actual)
+            assert made.expected == 4_999 and (number or made.way.cached == counted)
+        assert cluster.serve(text(1)).way.cached == actual
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert cluster.decodes[0].name in caplog.text
+
+
+def test_a_prompt_that_another_worker_computed_judges_nobody() -> None:
+    cluster = Cluster(decodes=1, prefills=1)
+    cluster.serve(text(1))
+    for _ in range(2 * REQUESTS):
+        made = cluster.send(text(1))
+        other = cluster.report(made, 0, 0.1, remote=made.pair.prefill is None)
+        cluster.dispatcher.began(made, other, cluster.now)
+        cluster.dispatcher.let_go(made, cluster.now, complete=True)
+    known = [cluster.dispatcher.knowledge.of(one) for one in (*cluster.decodes, *cluster.prefills)]
+    assert not any(one.parity.requests for one in known)
+
+
+def test_what_a_worker_drops_is_not_expected_there() -> None:
+    cluster = Cluster(decodes=1, prefills=0)
+    held = cluster.dispatcher.knowledge.blocks.open(cluster.dispatcher.knowledge.of(cluster.decodes[0]).slot)
+    blocks = list(range(1, 313))  # 5,000 tokens
+    made = cluster.send(text(1))
+    cluster.dispatcher.began(made, cluster.report(made, 0, 0.1, tail=f"{blocks[-1]:016x}"), 1.0)
+    held.apply([BlockStored(blocks, None, [], 16), BlockRemoved(blocks[100:])])
+    assert cluster.send(text(1)).way.cached == 12 * 512 // 4  # 1,600 tokens, but for a part of a chunk
 
 
 def test_a_decision_is_explained() -> None:

@@ -1,0 +1,286 @@
+"""KV events over real sockets: from a publisher to what the router believes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from baton_api.hashing import block_hashes, root_hash
+from baton_api.kv_events import SnapshotFrame, block_number, frame
+from baton_api.reports import PromptReport
+from baton_api.workers import Role
+from baton_engine.kv_events import Change, Removed, Stored
+from baton_engine.kv_publisher import KvPublisher
+from baton_router.block_map import Tree
+from baton_router.knowledge import Knowledge
+from baton_router.kv_feed import SILENCE_S
+from baton_router.kv_subscriber import Feeds, reachable_at
+from baton_router.settings import RouterSettings
+from baton_router.upstream import Upstream
+from baton_router.workers import Worker, Workers
+from tests.router.fake_worker import Asked, FakeWorker, plain, whole_answer
+from tests.router.running import running_router, until
+
+SIZE = 4
+ROOT = root_hash()
+
+
+def chain(seed: int, blocks: int) -> list[bytes]:
+    return block_hashes([seed, *range(SIZE * blocks - 1)], SIZE, ROOT)
+
+
+def storing(names: Sequence[bytes]) -> list[Change]:
+    return [Stored(name, parent, ()) for name, parent in zip(names, [ROOT, *names], strict=False)]
+
+
+def as_tree(names: Sequence[bytes]) -> Tree:
+    numbers = [block_number(name) for name in names]
+    return dict(zip(numbers, [None, *numbers], strict=False))
+
+
+class Telling:
+    """A fake worker with a real publisher, and a snapshot that a test sets."""
+
+    def __init__(self, worker: FakeWorker, publisher: KvPublisher) -> None:
+        self.http = worker
+        self.publisher = publisher
+        self.held: Tree = {}
+        self.asked = 0
+        worker.pages["/kv/snapshot"] = self._snapshot
+        self.at(publisher.endpoint, publisher.replay_endpoint)
+
+    def at(self, events: str, replay: str, epoch: str = "1") -> None:
+        self.http.load = msgspec.structs.replace(
+            self.http.load, kv_events=events, kv_replay=replay, epoch=epoch, block_size=SIZE
+        )
+
+    def publish(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            number = block_number(change.name)
+            if isinstance(change, Stored):
+                self.held[number] = None if change.parent == ROOT else block_number(change.parent)
+            else:
+                del self.held[number]
+        self.publisher.publish(changes)
+
+    def _snapshot(self) -> bytes:
+        self.asked += 1
+        epoch, seq = self.http.load.epoch, self.publisher.last
+        parts = [list(self.held.items()), []]
+        frames = [SnapshotFrame(epoch, seq, SIZE, part, not part) for part in parts]
+        return b"".join(frame(msgspec.msgpack.encode(one)) for one in frames)
+
+
+@asynccontextmanager
+async def telling(worker: FakeWorker, **given: Any) -> AsyncIterator[Telling]:
+    publisher = KvPublisher("tcp://127.0.0.1:0", **{"block_size": SIZE, "heartbeat_s": 0.05} | given)
+    publisher.start()
+    try:
+        yield Telling(worker, publisher)
+    finally:
+        publisher.close()
+
+
+class Following:
+    """Feeds of one worker, at a clock that the test moves."""
+
+    def __init__(self, http: FakeWorker) -> None:
+        self.http = http
+        self.now = 0.0
+        self.worker = Worker(Upstream("127.0.0.1", http.port), Role.DECODE)
+        self.worker.answered(http.load)
+        self.knowledge = Knowledge()
+        self.feeds = Feeds(Workers((self.worker,), ()), self.knowledge, RouterSettings(), lambda: self.now)
+
+    @property
+    def tree(self) -> Tree:
+        follower = self.feeds.followed.get(self.worker.name)
+        return follower._blocks.tree if follower is not None else {}
+
+    @property
+    def heard(self) -> bool:
+        """Whether a batch has come, be it an empty one."""
+        follower = self.feeds.followed.get(self.worker.name)
+        return follower is not None and follower.lag_s > 0
+
+    @property
+    def gaps(self) -> int:
+        return self.feeds.followed[self.worker.name].feed.gaps
+
+
+@asynccontextmanager
+async def following(http: FakeWorker) -> AsyncIterator[Following]:
+    made = Following(http)
+    watching = asyncio.create_task(made.feeds.watch())
+    try:
+        yield made
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        made.worker.upstream.close()
+
+
+class Lossy:
+    """Passes a publisher's messages on, but for those that a test has lost."""
+
+    def __init__(self, source: KvPublisher) -> None:
+        self.lose: set[int] = set()
+        self._context = zmq.asyncio.Context()
+        self._in = self._context.socket(zmq.SUB)
+        self._in.setsockopt(zmq.SUBSCRIBE, b"")
+        self._in.connect(source.endpoint)
+        self._out = self._context.socket(zmq.PUB)
+        self._out.bind("tcp://127.0.0.1:0")
+        self.endpoint = self._out.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._task = asyncio.create_task(self._pass())
+
+    async def _pass(self) -> None:
+        while True:
+            topic, seq, batch = await self._in.recv_multipart()
+            number = int.from_bytes(seq)
+            if number not in self.lose:
+                await self._out.send_multipart([topic, seq, batch])
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._context.destroy(linger=0)
+
+
+@asynccontextmanager
+async def lossy(source: KvPublisher) -> AsyncIterator[Lossy]:
+    relay = Lossy(source)
+    try:
+        yield relay
+    finally:
+        await relay.close()
+
+
+async def test_what_was_there_and_what_comes_is_known() -> None:
+    async with FakeWorker() as http, telling(http) as worker:
+        worker.publish(storing(chain(1, 3)))
+        async with following(http) as router:
+            await until(lambda: router.tree == as_tree(chain(1, 3)))
+            more = chain(2, 5)
+            worker.publish(storing(more))
+            worker.publish([Removed(chain(1, 3)[2])])
+            await until(lambda: router.tree == as_tree(chain(1, 2)) | as_tree(more))
+            assert worker.asked == 1
+
+
+@pytest.mark.parametrize("remembered", [True, False])
+async def test_what_was_lost_is_replayed_or_read_anew(remembered: bool) -> None:
+    async with FakeWorker() as http, telling(http) as worker, lossy(worker.publisher) as relay:
+        worker.at(relay.endpoint, worker.publisher.replay_endpoint if remembered else "")
+        async with following(http) as router:
+            await until(lambda: router.heard)
+            worker.publish(storing(chain(1, 3)))
+            await until(lambda: router.tree == as_tree(chain(1, 3)))
+            asked = worker.asked
+            relay.lose = set(range(worker.publisher.last + 1, worker.publisher.last + 4))
+            worker.publish([Removed(chain(1, 3)[2])])
+            worker.publish(storing(chain(2, 2)))
+            await until(lambda: router.gaps == 1)
+            await until(lambda: router.tree == as_tree(chain(1, 2)) | as_tree(chain(2, 2)))
+            assert worker.asked == asked + (not remembered)
+
+
+async def test_a_process_that_begins_anew_holds_nothing_of_before() -> None:
+    async with FakeWorker() as http, telling(http) as worker:
+        worker.publish(storing(chain(1, 3)))
+        async with following(http) as router:
+            await until(lambda: router.tree == as_tree(chain(1, 3)))
+            async with telling(http) as second:
+                second.at(second.publisher.endpoint, second.publisher.replay_endpoint, epoch="2")
+                router.worker.answered(http.load)
+                await until(lambda: second.asked and router.tree == {})
+                second.publish(storing(chain(7, 2)))
+                await until(lambda: router.tree == as_tree(chain(7, 2)))
+
+
+async def test_a_snapshot_of_another_process_is_not_taken() -> None:
+    async with FakeWorker() as http, telling(http) as worker:
+        worker.publish(storing(chain(1, 3)))
+        async with following(http) as router:
+            http.load = msgspec.structs.replace(http.load, epoch="2")  # which the router has not seen yet
+            await until(lambda: worker.asked)
+            await asyncio.sleep(0)
+            assert router.tree == {}
+            router.worker.answered(http.load)
+            await until(lambda: router.tree == as_tree(chain(1, 3)))
+
+
+async def test_a_worker_of_which_nothing_comes_counts_half_until_it_does() -> None:
+    async with FakeWorker() as http, telling(http, heartbeat_s=60) as worker, following(http) as router:
+        known = router.knowledge.of(router.worker)
+        await until(lambda: worker.asked)
+        await until(lambda: router.feeds.followed[router.worker.name].feed.whole)
+        assert known.credence == 1.0
+        router.now += SILENCE_S + 1
+        await until(lambda: known.degraded)
+        assert known.credence == 0.5
+        worker.publish(storing(chain(1, 1)))
+        await until(lambda: not known.degraded)
+
+
+async def test_an_address_that_makes_no_sense_is_said_once_and_counts_half(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with FakeWorker() as http:
+        http.load = msgspec.structs.replace(http.load, kv_events="nonsense")
+        async with following(http) as router:
+            await until(lambda: router.knowledge.of(router.worker).degraded)
+            assert ["nonsense" in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "host", "at"),
+    [
+        ("tcp://127.0.0.1:5557", "10.0.0.7", "tcp://127.0.0.1:5557"),
+        ("tcp://0.0.0.0:5557", "10.0.0.7", "tcp://10.0.0.7:5557"),
+        ("tcp://[::]:5557", "fd00::7", "tcp://[fd00::7]:5557"),
+        ("ipc:///run/kv", "10.0.0.7", "ipc:///run/kv"),
+    ],
+)
+def test_a_worker_that_listens_everywhere_is_reached_at_its_host(endpoint: str, host: str, at: str) -> None:
+    assert reachable_at(endpoint, host) == at
+
+
+async def test_what_a_worker_drops_is_not_looked_for_there() -> None:
+    """The whole way: a request, its report, an eviction, and what the metrics say of it."""
+    names = chain(3, 40)
+    report = PromptReport(
+        tokens=SIZE * 40 + 1, cached=0, held=0, queue_s=0.0, compute_s=0.1, transfer_s=0.0, remote=False,
+        tail=f"{block_number(names[-1]):016x}",
+    )  # fmt: skip
+
+    async def answer(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
+        writer.write(plain(200, whole_answer(), ("x-baton-prompt", report.encode())))
+
+    async with FakeWorker(answer) as http, telling(http) as worker, running_router([http]) as running:
+        router = running.router
+        name = router.workers.all[0].name
+        await until(lambda: name in router.feeds.followed and router.feeds.followed[name].feed.whole)
+        worker.publish(storing(names))
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 5120}]}
+        assert (await running.post(body)).status_code == 200
+        made = router.dispatcher.dispatches[-1]
+        knowledge = router.dispatcher.knowledge
+        await until(lambda: len(knowledge.blocks) == 10)
+        assert list(knowledge.held(made.prompt).values()) == [5120]
+        worker.publish([Removed(name) for name in reversed(names[10:])])
+        await until(lambda: list(knowledge.held(made.prompt).values()) == [1024])  # 10 of 40 blocks
+        assert running.metric("baton_router_index_chunks") == 2
+        assert running.metric("baton_router_kv_events_total", worker=name) >= 2
+        assert running.metric("baton_router_kv_events_degraded", worker=name) == 0
+        assert running.metric("baton_router_cache_parity_ratio", worker=name) == 1
+        assert 0 <= running.metric("baton_router_kv_events_lag_seconds", worker=name) < 60
+    assert not [one for one in threading.enumerate() if one.name == "baton-kv-events"]
