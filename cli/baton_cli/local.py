@@ -23,6 +23,9 @@ from baton_router.settings import RouterSettings
 
 Use = Callable[[Service], Awaitable[None]]
 
+KV_EVENTS = "tcp://127.0.0.1:0"
+"""Where workers tell the router what they hold: each at a port of its own."""
+
 
 def up(prefill: int, decode: int, front: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Run until a signal says to stop."""
@@ -74,6 +77,8 @@ def make_plan(
         )
     # Each worker counts what is free when it starts; they start together and share it.
     share = {"memory_share": worker.memory_share / (prefill + decode)} if worker.memory_share else {}
+    # The router is on this machine and wants no tokens; nobody else on it is to read them.
+    told = {} if "kv_events" in worker.model_fields_set else {"kv_events": KV_EVENTS, "kv_tokens": False}
     with display.bars():
         checkpoint = resolve(worker.model, Bar(display, "model"))
     return Plan(
@@ -82,7 +87,7 @@ def make_plan(
         prefill=prefill,
         decode=decode,
         router=router,
-        worker={name: value for name, value in given.items() if name != "model"} | share,
+        worker={name: value for name, value in given.items() if name != "model"} | share | told,
     )
 
 

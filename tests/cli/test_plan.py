@@ -49,6 +49,17 @@ def test_switches_and_names_reach_every_worker(tiny: Path) -> None:
         assert names == [f"--served-model-name={name}" for name in "abc"]
 
 
+def test_workers_tell_the_router_what_they_hold_and_nobody_what_was_asked(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"--kv-events=tcp://127.0.0.1:0", "--no-kv-tokens"}
+    assert all(told <= set(command.arguments) for command in plan(tiny).worker_commands(2))
+    for made in (plan(tiny, kv_events="ipc:///run/kv"), plan(tiny, kv_events="")):
+        assert not any(told & set(command.arguments) for command in made.worker_commands(2))
+    monkeypatch.setenv("BATON_KV_EVENTS", "tcp://127.0.0.1:5557")
+    assert not any(told & set(command.arguments) for command in plan(tiny).worker_commands(2))
+
+
 def test_an_open_service_has_no_keys_within(tiny: Path) -> None:
     made = plan(tiny)
     assert made.key == ""
