@@ -1,0 +1,159 @@
+"""Masks on logits, and the permits that make them: nothing forbidden is left, nothing allowed is touched."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from baton_engine import bitmask
+from baton_engine.draws import Draw
+from baton_engine.masks import Masks
+from baton_engine.permits import Permits, mask_words
+from baton_engine.requests import SamplingParams
+
+VOCABS = (1, 31, 32, 33, 97, 128, 1000)
+
+
+def mask_of(allowed: set[int], vocab: int) -> NDArray[np.int32]:
+    bits = np.zeros(mask_words(vocab) * 32, dtype=np.uint8)
+    bits[list(allowed)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def tokens_of(mask: NDArray[np.int32]) -> set[int]:
+    return {int(token) for token in np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))}
+
+
+@pytest.mark.parametrize("way", ["on the host", "where the logits are"])
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_law_only_what_is_allowed_is_left(way: str, vocab: int) -> None:
+    chance = random.Random(vocab)
+    logits = torch.randn((5, vocab), generator=torch.Generator().manual_seed(vocab))
+    before = logits.clone()
+    sets = {row: {token for token in range(vocab) if chance.random() < 0.3} for row in (0, 2, 3)}
+    masks = [(row, mask_of(allowed, vocab)) for row, allowed in sets.items()]
+    if way == "on the host":
+        bitmask._apply_here(logits.numpy(), masks)
+    else:
+        bitmask._apply_there(logits, masks)
+    for row in range(5):
+        kept = sets.get(row, set(range(vocab)))
+        for token in range(vocab):
+            expected = before[row, token] if token in kept else -torch.inf
+            assert logits[row, token] == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no accelerator")
+def test_a_card_gives_the_same() -> None:
+    logits = torch.randn(3, 1000)
+    masks = [(1, mask_of({1, 5, 999}, 1000))]
+    there = logits.to("cuda")
+    bitmask.apply(there, masks)
+    bitmask.apply(logits, masks)
+    assert torch.equal(there.cpu(), logits)
+
+
+def test_without_masks_nothing_is_touched() -> None:
+    logits = torch.randn(2, 50)
+    before = logits.clone()
+    bitmask.apply(logits, [])
+    assert torch.equal(logits, before)
+
+
+class Only:
+    """A guide that allows a few ids."""
+
+    finished = False
+
+    def __init__(self, *ids: int, ends: tuple[int, ...] = ()) -> None:
+        self._ids = set(ids)
+        self.ends = ends
+
+    def fill(self, mask: NDArray[np.int32]) -> bool:
+        mask[:] = mask_of(self._ids, len(mask) * 32)
+        return True
+
+    def push(self, token: int) -> None:
+        assert token in self._ids
+
+
+def permitted(permits: Permits | None, vocab: int = 40) -> set[int] | None:
+    assert permits is not None
+    mask = np.full(mask_words(vocab), 0x5A5A5A5A, dtype=np.int32)  # what the last step left
+    return tokens_of(mask) if permits.fill(mask, vocab) else None
+
+
+PLAIN = SamplingParams()
+EARLY = SamplingParams(stop_ids=frozenset({7}))
+
+
+def test_who_wants_nothing_has_no_permits() -> None:
+    assert Permits.of(PLAIN, None) is None
+    assert Permits.of(replace(PLAIN, min_tokens=5, stop_ids=frozenset({1})), None) is None
+
+
+CASES: dict[str, tuple[SamplingParams, Only | None, set[int]]] = {
+    "the guide alone": (PLAIN, Only(3, 4), {3, 4}),
+    "ids beyond the vocabulary": (PLAIN, Only(3, 45), {3}),
+    "allowed ids": (replace(PLAIN, allowed_ids=(1, 2, 99)), None, {1, 2}),
+    "allowed ids and the guide": (replace(PLAIN, allowed_ids=(1, 3)), Only(3, 4), {3}),
+    "allowed ids against the guide": (replace(PLAIN, allowed_ids=(1, 2)), Only(3, 4), {3, 4}),
+    "a bad word of one id": (replace(PLAIN, bad_words=((3,),)), Only(3, 4), {4}),
+    "nothing but a bad word": (replace(PLAIN, bad_words=((3,),)), Only(3), {3}),
+    "a bad word that has not begun": (replace(PLAIN, bad_words=((4, 3),)), Only(3, 4), {3, 4}),
+    "an end that would end nothing": (PLAIN, Only(3, 7, ends=(7,)), {3}),
+    "nothing but such an end": (PLAIN, Only(7, ends=(7,)), {7}),
+    "an end that ends": (EARLY, Only(3, 7, ends=(7,)), {3, 7}),
+    "an end too early": (replace(EARLY, min_tokens=2), Only(3, 7, ends=(7,)), {3}),
+    "nothing but an early end": (replace(EARLY, min_tokens=2), Only(7, ends=(7,)), {7}),
+    "allowed ids that all end": (replace(EARLY, min_tokens=2, allowed_ids=(7,)), None, {7}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_guide_is_law_and_wishes_leave_something(case: str) -> None:
+    params, guide, expected = CASES[case]
+    assert permitted(Permits.of(params, guide)) == expected
+
+
+def test_a_bad_word_is_kept_from_its_end_after_its_beginning() -> None:
+    permits = Permits.of(replace(PLAIN, bad_words=((1, 2, 3), (2, 5))), None)
+    assert permits is not None
+    assert permitted(permits) is None
+    for token, forbidden in ((1, set[int]()), (2, {3, 5}), (9, set[int]()), (2, {5})):
+        permits.push(token)
+        may = permitted(permits)
+        assert (set(range(40)) - may if may is not None else set()) == forbidden
+
+
+def test_a_minimum_is_over_after_so_many_tokens() -> None:
+    params = replace(PLAIN, allowed_ids=(1, 7), stop_ids=frozenset({7}), min_tokens=2)
+    permits = Permits.of(params, None)
+    assert permits is not None
+    seen = []
+    for _ in range(3):
+        seen.append(permitted(permits))
+        permits.push(1)
+    assert seen == [{1}, {1}, {1, 7}]
+
+
+def test_masks_of_many_rows_are_their_own() -> None:
+    masks = Masks(40)
+    guides = [None if row % 3 == 0 else Only(row % 40) for row in range(100)]
+    for count in (1, 100, 7, 64):
+        draws = [Draw(PLAIN, (1,), guide) for guide in guides[:count]]
+        filled = masks.begin(draws).wait()
+        assert len(filled) == count
+        for row, mask in enumerate(filled):
+            if row % 3 == 0:
+                assert mask is None
+            else:
+                assert isinstance(mask, np.ndarray)
+                assert tokens_of(mask) == {row % 40}
+    masks.close()
