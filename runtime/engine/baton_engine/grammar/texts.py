@@ -22,14 +22,13 @@ WHITE_SPACE = rf" |\n[ \t]{{0,{INDENT_LIMIT}}}"
 
 JSON_OPTIONS = {"whitespace_pattern": WHITE_SPACE}
 
+UNFORCED = '%llguidance {"no_forcing": true}'
 OPTIONS = "x-guidance"
 """Where a schema says how it is to be compiled; what clients write there does not count."""
 
 
 class TextError(ValueError):
     """The constraint is not one; says why."""
-
-UNFORCED = '%llguidance {"no_forcing": true}'
 
 
 def grammar(kind: str, source: str, special: Mapping[str, int]) -> str:
