@@ -17,6 +17,8 @@ from baton_engine.model.spec import ModelSpec
 from baton_engine.model.tokenizer import load_tokenizer
 from baton_engine.model.weights import Weights
 from baton_engine.ops.plain import PlainOps
+from baton_engine.server.template.prompt import Conversation
+from baton_engine.server.template.templates import templates_of
 from tests.engine.gguf_files import write_gguf
 from tests.engine.greedy import CPU, by_baton
 from tests.engine.models import make_model
@@ -80,10 +82,10 @@ def test_the_tokenizer_of_a_file_is_the_folders(tmp_path: Path) -> None:
         for source in (folder, path)
     )
     text = "<|bos|>The naïve baton 🎉 1234\n\n<|end|>"
-    chat = [{"role": "user", "content": text}]
     assert ours.encode(text) == theirs.encode(text)
     assert theirs.decode(theirs.encode(text), skip_special_tokens=False) == text
-    assert ours.apply_chat_template(chat) == theirs.apply_chat_template(chat)
+    talk = Conversation(messages=[{"role": "user", "content": text}])
+    assert templates_of(ours).render(talk) == templates_of(theirs).render(talk)
     assert (ours.eos_ids, ours.bos_id) == (theirs.eos_ids, theirs.bos_id)
 
 

@@ -11,6 +11,8 @@ from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
 from baton_engine.model.tokenizer import Tokenizer, load_tokenizer
 from baton_engine.ops.plain import PlainOps
+from baton_engine.server.template.prompt import Conversation
+from baton_engine.server.template.templates import templates_of
 from tests.engine.greedy import CPU, by_baton, by_transformers
 
 TOKENS = 64
@@ -26,6 +28,10 @@ CHATS: list[list[dict[str, Any]]] = [
     ],
 ]
 COMPLETION = "The capital of France is"
+
+
+def render(tokenizer: Tokenizer, chat: list[dict[str, Any]]) -> str:
+    return templates_of(tokenizer).render(Conversation(messages=chat))
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +52,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(
     )
     spec = load_spec(smollm2)
     model = Decoder(spec, load_weights(smollm2, spec, torch.float32), PlainOps(spec), CPU)
-    prompts = [tokenizer.encode(tokenizer.apply_chat_template(chat), False) for chat in CHATS]
+    prompts = [tokenizer.encode(render(tokenizer, chat), False) for chat in CHATS]
     prompts.append(tokenizer.encode(COMPLETION))
     answers = by_baton(model, prompts, TOKENS, chunk=24)
     for prompt, got in zip(prompts, answers, strict=True):
@@ -57,7 +63,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(
 
 
 def test_the_chat_template_is_the_files_own(tokenizer: Tokenizer) -> None:
-    assert tokenizer.apply_chat_template(CHATS[0]) == (
+    assert render(tokenizer, CHATS[0]) == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nList 3 countries and their capitals.<|im_end|>\n<|im_start|>assistant\n"
     )

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from baton_api.errors import InvalidRequest
 from baton_engine.model.checkpoint import Checkpoint, load_spec
 from baton_engine.model.tokenizer import Tokenizer, load_tokenizer
+from baton_engine.server.template.prompt import Conversation
+from baton_engine.server.template.templates import templates_of
 from tests.engine.models import BOS, EOS, SPECIAL, VOCAB, make_model
 
 CHAT = [{"role": "user", "content": "Hand over."}]
@@ -147,48 +148,31 @@ def test_a_token_alone_has_its_bytes(tokenizer: Tokenizer, sentencepiece: Tokeni
     assert sentencepiece.token_text(sentencepiece.encode("a")[0]) == " a"
 
 
-def test_a_chat_is_rendered_by_the_models_template(tokenizer: Tokenizer) -> None:
-    assert tokenizer.apply_chat_template(CHAT) == "<|bos|>user\nHand over.<|end|>\n<|bos|>assistant\n"
-    assert tokenizer.apply_chat_template(CHAT, add_generation_prompt=False).endswith("<|end|>\n")
-    assert tokenizer.chat_template is not None
+def test_a_model_brings_its_templates_and_the_special_tokens_that_they_write(
+    tokenizer: Tokenizer, sentencepiece: Tokenizer
+) -> None:
+    assert render(tokenizer) == "<|bos|>user\nHand over.<|end|>\n<|bos|>assistant\n"
+    assert tokenizer.chat_templates == {"default": tokenizer.chat_template}
+    assert (sentencepiece.chat_templates, sentencepiece.chat_template) == ({}, None)
+    assert tokenizer.special_tokens["eos_token"] == "<|end|>"
     assert (tokenizer.eos_ids, tokenizer.bos_id, tokenizer.vocab_size) == ((EOS,), BOS, VOCAB)
 
 
-def test_an_unfinished_message_can_be_continued(tokenizer: Tokenizer) -> None:
-    chat = [*CHAT, {"role": "assistant", "content": "I hand"}]
-    rendered = tokenizer.apply_chat_template(chat, add_generation_prompt=False, continue_final_message=True)
-    assert rendered.endswith("<|bos|>assistant\nI hand")
+def test_a_model_may_have_several_templates_by_name(tokenizer: Tokenizer) -> None:
+    tokenizer = copy.copy(tokenizer)
+    tokenizer._tokenizer = copy.copy(tokenizer._tokenizer)
+    tokenizer._tokenizer.chat_template = {"default": "plain", "tool_use": "with tools"}
+    assert tokenizer.chat_templates == {"default": "plain", "tool_use": "with tools"}
+    assert tokenizer.chat_template == "plain"
 
 
-def test_another_template_and_its_variables_can_be_given(tokenizer: Tokenizer) -> None:
-    template = "{{ tools[0].name }} {{ mood }} {{ messages[0].content }} {{ eos_token }}"
-    rendered = tokenizer.apply_chat_template(CHAT, tools=[{"name": "pass"}], template=template, mood="calm")
-    assert rendered == "pass calm Hand over. <|end|>"
+def test_added_tokens_are_known_by_their_text(tokenizer: Tokenizer) -> None:
+    assert tokenizer.added_tokens[SPECIAL[EOS]] == EOS
+    assert all(tokenizer.encode(text, False) == [token] for text, token in tokenizer.added_tokens.items())
 
 
-BAD_CHATS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
-    "a message without content": ([{"role": "user"}], {}),
-    "what the template itself refuses": (CHAT, {"template": "{{ raise_exception('only tools') }}"}),
-    "a template that is none": (CHAT, {"template": "{% if %}"}),
-    "a way out of the sandbox": (CHAT, {"template": "{{ messages.__class__.__mro__ }}"}),
-    "arithmetic that fails": (CHAT, {"template": "{{ 1 // 0 }}"}),
-    "two endings at once": (CHAT, {"add_generation_prompt": True, "continue_final_message": True}),
-    "nothing to continue": ([], {"add_generation_prompt": False, "continue_final_message": True}),
-}
-
-
-@pytest.mark.parametrize("name", BAD_CHATS)
-def test_a_chat_that_cannot_be_rendered_is_the_clients_error(tokenizer: Tokenizer, name: str) -> None:
-    messages, options = BAD_CHATS[name]
-    with pytest.raises(InvalidRequest, match="cannot render these messages") as caught:
-        tokenizer.apply_chat_template(messages, **options)
-    assert caught.value.param == "messages"
-
-
-def test_a_model_without_a_template_says_so(sentencepiece: Tokenizer) -> None:
-    assert sentencepiece.chat_template is None
-    with pytest.raises(InvalidRequest, match="no chat template"):
-        sentencepiece.apply_chat_template(CHAT)
+def render(tokenizer: Tokenizer) -> str:
+    return templates_of(tokenizer).render(Conversation(messages=CHAT))
 
 
 @pytest.mark.parametrize("text", ["The baton", "é 😀!", "<|end|>a", " a", ""])

@@ -1,21 +1,21 @@
 """
-Text to token ids and back, one token at a time too, and chats to prompts.
+Text to token ids and back, one token at a time too.
 
-`transformers` knows every tokenizer's settings and how a template is run in a sandbox; the work on ids
-is done by the fast tokenizer beneath it, without clean-ups, so that streamed and whole text agree.
+`transformers` knows every tokenizer's settings and its chat templates; the work on ids is done by the fast
+tokenizer beneath it, without clean-ups, so that streamed and whole text agree.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from functools import cache
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
-from baton_api.errors import InvalidRequest, SetupError
+from baton_api.errors import SetupError
 from baton_engine.model import gguf_tokenizer
 from baton_engine.model.checkpoint import Checkpoint, read_json
 from baton_engine.model.config import token_ids
@@ -72,7 +72,7 @@ class TextStream:
 
 
 class Tokenizer:
-    """One model's tokenizer and chat template."""
+    """One model's tokenizer, and the templates that came with it."""
 
     def __init__(self, tokenizer: Any, spec: ModelSpec, eos_ids: Sequence[int] = ()) -> None:
         """`tokenizer` is a fast one of transformers; `eos_ids` come before its own and the spec's."""
@@ -182,42 +182,6 @@ class Tokenizer:
         """How `transformers` tells the parts of an answer, where the tokenizer's files say so."""
         found: dict[str, Any] | None = getattr(self._tokenizer, "response_template", None)
         return found
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template: str | None = None,
-        **kwargs: Any,
-    ) -> str:
-        """
-        The prompt of a chat, rendered in jinja's sandbox; `kwargs` are the template's own variables.
-
-        Special tokens are in the text: encode it without adding more.
-        """
-        if template is None and not self._tokenizer.chat_template:
-            raise InvalidRequest(
-                "This model has no chat template. Use /v1/completions, or start the worker with one.",
-                param="messages",
-            )
-        try:
-            rendered = self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) if tools else None,
-                chat_template=template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                **kwargs,
-            )
-        except Exception as error:  # a template is a program and may raise anything about these messages
-            raise InvalidRequest(
-                f"The chat template cannot render these messages: {error}", param="messages"
-            ) from error
-        return str(rendered)
 
 
 def load_tokenizer(checkpoint: Checkpoint, spec: ModelSpec) -> Tokenizer:
