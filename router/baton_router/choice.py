@@ -15,7 +15,7 @@ work is spread. What is here is arithmetic over plain figures; whoever calls it 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 CLOSE_S = 0.010
@@ -113,28 +113,24 @@ def concern(waiting: int) -> float:
 def ways(
     decodes: Sequence[DecodeOffer],
     prefills: Sequence[PrefillOffer],
-    transfer_s: Mapping[tuple[str, str], float],
+    transfer_s: Callable[[str, str], float],
     alone_limit: int,
     context: int,
 ) -> list[Way]:
     """
     The ways worth comparing, the cheapest first.
 
-    `transfer_s` is for (prefill worker, decode worker); pairs that are not in it are out of the question.
-    A decode worker that would compute more than `alone_limit` of the `context` tokens beside its streams
-    is asked to only if nobody else can.
+    `transfer_s` is asked for some pairs of a prefill and a decode worker. A decode worker that would compute
+    more than `alone_limit` of the `context` tokens beside its streams is asked to only if nobody else can.
     """
     found: list[Way] = []
     cheapest = sorted(decodes, key=lambda offer: offer.price_s)
-    groups = {offer.group for offer in decodes}
-    for group in groups:
+    for group in {offer.group for offer in decodes} if prefills else ():
         sources = sorted((one for one in prefills if one.group == group), key=lambda one: one.price_s)
         targets = [one for one in cheapest if one.group == group]
         for source in sources[:BEST_OF_EACH]:
             for target in targets[:BEST_OF_EACH]:
-                moving = transfer_s.get((source.worker, target.worker))
-                if moving is None:
-                    continue
+                moving = transfer_s(source.worker, target.worker)
                 first = source.backlog_s + source.compute_s + moving + target.room_s
                 price = source.price_s + moving + target.price_s
                 found.append(Way(target, source, price, first))

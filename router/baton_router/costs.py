@@ -30,14 +30,13 @@ class PrefillCost:
     line: LeastSquares = field(default_factory=lambda: LeastSquares([0.02, 0.1, 0.005]))
 
     def seconds(self, uncached: int, context: int) -> float:
-        return max(LEAST_S, self.line.predict(self._inputs(uncached, context)))
+        constant, each, pairs = self.line.coefficients  # written out: it is asked for every worker
+        work = uncached * (context - uncached / 2)
+        return max(LEAST_S, constant + each * uncached / 1e3 + pairs * work / 1e6)
 
     def learn(self, uncached: int, context: int, seconds: float) -> None:
-        self.line.learn(self._inputs(uncached, context), seconds)
-
-    @staticmethod
-    def _inputs(uncached: int, context: int) -> tuple[float, float, float]:
-        return 1.0, uncached / 1e3, uncached * (context - uncached / 2) / 1e6
+        work = uncached * (context - uncached / 2)
+        self.line.learn((1.0, uncached / 1e3, work / 1e6), seconds)
 
 
 @dataclass(slots=True)
@@ -47,14 +46,11 @@ class StepCost:
     line: LeastSquares = field(default_factory=lambda: LeastSquares([0.01, 0.002, 0.002]))
 
     def seconds(self, running: int, context: int) -> float:
-        return max(LEAST_S, self.line.predict(self._inputs(running, context)))
+        constant, each, tokens = self.line.coefficients
+        return max(LEAST_S, constant + each * running / 10 + tokens * context / 1e4)
 
     def learn(self, running: int, context: int, seconds: float) -> None:
-        self.line.learn(self._inputs(running, context), seconds)
-
-    @staticmethod
-    def _inputs(running: int, context: int) -> tuple[float, float, float]:
-        return 1.0, running / 10, context / 1e4
+        self.line.learn((1.0, running / 10, context / 1e4), seconds)
 
 
 @dataclass(slots=True)

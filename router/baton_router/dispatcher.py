@@ -100,20 +100,17 @@ class Dispatcher:
         if not decodes:
             return None
         prefills = [one for one in self._workers.prefill if one not in tried and one.ready(now)]
-        for worker in (*decodes, *prefills):
-            self._known(worker)  # before what is held: one that began anew holds nothing
+        # Before what is held is asked for: a worker that began anew holds nothing.
+        generating = [(worker, self._known(worker)) for worker in decodes]
+        computing = [(worker, self._known(worker)) for worker in prefills]
         name = decodes[0].model
         tokens = self.knowledge.tokens(prompt, name)
         ratio = self.knowledge.bytes_per_token(name).value
         held = {slot: int(size / ratio) for slot, size in self.knowledge.held(prompt).items()}
         found = choice.ways(
-            [self._decode_offer(worker, tokens, held, now) for worker in decodes],
-            [self._prefill_offer(worker, tokens, held, now) for worker in prefills],
-            {
-                (source.name, target.name): self.knowledge.transfer(source, target).seconds(tokens)
-                for source in prefills
-                for target in decodes
-            },
+            [self._decode_offer(worker, known, tokens, held, now) for worker, known in generating],
+            [self._prefill_offer(worker, known, tokens, held, now) for worker, known in computing],
+            lambda source, target: self.knowledge.transfer(source, target).seconds(tokens),
             self._alone_limit,
             tokens,
         )
@@ -176,7 +173,7 @@ class Dispatcher:
             self._compare(computer, made.expected * report.tokens / made.tokens, report.cached)
         if report.remote:
             moved = report.tokens - report.held
-            self.knowledge.transfer(computer, made.pair.decode).learn(moved, report.transfer_s)
+            self.knowledge.transfer(computer.name, made.pair.decode.name).learn(moved, report.transfer_s)
 
     def _compare(self, worker: Worker, expected: float, actual: int) -> None:
         parity = self._known(worker).parity
@@ -193,8 +190,9 @@ class Dispatcher:
         else:
             log.info("The worker %s holds again what it is believed to hold.", worker.name)
 
-    def _prefill_offer(self, worker: Worker, tokens: int, held: dict[int, int], now: float) -> PrefillOffer:
-        known = self._known(worker)
+    def _prefill_offer(
+        self, worker: Worker, known: Known, tokens: int, held: dict[int, int], now: float
+    ) -> PrefillOffer:
         cached = min(int(held.get(known.slot, 0) * known.credence), tokens - 1)
         return PrefillOffer(
             worker=worker.name,
@@ -205,12 +203,15 @@ class Dispatcher:
             compute_s=known.prefill_cost.seconds(tokens - cached, tokens),
         )
 
-    def _decode_offer(self, worker: Worker, tokens: int, held: dict[int, int], now: float) -> DecodeOffer:
-        known = self._known(worker)
+    def _decode_offer(
+        self, worker: Worker, known: Known, tokens: int, held: dict[int, int], now: float
+    ) -> DecodeOffer:
         cached = min(int(held.get(known.slot, 0) * known.credence), tokens - 1)
         streams, context = len(known.streams), known.streams.tokens
-        step = known.step_cost
-        slower = step.seconds(streams + 1, context + tokens) - step.seconds(streams, context)
+        slower = 0.0
+        if streams:
+            step = known.step_cost
+            slower = step.seconds(streams + 1, context + tokens) - step.seconds(streams, context)
         return DecodeOffer(
             worker=worker.name,
             group=worker.compatibility,

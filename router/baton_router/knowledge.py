@@ -76,7 +76,6 @@ class Knowledge:
         self._known: dict[str, Known] = {}
         self._index = PrefixIndex()
         self.blocks = BlockMap(self._index)
-        self._free_slots: list[int] = []
         self._transfers: dict[tuple[str, str], TransferCost] = {}
         self._bytes_per_token: dict[str, Average] = {}
         self._answered: OrderedDict[int, int] = OrderedDict()
@@ -97,23 +96,18 @@ class Knowledge:
             known.reported(load)
         return known
 
-    def forget(self, gone: Iterable[str]) -> None:
-        """Workers of these names are not ours any more."""
-        for name in gone:
-            known = self._known.pop(name, None)
-            if known is not None:
-                self.blocks.close(known.slot)
-                self._index.forget(known.slot)
-                self._free_slots.append(known.slot)
-        self._transfers = {
-            pair: cost for pair, cost in self._transfers.items() if all(name in self._known for name in pair)
-        }
-
-    def transfer(self, source: Worker, target: Worker) -> TransferCost:
-        return self._transfers.setdefault((source.name, target.name), TransferCost())
+    def transfer(self, source: str, target: str) -> TransferCost:
+        """Between two workers of these names."""
+        cost = self._transfers.get((source, target))
+        if cost is None:
+            cost = self._transfers[source, target] = TransferCost()
+        return cost
 
     def bytes_per_token(self, model: str) -> Average:
-        return self._bytes_per_token.setdefault(model, Average(BYTES_PER_TOKEN))
+        average = self._bytes_per_token.get(model)
+        if average is None:
+            average = self._bytes_per_token[model] = Average(BYTES_PER_TOKEN)
+        return average
 
     def tokens(self, prompt: Prompt, model: str) -> int:
         """How many tokens the prompt has, as far as one can tell from its bytes; at least 1."""
@@ -165,7 +159,7 @@ class Knowledge:
             self.blocks.close(slot)
             self._index.forget(slot)
         else:
-            slot = self._free_slots.pop() if self._free_slots else len(self._known)
+            slot = len(self._known)
         self._forget_author(slot)
         known = self._known[name] = Known(slot, epoch)
         tokens = load.total_blocks * load.block_size if load else 0

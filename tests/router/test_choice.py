@@ -33,11 +33,14 @@ def decode(name: str, *, cached: int = 0, group: str = "g", **fields: Any) -> De
     return DecodeOffer(worker=name, group=group, cached=cached, **values)
 
 
+def at_once(source: str, target: str) -> float:
+    return 0.0
+
+
 def chosen(
     decodes: list[DecodeOffer], prefills: list[PrefillOffer], alone_limit: int = 512, moving: float = 0.005
 ) -> tuple[str, str | None]:
-    pairs = {(source.worker, target.worker): moving for source in prefills for target in decodes}
-    way = choose(ways(decodes, prefills, pairs, alone_limit, CONTEXT), random.Random(0))
+    way = choose(ways(decodes, prefills, lambda *_: moving, alone_limit, CONTEXT), random.Random(0))
     return way.decode.worker, way.prefill.worker if way.prefill else None
 
 
@@ -98,7 +101,7 @@ def test_a_slow_link_keeps_the_prompt_where_it_is() -> None:
 
 
 def test_of_equal_ways_chance_decides() -> None:
-    found = ways([decode("d0"), decode("d1")], [], {}, CONTEXT, CONTEXT)
+    found = ways([decode("d0"), decode("d1")], [], at_once, CONTEXT, CONTEXT)
     taken = {choose(found, random.Random(seed)).decode.worker for seed in range(30)}
     assert taken == {"d0", "d1"}
 
@@ -106,7 +109,7 @@ def test_of_equal_ways_chance_decides() -> None:
 def test_of_about_equal_ways_the_longest_match_is_taken_then_the_idler() -> None:
     near = decode("d0", cached=16, streams=1)
     held = decode("d1", cached=48, streams=5, slowdown_s=CLOSE_S / 2)
-    found = ways([near, held], [], {}, CONTEXT, CONTEXT)
+    found = ways([near, held], [], at_once, CONTEXT, CONTEXT)
     assert abs(found[0].price_s - found[1].price_s) < 1.0
     close = [Way(one, None, 1.0 + step, 1.0) for one, step in ((near, 0.0), (held, CLOSE_S / 2))]
     assert choose(close, random.Random(0)).decode.worker == "d1"
@@ -134,7 +137,7 @@ def test_the_cheapest_way_of_all_is_among_those_compared(seed: int) -> None:
     ]
     prefills = [prefill(f"p{n}", cached=rng.randrange(CONTEXT), **busy()) for n in range(rng.randint(0, 4))]
     pairs = {(p.worker, d.worker): rng.uniform(0, 0.2) for p in prefills for d in decodes}
-    found = ways(decodes, prefills, pairs, CONTEXT, CONTEXT)
+    found = ways(decodes, prefills, lambda *pair: pairs[pair], CONTEXT, CONTEXT)
     prices = [one.alone_s for one in decodes]
     prices += [
         p.price_s + pairs[p.worker, d.worker] + d.price_s
