@@ -137,8 +137,9 @@ async def test_a_draining_worker_finishes_what_runs_and_takes_nothing_new() -> N
     async with open_api(load=lambda: load) as api:
         assert (await api.http.get("/load")).json() | {"draining": True} == {
             "role": "decode", "model": MODEL, "names": [], "max_model_len": 0, "running": 1, "queued": 0,
-            "queued_tokens": 0, "step_s": 0.0, "free_blocks": 7, "total_blocks": 0, "block_size": 16, "draining": True,
-            "control": "", "epoch": "", "compatibility": "", "kv_events": "", "kv_replay": "",
+            "queued_tokens": 0, "step_s": 0.0, "free_blocks": 7, "total_blocks": 0, "block_size": 16,
+            "draining": True, "control": "", "epoch": "", "compatibility": "",
+            "kv_events": "", "kv_replay": "",
         }  # fmt: skip
         api.model.go.clear()
         running = asyncio.create_task(api.chat())
