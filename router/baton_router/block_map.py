@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from baton_api.kv_events import BlockRemoved, BlockStored, Event
 from baton_router.prefix_index import PrefixIndex
@@ -57,8 +58,7 @@ class HeldBlocks:
         if self.closed:
             return
         before, self.tree = self.tree, tree
-        self._map.dropped(self._slot, before.keys() - tree.keys())
-        self._map.came(self, self._slot, [block for block in tree if block not in before])
+        self._map.replaced(self, self._slot, before)
 
     def _stored(self, event: BlockStored) -> None:
         parent = event.parent_block_hash
@@ -107,7 +107,7 @@ class BlockMap:
         held = self._held.pop(slot, None)
         if held is not None:
             held.closed = True
-            self._let_go(held.tree)
+            self._let_go([block for block in self._chunks if block in held.tree])
 
     def place(self, prompt: Prompt, tail: int, blocks: int, known: int, slots: Collection[int]) -> None:
         """
@@ -147,6 +147,14 @@ class BlockMap:
                 self._index.remove(slot, self._chunks[block])
         self._let_go(blocks)
 
+    def replaced(self, held: HeldBlocks, slot: int, before: Tree) -> None:
+        """The worker holds something else than `before`; most of it has no chunks, and is not looked at."""
+        mapped, tree = list(self._chunks), held.tree
+        self.dropped(slot, [block for block in mapped if block in before and block not in tree])
+        came = [block for block in reversed(mapped) if block in tree and block not in before]
+        came += [tail for tail in self._awaited if tail in tree]
+        self.came(held, slot, came)
+
     def _let_go(self, blocks: Iterable[int]) -> None:
         """One worker less holds these; where none is left, the chunks are nowhere."""
         for block in blocks:
@@ -154,33 +162,36 @@ class BlockMap:
                 del self._chunks[block]
 
     def _place(self, tree: Tree, tail: int, placement: _Placement) -> None:
+        """Walk up from the tail, and leave each chunk where it ends: a dictionary lookup per block."""
         prompt, blocks = placement.prompt, placement.blocks
-        block: int | None = tail
-        at = blocks
+        names, sizes, size = prompt.names, prompt.sizes, prompt.bytes
+        chunks = self._chunks
+        parents = cast("dict[int, int]", tree)  # a beginning's parent, None, is in no tree
+        block, at = tail, blocks
         places: list[int] = []
-        for index in range(len(prompt.names) - 1, placement.known - 1, -1):
-            wanted = max(1, -(-prompt.sizes[index] * blocks // prompt.bytes))
-            while at > wanted and block is not None:
-                block, at = tree.get(block), at - 1
-            if block is None:  # a part of it was dropped since
-                break
-            self._note(block, prompt.names[index])
-            places.append(block)
-        if len(places) == len(prompt.names) - placement.known:
-            self._share(placement, places[::-1])
-
-    def _note(self, block: int, name: int) -> None:
-        names = self._chunks.get(block, ())
-        if name not in names:
-            self._chunks[block] = (*names[-NAMES_LIMIT + 1 :], name)
+        try:
+            for index in range(len(names) - 1, placement.known - 1, -1):
+                wanted = -(-sizes[index] * blocks // size) or 1
+                for _ in range(at - wanted):
+                    block = parents[block]
+                at = wanted
+                there = chunks.get(block)
+                if there is None:
+                    chunks[block] = (names[index],)
+                elif names[index] not in there:
+                    chunks[block] = (*there[-NAMES_LIMIT + 1 :], names[index])
+                places.append(block)
+        except KeyError:  # a part of it was dropped since
+            return
+        self._share(placement, places[::-1])
 
     def _share(self, placement: _Placement, places: Sequence[int]) -> None:
         """Others may hold the same blocks, from another router or from before this one began."""
         for slot, held in self._held.items():
             if slot in placement.slots:
                 continue
-            count = 0
-            while count < len(places) and places[count] in held.tree:
+            tree, count = held.tree, 0
+            while count < len(places) and places[count] in tree:
                 count += 1
             if count:
                 self._index.insert(slot, placement.prompt.names[: placement.known + count])
