@@ -43,6 +43,7 @@ class Capital(BaseModel, extra="forbid"):
 
 def main() -> None:
     print("client: litellm", version("litellm"))
+    litellm.suppress_debug_info = True
     model = litellm.get_valid_models(
         check_provider_endpoint=True, custom_llm_provider="openai", api_base=BASE_URL, api_key="EMPTY"
     )[0].removeprefix("openai/")

@@ -166,11 +166,11 @@ class Deployment:
             if key.partition("{")[0] == name
         )
 
-    def relays(self) -> list[dict[str, Any]]:
-        """How prompts came over from the prefill worker, newest request first."""
-        url = self.workers()["decode"]
-        answer = httpx.get(f"{url}/debug/requests", timeout=PATIENCE_S, trust_env=False)
-        return [relay for record in answer.raise_for_status().json()["data"] for relay in record["relays"]]
+    def moved(self) -> float:
+        """Bytes of KV blocks that the decode worker of a pair has pulled over NIXL since its start."""
+        values = self.metrics(self.workers()["decode"])
+        name = 'baton_worker_transfer_bytes_total{transport="nixl'
+        return sum(value for key, value in values.items() if key.startswith(name))
 
     # --- Its processes ---
 

@@ -190,27 +190,31 @@ def check_comes_back(guarded: Deployment, worker: str) -> None:
 
     def relayed() -> bool:
         prompt = fresh.choices(range(3, 300), k=100)
+        before = guarded.moved()
         assert guarded.post_completion(prompt, max_tokens=2).status_code == 200
-        return bool(guarded.relays()) and guarded.relays()[0]["transport"].startswith("nixl")
+        return guarded.moved() > before
 
     await_true(relayed, 10, "prompts come from the prefill worker again")
 
 
 @pair_only
 def test_L5_a_stream_whose_worker_dies_ends_with_an_error(guarded: Deployment) -> None:
+    """An event that says so, and then no clean end: nobody may take what came for the whole answer."""
     workers = guarded.workers()
     body = guarded.chat_body(max_tokens=3000, ignore_eos=True, stream=True)
     lines = []
-    with guarded.http.stream("POST", CHAT, json=body) as answer:
+    with (
+        pytest.raises(httpx.RemoteProtocolError),
+        guarded.http.stream("POST", CHAT, json=body) as answer,
+    ):
         assert answer.status_code == 200
         for line in answer.iter_lines():
             if line.startswith("data: "):
                 lines.append(line.removeprefix("data: "))
-            if len(lines) == 5:
-                guarded.children()["decode"].kill()
-    assert lines[-1] == "[DONE]"
-    check_error_object(json.loads(lines[-2])["error"], kind="server_error")
-    chunks = [json.loads(line) for line in lines[:-2]]
+                if len(lines) == 5:
+                    guarded.children()["decode"].kill()
+    check_error_object(json.loads(lines[-1])["error"], kind="server_error")
+    chunks = [json.loads(line) for line in lines[:-1]]
     assert all(choice["finish_reason"] is None for chunk in chunks for choice in chunk["choices"])
     check_comes_back(guarded, workers["decode"])
 
@@ -235,13 +239,11 @@ def test_L7_a_pair_says_what_one_worker_says(deployments: Deployments) -> None:
         f"What is the {thing} of {place}? Answer in one sentence." for place in places for thing in asked
     ]
     assert len(set(questions)) == PROMPTS
-    before = pair.total("baton_worker_transfer_bytes_total")
+    before = pair.moved()
     ours, theirs = answers(pair, questions), answers(one, questions)
     different = [question for question, a, b in zip(questions, ours, theirs, strict=True) if a != b]
     assert not different, different
-    assert pair.total("baton_worker_transfer_bytes_total") > before
-    recent = pair.relays()
-    assert recent and all(relay["transport"].startswith("nixl") for relay in recent)
+    assert pair.moved() > before
 
 
 def answers(served: Deployment, questions: Sequence[str]) -> list[tuple[Any, ...]]:
