@@ -38,9 +38,9 @@ def test_law_only_what_is_allowed_is_left(way: str, vocab: int) -> None:
     sets = {row: {token for token in range(vocab) if chance.random() < 0.3} for row in (0, 2, 3)}
     masks = [(row, mask_of(allowed, vocab)) for row, allowed in sets.items()]
     if way == "on the host":
-        bitmask._apply_here(logits.numpy(), masks)
+        bitmask.apply_here(logits.numpy(), masks)
     else:
-        bitmask._apply_there(logits, masks)
+        bitmask.apply_there(logits, masks)
     for row in range(5):
         kept = sets.get(row, set(range(vocab)))
         for token in range(vocab):

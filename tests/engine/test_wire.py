@@ -24,7 +24,8 @@ EVERYTHING = SamplingParams(
     logprobs=5,
     logprob_ids=(9, 10),
     max_tokens=1,
-    min_tokens=1,
+    drawn=2,
+    min_tokens=3,
     stop_ids=frozenset({7, 8}),
     allowed_ids=(1, 2, 3),
     bad_words=((5,), (5, 6)),
@@ -61,8 +62,8 @@ def test_what_is_not_asked_for_does_not_come_into_being() -> None:
     assert over_the_wire(SamplingParams(seed=1)) == SamplingParams(seed=1, max_tokens=1)
 
 
-@pytest.mark.parametrize(("wanted", "told"), [(0, 0), (1, 1), (500, 1)])
-def test_only_whether_the_first_token_may_be_the_last_matters(wanted: int, told: int) -> None:
+@pytest.mark.parametrize(("wanted", "told"), [(0, 0), (1, 1), (3, 3), (500, 3)])
+def test_of_a_minimum_only_whether_the_next_token_may_be_the_last_matters(wanted: int, told: int) -> None:
     sampling = dataclasses.replace(EVERYTHING, min_tokens=wanted, max_tokens=1000)
     arrived = over_the_wire(sampling)
     assert (arrived.min_tokens, arrived.max_tokens) == (told, 1)

@@ -24,12 +24,12 @@ def apply(logits: Tensor, masks: Sequence[tuple[int, NDArray[np.int32]]]) -> Non
     if not masks:
         return
     if logits.device.type == "cpu":
-        _apply_here(logits.numpy(), masks)
+        apply_here(logits.numpy(), masks)
     else:
-        _apply_there(logits, masks)
+        apply_there(logits, masks)
 
 
-def _apply_here(logits: NDArray[np.float32], masks: Sequence[tuple[int, NDArray[np.int32]]]) -> None:
+def apply_here(logits: NDArray[np.float32], masks: Sequence[tuple[int, NDArray[np.int32]]]) -> None:
     space = np.empty((masks[0][1].nbytes, 8), dtype=np.float32)  # one for all rows
     vocab = logits.shape[1]
     for row, mask in masks:
@@ -37,7 +37,7 @@ def _apply_here(logits: NDArray[np.float32], masks: Sequence[tuple[int, NDArray[
         np.add(logits[row], space.reshape(-1)[:vocab], out=logits[row])
 
 
-def _apply_there(logits: Tensor, masks: Sequence[tuple[int, NDArray[np.int32]]]) -> None:
+def apply_there(logits: Tensor, masks: Sequence[tuple[int, NDArray[np.int32]]]) -> None:
     device, vocab = logits.device, logits.shape[1]
     rows = torch.tensor([row for row, _ in masks], device=device)
     octets = torch.from_numpy(np.stack([mask for _, mask in masks]).view(np.uint8)).to(device)
