@@ -137,9 +137,8 @@ def test_L3_the_sdks_retries_get_everybody_through(guarded: Deployment) -> None:
 @pair_only
 def test_L4_without_a_decode_worker_requests_are_refused_until_it_is_back(guarded: Deployment) -> None:
     workers = guarded.workers()
-    assert guarded.post_chat(max_tokens=4).status_code == 200
     with not_restarted(guarded):
-        guarded.children()["decode"].kill()
+        check_a_lost_stream(guarded)
         for stream in (False, True):
             answer = guarded.post_chat(max_tokens=4, stream=stream)
             check_error(answer, 503, kind="server_error")
@@ -149,6 +148,25 @@ def test_L4_without_a_decode_worker_requests_are_refused_until_it_is_back(guarde
         check_error(models, 503, kind="server_error")
         assert guarded.http.get("/health").status_code == 200
     check_comes_back(guarded, workers["decode"])
+
+
+def check_a_lost_stream(guarded: Deployment) -> None:
+    """An event that says so, and then no clean end: nobody may take what came for the whole answer."""
+    body = guarded.chat_body(max_tokens=3000, ignore_eos=True, stream=True)
+    lines = []
+    with (
+        pytest.raises(httpx.RemoteProtocolError),
+        guarded.http.stream("POST", CHAT, json=body) as answer,
+    ):
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                lines.append(line.removeprefix("data: "))
+                if len(lines) == 5:
+                    guarded.children()["decode"].kill()
+    check_error_object(json.loads(lines[-1])["error"], kind="server_error")
+    chunks = [json.loads(line) for line in lines[:-1]]
+    assert all(choice["finish_reason"] is None for chunk in chunks for choice in chunk["choices"])
 
 
 @contextlib.contextmanager
@@ -197,28 +215,6 @@ def check_comes_back(guarded: Deployment, worker: str) -> None:
     await_true(relayed, 10, "prompts come from the prefill worker again")
 
 
-@pair_only
-def test_L5_a_stream_whose_worker_dies_ends_with_an_error(guarded: Deployment) -> None:
-    """An event that says so, and then no clean end: nobody may take what came for the whole answer."""
-    workers = guarded.workers()
-    body = guarded.chat_body(max_tokens=3000, ignore_eos=True, stream=True)
-    lines = []
-    with (
-        pytest.raises(httpx.RemoteProtocolError),
-        guarded.http.stream("POST", CHAT, json=body) as answer,
-    ):
-        assert answer.status_code == 200
-        for line in answer.iter_lines():
-            if line.startswith("data: "):
-                lines.append(line.removeprefix("data: "))
-                if len(lines) == 5:
-                    guarded.children()["decode"].kill()
-    check_error_object(json.loads(lines[-1])["error"], kind="server_error")
-    chunks = [json.loads(line) for line in lines[:-1]]
-    assert all(choice["finish_reason"] is None for chunk in chunks for choice in chunk["choices"])
-    check_comes_back(guarded, workers["decode"])
-
-
 PROMPTS = 100
 
 
@@ -260,7 +256,7 @@ def answers(served: Deployment, questions: Sequence[str]) -> list[tuple[Any, ...
 
 
 @pytest.mark.nixl
-def test_L6_several_prompts_and_choices_are_the_same_from_a_pair(deployments: Deployments) -> None:
+def test_L5_several_prompts_and_choices_are_the_same_from_a_pair(deployments: Deployments) -> None:
     """Each prompt of a list is a prefill of its own, and so is nothing of a choice."""
     pytest.importorskip("nixl", reason="the NIXL library is missing")
     prompts = ["The capital of France is", "Water boils at", "A relay race has"]
