@@ -18,7 +18,7 @@ from baton_api.errors import InvalidRequest
 from baton_engine.grammar import texts
 from baton_engine.grammar.grammars import CACHE_LIMIT, Grammars
 from baton_engine.requests import Constraint
-from tests.engine.grammar.words import GRAMMARS, TOKENIZER, allowed, ids, takes
+from tests.engine.grammar.words import GRAMMARS, TOKENIZER, allowed, ids, make_tokenizer, takes
 
 
 @pytest.fixture(scope="module")
@@ -183,3 +183,10 @@ def test_white_space_in_json_is_free_but_bounded() -> None:
         assert takes("json_schema", source, text), text
     for text in ('{"a":  1}', '{\n\n"a":1}', '{"a":\n' + " " * 41 + "1}", '{"a": 1}\n', ' {"a": 1}'):
         assert not takes("json_schema", source, text), text
+
+
+def test_a_model_without_an_end_of_sequence_cannot_be_constrained() -> None:
+    endless = Grammars(make_tokenizer(ends=False))
+    with pytest.raises(InvalidRequest, match="no end of sequence"):
+        endless.check(Constraint("regex", "a"))
+    assert endless.trials.process is None

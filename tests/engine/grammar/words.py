@@ -23,17 +23,19 @@ PADDED = 300
 """Rows of the model's vocabulary: more than the tokenizer has words, as with many models."""
 
 
-def make_tokenizer() -> Tokenizer:
-    """Bytes 0 to 255 in the order of their letters, then `SPECIALS`; the first two end an answer."""
+def make_tokenizer(*, ends: bool = True) -> Tokenizer:
+    """Bytes 0 to 255 in the order of their letters, then `SPECIALS`; the first two end an answer, if any do."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=SPECIALS[0], additional_special_tokens=list(SPECIALS[1:])
+        tokenizer_object=backend,
+        eos_token=SPECIALS[0] if ends else None,
+        additional_special_tokens=list(SPECIALS[1:]),
     )
     spec = dataclasses.replace(fake_model.SPEC, vocab=PADDED)
-    return Tokenizer(tokenizer, spec, eos_ids=(len(alphabet), len(alphabet) + 1))
+    return Tokenizer(tokenizer, spec, eos_ids=(len(alphabet), len(alphabet) + 1) if ends else ())
 
 
 TOKENIZER = make_tokenizer()

@@ -81,6 +81,8 @@ class Grammars:
         self.trials.close()
 
     def _compiled(self, constraint: Constraint) -> LLMatcher:
+        if not self._tokenizer.eos_ids:
+            raise _refused("this model has no end of sequence, by which an answer could say that it is whole")
         try:
             source = constraint.source.encode()
         except UnicodeEncodeError as error:
