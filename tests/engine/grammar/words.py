@@ -24,7 +24,7 @@ PADDED = 300
 
 
 def make_tokenizer(*, ends: bool = True) -> Tokenizer:
-    """Bytes 0 to 255 in the order of their letters, then `SPECIALS`; the first two end an answer, if any do."""
+    """Bytes 0 to 255 in the order of their letters, then `SPECIALS`, the first two of which may be ends."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
