@@ -122,7 +122,7 @@ def completion(model: str) -> None:
 def completion_with_parameters(model: str) -> None:
     response = client.completions.create(
         model=model,
-        prompt="Write a short story about a runner who carries a baton.",
+        prompt="Once upon a time a runner carried a baton",
         temperature=0.7,
         max_tokens=150,
         top_p=0.9,

@@ -113,6 +113,7 @@ def test_the_tutorials_calls_are_answered(served: Deployment) -> None:
     completion = json.loads(found["POST /v1/completions"])
     assert completion["object"] == "text_completion" and completion["choices"][0]["text"]
     assert completion["usage"]["completion_tokens"] == 64 or completion["choices"][0]["matched_stop"]
+    assert found["POST /v1/completions, every parameter"]
     info = json.loads(found["GET /get_model_info"])
     assert info["model_path"] and info["is_generation"] is True
     generated = json.loads(found["POST /generate"])
