@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from baton_api.kv_events import BlockRemoved, BlockStored, Event
 from baton_router.prefix_index import PrefixIndex
@@ -162,28 +161,16 @@ class BlockMap:
                 del self._chunks[block]
 
     def _place(self, tree: Tree, tail: int, placement: _Placement) -> None:
-        """Walk up from the tail, and leave each chunk where it ends: a dictionary lookup per block."""
-        prompt, blocks = placement.prompt, placement.blocks
-        names, sizes, size = prompt.names, prompt.sizes, prompt.bytes
-        chunks = self._chunks
-        parents = cast("dict[int, int]", tree)  # a beginning's parent, None, is in no tree
-        block, at = tail, blocks
-        places: list[int] = []
-        try:
-            for index in range(len(names) - 1, placement.known - 1, -1):
-                wanted = -(-sizes[index] * blocks // size) or 1
-                for _ in range(at - wanted):
-                    block = parents[block]
-                at = wanted
-                there = chunks.get(block)
-                if there is None:
-                    chunks[block] = (names[index],)
-                elif names[index] not in there:
-                    chunks[block] = (*there[-NAMES_LIMIT + 1 :], names[index])
-                places.append(block)
-        except KeyError:  # a part of it was dropped since
-            return
-        self._share(placement, places[::-1])
+        names, chunks = placement.prompt.names[placement.known :], self._chunks
+        places = _places(tree, tail, placement)
+        for name, block in zip(reversed(names), places, strict=False):
+            there = chunks.get(block)
+            if there is None:
+                chunks[block] = (name,)
+            elif name not in there:
+                chunks[block] = (*there[-NAMES_LIMIT + 1 :], name)
+        if len(places) == len(names):
+            self._share(placement, places[::-1])
 
     def _share(self, placement: _Placement, places: Sequence[int]) -> None:
         """Others may hold the same blocks, from another router or from before this one began."""
@@ -195,3 +182,24 @@ class BlockMap:
                 count += 1
             if count:
                 self._index.insert(slot, placement.prompt.names[: placement.known + count])
+
+
+def _places(tree: Tree, tail: int, placement: _Placement) -> list[int]:
+    """
+    The blocks in which the prompt's chunks end, the last chunk's first, as far as they are held.
+
+    The walk costs a dictionary lookup for each block of the prompt.
+    """
+    blocks, sizes, size = placement.blocks, placement.prompt.sizes, placement.prompt.bytes
+    places: list[int] = []
+    block: int | None = tail
+    at = blocks
+    for index in range(len(sizes) - 1, placement.known - 1, -1):
+        wanted = -(-sizes[index] * blocks // size) or 1
+        for _ in range(at - wanted):
+            block = tree.get(block)  # type: ignore[arg-type]  # None, above a beginning, is in no tree
+        if block not in tree:
+            break
+        at = wanted
+        places.append(block)
+    return places

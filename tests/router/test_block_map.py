@@ -143,6 +143,7 @@ def test_a_process_that_has_ended_has_nothing_more_to_say() -> None:
     before = router.held[0]
     before.apply([stored([1])])
     router.send(one, 0, 1, 1)
+    router.index.clear(0)
     after = router.map.open(0)
     after.apply([stored([1])])
     router.send(one, 0, 1, 1)
@@ -155,8 +156,34 @@ def test_a_prompt_whose_parents_are_gone_is_placed_as_far_as_they_are_there() ->
     router, one = Router(1), prompt(512, 512)
     router.held[0].apply([stored([2], 1)])
     router.send(one, 0, 2, 2)
+    assert len(router.map) == 1
+    router.held[0].apply([BlockRemoved([2])])
+    assert router.holds(one) == {0: 1} and len(router.map) == 0
+
+
+def test_who_holds_an_end_without_its_beginning_is_credited_with_nothing() -> None:
+    router, one = Router(2), prompt(512, 512)
+    for held in router.held:
+        held.apply([stored([2], 1)])
+    router.send(one, 0, 2, 2)
+    assert router.holds(one) == {0: 2}
+
+
+def test_a_report_that_waits_is_placed_by_a_snapshot_too() -> None:
+    router, one = Router(1), prompt(512, 512)
+    router.send(one, 0, 2, 2)
+    router.held[0].replace({1: None, 2: 1})
     router.held[0].apply([BlockRemoved([2])])
     assert router.holds(one) == {0: 1}
+
+
+def test_what_a_snapshot_brings_is_forgotten_from_its_end() -> None:
+    router, one = Router(2), prompt(512, 512)
+    router.held[0].apply([stored([1, 2])])
+    router.send(one, 0, 2, 2)
+    router.index.register(1, 1)
+    router.held[1].replace({1: None, 2: 1})
+    assert router.holds(one) == {0: 2, 1: 1}
 
 
 def test_a_worker_that_tells_nothing_costs_nothing() -> None:

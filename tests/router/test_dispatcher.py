@@ -141,6 +141,15 @@ def test_a_worker_that_began_anew_holds_nothing() -> None:
     assert cluster.send(text(1)).way.cached == 0
 
 
+def test_a_worker_that_began_anew_is_not_spoken_for_by_its_past() -> None:
+    cluster = Cluster(decodes=1, prefills=0)
+    knowledge, one = cluster.dispatcher.knowledge, cluster.decodes[0]
+    before = knowledge.blocks.open(knowledge.of(one).slot)
+    one.answered(Load(role=Role.DECODE, model="tiny", epoch="2", total_blocks=100))
+    knowledge.of(one)
+    assert before.closed
+
+
 def test_a_slow_worker_gets_less() -> None:
     cluster = Cluster(decodes=1, prefills=2, alone=0)
     slow = cluster.prefills[0]
@@ -206,12 +215,22 @@ def test_a_worker_that_never_holds_what_it_should_is_chosen_by_load_until_it_doe
     assert cluster.decodes[0].name in caplog.text
 
 
-def test_a_prompt_that_another_worker_computed_judges_nobody() -> None:
-    cluster = Cluster(decodes=1, prefills=1)
+def test_a_wrong_guess_of_the_tokens_is_no_wrong_guess_of_the_cache() -> None:
+    cluster = Cluster(decodes=1, prefills=0)
     cluster.serve(text(1))
-    for _ in range(2 * REQUESTS):
+    made = cluster.send(text(1))
+    report = cluster.report(made, 2_499, 0.1, tokens=2_500)
+    cluster.dispatcher.began(made, report, cluster.now)
+    assert cluster.dispatcher.knowledge.of(cluster.decodes[0]).parity.ratio == pytest.approx(1, abs=0.01)
+
+
+def test_a_prompt_that_another_worker_computed_judges_nobody() -> None:
+    cluster = Cluster(decodes=1, prefills=1, alone=0)
+    cluster.serve(text(1))
+    for _ in range(REQUESTS):
         made = cluster.send(text(1))
-        other = cluster.report(made, 0, 0.1, remote=made.pair.prefill is None)
+        assert made.pair.prefill is not None and made.expected
+        other = cluster.report(made, 0, 0.1, remote=False)
         cluster.dispatcher.began(made, other, cluster.now)
         cluster.dispatcher.let_go(made, cluster.now, complete=True)
     known = [cluster.dispatcher.knowledge.of(one) for one in (*cluster.decodes, *cluster.prefills)]

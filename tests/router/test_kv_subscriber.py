@@ -227,8 +227,12 @@ async def test_a_worker_of_which_nothing_comes_counts_half_until_it_does() -> No
         router.now += SILENCE_S + 1
         await until(lambda: known.degraded)
         assert known.credence == 0.5
-        worker.publish(storing(chain(1, 1)))
-        await until(lambda: not known.degraded)
+
+        def recovered() -> bool:
+            worker.publish([])
+            return not known.degraded
+
+        await until(recovered)
 
 
 async def test_an_address_that_makes_no_sense_is_said_once_and_counts_half(
