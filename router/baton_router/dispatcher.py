@@ -27,7 +27,7 @@ from baton_router.workers import Worker, Workers
 
 log = logging.getLogger(__name__)
 
-DISPATCHES_LIMIT = 10_000
+DISPATCHES_LIMIT = 1_000
 EXPECTED_ANSWER_TOKENS = 200.0
 """Before the first answer has ended."""
 
