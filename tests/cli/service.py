@@ -94,7 +94,8 @@ def start_baton(*arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         # As wide as a log line, and out of reach of any hub.
-        env={**os.environ, "COLUMNS": "400", "HF_HUB_OFFLINE": "1"},
+        # However short a prompt is, a prefill worker computes it.
+        env={**os.environ, "COLUMNS": "400", "HF_HUB_OFFLINE": "1", "BATON_ROUTER_ALONE_TOKENS": "0"},
     )
 
 
