@@ -38,6 +38,8 @@ import httptools
 import psutil
 import uvloop
 
+from benchmarks.serving import end
+
 ROUTER_CORE, OTHER_CORE = 0, 1
 PREFILL_PORTS, DECODE_PORTS = (9101, 9102), (9103, 9104)
 EVENTS = 8
@@ -260,12 +262,7 @@ def running(template: str, port: int, log: Path) -> Iterator[psutil.Process]:
         _await_answer(port, log)
         yield psutil.Process(process.pid)
     finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(process.pid, number)
-                process.wait(5)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
+        end(process, signal.SIGTERM, patience_s=5)
 
 
 def _await_answer(port: int, log: Path) -> None:

@@ -232,12 +232,17 @@ def running(command: str, port: int, log: Path) -> Iterator[subprocess.Popen[byt
             _await_health(process, port, log)
             yield process
         finally:
-            for number in (signal.SIGINT, signal.SIGKILL):
-                try:
-                    os.killpg(process.pid, number)
-                    process.wait(30)
-                except (ProcessLookupError, subprocess.TimeoutExpired):
-                    continue
+            end(process, signal.SIGINT)
+
+
+def end(process: subprocess.Popen[bytes], asking: signal.Signals, patience_s: float = 30) -> None:
+    """End the group that `process` leads: by `asking` first, and then without asking."""
+    for number in (asking, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(patience_s)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
 
 
 def _await_health(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
