@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
 import secrets
 import time
@@ -28,16 +27,16 @@ from pydantic import BeforeValidator
 from pydantic_settings import NoDecode
 
 from baton_api.errors import SetupError, Unauthorized
+from baton_api.watched import LOOK_S, WatchedFile
+
+__all__ = ["LOOK_S", "NAME", "OPEN_PATHS", "KeyDigest", "KeyDigests", "Keys", "Pepper", "bearer", "read_file"]
 
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
 """What monitors ask for: never wants a key."""
 
-LOOK_S = 1.0
-"""Seconds between two looks at a key file, if requests come that often."""
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _HASHED = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 
@@ -82,6 +81,18 @@ KeyDigests = Annotated[tuple[KeyDigest, ...], NoDecode, BeforeValidator(_read)]
 """A setting of keys, hashed as it is read; as one text they stand with commas between."""
 
 
+class Pepper:
+    """Digests of digests, under a secret of this process: what a table of keys is looked up by."""
+
+    __slots__ = ("_secret",)
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+
+    def __call__(self, sha256: bytes) -> bytes:
+        return hashlib.blake2b(sha256, key=self._secret, digest_size=32).digest()
+
+
 class Keys:
     """The keys that are good now."""
 
@@ -89,15 +100,14 @@ class Keys:
         self, digests: Iterable[KeyDigest] = (), file: str = "", clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Raises SetupError if `file` cannot be read, or has no key in it."""
-        self._pepper = secrets.token_bytes(32)
+        self._pepper = Pepper()
         self._fixed = tuple(digests)
-        self._file = Path(file).expanduser() if file else None
-        self._clock = clock
-        self._looked = clock()
-        self._stamp = self._stamp_now()
-        listed = () if self._file is None else read_file(self._file)
+        self._file = WatchedFile(file, clock) if file else None
+        listed = () if self._file is None else read_file(self._file.path)
         if self._file is not None and not listed:
-            raise SetupError(f"--api-key-file {self._file} has no key in it: nobody could use this server.")
+            raise SetupError(
+                f"--api-key-file {self._file.path} has no key in it: nobody could use this server."
+            )
         self._names = self._table(listed)
 
     @property
@@ -109,51 +119,37 @@ class Keys:
         """The name of the client who sends this header, perhaps empty. Raises Unauthorized."""
         if not self.required or path in OPEN_PATHS:
             return ""
-        self._look()
-        scheme, _, key = authorization.partition(b" ")
-        key = key.strip()
-        if scheme.lower() != b"bearer" or not key:
-            raise Unauthorized(given=False)
-        name = self._names.get(self._peppered(hashlib.sha256(key).digest()))
+        name = self.name(hashlib.sha256(bearer(authorization)).digest())
         if name is None:
             raise Unauthorized
         return name
 
-    def _peppered(self, digest: bytes) -> bytes:
-        return hashlib.blake2b(digest, key=self._pepper, digest_size=32).digest()
+    def name(self, sha256: bytes) -> str | None:
+        """The name of the client whose key has this digest, perhaps empty; None if it is no key here."""
+        if self._file is not None and self._file.changed():
+            self._read_again(self._file.path)
+        return self._names.get(self._pepper(sha256))
 
     def _table(self, listed: Iterable[KeyDigest]) -> dict[bytes, str]:
-        return {self._peppered(key.sha256): key.name for key in (*self._fixed, *listed)}
+        return {self._pepper(key.sha256): key.name for key in (*self._fixed, *listed)}
 
-    def _look(self) -> None:
-        """Read the file again if it is another one than before."""
-        now = self._clock()
-        if self._file is None or now - self._looked < LOOK_S:
-            return
-        self._looked = now
-        stamp = self._stamp_now()
-        if stamp == self._stamp:
-            return
-        self._stamp = stamp
+    def _read_again(self, path: Path) -> None:
         try:
-            listed = read_file(self._file)
+            listed = read_file(path)
         except SetupError as error:
             log.error("%s The keys stay as they were.", error.message)
             return
         self._names = self._table(listed)
-        log.log(
-            logging.INFO if listed else logging.WARNING, "%s was read again: %d keys", self._file, len(listed)
-        )
+        log.log(logging.INFO if listed else logging.WARNING, "%s was read again: %d keys", path, len(listed))
 
-    def _stamp_now(self) -> tuple[int, ...]:
-        """What differs between two versions of the file; a mounted secret changes by its link."""
-        if self._file is None:
-            return ()
-        try:
-            seen = os.stat(self._file)
-        except OSError:
-            return ()
-        return seen.st_mtime_ns, seen.st_size, seen.st_ino
+
+def bearer(authorization: bytes) -> bytes:
+    """The key or token in the header. Raises Unauthorized if there is none."""
+    scheme, _, key = authorization.partition(b" ")
+    key = key.strip()
+    if scheme.lower() != b"bearer" or not key:
+        raise Unauthorized(given=False)
+    return key
 
 
 def read_file(path: Path) -> tuple[KeyDigest, ...]:
@@ -174,7 +170,7 @@ def _lines(path: Path, text: str) -> Iterator[KeyDigest]:
         name = ""
         if ":" in entry and not entry.startswith("sha256:"):
             name, _, entry = (part.strip() for part in entry.partition(":"))
-            if not _NAME.fullmatch(name):
+            if not NAME.fullmatch(name):
                 raise SetupError(
                     f"--api-key-file {path}, line {number}: before the colon stands a name of at most 64 "
                     "letters, digits and . _ @ -. A key with a colon in it needs a name before it."
