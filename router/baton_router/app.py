@@ -35,19 +35,19 @@ from baton_api.errors import (
 from baton_api.keys import Keys
 from baton_api.response_store import ResponseStore, StoreLimits, owner
 from baton_api.workers import Role
-from baton_router import about, checks, responses
+from baton_router import about, responses
 from baton_router.answers import Receive, Scope, Send, send_error
-from baton_router.dispatcher import Dispatcher, explained
+from baton_router.dispatcher import explained
 from baton_router.errands import ERRANDS, Errands
 from baton_router.figures import Figures
 from baton_router.forward import FORWARDED, REQUEST_ID, Trust, request_id
 from baton_router.kv_figures import CacheFigures
-from baton_router.kv_subscriber import Feeds
 from baton_router.policy import choose
 from baton_router.proxy import Proxy
 from baton_router.responses import Responses
+from baton_router.scheduler import Scheduler
 from baton_router.settings import RouterSettings
-from baton_router.upstream import Upstream
+from baton_router.upstreams import Upstreams
 from baton_router.workers import Worker, Workers
 
 log = logging.getLogger(__name__)
@@ -60,17 +60,17 @@ class Router:
         self.settings = settings
         self.draining = False
         """Set when the process is to end: /ready says so, and what comes all the same is served."""
+        self.upstreams = Upstreams(settings.connect_s)
         self.workers = Workers(
-            decode=_workers(settings.decode, Role.DECODE, settings),
-            prefill=_workers(settings.prefill, Role.PREFILL, settings),
+            decode=self._listed(settings.decode, Role.DECODE),
+            prefill=self._listed(settings.prefill, Role.PREFILL),
         )
         self.figures = Figures(self.workers, time.monotonic)
         self.keys = Keys(settings.api_key, settings.api_key_file)
-        self.dispatcher = Dispatcher(self.workers, random.Random(), settings.alone_tokens)
-        knowledge = self.dispatcher.knowledge
-        self.feeds = Feeds(self.workers, knowledge, settings, time.monotonic)
-        self.figures.registry.register(CacheFigures(self.workers, knowledge, self.feeds))
-        self._proxy = Proxy(settings, self.dispatcher, self.figures, time.monotonic)
+        self.scheduler = Scheduler(settings, self.workers, random.Random(), time.monotonic)
+        knowledge = self.scheduler.dispatcher.knowledge
+        self.figures.registry.register(CacheFigures(self.workers, knowledge, self.scheduler.feeds))
+        self._proxy = Proxy(settings, self.scheduler, self.upstreams, self.figures)
         self._keyed = self.keys.required or Trust.of(settings).passes_keys
         self.responses = ResponseStore(
             StoreLimits(settings.responses_kept, settings.responses_memory, settings.responses_ttl_s)
@@ -99,6 +99,9 @@ class Router:
         else:
             await self._rest(scope, receive, _with_request_id(scope, send))
 
+    def _listed(self, urls: tuple[str, ...], role: Role) -> tuple[Worker, ...]:
+        return tuple(Worker(self.upstreams.of(urlsplit(url).netloc), role) for url in urls)
+
     def whose(self, scope: Scope) -> bytes:
         """Who sent a request, as the store of responses tells them apart: by keys, whoever judges them."""
         return owner(authorization(scope), self._keyed)
@@ -111,14 +114,6 @@ class Router:
 def create_app(settings: RouterSettings) -> Router:
     """The router for these workers; it looks at them while its lifespan lasts."""
     return Router(settings)
-
-
-def _workers(urls: tuple[str, ...], listed: Role, settings: RouterSettings) -> tuple[Worker, ...]:
-    addresses = [urlsplit(url) for url in urls]
-    return tuple(
-        Worker(Upstream(address.hostname or "", address.port or 80, settings.connect_s), listed)
-        for address in addresses
-    )
 
 
 def authorization(scope: Scope) -> bytes:
@@ -140,18 +135,12 @@ def _rest(router: Router) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watches = [
-            asyncio.create_task(checks.watch(router.workers, router.settings, time.monotonic)),
-            asyncio.create_task(router.feeds.watch()),
-        ]
+        watch = asyncio.create_task(router.scheduler.watch())
         yield
-        for watch in watches:
-            watch.cancel()
-        for watch in watches:
-            with suppress(asyncio.CancelledError):
-                await watch
-        for worker in router.workers.all:
-            worker.upstream.close()
+        watch.cancel()
+        with suppress(asyncio.CancelledError):
+            await watch
+        router.upstreams.close()
 
     app = FastAPI(title="Baton router", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     created = int(time.time())
@@ -180,7 +169,8 @@ def _rest(router: Router) -> FastAPI:
 
     @app.get("/debug/decisions")
     async def decisions() -> JSONResponse:
-        return JSONResponse({"data": [explained(one) for one in reversed(router.dispatcher.dispatches)]})
+        latest = reversed(router.scheduler.dispatcher.dispatches)
+        return JSONResponse({"data": [explained(one) for one in latest]})
 
     @app.get("/workers")
     async def workers() -> JSONResponse:

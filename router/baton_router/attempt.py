@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton_api.reports import PromptReport
-from baton_router.dispatcher import Dispatch, Dispatcher
+from baton_router.asks import Grant
 from baton_router.forward import PROMPT, is_event_stream
+from baton_router.picker import Picker
 from baton_router.sse import EventStream
-from baton_router.upstream import Exchange, Headers, Lost
+from baton_router.upstream import Exchange, Headers, Lost, Upstream
 
 OPENING_LIMIT = 256 * 1024
 """Bytes of a body that is not a stream which are kept back until it is whole."""
@@ -22,26 +23,22 @@ OK = 200
 
 
 class Attempt:
-    """One pair, one exchange with its decode worker."""
+    """One grant, one exchange with its decode worker."""
 
-    def __init__(self, made: Dispatch, dispatcher: Dispatcher, clock: Callable[[], float]) -> None:
-        self.made = made
-        self._dispatcher = dispatcher
-        self._clock = clock
+    def __init__(self, grant: Grant, picker: Picker, upstream: Upstream) -> None:
+        self.grant = grant
+        self._picker = picker
+        self._upstream = upstream
         self.exchange: Exchange | None = None
         self.events: EventStream | None = None
         """What has passed, if the answer is a stream of events whose end can be told."""
         self.ended = False
         """Whether the last piece that was given out is the answer's last."""
         self._closed = False
-        self._computing = made.pair.prefill
-        made.pair.decode.in_flight += 1
-        if made.pair.prefill is not None:
-            made.pair.prefill.in_flight += 1
 
     async def open(self, head: bytes, body: bytes, events: Callable[[], EventStream] | None) -> bytes:
         """Ask the worker; gives the first part of its answer, which may be `events`. Raises Lost."""
-        self.exchange = exchange = await self.made.pair.decode.upstream.request(head, body)
+        self.exchange = exchange = await self._upstream.request(head, body)
         stream = is_event_stream(exchange.headers)
         if stream and events is not None:
             self.events = events()
@@ -50,8 +47,7 @@ class Attempt:
             opening += await self.next()
             if opening and stream:
                 break
-        self._prefilled()
-        self._dispatcher.began(self.made, self._report(), self._clock())
+        self._picker.began(self.grant, self._report())
         return opening
 
     async def next(self) -> bytes:
@@ -70,7 +66,7 @@ class Attempt:
             return self.events.push(piece)
         piece = self.events.finish()
         if not self.events.complete:
-            raise Lost(self.made.pair.decode.name, "incomplete")
+            raise Lost(self.grant.decode, "incomplete")
         self.ended = True
         return piece
 
@@ -91,18 +87,11 @@ class Attempt:
         self._closed = True
         if self.exchange is not None:
             self.exchange.close()
-        self.made.pair.decode.in_flight -= 1
-        self._prefilled()
         whole = self.ended and self.exchange is not None and self.status == OK
-        self._dispatcher.let_go(self.made, self._clock(), complete=whole)
+        self._picker.let_go(self.grant, complete=whole)
 
     def _report(self) -> PromptReport | None:
         for name, value in self.headers:
             if name == PROMPT:
                 return PromptReport.decode(value.decode("latin-1"))
         return None
-
-    def _prefilled(self) -> None:
-        if self._computing is not None:
-            self._computing.in_flight -= 1
-            self._computing = None

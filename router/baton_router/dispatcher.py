@@ -89,17 +89,17 @@ class Dispatcher:
         """The last ones, the newest at the end."""
 
     def dispatch(
-        self, model: str | None, prompt: Prompt, tried: Collection[Worker], now: float
+        self, model: str | None, prompt: Prompt, tried: Collection[str], now: float
     ) -> Dispatch | None:
         """
-        Choose among the workers that were not tried, and book the request; None if none is left.
+        Choose among the workers that are not in `tried`, by name, and book the request; None if none is left.
 
         Raises what `Workers.serving` raises.
         """
         decodes = self._workers.serving(model, tried, now)
         if not decodes:
             return None
-        prefills = [one for one in self._workers.prefill if one not in tried and one.ready(now)]
+        prefills = [one for one in self._workers.prefill if one.name not in tried and one.ready(now)]
         # Before what is held is asked for: a worker that began anew holds nothing.
         generating = [(worker, self._known(worker)) for worker in decodes]
         computing = [(worker, self._known(worker)) for worker in prefills]

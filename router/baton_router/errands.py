@@ -21,7 +21,7 @@ from baton_api.errors import BatonError, WorkerLost
 from baton_router.answers import Receive, Scope, Send, send_error, send_json
 from baton_router.client import Client, ClientGone
 from baton_router.forward import Trust, request_head, request_id
-from baton_router.policy import Pair, Policy, choose_pair
+from baton_router.policy import Policy, choose_pair
 from baton_router.settings import RouterSettings
 from baton_router.upstream import Headers, Lost
 from baton_router.workers import State, Worker, Workers
@@ -80,7 +80,7 @@ class Errands:
         """The sums of what workers count in their answers; or what the first one that refuses says."""
         now = self._clock()
         there = [one for one in self._workers.all if one.health.state(now) is not State.DOWN]
-        heads = [self._head(b"POST", path, given, len(body), name, Pair(one, None)) for one in there]
+        heads = [self._head(b"POST", path, given, len(body), name, one) for one in there]
         answers = await asyncio.gather(
             *(_ask(one, head, body) for one, head in zip(there, heads, strict=True)), return_exceptions=True
         )
@@ -100,10 +100,22 @@ class Errands:
         """One token, by way of a pair."""
         pair = choose_pair(self._policy, self._workers, None, (), self._clock(), self._rng)
         assert pair is not None  # nobody was tried before
-        return await _ask(pair.decode, self._head(b"GET", PROBE, given, 0, name, pair))
+        control = pair.prefill.control if pair.prefill else ""
+        return await _ask(pair.decode, self._head(b"GET", PROBE, given, 0, name, pair.decode, control))
 
-    def _head(self, method: bytes, path: str, given: Headers, length: int, name: bytes, pair: Pair) -> bytes:
-        return request_head(path.encode(), given, length, name, pair, self._trust, time.time(), method=method)
+    def _head(
+        self,
+        method: bytes,
+        path: str,
+        given: Headers,
+        length: int,
+        name: bytes,
+        worker: Worker,
+        control: str = "",
+    ) -> bytes:
+        return request_head(
+            path.encode(), given, length, name, worker.name, control, self._trust, time.time(), method=method
+        )
 
 
 def _counted(worker: Worker, answer: bytes) -> dict[str, int]:

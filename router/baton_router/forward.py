@@ -14,8 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton_api import headers, tickets
-from baton_router.dispatcher import Dispatch
-from baton_router.policy import Pair
+from baton_router.asks import Grant
 from baton_router.settings import RouterSettings
 from baton_router.upstream import Headers
 
@@ -111,25 +110,29 @@ def request_head(
     given: Headers,
     length: int,
     request_id: bytes,
-    pair: Pair,
+    host: str,
+    control: str,
     trust: Trust,
     now: float,
     method: bytes = b"POST",
     *,
     follow: bool = False,
 ) -> bytes:
-    """The head of the request as the decode worker of `pair` gets it."""
+    """
+    The head of the request as the decode worker `host` gets it.
+
+    `control` is the control address of the prefill worker for it, empty without one.
+    """
     lines = [
         b"%b %b HTTP/1.1\r\nhost: %b\r\ncontent-length: %d\r\n%b: %b\r\n"
-        % (method, target, pair.decode.name.encode(), length, REQUEST_ID, request_id)
+        % (method, target, host.encode(), length, REQUEST_ID, request_id)
     ]
     kept_back = _OF_THE_REQUEST if trust.passes_keys else _OF_THE_REQUEST | {AUTHORIZATION}
     lines += [b"%b: %b\r\n" % header for header in _passing(given, kept_back)]
     lines.append(trust.line)
     if follow:
         lines.append(FOLLOW_LINE)
-    if pair.prefill is not None:
-        control = pair.prefill.control
+    if control:
         lines.append(b"%b: %b\r\n" % (PREFILL, control.encode()))
         if trust.secret:
             ticket = tickets.issue(trust.secret, request_id.decode(), control, now)
@@ -138,13 +141,13 @@ def request_head(
     return b"".join(lines)
 
 
-def answer_headers(given: Headers, request_id: bytes, made: Dispatch) -> Headers:
+def answer_headers(given: Headers, request_id: bytes, grant: Grant) -> Headers:
     """The headers of a worker's answer as the client gets them."""
     return [
         *_passing(given, _OF_THE_ANSWER),
         (REQUEST_ID, request_id),
-        (WORKER, made.pair.decode.name.encode()),
-        (DECISION, made.summary.encode()),
+        (WORKER, grant.decode.encode()),
+        (DECISION, grant.summary),
     ]
 
 

@@ -38,7 +38,7 @@ def choose_pair(
     policy: Policy,
     workers: Workers,
     model: str | None,
-    tried: Collection[Worker],
+    tried: Collection[str],
     now: float,
     rng: random.Random,
 ) -> Pair | None:

@@ -13,15 +13,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 
 from baton_api.errors import BatonError, InternalError, ModelNotFound, NotReady, WorkerLost
 from baton_api.resuming import with_resumption
 from baton_router.answers import Receive, Scope, Send, send_error
 from baton_router.asked import Asked
+from baton_router.asks import Ask, Grant
 from baton_router.attempt import Attempt
 from baton_router.client import Client, ClientGone
-from baton_router.dispatcher import Dispatch, Dispatcher
 from baton_router.figures import Figures
 from baton_router.following import FollowedStream
 from baton_router.forward import (
@@ -30,11 +29,12 @@ from baton_router.forward import (
     request_head,
     request_id,
 )
+from baton_router.picker import Picker
 from baton_router.retries import RetryBudget
 from baton_router.settings import RouterSettings
 from baton_router.stall import Stall
 from baton_router.upstream import Lost
-from baton_router.workers import Worker
+from baton_router.upstreams import Upstreams
 
 log = logging.getLogger(__name__)
 
@@ -58,14 +58,14 @@ class Proxy:
     def __init__(
         self,
         settings: RouterSettings,
-        dispatcher: Dispatcher,
+        picker: Picker,
+        upstreams: Upstreams,
         figures: Figures,
-        clock: Callable[[], float],
     ) -> None:
         self._settings = settings
-        self._dispatcher = dispatcher
+        self._picker = picker
+        self._upstreams = upstreams
         self._figures = figures
-        self._clock = clock
         self._trust = Trust.of(settings)
         self._budget = RetryBudget(settings.retry_ratio)
 
@@ -106,56 +106,55 @@ class Proxy:
     async def _open(self, asked: Asked, relay: Relay, arrived: float) -> bytes:
         """Find a worker that answers: `relay.attempt` is its, and the answer's first part is given."""
         self._budget.earn()
-        tried: list[Worker] = []
-        made = self._choose(asked, tried)
+        grant = await self._picker.pick(Ask(asked.model, asked.prompt))
         self._figures.overhead.observe(time.perf_counter() - arrived)
+        tried: list[str] = []
         while True:
-            assert made is not None
-            relay.attempt = attempt = Attempt(made, self._dispatcher, self._clock)
-            worker = made.pair.decode
-            head = self._head(asked, relay, made, len(asked.body))
+            relay.attempt = attempt = self._attempt(grant)
             opening = b""
             lost: Lost | None = None
             try:
+                head = self._head(asked, relay, grant, len(asked.body))
                 opening = await attempt.open(head, asked.body, asked.events)
             except Lost as error:
                 lost = error
-                worker.health = worker.health.struck(self._clock())
+                self._picker.failed(grant)
             else:
-                worker.health = worker.health.served()
                 if attempt.status != REFUSED:
                     return opening
-            tried.append(worker)
-            made = self._another(asked, tried, lost)
-            if made is not None:
+            tried.append(grant.decode)
+            another = await self._another(asked, tried, lost)
+            if another is not None:
                 attempt.close()
+                grant = another
                 self._figures.retries.labels(lost.cause if lost else "refused").inc()
             elif lost is not None:
                 raise lost
             else:
                 return opening
 
-    def _head(self, asked: Asked, relay: Relay, made: Dispatch, length: int) -> bytes:
+    def _attempt(self, grant: Grant) -> Attempt:
+        return Attempt(grant, self._picker, self._upstreams.of(grant.decode))
+
+    def _head(self, asked: Asked, relay: Relay, grant: Grant, length: int) -> bytes:
         return request_head(
             asked.target,
             asked.headers,
             length,
             relay.id,
-            made.pair,
+            grant.decode,
+            grant.control,
             self._trust,
             time.time(),
             follow=asked.followed,
         )
 
-    def _choose(self, asked: Asked, tried: list[Worker]) -> Dispatch | None:
-        return self._dispatcher.dispatch(asked.model, asked.prompt, tried, self._clock())
-
-    def _another(self, asked: Asked, tried: list[Worker], lost: Lost | None) -> Dispatch | None:
+    async def _another(self, asked: Asked, tried: list[str], lost: Lost | None) -> Grant | None:
         """Who is asked next; None if the last one's answer, or its loss, is the client's."""
         if len(tried) > self._settings.retries or (lost is None and not self._budget.spend()):
             return None
         try:
-            return self._choose(asked, tried)
+            return await self._picker.pick(Ask(asked.model, asked.prompt, tuple(tried)))
         except NotReady:
             return None
 
@@ -163,7 +162,7 @@ class Proxy:
         client, attempt = relay.client, relay.attempt
         assert attempt is not None
         relay.status = attempt.status
-        await client.start(attempt.status, answer_headers(attempt.headers, relay.id, attempt.made))
+        await client.start(attempt.status, answer_headers(attempt.headers, relay.id, attempt.grant))
         if attempt.ended:
             await client.send(opening, more=False)
             return
@@ -174,8 +173,7 @@ class Proxy:
                 await self._copy(client, attempt, piece)
                 return
             except Lost as lost:
-                worker = attempt.made.pair.decode
-                worker.health = worker.health.struck(self._clock())
+                self._picker.failed(attempt.grant)
                 attempt, piece = await self._resume(asked, relay, attempt, lost)
 
     async def _copy(self, client: Client, attempt: Attempt, piece: bytes) -> None:
@@ -197,25 +195,22 @@ class Proxy:
         resumption = events.resumption if isinstance(events, FollowedStream) else None
         if resumption is None:
             raise lost
-        tried = [broken.made.pair.decode]
+        tried = [broken.grant.decode]
         broken.close()
         body = with_resumption(asked.body, resumption)
         while relay.resumes < RESUMES_LIMIT:
             relay.resumes += 1
             try:
-                made = self._choose(asked, tried)
+                grant = await self._picker.pick(Ask(asked.model, asked.prompt, tuple(tried)))
             except (NotReady, ModelNotFound):
-                made = None
-            if made is None:
                 break
-            attempt = Attempt(made, self._dispatcher, self._clock)
-            worker = made.pair.decode
-            tried.append(worker)
+            tried.append(grant.decode)
+            attempt = self._attempt(grant)
             try:
-                head = self._head(asked, relay, made, len(body))
+                head = self._head(asked, relay, grant, len(body))
                 opening = await attempt.open(head, body, lambda: FollowedStream(resumption))
             except Lost:
-                worker.health = worker.health.struck(self._clock())
+                self._picker.failed(grant)
                 attempt.close()
                 continue
             except BaseException:
@@ -229,7 +224,7 @@ class Proxy:
             log.warning(
                 "The answer to request %s goes on at %s after %d tokens, because %s",
                 relay.id.decode(),
-                worker.name,
+                grant.decode,
                 len(resumption.tokens),
                 lost,
             )

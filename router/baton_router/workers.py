@@ -184,9 +184,9 @@ class Workers:
         states = ", ".join(f"{worker.name} is {worker.health.state(now)}" for worker in self.decode)
         return f"No decode worker is ready: {states}."
 
-    def serving(self, model: str | None, tried: Collection[Worker], now: float) -> Sequence[Worker]:
+    def serving(self, model: str | None, tried: Collection[str], now: float) -> Sequence[Worker]:
         """
-        Decode workers that can take a request for `model` and did not have it yet; perhaps none.
+        Decode workers that can take a request for `model` and are not in `tried`, by name; perhaps none.
 
         `model` is None if the request does not say, and then any worker may, to refuse it in its own
         words. Raises ModelNotFound, or NotReady if nobody at all can: that too while a worker has not
@@ -199,7 +199,7 @@ class Workers:
         candidates = usable(known, now)
         if not candidates:
             raise NotReady(self.refusal(now) or f"No worker that serves {model!r} is ready.")
-        return [worker for worker in candidates if worker not in tried]
+        return [worker for worker in candidates if worker.name not in tried]
 
     def prefills(self, decode: Worker, now: float) -> Sequence[Worker]:
         """Prefill workers whose blocks `decode` can take over."""

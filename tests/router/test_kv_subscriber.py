@@ -271,13 +271,13 @@ async def test_what_a_worker_drops_is_not_looked_for_there() -> None:
 
     async with FakeWorker(answer) as http, telling(http) as worker, running_router([http]) as running:
         router = running.router
-        name = router.workers.all[0].name
-        await until(lambda: name in router.feeds.followed and router.feeds.followed[name].feed.whole)
+        name, feeds = router.workers.all[0].name, router.scheduler.feeds
+        await until(lambda: name in feeds.followed and feeds.followed[name].feed.whole)
         worker.publish(storing(names))
         body = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 5120}]}
         assert (await running.post(body)).status_code == 200
-        made = router.dispatcher.dispatches[-1]
-        knowledge = router.dispatcher.knowledge
+        made = router.scheduler.dispatcher.dispatches[-1]
+        knowledge = router.scheduler.dispatcher.knowledge
         await until(lambda: len(knowledge.blocks) == 10)
         assert list(knowledge.held(made.prompt).values()) == [5120]
         worker.publish([Removed(name) for name in reversed(names[10:])])

@@ -71,6 +71,6 @@ def test_a_pair_needs_equal_digests_and_a_decode_worker_goes_alone_without_one()
 def test_a_worker_that_was_tried_is_not_tried_again() -> None:
     one, two = workers = tuple(busy(0, 9))
     rng = random.Random(0)
-    pair = choose_pair(choose, Workers(workers, ()), "tiny", [one], 0.0, rng)
+    pair = choose_pair(choose, Workers(workers, ()), "tiny", [one.name], 0.0, rng)
     assert pair is not None and pair.decode is two
-    assert choose_pair(choose, Workers(workers, ()), "tiny", [one, two], 0.0, rng) is None
+    assert choose_pair(choose, Workers(workers, ()), "tiny", [one.name, two.name], 0.0, rng) is None

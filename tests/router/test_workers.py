@@ -176,7 +176,7 @@ def test_an_unknown_model_is_an_error_once_all_workers_have_said_what_they_serve
     with pytest.raises(NotReady, match="other"):
         Workers((known, unseen), ()).serving("other", [], 0.0)
     assert Workers((known, unseen), ()).serving("tiny", [], 0.0) == [known]
-    assert Workers((known,), ()).serving(None, [known], 0.0) == []
+    assert Workers((known,), ()).serving(None, [known.name], 0.0) == []
 
 
 def test_a_worker_serves_its_model_under_all_of_its_names() -> None:

@@ -1,0 +1,36 @@
+"""
+What a front tells a scheduler of a request, and what it is told: values that may cross a process's border.
+
+The body is not among them: choosing needs the prompt's chunks, not the prompt.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from baton_router.prompt_chunks import Prompt
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """One request that wants a worker."""
+
+    model: str | None
+    """None if it does not say: then any worker may have it, to refuse it in its own words."""
+    prompt: Prompt
+    tried: tuple[str, ...] = ()
+    """Names of the workers that had it already and lost or refused it."""
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """Where the request goes. Whoever has one lets it go, whatever becomes of the request."""
+
+    number: int
+    """Of the decision, in this scheduler."""
+    decode: str
+    """Name of the worker that answers, which is its address: `host:port`."""
+    prefill: str
+    """Name of the worker that computes the prompt for it; empty if it does so itself."""
+    control: str
+    """That one's control address, for the decode worker."""
+    summary: bytes
+    """The decision, for a header of the answer."""
