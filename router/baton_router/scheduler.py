@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from contextlib import suppress
 
 from baton_api.errors import NotReady
 from baton_api.reports import PromptReport
@@ -38,18 +37,9 @@ class Scheduler:
 
     async def watch(self) -> None:
         """Look at the workers and hear their events, until cancelled."""
-        watches = [
-            asyncio.create_task(checks.watch(self.workers, self._settings, self._clock)),
-            asyncio.create_task(self.feeds.watch()),
-        ]
-        try:
-            await asyncio.gather(*watches)
-        finally:
-            for watch in watches:
-                watch.cancel()
-            for watch in watches:
-                with suppress(asyncio.CancelledError):
-                    await watch
+        async with asyncio.TaskGroup() as group:
+            group.create_task(checks.watch(self.workers, self._settings, self._clock))
+            group.create_task(self.feeds.watch())
 
     async def pick(self, ask: Ask) -> Grant:
         made = self.dispatcher.dispatch(ask.model, ask.prompt, ask.tried, self._clock())
