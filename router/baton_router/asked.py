@@ -22,8 +22,10 @@ from baton_router.upstream import Headers
 
 NOTHING = Prompt((), ())
 
+CHAT = "/v1/chat/completions"
+
 STREAMS: dict[str, type[EventStream]] = {
-    "/v1/chat/completions": FollowedStream,
+    CHAT: FollowedStream,
     "/v1/completions": FollowedStream,
     "/generate": EventStream,
     "/v1/responses": ResponseStream,
@@ -43,7 +45,16 @@ class Body(msgspec.Struct):
     tools: msgspec.Raw = _ABSENT
 
 
+class Chat(msgspec.Struct):
+    """The same of a conversation as it should be."""
+
+    messages: list[Message]
+    model: str | None = None
+    tools: msgspec.Raw = _ABSENT
+
+
 _body = msgspec.json.Decoder(Body)
+_chat = msgspec.json.Decoder(Chat)
 _messages = msgspec.json.Decoder(list[Message])
 
 
@@ -57,10 +68,9 @@ class Asked:
         self.target: bytes = scope["raw_path"] + (b"?" + query if query else b"")
         self.headers: Headers = scope["headers"]
         self.body = body
-        read = _read(body)
-        self.model: str | None = read.model if isinstance(read.model, str) else None
-        self.prompt = _prompt(read, prompt_chunks.root_name("", self.model or ""))
-        self.events = STREAMS.get(scope["path"])
+        path = scope["path"]
+        self.model, self.prompt = _conversation(body) if path == CHAT else _any(body)
+        self.events = STREAMS.get(path)
 
     @property
     def followed(self) -> bool:
@@ -68,13 +78,26 @@ class Asked:
         return self.events is FollowedStream
 
 
-def _read(body: bytes) -> Body:
+def _conversation(body: bytes) -> tuple[str | None, Prompt]:
+    """The model and the prompt, in one pass over the body."""
     try:
-        return _body.decode(body)
+        chat = _chat.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _any(body)  # says what is wrong, if it is not JSON
+    root = prompt_chunks.root_name("", chat.model or "")
+    return chat.model, prompt_chunks.of_messages(chat.messages, chat.tools, root)
+
+
+def _any(body: bytes) -> tuple[str | None, Prompt]:
+    """The model and the prompt of whatever shape."""
+    try:
+        read = _body.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"We could not parse the JSON body of your request: {error}.") from error
     except RecursionError as error:
         raise InvalidRequest("The JSON body of your request is nested too deeply.") from error
+    model = read.model if isinstance(read.model, str) else None
+    return model, _prompt(read, prompt_chunks.root_name("", model or ""))
 
 
 def _prompt(body: Body, root: int) -> Prompt:

@@ -10,11 +10,11 @@ names up to where it was continued; how many tokens a chunk has is learned from 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import msgspec
-import xxhash
+from xxhash import xxh3_64_intdigest as digest
 
 CHUNK_BYTES = 512
 """Shorter ones find a few tokens more and cost more to look up: a prompt of 32 KB has 64."""
@@ -28,8 +28,7 @@ class Message(msgspec.Struct):
     tool_calls: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """A prompt cut into chunks."""
 
     names: tuple[int, ...]
@@ -44,40 +43,44 @@ class Prompt:
         return self.sizes[-1] if self.sizes else 0
 
 
+@lru_cache(1024)
 def root_name(salt: str, model: str) -> int:
     """What the first chunk's name begins with."""
-    return xxhash.xxh3_64_intdigest(f"{len(salt)}:{salt}{model}".encode())
+    return digest(f"{len(salt)}:{salt}{model}".encode(errors="replace"))
 
 
 def of_messages(messages: Sequence[Message], tools: msgspec.Raw | None, root: int) -> Prompt:
     """A conversation's chunks. `tools` is their JSON as it came."""
-    cut = _Cut(root)
+    names: list[int] = []
+    sizes: list[int] = []
+    answers: list[tuple[int, int]] = []
+    name = root
     if tools:
-        cut.close(b"tools", bytes(tools))
+        name = _cut(b"tools", bytes(tools), name, names, sizes)
     for message in messages:
         role = message.role if isinstance(message.role, str) else repr(message.role)
-        begun = len(cut.names)
-        cut.close(role.encode(errors="replace"), _text(message))
+        begun = len(names)
+        name = _cut(role.encode(errors="replace"), _text(message), name, names, sizes)
         if role == "assistant":
-            cut.answers.append((begun, len(cut.names)))
-    return cut.prompt()
+            answers.append((begun, len(names)))
+    return Prompt(tuple(names), tuple(sizes), tuple(answers))
 
 
 def of_text(text: bytes, root: int) -> Prompt:
     """A plain prompt's chunks; its last one, if it is not full, is a chunk too."""
-    cut = _Cut(root)
-    cut.close(b"", text)
-    return cut.prompt()
+    names: list[int] = []
+    sizes: list[int] = []
+    _cut(b"", text, root, names, sizes)
+    return Prompt(tuple(names), tuple(sizes))
 
 
 def _text(message: Message) -> bytes:
     content = message.content
-    text = content.encode(errors="replace") if isinstance(content, str) else b""
-    if not isinstance(content, str) and content is not None:
-        text = _parts(content)
-    if message.tool_calls:
-        text += msgspec.json.encode(message.tool_calls)
-    return text
+    if isinstance(content, str):
+        text = content.encode(errors="replace")
+    else:
+        text = b"" if content is None else _parts(content)
+    return text + msgspec.json.encode(message.tool_calls) if message.tool_calls else text
 
 
 def _parts(content: object) -> bytes:
@@ -91,32 +94,21 @@ def _parts(content: object) -> bytes:
     return b"\n".join(pieces)
 
 
-class _Cut:
-    """Text going in, names coming out."""
+def _cut(label: bytes, text: bytes, name: int, names: list[int], sizes: list[int]) -> int:
+    """
+    Add one message, whose end is a chunk's end; gives its last chunk's name.
 
-    def __init__(self, root: int) -> None:
-        self.names: list[int] = []
-        self.sizes: list[int] = []
-        self.answers: list[tuple[int, int]] = []
-        self._name = root
-        self._size = 0
-
-    def close(self, label: bytes, text: bytes) -> None:
-        """Add one message; its end is a chunk's end."""
-        start, end = 0, len(text)
-        name = self._name
-        prefix = label + b"\0"
-        while True:
-            chunk = text[start : start + CHUNK_BYTES]
-            name = xxhash.xxh3_64_intdigest(name.to_bytes(8) + prefix + chunk)
-            prefix = b""
-            start += CHUNK_BYTES
-            self._size += len(chunk)
-            self.names.append(name)
-            self.sizes.append(self._size)
-            if start >= end:
-                break
-        self._name = name
-
-    def prompt(self) -> Prompt:
-        return Prompt(tuple(self.names), tuple(self.sizes), tuple(self.answers))
+    A chunk is hashed with the name before it as the seed, a message's first one with its label between.
+    """
+    size = sizes[-1] if sizes else 0
+    end = len(text)
+    name = digest(label, name)
+    if end <= CHUNK_BYTES:
+        name = digest(text, name)
+        names.append(name)
+        sizes.append(size + end)
+        return name
+    names += [name := digest(text[at : at + CHUNK_BYTES], name) for at in range(0, end, CHUNK_BYTES)]
+    sizes += range(size + CHUNK_BYTES, size + end, CHUNK_BYTES)
+    sizes.append(size + end)
+    return name
