@@ -7,15 +7,23 @@ Every error that Baton puts into words.
     + PromptTooLarge            400
     + PreviousResponseNotFound  400
   x Unauthorized                401
+  x Forbidden                   403
   x ModelNotFound               404
   x ResponseNotFound            404
+  x FileNotFound                404
+  x BatchNotFound               404
   x RouteNotFound               404
   x MethodNotAllowed            405
+  x BatchEnded                  409
+  x StaleLease                  409
   x BodyTooLarge                413
   x HeadTooLarge                431
+  x QuotaExceeded               429
   x RequestAborted              499
   x Overloaded                  503
   x NotReady                    503
+  x StorageUnavailable          503
+  x StorageFull                 507
   x WorkerLost                  503
   x InternalError               500
   x ConstraintBroken            500
@@ -174,18 +182,22 @@ class PreviousResponseNotFound(InvalidRequest):
 
 class Unauthorized(BatonError):
     """
-    No API key, or one that is not known.
+    No API key, or one that is not known; or a token that is not good here, and why.
 
-    Send `Authorization: Bearer <key>` with a key of `--api-key` or of the key file.
+    Send `Authorization: Bearer <key>` with a key of `--api-key`, of the key file or of a tenant, or with a
+    token of the issuer that the router trusts.
     """
 
     status = 401
     type = "invalid_request_error"
     code = "invalid_api_key"
 
-    def __init__(self, given: bool = True) -> None:
+    def __init__(self, given: bool = True, token: str = "") -> None:
+        """`token` says what is wrong with one, as the end of a sentence about it."""
         super().__init__(
-            "Incorrect API key provided."
+            f"The token {token}."
+            if token
+            else "Incorrect API key provided."
             if given
             else "You didn't provide an API key. Send it as 'Authorization: Bearer <key>'."
         )
@@ -193,6 +205,21 @@ class Unauthorized(BatonError):
     @property
     def headers(self) -> dict[str, str]:
         return {**super().headers, "www-authenticate": 'Bearer realm="baton"'}
+
+
+class Forbidden(BatonError):
+    """
+    The key is good, but not for this: it concerns other tenants too, or its tenant may not have it.
+
+    Use a key of a tenant that may: `admin` and `classes` in the file of tenants say who.
+    """
+
+    status = 403
+    type = "invalid_request_error"
+    code = "forbidden"
+
+    def __init__(self, what: str, tenant: str) -> None:
+        super().__init__(f"The tenant {tenant!r} may not {what}.")
 
 
 class ModelNotFound(BatonError):
@@ -225,6 +252,37 @@ class ResponseNotFound(BatonError):
 
     def __init__(self, id: str) -> None:
         super().__init__(f"Response with id {id[:100]!r} not found.")
+
+
+class FileNotFound(BatonError):
+    """
+    No file of that id is here: it never was, not for this key, was deleted, or has expired.
+
+    See `GET /v1/files` for those that there are, or upload it again.
+    """
+
+    status = 404
+    type = "invalid_request_error"
+    param = "id"
+
+    def __init__(self, id: str, param: str = "id") -> None:
+        super().__init__(f"No such File object: {id[:100]}")
+        self.param = param
+
+
+class BatchNotFound(BatonError):
+    """
+    No batch of that id is here: it never was, not for this key, or was forgotten a while after its end.
+
+    See `GET /v1/batches` for those that there are.
+    """
+
+    status = 404
+    type = "invalid_request_error"
+    param = "id"
+
+    def __init__(self, id: str) -> None:
+        super().__init__(f"No batch found with id '{id[:100]}'.")
 
 
 class RouteNotFound(BatonError):
@@ -261,6 +319,45 @@ class MethodNotAllowed(BatonError):
         return {**super().headers, "allow": self.allowed}
 
 
+class BatchEnded(BatonError):
+    """
+    The batch has ended; there is nothing to cancel.
+
+    Nothing: its status and the files that it has are what there will be.
+    """
+
+    status = 409
+    type = "invalid_request_error"
+
+    def __init__(self, status: str) -> None:
+        super().__init__(f"Cannot cancel a batch with status '{status}'.")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {**super().headers, "x-should-retry": "false"}  # OpenAI's clients try again after a 409
+
+
+class StaleLease(BatonError):
+    """
+    Whoever works on a batch does so no longer: another has taken it over, or the batch has ended.
+
+    Stop working on it. What was recorded before counts; what comes later is refused.
+    """
+
+    status = 409
+    type = "invalid_request_error"
+    code = "stale_lease"
+
+    def __init__(self, batch: str, given: int, current: int, status: str) -> None:
+        super().__init__(
+            f"The lease {given} on {batch[:100]} is over: the batch is {status} and its lease is {current}."
+        )
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {**super().headers, "x-should-retry": "false"}
+
+
 class BodyTooLarge(BatonError):
     """
     The request's body is over the limit.
@@ -288,6 +385,28 @@ class HeadTooLarge(BatonError):
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"The head of the request is over the limit of {limit} bytes.")
+
+
+class QuotaExceeded(BatonError):
+    """
+    This key keeps as many files, or as many bytes of files, as it may.
+
+    Delete files that are no longer needed, or have the router started with a larger `--files-per-key` or
+    `--file-bytes-per-key`.
+    """
+
+    status = 429
+    type = "insufficient_quota"
+    code = "insufficient_quota"
+
+    def __init__(self, what: str, held: int, limit: int) -> None:
+        super().__init__(
+            f"This key keeps {held} {what} and may keep {limit}. Delete some that are not needed."
+        )
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {**super().headers, "x-should-retry": "false"}  # waiting does not make room
 
 
 class RequestAborted(BatonError):
@@ -330,6 +449,37 @@ class NotReady(BatonError):
     status = 503
     code = "overloaded"
     retry_after = 1
+
+
+class StorageUnavailable(BatonError):
+    """
+    Files and batches cannot be read or written now: the database or the object store does not answer.
+
+    Wait for the seconds of `Retry-After` and try again. If it lasts, the router's log names the cause. What
+    was accepted before is not lost.
+    """
+
+    status = 503
+    code = "storage_unavailable"
+    retry_after = 2
+
+
+class StorageFull(BatonError):
+    """
+    There is no room left where files and batches are kept; nothing of the request was kept.
+
+    Delete files, or give the router's state folder or database more room.
+    """
+
+    status = 507
+    code = "storage_full"
+
+    def __init__(self, where: str) -> None:
+        super().__init__(f"No room is left in {where}; nothing of this request was kept.")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {**super().headers, "x-should-retry": "false"}
 
 
 class WorkerLost(BatonError):

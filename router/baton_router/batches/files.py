@@ -1,0 +1,181 @@
+"""
+The ledger of files: a row says that a file is there; its bytes lie in the store of objects.
+
+A row is written once the bytes are in their place, and bytes are removed once no row wants them: an upload
+that broke off, or a process that died between the two, leaves nothing that anybody could see. A file that
+was deleted or has expired is found no more at once; `purged` says whose bytes may go.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, or_, select, text, update
+
+from baton_api.errors import FileNotFound, InvalidRequest, QuotaExceeded
+from baton_router.batches.database import Database
+from baton_router.batches.tables import batches, files
+from baton_router.batches.values import ENDED, StoredFile
+
+PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
+"""Those that an upload may have."""
+OUTPUT = "batch_output"
+
+TOMBSTONE_S = 86_400
+"""Seconds for which a deleted file's row stays, so that a client who pages past it can go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewFile:
+    """A file whose bytes are in their place."""
+
+    owner: str
+    purpose: str
+    filename: str
+    bytes: int
+    sha256: str
+    object: str
+    expires_at: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What one key may keep; 0 is no bound."""
+
+    files: int = 0
+    bytes: int = 0
+
+
+def new_id(prefix: str) -> str:
+    """128 bits of chance: nobody guesses another's."""
+    return f"{prefix}{secrets.token_hex(16)}"
+
+
+class Files:
+    """Calls that wait for the database: make them in a thread."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add(self, file: NewFile, now: int, quota: Quota = Quota()) -> StoredFile:
+        """Raises QuotaExceeded."""
+        with self._database.writing() as connection:
+            if quota.files or quota.bytes:
+                _check(connection, file, now, quota)
+            return add(connection, file, now)
+
+    def held(self, owner: str, now: int) -> tuple[int, int]:
+        """How many files, and bytes in them, somebody keeps."""
+        with self._database.reading() as connection:
+            return _held(connection, owner, now)
+
+    def get(self, owner: str, id: str, now: int, param: str = "id") -> StoredFile:
+        """Raises FileNotFound, with `param` as the field to blame."""
+        with self._database.reading() as connection:
+            row = connection.execute(select(files).where(_seen(owner, now), files.c.id == id)).first()
+        if row is None:
+            raise FileNotFound(id, param)
+        return _file(row)
+
+    def page(
+        self,
+        owner: str,
+        now: int,
+        *,
+        limit: int,
+        after: str = "",
+        purpose: str = "",
+        newest_first: bool = True,
+    ) -> tuple[list[StoredFile], bool]:
+        """A page, and whether there is more after it. Raises InvalidRequest for an `after` that never was."""
+        wanted = select(files).where(_seen(owner, now))
+        if purpose:
+            wanted = wanted.where(files.c.purpose == purpose)
+        with self._database.reading() as connection:
+            if after:
+                seq = connection.scalar(
+                    select(files.c.seq).where(files.c.owner == owner, files.c.id == after)
+                )
+                if seq is None:
+                    raise InvalidRequest(
+                        f"There is no file {after[:100]!r} to go on after.",
+                        param="after",
+                        code="invalid_value",
+                    )
+                wanted = wanted.where(files.c.seq < seq if newest_first else files.c.seq > seq)
+            order = files.c.seq.desc() if newest_first else files.c.seq.asc()
+            rows = connection.execute(wanted.order_by(order).limit(limit + 1)).all()
+        return [_file(row) for row in rows[:limit]], len(rows) > limit
+
+    def delete(self, owner: str, id: str, now: int) -> None:
+        """Raises FileNotFound, so also the second time."""
+        with self._database.writing() as connection:
+            found = connection.execute(
+                update(files).where(_seen(owner, now), files.c.id == id).values(deleted_at=now)
+            )
+        if found.rowcount == 0:
+            raise FileNotFound(id)
+
+    def to_purge(self, now: int, limit: int = 100) -> list[StoredFile]:
+        """Files that are gone for their owners and wanted by no batch that goes on: their bytes may go."""
+        used = select(batches.c.input_object).where(batches.c.status.not_in([str(one) for one in ENDED]))
+        gone = or_(files.c.deleted_at.is_not(None), files.c.expires_at <= now)
+        wanted = select(files).where(gone, files.c.object != "", files.c.object.not_in(used)).limit(limit)
+        with self._database.reading() as connection:
+            return [_file(row) for row in connection.execute(wanted)]
+
+    def purged(self, file: StoredFile, now: int) -> None:
+        """The bytes are gone; the row follows, a day after the file was."""
+        with self._database.writing() as connection:
+            connection.execute(
+                update(files)
+                .where(files.c.seq == file.seq)
+                .values(object="", deleted_at=func.coalesce(files.c.deleted_at, now))
+            )
+            old = and_(files.c.object == "", files.c.deleted_at < now - TOMBSTONE_S)
+            connection.execute(delete(files).where(old))
+
+
+def add(connection: Connection, file: NewFile, now: int) -> StoredFile:
+    """A row inside somebody's transaction."""
+    values: dict[str, Any] = {
+        "id": new_id("file-"),
+        "owner": file.owner,
+        "purpose": file.purpose,
+        "filename": file.filename,
+        "bytes": file.bytes,
+        "sha256": file.sha256,
+        "object": file.object,
+        "created_at": now,
+        "expires_at": file.expires_at,
+    }
+    seq = connection.execute(insert(files).values(values).returning(files.c.seq)).scalar_one()
+    return StoredFile(seq=seq, deleted_at=None, **values)
+
+
+def _check(connection: Connection, file: NewFile, now: int, quota: Quota) -> None:
+    if connection.dialect.name == "postgresql":  # SQLite's one writer is alone anyway
+        lock = text("SELECT pg_advisory_xact_lock(hashtext(:owner))")
+        connection.execute(lock, {"owner": f"files of {file.owner}"})
+    count, size = _held(connection, file.owner, now)
+    if quota.files and count + 1 > quota.files:
+        raise QuotaExceeded("files", count, quota.files)
+    if quota.bytes and size + file.bytes > quota.bytes:
+        raise QuotaExceeded("bytes of files", size, quota.bytes)
+
+
+def _held(connection: Connection, owner: str, now: int) -> tuple[int, int]:
+    sums = select(func.count(), func.coalesce(func.sum(files.c.bytes), 0)).where(_seen(owner, now))
+    count, size = connection.execute(sums).one()
+    return int(count), int(size)
+
+
+def _seen(owner: str, now: int) -> ColumnElement[bool]:
+    lives = or_(files.c.expires_at.is_(None), files.c.expires_at > now)
+    return and_(files.c.owner == owner, files.c.deleted_at.is_(None), lives)
+
+
+def _file(row: Row[Any]) -> StoredFile:
+    return StoredFile(**row._mapping)

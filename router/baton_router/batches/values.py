@@ -1,0 +1,129 @@
+"""What the ledger holds, as values: a file, a batch and its status, and the result of one line."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import msgspec
+
+VALIDATION_LIMIT = 100
+"""Bad lines of an input file that are named; a file with more has no one who would read on."""
+
+
+class Status(enum.StrEnum):
+    """What becomes of a batch; the names are OpenAI's."""
+
+    VALIDATING = "validating"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    CANCELLING = "cancelling"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+
+    @property
+    def ended(self) -> bool:
+        return self in ENDED
+
+
+ENDED = frozenset({Status.COMPLETED, Status.FAILED, Status.EXPIRED, Status.CANCELLED})
+
+
+class LineError(msgspec.Struct, frozen=True):
+    """Why an input file is no batch, as far as one line of it is to blame; `line` counts from 1."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+class Result(msgspec.Struct, frozen=True):
+    """
+    How one line ended, once and for all.
+
+    With a `status` it was answered over HTTP, and `body` is the JSON of that answer; 2xx counts as completed
+    and goes to the output file. With 0 there was no answer, and `body` is `{"code": ..., "message": ...}`.
+    """
+
+    line: int
+    """Number of the line in the input file, from 1; blank lines count."""
+    status: int
+    body: bytes
+    request_id: str = ""
+
+    @property
+    def completed(self) -> bool:
+        return 200 <= self.status < 300
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """One file. Whose it is, and where its bytes lie, is for the router alone to know."""
+
+    seq: int
+    """Grows from file to file, so that files of the same second have an order."""
+    id: str
+    owner: str
+    purpose: str
+    filename: str
+    bytes: int
+    sha256: str
+    object: str
+    """Key of the bytes in the store of objects."""
+    created_at: int
+    expires_at: int | None
+    deleted_at: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One batch. Times are seconds of the Unix epoch; None: it has not come to that."""
+
+    seq: int
+    id: str
+    owner: str
+    endpoint: str
+    input_file: str
+    input_object: str
+    completion_window: str
+    metadata: dict[str, str] | None
+    output_seconds: int | None
+    """How long after the creation of the output files they are deleted; None: as any file of that purpose."""
+    status: Status
+    model: str | None
+    errors: tuple[LineError, ...]
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    total: int
+    """Lines to be answered; 0 until the file was validated."""
+    completed: int
+    failed: int
+    output_file: str | None
+    error_file: str | None
+    usage: dict[str, int] | None
+    runner: str
+    epoch: int
+    leased_until: float
+
+    @property
+    def done(self) -> int:
+        return self.completed + self.failed
+
+
+class Recorded(msgspec.Struct, frozen=True):
+    """What came of recording results."""
+
+    new: int
+    """How many lines had no result before."""
+    status: Status
+    """Of the batch now: finalizing once every line has a result."""

@@ -1,0 +1,486 @@
+"""The ledger's promises: one result per line, one end per batch, one holder per lease."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import inspect, text
+
+from baton_api.errors import (
+    BatchEnded,
+    BatchNotFound,
+    FileNotFound,
+    InvalidRequest,
+    QuotaExceeded,
+    SetupError,
+    StaleLease,
+)
+from baton_router.batches.database import Database
+from baton_router.batches.files import Files, NewFile, Quota
+from baton_router.batches.ledger import Ledger
+from baton_router.batches.tables import METADATA
+from baton_router.batches.values import Batch, LineError, Recorded, Result, Status, StoredFile
+
+NOW = 1_700_000_000
+CHAT = "/v1/chat/completions"
+
+
+def new_file(
+    owner: str = "a", size: int = 10, expires_at: int | None = None, purpose: str = "batch"
+) -> NewFile:
+    return NewFile(owner, purpose, "in.jsonl", size, "00", f"{owner}/{random.random()}", expires_at)
+
+
+def new_batch(database: Database, owner: str = "a") -> Batch:
+    return Ledger(database).create(owner, CHAT, Files(database).add(new_file(owner), NOW), NOW)
+
+
+def running(database: Database, total: int = 10) -> tuple[Ledger, str, int]:
+    """A batch of that many lines and a lease on it."""
+    ledger = Ledger(database)
+    id = new_batch(database).id
+    epoch = leased(ledger, id, "validator")
+    ledger.validated(id, epoch, NOW, total=total, model="tiny")
+    return ledger, id, leased(ledger, id, "runner")
+
+
+def leased(ledger: Ledger, id: str, runner: str = "r", now: float = NOW) -> int:
+    epoch = ledger.lease(id, runner, now, 30)
+    assert epoch is not None
+    return epoch
+
+
+def good(line: int, text: str = "yes") -> Result:
+    return Result(line, 200, f'{{"text":"{text}"}}'.encode(), f"req_{line}")
+
+
+def bad(line: int) -> Result:
+    return Result(line, 0, b'{"code":"worker_error","message":"gone"}')
+
+
+# --- Files ---
+
+
+def test_files_are_listed_newest_first_page_by_page_also_within_a_second(database: Database) -> None:
+    files = Files(database)
+    made = [files.add(new_file(), NOW).id for _ in range(5)]
+    files.add(new_file("b"), NOW)
+    first, more = files.page("a", NOW, limit=2)
+    assert ([one.id for one in first], more) == (made[:2:-1], True)
+    rest, more = files.page("a", NOW, limit=3, after=first[-1].id)
+    assert ([one.id for one in rest], more) == (made[2::-1], False)
+    ascending, _ = files.page("a", NOW, limit=9, newest_first=False, after=made[1])
+    assert [one.id for one in ascending] == made[2:]
+    assert files.page("a", NOW, limit=9, purpose="vision") == ([], False)
+    with pytest.raises(InvalidRequest, match="nobody"):
+        files.page("a", NOW, limit=9, after="nobody")
+
+
+def test_a_file_is_gone_once_deleted_or_expired_and_was_never_there_for_others(database: Database) -> None:
+    files = Files(database)
+    kept, short = files.add(new_file(), NOW), files.add(new_file(expires_at=NOW + 10), NOW)
+    assert files.get("a", kept.id, NOW) == kept
+    for owner, id, now in [("b", kept.id, NOW), ("a", "file-none", NOW), ("a", short.id, NOW + 10)]:
+        with pytest.raises(FileNotFound):
+            files.get(owner, id, now)
+        with pytest.raises(FileNotFound):
+            files.delete(owner, id, now)
+    files.delete("a", kept.id, NOW)
+    with pytest.raises(FileNotFound):
+        files.delete("a", kept.id, NOW)
+    assert files.page("a", NOW + 10, limit=9) == ([], False)
+    assert files.page("a", NOW, limit=9, after=kept.id)[1] is False, "who pages past a deleted file can go on"
+    assert files.held("a", NOW + 10) == (0, 0)
+
+
+def test_bytes_are_purged_once_and_not_while_a_batch_needs_them(database: Database) -> None:
+    files, ledger = Files(database), Ledger(database)
+    file = files.add(new_file(), NOW)
+    batch = ledger.create("a", CHAT, file, NOW)
+    files.delete("a", file.id, NOW)
+    assert files.to_purge(NOW) == []
+    ledger.request_cancel("a", batch.id, NOW)
+    ledger.finalize(batch.id, leased(ledger, batch.id), NOW, output=None, errors=None)
+    (gone,) = files.to_purge(NOW)
+    assert gone.object == file.object
+    files.purged(gone, NOW)
+    assert files.to_purge(NOW) == []
+
+
+def test_a_quota_bounds_files_and_bytes_of_one_key_also_when_many_come_at_once(database: Database) -> None:
+    files = Files(database)
+    outcomes: list[str] = []
+
+    def upload() -> None:
+        try:
+            files.add(new_file(size=10), NOW, Quota(files=5, bytes=30))
+            outcomes.append("kept")
+        except QuotaExceeded:
+            outcomes.append("refused")
+
+    at_once([upload] * 8)
+    assert sorted(outcomes) == ["kept"] * 3 + ["refused"] * 5
+    files.add(new_file("b", size=30), NOW, Quota(files=5, bytes=30))
+    with pytest.raises(QuotaExceeded, match="1 files and may keep 1"):
+        files.add(new_file("b", size=0), NOW, Quota(files=1))
+
+
+# --- The way of a batch ---
+
+
+def test_a_batch_begins_as_openais_does(database: Database) -> None:
+    file = Files(database).add(new_file(), NOW)
+    batch = Ledger(database).create("a", CHAT, file, NOW, metadata={"k": "v"}, output_seconds=3600)
+    assert batch == Ledger(database).get("a", batch.id) == Ledger(database).find(batch.id)
+    assert (batch.status, batch.total, batch.done) == (Status.VALIDATING, 0, 0)
+    assert (batch.created_at, batch.expires_at) == (NOW, NOW + 86400)
+    assert (batch.metadata, batch.output_seconds, batch.input_file) == ({"k": "v"}, 3600, file.id)
+    with pytest.raises(BatchNotFound):
+        Ledger(database).get("b", batch.id)
+
+
+def test_batches_are_listed_newest_first(database: Database) -> None:
+    ledger = Ledger(database)
+    made = [new_batch(database).id for _ in range(4)]
+    new_batch(database, "b")
+    page, more = ledger.page("a", limit=3)
+    assert ([one.id for one in page], more) == (made[:0:-1], True)
+    page, more = ledger.page("a", limit=3, after=page[-1].id)
+    assert ([one.id for one in page], more) == (made[:1], False)
+    with pytest.raises(InvalidRequest):
+        ledger.page("b", limit=3, after=made[0])
+
+
+def test_from_validation_to_the_end(database: Database) -> None:
+    ledger, id, epoch = running(database, total=3)
+    assert ledger.find(id).status is Status.IN_PROGRESS
+    assert ledger.record(id, epoch, [good(1), bad(2)], NOW + 1) == Recorded(2, Status.IN_PROGRESS)
+    assert ledger.record(id, epoch, [good(4)], NOW + 2) == Recorded(1, Status.FINALIZING)
+    batch = ledger.find(id)
+    assert (batch.completed, batch.failed, batch.total) == (2, 1, 3)
+    assert batch.finalizing_at == NOW + 2
+    assert ledger.done(id) == [(1, 2), (4, 4)]
+    assert ledger.results(batch) == [good(1), bad(2), good(4)]
+    epoch = leased(ledger, id, "renderer", NOW + 2)
+    ended = ledger.finalize(id, epoch, NOW + 3, output=new_file(), errors=None, usage={"total_tokens": 5})
+    assert (ended.status, ended.completed_at, ended.error_file) == (Status.COMPLETED, NOW + 3, None)
+    assert ended.usage == {"total_tokens": 5}
+    assert Files(database).get("a", str(ended.output_file), NOW).bytes == 10
+    with pytest.raises(StaleLease):
+        ledger.finalize(id, epoch, NOW + 4, output=new_file(), errors=None)
+    assert ledger.find(id) == ended
+    assert len(Files(database).page("a", NOW, limit=9)[0]) == 2, "the files of the second end are not kept"
+
+
+def test_a_file_that_is_no_batch_fails_with_its_errors(database: Database) -> None:
+    ledger = Ledger(database)
+    id = new_batch(database).id
+    told = (LineError("invalid_json_line", "no JSON", line=2), LineError("empty_file", "empty"))
+    batch = ledger.validated(id, leased(ledger, id), NOW + 1, total=0, model=None, errors=told)
+    assert (batch.status, batch.failed_at, batch.errors) == (Status.FAILED, NOW + 1, told)
+    assert ledger.lease(id, "r", NOW, 30) is None
+
+
+def test_lines_that_are_answered_while_the_file_is_read_count(database: Database) -> None:
+    ledger = Ledger(database)
+    id = new_batch(database).id
+    epoch = leased(ledger, id)
+    assert ledger.record(id, epoch, [bad(1)], NOW).new == 1
+    assert ledger.validated(id, epoch, NOW, total=1, model="tiny").status is Status.FINALIZING
+
+
+CANCELS: dict[str, tuple[Status, ...]] = {
+    "while it is validated": (),
+    "while it runs": (Status.IN_PROGRESS,),
+    "while it is rendered": (Status.IN_PROGRESS, Status.FINALIZING),
+}
+
+
+@pytest.mark.parametrize("when", CANCELS)
+def test_cancelling_keeps_what_is_done(database: Database, when: str) -> None:
+    ledger = Ledger(database)
+    id = new_batch(database).id
+    epoch = leased(ledger, id)
+    if Status.IN_PROGRESS in CANCELS[when]:
+        ledger.validated(id, epoch, NOW, total=2, model="tiny")
+        epoch = leased(ledger, id)
+        ledger.record(id, epoch, [good(1)], NOW)
+    if Status.FINALIZING in CANCELS[when]:
+        assert ledger.record(id, epoch, [good(2)], NOW).status is Status.FINALIZING
+        epoch = leased(ledger, id)
+    with pytest.raises(BatchNotFound):
+        ledger.request_cancel("b", id, NOW)
+    batch = ledger.request_cancel("a", id, NOW + 1)
+    assert (batch.status, batch.cancelling_at) == (Status.CANCELLING, NOW + 1)
+    assert ledger.request_cancel("a", id, NOW + 2).cancelling_at == NOW + 1
+    assert ledger.renew(id, epoch, NOW, 30).status is Status.CANCELLING, "so its holder learns of it"
+    assert ledger.validated(id, epoch, NOW, total=2, model="m").status is Status.CANCELLING
+    ended = ledger.finalize(id, epoch, NOW + 3, output=None, errors=None)
+    assert (ended.status, ended.cancelled_at) == (Status.CANCELLED, NOW + 3)
+    assert ledger.request_cancel("a", id, NOW + 4) == ended
+
+
+@pytest.mark.parametrize("end", [Status.COMPLETED, Status.EXPIRED, Status.FAILED])
+def test_what_has_ended_cannot_be_cancelled(database: Database, end: Status) -> None:
+    ledger, id, epoch = running(database, total=1)
+    if end is Status.COMPLETED:
+        ledger.record(id, epoch, [good(1)], NOW)
+    if end is Status.FAILED:
+        id = new_batch(database).id
+        ledger.validated(id, leased(ledger, id), NOW, total=0, model=None, errors=[LineError("a", "b")])
+    else:
+        ledger.finalize(id, epoch, NOW, output=None, errors=None, expired=end is Status.EXPIRED)
+    with pytest.raises(BatchEnded, match=f"with status '{end}'"):
+        ledger.request_cancel("a", id, NOW)
+
+
+def test_what_is_overdue_is_taken_from_its_runner(database: Database) -> None:
+    ledger, id, epoch = running(database)
+    assert ledger.overdue(NOW + 86399) == []
+    assert [one.id for one in ledger.overdue(NOW + 86400)] == [id]
+    taken = ledger.take(id, "expirer", NOW + 86400, 30)
+    assert taken == epoch + 1
+    with pytest.raises(StaleLease):
+        ledger.record(id, epoch, [good(1)], NOW)
+    assert ledger.finalize(id, taken, NOW, output=None, errors=None, expired=True).status is Status.EXPIRED
+    assert ledger.take(id, "expirer", NOW, 30) is None
+
+
+def test_ended_batches_keep_no_rows_that_stand_in_their_files(database: Database) -> None:
+    ledger, id, epoch = running(database, total=5)
+    other, other_id, other_epoch = running(database, total=5)
+    other.record(other_id, other_epoch, [good(1)], NOW)
+    ledger.record(id, epoch, [good(line) for line in range(1, 6)], NOW)
+    ledger.finalize(id, leased(ledger, id), NOW, output=new_file(), errors=None)
+    assert ledger.forget(NOW, 3600, limit=3) == 3
+    assert ledger.forget(NOW, 3600, limit=3) == 2
+    assert ledger.forget(NOW, 3600) == 0
+    assert other.done(other_id) == [(1, 1)]
+    assert ledger.find(id).completed == 5
+    assert ledger.forget(NOW + 86400 + 3601, 3600) == 1
+    with pytest.raises(BatchNotFound):
+        ledger.find(id)
+
+
+# --- Leases ---
+
+
+def test_only_one_lease_is_live_and_a_new_one_is_higher(database: Database) -> None:
+    ledger, id, epoch = running(database)
+    assert ledger.lease(id, "other", NOW + 29, 30) is None
+    assert ledger.unfinished(NOW + 29, Status.IN_PROGRESS) == []
+    assert ledger.renew(id, epoch, NOW + 29, 30).leased_until == NOW + 59
+    assert ledger.lease(id, "other", NOW + 58, 30) is None
+    assert [one.id for one in ledger.unfinished(NOW + 59, Status.IN_PROGRESS)] == [id]
+    assert ledger.record(id, epoch, [good(1)], NOW + 60).new == 1, "it ran out, but nobody took its place"
+    later = ledger.lease(id, "other", NOW + 61, 30)
+    assert later == epoch + 1
+    for attempt in stale_writes(ledger, id, epoch):
+        with pytest.raises(StaleLease, match=f"lease {epoch} .* its lease is {later}"):
+            attempt()
+    ledger.release(id, epoch)
+    assert ledger.lease(id, "third", NOW + 62, 30) is None, "who has it no more cannot let go of it"
+    ledger.release(id, later)
+    assert ledger.lease(id, "third", NOW + 62, 30) == later + 1
+
+
+def stale_writes(ledger: Ledger, id: str, epoch: int) -> list[Callable[[], Any]]:
+    return [
+        lambda: ledger.renew(id, epoch, NOW, 30),
+        lambda: ledger.record(id, epoch, [good(2)], NOW),
+        lambda: ledger.validated(id, epoch, NOW, total=1, model=None),
+        lambda: ledger.finalize(id, epoch, NOW, output=None, errors=None),
+    ]
+
+
+def test_of_two_results_of_a_line_the_first_stands(database: Database) -> None:
+    ledger, id, epoch = running(database)
+    assert ledger.record(id, epoch, [good(1, "first"), good(1, "second"), bad(1)], NOW).new == 1
+    assert ledger.record(id, epoch, [bad(1), good(2)], NOW).new == 1
+    assert ledger.results(ledger.find(id)) == [good(1, "first"), good(2)]
+    assert ledger.counts(id) == (2, 0)
+
+
+def test_done_lines_come_as_ranges_page_by_page(database: Database) -> None:
+    ledger, id, epoch = running(database, total=100)
+    ledger.record(id, epoch, [good(line) for line in (1, 2, 3, 5, 7, 8, 20)], NOW)
+    assert ledger.done(id, limit=2) == [(1, 3), (5, 5)]
+    assert ledger.done(id, after=5) == [(7, 8), (20, 20)]
+    assert ledger.done(id, after=2) == [(3, 3), (5, 5), (7, 8), (20, 20)]
+    assert ledger.done(id, after=20) == []
+
+
+# --- The law, under chance ---
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_however_many_runners_come_and_go_each_line_has_one_result(database: Database, seed: int) -> None:
+    """Threads that lease, take, record overlapping lines, forget to renew, and go on with stale epochs."""
+    ledger, id, epoch = running(database, total=60)
+    ledger.release(id, epoch)
+    accepted: list[tuple[int, list[int]]] = []
+    lock = threading.Lock()
+
+    def runner(number: int) -> None:
+        chance = random.Random(seed * 100 + number)
+        mine = 0
+        for step in range(40):
+            now = NOW + step
+            what = chance.random()
+            if what < 0.25 or not mine:
+                mine = ledger.lease(id, f"r{number}", now, chance.choice([0, 1, 5])) or mine
+            if not mine:
+                continue
+            lines = chance.sample(range(1, 61), chance.randrange(1, 8))
+            found = [good(line, f"{number}.{step}") if chance.random() < 0.8 else bad(line) for line in lines]
+            try:
+                if what > 0.9:
+                    ledger.release(id, mine)
+                recorded = ledger.record(id, mine, found, now)
+            except StaleLease:
+                mine = 0
+                continue
+            with lock:
+                accepted.append((recorded.new, lines))
+            if recorded.status is Status.FINALIZING:
+                return
+
+    at_once([lambda number=number: runner(number) for number in range(5)])  # type: ignore[misc]
+    batch = ledger.find(id)
+    lines = [one.line for one in ledger.results(batch)]
+    assert len(lines) == len(set(lines)) == batch.done == sum(new for new, _ in accepted) <= 60
+    assert (batch.completed, batch.failed) == ledger.counts(id)
+    assert set(lines) == {line for new, given in accepted for line in given} or batch.done == 60
+    assert (batch.status is Status.FINALIZING) == (batch.done == 60)
+
+
+def record_all(url: str, id: str, seed: int, told: Any) -> None:
+    """One process: while there is something to do, take the batch and record a part of it."""
+    chance = random.Random(seed)
+    database = Database(url, busy_s=30)
+    ledger = Ledger(database)
+    new = 0
+    for now in range(NOW, NOW + 500):
+        epoch = ledger.take(id, f"p{seed}", now, 5)
+        if epoch is None:
+            break
+        try:
+            for _ in range(chance.randrange(1, 6)):
+                lines = chance.sample(range(1, 301), 20)
+                recorded = ledger.record(id, epoch, [good(line, f"{seed}") for line in lines], now)
+                new += recorded.new
+        except StaleLease:
+            continue
+        if recorded.status is Status.FINALIZING:
+            break
+    database.close()
+    told.put(new)
+
+
+def test_processes_that_take_a_batch_from_one_another_lose_and_double_nothing(database_url: str) -> None:
+    database = Database(database_url, busy_s=30)
+    ledger, id, _ = running(database, total=300)
+    spawning = multiprocessing.get_context("spawn")
+    told: Any = spawning.Queue()
+    processes = [
+        spawning.Process(target=record_all, args=(database_url, id, seed, told)) for seed in range(3)
+    ]
+    for process in processes:
+        process.start()
+    new = sum(told.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join(30)
+    batch = ledger.find(id)
+    assert new == batch.done == batch.completed == 300
+    assert ledger.done(id) == [(1, 300)]
+    assert batch.status is Status.FINALIZING
+    database.close()
+
+
+@pytest.mark.parametrize("round", range(3))
+def test_of_all_who_would_end_a_batch_one_does(database: Database, round: int) -> None:
+    ledger, id, epoch = running(database, total=1)
+    ledger.record(id, epoch, [good(1)], NOW)
+    ended: list[Batch] = []
+
+    def render() -> None:
+        mine = ledger.take(id, "renderer", NOW, 30)
+        try:
+            if mine is not None:
+                ended.append(ledger.finalize(id, mine, NOW, output=new_file(), errors=None))
+        except StaleLease:
+            pass
+
+    at_once([render] * 6)
+    assert len(ended) == 1
+    assert ledger.find(id) == ended[0]
+    assert len(Files(database).page("a", NOW, limit=99)[0]) == 2  # its input and its output
+
+
+def at_once(calls: list[Callable[[], None]]) -> None:
+    """All of them in threads that begin together; what any of them raises is raised."""
+    failures: list[BaseException] = []
+    gate = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], None]) -> None:
+        gate.wait(30)
+        try:
+            call()
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if failures:
+        raise failures[0]
+
+
+# --- The schema ---
+
+
+def test_the_tables_are_those_that_the_migrations_make(database: Database) -> None:
+    with database.reading() as connection:
+        seen = inspect(connection)
+        names = [name for name in seen.get_table_names() if name != "baton_schema"]
+        made = {name: {column["name"] for column in seen.get_columns(name)} for name in names}
+    known = {table.name: {column.name for column in table.columns} for table in METADATA.sorted_tables}
+    assert made == known
+
+
+def test_many_open_an_empty_database_at_once(database_url: str) -> None:
+    databases = [Database(database_url, busy_s=30) for _ in range(6)]
+    at_once([lambda one=one: new_batch(one) and None for one in databases])  # type: ignore[misc]
+    assert len(Ledger(databases[0]).page("a", limit=9)[0]) == 6
+    for one in databases:
+        one.close()
+
+
+def test_a_database_of_a_newer_version_is_refused(database: Database, database_url: str) -> None:
+    with database.writing() as connection:
+        connection.execute(text("UPDATE baton_schema SET version = 99"))
+    newer = Database(database_url)
+    with pytest.raises(SetupError, match="schema 99"):
+        Ledger(newer).page("a", limit=1)
+    newer.close()
+
+
+@pytest.mark.parametrize("url", ["mysql://x/y", "no url", "sqlite://"])
+def test_other_databases_are_refused(url: str) -> None:
+    with pytest.raises(SetupError):
+        Database(url)
+
+
+def test_a_stored_file_knows_what_was_stored(database: Database) -> None:
+    file = new_file(size=7, expires_at=NOW + 5)
+    kept = Files(database).add(file, NOW)
+    assert isinstance(kept, StoredFile)
+    assert (kept.bytes, kept.sha256, kept.object, kept.expires_at) == (7, "00", file.object, NOW + 5)
+    assert kept.id.startswith("file-") and len(kept.id) == len("file-") + 32
