@@ -1,0 +1,1 @@
+"""Where the router finds its workers."""

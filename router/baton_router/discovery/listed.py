@@ -1,0 +1,95 @@
+"""
+The workers that somebody lists, and what has changed since they were last listed.
+
+A source of workers (flags, DNS, Kubernetes) says at any time who there is, all of them at once, and never
+what has changed: whoever missed a change is right again with the next list. What several sources say is
+one list too, whatever the order in which they said it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from baton_api.workers import Role
+
+
+class Standing(enum.IntEnum):
+    """What is said of a worker beside its address; of two that differ the greater one counts."""
+
+    SERVING = 0
+    UNREADY = 1
+    """It is there and cannot serve now."""
+    TERMINATING = 2
+    """It is about to end: nothing new for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One worker."""
+
+    host: str
+    port: int
+    role: Role
+    """DECODE or PREFILL: what requests are sent there for. A worker of role both is listed as DECODE."""
+    revision: str = ""
+    """The generation that it belongs to; workers of different ones are never a pair."""
+    standing: Standing = Standing.SERVING
+
+    @property
+    def name(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def same(self, other: Listed) -> bool:
+        """Whether both are one worker. An address may be given to a pod of another role or generation."""
+        return (self.name, self.role, self.revision) == (other.name, other.role, other.revision)
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """From one list to the next. A worker that became another one has gone and has come."""
+
+    came: tuple[Listed, ...] = ()
+    stand: tuple[Listed, ...] = ()
+    """Those that stand otherwise now."""
+    gone: tuple[str, ...] = ()
+    """By name; to be seen to before those who came, who may have the same ones."""
+
+    def __bool__(self) -> bool:
+        return bool(self.came or self.stand or self.gone)
+
+
+def merged(listed: Iterable[Listed]) -> dict[str, Listed]:
+    """By name, each once: what is said twice of an address is made one, in whatever order it came."""
+    found: dict[str, Listed] = {}
+    for one in listed:
+        other = found.get(one.name)
+        found[one.name] = one if other is None else _agreed(one, other)
+    return found
+
+
+def changes(present: Mapping[str, Listed], desired: Mapping[str, Listed]) -> Changes:
+    """What makes `present` become `desired`; both are by name."""
+    came, stand, gone = [], [], []
+    for name, wanted in sorted(desired.items()):
+        there = present.get(name)
+        if there is None or not there.same(wanted):
+            came.append(wanted)
+        elif there != wanted:
+            stand.append(wanted)
+    for name, there in sorted(present.items()):
+        left = desired.get(name)
+        if left is None or not there.same(left):
+            gone.append(name)
+    return Changes(tuple(came), tuple(stand), tuple(gone))
+
+
+def _agreed(one: Listed, other: Listed) -> Listed:
+    return Listed(
+        one.host,
+        one.port,
+        min(one.role, other.role),
+        max(one.revision, other.revision),
+        max(one.standing, other.standing),
+    )
