@@ -9,6 +9,9 @@ PREFILL = "x-baton-prefill"
 TICKET = "x-baton-ticket"
 """Router to decode worker, carried on to the prefill worker: see `baton_api.tickets`."""
 
+SALT = "x-baton-salt"
+"""Router to decode worker, carried on to the prefill worker: whose KV blocks a prompt may share."""
+
 WORKER = "x-baton-worker"
 """Router to client: the name of the worker that answered."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -31,12 +32,13 @@ def model_card(workers: Workers, name: str, created: int) -> dict[str, Any]:
     }
 
 
-def model_info(workers: Workers, name: str) -> dict[str, Any]:
-    """The model under the names that other servers' tools look for."""
+def model_info(workers: Workers, names: Sequence[str]) -> dict[str, Any]:
+    """The first model of some under the names that other servers' tools look for."""
+    name = next(iter(names), "")
     return {
         "model_path": name,
         "served_model_name": name,
-        "served_model_names": workers.models(),
+        "served_model_names": names,
         "is_generation": True,
         "preferred_sampling_params": None,
         "max_model_len": workers.context(name),

@@ -8,6 +8,7 @@ generate never enters it: `docs/adr/0005-router-hot-path-is-bare-asgi.md`.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import random
 import time
@@ -30,12 +31,12 @@ from baton_api.errors import (
     ModelNotFound,
     NotReady,
     RouteNotFound,
-    Unauthorized,
 )
-from baton_api.keys import Keys
+from baton_api.keys import OPEN_PATHS
 from baton_api.response_store import ResponseStore, StoreLimits, owner
 from baton_api.workers import Role
 from baton_router import about, responses
+from baton_router.access import TENANT, Access, check_path, tenant_of
 from baton_router.answers import Receive, Scope, Send, send_error
 from baton_router.dispatcher import explained
 from baton_router.errands import ERRANDS, Errands
@@ -66,12 +67,12 @@ class Router:
             prefill=self._listed(settings.prefill, Role.PREFILL),
         )
         self.figures = Figures(self.workers, time.monotonic)
-        self.keys = Keys(settings.api_key, settings.api_key_file)
+        self.access = Access(settings)
         self.scheduler = Scheduler(settings, self.workers, random.Random(), time.monotonic)
         knowledge = self.scheduler.dispatcher.knowledge
         self.figures.registry.register(CacheFigures(self.workers, knowledge, self.scheduler.feeds))
         self._proxy = Proxy(settings, self.scheduler, self.upstreams, self.figures)
-        self._keyed = self.keys.required or Trust.of(settings).passes_keys
+        self._keyed = self.access.required or Trust.of(settings).passes_keys
         self.responses = ResponseStore(
             StoreLimits(settings.responses_kept, settings.responses_memory, settings.responses_ttl_s)
         )
@@ -84,12 +85,15 @@ class Router:
             await self._rest(scope, receive, send)
             return
         path = scope["path"]
-        try:
-            if self.keys.required:
-                self.keys.check(path, authorization(scope))
-        except Unauthorized as error:
-            await send_error(send, error, request_id(scope["headers"]))
-            return
+        if self.access.required and path not in OPEN_PATHS:
+            key = authorization(scope)
+            try:
+                tenant = self.access.known(key) or await self.access.judged(key)
+                check_path(tenant, scope["method"], path)
+            except BatonError as error:
+                await send_error(send, error, request_id(scope["headers"]))
+                return
+            scope[TENANT] = tenant
         if scope["method"] == "POST" and path == responses.PATH:
             await self._responses(scope, receive, send)
         elif scope["method"] == "POST" and path in FORWARDED:
@@ -103,7 +107,9 @@ class Router:
         return tuple(Worker(self.upstreams.of(urlsplit(url).netloc), role) for url in urls)
 
     def whose(self, scope: Scope) -> bytes:
-        """Who sent a request, as the store of responses tells them apart: by keys, whoever judges them."""
+        """Who sent a request, as stores tell them apart: by tenants, or by keys, whoever judges those."""
+        if self.access.tells_apart and (name := tenant_of(scope).name):
+            return hashlib.sha256(name.encode()).digest()
         return owner(authorization(scope), self._keyed)
 
     def refusal(self) -> str | None:
@@ -141,12 +147,17 @@ def _rest(router: Router) -> FastAPI:
         with suppress(asyncio.CancelledError):
             await watch
         router.upstreams.close()
+        await router.access.close()
 
     app = FastAPI(title="Baton router", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     created = int(time.time())
 
     def model(name: str) -> dict[str, Any]:
         return about.model_card(router.workers, name, created)
+
+    def served(request: Request) -> tuple[str, ...]:
+        """The names of models that whoever asks may use."""
+        return tuple(filter(tenant_of(request.scope).may_use, router.workers.models()))
 
     def ready() -> None:
         if refusal := router.refusal():
@@ -182,15 +193,15 @@ def _rest(router: Router) -> FastAPI:
         return JSONResponse(about.version())
 
     @app.get("/openapi.json")
-    async def description() -> JSONResponse:
-        models = router.workers.models()
-        return JSONResponse(openapi.document(models, "router", keyed=router.keys.required))
+    async def description(request: Request) -> JSONResponse:
+        models = served(request)
+        return JSONResponse(openapi.document(models, "router", keyed=router.access.required))
 
     @app.get("/model_info")
     @app.get("/get_model_info")
-    async def model_info() -> JSONResponse:
+    async def model_info(request: Request) -> JSONResponse:
         ready()
-        return JSONResponse(about.model_info(router.workers, router.workers.models()[0]))
+        return JSONResponse(about.model_info(router.workers, served(request)))
 
     @app.get("/server_info")
     @app.get("/get_server_info")
@@ -199,15 +210,15 @@ def _rest(router: Router) -> FastAPI:
         return JSONResponse(about.server_info(router.settings, router.workers, created, now))
 
     @app.get("/v1/models")
-    async def models() -> JSONResponse:
+    async def models(request: Request) -> JSONResponse:
         ready()
-        return JSONResponse({"object": "list", "data": [model(one) for one in router.workers.models()]})
+        return JSONResponse({"object": "list", "data": [model(one) for one in served(request)]})
 
     @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> JSONResponse:
+    async def one_model(name: str, request: Request) -> JSONResponse:
         ready()
-        if name not in router.workers.models():
-            raise ModelNotFound(name, router.workers.models())
+        if name not in served(request):
+            raise ModelNotFound(name, served(request))
         return JSONResponse(model(name))
 
     @app.get("/v1/responses/{id}")

@@ -12,12 +12,13 @@ from typing import Any
 
 import msgspec
 
-from baton_api.errors import InvalidRequest
+from baton_api.errors import InvalidRequest, ModelNotFound
 from baton_router import prompt_chunks
 from baton_router.answers import Scope
 from baton_router.following import FollowedStream
 from baton_router.prompt_chunks import Message, Prompt
 from baton_router.sse import EventStream, ResponseStream
+from baton_router.tenants import NOBODY, Tenant
 from baton_router.upstream import Headers
 
 NOTHING = Prompt((), ())
@@ -61,15 +62,20 @@ _messages = msgspec.json.Decoder(list[Message])
 class Asked:
     """One request. Raises InvalidRequest if its body is not JSON."""
 
-    __slots__ = ("body", "events", "headers", "model", "prompt", "target")
+    __slots__ = ("body", "events", "headers", "model", "prompt", "target", "tenant")
 
-    def __init__(self, scope: Scope, body: bytes) -> None:
+    def __init__(self, scope: Scope, body: bytes, tenant: Tenant = NOBODY) -> None:
+        """Raises ModelNotFound, too, for a model that is not the tenant's to use."""
         query = scope["query_string"]
         self.target: bytes = scope["raw_path"] + (b"?" + query if query else b"")
         self.headers: Headers = scope["headers"]
         self.body = body
         path = scope["path"]
-        self.model, self.prompt = _conversation(body) if path == CHAT else _any(body)
+        salt = tenant.salt
+        self.model, self.prompt = _conversation(body, salt) if path == CHAT else _any(body, salt)
+        if tenant.models is not None:
+            _check_model(tenant.models, self.model)
+        self.tenant = tenant
         self.events = STREAMS.get(path)
 
     @property
@@ -78,17 +84,27 @@ class Asked:
         return self.events is FollowedStream
 
 
-def _conversation(body: bytes) -> tuple[str | None, Prompt]:
+def _check_model(allowed: frozenset[str], model: str | None) -> None:
+    """Who may not have every model cannot leave to the worker which one it is."""
+    if model is None:
+        raise InvalidRequest(
+            "You must provide a model parameter.", param="model", code="missing_required_parameter"
+        )
+    if model not in allowed:
+        raise ModelNotFound(model, tuple(sorted(allowed)))
+
+
+def _conversation(body: bytes, salt: str) -> tuple[str | None, Prompt]:
     """The model and the prompt, in one pass over the body."""
     try:
         chat = _chat.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _any(body)  # says what is wrong, if it is not JSON
-    root = prompt_chunks.root_name("", chat.model or "")
+        return _any(body, salt)  # says what is wrong, if it is not JSON
+    root = prompt_chunks.root_name(salt, chat.model or "")
     return chat.model, prompt_chunks.of_messages(chat.messages, chat.tools, root)
 
 
-def _any(body: bytes) -> tuple[str | None, Prompt]:
+def _any(body: bytes, salt: str) -> tuple[str | None, Prompt]:
     """The model and the prompt of whatever shape."""
     try:
         read = _body.decode(body)
@@ -97,7 +113,7 @@ def _any(body: bytes) -> tuple[str | None, Prompt]:
     except RecursionError as error:
         raise InvalidRequest("The JSON body of your request is nested too deeply.") from error
     model = read.model if isinstance(read.model, str) else None
-    return model, _prompt(read, prompt_chunks.root_name("", model or ""))
+    return model, _prompt(read, prompt_chunks.root_name(salt, model or ""))
 
 
 def _prompt(body: Body, root: int) -> Prompt:

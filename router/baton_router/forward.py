@@ -36,6 +36,7 @@ FORWARDED = frozenset(
 REQUEST_ID = headers.REQUEST_ID.encode()
 PREFILL = headers.PREFILL.encode()
 TICKET = headers.TICKET.encode()
+SALT = headers.SALT.encode()
 FOLLOW_LINE = b"%b: 1\r\n" % headers.FOLLOW.encode()
 WORKER = headers.WORKER.encode()
 PROMPT = headers.PROMPT.encode()
@@ -88,7 +89,8 @@ class Trust:
     @classmethod
     def of(cls, settings: RouterSettings) -> Trust:
         key = settings.worker_api_key.get_secret_value()
-        keyed = bool(settings.api_key or settings.api_key_file or key)
+        own = (settings.api_key, settings.api_key_file, settings.tenants_file, settings.jwt_jwks)
+        keyed = bool(key) or any(own)
         return cls(settings.ticket_secret.encode(), key.encode(), not keyed)
 
     @property
@@ -117,6 +119,7 @@ def request_head(
     method: bytes = b"POST",
     *,
     follow: bool = False,
+    salt: str = "",
 ) -> bytes:
     """
     The head of the request as the decode worker `host` gets it.
@@ -132,6 +135,8 @@ def request_head(
     lines.append(trust.line)
     if follow:
         lines.append(FOLLOW_LINE)
+    if salt:
+        lines.append(b"%b: %b\r\n" % (SALT, salt.encode()))
     if control:
         lines.append(b"%b: %b\r\n" % (PREFILL, control.encode()))
         if trust.secret:

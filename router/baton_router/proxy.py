@@ -16,6 +16,7 @@ import time
 
 from baton_api.errors import BatonError, InternalError, ModelNotFound, NotReady, WorkerLost
 from baton_api.resuming import with_resumption
+from baton_router.access import tenant_of
 from baton_router.answers import Receive, Scope, Send, send_error
 from baton_router.asked import Asked
 from baton_router.asks import Ask, Grant
@@ -94,7 +95,7 @@ class Proxy:
         client = relay.client
         body = await client.body(settings.max_body, settings.body_s)
         arrived = time.perf_counter()
-        asked = Asked(scope, body)
+        asked = Asked(scope, body, tenant_of(scope))
         async with client:
             try:
                 async with asyncio.timeout(settings.answer_s):
@@ -147,6 +148,7 @@ class Proxy:
             self._trust,
             time.time(),
             follow=asked.followed,
+            salt=asked.tenant.salt,
         )
 
     async def _another(self, asked: Asked, tried: list[str], lost: Lost | None) -> Grant | None:

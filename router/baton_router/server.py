@@ -70,7 +70,7 @@ def introduce(router: Router, url: str) -> None:
         len(settings.decode),
         len(settings.prefill),
     )
-    warning = exposure.without_a_key(settings.host, int(url.rpartition(":")[2]), router.keys.required)
+    warning = exposure.without_a_key(settings.host, int(url.rpartition(":")[2]), router.access.required)
     if warning:
         log.warning("%s", warning)
 
@@ -81,7 +81,7 @@ class RouterServer(uvicorn.Server):
     def __init__(self, router: Router, settings: RouterSettings) -> None:
         super().__init__(
             uvicorn.Config(
-                origins.answering(router, origins.allowed(settings.allowed_origins, router.keys.required)),
+                origins.answering(router, origins.allowed(settings.allowed_origins, router.access.required)),
                 http=listener(settings.max_header, settings.header_s),
                 ws="none",
                 lifespan="on",

@@ -7,7 +7,7 @@ a flag of `baton router` (`--health-interval-s`) and the environment variable `B
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, SecretStr
@@ -39,6 +39,10 @@ def _one_key(value: object) -> object:
 
 WorkerKey = Annotated[SecretStr, BeforeValidator(_one_key)]
 WorkerUrl = Annotated[str, AfterValidator(_worker_url)]
+Algorithm = Literal[
+    "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA",
+]  # fmt: skip
+"""Those that sign with a key that nobody else has; a shared secret is no key for tokens."""
 
 
 class RouterSettings(BaseSettings):
@@ -78,6 +82,43 @@ class RouterSettings(BaseSettings):
     api_key_file: str = Field(default="", validation_alias=_either("API_KEY_FILE"))
     """A file of API keys, read again within a second when it changes: one to a line, as `key`, `name:key`,
     `sha256:<hex>` or `name:sha256:<hex>`; what follows a # at the start of a line is a comment."""
+
+    tenants_file: str = ""
+    """A YAML file of tenants, read again within a second when it changes: under `tenants`, a list of `name`,
+    `keys` (each as `sha256:<hex>`), `models`, `classes` (critical, interactive, default, batch),
+    `default_class`, `requests_per_minute`, `tokens_per_minute`, `streams`, `cache` and `admin`. All but the
+    name may be left out: then a tenant may ask for every model, in all classes but critical, without limits.
+    No two tenants share KV blocks, unless they name the same `cache`. Only an `admin` sees and ends what is
+    others'. Set --ticket-secret too: the salts of the tenants' caches are made from it, and could be guessed
+    without."""
+
+    jwt_jwks: str = ""
+    """Address or file of an issuer's public keys (JWKS): with it, its tokens are as good as API keys. Fetched
+    again every five minutes, and when a token names a key that is not known, at most once a minute. Needs
+    `baton[jwt]`."""
+
+    jwt_issuer: str = ""
+    """What a token must have as `iss`."""
+
+    jwt_audience: str = ""
+    """What a token must have as its `aud`, or among them."""
+
+    jwt_algorithms: tuple[Algorithm, ...] = ("RS256", "ES256", "EdDSA")
+    """With which tokens may be signed."""
+
+    jwt_leeway_s: float = Field(default=30.0, ge=0)
+    """Seconds by which the clocks of an issuer and this router may differ."""
+
+    jwt_tenant_claim: str = "sub"
+    """The claim that names the tenant. With --tenants-file it must be one of the file's, and has what that
+    says; without, each name is a tenant of its own."""
+
+    jwt_models_claim: str = ""
+    """The claim that lists the models that a token is good for, if tokens have one: a list, or one text with
+    blanks between. What the tenant may not use stays forbidden."""
+
+    jwt_classes_claim: str = ""
+    """The claim that lists the classes that a token is good for, in the same way."""
 
     worker_api_key: WorkerKey = Field(
         default=SecretStr(""), validation_alias=AliasChoices("BATON_ROUTER_WORKER_API_KEY", "BATON_API_KEY")

@@ -37,6 +37,7 @@ class Choices:
         exchange: Exchange,
         remote: RemotePrefill | None = None,
         told: Told | None = None,
+        salt: str = "",
     ) -> None:
         self.told = told
         """Hears what is said, if the log is to tell of it."""
@@ -54,6 +55,7 @@ class Choices:
                     id=_engine_id(work, index),
                     prompt=work.prompts[index // n].tokens,
                     sampling=work.parameters.choice(index % n, work.prompts[index // n].max_tokens),
+                    salt=salt,
                     guide=None if work.guides is None else work.guides(),
                     remote=remote if index % n == 0 else None,
                 ),

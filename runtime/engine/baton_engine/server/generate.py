@@ -35,6 +35,9 @@ from baton_engine.server.work import Work
 KEEP_ALIVE_S = 15.0
 """Silence in a stream after which a comment is sent: proxies cut connections that say nothing."""
 
+SALT_LIMIT = 128
+"""Characters of a salt; a router's has 32."""
+
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -59,6 +62,16 @@ def named_remote(scope: Scope, served: Served, request_id: str) -> RemotePrefill
         return None
     ticket = given.get(headers.TICKET.encode(), b"").decode("latin-1")
     return served.remote(address, ticket, request_id)
+
+
+def salt_of(scope: Scope) -> str:
+    """
+    Whose cache the prompt shares: empty for everybody's.
+
+    It is a router's word, and needs no proof: nobody else knows the salt of another's cache.
+    """
+    given = dict(scope["headers"]).get(headers.SALT.encode(), b"")
+    return given[:SALT_LIMIT].decode("latin-1")
 
 
 class Generate:
@@ -89,7 +102,8 @@ class Generate:
             scope[FAILURE] = work.failure
             remote = named_remote(scope, self._served, exchange.request_id)
             followed = headers.FOLLOW.encode() in dict(scope["headers"]) and resumable(work)
-            choices = Choices(self._served, work, exchange, remote, self._log.read(exchange, work))
+            told = self._log.read(exchange, work)
+            choices = Choices(self._served, work, exchange, remote, told, salt_of(scope))
             names = (exchange.request_id, work.shape.id, *names)
             try:
                 with self._served.running.entered(names, choices):

@@ -1,0 +1,162 @@
+"""
+The public keys that tokens are signed with (RFC 7517): from a file, or from where their issuer shows them.
+
+An issuer changes its keys when it likes, and tokens name theirs. So a key that is not known is a reason to
+ask again, at most once a minute, or a stranger's tokens would make this router flood the issuer. Every few
+minutes they are asked for anyway, beside the requests: a key that was withdrawn must stop to be good. An
+issuer that does not answer changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import jwt
+import msgspec
+
+from baton_api.errors import NotReady, SetupError
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 60.0
+"""Seconds between two fetches because of keys that are not known."""
+
+FAILED_AGAIN_S = 5.0
+"""The same while there is no key at all."""
+
+REFRESH_S = 300.0
+"""Age at which keys are fetched again, whether or not one is missing."""
+
+PATIENCE_S = 5.0
+SIZE_LIMIT = 1024 * 1024
+
+Fetch = Callable[[], Awaitable[bytes]]
+
+
+class KeySet(msgspec.Struct):
+    """A set on the wire; each key is checked by itself."""
+
+    keys: list[dict[str, object]]
+
+
+class IssuersKeys:
+    """The keys of one issuer, as they are known here. Belongs to the event loop."""
+
+    def __init__(self, fetch: Fetch, algorithms: frozenset[str], clock: Callable[[], float]) -> None:
+        """Keys for other `algorithms` are left out. `fetch` raises OSError."""
+        self._fetch = fetch
+        self._algorithms = algorithms
+        self._clock = clock
+        self._keys: Mapping[str, jwt.PyJWK] | None = None
+        self._text = b""
+        self._asked = float("-inf")
+        self._fetching: asyncio.Task[None] | None = None
+        self.changes = 0
+        """Times that the keys became others: what was judged by them has to be judged again."""
+
+    async def find(self, name: str) -> jwt.PyJWK | None:
+        """
+        The key of this name (`kid`); an empty one is that of a set with one key only.
+
+        Raises NotReady if no keys could be had so far.
+        """
+        found = self._known(name)
+        if found is None and self._clock() - self._asked >= (AGAIN_S if self._keys else FAILED_AGAIN_S):
+            self._begin()
+        if found is None and self._fetching is not None:
+            await asyncio.shield(self._fetching)
+            found = self._known(name)
+        if self._keys is None:
+            raise NotReady("The keys that tokens are signed with cannot be had from their issuer.")
+        return found
+
+    def refresh(self) -> None:
+        """Ask again, beside everything else, if the keys are old."""
+        if self._clock() - self._asked >= REFRESH_S:
+            self._begin()
+
+    async def close(self) -> None:
+        if self._fetching is not None:
+            self._fetching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._fetching
+
+    def _known(self, name: str) -> jwt.PyJWK | None:
+        keys = self._keys or {}
+        if not name and len(keys) == 1:
+            return next(iter(keys.values()))
+        return keys.get(name)
+
+    def _begin(self) -> None:
+        if self._fetching is None:
+            self._asked = self._clock()
+            self._fetching = asyncio.create_task(self._renew())
+            self._fetching.add_done_callback(self._ended)
+
+    def _ended(self, _: asyncio.Task[None]) -> None:
+        self._fetching = None
+
+    async def _renew(self) -> None:
+        try:
+            text = await self._fetch()
+            keys = read(text, self._algorithms)
+        except (OSError, SetupError) as error:
+            log.error("The keys that tokens are signed with were not read: %s They stay as they were.", error)
+            return
+        if self._keys is None or text != self._text:
+            self._keys, self._text = keys, text
+            self.changes += 1
+            log.info("Tokens may be signed with these keys: %s", ", ".join(keys) or "none")
+
+
+def read(text: bytes, algorithms: frozenset[str]) -> dict[str, jwt.PyJWK]:
+    """
+    The keys of a set by their names. Raises SetupError if it is no set.
+
+    A key that cannot be used is left out: one for another purpose, of another kind, or for an algorithm
+    that is not allowed, above all a shared secret.
+    """
+    try:
+        listed = msgspec.json.decode(text, type=KeySet).keys
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise SetupError(f"This is no set of keys (JWKS): {error}.") from error
+    found: dict[str, jwt.PyJWK] = {}
+    for body in listed:
+        if body.get("use", "sig") != "sig" or body.get("kty") == "oct":
+            continue
+        if body.get("alg") not in (None, *algorithms):
+            continue
+        try:
+            key = jwt.PyJWK(body)
+        except jwt.PyJWTError:
+            continue
+        if key.algorithm_name in algorithms:
+            found[str(key.key_id or "")] = key
+    return found
+
+
+def source(where: str) -> Fetch:
+    """What fetches a set from an http address or a file. Raises SetupError for a file that is not there."""
+    if urlsplit(where).scheme in ("http", "https"):
+        return lambda: asyncio.to_thread(_from_url, where)
+    path = Path(where).expanduser()
+    if not path.is_file():
+        raise SetupError(f"--jwt-jwks {path} is neither an http address nor a file.")
+    return lambda: asyncio.to_thread(path.read_bytes)
+
+
+def _from_url(url: str) -> bytes:
+    """Raises OSError, of which urllib's errors are some."""
+    asked = urllib.request.Request(url, headers={"accept": "application/json"})
+    with urllib.request.urlopen(asked, timeout=PATIENCE_S) as answer:
+        text: bytes = answer.read(SIZE_LIMIT + 1)
+    if len(text) > SIZE_LIMIT:
+        raise urllib.error.URLError(f"{url} has more than {SIZE_LIMIT} bytes.")
+    return text

@@ -1,0 +1,222 @@
+"""Tenants at a router: who is let in, what each sees, what a worker is told, and what is whose."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from baton_api import headers
+from baton_api.errors import SetupError
+from baton_router.access import Access
+from baton_router.app import create_app
+from baton_router.settings import RouterSettings
+from baton_router.tenants import cache_salt
+from tests.router.fake_worker import FakeWorker
+from tests.router.issuer import AUDIENCE, ISSUER, Issuer
+from tests.router.running import CHAT, QUESTION, RunningRouter, running_router
+
+SECRET = "between the routers"
+
+
+def hashed(key: str) -> str:
+    return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    """Two tenants, of whom one is small and one runs the service."""
+    tenants = [
+        {"name": "acme", "keys": [hashed("acme-1"), hashed("acme-2")], "models": ["tiny"]},
+        {"name": "ops", "keys": [hashed("ops")], "admin": True},
+    ]
+    path = tmp_path / "tenants.yaml"
+    path.write_text(json.dumps({"tenants": tenants}))
+    return str(path)
+
+
+async def ask(router: RunningRouter, key: str, **fields: Any) -> httpx.Response:
+    body = {**QUESTION, **fields}
+    return await router.client.post(CHAT, json=body, headers={"authorization": f"Bearer {key}"})
+
+
+async def get(router: RunningRouter, path: str, key: str, method: str = "GET") -> httpx.Response:
+    return await router.client.request(method, path, headers={"authorization": f"Bearer {key}"})
+
+
+async def test_a_worker_is_told_the_tenants_salt_and_no_clients(file: str) -> None:
+    forged = {"x-baton-salt": "another's", "x-baton-ticket": "forged"}
+    async with FakeWorker() as worker:
+        async with running_router([worker], tenants_file=file, ticket_secret=SECRET) as router:
+            for key in ("acme-1", "acme-2", "ops"):
+                assert (await ask(router, key)).status_code == 200
+            given = {**forged, "authorization": "Bearer acme-1"}
+            assert (await router.client.post(CHAT, json=QUESTION, headers=given)).status_code == 200
+            assert (await ask(router, "nobody")).status_code == 401
+        salts = [asked.header(headers.SALT) for asked in worker.asked]
+        acme, ops = (cache_salt(SECRET.encode(), name) for name in ("acme", "ops"))
+        assert salts == [acme, acme, ops, acme]
+        assert [asked.header("authorization") for asked in worker.asked] == [None] * 4
+        worker.asked.clear()
+        async with running_router([worker], api_key=["k"]) as router:
+            assert (await ask(router, "k")).status_code == 200
+        assert worker.asked[0].header(headers.SALT) is None
+
+
+async def test_prompts_of_two_tenants_are_two_prompts_to_the_index(file: str) -> None:
+    async with FakeWorker() as worker, running_router([worker], tenants_file=file) as router:
+        for key in ("acme-1", "ops", "acme-2"):
+            await ask(router, key)
+        one, other, again = router.router.scheduler.dispatcher.dispatches
+        assert one.prompt.names == again.prompt.names
+        assert not set(one.prompt.names) & set(other.prompt.names)
+
+
+async def test_a_tenant_sees_and_asks_for_its_own_models_only(file: str) -> None:
+    async with (
+        FakeWorker() as tiny,
+        FakeWorker(model="large") as large,
+        running_router([tiny, large], tenants_file=file) as router,
+    ):
+        for key, seen in (("acme-1", ["tiny"]), ("ops", ["large", "tiny"])):
+            listed = (await get(router, "/v1/models", key)).json()["data"]
+            assert [model["id"] for model in listed] == seen
+            assert (await get(router, "/model_info", key)).json()["served_model_names"] == seen
+            assert ('"large"' in (await get(router, "/openapi.json", key)).text) is (key == "ops")
+        for answer in (
+            await ask(router, "acme-1", model="large"),
+            await get(router, "/v1/models/large", "acme-1"),
+        ):
+            assert answer.status_code == 404
+            assert answer.json()["error"]["code"] == "model_not_found"
+        assert (await ask(router, "ops", model="large")).status_code == 200
+        answer = await router.client.post(
+            "/generate", json={"text": "x"}, headers={"authorization": "Bearer acme-1"}
+        )
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "model"
+        assert len(large.asked) == 1 and not tiny.asked
+
+
+ADMIN = (
+    ("GET", "/workers"),
+    ("GET", "/server_info"),
+    ("GET", "/get_server_info"),
+    ("GET", "/debug/decisions"),
+    ("POST", "/flush_cache"),
+    ("POST", "/abort_request"),
+    ("GET", "/no/such/path"),
+)
+
+
+async def test_what_concerns_others_is_an_admins(file: str) -> None:
+    async with FakeWorker() as worker, running_router([worker], tenants_file=file) as router:
+        for method, path in ADMIN:
+            answer = await get(router, path, "acme-1", method)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden"), path
+            assert f"'acme' may not {method} {path}" in answer.json()["error"]["message"]
+            if method == "GET":
+                assert (await get(router, path, "ops")).status_code != 403
+        for path in ("/health", "/ready", "/metrics", "/version", "/v1/models", "/health_generate"):
+            assert (await get(router, path, "acme-1")).status_code == 200, path
+
+
+async def test_every_route_wants_a_key_and_only_listed_ones_are_for_tenants(file: str) -> None:
+    """Whatever is added to the router later, it is closed until somebody opens it."""
+    async with FakeWorker() as worker, running_router([worker], tenants_file=file) as router:
+        paths = {getattr(route, "path", "") for route in router.router._rest.routes}
+        assert len(paths) > 15
+        for path in paths - {"/health", "/ping", "/ready", "/metrics"}:
+            assert (await router.client.get(path)).status_code == 401, path
+            for_all = path.startswith("/v1/") or path in (
+                "/version", "/openapi.json", "/model_info", "/get_model_info",
+            )  # fmt: skip
+            assert ((await get(router, path, "acme-1")).status_code == 403) is not for_all, path
+
+
+async def test_responses_belong_to_a_tenant_whatever_key_it_uses(file: str) -> None:
+    access = create_app(RouterSettings(tenants_file=file))
+
+    def whose(key: str) -> bytes:
+        tenant = access.access.known(f"Bearer {key}".encode())
+        scope = {"headers": [(b"authorization", f"Bearer {key}".encode())], "baton.tenant": tenant}
+        return access.whose(scope)
+
+    assert whose("acme-1") == whose("acme-2") != whose("ops")
+
+
+# --- Names of a key file, and tokens ---
+
+
+def test_a_name_in_a_key_file_is_a_tenant_with_everybodys_cache(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("alice:k-1\nk-2\n")
+    access = Access(RouterSettings(api_key_file=str(file)))
+    alice, nobody = access.known(b"Bearer k-1"), access.known(b"Bearer k-2")
+    assert alice is not None and nobody is not None
+    assert (alice.name, alice.salt, alice.admin) == ("alice", "", True)
+    assert (nobody.name, nobody.salt) == ("", "") and not access.tells_apart
+    assert access.known(b"Bearer k-1") is alice
+
+
+def jwt_settings(tmp_path: Path, issuer: Issuer, **more: Any) -> dict[str, Any]:
+    shown = tmp_path / "jwks.json"
+    shown.write_bytes(issuer.shown())
+    return {"jwt_jwks": str(shown), "jwt_issuer": ISSUER, "jwt_audience": AUDIENCE, **more}
+
+
+async def test_a_token_is_as_good_as_a_key(tmp_path: Path, file: str) -> None:
+    issuer = Issuer()
+    settings = jwt_settings(tmp_path, issuer, tenants_file=file, api_key=["k"])
+    async with FakeWorker() as worker, running_router([worker], **settings) as router:
+        for key in (issuer.token(), issuer.token(), "acme-1", "ops", "k"):
+            assert (await ask(router, key)).status_code == 200
+        salts = [asked.header(headers.SALT) for asked in worker.asked]
+        assert len(set(salts[:3])) == 1 and len(set(salts)) == 3 and salts[4] is None
+        refused = await ask(router, issuer.token(exp=1))
+        assert refused.status_code == 401
+        assert refused.json()["error"] == {
+            "message": "The token has expired.",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "invalid_api_key",
+        }
+        stranger = await ask(router, issuer.token(sub="umbrella"))
+        assert (stranger.status_code, stranger.json()["error"]["code"]) == (403, "forbidden")
+        assert (await ask(router, "a.b.c")).status_code == 401
+        assert len(worker.asked) == 5
+
+
+async def test_without_a_file_each_name_that_tokens_have_is_a_tenant(tmp_path: Path) -> None:
+    issuer = Issuer()
+    async with FakeWorker() as worker, running_router([worker], **jwt_settings(tmp_path, issuer)) as router:
+        for name in ("a", "b", "a"):
+            assert (await ask(router, issuer.token(sub=name))).status_code == 200
+        salts = [asked.header(headers.SALT) for asked in worker.asked]
+        assert salts[0] == salts[2] != salts[1] and all(salts)
+        assert (await get(router, "/workers", issuer.token())).status_code == 403
+
+
+async def test_a_tenant_that_is_taken_out_of_the_file_has_no_good_tokens_any_more(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.yaml"
+    file.write_text("tenants: [{name: acme}]")
+    issuer = Issuer()
+    seconds = [0.0]
+    settings = RouterSettings(**jwt_settings(tmp_path, issuer, tenants_file=str(file)))
+    access = Access(settings, lambda: seconds[0])
+    key = f"Bearer {issuer.token()}".encode()
+    assert access.known(key) is None and (await access.judged(key)).name == "acme"
+    assert access.known(key) is not None
+    file.write_text("tenants: [{name: umbrella}]")
+    seconds[0] = 1.0
+    assert access.known(key) is None
+
+
+def test_tokens_without_issuer_and_audience_are_no_way_to_start(tmp_path: Path) -> None:
+    settings = jwt_settings(tmp_path, Issuer())
+    for missing in ("jwt_issuer", "jwt_audience"):
+        with pytest.raises(SetupError, match="--jwt-jwks wants"):
+            Access(RouterSettings(**{**settings, missing: ""}))
