@@ -25,7 +25,7 @@ import msgspec
 
 from baton_api.errors import TransferFailed
 
-PROTOCOL = 2
+PROTOCOL = 3
 FRAME_LIMIT = 8 * 1024 * 1024
 """Bytes of one frame. A prompt of a million tokens is 5 MB."""
 
@@ -190,6 +190,8 @@ class Failed(Message, frozen=True, tag="failed"):
     reason: str
     retry: bool
     """Whether another prefill worker may do better (overload, drain) or none can (bad request)."""
+    busy: bool = False
+    """Whether it is only that there is no room for it now, or soon nobody."""
 
 
 class Done(Message, frozen=True, tag="done"):

@@ -8,12 +8,40 @@ what a worker is like and corrects what it believed; clients see them too, and m
 from __future__ import annotations
 
 import dataclasses
+import enum
 import re
 from dataclasses import dataclass
 from typing import Self
 
 FIELD_LIMIT = 64
 """Characters of one figure; a longer one is none of ours."""
+
+
+class Fallback(enum.StrEnum):
+    """Why a prompt did not come over whole from a prefill worker, and was computed where it was wanted."""
+
+    UNREACHABLE = "unreachable"
+    LOST = "lost"
+    """The connection ended, or nothing was heard over it for too long."""
+    BUSY = "busy"
+    """The prefill worker had no room for one more, or is draining."""
+    REJECTED = "rejected"
+    """The prefill worker computes no such prompt: it is too long for it, or asks for what it lacks."""
+    FAILED = "failed"
+    """The prefill worker broke over it, and said so."""
+    MISMATCH = "mismatch"
+    """What the prefill worker computed is not what was asked for."""
+    PROTOCOL = "protocol"
+    """The prefill worker said what the protocol forbids."""
+    REFUSED = "refused"
+    """The two do not fit, or the ticket is not good."""
+    TRANSPORT = "transport"
+    """A read ended in an error."""
+    CHECKSUM = "checksum"
+    """Blocks arrived damaged."""
+    DEADLINE = "deadline"
+    """A read, or the whole prompt, took too long."""
+    CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +64,16 @@ class PromptReport:
     """Whether a prefill worker computed it."""
     tail: str = ""
     """The prompt's last full block, as `baton_api.kv_events` name it, in hex; empty if it has none."""
+    fallback: str = ""
+    """Why a prefill worker that was asked did not bring the prompt, mostly in a word of `Fallback`; empty if
+    it did, or nobody was asked."""
 
     def encode(self) -> str:
         """
         >>> report = PromptReport(tokens=270, cached=240, held=0, queue_s=0.001, compute_s=0.12,
         ...                       transfer_s=0.003, remote=True)
         >>> report.encode()
-        'tokens=270;cached=240;held=0;queue_s=0.001000;compute_s=0.120000;transfer_s=0.003000;remote=1;tail='
+        'tokens=270;cached=240;held=0;queue_s=0.001000;compute_s=0.120000;transfer_s=0.003000;remote=1;tail=;fallback='
         """
         return ";".join(f"{name}={_shown(value)}" for name, value in dataclasses.asdict(self).items())
 
@@ -51,7 +82,7 @@ class PromptReport:
         """None for what is no report: an older worker's, or another server's header."""
         given = dict(part.partition("=")[::2] for part in text.split(";"))
         try:
-            values = {name: given[name] for name in _NAMES} | {"tail": given.get("tail", "")}
+            values = {name: given[name] for name in _NAMES} | {name: given.get(name, "") for name in _LATER}
             if any(len(value) > FIELD_LIMIT for value in values.values()):
                 return None
             report = cls(
@@ -63,6 +94,7 @@ class PromptReport:
                 transfer_s=float(values["transfer_s"]),
                 remote=values["remote"] == "1",
                 tail=values["tail"],
+                fallback=values["fallback"],
             )
         except (KeyError, ValueError):
             return None
@@ -71,6 +103,7 @@ class PromptReport:
             report.tokens > 0 and 0 <= report.cached <= report.tokens and 0 <= report.held <= report.tokens
         )
         sound = sound and _TAIL.fullmatch(report.tail) is not None
+        sound = sound and _WORD.fullmatch(report.fallback) is not None
         return report if sound and all(0 <= time < 1e6 for time in times) else None
 
 
@@ -80,7 +113,9 @@ def _shown(value: float | str) -> str:
     return f"{value:.6f}" if isinstance(value, float) else str(int(value))
 
 
-_NAMES = tuple(field.name for field in dataclasses.fields(PromptReport) if field.name != "tail")
-"""What every report says; `tail` came later."""
+_LATER = ("tail", "fallback")
+_NAMES = tuple(field.name for field in dataclasses.fields(PromptReport) if field.name not in _LATER)
+"""What every report says; the others came later."""
 
 _TAIL = re.compile("([0-9a-f]{16})?")
+_WORD = re.compile("[a-z_]{0,32}")

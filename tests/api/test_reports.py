@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from baton_api.reports import PromptReport
+from baton_api.reports import Fallback, PromptReport
 
 REPORT = PromptReport(
     tokens=270, cached=240, held=16, queue_s=0.001, compute_s=0.12, transfer_s=0.003, remote=True
@@ -26,6 +26,7 @@ def test_a_report_is_read_as_it_was_written(seed: int) -> None:
         transfer_s=round(rng.uniform(0, 100), 6),
         remote=rng.random() < 0.5,
         tail=rng.choice(["", f"{rng.getrandbits(64):016x}"]),
+        fallback=rng.choice(["", *Fallback]),
     )
     assert PromptReport.decode(report.encode()) == report
 
@@ -34,8 +35,9 @@ def test_what_a_later_worker_adds_does_no_harm() -> None:
     assert PromptReport.decode(REPORT.encode() + ";colour=red") == REPORT
 
 
-def test_an_earlier_worker_says_nothing_of_the_tail() -> None:
-    assert PromptReport.decode(REPORT.encode().removesuffix(";tail=")) == REPORT
+@pytest.mark.parametrize("unsaid", [";fallback=", ";tail=;fallback="])
+def test_an_earlier_worker_says_less(unsaid: str) -> None:
+    assert PromptReport.decode(REPORT.encode().removesuffix(unsaid)) == REPORT
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,7 @@ def test_an_earlier_worker_says_nothing_of_the_tail() -> None:
         (";", ","),
         ("tail=", "tail=12"),
         ("tail=", "tail=" + "-" * 16),
+        ("fallback=", "fallback=No such word"),
     ],
 )
 def test_what_makes_no_sense_is_no_report(damage: tuple[str, str]) -> None:

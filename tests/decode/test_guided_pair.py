@@ -70,7 +70,7 @@ async def test_a_constraint_that_fails_at_the_prefill_worker_is_kept_to_by_the_o
     async with open_pair(side("prefill"), side("decode"), guide=refuse) as pair:
         assert re.fullmatch(ANSWER, await answer(pair, temperature=0.0))
         assert asked == [Constraint("regex", PATTERN)], "it is not asked a second time"
-        assert pair.prefills.outcomes["failed"] == 1
+        assert pair.prefills.outcomes["rejected"] == 1
 
 
 async def test_a_guide_that_breaks_at_the_prefill_worker_costs_only_its_help() -> None:
@@ -86,4 +86,4 @@ async def test_a_guide_that_breaks_at_the_prefill_worker_costs_only_its_help() -
 
     async with open_pair(side("prefill"), side("decode"), guide=lambda *_: Broken()) as pair:
         assert re.fullmatch(ANSWER, await answer(pair, temperature=0.0))
-        assert pair.prefills.outcomes["failed"] == 1
+        assert pair.prefills.outcomes["rejected"] == 1

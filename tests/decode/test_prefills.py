@@ -76,6 +76,7 @@ async def test_an_address_that_is_none_fails_no_request(address: str) -> None:
         request = Request("q", tuple(PROMPT), pair.request(PROMPT).sampling, remote=remote)
         assert tokens(await pair.decode.generate(request)) == EXPECTED
         assert pair.prefills.outcomes == {"unreachable": 1}
+        assert request.fallback == "unreachable"
 
 
 async def test_a_damaged_block_is_found_and_computed_here() -> None:
@@ -180,13 +181,13 @@ async def test_a_worker_of_another_model_is_refused_and_both_are_named(
 async def test_a_full_prefill_worker_sends_the_prompt_back() -> None:
     async with open_pair(rooms=0) as pair:
         assert tokens(await pair.generate(PROMPT)) == EXPECTED
-        assert pair.prefills.outcomes == {"failed": 1}
+        assert pair.prefills.outcomes == {"busy": 1}
 
 
 async def test_a_prompt_too_large_for_the_prefill_worker_is_computed_here() -> None:
     async with open_pair(prefill=fake_side("prefill", 4)) as pair:
         assert tokens(await pair.generate(PROMPT)) == EXPECTED
-        assert pair.prefills.outcomes == {"failed": 1}
+        assert pair.prefills.outcomes == {"rejected": 1}
 
 
 async def test_one_token_is_one_token() -> None:

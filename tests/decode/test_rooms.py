@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from baton_api.messages import Abort, Chunk, Commit, Done, Failed, TokenChoice
+from baton_api.reports import Fallback
 from baton_decode.rooms import (
     Action,
     Order,
     Pull,
-    Reason,
     Report,
     Room,
     Send,
@@ -159,14 +159,14 @@ def test_a_chunk_that_cannot_be_right_ends_the_attempt_before_a_byte_is_read(cas
     made = room()
     abort, report = made.chunk(FORBIDDEN[case], 0.0)
     assert abort == ABORT
-    assert reported([report]) == Fetched("q", arrived=0, reason=Reason.PROTOCOL)
+    assert reported([report]) == Fetched("q", arrived=0, reason=Fallback.PROTOCOL)
 
 
 def test_a_position_announced_twice_with_different_blocks_ends_the_attempt() -> None:
     made = room()
     made.chunk(chunk(2, [5]), 0.0)
     fetched = reported(made.chunk(chunk(2, [6]), 0.0))
-    assert (fetched.reason, fetched.unsafe) == (Reason.PROTOCOL, frozenset({21}))
+    assert (fetched.reason, fetched.unsafe) == (Fallback.PROTOCOL, frozenset({21}))
 
 
 MISMATCHED = {
@@ -183,7 +183,7 @@ def test_a_commit_for_another_prompt_is_not_believed(case: str) -> None:
     made.chunk(chunk(2, [5, 6, 7]), 0.0)
     bring(made, 1, 3)
     fetched = reported(made.commit(MISMATCHED[case]))
-    assert (fetched.first, fetched.arrived, fetched.reason) == (None, 3, Reason.MISMATCH)
+    assert (fetched.first, fetched.arrived, fetched.reason) == (None, 3, Fallback.MISMATCH)
 
 
 @pytest.mark.parametrize(
@@ -191,11 +191,11 @@ def test_a_commit_for_another_prompt_is_not_believed(case: str) -> None:
     [commit(first=TokenChoice(token=100)), commit(first=TokenChoice(token=-1)), commit(cached_tokens=71)],
 )
 def test_a_commit_with_impossible_numbers_is_not_believed(wrong: Commit) -> None:
-    assert reported(room().commit(wrong)).reason == Reason.PROTOCOL
+    assert reported(room().commit(wrong)).reason == Fallback.PROTOCOL
 
 
 def test_missing_logprobs_are_a_mismatch() -> None:
-    assert reported(room(logprobs=2).commit(commit())).reason == Reason.MISMATCH
+    assert reported(room(logprobs=2).commit(commit())).reason == Fallback.MISMATCH
     good = commit(first=TokenChoice(token=7, logprob=-0.5, top=[(7, -0.5), (8, -0.9)]))
     assert room(logprobs=2).commit(good) == []
 
@@ -207,7 +207,7 @@ def test_a_checksum_that_differs_cuts_the_prefix_before_it() -> None:
     made.pulled(1, pulled(), 1.0)
     abort, report = made.verified(1, [True, False, True])
     assert abort == ABORT
-    assert reported([report]) == Fetched("q", arrived=1, reason=Reason.CHECKSUM)
+    assert reported([report]) == Fetched("q", arrived=1, reason=Fallback.CHECKSUM)
 
 
 def test_blocks_of_an_unsettled_read_are_unsafe_until_it_settles() -> None:
@@ -218,7 +218,9 @@ def test_blocks_of_an_unsettled_read_are_unsafe_until_it_settles() -> None:
     bring(made, 2, 1)
     abort, report = made.cancel()
     assert abort == ABORT
-    assert reported([report]) == Fetched("q", arrived=0, unsafe=frozenset({21, 22}), reason=Reason.CANCELLED)
+    assert reported([report]) == Fetched(
+        "q", arrived=0, unsafe=frozenset({21, 22}), reason=Fallback.CANCELLED
+    )
     assert not made.settled
     assert made.pulled(1, pulled(), 9.0) == [Settled((21, 22))]
     assert made.settled
@@ -237,7 +239,7 @@ def test_a_failed_read_is_settled_and_its_blocks_are_not_good() -> None:
     made.chunk(chunk(3, [6]), 0.0)
     bring(made, 1, 1)
     fetched = reported(made.pull_failed(2, 1.0))
-    assert (fetched.arrived, fetched.unsafe, fetched.reason) == (1, frozenset(), Reason.TRANSPORT)
+    assert (fetched.arrived, fetched.unsafe, fetched.reason) == (1, frozenset(), Fallback.TRANSPORT)
 
 
 def test_when_the_peer_gives_up_the_reads_under_way_still_count() -> None:
@@ -247,13 +249,19 @@ def test_when_the_peer_gives_up_the_reads_under_way_still_count() -> None:
     assert made.chunk(chunk(4, [7]), 0.0) == [], "nothing new is begun"
     done, report = bring(made, 1, 2)
     assert done == DONE
-    assert reported([report]) == Fetched("q", arrived=2, reason=Reason.FAILED)
+    assert reported([report]) == Fetched("q", arrived=2, reason=Fallback.FAILED)
+
+
+def test_a_peer_without_room_is_not_one_that_failed() -> None:
+    done, report = room().failed(Failed(room="r", epoch=2, reason="full", retry=True, busy=True))
+    assert done == DONE
+    assert reported([report]) == Fetched("q", arrived=0, reason=Fallback.BUSY)
 
 
 def test_a_lost_connection_is_reported_without_a_word_to_nobody() -> None:
     made = room()
     (report,) = made.lost()
-    assert reported([report]) == Fetched("q", arrived=0, reason=Reason.LOST)
+    assert reported([report]) == Fetched("q", arrived=0, reason=Fallback.LOST)
 
 
 def test_after_the_answer_nothing_is_answered_again() -> None:

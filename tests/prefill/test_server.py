@@ -325,7 +325,11 @@ async def test_a_full_worker_says_that_another_may_do_better() -> None:
         await chunks(peer)
         peer.send(prefill("s"))
         failed = await hear(peer, Failed)
-        assert (failed.retry, failed.reason) == (True, "prefill-0 has 1 prompts under way already")
+        assert (failed.retry, failed.busy, failed.reason) == (
+            True,
+            True,
+            "prefill-0 has 1 prompts under way already",
+        )
         peer.send(Done(room="r", epoch=1))
 
 

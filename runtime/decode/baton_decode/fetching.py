@@ -16,8 +16,9 @@ from typing import Protocol
 from baton_api.errors import TransferFailed
 from baton_api.hashing import chain_hash
 from baton_api.messages import Chunk, Commit, Failed
+from baton_api.reports import Fallback
 from baton_decode.links import Link
-from baton_decode.rooms import Action, Order, Pull, Reason, Report, Room, Send, Settled, Verify
+from baton_decode.rooms import Action, Order, Pull, Report, Room, Send, Settled, Verify
 from baton_engine.cache import KVCache
 from baton_engine.requests import Fetch, Fetched
 from baton_engine.transfer import Pulled, Transfer
@@ -68,7 +69,7 @@ class Fetching:
     ) -> None:
         """`on_change` is called after the answer and after the last read."""
         self.errand = errand
-        self.reason: Reason | None = None
+        self.reason: Fallback | None = None
         self.answered = False
         self.epoch = 0
         self._name = name
@@ -112,7 +113,7 @@ class Fetching:
             log.warning("request %s cannot be asked for: %s", errand.fetch.request_id, error)
             self._do(self._room.lost())
 
-    def fail(self, reason: Reason) -> None:
+    def fail(self, reason: Fallback) -> None:
         """It ends before a room was made."""
         if not self.answered and self._room is None:
             self._answer(Fetched(self.errand.fetch.request_id, arrived=0, reason=reason.value), reason)
@@ -141,14 +142,14 @@ class Fetching:
     def cancel(self) -> None:
         """The engine does not want it any more."""
         if self._room is None:
-            self.fail(Reason.CANCELLED)
+            self.fail(Fallback.CANCELLED)
         else:
             self._do(self._room.cancel())
 
     def overdue(self) -> None:
         """The prompt, or one of its reads, takes too long."""
         if self._room is None:
-            self.fail(Reason.DEADLINE)
+            self.fail(Fallback.DEADLINE)
         else:
             self._do(self._room.overdue())
 
@@ -216,7 +217,7 @@ class Fetching:
 
         found.add_done_callback(compared)
 
-    def _answer(self, fetched: Fetched, reason: Reason | None) -> None:
+    def _answer(self, fetched: Fetched, reason: Fallback | None) -> None:
         self._deadline.cancel()
         self.answered = True
         self.reason = reason

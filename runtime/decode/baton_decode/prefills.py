@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 from baton_api.errors import IncompatiblePeer, TransferFailed
 from baton_api.messages import Pong
+from baton_api.reports import Fallback
 from baton_decode.fetching import Errand, Fetching, Means, Receiver, whole_hash
 from baton_decode.links import Link
-from baton_decode.rooms import Reason
 from baton_engine.cache import KVCache
 from baton_engine.control import Pace
 from baton_engine.handshake import Identity
@@ -55,7 +55,7 @@ class Prefills:
         pace: Pace | None = None,
     ) -> None:
         self.outcomes: Counter[str] = Counter()
-        """How fetches ended: `whole`, or a `Reason`."""
+        """How fetches ended: `whole`, or a `Fallback`."""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checksums")
         self._means = Means(
             engine, cache, transfer, vocab, transfer_deadline_s, answer_deadline_s, self._executor
@@ -129,10 +129,10 @@ class Prefills:
             link = await self._link(errand)
         except IncompatiblePeer as error:
             log.error("prefill worker %s: %s", errand.address, error)
-            fetching.fail(Reason.REFUSED)
+            fetching.fail(Fallback.REFUSED)
         except TransferFailed as error:
             log.warning("prefill worker %s: %s", errand.address, error)
-            fetching.fail(Reason.UNREACHABLE)
+            fetching.fail(Fallback.UNREACHABLE)
         else:
             if not fetching.answered:
                 fetching.begin(link, tail)

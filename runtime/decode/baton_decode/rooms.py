@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton_api.messages import Abort, Chunk, Commit, Done, Failed, Prefill
+from baton_api.reports import Fallback
 from baton_engine.requests import Fetch, Fetched, RelayRecord
 from baton_engine.transfer import Pulled
 from baton_engine.wire import to_wire
@@ -69,25 +70,6 @@ class State(enum.StrEnum):
     RECEIVING = "receiving"
     COMMITTED = "committed"
     REPORTED = "reported"
-
-
-class Reason(enum.StrEnum):
-    """Why a prompt did not come over whole; also the label of the metric."""
-
-    REFUSED = "refused"
-    UNREACHABLE = "unreachable"
-    LOST = "lost"
-    DEADLINE = "deadline"
-    CHECKSUM = "checksum"
-    FAILED = "failed"
-    """The prefill worker said so."""
-    TRANSPORT = "transport"
-    """A read ended in an error."""
-    MISMATCH = "mismatch"
-    """What the prefill worker computed is not what was asked for."""
-    PROTOCOL = "protocol"
-    """The prefill worker said what the protocol forbids."""
-    CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +127,7 @@ class Room:
     def __init__(self, order: Order) -> None:
         self.order = order
         self.state = State.ASKING
-        self.reason: Reason | None = None
+        self.reason: Fallback | None = None
         self._announced: dict[int, tuple[int, int]] = {}
         """Position -> (block, checksum)."""
         self._reads: dict[int, _Read] = {}
@@ -153,7 +135,7 @@ class Room:
         self._checks: dict[int, _Read] = {}
         self._good: set[int] = set()
         self._commit: Commit | None = None
-        self._peer_failed: str | None = None
+        self._peer_failed: Failed | None = None
         self._pulls = 0
         self._bytes = 0
         self._transport = ""
@@ -185,14 +167,14 @@ class Room:
         if not self._concerns(chunk) or self._peer_failed is not None:
             return []
         if self._forbidden(chunk):
-            return self._give_up(Reason.PROTOCOL)
+            return self._give_up(Fallback.PROTOCOL)
         if self.state is State.ASKING:
             self.state = State.RECEIVING
         positions, remote, checksums = [], [], []
         for offset, told in enumerate(zip(chunk.blocks, chunk.checksums, strict=True)):
             position = chunk.first_block + offset
             if self._announced.setdefault(position, told) != told:
-                return self._give_up(Reason.PROTOCOL)
+                return self._give_up(Fallback.PROTOCOL)
             if position not in self._good and not self._is_under_way(position):
                 positions.append(position)
                 remote.append(told[0])
@@ -212,9 +194,9 @@ class Room:
         length = len(self.order.fetch.tokens)
         asked = (length, self.order.tail, self.order.fetch.sampling.logprobs is not None)
         if asked != (commit.prompt_tokens, commit.tail, commit.first.logprob is not None):
-            return self._give_up(Reason.MISMATCH)
+            return self._give_up(Fallback.MISMATCH)
         if not (0 <= commit.first.token < self.order.vocab and 0 <= commit.cached_tokens <= length):
-            return self._give_up(Reason.PROTOCOL)
+            return self._give_up(Fallback.PROTOCOL)
         self._commit = commit
         self.state = State.COMMITTED
         return self._answer_if_whole()
@@ -223,7 +205,7 @@ class Room:
         """The peer gives up; the reads under way may still bring good blocks."""
         if not self._concerns(failed):
             return []
-        self._peer_failed = failed.reason
+        self._peer_failed = failed
         return self._answer_if_whole()
 
     def pulled(self, number: int, pulled: Pulled, now: float) -> list[Action]:
@@ -241,26 +223,26 @@ class Room:
         read = self._settle(number, now)
         if self.state is State.REPORTED:
             return [Settled(read.local)]
-        return self._give_up(Reason.TRANSPORT)
+        return self._give_up(Fallback.TRANSPORT)
 
     def verified(self, number: int, good: Sequence[bool]) -> list[Action]:
         read = self._checks.pop(number)
         if self.state is State.REPORTED:
             return []
         self._good.update(p for p, equal in zip(read.positions, good, strict=True) if equal)
-        return self._answer_if_whole() if all(good) else self._give_up(Reason.CHECKSUM)
+        return self._answer_if_whole() if all(good) else self._give_up(Fallback.CHECKSUM)
 
     def overdue(self) -> list[Action]:
         """A read, or the whole prompt, takes longer than anybody wants to wait."""
-        return self._give_up(Reason.DEADLINE)
+        return self._give_up(Fallback.DEADLINE)
 
     def cancel(self) -> list[Action]:
         """The request is aborted."""
-        return self._give_up(Reason.CANCELLED)
+        return self._give_up(Fallback.CANCELLED)
 
     def lost(self) -> list[Action]:
         """The connection ended."""
-        return self._give_up(Reason.LOST, tell=False)
+        return self._give_up(Fallback.LOST, tell=False)
 
     def _concerns(self, message: Chunk | Commit | Failed) -> bool:
         mine = (message.room, message.epoch) == (self.order.room, self.order.epoch)
@@ -287,7 +269,7 @@ class Room:
 
     def _answer_if_whole(self) -> list[Action]:
         if self._peer_failed is not None and not self._reads and not self._checks:
-            return [self._done(), self._report(Reason.FAILED)]
+            return [self._done(), self._report(_why(self._peer_failed))]
         if self._commit is None or len(self._good) < len(self.order.fetch.blocks):
             return []
         self.state = State.REPORTED
@@ -300,13 +282,13 @@ class Room:
         )
         return [self._done(), Report(fetched)]
 
-    def _give_up(self, reason: Reason, tell: bool = True) -> list[Action]:
+    def _give_up(self, reason: Fallback, tell: bool = True) -> list[Action]:
         if self.state is State.REPORTED:
             return []
         abort = [Send(Abort(room=self.order.room, epoch=self.order.epoch))] if tell else []
         return [*abort, self._report(reason)]
 
-    def _report(self, reason: Reason) -> Report:
+    def _report(self, reason: Fallback) -> Report:
         self.state = State.REPORTED
         self.reason = reason
         unsafe = frozenset(block for read in self._reads.values() for block in read.local)
@@ -330,3 +312,9 @@ class Room:
             queue_s=commit.queue_s,
             compute_s=commit.compute_s,
         )
+
+
+def _why(failed: Failed) -> Fallback:
+    if failed.busy:
+        return Fallback.BUSY
+    return Fallback.FAILED if failed.retry else Fallback.REJECTED

@@ -355,11 +355,8 @@ class Engine:
             self._scheduler.join(job)
             self._token(job, fetched.first, fetched.relay)
         else:
-            log.warning(
-                "Request %s is computed here after all: %s",
-                fetched.request_id,
-                fetched.reason or TRANSFER_FAILED,
-            )
+            reason = job.request.fallback = fetched.reason or TRANSFER_FAILED
+            log.warning("Request %s is computed here after all: %s", fetched.request_id, reason)
             self._figures.fetch_failed(fetched.reason)
             self._scheduler.requeue(job)
 

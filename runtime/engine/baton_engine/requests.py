@@ -296,6 +296,8 @@ class Request:
     cached_tokens: int = 0
     tail: bytes = b""
     """Chain hash of the prompt's last full block, once the engine has it; empty if there is none."""
+    fallback: str = ""
+    """Why `remote` did not bring the prompt, if it did not; mostly a word of `baton_api.reports.Fallback`."""
 
     @property
     def draws(self) -> bool:

@@ -184,9 +184,9 @@ class PrefillServer:
             if before.room.ask.epoch >= ask.epoch:
                 return  # said twice, or late
             before.do(before.room.abort())
-        reason, retry, tail = self._busy(), True, b""
+        reason, tail = self._busy(), b""
+        busy = bool(reason)
         if not reason:
-            retry = False
             reason = self._ticket_refusal(ask.ticket, ask.request_id) or ""
         if not reason:
             try:
@@ -196,7 +196,7 @@ class PrefillServer:
                 reason = error.message
         if reason:
             log.warning("refused prompt %s of %s: %s", ask.room[:200], connection.peer, reason)
-            connection.send(Failed(room=ask.room, epoch=ask.epoch, reason=reason, retry=retry))
+            connection.send(Failed(room=ask.room, epoch=ask.epoch, reason=reason, retry=busy, busy=busy))
             return
         self._attempts += 1
         room = Room(ask, self._limits.prompt.block_size, tail)

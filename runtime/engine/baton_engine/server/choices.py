@@ -234,6 +234,7 @@ def report_of(request: Request, output: Output) -> PromptReport | None:
         transfer_s=0.0,
         remote=False,
         tail=tail,
+        fallback=request.fallback if request.fallback.isidentifier() else "",
     )
 
 
