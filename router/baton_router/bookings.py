@@ -10,81 +10,80 @@ worker that is nearly done look as busy as one that has just begun.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 
 PROGRESS_LIMIT = 0.95
 """Share of a booking that can have passed while it is not done: the rest is still to come."""
 
 
-@dataclass(frozen=True, slots=True)
-class Booking:
-    """One prompt that a worker is to compute."""
-
-    seconds: float
-    """Predicted."""
-    tokens: int
-    """To be computed."""
-
-
 class PrefillBookings:
     """The prompts that one worker has to compute, in the order in which they were sent."""
 
-    __slots__ = ("_booked", "_head_began", "seconds", "tokens")
+    __slots__ = ("_booked", "_head_began", "_head_s", "seconds", "tokens", "waiting")
 
     def __init__(self) -> None:
-        self._booked: OrderedDict[int, Booking] = OrderedDict()
+        self._booked: OrderedDict[int, tuple[float, int]] = OrderedDict()
+        """Number -> seconds, tokens."""
         self._head_began = 0.0
+        self._head_s = 0.0
+        """Of the first one, as far as they can have passed."""
         self.seconds = 0.0
         """Of all bookings."""
         self.tokens = 0
+        self.waiting = 0
+        """How many there are."""
 
-    def __len__(self) -> int:
-        return len(self._booked)
-
-    def book(self, number: int, booking: Booking, now: float) -> None:
+    def book(self, number: int, seconds: float, tokens: int, now: float) -> None:
+        """One prompt more, with `tokens` to compute in predicted `seconds`."""
         if not self._booked:
             self._head_began = now
+            self._head_s = PROGRESS_LIMIT * seconds
             self.seconds = 0.0  # sums of floating point drift; an empty list is a chance to be exact
-        self._booked[number] = booking
-        self.seconds += booking.seconds
-        self.tokens += booking.tokens
+        self._booked[number] = seconds, tokens
+        self.waiting += 1
+        self.seconds += seconds
+        self.tokens += tokens
 
     def release(self, number: int, now: float) -> None:
         """It is done, or will not be; a number that is not booked is none of ours."""
-        head = next(iter(self._booked), None)
-        booking = self._booked.pop(number, None)
-        if booking is None:
+        booked = self._booked
+        if number not in booked:
             return
-        self.seconds -= booking.seconds
-        self.tokens -= booking.tokens
-        if number == head:
+        was_head = next(iter(booked)) == number
+        seconds, tokens = booked.pop(number)
+        self.waiting -= 1
+        self.seconds -= seconds
+        self.tokens -= tokens
+        if was_head:
             self._head_began = now
+            self._head_s = PROGRESS_LIMIT * next(iter(booked.values()))[0] if booked else 0.0
 
     def backlog_s(self, now: float) -> float:
         """Seconds until the worker would begin with another prompt."""
-        if not self._booked:
+        if not self.waiting:
             return 0.0
-        head = next(iter(self._booked.values()))
-        progress = min(PROGRESS_LIMIT * head.seconds, max(0.0, now - self._head_began))
-        return max(0.0, self.seconds - progress)
+        progress = now - self._head_began
+        left = self.seconds - (progress if progress < self._head_s else self._head_s)
+        return left if left > 0.0 else 0.0
 
 
 class StreamBookings:
     """The requests for which one worker generates, or soon will."""
 
-    __slots__ = ("_booked", "tokens")
+    __slots__ = ("_booked", "count", "tokens")
 
     def __init__(self) -> None:
         self._booked: dict[int, int] = {}
         self.tokens = 0
         """Of all their contexts."""
-
-    def __len__(self) -> int:
-        return len(self._booked)
+        self.count = 0
 
     def book(self, number: int, tokens: int) -> None:
         self._booked[number] = tokens
         self.tokens += tokens
+        self.count += 1
 
     def release(self, number: int) -> None:
-        self.tokens -= self._booked.pop(number, 0)
+        tokens = self._booked.pop(number, None)
+        if tokens is not None:
+            self.tokens -= tokens
+            self.count -= 1

@@ -9,14 +9,18 @@ and that falls out.
 
 The price of a way is its seconds for this request, and what it costs those behind it: the busier a
 worker, the more a second of it is worth. With little to do, the nearest cache wins; with much to do, the
-work is spread. What is here is arithmetic over plain figures; whoever calls it knows the workers.
+work is spread. What is here is arithmetic over plain figures; whoever calls it knows the workers by their
+numbers. It is done for every worker at every request, hence plain tuples.
 """
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
+
+from baton_router.costs import NEVER
 
 CLOSE_S = 0.010
 """Prices this close are equal: then the longest match wins, then the idler worker, then chance."""
@@ -31,119 +35,136 @@ DISTURBANCE = 0.3
 BEST_OF_EACH = 4
 """Prefill and decode workers that are looked at pair by pair; the others cost more by themselves."""
 
+ALONE = -1
+"""The prefill worker's number where the decode worker computes the prompt itself."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillOffer:
-    """One worker that could compute the prompt."""
+PrefillOffer = tuple[float, float, int, int]
+"""Price, seconds to the prompt's end, tokens cached, prompts waiting."""
 
-    worker: str
-    group: str
-    """Only workers of one group can be a pair."""
-    cached: int
-    """Tokens of the prompt that it is believed to hold."""
-    backlog_s: float
-    waiting: int
-    """Prompts that it has still to compute."""
-    compute_s: float
-    """For what it does not hold."""
+DecodeOffer = tuple[float, float, float, float, int, int, int]
+"""Price whoever computes the prompt, price and seconds to the first token if it does so itself, seconds
+until it has room, tokens cached, streams, prompts waiting."""
 
-    @property
-    def price_s(self) -> float:
-        return self.backlog_s + (1 + concern(self.waiting)) * self.compute_s
+PlainWay = tuple[float, float, int, int, int, int]
+"""A `Way` before it is chosen."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeOffer:
-    """One worker that could generate."""
-
-    worker: str
-    group: str
-    cached: int
-    streams: int
-    """For which it generates already."""
-    backlog_s: float
-    """Of prompts that it computes itself."""
-    waiting: int
-    compute_s: float
-    """If it computes itself what it does not hold."""
-    room_s: float
-    """Until it has KV blocks for the request."""
-    slowdown_s: float
-    """What the others lose, all together, by one stream more."""
-
-    @property
-    def price_s(self) -> float:
-        """Whoever computes the prompt."""
-        return self.room_s + self.slowdown_s
-
-    @property
-    def alone_s(self) -> float:
-        """The price if it computes the prompt itself."""
-        mine = self.backlog_s + (1 + concern(self.waiting)) * self.compute_s
-        return self.price_s + mine + self.streams * DISTURBANCE * self.compute_s
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
+class Way(NamedTuple):
     """One way to serve the request."""
 
-    decode: DecodeOffer
-    prefill: PrefillOffer | None
-    """None: the decode worker computes the prompt itself."""
     price_s: float
     first_token_s: float
     """Predicted, from now."""
+    cached: int
+    """Tokens of the prompt that nobody computes."""
+    busy: int
+    """Requests ahead, to tell apart what costs the same."""
+    decode: int
+    prefill: int
 
-    @property
-    def cached(self) -> int:
-        """Tokens of the prompt that nobody computes."""
-        return self.decode.cached if self.prefill is None else self.prefill.cached
 
-    @property
-    def busy(self) -> int:
-        """Requests ahead, to tell apart what costs the same."""
-        return self.decode.streams + (self.prefill or self.decode).waiting
+class Group(NamedTuple):
+    """Workers of which any two can be a pair."""
+
+    decodes: Sequence[int]
+    prefills: Sequence[int]
+
+
+def prefill_offer(cached: int, backlog_s: float, waiting: int, compute_s: float) -> PrefillOffer:
+    """
+    A worker that could compute the prompt, of which it holds `cached` tokens, in `compute_s`.
+
+    Before that it has to compute `waiting` prompts, for `backlog_s`.
+    """
+    price = backlog_s + (1 + concern(waiting)) * compute_s
+    return price, backlog_s + compute_s, cached, waiting
+
+
+def decode_offer(
+    cached: int,
+    backlog_s: float,
+    waiting: int,
+    compute_s: float,
+    streams: int,
+    room_s: float,
+    slowdown_s: float,
+) -> DecodeOffer:
+    """
+    A worker that could generate beside `streams` others, and compute the prompt as in `prefill_offer`.
+
+    `room_s` passes until it has KV blocks for the request; the others lose `slowdown_s`, all together, by one
+    stream more.
+    """
+    price = room_s + slowdown_s
+    alone = price + backlog_s + (1 + concern(waiting) + streams * DISTURBANCE) * compute_s
+    return price, alone, backlog_s + compute_s + room_s, room_s, cached, streams, waiting
 
 
 def concern(waiting: int) -> float:
     """What a second of a worker with so many prompts waiting costs those behind, per second."""
-    return min(MOST_CONCERN, LEAST_CONCERN + waiting)
+    concern = LEAST_CONCERN + waiting
+    return concern if concern < MOST_CONCERN else MOST_CONCERN
 
 
 def ways(
     decodes: Sequence[DecodeOffer],
     prefills: Sequence[PrefillOffer],
-    transfer_s: Callable[[str, str], float],
+    groups: Sequence[Group],
+    transfer_s: Callable[[int, int], float],
     alone_limit: int,
     context: int,
-) -> list[Way]:
+) -> list[PlainWay]:
     """
-    The ways worth comparing, the cheapest first.
+    The ways worth comparing, the cheapest first; at least one, if there are decode workers.
 
-    `transfer_s` is asked for some pairs of a prefill and a decode worker. A decode worker that would compute
-    more than `alone_limit` of the `context` tokens beside its streams is asked to only if nobody else can.
+    Workers are numbered by their places in `decodes` and `prefills`. `transfer_s` is asked for some pairs of
+    a prefill and a decode worker. A decode worker that would compute more than `alone_limit` of the
+    `context` tokens beside its streams is asked to only if nobody else can.
     """
-    found: list[Way] = []
-    cheapest = sorted(decodes, key=lambda offer: offer.price_s)
-    for group in {offer.group for offer in decodes} if prefills else ():
-        sources = sorted((one for one in prefills if one.group == group), key=lambda one: one.price_s)
-        targets = [one for one in cheapest if one.group == group]
-        for source in sources[:BEST_OF_EACH]:
-            for target in targets[:BEST_OF_EACH]:
-                moving = transfer_s(source.worker, target.worker)
-                first = source.backlog_s + source.compute_s + moving + target.room_s
-                price = source.price_s + moving + target.price_s
-                found.append(Way(target, source, price, first))
-    served = {way.decode.group for way in found}
-    for offer in decodes:
-        if context - offer.cached <= alone_limit or offer.group not in served:
-            first = offer.backlog_s + offer.compute_s + offer.room_s
-            found.append(Way(offer, None, offer.alone_s, first))
-    return sorted(found, key=lambda way: way.price_s)
+    found: list[PlainWay] = []
+    paired: set[int] = set()
+    for group in groups:
+        if group.prefills:
+            before = len(found)
+            targets = _cheapest(group.decodes, decodes)
+            for source in _cheapest(group.prefills, prefills):
+                price, computed, cached, waiting = prefills[source]
+                for target in targets:
+                    generating, _, _, room, _, streams, _ = decodes[target]
+                    moving = transfer_s(source, target)
+                    if moving == NEVER:
+                        continue
+                    first = computed + moving + room
+                    way = (price + moving + generating, first, cached, streams + waiting, target, source)
+                    found.append(way)
+            if len(found) > before:
+                paired.update(group.decodes)
+    for target, (_, price, first, _, cached, streams, waiting) in enumerate(decodes):
+        if context - cached <= alone_limit or target not in paired:
+            found.append((price, first, cached, streams + waiting, target, ALONE))
+    found.sort()
+    return found
 
 
-def choose(found: Sequence[Way], rng: random.Random) -> Way:
+def choose(found: Sequence[PlainWay], rng: random.Random) -> Way:
     """The cheapest way; among those that cost about the same, the one with most cached, least busy."""
-    close = [way for way in found if way.price_s <= found[0].price_s + CLOSE_S]
-    best = max((way.cached, -way.busy) for way in close)
-    return rng.choice([way for way in close if (way.cached, -way.busy) == best])
+    limit = found[0][0] + CLOSE_S
+    best = [found[0]]
+    _, _, most, least, _, _ = found[0]
+    for way in found[1:]:
+        price, _, cached, busy, _, _ = way
+        if price > limit:
+            break
+        if cached > most or (cached == most and busy < least):
+            best, most, least = [way], cached, busy
+        elif cached == most and busy == least:
+            best.append(way)
+    return Way._make(best[0] if len(best) == 1 else rng.choice(best))
+
+
+def _cheapest(
+    numbers: Sequence[int], offers: Sequence[PrefillOffer] | Sequence[DecodeOffer]
+) -> Sequence[int]:
+    if len(numbers) <= BEST_OF_EACH:
+        return numbers
+    return heapq.nsmallest(BEST_OF_EACH, numbers, key=lambda number: offers[number][0])

@@ -12,8 +12,13 @@ from dataclasses import dataclass, field
 
 from baton_router.least_squares import LeastSquares
 
+NEVER = float("inf")
+
 LEAST_S = 1e-4
 """No prediction is below this: a line through noise may well be."""
+
+TAUGHT = 10
+"""Measurements that make a prediction one to rely on."""
 
 SMOOTHING = 0.1
 """What one measurement adds to an average that goes with the times."""
@@ -27,30 +32,37 @@ class PrefillCost:
     A constant, a share per token, and one per pair of tokens that attend to one another.
     """
 
-    line: LeastSquares = field(default_factory=lambda: LeastSquares([0.02, 0.1, 0.005]))
+    line: LeastSquares = field(default_factory=lambda: LeastSquares((0.02, 0.1, 0.005)))
 
     def seconds(self, uncached: int, context: int) -> float:
         constant, each, pairs = self.line.coefficients  # written out: it is asked for every worker
         work = uncached * (context - uncached / 2)
-        return max(LEAST_S, constant + each * uncached / 1e3 + pairs * work / 1e6)
+        seconds = constant + each * uncached / 1e3 + pairs * work / 1e6
+        return seconds if seconds > LEAST_S else LEAST_S
+
+    @property
+    def taught(self) -> bool:
+        """Whether it is more than a guess."""
+        return self.line.measurements >= TAUGHT
 
     def learn(self, uncached: int, context: int, seconds: float) -> None:
         work = uncached * (context - uncached / 2)
-        self.line.learn((1.0, uncached / 1e3, work / 1e6), seconds)
+        self.line.learn(1.0, uncached / 1e3, work / 1e6, seconds)
 
 
 @dataclass(slots=True)
 class StepCost:
     """Seconds from one token to the next, with `running` streams of `context` tokens in all."""
 
-    line: LeastSquares = field(default_factory=lambda: LeastSquares([0.01, 0.002, 0.002]))
+    line: LeastSquares = field(default_factory=lambda: LeastSquares((0.01, 0.002, 0.002)))
 
     def seconds(self, running: int, context: int) -> float:
         constant, each, tokens = self.line.coefficients
-        return max(LEAST_S, constant + each * running / 10 + tokens * context / 1e4)
+        seconds = constant + each * running / 10 + tokens * context / 1e4
+        return seconds if seconds > LEAST_S else LEAST_S
 
     def learn(self, running: int, context: int, seconds: float) -> None:
-        self.line.learn((1.0, running / 10, context / 1e4), seconds)
+        self.line.learn(1.0, running / 10, context / 1e4, seconds)
 
 
 @dataclass(slots=True)
@@ -69,8 +81,13 @@ class TransferCost:
 
     seconds_per_token: Average = field(default_factory=lambda: Average(2e-6))
     start_s: float = 0.001
+    apart_until: float = 0.0
+    """Blocks did not come over between the two: until then they are no pair."""
 
-    def seconds(self, tokens: int) -> float:
+    def seconds(self, tokens: int, now: float) -> float:
+        """Infinite while the two are kept apart."""
+        if now < self.apart_until:
+            return NEVER
         return self.start_s + tokens * self.seconds_per_token.value
 
     def learn(self, tokens: int, seconds: float) -> None:

@@ -11,14 +11,15 @@ import itertools
 import logging
 import random
 from collections import deque
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+
+import msgspec
 
 from baton_api.reports import PromptReport
 from baton_router import choice
-from baton_router.bookings import Booking
-from baton_router.choice import DecodeOffer, PrefillOffer, Way
-from baton_router.costs import Average
+from baton_router.candidates import Candidates, Field
+from baton_router.choice import ALONE, DecodeOffer, PlainWay, PrefillOffer, Way
+from baton_router.costs import LEAST_S, Average
 from baton_router.knowledge import Knowledge, Known
 from baton_router.parity import REQUESTS
 from baton_router.policy import Pair
@@ -33,26 +34,37 @@ EXPECTED_ANSWER_TOKENS = 200.0
 
 OTHERS_SHOWN = 3
 
+NOTHING_AHEAD: Mapping[int, float] = {}
 
-@dataclass(slots=True, eq=False)
-class Dispatch:
+
+class Dispatch(msgspec.Struct, eq=False):
     """Where one request was sent, why there, and what came of it. Times are of the router's clock."""
 
     number: int
     pair: Pair
     way: Way
-    others: tuple[Way, ...]
-    """The next best ways, the cheapest first."""
+    among: Candidates
+    others: list[PlainWay]
+    """The cheapest ways."""
     prompt: Prompt
     tokens: int
     """Of the prompt, estimated."""
     expected: int
     """How many of them whoever computes it is believed to hold, whether or not one counts on it."""
     decided: float
+    computing: Known
+    """What is known of whoever computes the prompt."""
+    generating: Known
+    compute_s: float
+    """What it takes to compute the prompt there."""
+    matched: list[tuple[Known, int]]
+    """How many of its chunks those two held when it was planned."""
+    streams: bool = True
+    """Whether the answer begins when the prompt is computed."""
+    hoped: list[tuple[Known, list[int]]] = []
+    """The chunks of the prompt that a worker is believed to hold since it was sent there."""
     first_byte: float | None = None
     ended: float | None = None
-    hoped: tuple[tuple[Worker, list[int]], ...] = ()
-    """The chunks of the prompt that a worker is believed to hold since it was sent there."""
     report: PromptReport | None = None
 
     @property
@@ -79,166 +91,214 @@ class Dispatcher:
 
     def __init__(self, workers: Workers, rng: random.Random, alone_limit: int) -> None:
         """`alone_limit`: tokens that a decode worker computes beside its streams, at most."""
-        self._workers = workers
         self._rng = rng
         self._alone_limit = alone_limit
         self._numbers = itertools.count(1)
         self._answer_tokens = Average(EXPECTED_ANSWER_TOKENS)
         self.knowledge = Knowledge()
+        self._field = Field(workers, self.knowledge)
         self.dispatches: deque[Dispatch] = deque(maxlen=DISPATCHES_LIMIT)
         """The last ones, the newest at the end."""
 
-    def dispatch(
-        self, model: str | None, prompt: Prompt, tried: Collection[str], now: float
+    def candidates(self, model: str | None, now: float) -> Candidates | None:
+        """Who may be chosen for a request that nobody had yet. Raises what `Workers.serving` raises."""
+        return self._field.candidates(model, (), now)
+
+    def plan(
+        self,
+        model: str | None,
+        prompt: Prompt,
+        tried: Collection[str],
+        now: float,
+        ahead: Mapping[int, float] = NOTHING_AHEAD,
     ) -> Dispatch | None:
         """
-        Choose among the workers that are not in `tried`, by name, and book the request; None if none is left.
+        Choose among the workers that are not in `tried`, by name; None if none is left. Nothing is booked yet.
 
-        Raises what `Workers.serving` raises.
+        `ahead` are seconds, by the workers' slots, of prompts that are not booked but will go there before
+        this one. Raises what `Workers.serving` raises.
         """
-        decodes = self._workers.serving(model, tried, now)
-        if not decodes:
+        among = self._field.candidates(model, tried, now)
+        if among is None:
             return None
-        prefills = [one for one in self._workers.prefill if one.name not in tried and one.ready(now)]
-        # Before what is held is asked for: a worker that began anew holds nothing.
-        generating = [(worker, self._known(worker)) for worker in decodes]
-        computing = [(worker, self._known(worker)) for worker in prefills]
-        name = decodes[0].model
-        tokens = self.knowledge.tokens(prompt, name)
-        ratio = self.knowledge.bytes_per_token(name).value
-        held = {slot: int(size / ratio) for slot, size in self.knowledge.held(prompt).items()}
+        ratio = among.bytes_per_token.value
+        tokens = max(1, round(prompt.bytes / ratio))
+        matched = self.knowledge.match(prompt)
+        held = {slot: int(size / ratio) for slot, size in self.knowledge.held(prompt, matched).items()}
+        transfers = among.transfers
         found = choice.ways(
-            [self._decode_offer(worker, known, tokens, held, now) for worker, known in generating],
-            [self._prefill_offer(worker, known, tokens, held, now) for worker, known in computing],
-            lambda source, target: self.knowledge.transfer(source, target).seconds(tokens),
+            [self._decode_offer(known, tokens, held, now, ahead) for known in among.known_decodes],
+            [self._prefill_offer(known, tokens, held, now, ahead) for known in among.known_prefills],
+            among.groups,
+            lambda source, target: transfers[source][target].seconds(tokens, now),
             self._alone_limit,
             tokens,
         )
         way = choice.choose(found, self._rng)
-        named = {worker.name: worker for worker in (*decodes, *prefills)}
-        pair = Pair(named[way.decode.worker], named[way.prefill.worker] if way.prefill else None)
-        others = tuple(one for one in found[: OTHERS_SHOWN + 1] if one is not way)[:OTHERS_SHOWN]
-        computer = self._known(pair.prefill or pair.decode)
-        expected = min(held.get(computer.slot, 0), tokens - 1)
-        made = Dispatch(next(self._numbers), pair, way, others, prompt, tokens, expected, now)
-        self._book(made, now)
-        self.dispatches.append(made)
+        generating = among.known_decodes[way.decode]
+        computing = generating if way.prefill == ALONE else among.known_prefills[way.prefill]
+        return Dispatch(
+            next(self._numbers),
+            among.pair(way),
+            way,
+            among,
+            found[: OTHERS_SHOWN + 1],
+            prompt,
+            tokens,
+            min(held.get(computing.slot, 0), tokens - 1),
+            now,
+            computing,
+            generating,
+            computing.prefill_cost.seconds(tokens - way.cached, tokens),
+            [
+                (known, matched.get(known.slot, 0))
+                for known in ((generating,) if computing is generating else (computing, generating))
+            ],
+        )
+
+    def dispatch(
+        self, model: str | None, prompt: Prompt, tried: Collection[str], now: float
+    ) -> Dispatch | None:
+        """`plan` and `book` in one."""
+        made = self.plan(model, prompt, tried, now)
+        if made is not None:
+            self.book(made, now)
         return made
+
+    def book(self, made: Dispatch, now: float) -> None:
+        """The request goes where it was planned, which must have been in this same moment."""
+        made.decided = now
+        made.computing.computing.book(made.number, made.compute_s, made.uncached, now)
+        made.generating.streams.book(made.number, made.tokens)
+        sent = self.knowledge.sent
+        made.hoped = [(known, sent(made.prompt, known, matched)) for known, matched in made.matched]
+        self.dispatches.append(made)
+
+    @property
+    def answer_tokens(self) -> float:
+        """How many tokens an answer has, as far as one can tell before."""
+        return self._answer_tokens.value
+
+    def room_s(self, made: Dispatch) -> float:
+        """Seconds until the worker that is to generate has room for all of the prompt."""
+        known = made.generating
+        streams = known.streams
+        if not streams.count or not known.total_blocks or made.tokens > known.total_blocks * known.block_size:
+            return 0.0  # one that can never fit is for the worker to refuse
+        return self._room_s(known, made.tokens, known.step_cost.seconds(streams.count, streams.tokens))
+
+    def computed(self, made: Dispatch, now: float) -> None:
+        """The prompt is computed, or believed to be: the worker can begin with another."""
+        made.computing.computing.release(made.number, now)
 
     def began(self, made: Dispatch, report: PromptReport | None, now: float) -> None:
         """The first byte of the answer is there, and with it what the worker says of the prompt."""
         if made.first_byte is not None:
             return
         made.first_byte, made.report = now, report
-        self._known(made.computer).computing.release(made.number, now)
+        made.computing.computing.release(made.number, now)
         if report is not None:
             self.knowledge.computed(made.prompt, report, made.hoped)
             self._learn(made, report)
+        elif made.streams and not made.generating.reports:
+            # An engine that says nothing of prompts: what was not to be waited for was the prompt.
+            waited = made.way.first_token_s - made.compute_s
+            seconds = max(LEAST_S, now - made.decided - waited)
+            made.computing.prefill_cost.learn(made.uncached, made.tokens, seconds)
 
     def let_go(self, made: Dispatch, now: float, *, complete: bool) -> None:
         """The request has ended, one way or another; `complete` if its answer is whole."""
         if made.ended is not None:
             return
         made.ended = now
-        self._known(made.computer).computing.release(made.number, now)
-        self._known(made.pair.decode).streams.release(made.number)
+        made.generating.streams.release(made.number)
         if made.first_byte is None:
-            for worker, chunks in made.hoped:
-                self.knowledge.lost(chunks, worker)
+            made.computing.computing.release(made.number, now)
+            for known, chunks in made.hoped:
+                self.knowledge.lost(chunks, known)
         elif complete:
-            self.knowledge.answered(made.prompt, made.pair.decode)
-
-    def _known(self, worker: Worker) -> Known:
-        return self.knowledge.of(worker)
-
-    def _book(self, made: Dispatch, now: float) -> None:
-        computer, decode = self._known(made.computer), self._known(made.pair.decode)
-        offer = made.way.prefill or made.way.decode
-        computer.computing.book(made.number, Booking(offer.compute_s, made.uncached), now)
-        decode.streams.book(made.number, made.tokens)
-        there = {made.computer, made.pair.decode}
-        made.hoped = tuple((worker, self.knowledge.sent(made.prompt, worker)) for worker in there)
+            self.knowledge.answered(made.prompt, made.generating)
 
     def _learn(self, made: Dispatch, report: PromptReport) -> None:
-        model = made.pair.decode.model
+        made.generating.reports = True
         if made.prompt.bytes:
-            self.knowledge.bytes_per_token(model).learn(made.prompt.bytes / report.tokens)
+            made.among.bytes_per_token.learn(made.prompt.bytes / report.tokens)
         computed = max(1, report.tokens - report.cached)
-        computer = made.pair.prefill if report.remote else made.pair.decode
-        if computer is None:
+        if report.remote and made.pair.prefill is None:
             return
-        known = self._known(computer)
+        known = made.computing if report.remote else made.generating
         known.prefill_cost.learn(computed, report.tokens, report.compute_s)
-        if computer is made.computer:
-            self._compare(computer, made.expected * report.tokens / made.tokens, report.cached)
+        if known is made.computing:
+            self._compare(made, made.expected * report.tokens / made.tokens, report.cached)
         if report.remote:
             moved = report.tokens - report.held
-            self.knowledge.transfer(computer.name, made.pair.decode.name).learn(moved, report.transfer_s)
+            made.among.transfers[made.way.prefill][made.way.decode].learn(moved, report.transfer_s)
 
-    def _compare(self, worker: Worker, expected: float, actual: int) -> None:
-        parity = self._known(worker).parity
+    def _compare(self, made: Dispatch, expected: float, actual: int) -> None:
+        parity = made.computing.parity
         if not parity.learn(expected, actual):
             return
         if parity.broken:
             log.warning(
                 "The worker %s had only %.0f %% of the prompt tokens cached that it was believed to hold, "
                 "over about the last %d requests: it is chosen by its load alone until that changes.",
-                worker.name,
+                made.computer.name,
                 100 * parity.ratio,
                 REQUESTS,
             )
         else:
-            log.info("The worker %s holds again what it is believed to hold.", worker.name)
+            log.info("The worker %s holds again what it is believed to hold.", made.computer.name)
 
     def _prefill_offer(
-        self, worker: Worker, known: Known, tokens: int, held: dict[int, int], now: float
+        self, known: Known, tokens: int, held: dict[int, int], now: float, ahead: Mapping[int, float]
     ) -> PrefillOffer:
-        cached = min(int(held.get(known.slot, 0) * known.credence), tokens - 1)
-        return PrefillOffer(
-            worker=worker.name,
-            group=worker.compatibility,
-            cached=cached,
-            backlog_s=known.computing.backlog_s(now),
-            waiting=len(known.computing),
-            compute_s=known.prefill_cost.seconds(tokens - cached, tokens),
-        )
+        cached = held.get(known.slot, 0)
+        if cached:
+            cached = min(int(cached * known.credence), tokens - 1)
+        computing = known.computing
+        compute_s = known.prefill_cost.seconds(tokens - cached, tokens)
+        backlog_s = computing.backlog_s(now)
+        if ahead:
+            backlog_s += ahead.get(known.slot, 0.0)
+        return choice.prefill_offer(cached, backlog_s, computing.waiting, compute_s)
 
     def _decode_offer(
-        self, worker: Worker, known: Known, tokens: int, held: dict[int, int], now: float
+        self, known: Known, tokens: int, held: dict[int, int], now: float, ahead: Mapping[int, float]
     ) -> DecodeOffer:
-        cached = min(int(held.get(known.slot, 0) * known.credence), tokens - 1)
-        streams, context = len(known.streams), known.streams.tokens
-        slower = 0.0
+        cached = held.get(known.slot, 0)
+        if cached:
+            cached = min(int(cached * known.credence), tokens - 1)
+        computing = known.computing
+        compute_s = known.prefill_cost.seconds(tokens - cached, tokens)
+        streams, room_s, slowdown_s = known.streams.count, 0.0, 0.0
         if streams:
-            step = known.step_cost
-            slower = step.seconds(streams + 1, context + tokens) - step.seconds(streams, context)
-        return DecodeOffer(
-            worker=worker.name,
-            group=worker.compatibility,
-            cached=cached,
-            streams=streams,
-            backlog_s=known.computing.backlog_s(now),
-            waiting=len(known.computing),
-            compute_s=known.prefill_cost.seconds(tokens - cached, tokens),
-            room_s=self._room_s(worker, known, tokens - cached),
-            slowdown_s=streams * max(0.0, slower) * self._answer_tokens.value,
+            step, context = known.step_cost, known.streams.tokens
+            step_s = step.seconds(streams, context)
+            slower_s = step.seconds(streams + 1, context + tokens)
+            if slower_s > step_s:
+                slowdown_s = streams * (slower_s - step_s) * self._answer_tokens.value
+            if known.total_blocks:
+                room_s = self._room_s(known, tokens - cached, step_s)
+        backlog_s = computing.backlog_s(now)
+        if ahead:
+            backlog_s += ahead.get(known.slot, 0.0)
+        return choice.decode_offer(
+            cached, backlog_s, computing.waiting, compute_s, streams, room_s, slowdown_s
         )
 
-    def _room_s(self, worker: Worker, known: Known, tokens: int) -> float:
+    def _room_s(self, known: Known, tokens: int, step_s: float) -> float:
         """Seconds until blocks for so many tokens come free, if one stream ends after the other."""
-        load = worker.health.load
-        if load is None or not load.total_blocks:
+        missing = -(-tokens // known.block_size) - known.free_blocks
+        if missing <= 0:
             return 0.0
-        missing = -(-tokens // load.block_size) - load.free_blocks
-        if missing <= 0 or not len(known.streams):
-            return 0.0
-        step = known.step_cost.seconds(len(known.streams), known.streams.tokens)
-        each = known.streams.tokens / len(known.streams) / load.block_size
-        return missing / max(1.0, each) * step * self._answer_tokens.value / len(known.streams)
+        streams = known.streams.count
+        each = known.streams.tokens / streams / known.block_size
+        return missing / max(1.0, each) * step_s * self._answer_tokens.value / streams
 
 
 def explained(made: Dispatch) -> dict[str, object]:
     """A dispatch as `GET /debug/decisions` shows it."""
+    others = [way for way in made.others if way != made.way][:OTHERS_SHOWN]
     return {
         "number": made.number,
         "decode": made.pair.decode.name,
@@ -251,14 +311,14 @@ def explained(made: Dispatch) -> dict[str, object]:
         "first_byte_s": None if made.first_byte is None else round(made.first_byte - made.decided, 6),
         "actual_tokens": made.report.tokens if made.report else None,
         "actual_cached": made.report.cached if made.report else None,
-        "others": [_way(way) for way in made.others],
+        "others": [_way(made.among.pair(Way._make(way)), Way._make(way)) for way in others],
     }
 
 
-def _way(way: Way) -> dict[str, object]:
+def _way(pair: Pair, way: Way) -> dict[str, object]:
     return {
-        "decode": way.decode.worker,
-        "prefill": way.prefill.worker if way.prefill else None,
+        "decode": pair.decode.name,
+        "prefill": pair.prefill.name if pair.prefill else None,
         "cached": way.cached,
         "price_s": round(way.price_s, 6),
     }

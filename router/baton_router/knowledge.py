@@ -9,6 +9,7 @@ worker that began anew holds nothing and is as fast as anybody.
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -32,12 +33,31 @@ to hope in vain."""
 DEGRADED = 0.5
 """What counts of a match with a worker whose events do not come."""
 
+NOWHERE = -1
+"""The slot of a worker that is gone: it holds nothing, whatever is still said of it."""
+
 ANSWERED_LIMIT = 65_536
 """Prompts of which it is remembered who generated the answer."""
 
 
 class Known:
     """One process of a worker."""
+
+    __slots__ = (
+        "_load",
+        "block_size",
+        "computing",
+        "degraded",
+        "epoch",
+        "free_blocks",
+        "parity",
+        "prefill_cost",
+        "reports",
+        "slot",
+        "step_cost",
+        "streams",
+        "total_blocks",
+    )
 
     def __init__(self, slot: int, epoch: str) -> None:
         self.slot = slot
@@ -50,6 +70,12 @@ class Known:
         self.parity = Parity()
         self.degraded = False
         """Whether it should tell what it holds, and nothing comes."""
+        self.reports = False
+        """Whether it says of prompts what they took."""
+        self.block_size = 0
+        self.total_blocks = 0
+        """0 if it does not say."""
+        self.free_blocks = 0
         self._load: Load | None = None
 
     @property
@@ -64,6 +90,8 @@ class Known:
         if load is self._load:
             return
         self._load = load
+        self.block_size = load.block_size
+        self.total_blocks, self.free_blocks = load.total_blocks, load.free_blocks
         if load.running and load.step_s:
             tokens = (load.total_blocks - load.free_blocks) * load.block_size
             self.step_cost.learn(load.running, tokens, load.step_s)
@@ -73,7 +101,9 @@ class Knowledge:
     """Belongs to one thread."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Known] = {}
+        self._known: dict[Worker, Known] = {}
+        self._free: list[int] = []
+        """Slots of workers that were forgotten, the lowest first: sets of workers have a bit for each slot."""
         self._index = PrefixIndex()
         self.blocks = BlockMap(self._index)
         self._transfers: dict[tuple[str, str], TransferCost] = {}
@@ -89,9 +119,11 @@ class Knowledge:
         """What is known of the process that the worker now is."""
         load = worker.health.load
         epoch = load.epoch if load else ""
-        known = self._known.get(worker.name)
+        known = self._known.get(worker)
         if known is None or (known.epoch != epoch and epoch):
-            known = self._meet(worker.name, epoch, known, load)
+            if worker.gone:
+                return Known(NOWHERE, epoch)
+            known = self._meet(worker, epoch, known, load)
         if load is not None:
             known.reported(load)
         return known
@@ -113,61 +145,86 @@ class Knowledge:
         """How many tokens the prompt has, as far as one can tell from its bytes; at least 1."""
         return max(1, round(prompt.bytes / self.bytes_per_token(model).value))
 
-    def held(self, prompt: Prompt) -> dict[int, int]:
+    def match(self, prompt: Prompt) -> dict[int, int]:
+        """How many leading chunks of the prompt each slot's worker was sent; all others were sent none."""
+        return self._index.match(prompt.names)
+
+    def held(self, prompt: Prompt, matched: dict[int, int]) -> dict[int, int]:
         """How many bytes of the prompt each slot's worker is believed to hold; all others hold nothing."""
-        chunks = self._index.match(prompt.names)
+        chunks = matched
         for begin, end in prompt.answers:
             # Whoever generated an answer holds it, although it never was part of a prompt.
             authors = self._answered.get(prompt.names[begin - 1], 0) if begin else 0
-            for slot, count in chunks.items():
-                if count == begin and authors >> slot & 1:
-                    chunks[slot] = end
-        return {slot: prompt.sizes[count - 1] for slot, count in chunks.items()}
+            if authors:
+                chunks = {
+                    slot: end if count == begin and authors >> slot & 1 else count
+                    for slot, count in chunks.items()
+                }
+        sizes = prompt.sizes
+        return {slot: sizes[count - 1] for slot, count in chunks.items()}
 
-    def sent(self, prompt: Prompt, worker: Worker) -> list[int]:
-        """The worker will hold the whole prompt. Gives the chunks that are new to it."""
-        return self._index.insert(self.of(worker).slot, prompt.names)
+    def sent(self, prompt: Prompt, known: Known, matched: int) -> list[int]:
+        """
+        The worker will hold the whole prompt. Gives the chunks that are new to it.
 
-    def lost(self, chunks: Iterable[int], worker: Worker) -> None:
+        `matched` is what `match` has just said of it.
+        """
+        if known.slot == NOWHERE:
+            return []
+        return self._index.insert(known.slot, prompt.names, matched)
+
+    def lost(self, chunks: Iterable[int], known: Known) -> None:
         """The worker does not hold these chunks after all."""
-        self._index.remove(self.of(worker).slot, chunks)
+        self._index.remove(known.slot, chunks)
 
     def computed(
-        self, prompt: Prompt, report: PromptReport, hoped: Sequence[tuple[Worker, list[int]]]
+        self, prompt: Prompt, report: PromptReport, hoped: Sequence[tuple[Known, list[int]]]
     ) -> None:
         """A prompt that was sent, with chunks that were new to its workers, has been computed."""
         new = max((len(chunks) for _, chunks in hoped), default=0)
         if not new or not report.tail:
             return
-        load = hoped[0][0].health.load
-        blocks = report.tokens // load.block_size if load is not None and load.block_size else 0
-        slots = [self.of(worker).slot for worker, _ in hoped]
+        size = hoped[0][0].block_size
+        blocks = report.tokens // size if size else 0
+        slots = [known.slot for known, _ in hoped]
         self.blocks.place(prompt, int(report.tail, 16), blocks, len(prompt.names) - new, slots)
 
-    def answered(self, prompt: Prompt, worker: Worker) -> None:
+    def answered(self, prompt: Prompt, known: Known) -> None:
         """The worker has generated a whole answer to the prompt, and holds that too."""
-        if not prompt.names:
+        slot = known.slot
+        if not prompt.names or slot == NOWHERE:
             return
         last = prompt.names[-1]
-        self._answered[last] = self._answered.pop(last, 0) | 1 << self.of(worker).slot
+        self._answered[last] = self._answered.pop(last, 0) | 1 << slot
         if len(self._answered) > ANSWERED_LIMIT:
             self._answered.popitem(last=False)
 
-    def _meet(self, name: str, epoch: str, before: Known | None, load: Load | None) -> Known:
+    def forget(self, worker: Worker) -> None:
+        """It is gone, and what it was known for with it: another one may have its slot."""
+        known = self._known.pop(worker, None)
+        if known is None:
+            return
+        self._empty(known.slot)
+        heapq.heappush(self._free, known.slot)
+        known.slot = NOWHERE
+        for pair in [pair for pair in self._transfers if worker.name in pair]:
+            del self._transfers[pair]
+
+    def _meet(self, worker: Worker, epoch: str, before: Known | None, load: Load | None) -> Known:
         if before is not None:
-            slot = before.slot
-            self.blocks.close(slot)
-            self._index.forget(slot)
+            slot, before.slot = before.slot, NOWHERE
+            self._empty(slot)
         else:
-            slot = len(self._known)
-        self._forget_author(slot)
-        known = self._known[name] = Known(slot, epoch)
+            slot = heapq.heappop(self._free) if self._free else len(self._known)
+        known = self._known[worker] = Known(slot, epoch)
         tokens = load.total_blocks * load.block_size if load else 0
         self._index.register(slot, max(64, int(GENEROSITY * tokens * BYTES_PER_TOKEN / CHUNK_BYTES)))
         return known
 
-    def _forget_author(self, slot: int) -> None:
-        """Another process has the slot now, and generated nothing of what the one before did."""
+    def _empty(self, slot: int) -> None:
+        """Another process has the slot from now on, and holds and generated nothing of what this one did."""
+        self.blocks.close(slot)
+        self._index.forget(slot)
         mask = ~(1 << slot)
         self._answered = OrderedDict(
             (last, left) for last, authors in self._answered.items() if (left := authors & mask)

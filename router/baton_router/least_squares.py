@@ -2,12 +2,11 @@
 A line through measurements that goes with the times: recursive least squares with forgetting.
 
 What was measured last counts most; a hundred measurements later it counts a third. The prior is what is
-believed before the first one, worth as much as a few of them.
+believed before the first one, worth as much as a few of them. There are always three inputs, and the
+recursion is written out for them: it runs with every first token.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 FORGETTING = 0.99
 PRIOR_CONFIDENCE = 10.0
@@ -16,38 +15,49 @@ PRIOR_CONFIDENCE = 10.0
 VARIANCE_LIMIT = 1e4
 """Without it, an input that is always 0 would let its variance grow for ever."""
 
+Triple = tuple[float, float, float]
+
 
 class LeastSquares:
     """
-    `y = sum(c * x)`, for inputs of the size of 1.
+    `outcome = a * x + b * y + c * z`, for inputs of the size of 1.
 
     The textbook recursion: Haykin, Adaptive Filter Theory, chapter on RLS.
     """
 
     __slots__ = ("_variance", "coefficients", "measurements")
 
-    def __init__(self, prior: Sequence[float]) -> None:
-        size = len(prior)
-        self.coefficients = [float(one) for one in prior]
+    def __init__(self, prior: Triple) -> None:
+        self.coefficients = prior
         self.measurements = 0
-        self._variance = [
-            [PRIOR_CONFIDENCE if row == column else 0.0 for column in range(size)] for row in range(size)
-        ]
+        first = PRIOR_CONFIDENCE
+        self._variance = (first, 0.0, 0.0, first, 0.0, first)
+        """The upper half of the matrix, row by row; the lower one mirrors it."""
 
-    def predict(self, inputs: Sequence[float]) -> float:
-        return sum(c * x for c, x in zip(self.coefficients, inputs, strict=True))
+    def predict(self, x: float, y: float, z: float) -> float:
+        a, b, c = self.coefficients
+        return a * x + b * y + c * z
 
-    def learn(self, inputs: Sequence[float], outcome: float) -> None:
+    def learn(self, x: float, y: float, z: float, outcome: float) -> None:
         """One measurement."""
-        variance = self._variance
-        gains = [sum(v * x for v, x in zip(row, inputs, strict=True)) for row in variance]
-        spread = FORGETTING + sum(x * g for x, g in zip(inputs, gains, strict=True))
-        error = outcome - self.predict(inputs)
+        xx, xy, xz, yy, yz, zz = self._variance
+        gain_x = xx * x + xy * y + xz * z
+        gain_y = xy * x + yy * y + yz * z
+        gain_z = xz * x + yz * y + zz * z
+        spread = FORGETTING + x * gain_x + y * gain_y + z * gain_z
+        error = (outcome - self.predict(x, y, z)) / spread
+        a, b, c = self.coefficients
+        self.coefficients = (a + gain_x * error, b + gain_y * error, c + gain_z * error)
         self.measurements += 1
-        size = range(len(inputs))
-        for row in size:
-            self.coefficients[row] += gains[row] / spread * error
-        for row in size:
-            for column in size:
-                value = (variance[row][column] - gains[row] * gains[column] / spread) / FORGETTING
-                variance[row][column] = min(max(value, -VARIANCE_LIMIT), VARIANCE_LIMIT)
+        variance = (
+            (xx - gain_x * gain_x / spread) / FORGETTING,
+            (xy - gain_x * gain_y / spread) / FORGETTING,
+            (xz - gain_x * gain_z / spread) / FORGETTING,
+            (yy - gain_y * gain_y / spread) / FORGETTING,
+            (yz - gain_y * gain_z / spread) / FORGETTING,
+            (zz - gain_z * gain_z / spread) / FORGETTING,
+        )
+        if max(variance) > VARIANCE_LIMIT:
+            xx, xy, xz, yy, yz, zz = (min(max(one, -VARIANCE_LIMIT), VARIANCE_LIMIT) for one in variance)
+            variance = (xx, xy, xz, yy, yz, zz)
+        self._variance = variance

@@ -13,7 +13,7 @@ of a worker is always closed under prefixes.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -73,37 +73,43 @@ class PrefixIndex:
         {1: 1, 0: 2}
         """
         matched: dict[int, int] = {}
+        holding = self._holders.get
         holders = -1
         count = 0
         for chunk in chunks:
-            left = self._holders.get(chunk, 0) & holders
-            if left != holders and count:
-                _note(matched, holders & ~left, count)
-            holders = left
-            if not left:
-                return matched
+            left = holding(chunk, 0)
+            if left != holders:
+                left &= holders
+                if left != holders and count:
+                    _note(matched, holders & ~left, count)
+                holders = left
+                if not left:
+                    return matched
             count += 1
         if count:
             _note(matched, holders, count)
         return matched
 
-    def insert(self, worker: int, chunks: Sequence[int]) -> list[int]:
+    def insert(self, worker: int, chunks: Sequence[int], matched: int = 0) -> list[int]:
         """
         The worker holds these, a prompt from its beginning on, and has just used them.
 
-        Gives those that it was not believed to hold before.
+        Gives those that it was not believed to hold before; `matched` leading ones it is known to hold.
         """
         held = self._held[worker]
         used, bit, holders = held.chunks, 1 << worker, self._holders
+        use = used.move_to_end
         new: list[int] = []
-        for chunk in reversed(chunks):  # the beginning is used last, and so is dropped last
+        for chunk in reversed(chunks[matched:]):  # the beginning is used last, and so is dropped last
             if chunk in used:
-                used.move_to_end(chunk)
+                use(chunk)
             else:
                 used[chunk] = None
                 holders[chunk] = holders.get(chunk, 0) | bit
                 new.append(chunk)
-        self._shrink(worker, held)
+        deque(map(use, reversed(chunks[:matched])), 0)  # a loop, as fast as there is one
+        if new:
+            self._shrink(worker, held)
         return new
 
     def remove(self, worker: int, chunks: Iterable[int]) -> None:

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from baton_router.bookings import Booking, PrefillBookings, StreamBookings
-from baton_router.costs import LEAST_S, PrefillCost, StepCost, TransferCost
-from baton_router.least_squares import LeastSquares
+from baton_router.bookings import PrefillBookings, StreamBookings
+from baton_router.costs import LEAST_S, NEVER, PrefillCost, StepCost, TransferCost
+from baton_router.least_squares import FORGETTING, LeastSquares
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -19,34 +19,58 @@ def test_a_line_is_learned_from_noisy_measurements(seed: int) -> None:
     for _ in range(300):
         inputs = (1.0, rng.uniform(0, 3), rng.uniform(0, 3))
         exact = sum(c * x for c, x in zip(truth, inputs, strict=True))
-        line.learn(inputs, exact * rng.uniform(0.9, 1.1))
+        line.learn(*inputs, exact * rng.uniform(0.9, 1.1))
     for inputs in ((1.0, 1.0, 1.0), (1.0, 3.0, 0.0), (1.0, 0.0, 3.0)):
         exact = sum(c * x for c, x in zip(truth, inputs, strict=True))
-        assert line.predict(inputs) == pytest.approx(exact, rel=0.15, abs=0.1)
+        assert line.predict(*inputs) == pytest.approx(exact, rel=0.15, abs=0.1)
 
 
 def test_a_line_goes_with_the_times() -> None:
-    line = LeastSquares((1.0,))
+    line = LeastSquares((1.0, 0.0, 0.0))
     for _ in range(500):
-        line.learn((1.0,), 1.0)
+        line.learn(1.0, 0.0, 0.0, 1.0)
     for _ in range(300):
-        line.learn((1.0,), 3.0)
-    assert line.predict((1.0,)) == pytest.approx(3.0, rel=0.1)
+        line.learn(1.0, 0.0, 0.0, 3.0)
+    assert line.predict(1.0, 0.0, 0.0) == pytest.approx(3.0, rel=0.1)
 
 
 def test_an_input_that_is_always_nothing_does_no_harm() -> None:
-    line = LeastSquares((1.0, 1.0))
+    line = LeastSquares((1.0, 1.0, 0.0))
     for _ in range(20_000):
-        line.learn((1.0, 0.0), 2.0)
-    assert line.predict((1.0, 0.0)) == pytest.approx(2.0)
-    line.learn((1.0, 1.0), 2.5)
-    assert abs(line.predict((1.0, 0.0)) - 2.0) < 0.6
+        line.learn(1.0, 0.0, 0.0, 2.0)
+    assert line.predict(1.0, 0.0, 0.0) == pytest.approx(2.0)
+    line.learn(1.0, 1.0, 0.0, 2.5)
+    assert abs(line.predict(1.0, 0.0, 0.0) - 2.0) < 0.6
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_recursion_is_that_of_the_textbook(seed: int) -> None:
+    rng = random.Random(seed)
+    line = LeastSquares((0.1, 0.2, 0.3))
+    coefficients = [0.1, 0.2, 0.3]
+    variance = [[10.0 if row == column else 0.0 for column in range(3)] for row in range(3)]
+    for _ in range(200):
+        x = [1.0, rng.uniform(0, 3), rng.uniform(0, 3)]
+        outcome = rng.uniform(0, 5)
+        line.learn(x[0], x[1], x[2], outcome)
+        gains = [sum(v * one for v, one in zip(row, x, strict=True)) for row in variance]
+        spread = FORGETTING + sum(one * gain for one, gain in zip(x, gains, strict=True))
+        error = outcome - sum(c * one for c, one in zip(coefficients, x, strict=True))
+        coefficients = [c + gain / spread * error for c, gain in zip(coefficients, gains, strict=True)]
+        variance = [
+            [
+                (variance[row][column] - gains[row] * gains[column] / spread) / FORGETTING
+                for column in range(3)
+            ]
+            for row in range(3)
+        ]
+        assert line.coefficients == pytest.approx(coefficients, rel=1e-6, abs=1e-9)
 
 
 def test_the_tokens_that_attend_to_a_long_context_cost_more() -> None:
     cost = PrefillCost()
     truth = PrefillCost()
-    truth.line.coefficients = [0.01, 0.05, 0.02]
+    truth.line.coefficients = (0.01, 0.05, 0.02)
     rng = random.Random(1)
     for _ in range(400):
         context = rng.randint(100, 8000)
@@ -70,15 +94,18 @@ def test_a_transfer_is_as_fast_as_the_last_ones() -> None:
     cost = TransferCost()
     for _ in range(100):
         cost.learn(1000, 0.001 + 0.5)
-    assert cost.seconds(2000) == pytest.approx(1.001, rel=0.01)
+    assert cost.seconds(2000, 0.0) == pytest.approx(1.001, rel=0.01)
+    cost.apart_until = 30.0
+    assert cost.seconds(2000, 29.9) == NEVER
+    assert cost.seconds(2000, 30.0) < NEVER
     cost.learn(0, 9.0)
-    assert cost.seconds(0) == cost.start_s
+    assert cost.seconds(0, 30.0) == cost.start_s
 
 
 def test_the_backlog_is_what_is_booked_less_the_progress_of_the_first() -> None:
     booked = PrefillBookings()
-    booked.book(1, Booking(4.0, 100), now=10.0)
-    booked.book(2, Booking(2.0, 50), now=11.0)
+    booked.book(1, 4.0, 100, now=10.0)
+    booked.book(2, 2.0, 50, now=11.0)
     assert booked.backlog_s(10.0) == pytest.approx(6.0)
     assert booked.backlog_s(12.0) == pytest.approx(4.0)
     assert booked.backlog_s(99.0) == pytest.approx(6.0 - 0.95 * 4.0), "late, but not done"
@@ -91,8 +118,8 @@ def test_the_backlog_is_what_is_booked_less_the_progress_of_the_first() -> None:
 
 def test_a_booking_let_go_out_of_turn_leaves_the_first_where_it_was() -> None:
     booked = PrefillBookings()
-    booked.book(1, Booking(4.0, 100), now=0.0)
-    booked.book(2, Booking(2.0, 50), now=0.0)
+    booked.book(1, 4.0, 100, now=0.0)
+    booked.book(2, 2.0, 50, now=0.0)
     booked.release(2, now=3.0)
     assert booked.backlog_s(3.0) == pytest.approx(1.0)
 
@@ -101,7 +128,7 @@ def test_a_booking_let_go_out_of_turn_leaves_the_first_where_it_was() -> None:
 def test_nothing_leaks_from_the_bookings(seed: int) -> None:
     rng = random.Random(seed)
     prefill, streams = PrefillBookings(), StreamBookings()
-    live: dict[int, tuple[Booking, int]] = {}
+    live: dict[int, tuple[float, int, int]] = {}
     now = 0.0
     for number in range(500):
         now += rng.random()
@@ -112,12 +139,13 @@ def test_nothing_leaks_from_the_bookings(seed: int) -> None:
                 prefill.release(one, now)
                 streams.release(one)
         else:
-            live[number] = Booking(rng.uniform(0.01, 5), rng.randint(1, 1000)), rng.randint(1, 1000)
-            prefill.book(number, live[number][0], now)
-            streams.book(number, live[number][1])
-        assert len(prefill) == len(streams) == len(live)
-        assert prefill.tokens == sum(booking.tokens for booking, _ in live.values())
-        assert streams.tokens == sum(tokens for _, tokens in live.values())
-        total = sum(booking.seconds for booking, _ in live.values())
+            seconds, tokens, context = rng.uniform(0.01, 5), rng.randint(1, 1000), rng.randint(1, 1000)
+            live[number] = seconds, tokens, context
+            prefill.book(number, seconds, tokens, now)
+            streams.book(number, context)
+        assert prefill.waiting == streams.count == len(live)
+        assert prefill.tokens == sum(tokens for _, tokens, _ in live.values())
+        assert streams.tokens == sum(context for _, _, context in live.values())
+        total = sum(seconds for seconds, _, _ in live.values())
         assert prefill.seconds == pytest.approx(total, abs=1e-6)
         assert 0.0 <= prefill.backlog_s(now) <= total + 1e-6

@@ -62,7 +62,7 @@ class Cluster:
     @property
     def booked(self) -> int:
         known = [self.dispatcher.knowledge.of(one) for one in (*self.decodes, *self.prefills)]
-        return sum(len(one.computing) + len(one.streams) for one in known)
+        return sum(one.computing.waiting + one.streams.count for one in known)
 
 
 def text(seed: int, size: int = 20_000) -> Prompt:
