@@ -172,8 +172,27 @@ ROUTER_RESUMES = Metric(
     ("result",),
 )
 ROUTER_IN_FLIGHT = Metric("baton_router_requests_in_flight", "gauge", "Requests to generate that run now.")
+ROUTER_QUEUE_DEPTH = Metric(
+    "baton_router_queue_depth", "gauge", "Requests that wait in the router for a free worker.", ("class",)
+)
+ROUTER_QUEUE_AGE = Metric(
+    "baton_router_queue_age_seconds", "gauge", "Since the oldest of them arrived; 0 if nobody waits.", ("class",)
+)
+ROUTER_REJECTS = Metric(
+    "baton_router_admission_rejects_total",
+    "counter",
+    "Requests that were not served: their tenant has used its requests, tokens or streams; the queue is full; "
+    "they would be too late, have waited for too long, or no worker became ready.",
+    ("reason",),
+)
 ROUTER_RETRIES = Metric(
     "baton_router_retries_total", "counter", "Requests given to another worker, by cause.", ("cause",)
+)
+ROUTER_UNASKED = Metric(
+    "baton_router_unasked_total",
+    "counter",
+    "Requests for which a front chose by load alone, since its scheduler was away, or late to answer.",
+    labels=("reason",),
 )
 ROUTER_WORKER_STATE = Metric(
     "baton_router_worker_state",

@@ -48,7 +48,7 @@ def router(given: Mapping[str, Any], announce_fd: int | None) -> None:
     """Route until a signal says to stop."""
     from urllib.parse import urlsplit
 
-    from baton_router import server
+    from baton_router import main
     from baton_router.settings import RouterSettings
 
     announce = _begin(announce_fd)
@@ -65,7 +65,7 @@ def router(given: Mapping[str, Any], announce_fd: int | None) -> None:
                 "A router needs workers to send requests to: give at least one --decode URL, such as "
                 "--decode http://127.0.0.1:8000."
             )
-        server.run(settings, listening)
+        main.run(settings, listening)
     except SetupError as error:
         announce(Refused(reason=error.message))
         raise

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from baton_api.errors import Forbidden, SetupError, Unauthorized
-from baton_api.keys import Keys, bearer
+from baton_api.keys import OPEN_PATHS, Keys, bearer
 from baton_router.answers import Scope
+from baton_router.batches.runners_access import SIGNED, RunnersAccess, secret_of
 from baton_router.settings import RouterSettings
 from baton_router.tenants import NOBODY, OPEN_CLASSES, Tenant, Tenants, cache_salt
 
@@ -54,6 +55,7 @@ class Access:
         if self.tenants is not None and not self._secret:
             log.warning("Without --ticket-secret, the salts of the tenants' caches can be guessed.")
         self._tokens = self._read_tokens(settings, clock, now) if settings.jwt_jwks else None
+        self._runners = RunnersAccess(secret_of(settings, settings.ticket_secret), self._by_name, now)
         self._named: dict[str, Tenant] = {"": NOBODY}
         self._reads = 1
 
@@ -87,6 +89,21 @@ class Access:
         assert self._tokens is not None  # else nothing is left to be judged
         token = bearer(authorization)
         return await self._tokens.judge(token, hashlib.sha256(token).digest())
+
+    async def enter(self, scope: Scope) -> None:
+        """
+        Let a request in, and note in its scope whose it is.
+
+        Raises Unauthorized, Forbidden, or NotReady if an issuer's keys cannot be had.
+        """
+        path = scope["path"]
+        key = authorization(scope)
+        if key.startswith(SIGNED):
+            scope[TENANT] = self._runners.enter(scope, key)
+        elif self.required and path not in OPEN_PATHS:
+            tenant = self.known(key) or await self.judged(key)
+            check_path(tenant, scope["method"], path)
+            scope[TENANT] = tenant
 
     async def close(self) -> None:
         if self._tokens is not None:
@@ -123,6 +140,11 @@ class Access:
             classes_claim=settings.jwt_classes_claim,
         )
         return WebTokens(rules, IssuersKeys(source(settings.jwt_jwks), algorithms, clock), self._by_name, now)
+
+
+def authorization(scope: Scope) -> bytes:
+    """The header of that name; empty if there is none."""
+    return next((value for name, value in scope["headers"] if name == b"authorization"), b"")
 
 
 def tenant_of(scope: Scope) -> Tenant:

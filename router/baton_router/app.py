@@ -8,14 +8,12 @@ generate never enters it: `docs/adr/0005-router-hot-path-is-bare-asgi.md`.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -32,24 +30,29 @@ from baton_api.errors import (
     NotReady,
     RouteNotFound,
 )
-from baton_api.keys import OPEN_PATHS
 from baton_api.response_store import ResponseStore, StoreLimits, owner
-from baton_api.workers import Role
-from baton_router import about, responses
-from baton_router.access import TENANT, Access, check_path, tenant_of
+from baton_router import about, front_figures, responses
+from baton_router.access import Access, authorization, tenant_of
 from baton_router.answers import Receive, Scope, Send, send_error
+from baton_router.batches.execution import Execution
+from baton_router.batches.keeper import Keeper
+from baton_router.batches.routes import routes
+from baton_router.batches.runners_access import OWNER, owner_of, secret_of
+from baton_router.batches.storage import Storage
+from baton_router.batches.wire import PATH as RUNNERS
 from baton_router.dispatcher import explained
 from baton_router.errands import ERRANDS, Errands
-from baton_router.figures import Figures
+from baton_router.figures import Figures, WorkerFigures
 from baton_router.forward import FORWARDED, REQUEST_ID, Trust, request_id
 from baton_router.kv_figures import CacheFigures
+from baton_router.link import Family
 from baton_router.policy import choose
 from baton_router.proxy import Proxy
+from baton_router.queue_figures import QueueFigures
 from baton_router.responses import Responses
 from baton_router.scheduler import Scheduler
 from baton_router.settings import RouterSettings
 from baton_router.upstreams import Upstreams
-from baton_router.workers import Worker, Workers
 
 log = logging.getLogger(__name__)
 
@@ -62,21 +65,26 @@ class Router:
         self.draining = False
         """Set when the process is to end: /ready says so, and what comes all the same is served."""
         self.upstreams = Upstreams(settings.connect_s)
-        self.workers = Workers(
-            decode=self._listed(settings.decode, Role.DECODE),
-            prefill=self._listed(settings.prefill, Role.PREFILL),
-        )
-        self.figures = Figures(self.workers, time.monotonic)
+        self.scheduler = Scheduler(settings, self.upstreams, random.Random(), time.monotonic)
+        self.workers = self.scheduler.workers
+        self.figures = Figures()
+        self.figures.registry.register(WorkerFigures(self.workers, time.monotonic))
+        self.fronts: Callable[[], dict[str, list[Family]]] | None = None
+        """What the fronts of this router have counted, if they are processes of their own."""
         self.access = Access(settings)
-        self.scheduler = Scheduler(settings, self.workers, random.Random(), time.monotonic)
         knowledge = self.scheduler.dispatcher.knowledge
         self.figures.registry.register(CacheFigures(self.workers, knowledge, self.scheduler.feeds))
+        self.figures.registry.register(QueueFigures(self.scheduler.queue, time.monotonic))
         self._proxy = Proxy(settings, self.scheduler, self.upstreams, self.figures)
         self._keyed = self.access.required or Trust.of(settings).passes_keys
         self.responses = ResponseStore(
             StoreLimits(settings.responses_kept, settings.responses_memory, settings.responses_ttl_s)
         )
         self._responses = Responses(settings, self.responses, self.whose, self._proxy)
+        self.storage = Storage(settings, settings.port)
+        self.keeper = Keeper(self.storage)
+        secret = secret_of(settings, settings.ticket_secret)
+        self.execution = Execution(self.storage, settings, secret, self.keeper.wake)
         self._errands = Errands(settings, self.workers, choose, random.Random(), time.monotonic)
         self._rest = _rest(self)
 
@@ -85,15 +93,14 @@ class Router:
             await self._rest(scope, receive, send)
             return
         path = scope["path"]
-        if self.access.required and path not in OPEN_PATHS:
-            key = authorization(scope)
-            try:
-                tenant = self.access.known(key) or await self.access.judged(key)
-                check_path(tenant, scope["method"], path)
-            except BatonError as error:
-                await send_error(send, error, request_id(scope["headers"]))
-                return
-            scope[TENANT] = tenant
+        if path.startswith(RUNNERS):
+            await self.execution.api(scope, receive, send)
+            return
+        try:
+            await self.access.enter(scope)
+        except BatonError as error:
+            await send_error(send, error, request_id(scope["headers"]))
+            return
         if scope["method"] == "POST" and path == responses.PATH:
             await self._responses(scope, receive, send)
         elif scope["method"] == "POST" and path in FORWARDED:
@@ -103,14 +110,20 @@ class Router:
         else:
             await self._rest(scope, receive, _with_request_id(scope, send))
 
-    def _listed(self, urls: tuple[str, ...], role: Role) -> tuple[Worker, ...]:
-        return tuple(Worker(self.upstreams.of(urlsplit(url).netloc), role) for url in urls)
-
     def whose(self, scope: Scope) -> bytes:
         """Who sent a request, as stores tell them apart: by tenants, or by keys, whoever judges those."""
+        if OWNER in scope:
+            return scope[OWNER]  # type: ignore[no-any-return]
         if self.access.tells_apart and (name := tenant_of(scope).name):
-            return hashlib.sha256(name.encode()).digest()
+            return owner_of(name)
         return owner(authorization(scope), self._keyed)
+
+    def measured(self) -> bytes:
+        """All figures in Prometheus' text format."""
+        if self.fronts is None:
+            return self.figures.text()
+        own = front_figures.measured(self.figures.registry)
+        return front_figures.text({"scheduler": own, **self.fronts()})
 
     def refusal(self) -> str | None:
         """Why no new request should come here now; None if it may."""
@@ -120,11 +133,6 @@ class Router:
 def create_app(settings: RouterSettings) -> Router:
     """The router for these workers; it looks at them while its lifespan lasts."""
     return Router(settings)
-
-
-def authorization(scope: Scope) -> bytes:
-    """The header of that name; empty if there is none."""
-    return next((value for name, value in scope["headers"] if name == b"authorization"), b"")
 
 
 def _with_request_id(scope: Scope, send: Send) -> Send:
@@ -141,11 +149,16 @@ def _rest(router: Router) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watch = asyncio.create_task(router.scheduler.watch())
+        watches = [asyncio.create_task(router.scheduler.watch()), asyncio.create_task(router.keeper.run())]
+        router.execution.start()
         yield
-        watch.cancel()
-        with suppress(asyncio.CancelledError):
-            await watch
+        await router.execution.close()
+        for watch in watches:
+            watch.cancel()
+        for watch in watches:
+            with suppress(asyncio.CancelledError):
+                await watch
+        router.storage.close()
         router.upstreams.close()
         await router.access.close()
 
@@ -176,7 +189,7 @@ def _rest(router: Router) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(router.figures.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(router.measured(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/debug/decisions")
     async def decisions() -> JSONResponse:
@@ -238,6 +251,8 @@ def _rest(router: Router) -> FastAPI:
     @app.post("/v1/responses/{id}/cancel")
     async def cancel(id: str, request: Request) -> Response:
         response_answers.cancel(router.responses, router.whose(request.scope), id)
+
+    app.include_router(routes(router.storage, router.keeper, router.whose, router.settings.body_s))
 
     @app.exception_handler(BatonError)
     async def ours(_: Request, error: BatonError) -> JSONResponse:

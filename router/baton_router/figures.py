@@ -15,18 +15,18 @@ from baton_router.workers import State, Workers
 
 
 class Figures:
-    """The counters that requests move, and the gauges that are read off the workers when asked for."""
+    """The counters that requests move."""
 
-    def __init__(self, workers: Workers, clock: Callable[[], float]) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = self._counter(metrics.ROUTER_REQUESTS)
         self.cut = self._counter(metrics.ROUTER_CUT)
         self.resumes = self._counter(metrics.ROUTER_RESUMES)
         self.retries = self._counter(metrics.ROUTER_RETRIES)
+        self.unasked = self._counter(metrics.ROUTER_UNASKED)
         self.in_flight = Gauge(*_text(metrics.ROUTER_IN_FLIGHT), registry=self.registry)
         self.overhead = self._histogram(metrics.ROUTER_OVERHEAD)
         self.first_byte = self._histogram(metrics.ROUTER_FIRST_BYTE)
-        self.registry.register(_WorkerFigures(workers, clock))
 
     def text(self) -> bytes:
         """All of it in Prometheus' text format."""
@@ -39,7 +39,9 @@ class Figures:
         return Histogram(*_text(metric), metric.labels, buckets=metric.buckets, registry=self.registry)
 
 
-class _WorkerFigures(Collector):
+class WorkerFigures(Collector):
+    """How the workers are, read off them when asked for."""
+
     def __init__(self, workers: Workers, clock: Callable[[], float]) -> None:
         self._workers = workers
         self._clock = clock
@@ -49,7 +51,7 @@ class _WorkerFigures(Collector):
         state = _family(metrics.ROUTER_WORKER_STATE)
         in_flight = _family(metrics.ROUTER_WORKER_IN_FLIGHT)
         for worker in self._workers.all:
-            current = worker.health.state(now)
+            current = worker.state(now)
             in_flight.add_metric([worker.name, worker.listed], worker.in_flight)
             for one in State:
                 state.add_metric([worker.name, worker.listed, one], float(one is current))

@@ -45,7 +45,7 @@ STATE = headers.STATE.encode()
 
 _OURS = b"x-baton-"
 
-_OF_ONE_CONNECTION = frozenset(
+CONNECTION_HEADERS = frozenset(
     {
         b"connection",
         b"keep-alive",
@@ -60,14 +60,14 @@ _OF_ONE_CONNECTION = frozenset(
 )
 # The request goes out with a host, length and id of the router's; answers must not be compressed,
 # because the router reads the end of a stream.
-_OF_THE_REQUEST = _OF_ONE_CONNECTION | {
+_OF_THE_REQUEST = CONNECTION_HEADERS | {
     b"host",
     b"content-length",
     b"expect",
     b"accept-encoding",
     REQUEST_ID,
 }
-_OF_THE_ANSWER = _OF_ONE_CONNECTION | {b"server", b"date", REQUEST_ID}
+_OF_THE_ANSWER = CONNECTION_HEADERS | {b"server", b"date", REQUEST_ID}
 
 _VISIBLE = re.compile(rb"[!-~]{1,128}")
 

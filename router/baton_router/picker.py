@@ -12,7 +12,8 @@ class Picker(Protocol):
     """
     Gives requests to workers, and wants to hear what becomes of each.
 
-    After `pick` come, in this order and at most once each: `began` or `failed`, and in any case `let_go`.
+    After `pick` come, in this order and at most once each: `began` or `full`, then perhaps `failed`, and in any
+    case `let_go`.
     Only `pick` may wait; the others tell, and what they tell may arrive later.
     """
 
@@ -31,6 +32,10 @@ class Picker(Protocol):
 
     def failed(self, grant: Grant) -> None:
         """The worker was lost: it could not be reached, broke off, or said nothing for too long."""
+        ...
+
+    def full(self, grant: Grant) -> None:
+        """The worker is well, but has no room for the request."""
         ...
 
     def let_go(self, grant: Grant, *, complete: bool) -> None:

@@ -11,9 +11,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from baton_router.workers import Worker, Workers
 
+
+class Busy(Protocol):
+    """Something to choose by how busy it is."""
+
+    @property
+    def pressure(self) -> tuple[int, int]: ...
+
+
+One = TypeVar("One", bound=Busy)
 Policy = Callable[[Sequence[Worker], random.Random], Worker]
 """Chooses one of at least one candidate, at random only by the source passed in."""
 
@@ -26,7 +36,7 @@ class Pair:
     prefill: Worker | None
 
 
-def choose(candidates: Sequence[Worker], rng: random.Random) -> Worker:
+def choose(candidates: Sequence[One], rng: random.Random) -> One:
     """The less busy of two candidates drawn at random; the first drawn if they are equally busy."""
     if len(candidates) == 1:
         return candidates[0]

@@ -14,13 +14,16 @@ import logging
 import math
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Protocol
 
 import uvicorn
 
 from baton_api import exposure, origins
 from baton_api.errors import SetupError
-from baton_router.app import Router, create_app
+from baton_router.access import Access
+from baton_router.answers import Receive, Scope, Send
+from baton_router.app import create_app
 from baton_router.listener import listener
 from baton_router.settings import RouterSettings
 
@@ -33,44 +36,37 @@ KEEP_ALIVE_S = 75
 that it is the client who closes and no request meets a closing connection."""
 
 
-def run(settings: RouterSettings, ready: Callable[[str], None] | None = None) -> None:
-    """
-    Serve until a signal says to stop. `ready` is called with the router's URL once it listens.
+class Served(Protocol):
+    """What a server serves: an ASGI application that is told when its process is to end."""
 
-    Raises SetupError if it cannot listen.
-    """
-    listening = bind(settings.host, settings.port)
-    try:
-        import uvloop
-    except ModuleNotFoundError:  # not on Windows; asyncio's own loop does it more slowly
-        factory = None
-    else:
-        factory = uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(serve(settings, listening, ready))
+    draining: bool
+    access: Access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
 
 async def serve(
     settings: RouterSettings, listening: socket.socket, ready: Callable[[str], None] | None = None
 ) -> None:
-    """The same inside a running event loop, on a socket that is bound."""
-    server = RouterServer(create_app(settings), settings)
-    url = address(listening)
-    introduce(server.router, url)
+    """Serve as one process, on a socket that is bound, until a signal says to stop."""
+    router = create_app(settings)
+    server = RouterServer(router, settings)
+    router.execution.url = url = address(listening)
+    server.ending = router.execution.close
+    introduce(settings, server.router.access.required, url)
     server.listening = ready and (lambda: ready(url))
     await server.serve(sockets=[listening])
 
 
-def introduce(router: Router, url: str) -> None:
+def introduce(settings: RouterSettings, keyed: bool, url: str) -> None:
     """Say where the router listens, for how many workers, and aloud if anybody may use it."""
-    settings = router.settings
     log.info(
         "The router listens on %s for %d decode and %d prefill workers.",
         url,
         len(settings.decode),
         len(settings.prefill),
     )
-    warning = exposure.without_a_key(settings.host, int(url.rpartition(":")[2]), router.access.required)
+    warning = exposure.without_a_key(settings.host, int(url.rpartition(":")[2]), keyed)
     if warning:
         log.warning("%s", warning)
 
@@ -78,7 +74,7 @@ def introduce(router: Router, url: str) -> None:
 class RouterServer(uvicorn.Server):
     """uvicorn's server with an end in two steps: first say that it is coming, then stop listening."""
 
-    def __init__(self, router: Router, settings: RouterSettings) -> None:
+    def __init__(self, router: Served, settings: RouterSettings) -> None:
         super().__init__(
             uvicorn.Config(
                 origins.answering(router, origins.allowed(settings.allowed_origins, router.access.required)),
@@ -96,6 +92,8 @@ class RouterServer(uvicorn.Server):
         self.router = router
         self.notice_s = settings.drain_notice_s
         self.listening: Callable[[], None] | None = None
+        self.ending: Callable[[], Awaitable[None]] | None = None
+        """Ends what would go on sending requests here."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -106,6 +104,8 @@ class RouterServer(uvicorn.Server):
         self.router.draining = True
         log.info("The router is draining.")
         await asyncio.sleep(self.notice_s)
+        if self.ending is not None:
+            await self.ending()
         await super().shutdown(sockets)
 
     @contextlib.contextmanager
@@ -122,6 +122,15 @@ class RouterServer(uvicorn.Server):
     def _stop(self, number: int, frame: object) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """The fastest there is."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:  # not on Windows; asyncio's own does it more slowly
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
 
 
 def bind(host: str, port: int) -> socket.socket:

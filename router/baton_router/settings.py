@@ -7,16 +7,19 @@ a flag of `baton router` (`--health-interval-s`) and the environment variable `B
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, SecretStr
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
 from baton_api import limits
 from baton_api.keys import KeyDigests
 from baton_api.sizes import Bytes
 from baton_api.texts import Origins
+from baton_router.batches.settings import BatchSettings
+from baton_router.discovery.dns_name import DnsName
 
 
 def _worker_url(url: str) -> str:
@@ -24,6 +27,19 @@ def _worker_url(url: str) -> str:
     if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or parts.query:
         raise ValueError(f"{url!r} is no worker's address; one looks like http://127.0.0.1:8000")
     return f"http://{parts.netloc}"
+
+
+def _dns_question(text: str) -> str:
+    DnsName.parse(text)
+    return text
+
+
+def _cluster() -> str:
+    """Where Kubernetes says that its API server is."""
+    host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    if not host:
+        return ""
+    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
 
 def _either(name: str) -> AliasChoices:
@@ -38,6 +54,7 @@ def _one_key(value: object) -> object:
 
 
 WorkerKey = Annotated[SecretStr, BeforeValidator(_one_key)]
+DnsQuestion = Annotated[str, AfterValidator(_dns_question)]
 WorkerUrl = Annotated[str, AfterValidator(_worker_url)]
 Algorithm = Literal[
     "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA",
@@ -45,7 +62,7 @@ Algorithm = Literal[
 """Those that sign with a key that nobody else has; a shared secret is no key for tokens."""
 
 
-class RouterSettings(BaseSettings):
+class RouterSettings(BatchSettings):
     """One router."""
 
     model_config = SettingsConfigDict(
@@ -63,11 +80,53 @@ class RouterSettings(BaseSettings):
     port: int = Field(default=8080, ge=0, le=65535)
     """Port of the OpenAI API; 0 takes a free one."""
 
+    processes: int = Field(default=1, ge=1, le=64)
+    """Processes that hold clients' connections. With more than one, a scheduler's process of its own chooses
+    for all of them; one process serves some thousand requests a second."""
+
+    scheduler_patience_s: float = Field(default=0.05, gt=0)
+    """Seconds in which the scheduler has to say that it heard of a request, where it is a process of its own;
+    without a word, the request's workers are chosen by load alone."""
+
     decode: tuple[WorkerUrl, ...] = ()
     """Workers that answer requests, such as http://127.0.0.1:8001; a worker of role both is one."""
 
     prefill: tuple[WorkerUrl, ...] = ()
     """Workers that compute prompts for the decode workers. Without one, decode workers compute them."""
+
+    decode_dns: tuple[DnsQuestion, ...] = ()
+    """Decode workers by DNS: NAME:PORT stands for all IPv4 addresses of the name (or its IPv6 addresses if it
+    has no other), a name that begins with _ such as _http._tcp.workers.example.org for its SRV records."""
+
+    prefill_dns: tuple[DnsQuestion, ...] = ()
+    """Prefill workers by DNS."""
+
+    dns_interval_s: float = Field(default=5.0, gt=0)
+    """Seconds from one question to DNS to the next. Without an answer the workers stay as they are; an answer
+    without addresses counts if it comes three times in a row."""
+
+    kubernetes_selector: str = ""
+    """Workers by Kubernetes: those in the EndpointSlices with these labels, such as
+    kubernetes.io/service-name=workers. A slice's labels are its Service's; baton.dev/role (decode, prefill,
+    both; decode if there is none) and baton.dev/revision are read from there. The router's account must be
+    allowed to list and watch endpointslices of discovery.k8s.io, in its namespace, and nothing else."""
+
+    kubernetes_namespace: str = ""
+    """Namespace of the EndpointSlices; empty: the router's own."""
+
+    kubernetes_port: str = "http"
+    """Name of the workers' port in the EndpointSlices, if they have several."""
+
+    kubernetes_api: str = Field(default_factory=_cluster)
+    """URL of the API server; empty: that of the cluster in which the router runs. At an http:// URL, such as
+    `kubectl proxy` has, no account is used."""
+
+    kubernetes_account: str = "/var/run/secrets/kubernetes.io/serviceaccount"
+    """Folder with the account's `token`, `ca.crt` and `namespace`, read again for each connection."""
+
+    worker_drain_s: float = Field(default=600.0, ge=0)
+    """Seconds that a worker which is listed no more, or as terminating, has for the requests that it has;
+    what is not done then goes on at another one."""
 
     ticket_secret: str = ""
     """Shared with the prefill workers: with it, each request carries a signed ticket for its prefill
@@ -149,14 +208,43 @@ class RouterSettings(BaseSettings):
     """Other workers that are tried for one request, as long as no byte of an answer was sent."""
 
     retry_ratio: float = Field(default=0.1, ge=0)
-    """Retries per request, over all requests, that workers' refusals (503) may cause: more would turn
-    an overload into a storm. Requests of lost workers do not count."""
+    """Retries per request, over all requests, that workers may cause which refuse (429, 503) or are slow: more
+    would turn an overload into a storm. Requests of lost workers do not count."""
+
+    interactive_s: float = Field(default=10.0, gt=0)
+    """Seconds within which requests of the class interactive (x-baton-class) want their first token, if they do
+    not say (x-slo-ttft-ms). One that has to wait, and is predicted to take one and a half times as long, is
+    refused at once with 503; none waits for longer than that."""
+
+    wait_s: float = Field(default=300.0, gt=0)
+    """Seconds for which requests of the classes critical and default, which name no objective, wait for a free
+    worker before they are refused with 503. Those of the class batch wait for as long as their client does."""
+
+    recovery_s: float = Field(default=5.0, ge=0)
+    """Seconds for which a request waits at most if no worker is ready: one that was restarted may be soon. 0
+    refuses at once."""
+
+    queue_requests: int = Field(default=10_000, ge=1)
+    """Requests that may wait in the router. A tenant may fill four fifths of what the others leave."""
+
+    queue_bytes: Bytes = Field(default=64 * 1024**2, ge=1)
+    """Bytes of bodies that may wait in the router, shared in the same way."""
+
+    prefill_tokens: int = Field(default=8192, ge=1)
+    """Tokens of prompts that one worker is given at a time, if it is more than one prompt. What is beyond waits
+    in the router, where it can still be put in another order or go elsewhere."""
+
+    first_byte_s: float = Field(default=2.0, gt=0)
+    """Least seconds that a worker has for the first token before another one is asked, if there is one and the
+    worker's speed is known. It has three times what was predicted, if that is more, and once that in any case."""
 
     answer_s: float = Field(default=600.0, gt=0)
-    """Seconds that a worker has for the first byte of its answer. OpenAI's clients wait as long."""
+    """Seconds that the first byte of an answer may take in all. OpenAI's clients wait as long."""
 
-    idle_s: float = Field(default=60.0, gt=0)
-    """Seconds without progress, of the worker or of the client's reading, after which a stream is cut."""
+    idle_s: float = Field(default=30.0, gt=0)
+    """Seconds without a token after which a stream is gone on with at another worker, or, if it cannot be, without
+    any sign of life after which it is cut; fifty times the worker's step, if that is more. Also the seconds
+    for which a client may read nothing."""
 
     max_body: int = Field(default=limits.BODY.most, ge=1)
     """Bytes of a request's body; more are refused with 413."""

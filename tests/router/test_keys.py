@@ -128,6 +128,7 @@ async def test_pages_may_call_a_router_that_wants_keys_and_no_other_unless_told(
 def test_a_router_that_others_reach_without_a_key_says_so_aloud(
     caplog: pytest.LogCaptureFixture, settings: dict[str, Any], warned: bool
 ) -> None:
-    introduce(create_app(RouterSettings.model_validate(settings)), "http://0.0.0.0:8080")
+    given = RouterSettings.model_validate(settings)
+    introduce(given, create_app(given).access.required, "http://0.0.0.0:8080")
     loud = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     assert [line.startswith("WARNING: anybody who reaches 0.0.0.0:8080") for line in loud] == [True] * warned

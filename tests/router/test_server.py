@@ -20,16 +20,20 @@ from tests.router.running import CHAT, STREAM
 
 PROGRAM = """
 import sys
-from baton_router.server import run
+from baton_router.main import run
 from baton_router.settings import RouterSettings
-settings = RouterSettings(port=0, decode=(sys.argv[1],), drain_s=float(sys.argv[2]))
+worker, drain_s, processes = sys.argv[1:]
+settings = RouterSettings(port=0, decode=(worker,), drain_s=float(drain_s), processes=int(processes))
 run(settings, ready=lambda url: print(url, flush=True))
 """
 
 
-async def start(worker: FakeWorker, drain_s: float = 10) -> tuple[asyncio.subprocess.Process, str]:
+async def start(
+    worker: FakeWorker, processes: int, drain_s: float = 10
+) -> tuple[asyncio.subprocess.Process, str]:
+    arguments = (worker.url, str(drain_s), str(processes))
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", PROGRAM, worker.url, str(drain_s), stdout=asyncio.subprocess.PIPE
+        sys.executable, "-c", PROGRAM, *arguments, stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
     url = (await process.stdout.readline()).decode().strip()
@@ -39,12 +43,13 @@ async def start(worker: FakeWorker, drain_s: float = 10) -> tuple[asyncio.subpro
     return process, url
 
 
+@pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_lets_running_streams_finish_and_ends_the_process_cleanly(
-    number: signal.Signals,
+    number: signal.Signals, processes: int
 ) -> None:
     async with FakeWorker(fake_worker.gated) as worker, httpx.AsyncClient(trust_env=False) as client:
-        process, url = await start(worker)
+        process, url = await start(worker, processes)
         running = asyncio.create_task(client.post(url + CHAT, json=STREAM))
         await worker.arrived.wait()
         process.send_signal(number)
@@ -57,9 +62,10 @@ async def test_a_signal_lets_running_streams_finish_and_ends_the_process_cleanly
         assert await process.wait() == 0
 
 
-async def test_a_second_signal_does_not_wait() -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_a_second_signal_does_not_wait(processes: int) -> None:
     async with FakeWorker(fake_worker.gated) as worker, httpx.AsyncClient(trust_env=False) as client:
-        process, url = await start(worker, drain_s=600)
+        process, url = await start(worker, processes, drain_s=600)
         running = asyncio.create_task(client.post(url + CHAT, json=STREAM))
         await worker.arrived.wait()
         process.send_signal(signal.SIGTERM)

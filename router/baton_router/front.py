@@ -1,0 +1,99 @@
+"""
+One of several processes that hold clients' connections: it serves the hot paths, its scheduler the rest.
+
+Keys are judged here, bodies pass through here, a broken stream is resumed from here. Which worker gets a
+request is asked of the scheduler's process, and whatever is not hot is passed on to it. While that process
+is away, requests to generate are served all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import suppress
+
+from baton_api.errors import BatonError
+from baton_api.keys import OPEN_PATHS
+from baton_router import responses
+from baton_router.access import Access
+from baton_router.answers import Receive, Scope, Send, send_error, send_json
+from baton_router.control import Control
+from baton_router.figures import Figures
+from baton_router.forward import FORWARDED, request_id
+from baton_router.front_figures import measured
+from baton_router.proxy import Proxy
+from baton_router.remote_picker import RemotePicker
+from baton_router.settings import RouterSettings
+from baton_router.upstreams import Upstreams
+
+TELL_S = 1.0
+"""Seconds from one report of this front's figures to the next."""
+
+
+class Front:
+    """An ASGI application."""
+
+    def __init__(self, settings: RouterSettings, scheduler: str, control: str) -> None:
+        """`scheduler` and `control` are the paths of the other process's sockets."""
+        self.settings = settings
+        self.draining = False
+        """Set when the process is to end: /ready says so, and what comes all the same is served."""
+        self.access = Access(settings)
+        self.upstreams = Upstreams(settings.connect_s)
+        self.figures = Figures()
+        self._picker = RemotePicker(
+            scheduler, self.upstreams, settings.scheduler_patience_s, random.Random(), self._unasked
+        )
+        self._proxy = Proxy(settings, self._picker, self.upstreams, self.figures)
+        self._control = Control(control)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+            return
+        path = scope["path"]
+        if path in FORWARDED and path != responses.PATH and scope["method"] == "POST":
+            try:
+                await self.access.enter(scope)
+            except BatonError as error:
+                await send_error(send, error, request_id(scope["headers"]))
+            else:
+                await self._proxy(scope, receive, send)
+        elif path in OPEN_PATHS and (status := self._own(path)):
+            await send_json(send, status, b"", request_id(scope["headers"]))
+        else:
+            await self._control(scope, receive, send)
+
+    def _own(self, path: str) -> int:
+        """The status with which this process answers by itself; 0 if the scheduler's is to be asked."""
+        if path == "/metrics":
+            return 0
+        if path != "/ready":
+            return 200
+        if self.draining:
+            return 503
+        if self._picker.connected:
+            return 0
+        return 200 if any(one.ready for one in self._picker.workers) else 503
+
+    def _unasked(self, reason: str) -> None:
+        self.figures.unasked.labels(reason).inc()
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        keeping = asyncio.create_task(self._picker.keep())
+        telling = asyncio.create_task(self._tell())
+        await send({"type": "lifespan.startup.complete"})
+        with suppress(asyncio.CancelledError):  # a second signal does not wait for the end
+            await receive()
+        for task in (telling, keeping):
+            task.cancel()
+        await asyncio.gather(telling, keeping, return_exceptions=True)
+        self.upstreams.close()
+        await self.access.close()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _tell(self) -> None:
+        while True:
+            await asyncio.sleep(TELL_S)
+            self._picker.measured(measured(self.figures.registry))

@@ -1,0 +1,199 @@
+"""The router as several processes on one port, with real processes killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import psutil
+
+from baton_api.workers import Role
+from tests.router import fake_worker
+from tests.router.fake_worker import FakeWorker
+from tests.router.running import CHAT, QUESTION, STREAM, anew, until
+
+PROGRAM = """
+import sys
+from baton_router.main import run
+from baton_router.settings import RouterSettings
+settings = RouterSettings.model_validate_json(sys.argv[1])
+run(settings, ready=lambda url: print(url, flush=True))
+"""
+
+
+class Fronts:
+    """A router with two fronts, and its processes."""
+
+    def __init__(self, process: asyncio.subprocess.Process, url: str, client: httpx.AsyncClient) -> None:
+        self.process = process
+        self.url = url
+        self.client = client
+
+    @property
+    def members(self) -> list[psutil.Process]:
+        """The scheduler's process, then the fronts', in the order of their start."""
+        children = psutil.Process(self.process.pid).children()
+        return sorted((one for one in children if one.is_running()), key=lambda one: one.create_time())
+
+    @property
+    def pids(self) -> list[int]:
+        return [one.pid for one in self.members]
+
+    async def post(self, body: object = QUESTION) -> httpx.Response:
+        """On a connection of its own, so that any front may have it."""
+        async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
+            return await client.post(self.url + CHAT, json=body)
+
+    async def figure(self, name: str) -> dict[str, float]:
+        """The samples of one metric, by process, over all other labels."""
+        page = (await self.client.get("/metrics")).text
+        sums: dict[str, float] = {}
+        for labels, value in re.findall(rf"^{name}{{(.*)}} (\S+)$", page, re.MULTILINE):
+            process = re.search(r'process="([^"]*)"', labels)
+            assert process is not None, "a sample without its process"
+            sums[process[1]] = sums.get(process[1], 0.0) + float(value)
+        return sums
+
+    async def ready(self) -> bool:
+        try:
+            return (await self.client.get("/ready")).status_code == 200
+        except httpx.TransportError:
+            return False  # the front that had this connection is gone
+
+
+@asynccontextmanager
+async def running_fronts(*workers: FakeWorker, **settings: object) -> AsyncIterator[Fronts]:
+    given = {
+        "port": 0,
+        "processes": 2,
+        "decode": [one.url for one in workers if one.load.role is not Role.PREFILL],
+        "prefill": [one.url for one in workers if one.load.role is Role.PREFILL],
+        "drain_s": 5,
+        "health_interval_s": 0.2,
+        **settings,
+    }
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PROGRAM, json.dumps(given), stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    url = (await process.stdout.readline()).decode().strip()
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=20) as client:
+        fronts = Fronts(process, url, client)
+        try:
+            while not await fronts.ready():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            yield fronts
+        finally:
+            if process.returncode is None:
+                process.terminate()
+            assert await process.wait() == 0
+
+
+async def test_all_paths_are_served_and_each_process_tells_what_it_counted() -> None:
+    async with FakeWorker() as worker, running_fronts(worker) as fronts:
+        assert len(fronts.members) == 3
+        for number in range(20):
+            answer = await fronts.post(STREAM if number % 2 else QUESTION)
+            assert answer.status_code == 200
+            assert answer.headers["x-baton-worker"] == worker.name
+        assert [one["id"] for one in (await fronts.client.get("/v1/models")).json()["data"]] == ["tiny"]
+        assert (await fronts.client.get("/debug/decisions")).json()["data"][0]["decode"] == worker.name
+        assert (await fronts.client.get("/nothing")).status_code == 404
+        for _ in range(100):
+            counted = await fronts.figure("baton_router_requests_total")
+            if sum(counted.values()) == 20:
+                break
+            await asyncio.sleep(0.1)
+        assert sum(counted.values()) == 20
+        assert set(await fronts.figure("baton_router_worker_state")) == {"scheduler"}
+
+
+async def test_a_prompt_follows_its_prefix_whichever_front_has_it() -> None:
+    async with FakeWorker() as one, FakeWorker() as two, running_fronts(one, two) as fronts:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "The same beginning. " * 200}]}
+        answers = [await fronts.post(body) for _ in range(12)]
+        assert len({answer.headers["x-baton-worker"] for answer in answers}) == 1
+
+
+async def test_keys_are_wanted_by_every_process() -> None:
+    async with FakeWorker() as worker, running_fronts(worker, api_key=["secret"]) as fronts:
+        assert (await fronts.post()).status_code == 401
+        assert (await fronts.client.get("/v1/models")).status_code == 401
+        good = {"authorization": "Bearer secret"}
+        assert (await fronts.client.post(CHAT, json=QUESTION, headers=good)).status_code == 200
+        assert (await fronts.client.get("/v1/models", headers=good)).status_code == 200
+
+
+async def test_responses_are_kept_for_whichever_front_asks() -> None:
+    async with FakeWorker() as worker, running_fronts(worker) as fronts:
+        missing = await fronts.client.get("/v1/responses/resp_1")
+        assert (missing.status_code, missing.json()["error"]["type"]) == (404, "invalid_request_error")
+
+
+async def test_a_front_that_is_killed_takes_only_its_own_clients_along() -> None:
+    async with FakeWorker(fake_worker.gated) as worker, running_fronts(worker) as fronts:
+        async with asyncio.TaskGroup() as group:
+            streams = [group.create_task(_stream(fronts)) for _ in range(12)]
+            await until(lambda: len(worker.asked) == 12)
+            victim = fronts.members[1].pid
+            os.kill(victim, signal.SIGKILL)
+            await until(lambda: victim not in fronts.pids and len(fronts.pids) == 3)
+            worker.release.set()
+        whole = [stream.result() for stream in streams]
+        assert 0 < sum(whole) < 12, "both fronts had clients, and one of them lived"
+        assert (await fronts.post(anew(QUESTION))).status_code == 200
+        load = (await fronts.client.get("/workers")).json()["data"][0]
+        assert load["in_flight"] == 0, "what the dead front had was let go"
+
+
+async def test_without_its_scheduler_a_front_serves_and_later_asks_again() -> None:
+    async with FakeWorker() as worker, running_fronts(worker, scheduler_patience_s=0.2) as fronts:
+        assert (await fronts.post()).status_code == 200
+        scheduler = fronts.members[0]
+        scheduler.suspend()  # there, and silent
+        for _ in range(4):
+            answer = await fronts.post(anew(QUESTION))
+            assert (answer.status_code, "by_load=1" in answer.headers["x-baton-decision"]) == (200, True)
+        scheduler.kill()
+        for _ in range(4):
+            assert (await fronts.post(anew(STREAM))).status_code == 200
+        while True:  # until both fronts have found the new one
+            answers = [await fronts.post(anew(QUESTION)) for _ in range(8)]
+            assert {answer.status_code for answer in answers} == {200}
+            if not any("by_load" in answer.headers["x-baton-decision"] for answer in answers):
+                break
+        assert len(fronts.members) == 3
+        for _ in range(100):  # each front tells what it counted once a second
+            unasked = await fronts.figure("baton_router_unasked_total")
+            if sum(unasked.values()) >= 8:
+                break
+            await asyncio.sleep(0.1)
+        assert sum(unasked.values()) >= 8
+
+
+async def test_a_setting_that_cannot_be_is_said_and_nothing_is_started() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        PROGRAM,
+        '{"port": 0, "processes": 2, "decode": ["http://127.0.0.1:1"], "api_key_file": "/nonexistent"}',
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, said = await process.communicate()
+    assert process.returncode != 0
+    assert b"/nonexistent" in said
+
+
+async def _stream(fronts: Fronts) -> bool:
+    """Whether a stream came whole."""
+    try:
+        return (await fronts.post(anew(STREAM))).content.endswith(b"data: [DONE]\n\n")
+    except httpx.TransportError:
+        return False

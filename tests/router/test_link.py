@@ -1,0 +1,299 @@
+"""A scheduler in another process: what a front is granted, what it does alone, and that nothing is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from baton_api.errors import ModelNotFound, NotReady, QuotaExceeded
+from baton_api.reports import PromptReport
+from baton_api.workers import Load, Role
+from baton_router import link
+from baton_router.asks import Ask, Grant
+from baton_router.link import Family, raised, refused
+from baton_router.prompt_chunks import Prompt
+from baton_router.remote_picker import RemotePicker
+from baton_router.roster import Entry, by_load
+from baton_router.scheduler_service import SchedulerService
+from baton_router.upstreams import Upstreams
+from baton_router.workers import Worker
+from tests.router.running import until
+
+ASK = Ask("tiny", Prompt((1, 2), (512, 700)))
+REPORT = PromptReport(
+    tokens=9, cached=3, held=0, queue_s=0.0, compute_s=0.1, transfer_s=0.0, remote=True, tail="ab"
+)
+
+
+class FakePicker:
+    """Grants what it is asked for, when it may, and remembers what it still owes."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+        self.open.set()
+        self.error: Exception | None = None
+        self.asked: list[Ask] = []
+        self.granted: dict[int, Grant] = {}
+        self.heard: list[tuple[object, ...]] = []
+        self.withdrawn = 0
+        self._number = 100
+
+    async def pick(self, ask: Ask) -> Grant:
+        self.asked.append(ask)
+        try:
+            await self.open.wait()
+        except asyncio.CancelledError:
+            self.withdrawn += 1
+            raise
+        if self.error is not None:
+            raise self.error
+        self._number += 1
+        grant = Grant(self._number, "127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", b"why")
+        self.granted[grant.number] = grant
+        return grant
+
+    def began(self, grant: Grant, report: PromptReport | None) -> None:
+        assert self.granted[grant.number] == grant
+        self.heard.append(("began", report))
+
+    def failed(self, grant: Grant) -> None:
+        assert self.granted[grant.number] == grant
+        self.heard.append(("failed",))
+
+    def full(self, grant: Grant) -> None:
+        assert self.granted[grant.number] == grant
+        self.heard.append(("full",))
+
+    def let_go(self, grant: Grant, *, complete: bool) -> None:
+        assert self.granted.pop(grant.number) == grant
+        self.heard.append(("let go", complete))
+
+
+class Linked:
+    """A scheduler's service and a front's picker on one socket."""
+
+    def __init__(self, folder: Path, patience_s: float) -> None:
+        self.path = str(folder / "scheduler")
+        self.picker = FakePicker()
+        self.worker = Worker(Upstreams(1.0).of("127.0.0.1:1"), Role.DECODE)
+        self.unasked: Counter[str] = Counter()
+        self.upstreams = Upstreams(1.0)
+        self.front = RemotePicker(self.path, self.upstreams, patience_s, random.Random(1), self._unasked)
+        self.serve()
+        self.keeping = asyncio.create_task(self.front.keep())
+
+    def _unasked(self, reason: str) -> None:
+        self.unasked[reason] += 1
+
+    def serve(self) -> None:
+        self.service = SchedulerService(self.picker, lambda: (self.worker,), asyncio.get_running_loop().time)
+        self.serving = asyncio.create_task(self.service.serve(self.path))
+
+    async def stop(self, task: asyncio.Task[None]) -> None:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    def ready(self) -> None:
+        self.worker.answered(Load(role=Role.DECODE, model="tiny", epoch="1", compatibility="c"))
+
+
+@asynccontextmanager
+async def linked(patience_s: float = 5.0) -> AsyncIterator[Linked]:
+    with tempfile.TemporaryDirectory() as folder:
+        made = Linked(Path(folder), patience_s)
+        await until(lambda: made.front.connected)
+        try:
+            yield made
+        finally:
+            await made.stop(made.keeping)
+            await made.stop(made.serving)
+
+
+async def test_a_grant_comes_over_and_what_becomes_of_it_goes_back() -> None:
+    async with linked() as both:
+        grant = await both.front.pick(ASK)
+        assert both.picker.asked == [ASK]
+        assert (grant.decode, grant.prefill, grant.control, grant.summary) == (
+            "127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", b"why"
+        )  # fmt: skip
+        both.front.began(grant, REPORT)
+        both.front.failed(grant)
+        both.front.let_go(grant, complete=True)
+        await until(lambda: not both.picker.granted)
+        assert both.picker.heard == [("began", REPORT), ("failed",), ("let go", True)]
+        assert not both.unasked
+
+
+async def test_an_error_comes_over_as_what_it_was() -> None:
+    async with linked() as both:
+        for error in (ModelNotFound("big", ("tiny",)), NotReady("Not now."), QuotaExceeded("files", 7, 7)):
+            both.picker.error = error
+            with pytest.raises(type(error)) as caught:
+                await both.front.pick(ASK)
+            assert caught.value.body() == error.body()
+            assert caught.value.retry_after == error.retry_after
+
+
+def test_an_error_of_a_kind_that_is_not_known_is_internal() -> None:
+    error = raised(link.Refused(1, "Exception", "secret", {}))
+    assert (error.status, error.code) == (500, raised(refused(1, error)).code)
+
+
+async def test_who_waits_with_the_scheduler_is_not_late() -> None:
+    async with linked(patience_s=0.05) as both:
+        both.picker.open.clear()
+        waiting = asyncio.create_task(both.front.pick(ASK))
+        await asyncio.sleep(0.2)  # much longer than its patience with a silent scheduler
+        assert not waiting.done()
+        both.picker.open.set()
+        both.front.let_go(await waiting, complete=True)
+        await until(lambda: both.picker.heard)
+        assert not both.picker.granted and not both.unasked
+
+
+async def test_who_leaves_while_waiting_is_withdrawn() -> None:
+    async with linked() as both:
+        both.picker.open.clear()
+        waiting = asyncio.create_task(both.front.pick(ASK))
+        await until(lambda: both.picker.asked)
+        waiting.cancel()
+        await until(lambda: both.picker.withdrawn)
+        assert waiting.cancelled() and not both.picker.granted
+
+
+async def test_a_scheduler_that_says_nothing_in_time_is_done_without() -> None:
+    async with linked(patience_s=0.0) as both:
+        both.ready()
+        await until(lambda: any(one.ready for one in both.front.workers))
+        grant = await both.front.pick(ASK)
+        assert (grant.decode, grant.prefill) == ("127.0.0.1:1", "")
+        assert both.unasked == {"late": 1}
+        both.front.let_go(grant, complete=True)
+        await until(lambda: both.picker.withdrawn or both.picker.heard)
+        await until(lambda: not both.picker.granted)
+
+
+async def test_without_a_scheduler_a_front_goes_on_and_comes_back() -> None:
+    async with linked() as both:
+        both.ready()
+        await until(lambda: any(one.ready for one in both.front.workers))
+        old = await both.front.pick(ASK)
+        both.picker.open.clear()
+        waiting = asyncio.create_task(both.front.pick(ASK))
+        await until(lambda: len(both.picker.asked) == 2)
+        await both.stop(both.serving)
+        assert (await waiting).decode == "127.0.0.1:1"
+        await until(lambda: not both.front.connected)
+        assert (await both.front.pick(ASK)).decode == "127.0.0.1:1"
+        assert both.unasked == {"away": 2}
+        assert not both.picker.granted, "what a front was granted ends with its connection"
+        both.picker.open.set()
+        both.serve()
+        await until(lambda: both.front.connected)
+        both.front.began(old, REPORT)  # the scheduler that granted it is gone: nobody is told
+        both.front.let_go(old, complete=True)
+        new = await both.front.pick(ASK)
+        assert new.control == "127.0.0.1:3"
+        both.front.let_go(new, complete=True)
+        await until(lambda: not both.picker.granted)
+        assert both.picker.heard[-1] == ("let go", True)
+        assert ("began", REPORT) not in both.picker.heard
+
+
+async def test_a_worker_that_is_down_is_down_for_the_fronts_too() -> None:
+    async with linked() as both:
+        both.ready()
+        await until(lambda: any(one.ready for one in both.front.workers))
+        both.worker.health = both.worker.health.missed(1, "it does not answer")
+        await until(lambda: both.front.workers[0].down_since > 0)
+        assert not both.front.workers[0].ready
+
+
+async def test_the_service_knows_what_fronts_counted() -> None:
+    async with linked() as both:
+        family = Family("requests", "Requests.", "counter", [("requests_total", {"code": "200"}, 3.0)])
+        both.front.measured([family])
+        await until(lambda: any(both.service.figures().values()))
+        assert list(both.service.figures().values()) == [[family]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_whatever_happens_nothing_stays_granted(seed: int) -> None:
+    """Clients that leave, answers, losses and schedulers that come and go, in any order."""
+    rng = random.Random(seed)
+
+    async def client(both: Linked) -> None:
+        grant = await both.front.pick(ASK)
+        try:
+            await asyncio.sleep(rng.random() * 0.01)
+            if rng.random() < 0.7:
+                both.front.began(grant, REPORT)
+            else:
+                both.front.failed(grant)
+            await asyncio.sleep(rng.random() * 0.01)
+        finally:
+            both.front.let_go(grant, complete=rng.random() < 0.5)
+
+    async with linked() as both:
+        both.ready()
+        await until(lambda: any(one.ready for one in both.front.workers))
+        for _ in range(6):
+            clients = [asyncio.create_task(client(both)) for _ in range(40)]
+            both.picker.open.set() if rng.random() < 0.7 else both.picker.open.clear()
+            for one in rng.sample(clients, 8):
+                await asyncio.sleep(rng.random() * 0.002)
+                one.cancel()
+            if rng.random() < 0.4:
+                await both.stop(both.serving)
+                both.serve()
+            both.picker.open.set()
+            outcomes = await asyncio.gather(*clients, return_exceptions=True)
+            assert all(one is None or isinstance(one, asyncio.CancelledError) for one in outcomes)
+        await until(lambda: both.front.connected)
+        await until(lambda: not both.picker.granted)
+        assert not +both.front.busy
+
+
+ENTRIES = (
+    Entry("d1", Role.DECODE, ("tiny",), "a", "", True, 0.0),
+    Entry("d2", Role.DECODE, ("tiny", "small"), "b", "", True, 0.0),
+    Entry("d3", Role.DECODE, ("tiny",), "a", "", False, 0.0),
+    Entry("p1", Role.PREFILL, ("tiny",), "a", "p1:9", True, 0.0),
+    Entry("p2", Role.PREFILL, ("tiny",), "a", "p2:9", False, 0.0),
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "tried", "busy", "pairs"),
+    [
+        ("tiny", (), {}, {("d1", "p1"), ("d2", "")}),
+        ("tiny", (), {"d1": 5}, {("d2", "")}),
+        ("small", (), {"d2": 5}, {("d2", "")}),
+        ("tiny", ("d2",), {}, {("d1", "p1")}),
+        ("tiny", ("d2", "p1"), {}, {("d1", "")}),
+        (None, (), {"d2": 1}, {("d1", "p1")}),
+    ],
+)
+def test_by_load_goes_to_whoever_is_ready_fits_and_has_least(
+    model: str | None, tried: tuple[str, ...], busy: dict[str, int], pairs: set[tuple[str, str]]
+) -> None:
+    ask = Ask(model, Prompt((), ()), tried)
+    grants = [by_load(ENTRIES, Counter(busy), ask, seed, random.Random(seed)) for seed in range(40)]
+    assert {(one.decode, one.prefill) for one in grants} == pairs
+    assert all(one.control == (f"{one.prefill}:9" if one.prefill else "") for one in grants)
+
+
+def test_by_load_says_what_is_not_there() -> None:
+    with pytest.raises(ModelNotFound, match="big"):
+        by_load(ENTRIES, Counter(), Ask("big", Prompt((), ())), 1, random.Random(1))
+    for workers, tried in (((), ()), (ENTRIES, ("d1", "d2"))):
+        with pytest.raises(NotReady):
+            by_load(workers, Counter(), Ask("tiny", Prompt((), ()), tried), 1, random.Random(1))
