@@ -33,10 +33,17 @@ _decoder = msgspec.json.Decoder(Load)
 
 
 async def watch(workers: Workers, settings: RouterSettings, clock: Callable[[], float]) -> None:
-    """Look at all workers until cancelled."""
+    """Look at all workers, those that come and those that leave too, until cancelled."""
+    looking: dict[Worker, asyncio.Task[None]] = {}
     async with asyncio.TaskGroup() as group:
-        for worker in workers.all:
-            group.create_task(_watch_one(worker, settings, clock), name=f"watch {worker.name}")
+        while True:
+            there = set(workers.all)
+            for worker in looking.keys() - there:
+                looking.pop(worker).cancel()
+            for worker in there - looking.keys():
+                looked = _watch_one(worker, settings, clock)
+                looking[worker] = group.create_task(looked, name=f"watch {worker.name}")
+            await workers.changed()
 
 
 async def _watch_one(worker: Worker, settings: RouterSettings, clock: Callable[[], float]) -> None:
@@ -55,9 +62,9 @@ async def _watch_one(worker: Worker, settings: RouterSettings, clock: Callable[[
                 worker.upstream.fail_silent(loop.time() - settings.health_interval_s)
         else:
             worker.answered(load, refusal)
-        state = worker.health.state(clock())
+        state = worker.state(clock())
         if state is not before:
-            reason = worker.health.refusal if state is not State.READY else "it takes requests"
+            reason = worker.reason or "it takes requests"
             log.info("The %s worker %s is %s: %s.", worker.listed, worker.name, state, reason)
             before = state
         pause = settings.health_interval_s / (1 if state is State.READY else HASTE)

@@ -79,7 +79,7 @@ class Errands:
     async def _tell_all(self, path: str, given: Headers, body: bytes, name: bytes) -> tuple[int, bytes]:
         """The sums of what workers count in their answers; or what the first one that refuses says."""
         now = self._clock()
-        there = [one for one in self._workers.all if one.health.state(now) is not State.DOWN]
+        there = [one for one in self._workers.listed if one.state(now) is not State.DOWN]
         heads = [self._head(b"POST", path, given, len(body), name, one) for one in there]
         answers = await asyncio.gather(
             *(_ask(one, head, body) for one, head in zip(there, heads, strict=True)), return_exceptions=True

@@ -103,7 +103,7 @@ class Knowledge:
     def __init__(self) -> None:
         self._known: dict[Worker, Known] = {}
         self._free: list[int] = []
-        """Slots of workers that were forgotten, the lowest first: sets of workers have a bit for each slot."""
+        """Slots of workers that were forgotten, the lowest first: a set of workers has a bit for each."""
         self._index = PrefixIndex()
         self.blocks = BlockMap(self._index)
         self._transfers: dict[tuple[str, str], TransferCost] = {}

@@ -73,7 +73,7 @@ class Feeds:
             context.destroy(linger=0)
 
     def _tend(self, context: zmq.asyncio.Context) -> None:
-        workers = {worker.name: worker for worker in self._workers.all}
+        workers = {worker.name: worker for worker in self._workers.listed}
         for name, follower in list(self.followed.items()):
             worker = workers.get(name)
             if worker is None or not follower.follows(worker, self._knowledge):

@@ -23,6 +23,12 @@ class Upstreams:
             upstream = self._upstreams[name] = self._upstreams.setdefault(made.name, made)
         return upstream
 
+    def drop(self, name: str) -> None:
+        """Nobody is there any more: what is still on the connections fails."""
+        upstream = self._upstreams.pop(name, None)
+        if upstream is not None:
+            upstream.close()
+
     def close(self) -> None:
         for upstream in self._upstreams.values():
             upstream.close()

@@ -1,0 +1,93 @@
+"""
+All who list workers, as the settings name them.
+
+Flags list theirs once, before anything else happens; DNS and Kubernetes are asked for as long as the router
+runs, each in a task of its own that no failure of another concerns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from baton_api.workers import Role
+from baton_router.discovery.dns_name import DnsName
+from baton_router.discovery.kubernetes import Access, KubernetesWorkers
+from baton_router.discovery.listed import Listed
+from baton_router.settings import RouterSettings
+
+FLAGS = "flags"
+
+Told = Callable[[str, frozenset[Listed]], None]
+"""Takes a source's name and all workers that it knows of now."""
+
+
+class Source(Protocol):
+    """Somebody who lists workers."""
+
+    @property
+    def trouble(self) -> str:
+        """Why its list may be an old one, as a clause; empty if it is not."""
+        ...
+
+    async def follow(self, tell: Callable[[frozenset[Listed]], None]) -> None:
+        """Tell all workers at once, whenever there may be others; does not end by itself."""
+        ...
+
+
+class Sources:
+    """Whoever lists workers of this router."""
+
+    def __init__(self, settings: RouterSettings, rng: random.Random) -> None:
+        decode, prefill = _flags(settings.decode, Role.DECODE), _flags(settings.prefill, Role.PREFILL)
+        self.flags = frozenset((*decode, *prefill))
+        self._sources: dict[str, Source] = {}
+        for role, names in ((Role.DECODE, settings.decode_dns), (Role.PREFILL, settings.prefill_dns)):
+            for name in names:
+                from baton_router.discovery.dns import DnsWorkers  # its library is only for those who use it
+
+                asked = DnsName.parse(name)
+                self._sources[f"DNS: {role} {name}"] = DnsWorkers(asked, role, settings.dns_interval_s)
+        if settings.kubernetes_selector:
+            access = Access(
+                settings.kubernetes_api, Path(settings.kubernetes_account), settings.kubernetes_namespace
+            )
+            self._sources["Kubernetes"] = KubernetesWorkers(
+                access, settings.kubernetes_selector, settings.kubernetes_port, rng
+            )
+        self._silent = set(self._sources)
+        """Those that have not told anything yet."""
+
+    def complete(self) -> bool:
+        """Whether all have said something."""
+        return not self._silent
+
+    def why_none(self) -> str:
+        """Why there is no decode worker if there is none, as a clause."""
+        if not self._sources:
+            return "none is configured: name one with --decode http://HOST:PORT"
+        troubles = [source.trouble for source in self._sources.values() if source.trouble]
+        if troubles:
+            return "; ".join(troubles)
+        waited_for = sorted(self._silent) or sorted(self._sources)
+        return f"{' and '.join(waited_for)} {'has not told yet' if self._silent else 'lists none'}"
+
+    async def follow(self, told: Told) -> None:
+        async with asyncio.TaskGroup() as group:
+            for name, source in self._sources.items():
+                group.create_task(source.follow(partial(self._tell, told, name)), name=name)
+
+    def _tell(self, told: Told, name: str, listed: frozenset[Listed]) -> None:
+        self._silent.discard(name)
+        told(name, listed)
+
+
+def _flags(urls: Iterable[str], role: Role) -> Iterable[Listed]:
+    for url in urls:
+        parts = urlsplit(url)
+        yield Listed(parts.hostname or "", parts.port or 80, role)
