@@ -1,0 +1,128 @@
+"""
+In which order one tenant's requests go: the shortest first, but nobody waits for long because it is long.
+
+A request's rank is the time that it would take to its first token, less a tenth of what it has waited; near
+saturation that order, not the choice of workers, decides the mean wait. One that would miss its objective
+if it waited as long again goes before that, the earliest deadline first, unless the objective is missed
+already: to run after those would make all the others miss theirs too. Before all go those that were sent
+once and came back, and those that have waited for longer than anybody should. No clock is here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from baton_router.ranking import Ranking
+
+AGEING = 0.1
+"""Seconds of prediction that a second of waiting makes up for."""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One request that waits. Times are of the router's clock."""
+
+    number: int
+    """Later ones have higher numbers."""
+    tenant: str
+    level: int
+    """Of its class, 0 for the most urgent."""
+    arrived: float
+    best_s: float
+    """Predicted to the first token, were it sent now to a worker that is free."""
+    cost: float
+    """In tokens, for the tenant's account."""
+    size: int
+    """Bytes of memory."""
+    objective_s: float = math.inf
+    """To the first token, from its arrival."""
+    patience_s: float = math.inf
+    """After which it gives up, from its arrival."""
+    again: bool = False
+    """Whether it was sent before and came back."""
+    starved: bool = False
+    """Whether it has waited for longer than anybody of its class should."""
+
+    @property
+    def deadline(self) -> float:
+        return self.arrived + self.objective_s
+
+    @property
+    def first(self) -> bool:
+        """Whether it goes before its tenant's others."""
+        return self.again or self.starved
+
+    @property
+    def rank(self) -> float:
+        # best_s - AGEING * (now - arrived), of which `now` is the same for all.
+        return self.best_s + AGEING * self.arrived
+
+    @property
+    def urgent_from(self) -> float:
+        """When its slack is no longer than it would take itself."""
+        return self.deadline - 2 * self.best_s
+
+
+class Line:
+    """One tenant's requests of one class."""
+
+    __slots__ = ("_first", "_ranked", "_urgent", "seconds")
+
+    def __init__(self) -> None:
+        self._first: Ranking[Entry] = Ranking()
+        self._ranked: Ranking[Entry] = Ranking()
+        self._urgent: Ranking[Entry] = Ranking()
+        """Those of the ranked that have an objective, by the time at which they become urgent."""
+        self.seconds = 0.0
+        """What all of them would take."""
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._ranked)
+
+    def add(self, entry: Entry) -> None:
+        if entry.first:
+            self._first.add(entry.arrived, entry.number, entry)
+        else:
+            self._ranked.add(entry.rank, entry.number, entry)
+            if entry.objective_s < math.inf:
+                self._urgent.add(entry.urgent_from, entry.number, entry)
+        self.seconds += entry.best_s
+
+    def remove(self, entry: Entry) -> None:
+        if entry.first:
+            self._first.remove(entry.arrived, entry.number)
+        else:
+            self._ranked.remove(entry.rank, entry.number)
+            self._urgent.remove(entry.urgent_from, entry.number)
+        # Sums of floating point drift; an empty line is a chance to be exact.
+        self.seconds = self.seconds - entry.best_s if len(self) else 0.0
+
+    def ordered(self, now: float) -> Iterator[Entry]:
+        """Each once, in the order in which they go; they may leave meanwhile."""
+        yield from self._first.walk()
+        urgent = self._urgent_ones(now)
+        yield from urgent
+        given = {entry.number for entry in urgent}
+        for entry in self._ranked.walk():
+            if entry.number not in given:
+                yield entry
+
+    def seconds_before(self, entry: Entry) -> float:
+        """What those would take that go before `entry`, were it added; urgency aside."""
+        total = 0.0
+        for other in self._first.walk():
+            if entry.first and other.arrived > entry.arrived:
+                return total
+            total += other.best_s
+        return total + (0.0 if entry.first else sum(one.best_s for one in self._ranked.until(entry.rank)))
+
+    def _urgent_ones(self, now: float) -> list[Entry]:
+        urgent = []
+        for entry in self._urgent.until(now):
+            if now + entry.best_s <= entry.deadline:
+                urgent.append(entry)
+            else:
+                self._urgent.remove(entry.urgent_from, entry.number)
+        return sorted(urgent, key=lambda entry: (entry.deadline, entry.number))

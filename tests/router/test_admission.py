@@ -1,0 +1,58 @@
+"""Who waits on which terms, and who is told at once that it is no use."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from baton_router.admission import LEAST_PACE, MOST_PACE, Pace, Terms, terms, too_late
+
+TERMS = {
+    "interactive, its own": ("interactive", 2.0, Terms(2.0, 3.0)),
+    "interactive": ("interactive", None, Terms(10.0, 15.0)),
+    "default": ("default", None, Terms(math.inf, 300.0)),
+    "default with a deadline": ("default", 2.0, Terms(2.0, 2.0)),
+    "critical": ("critical", None, Terms(math.inf, 300.0)),
+    "batch": ("batch", None, Terms(math.inf, math.inf)),
+    "batch has no deadline": ("batch", 2.0, Terms(math.inf, math.inf)),
+}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_terms(name: str) -> None:
+    kind, wanted, expected = TERMS[name]
+    assert terms(kind, wanted, interactive_s=10.0, wait_s=300.0) == expected
+
+
+LATE = {
+    "interactive in time": ("interactive", 15.0, 0.0, False),
+    "interactive too late": ("interactive", 15.1, 0.0, True),
+    "default waits all the same": ("default", 1e4, 0.0, False),
+    "default, but nobody will have room": ("default", 1e4, 301.0, True),
+    "critical waits all the same": ("critical", 1e4, 0.0, False),
+    "batch waits for room too": ("batch", 1e9, 1e9, False),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_who_is_told_at_once(name: str) -> None:
+    kind, predicted, room, late = LATE[name]
+    assert too_late(kind, terms(kind, None, 10.0, 300.0), predicted, room) is late
+
+
+def test_the_pace_is_what_is_seen() -> None:
+    pace = Pace()
+    for _ in range(500):
+        pace.learn(10.0, 2.0)
+    assert pace.corrected(10.0) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_pace_stays_between_its_bounds(seed: int) -> None:
+    rng = random.Random(seed)
+    pace = Pace()
+    for _ in range(500):
+        pace.learn(rng.uniform(-1, 1), rng.uniform(0, 100))
+        assert LEAST_PACE <= pace.ratio <= MOST_PACE

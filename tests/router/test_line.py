@@ -1,0 +1,124 @@
+"""One tenant's order: shortest first with ageing, deadlines that can be met, and those that go before."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from typing import Any
+
+import pytest
+
+from baton_router.line import AGEING, Entry, Line
+from baton_router.ranking import Ranking
+
+_numbers = itertools.count()
+
+
+def entry(best_s: float, arrived: float = 0.0, **fields: Any) -> Entry:
+    values: dict[str, Any] = {"tenant": "t", "level": 1, "cost": 1.0, "size": 1, **fields}
+    return Entry(number=next(_numbers), arrived=arrived, best_s=best_s, **values)
+
+
+SHORT, LONG = 0.1, 10.0
+STATES: list[dict[str, bool]] = [*[{}] * 8, {"again": True}, {"starved": True}]
+
+ORDERS: dict[str, tuple[float, list[Entry]]] = {
+    "the shortest first": (0, [entry(SHORT), entry(1), entry(LONG)]),
+    "those that came first, of equals": (5, [entry(1, 0), entry(1, 2), entry(1, 4)]),
+    "who has waited ten times the difference goes before": (101, [entry(LONG, 0), entry(SHORT, 99.5)]),
+    "and not before that": (98, [entry(SHORT, 97.5), entry(LONG, 0)]),
+    "a deadline that is near": (7, [entry(2, 0, objective_s=10), entry(SHORT, 7)]),
+    "a deadline that is not": (5, [entry(SHORT, 5), entry(2, 0, objective_s=10)]),
+    "a deadline that cannot be met": (9, [entry(SHORT, 9), entry(2, 0, objective_s=10)]),
+    "the nearest deadline": (7, [entry(2, 0, objective_s=10), entry(1, 5.5, objective_s=5)]),
+    "who was sent before": (1, [entry(LONG, 0, again=True), entry(1, 0, objective_s=2.5), entry(SHORT)]),
+    "who starves, the oldest first": (50, [entry(9, 1, starved=True), entry(1, 2, starved=True), entry(0)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_order(name: str) -> None:
+    now, expected = ORDERS[name]
+    for order in itertools.permutations(expected):
+        line = Line()
+        for one in order:
+            line.add(one)
+        assert list(line.ordered(now)) == expected
+
+
+def test_seconds_before_count_what_goes_first() -> None:
+    line = Line()
+    for one in (entry(1), entry(2), entry(4), entry(8, starved=True)):
+        line.add(one)
+    assert line.seconds == 15
+    assert line.seconds_before(entry(3)) == 8 + 1 + 2
+    assert line.seconds_before(entry(100)) == 15
+    assert line.seconds_before(entry(1, 0, again=True)) == 8
+    assert line.seconds_before(entry(1, -1, again=True)) == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_are_walked_once_whatever_leaves(seed: int) -> None:
+    rng = random.Random(seed)
+    line, there, now = Line(), dict[int, Entry](), 0.0
+    for _ in range(400):
+        now += rng.random()
+        action = rng.random()
+        if action < 0.5:
+            objective = rng.choice([math.inf, rng.uniform(0, 20)])
+            one = entry(rng.uniform(0, 5), now, objective_s=objective, **rng.choice(STATES))
+            there[one.number] = one
+            line.add(one)
+        elif action < 0.8 and there:
+            line.remove(there.pop(rng.choice(list(there))))
+        else:
+            before, walked, gone = set(there), list[int](), set[int]()
+            for one in line.ordered(now):
+                walked.append(one.number)
+                if rng.random() < 0.3:
+                    line.remove(there.pop(one.number))
+                elif rng.random() < 0.1:
+                    other = there.pop(rng.choice(list(there)))
+                    gone.add(other.number)
+                    line.remove(other)
+            assert len(walked) == len(set(walked))
+            assert before - gone <= set(walked) <= before
+        assert len(line) == len(there)
+        assert line.seconds == pytest.approx(sum(one.best_s for one in there.values()))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nobody_is_passed_for_longer_than_its_length_and_a_tenth_say(seed: int) -> None:
+    rng = random.Random(seed)
+    line = Line()
+    longest = entry(5.0, 0.0)
+    line.add(longest)
+    now = 0.0
+    while True:
+        now += rng.uniform(0, 1)
+        line.add(entry(rng.uniform(0, 5), now))
+        first = next(line.ordered(now))
+        if first is longest:
+            break
+        line.remove(first)
+    assert now <= 5.0 / AGEING
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_ranking_is_a_sorted_list(seed: int) -> None:
+    rng = random.Random(seed)
+    ranking, plain = Ranking[str](), list[tuple[float, int]]()
+    for number in range(500):
+        if rng.random() < 0.6:
+            key = rng.choice([0.0, 1.5, -2.0, math.inf])
+            plain.append((key, number))
+            ranking.add(key, number, str(number))
+        elif plain:
+            one = plain.pop(rng.randrange(len(plain)))
+            assert ranking.remove(*one)
+            assert not ranking.remove(*one)
+        plain.sort()
+        assert list(ranking.walk()) == [str(number) for _, number in plain]
+        assert ranking.until(0.0) == [str(number) for key, number in plain if key <= 0]
+        assert ranking.first == ((plain[0][0], str(plain[0][1])) if plain else None)
