@@ -1,0 +1,129 @@
+"""
+`baton batch`: a file of requests, answered while nobody waits.
+
+What a person or a script needs of it: send a file, see how far it is, and have the answers. The exit status
+says how it ended: 0, all is well; 1, the batch failed, or the service did; 2, something has to be changed
+first; 3, it is through and some lines failed; 4, it was cancelled or its time ran out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from baton_api.errors import SetupError
+
+if TYPE_CHECKING:
+    from baton_cli.batch_commands import Commands
+
+Url = Annotated[str, typer.Option(help="Where the service answers.")]
+Key = Annotated[str, typer.Option("--api-key", help="The service's API key.", envvar="BATON_API_KEY")]
+Output = Annotated[str, typer.Option(help="text, or json for scripts.", metavar="text|json")]
+Id = Annotated[str, typer.Argument(help="Of the batch: batch_...", metavar="BATCH")]
+
+URL = "http://127.0.0.1:8080"
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+
+
+def submit(
+    file: Annotated[Path, typer.Argument(help="Requests as OpenAI's Batch API has them.", metavar="FILE")],
+    endpoint: Annotated[str, typer.Option(help="What all of them are for.")] = ENDPOINTS[0],
+    metadata: Annotated[
+        list[str] | None, typer.Option(help="Kept with the batch; repeated for several.", metavar="KEY=VALUE")
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Wait for the end, and show how far it is.")] = False,
+    url: Url = URL,
+    api_key: Key = "",
+    output: Output = "text",
+) -> None:
+    """Upload FILE and have its requests answered."""
+    if endpoint not in ENDPOINTS:
+        raise SetupError(f"--endpoint {endpoint!r} is none of {', '.join(ENDPOINTS)}.")
+    _service(url, api_key, output).submit(file, endpoint, _pairs(metadata or []), watch)
+
+
+def watch(id: Id, url: Url = URL, api_key: Key = "", output: Output = "text") -> None:
+    """Wait for the end of BATCH and show how far it is; a connection that is lost meanwhile is made anew."""
+    _service(url, api_key, output).watch(id)
+
+
+def list_(
+    limit: Annotated[int, typer.Option(help="Most batches to show; 0: all.", min=0)] = 20,
+    url: Url = URL,
+    api_key: Key = "",
+    output: Output = "text",
+) -> None:
+    """Show batches, the newest first."""
+    _service(url, api_key, output).list_(limit)
+
+
+def cancel(id: Id, url: Url = URL, api_key: Key = "", output: Output = "text") -> None:
+    """Have BATCH start no more requests; what is answered already stays readable."""
+    _service(url, api_key, output).cancel(id)
+
+
+def download(
+    id: Id,
+    to: Annotated[
+        Path | None, typer.Option(help="Where to; BATCH_output.jsonl if not said.", metavar="FILE")
+    ] = None,
+    errors: Annotated[bool, typer.Option("--errors", help="The lines that failed, not the answers.")] = False,
+    url: Url = URL,
+    api_key: Key = "",
+    output: Output = "text",
+) -> None:
+    """Fetch the answers of BATCH. What broke off, here or in an earlier call, goes on where it was."""
+    _service(url, api_key, output).download(id, to, errors)
+
+
+def run(
+    router: Annotated[str, typer.Option(help="The router's address.", metavar="URL")],
+    batch: Annotated[str, typer.Option(help="Which batch.", metavar="BATCH")],
+    token: Annotated[
+        str, typer.Option(help="The router's word for it.", envvar="BATON_BATCH_TOKEN", hidden=True)
+    ] = "",
+    runner: Annotated[str, typer.Option(hidden=True)] = "",
+    leash: Annotated[bool, typer.Option("--leash", hidden=True)] = False,
+) -> None:
+    """Work through BATCH for a router, who starts this by itself; BATON_BATCH_TOKEN is its word for it."""
+    import logging
+    import sys
+
+    from baton_router.batches.run import run
+
+    if not token:
+        raise SetupError("A runner needs the router's token: set BATON_BATCH_TOKEN.")
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
+    )
+    raise typer.Exit(run(router, batch, token, runner, leash))
+
+
+def add_to(app: typer.Typer) -> None:
+    """`baton batch` and its commands."""
+    commands = typer.Typer(no_args_is_help=True, help="Have a file of requests answered while nobody waits.")
+    for command in (submit, watch, list_, cancel, download, run):
+        commands.command(command.__name__.rstrip("_"))(command)
+    app.add_typer(commands, name="batch")
+
+
+def _service(url: str, api_key: str, output: str) -> Commands:
+    try:
+        from baton_cli.batch_commands import Commands
+    except ModuleNotFoundError as error:
+        raise SetupError("`baton batch` needs one package more: pip install 'baton[chat]'.") from error
+    if output not in ("text", "json"):
+        raise SetupError(f"--output {output!r} is neither text nor json.")
+    return Commands(url, api_key, as_json=output == "json")
+
+
+def _pairs(given: list[str]) -> dict[str, str]:
+    pairs = {}
+    for one in given:
+        key, equals, value = one.partition("=")
+        if not key or not equals:
+            raise SetupError(f"--metadata {one!r} is not of the form KEY=VALUE.")
+        pairs[key] = value
+    return pairs

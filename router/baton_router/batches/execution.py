@@ -1,0 +1,61 @@
+"""
+How a router has its batches run: the API for runners, and their supervisor.
+
+With `--batch-execution subprocess` this router starts runners itself; with `external` somebody else does,
+such as a Job in Kubernetes, and brings them a token; with `off` there are none, and batches wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from baton_router.batches.runner_api import RunnerApi, Terms
+from baton_router.batches.settings import BatchSettings
+from baton_router.batches.storage import Storage
+from baton_router.batches.supervisor import Supervisor
+
+ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+"""What a process on this machine connects to where a router listens on all addresses."""
+
+
+class Execution:
+    """One router's."""
+
+    def __init__(
+        self, storage: Storage, settings: BatchSettings, secret: bytes, ended: Callable[[], None]
+    ) -> None:
+        """`ended` hears of it when a batch needs no runner any more."""
+        terms = Terms(settings.batch_lease_s, settings.batch_window, settings.batch_line_s)
+        self.api = RunnerApi(storage, secret, terms, ended)
+        self.url = ""
+        """Where this router listens. Runners are started only if somebody has said so."""
+        self._settings = settings
+        self._supervisor = Supervisor(storage, secret, settings.batch_parallel)
+        self._supervising: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to start runners, if that is this router's to do."""
+        if self.url and self._settings.batch_execution == "subprocess":
+            self._supervising = asyncio.create_task(self._supervisor.run(reachable(self.url)))
+
+    async def close(self) -> None:
+        """End all runners; they post what is done."""
+        if self._supervising is not None:
+            self._supervising.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervising
+
+
+def reachable(url: str) -> str:
+    """
+    The same router as a process on this machine calls it.
+
+    >>> reachable("http://0.0.0.0:8080")
+    'http://127.0.0.1:8080'
+    """
+    parts = urlsplit(url)
+    host = ANYWHERE.get(parts.hostname or "", "")
+    return f"http://{host}:{parts.port}" if host else url

@@ -1,0 +1,105 @@
+"""
+What becomes of a line that was sent and did not come back well: again, again alone, or given up.
+
+Pure. A refusal for lack of room counts against nobody, and neither does a router that is away: the line waits
+for as long as the batch may take. An error of the service is tried again a few times. A line whose worker was
+lost may be what lost it, or may have been beside that one; so after a few losses it is set aside and sent
+alone, and what loses workers then too is not sent any more.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from dataclasses import dataclass, replace
+
+FAULTS = 5
+"""Errors of the service after which the last of them is the line's answer."""
+
+TIMEOUTS = 3
+"""Times that a line may take too long."""
+
+LOSSES = 3
+"""Losses of workers or connections after which a line is sent alone."""
+
+LOSSES_ALONE = 3
+"""Further ones after which it is not sent again."""
+
+FIRST_WAIT_S = 0.5
+LONGEST_WAIT_S = 30.0
+
+TOO_MANY_REQUESTS, UNAVAILABLE = 429, 503
+AGAIN_LATER = frozenset({401, 408, 499})
+"""401 among them: the token may be renewed by then."""
+SERVER_ERRORS = 500
+
+LOST_WORKER = "worker_error"
+"""The code beside 503 that says that a worker had the request and was lost with it."""
+
+
+class Outcome(enum.Enum):
+    """How a try ended."""
+
+    ANSWERED = "answered"
+    """With what the same line would be answered again."""
+    BUSY = "busy"
+    FAULT = "fault"
+    LOST = "lost"
+    """The worker, or the connection while the answer was awaited."""
+    SLOW = "slow"
+    AWAY = "away"
+    """The router could not be reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tries:
+    """What one line has been through, in this runner."""
+
+    faults: int = 0
+    timeouts: int = 0
+    losses: int = 0
+    refusals: int = 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing else is to be under way while it is tried."""
+        return self.losses >= LOSSES
+
+    @property
+    def failures(self) -> int:
+        return self.faults + self.timeouts + self.losses
+
+    def after(self, outcome: Outcome) -> Tries:
+        match outcome:
+            case Outcome.FAULT:
+                return replace(self, faults=self.faults + 1)
+            case Outcome.SLOW:
+                return replace(self, timeouts=self.timeouts + 1)
+            case Outcome.LOST:
+                return replace(self, losses=self.losses + 1)
+            case Outcome.BUSY | Outcome.AWAY:
+                return replace(self, refusals=self.refusals + 1)
+            case _:
+                return self
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether it is not to be sent again."""
+        return self.faults >= FAULTS or self.timeouts >= TIMEOUTS or self.losses >= LOSSES + LOSSES_ALONE
+
+
+def outcome(status: int, code: str | None) -> Outcome:
+    """What an answer over HTTP means; `code` is that of its error."""
+    if status == UNAVAILABLE and code == LOST_WORKER:
+        return Outcome.LOST
+    if status in (TOO_MANY_REQUESTS, UNAVAILABLE):
+        return Outcome.BUSY
+    if status in AGAIN_LATER or status >= SERVER_ERRORS:
+        return Outcome.FAULT
+    return Outcome.ANSWERED
+
+
+def wait_s(tries: int, rng: random.Random) -> float:
+    """Seconds until the next try after so many: twice as long each time, and for everybody another."""
+    longest = float(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(tries, 16)))
+    return rng.uniform(longest / 2, longest)

@@ -1,0 +1,224 @@
+"""
+The internal batch API: what a runner may ask of the router, and nothing else.
+
+It holds no state that counts. Every call carries a token for one batch and one epoch; what a call changes
+is checked against the ledger in the same transaction, so that any replica can answer it, and a runner whose
+lease another has taken changes nothing. See `wire` for the calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import parse_qs
+
+import msgspec
+
+from baton_api import runner_tokens
+from baton_api.errors import (
+    BatonError,
+    InternalError,
+    InvalidRequest,
+    MethodNotAllowed,
+    RouteNotFound,
+    StaleLease,
+    Unauthorized,
+)
+from baton_api.runner_tokens import RunnerToken
+from baton_router.answers import Receive, Scope, Send, send_error
+from baton_router.batches import slices, wire
+from baton_router.batches.slices import Cursor, Done
+from baton_router.batches.storage import Storage
+from baton_router.batches.values import Batch, Result, Status
+from baton_router.batches.wire import Lease, Order, Receipt, Renewal, Slice
+from baton_router.client import Client, ClientGone
+from baton_router.forward import REQUEST_ID, request_id
+
+log = logging.getLogger(__name__)
+
+BODY_LIMIT = 512 * 1024 * 1024
+"""Bytes of a group of results; it is larger than a megabyte only if one answer is."""
+
+BODY_S = 60.0
+
+GRACE_S = 60.0
+"""Seconds for which a token outlives its lease: a lease that has run out still counts unless it was taken."""
+
+EPOCHS = 64
+"""Of how many batches it is remembered which lines were done when their lease began."""
+
+RUNNING = frozenset({Status.IN_PROGRESS, Status.CANCELLING})
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What runners are told when they begin."""
+
+    lease_s: float
+    window: int
+    line_s: float
+
+
+class RunnerApi:
+    """Serves what begins with `wire.PATH`, as a bare ASGI callable."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        secret: bytes,
+        terms: Terms,
+        recorded: Callable[[], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`recorded` hears of it when a batch needs no runner any more. `clock`: of the Unix epoch."""
+        self._storage = storage
+        self._recorded = recorded
+        self._secret = secret
+        self._terms = terms
+        self._clock = clock
+        self._done: OrderedDict[tuple[str, int], Done] = OrderedDict()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = request_id(scope["headers"])
+        client = Client(scope, receive, send)
+        try:
+            batch, _, call = scope["path"].removeprefix(wire.PATH).partition("/")
+            token = self._token(scope, batch)
+            method = CALLS.get(call)
+            if method is None:
+                raise RouteNotFound(scope["method"], scope["path"])
+            if scope["method"] != method:
+                raise MethodNotAllowed(scope["method"], scope["path"], method)
+            if (token.epoch == runner_tokens.START) != (call == "lease"):
+                raise Unauthorized
+            body = await client.body(BODY_LIMIT, BODY_S)
+            query = scope["query_string"]
+            answer = await self._storage.run(lambda: self._answer(call, token, body, query))
+            if call == "results" and isinstance(answer, Receipt) and answer.order is Order.STOP:
+                self._recorded()
+        except ClientGone:
+            return
+        except BatonError as error:
+            await send_error(send, error, name, close=not client.read)
+        except Exception:
+            log.exception("A call of batch %s's runner failed inside the router.", batch)
+            await send_error(send, InternalError(), name, close=not client.read)
+        else:
+            await _send(send, answer, name)
+
+    def _token(self, scope: Scope, batch: str) -> RunnerToken:
+        """Raises Unauthorized, also for a token of another batch."""
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, text = given.decode("latin-1").partition(" ")
+        token = runner_tokens.read(self._secret, text.strip(), self._clock())
+        if scheme.lower() != "bearer" or token is None or token.batch != batch:
+            raise Unauthorized
+        return token
+
+    def _answer(self, call: str, token: RunnerToken, body: bytes, query: bytes) -> object:
+        """In a thread."""
+        try:
+            match call:
+                case "lease":
+                    return self._lease(token, wire.apply(body).runner)
+                case "renew":
+                    return self._renew(token)
+                case "lines":
+                    after = parse_qs(query.decode("latin-1")).get("after", [""])[0]
+                    return self._lines(token, Cursor.read(after))
+                case "results":
+                    return self._record(token, wire.results(body))
+                case _:
+                    self._storage.ledger.release(token.batch, token.epoch)
+                    return None
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise InvalidRequest(f"This is no call of a runner's: {error}.") from error
+
+    def _lease(self, token: RunnerToken, runner: str) -> Lease | None:
+        """None if there is nothing to run (any more). Raises StaleLease if another has the lease."""
+        ledger, terms = self._storage.ledger, self._terms
+        batch = ledger.find(token.batch)
+        if batch.status is not Status.IN_PROGRESS:
+            return None
+        epoch = ledger.lease(batch.id, runner, self._clock(), terms.lease_s)
+        if epoch is None:
+            raise StaleLease(batch.id, token.epoch, batch.epoch, batch.status)
+        return Lease(
+            epoch=epoch,
+            token=self._issue(token, epoch),
+            lease_s=terms.lease_s,
+            endpoint=batch.endpoint,
+            total=batch.total,
+            done=batch.done,
+            window=terms.window,
+            line_s=terms.line_s,
+        )
+
+    def _renew(self, token: RunnerToken) -> Renewal:
+        ledger = self._storage.ledger
+        batch = ledger.renew(token.batch, token.epoch, self._clock(), self._terms.lease_s)
+        if batch.status not in RUNNING:
+            # With the last result the lease has ended, and whoever writes the files is to have it.
+            ledger.release(token.batch, token.epoch)
+        return Renewal(self._issue(token, token.epoch), _order(batch.status))
+
+    def _record(self, token: RunnerToken, found: list[Result]) -> Receipt:
+        kept = self._storage.ledger.record(token.batch, token.epoch, found, int(self._clock()))
+        return Receipt(kept.new, _order(kept.status))
+
+    def _lines(self, token: RunnerToken, cursor: Cursor) -> Slice:
+        batch = self._holder(token)
+        done = self._done_before(token)
+        size = batch.input_bytes
+        most = wire.SLICE_BYTES
+        while True:
+            end = min(size, cursor.position + most)
+            data = b"".join(self._storage.objects.read(batch.input_object, cursor.position, end))
+            lines, after = slices.cut(data, cursor, end == size, done, wire.SLICE_LINES)
+            if lines or after.position >= size:
+                return Slice(lines, str(after), after.position >= size)
+            most = wire.SLICE_BYTES if after != cursor else most * 2  # one line is longer than that
+            cursor = after
+
+    def _holder(self, token: RunnerToken) -> Batch:
+        """The batch that is the token's still. Raises StaleLease."""
+        batch = self._storage.ledger.find(token.batch)
+        if batch.epoch != token.epoch or batch.status.ended:
+            raise StaleLease(token.batch, token.epoch, batch.epoch, batch.status)
+        return batch
+
+    def _done_before(self, token: RunnerToken) -> Done:
+        """The lines that had a result when this epoch's runner, who asks for each line once, began."""
+        key = (token.batch, token.epoch)
+        done = self._done.get(key)
+        if done is None:
+            ranges: list[tuple[int, int]] = []
+            while more := self._storage.ledger.done(token.batch, after=ranges[-1][1] if ranges else 0):
+                ranges += more
+            done = self._done[key] = Done(ranges)
+            while len(self._done) > EPOCHS:
+                self._done.popitem(last=False)
+        return done
+
+    def _issue(self, token: RunnerToken, epoch: int) -> str:
+        expiry = self._clock() + self._terms.lease_s + GRACE_S
+        return runner_tokens.issue(self._secret, token.batch, epoch, token.owner, expiry)
+
+
+CALLS = {"lease": "POST", "renew": "POST", "lines": "GET", "results": "POST", "release": "POST"}
+
+
+def _order(status: Status) -> Order:
+    return Order.GO_ON if status is Status.IN_PROGRESS else Order.STOP
+
+
+async def _send(send: Send, answer: object, name: bytes) -> None:
+    body = b"" if answer is None else wire.encode(answer)
+    headers = [(REQUEST_ID, name)]
+    if body:
+        headers += [(b"content-type", wire.MSGPACK.encode()), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200 if body else 204, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,82 @@
+"""
+How runners of batches get past the router's door: by a token, as their batch's owner and in the lowest class.
+
+A runner has no key of the owner's, and no keys are kept. Its token names the owner, who is a tenant or, where
+keys are nobody's in particular, a key's digest. What holds for the tenant holds for the lines of its batches,
+except for limits per minute: a batch has all day, and takes what capacity is left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from baton_api import runner_tokens
+from baton_api.errors import Unauthorized
+from baton_router.batches.settings import BatchSettings
+from baton_router.tenants import NOBODY, Tenant
+
+PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"})
+"""Where a runner may send lines."""
+
+OWNER = "baton.owner"
+"""Where a scope says for whose batch a request is."""
+
+BATCH = "batch"
+"""The class of all that runners send."""
+
+SIGNED = b"Bearer " + runner_tokens.PREFIX.encode()
+"""How the header of a runner begins, and nobody else's."""
+
+_TENANT = b"tenant:"
+
+_MADE = secrets.token_bytes(32)
+"""The secret of a router that was given none: made before it forks, so that its processes share it."""
+
+
+def secret_of(settings: BatchSettings, ticket_secret: str) -> bytes:
+    """Signs runners' tokens."""
+    if given := settings.batch_secret.get_secret_value():
+        return given.encode()
+    if ticket_secret:
+        return hmac.new(ticket_secret.encode(), b"baton-batch-runners", hashlib.sha256).digest()
+    return _MADE
+
+
+class RunnersAccess:
+    """Lets runners' requests in."""
+
+    def __init__(
+        self, secret: bytes, named: Callable[[str], Tenant | None], now: Callable[[], float] = time.time
+    ) -> None:
+        """`named` finds a tenant by its name."""
+        self._secret = secret
+        self._named = named
+        self._now = now
+
+    def enter(self, scope: Any, authorization: bytes) -> Tenant:
+        """Whose batch a request with this header is of; the token goes no further. Raises Unauthorized."""
+        key = authorization.decode("latin-1").removeprefix("Bearer ")
+        token = runner_tokens.read(self._secret, key, self._now())
+        if token is None or token.epoch == runner_tokens.START or scope["path"] not in PATHS:
+            raise Unauthorized
+        scope[OWNER] = owner = bytes.fromhex(token.owner)
+        scope["headers"] = [header for header in scope["headers"] if header[0] != b"authorization"]
+        name = tenant_name(owner)
+        tenant = (self._named(name) or Tenant(name=name)) if name else NOBODY
+        return replace(tenant, classes=frozenset({BATCH}), default_class=BATCH, limits=NOBODY.limits)
+
+
+def owner_of(tenant: str) -> bytes:
+    """A tenant as an owner of files, batches and responses."""
+    return _TENANT + tenant.encode()
+
+
+def tenant_name(owner: bytes) -> str:
+    """The tenant's name; empty for an owner that is none but a key."""
+    return owner.removeprefix(_TENANT).decode() if owner.startswith(_TENANT) else ""

@@ -1,0 +1,182 @@
+"""
+Runners on one machine: one process for each batch that has lines to run and nobody who runs them.
+
+The ledger says which batches those are; leases see to it that of several routers' runners one works. A runner
+that dies loses its lease at once and is started again, more and more slowly while it gets nothing done. No
+runner outlives its router: each holds the end of a pipe that closes with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from baton_api import runner_tokens
+from baton_api.errors import BatonError
+from baton_router.batches.run import Ended, default_name
+from baton_router.batches.storage import Storage
+from baton_router.batches.values import Batch, Status
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Seconds from one look at the ledger to the next."""
+
+FIRST_DELAY_S = 0.5
+LONGEST_DELAY_S = 30.0
+
+END_S = 10.0
+"""Seconds that runners have to end when the router does."""
+
+TOKEN = "BATON_BATCH_TOKEN"
+"""The environment variable that a runner's token stands in: others on the machine can read its arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setback:
+    """A batch whose runners end without having done anything."""
+
+    done: int
+    """Lines of it that had a result then."""
+    times: int
+    until: float
+    """Before that no other is started."""
+
+    @staticmethod
+    def after(before: Setback | None, done: int, now: float) -> Setback:
+        times = before.times + 1 if before is not None and before.done == done else 1
+        return Setback(done, times, now + min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** min(times - 1, 16)))
+
+
+def chosen(waiting: Sequence[Batch], running: Collection[Batch], places: int) -> list[Batch]:
+    """Who of `waiting` gets the free places: of the owner with the fewest running, the oldest."""
+    held = Counter(batch.owner for batch in running)
+    left = sorted(waiting, key=lambda batch: batch.seq)
+    begun: list[Batch] = []
+    while left and len(running) + len(begun) < places:
+        batch = min(left, key=lambda one: held[one.owner])  # the first of several: the oldest
+        left.remove(batch)
+        held[batch.owner] += 1
+        begun.append(batch)
+    return begun
+
+
+class Supervisor:
+    """The runners of one router."""
+
+    def __init__(
+        self, storage: Storage, secret: bytes, places: int, clock: Callable[[], float] = time.time
+    ) -> None:
+        """At most `places` run at a time. `clock` gives seconds of the Unix epoch."""
+        self._storage = storage
+        self._secret = secret
+        self._places = places
+        self._clock = clock
+        self._running: dict[str, tuple[Batch, asyncio.Task[None]]] = {}
+        self._setbacks: dict[str, Setback] = {}
+        self._news = asyncio.Event()
+
+    def look(self) -> None:
+        """There may be something to run: do not wait for the next look."""
+        self._news.set()
+
+    async def run(self, url: str) -> None:
+        """Keep runners that speak to the router at `url`, until cancelled; then none is left."""
+        try:
+            while True:
+                try:
+                    await self._start(url)
+                except BatonError as error:
+                    log.warning("No batch can be started now: %s", error.message)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S):
+                        await self._news.wait()
+                self._news.clear()
+        finally:
+            tasks = [task for _, task in self._running.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _start(self, url: str) -> None:
+        if len(self._running) >= self._places or not self._storage.in_use:
+            return
+        now = self._clock()
+        found = await self._storage.run(lambda: self._storage.ledger.unfinished(now, Status.IN_PROGRESS))
+        waiting = [batch for batch in found if batch.id not in self._running and self._may(batch, now)]
+        for batch in chosen(waiting, [batch for batch, _ in self._running.values()], self._places):
+            self._running[batch.id] = batch, asyncio.create_task(self._keep(batch, url))
+
+    def _may(self, batch: Batch, now: float) -> bool:
+        setback = self._setbacks.get(batch.id)
+        return setback is None or now >= setback.until
+
+    async def _keep(self, batch: Batch, url: str) -> None:
+        """One runner, from its start to its end."""
+        name = default_name()
+        status: int | None = None
+        try:
+            status = await self._child(batch, url, name)
+        finally:
+            del self._running[batch.id]
+            self._news.set()
+            await asyncio.shield(self._gone(batch.id, name, status))
+
+    async def _child(self, batch: Batch, url: str, name: str) -> int:
+        token = runner_tokens.issue(
+            self._secret, batch.id, runner_tokens.START, batch.owner, batch.expires_at
+        )
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "baton_cli.main", "batch", "run"),
+            *(f"--router={url}", f"--batch={batch.id}", f"--runner={name}", "--leash"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, TOKEN: token},
+        )
+        try:
+            return await child.wait()
+        except asyncio.CancelledError:
+            with contextlib.suppress(ProcessLookupError):
+                child.terminate()
+            try:
+                async with asyncio.timeout(END_S):
+                    await child.wait()
+            except TimeoutError:
+                child.kill()
+                await child.wait()
+            raise
+
+    async def _gone(self, id: str, name: str, status: int | None) -> None:
+        """The runner has ended: let another have the batch, after a while if this one did nothing."""
+        try:
+            batch = await self._storage.run(partial(self._let_go, id, name))
+        except BatonError as error:
+            log.warning("The lease of a runner that has ended lasts until it runs out: %s", error.message)
+            return
+        if status in (Ended.THROUGH, Ended.TOLD_TO, None) or batch.status.ended:
+            self._setbacks.pop(id, None)
+            return
+        self._setbacks[id] = Setback.after(self._setbacks.get(id), batch.done, self._clock())
+        if status != Ended.DISMISSED:
+            log.warning(
+                "A runner of %s ended with status %d; %d of %d lines are done.",
+                id,
+                status,
+                batch.done,
+                batch.total,
+            )
+
+    def _let_go(self, id: str, name: str) -> Batch:
+        batch = self._storage.ledger.find(id)
+        if batch.runner == name:
+            self._storage.ledger.release(id, batch.epoch)
+        return batch

@@ -1,0 +1,62 @@
+"""Tokens of batch runners: good for one batch and epoch, until a time, and for nobody who made them up."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from baton_api import runner_tokens
+from baton_api.runner_tokens import RunnerToken
+
+SECRET = b"s" * 32
+NOW = 1_800_000_000.0
+
+
+def test_a_token_says_what_it_was_issued_for() -> None:
+    token = runner_tokens.issue(SECRET, "batch_7", 3, "the owner. Größe", NOW + 60)
+    assert runner_tokens.read(SECRET, token, NOW) == RunnerToken(
+        "batch_7", 3, "the owner. Größe", int(NOW) + 60
+    )
+
+
+@pytest.mark.parametrize(
+    ("secret", "changed", "now"),
+    [
+        (b"another" * 8, ("", ""), NOW),
+        (b"", ("", ""), NOW),
+        (SECRET, ("batch_7", "batch_8"), NOW),
+        (SECRET, (".3.", ".4."), NOW),
+        (SECRET, (".1800000060.", ".1900000060."), NOW),
+        (SECRET, (b"tenant".hex(), b"other!".hex()), NOW),
+        (SECRET, ("", ""), NOW + 61),
+    ],
+    ids=[
+        "another secret",
+        "no secret",
+        "another batch",
+        "another epoch",
+        "later",
+        "another owner",
+        "expired",
+    ],
+)
+def test_a_token_is_good_for_nothing_else(secret: bytes, changed: tuple[str, str], now: float) -> None:
+    token = runner_tokens.issue(SECRET, "batch_7", 3, "tenant", NOW + 60)
+    assert runner_tokens.read(SECRET, token, NOW)
+    assert runner_tokens.read(secret, token.replace(*changed), now) is None
+
+
+def test_nobody_comes_in_with_an_unsigned_token_of_an_empty_secret() -> None:
+    assert runner_tokens.read(b"", runner_tokens.issue(b"", "batch_7", 3, "t", NOW + 60), NOW) is None
+
+
+def test_whatever_else_comes_is_no_token() -> None:
+    rng = random.Random(1)
+    token = runner_tokens.issue(SECRET, "batch_7", 3, "tenant", NOW + 60)
+    for _ in range(2000):
+        letters = list(token)
+        for _ in range(rng.randint(1, 3)):
+            letters[rng.randrange(len(letters))] = rng.choice("0aZ.é\0 ")
+        broken = "".join(letters[: rng.choice((len(letters), rng.randrange(len(letters))))])
+        assert broken == token or runner_tokens.read(SECRET, broken, NOW) is None

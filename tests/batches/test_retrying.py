@@ -1,0 +1,72 @@
+"""Which answers are final, which lines are sent again, alone, or not any more."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from baton_router.batches import retrying
+from baton_router.batches.retrying import Outcome, Tries
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "means"),
+    [
+        (200, None, Outcome.ANSWERED),
+        (400, "context_length_exceeded", Outcome.ANSWERED),
+        (404, "model_not_found", Outcome.ANSWERED),
+        (413, None, Outcome.ANSWERED),
+        (401, "invalid_api_key", Outcome.FAULT),
+        (403, None, Outcome.ANSWERED),
+        (408, None, Outcome.FAULT),
+        (429, "rate_limit_exceeded", Outcome.BUSY),
+        (499, "request_aborted", Outcome.FAULT),
+        (500, "internal_error", Outcome.FAULT),
+        (502, None, Outcome.FAULT),
+        (503, "overloaded", Outcome.BUSY),
+        (503, None, Outcome.BUSY),
+        (503, "worker_error", Outcome.LOST),
+        (504, None, Outcome.FAULT),
+    ],
+)
+def test_what_an_answer_means(status: int, code: str | None, means: Outcome) -> None:
+    assert retrying.outcome(status, code) is means
+
+
+@pytest.mark.parametrize(
+    ("outcome", "times"),
+    [(Outcome.FAULT, 5), (Outcome.SLOW, 3), (Outcome.LOST, 6)],
+)
+def test_after_so_many_a_line_is_given_up(outcome: Outcome, times: int) -> None:
+    tries = Tries()
+    for _ in range(times):
+        assert not tries.exhausted
+        tries = tries.after(outcome)
+    assert tries.exhausted
+
+
+@pytest.mark.parametrize("outcome", [Outcome.BUSY, Outcome.AWAY])
+def test_what_is_not_the_lines_fault_never_counts(outcome: Outcome) -> None:
+    tries = Tries()
+    for _ in range(1000):
+        tries = tries.after(outcome)
+    assert not tries.exhausted and not tries.alone
+
+
+def test_a_line_that_was_there_at_three_losses_goes_alone() -> None:
+    tries = Tries()
+    seen = []
+    for _ in range(4):
+        seen.append(tries.alone)
+        tries = tries.after(Outcome.LOST)
+    assert seen == [False, False, False, True]
+
+
+def test_waits_grow_to_a_bound_and_differ() -> None:
+    rng = random.Random(7)
+    waits = [[retrying.wait_s(tries, rng) for _ in range(50)] for tries in range(12)]
+    for tries, drawn in enumerate(waits):
+        longest = min(30.0, 0.5 * 2**tries)
+        assert longest / 2 <= min(drawn) < max(drawn) <= longest
+        assert len(set(drawn)) > 40

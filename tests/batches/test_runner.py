@@ -1,0 +1,214 @@
+"""The runner: every line gets its one result, whatever the service, the router and the clock do meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+
+import pytest
+
+from baton_router.batches.door import Answer, Dismissed, Door
+from baton_router.batches.retrying import LOSSES, LOSSES_ALONE, Outcome
+from baton_router.batches.runner import Runner
+from baton_router.batches.values import Result
+from baton_router.batches.wire import Lease, Line, Order, Receipt, Renewal, Slice
+from tests.batches import virtual_time
+
+GOOD = b'{"choices": []}'
+
+
+def lease(total: int, window: int = 64) -> Lease:
+    return Lease(1, "t", 30, "/v1/chat/completions", total, done=0, window=window, line_s=600)
+
+
+def line(number: int, kind: str = "good", **body: object) -> Line:
+    text = {"custom_id": f"c{number}", "method": "POST", "url": "/v1/chat/completions"}
+    return Line(number, json.dumps({**text, "body": {"kind": kind, "number": number, **body}}).encode())
+
+
+class FakeRouter(Door):
+    """A router, its ledger and one worker, in memory; what a line is answered stands in the line."""
+
+    def __init__(self, lines: list[Line], rng: random.Random, *, busy: float = 0.0) -> None:
+        self.lines_left = lines
+        self.rng = rng
+        self.busy = busy
+        self.recorded: dict[int, Result] = {}
+        self.posts = 0
+        self.tries: Counter[int] = Counter()
+        self.names: set[str] = set()
+        self.under_way: dict[int, asyncio.Future[Answer]] = {}
+        self.widest = 0
+        self.away_until = 0.0
+        self.order = Order.GO_ON
+        self.taken = False
+
+    async def renew(self) -> Renewal:
+        if self.taken:
+            raise Dismissed
+        return Renewal("t", self.order)
+
+    async def lines(self, cursor: str) -> Slice:
+        await asyncio.sleep(0.01)
+        start = int(cursor or 0)
+        end = start + self.rng.randint(1, 40)
+        return Slice(self.lines_left[start:end], str(end), end >= len(self.lines_left))
+
+    async def record(self, results: list[Result]) -> Receipt:
+        await asyncio.sleep(self.rng.uniform(0, 0.3))
+        if self.taken:
+            raise Dismissed
+        self.posts += 1
+        new = [one for one in results if one.line not in self.recorded]
+        assert len(new) == len(results), "a line was answered twice"
+        self.recorded.update({one.line: one for one in new})
+        return Receipt(len(new), self.order)
+
+    async def send(self, path: str, body: bytes, request_id: str, seconds: float) -> Answer:
+        asked = json.loads(body)
+        number, kind = asked["number"], asked["kind"]
+        assert request_id not in self.names
+        self.names.add(request_id)
+        now = asyncio.get_running_loop().time()
+        if now < self.away_until:
+            return Answer(Outcome.AWAY)
+        if self.rng.random() < self.busy:
+            return Answer(Outcome.BUSY, 503, b"{}", 1.0)
+        self.tries[number] += 1
+        lost: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.under_way[number] = lost
+        self.widest = max(self.widest, len(self.under_way))
+        try:
+            async with asyncio.timeout(self.rng.uniform(0.05, 2.0)):
+                return await lost
+        except TimeoutError:
+            pass
+        finally:
+            del self.under_way[number]
+        return self.answer(number, kind)
+
+    def answer(self, number: int, kind: str) -> Answer:
+        match kind:
+            case "good":
+                return Answer(Outcome.ANSWERED, 200, GOOD)
+            case "bad":
+                return Answer(Outcome.ANSWERED, 400, b'{"error": {"param": "temperature"}}')
+            case "broken":
+                return Answer(Outcome.FAULT, 500, b'{"error": {}}')
+            case "shaky":
+                if self.tries[number] < 4:
+                    return Answer(Outcome.FAULT, 502, b"<html>")
+                return Answer(Outcome.ANSWERED, 200, b'{\n "choices": []\n}')
+            case "slow":
+                return Answer(Outcome.SLOW)
+            case "events":
+                return Answer(Outcome.ANSWERED, 200, b"data: {}\n\n", events=True)
+            case "nonsense":
+                return Answer(Outcome.ANSWERED, 200, b"<html>")
+            case _:
+                assert kind == "poison"
+                for other in self.under_way.values():  # they were at the same worker
+                    if not other.done():
+                        other.set_result(Answer(Outcome.LOST))
+                return Answer(Outcome.LOST, 503, b'{"error": {"code": "worker_error"}}')
+
+
+def served(router: FakeRouter, total: int, window: int = 64) -> dict[int, Result]:
+    async def work() -> None:
+        await Runner("batch_1", router, lease(total, window), router.rng).run()
+
+    virtual_time.run(work())
+    return router.recorded
+
+
+KINDS = {
+    "good": (200, GOOD.decode()),
+    "bad": (400, '{"error": {"param": "temperature"}}'),
+    "broken": (500, '{"error": {}}'),
+    "shaky": (200, '{"choices":[]}'),
+    "slow": (0, "request_timeout"),
+    "events": (400, '"param":"stream"'),
+    "nonsense": (0, "server_error"),
+    "poison": (0, "worker_error"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_how_each_kind_of_line_ends(kind: str) -> None:
+    router = FakeRouter([line(1, kind), line(2)], random.Random(1))
+    found = served(router, 2)
+    status, part = KINDS[kind]
+    assert found[1].status == status and part in found[1].body.decode()
+    assert (found[2].status, found[2].body) == (200, GOOD)
+
+
+def test_what_loses_workers_is_set_aside_and_then_alone() -> None:
+    router = FakeRouter([line(1, "poison"), *(line(number) for number in range(2, 60))], random.Random(1))
+    found = served(router, 59)
+    assert router.tries[1] == LOSSES + LOSSES_ALONE
+    assert [number for number, result in found.items() if result.status != 200] == [1]
+
+
+def test_the_window_bounds_what_is_under_way() -> None:
+    router = FakeRouter([line(number) for number in range(1, 200)], random.Random(1))
+    served(router, 199, window=7)
+    assert router.widest == 7
+
+
+def test_results_are_posted_in_groups() -> None:
+    router = FakeRouter([line(number) for number in range(1, 2001)], random.Random(1))
+    served(router, 2000, window=512)
+    assert router.posts < 200
+
+
+def test_a_router_that_is_away_is_waited_for() -> None:
+    router = FakeRouter([line(number) for number in range(1, 100)], random.Random(1))
+    router.away_until = 3600.0
+    assert len(served(router, 99)) == 99
+    assert set(router.tries.values()) == {1}
+
+
+def test_a_cancelled_batch_keeps_what_is_done_and_starts_no_more() -> None:
+    router = FakeRouter([line(number) for number in range(1, 1000)], random.Random(1))
+
+    async def work() -> None:
+        running = asyncio.create_task(Runner("batch_1", router, lease(999, 8), router.rng).run())
+        await asyncio.sleep(20)
+        router.order = Order.STOP
+        await running
+
+    virtual_time.run(work())
+    assert 50 < len(router.recorded) < 300
+    assert not router.under_way
+    assert sum(router.tries.values()) <= len(router.recorded) + 8
+
+
+def test_who_was_dismissed_stops_at_once() -> None:
+    router = FakeRouter([line(number) for number in range(1, 1000)], random.Random(1))
+
+    async def work() -> None:
+        running = asyncio.create_task(Runner("batch_1", router, lease(999, 8), router.rng).run())
+        await asyncio.sleep(20)
+        router.taken = True
+        await running
+
+    with pytest.raises(Dismissed):
+        virtual_time.run(work())
+    assert not router.under_way
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_happens_every_line_has_the_result_that_is_its_own(seed: int) -> None:
+    rng = random.Random(seed)
+    weights = [40, 3, 1, 3, 0.3, 1, 0.3, 0.5]
+    kinds = rng.choices(list(KINDS), weights, k=rng.randint(1, 400))
+    router = FakeRouter(
+        [line(number, kind) for number, kind in enumerate(kinds, 1)], rng, busy=rng.choice([0.0, 0.05, 0.3])
+    )
+    found = served(router, len(kinds), rng.choice([1, 4, 64, 512]))
+    assert len(found) == len(kinds)
+    for number, kind in enumerate(kinds, 1):
+        status, part = KINDS[kind]
+        assert found[number].status == status and part in found[number].body.decode(), (number, kind)

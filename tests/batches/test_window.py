@@ -1,0 +1,111 @@
+"""The window: as wide as helps, and narrower for who says that it is too much."""
+
+from __future__ import annotations
+
+import heapq
+import random
+
+import pytest
+
+from baton_router.batches.window import FIRST, MOST, Window
+
+
+class Service:
+    """Serves `places` lines at once, each for `seconds`; whoever comes beyond `places + queue` is refused."""
+
+    def __init__(self, places: int, seconds: float, queue: int | None = None, wait_s: float = 1.0) -> None:
+        self.places, self.seconds, self.wait_s = places, seconds, wait_s
+        self.room = None if queue is None else places + queue
+        self.refusals = 0
+        self.served = 0
+        self.widths: list[int] = []
+
+    def run(self, window: Window, lines: int, rng: random.Random) -> float:
+        """Send lines through `window` until `lines` were served; gives the seconds that it took."""
+        now = 0.0
+        free = [0.0] * self.places
+        away: list[tuple[float, float, bool]] = []
+        while self.served < lines:
+            while len(away) < window.size and now >= window.open_at:
+                if self.room is not None and len(away) >= self.room:
+                    heapq.heappush(away, (now + 0.001, now, False))
+                    self.refusals += 1
+                else:
+                    start = max(now, heapq.heappop(free))
+                    end = start + self.seconds * rng.uniform(0.5, 1.5)
+                    heapq.heappush(free, end)
+                    heapq.heappush(away, (end, now, True))
+            if not away:
+                now = window.open_at
+                continue
+            now, sent, well = heapq.heappop(away)
+            if well:
+                self.served += 1
+                window.answered(now)
+            else:
+                window.refused(sent, now, self.wait_s)
+            self.widths.append(window.size)
+        return now
+
+
+@pytest.mark.parametrize(("places", "seconds"), [(8, 0.2), (64, 1.0), (256, 2.0), (300, 0.1)])
+def test_it_widens_until_the_service_is_full_and_not_far_beyond(places: int, seconds: float) -> None:
+    window, service = Window(0.0), Service(places, seconds)
+    lines = int(places * max(100, 10 / seconds))
+    took = service.run(window, lines, random.Random(places))
+    assert lines / took > 0.85 * places / seconds
+    settled = service.widths[len(service.widths) // 2 :]
+    assert sorted(settled)[len(settled) // 2] <= max(FIRST, 4 * places)
+
+
+def test_it_never_widens_beyond_its_bound() -> None:
+    window, service = Window(0.0, most=40), Service(1000, 0.1)
+    service.run(window, 4000, random.Random(1))
+    assert max(service.widths) == 40
+
+
+def test_a_refusal_halves_it_and_closes_it_for_as_long_as_was_asked() -> None:
+    window = Window(0.0)
+    window.refused(sent=1.0, now=2.0, wait_s=5.0)
+    assert (window.size, window.open_at) == (FIRST // 2, 7.0)
+
+
+def test_lines_that_were_under_way_at_a_cut_do_not_cut_again() -> None:
+    window = Window(0.0)
+    for sent in (1.0, 1.1, 1.9):
+        window.refused(sent=sent, now=2.0, wait_s=1.0)
+    assert window.size == FIRST // 2
+    window.refused(sent=2.5, now=3.0, wait_s=1.0)
+    assert window.size == FIRST // 4
+
+
+def test_it_is_never_narrower_than_one_line() -> None:
+    window = Window(0.0)
+    for second in range(100):
+        window.refused(sent=second, now=second + 0.5, wait_s=0.0)
+    assert window.size == 1
+
+
+def test_after_an_outage_it_is_soon_as_wide_as_before() -> None:
+    window = Window(0.0, first=64)
+    for second in range(1, 31):
+        window.refused(sent=second - 0.5, now=second, wait_s=1.0)
+    assert window.size == 1
+    now = 31.0
+    for _ in range(6):
+        for _ in range(window.size):
+            now += 1 / window.size
+            window.answered(now)
+    assert window.size >= 32
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_service_that_refuses_is_kept_full_and_is_seldom_asked_too_much(seed: int) -> None:
+    rng = random.Random(seed)
+    service = Service(places=rng.randint(4, 64), seconds=0.5, queue=rng.randint(0, 16), wait_s=0.2)
+    window = Window(0.0)
+    lines = service.places * 300
+    took = service.run(window, lines, rng)
+    assert lines / took > 0.6 * service.places / service.seconds
+    assert service.refusals < lines / 10
+    assert max(service.widths) <= MOST
