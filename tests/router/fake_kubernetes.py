@@ -62,7 +62,8 @@ class FakeKubernetes:
         self.account.mkdir(exist_ok=True)
         (self.account / "namespace").write_text("models")
         (self.account / "token").write_text(self.token + "\n")
-        tls = _tls(self.account)
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(certificate(self.account))
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, ssl=tls)
         self.url = f"https://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
@@ -183,8 +184,8 @@ def _answer(status: int, body: Any) -> bytes:
     return b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(text), text)
 
 
-def _tls(account: Path) -> ssl.SSLContext:
-    """A server's context; its authority's certificate goes where clients look for it."""
+def certificate(account: Path) -> Path:
+    """A file with a server's key and certificate; its authority's goes where clients look for it."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "kubernetes")])
     now = datetime.datetime.now(datetime.UTC)
@@ -203,15 +204,11 @@ def _tls(account: Path) -> ssl.SSLContext:
         .add_extension(key_id, critical=False)
         .sign(key, hashes.SHA256())
     )
-    certificate = made.public_bytes(serialization.Encoding.PEM)
-    (account / "ca.crt").write_bytes(certificate)
-    secret = account.parent / "server.pem"
-    secret.write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-        + certificate
+    pem = serialization.Encoding.PEM
+    (account / "ca.crt").write_bytes(made.public_bytes(pem))
+    secret = key.private_bytes(
+        pem, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
     )
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(secret)
-    return context
+    server = account.parent / "server.pem"
+    server.write_bytes(secret + made.public_bytes(pem))
+    return server

@@ -14,6 +14,7 @@ from baton_api.workers import Role
 from baton_router.discovery.kubernetes import Access, KubernetesWorkers
 from baton_router.discovery.listed import Listed, Standing
 from tests.router.fake_kubernetes import SELECTOR, FakeKubernetes, a_slice
+from tests.router.real_kubernetes import RealKubernetes
 from tests.router.running import until
 
 A, B, C = "10.0.0.1", "10.0.0.2", "10.0.0.3"
@@ -42,7 +43,7 @@ class Follower:
 
 @asynccontextmanager
 async def following(
-    api: FakeKubernetes, list_every_s: float = LONG_S, list_s: float = LONG_S
+    api: FakeKubernetes | RealKubernetes, list_every_s: float = LONG_S, list_s: float = LONG_S
 ) -> AsyncIterator[Follower]:
     access = Access(api.url, api.account)
     source = KubernetesWorkers(access, SELECTOR, "http", random.Random(0), list_every_s, 0.005, list_s)

@@ -1,0 +1,113 @@
+"""A real API server with its etcd, for tests: no nodes, no controllers, two users with tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.router.fake_kubernetes import certificate
+
+STARTED_S = 90.0
+
+
+def program(name: str) -> str:
+    """Its path; skips the test if there is none. `KUBEBUILDER_ASSETS` may name the folder."""
+    found = shutil.which(name, path=os.environ.get("KUBEBUILDER_ASSETS")) or shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed: put its folder into KUBEBUILDER_ASSETS")
+    return found
+
+
+class RealKubernetes:
+    """`admin` speaks to it with all rights; `account` is the folder of a user who has none yet."""
+
+    def __init__(self, url: str, admin: httpx.AsyncClient, account: Path) -> None:
+        self.url = url
+        self.admin = admin
+        self.account = account
+
+    async def post(self, path: str, body: Any) -> None:
+        (await self.admin.post(path, json=body)).raise_for_status()
+
+    async def patch(self, path: str, body: Any) -> None:
+        headers = {"content-type": "application/merge-patch+json"}
+        (await self.admin.patch(path, json=body, headers=headers)).raise_for_status()
+
+    async def delete(self, path: str) -> None:
+        (await self.admin.delete(path)).raise_for_status()
+
+
+@asynccontextmanager
+async def real_kubernetes(folder: Path) -> AsyncIterator[RealKubernetes]:
+    etcd, server = program("etcd"), program("kube-apiserver")
+    store, peers, port = _free_port(), _free_port(), _free_port()
+    account = folder / "account"
+    account.mkdir()
+    pem = certificate(account)
+    (account / "token").write_text("token-of-the-router")
+    (account / "namespace").write_text("models")
+    tokens = folder / "tokens.csv"
+    tokens.write_text('token-of-the-admin,admin,1,"system:masters"\ntoken-of-the-router,router,2\n')
+    storing = f"http://127.0.0.1:{store}"
+    commands = [
+        [
+            etcd, f"--data-dir={folder / 'etcd'}", "--unsafe-no-fsync", "--log-level=error",
+            f"--listen-client-urls={storing}", f"--advertise-client-urls={storing}",
+            f"--listen-peer-urls=http://127.0.0.1:{peers}",
+        ],
+        [
+            server, f"--etcd-servers={storing}", "--bind-address=127.0.0.1", f"--secure-port={port}",
+            "--advertise-address=127.0.0.1", f"--tls-cert-file={pem}", f"--tls-private-key-file={pem}",
+            f"--token-auth-file={tokens}", "--authorization-mode=RBAC",
+            "--service-cluster-ip-range=10.0.0.0/24",
+            f"--service-account-key-file={pem}", f"--service-account-signing-key-file={pem}",
+            "--service-account-issuer=https://kubernetes.default.svc", f"--cert-dir={folder}",
+            "--disable-admission-plugins=ServiceAccount",
+        ],
+    ]  # fmt: skip
+    processes: list[asyncio.subprocess.Process] = []
+    url = f"https://127.0.0.1:{port}"
+    tls = ssl.create_default_context(cafile=str(account / "ca.crt"))
+    headers = {"authorization": "Bearer token-of-the-admin"}
+    try:
+        with (folder / "log").open("wb") as log:
+            for command in commands:
+                processes.append(await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log))
+        async with httpx.AsyncClient(base_url=url, verify=tls, headers=headers, trust_env=False) as admin:
+            await _ready(admin, processes)
+            yield RealKubernetes(url, admin, account)
+    finally:
+        for process in reversed(processes):
+            if process.returncode is None:
+                process.terminate()
+            await process.wait()
+
+
+async def _ready(admin: httpx.AsyncClient, processes: list[asyncio.subprocess.Process]) -> None:
+    deadline = asyncio.get_running_loop().time() + STARTED_S
+    while True:
+        try:
+            if (await admin.get("/readyz")).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        assert all(process.returncode is None for process in processes), "it ended: see its log"
+        assert asyncio.get_running_loop().time() < deadline, f"not ready within {STARTED_S} s"
+        await asyncio.sleep(0.1)
+
+
+def _free_port() -> int:
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+    return port
