@@ -17,6 +17,7 @@ Every error that Baton puts into words.
   x BatchEnded                  409
   x StaleLease                  409
   x BodyTooLarge                413
+  x RangeNotSatisfiable         416
   x HeadTooLarge                431
   x QuotaExceeded               429
   x RequestAborted              499
@@ -371,6 +372,25 @@ class BodyTooLarge(BatonError):
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"The request body is over the limit of {limit} bytes.")
+
+
+class RangeNotSatisfiable(BatonError):
+    """
+    The part of a file that `Range` asks for lies behind its end.
+
+    Ask for a part that begins before the file's end; `Content-Range` of the answer says how long it is.
+    """
+
+    status = 416
+    type = "invalid_request_error"
+
+    def __init__(self, size: int) -> None:
+        super().__init__(f"The range begins behind the file's end: it has {size} bytes.")
+        self.size = size
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {**super().headers, "content-range": f"bytes */{self.size}"}
 
 
 class HeadTooLarge(BatonError):

@@ -157,6 +157,10 @@ METADATA_VALUE = Limit("metadata.*", Kind.CHARACTERS, 512, paths="chat")
 SAFETY_IDENTIFIER = Limit("safety_identifier", Kind.CHARACTERS, 64, paths="chat")
 MAX_TOOL_CALLS = Limit("max_tool_calls", Kind.INTEGER, TOKENS, 1, paths="responses")
 ITEMS_PAGE = Limit("limit", Kind.INTEGER, 100, 1, paths="responses/{id}/input_items")
+FILES_PAGE = Limit("limit", Kind.INTEGER, 10_000, 1, paths="files")
+BATCHES_PAGE = Limit("limit", Kind.INTEGER, 100, 1, paths="batches")
+EXPIRES_AFTER = Limit("expires_after[seconds], output_expires_after.seconds", Kind.INTEGER, 2_592_000, 3600,
+                      paths="files, batches")  # fmt: skip
 TEMPLATE_KWARGS = Limit("chat_template_kwargs", Kind.PAIRS, 32, paths="chat, tokenize",
                         other_code="invalid_value")  # fmt: skip
 

@@ -81,9 +81,10 @@ class Option:
 
 
 def options_of(settings: type[BaseSettings]) -> Iterator[Option]:
-    """All fields in the order in which they were written."""
+    """All fields in the order in which they were written, its own before those that it has from others."""
     prefix = settings.model_config.get("env_prefix") or ""
-    for name, field in settings.model_fields.items():
+    fields = sorted(settings.model_fields.items(), key=lambda item: item[0] not in settings.__annotations__)
+    for name, field in fields:
         yield Option.of(name, field, prefix, peers.aliases(settings, name))
 
 

@@ -33,7 +33,7 @@ def schemas() -> dict[str, Schema]:
         "Error": whole({
             "error": whole({
                 "message": TEXT | {"minLength": 1},
-                "type": one_of("invalid_request_error", "server_error"),
+                "type": one_of("invalid_request_error", "server_error", "insufficient_quota"),
                 "param": nullable(TEXT),
                 "code": nullable(TEXT),
             })

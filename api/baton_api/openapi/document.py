@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton_api import __version__
-from baton_api.openapi import answers, requests
+from baton_api import __version__, limits
+from baton_api.openapi import answers, kept, requests
 from baton_api.openapi.values import COUNT, TEXT, Schema, one_of, ref
 
 ERRORS = {
     400: "The request is wrong; `param` names the field.",
     401: "An API key is wanted, and none or an unknown one was sent.",
-    404: "There is no such model, response or path.",
+    404: "There is no such model, response, file, batch or path.",
+    409: "It has come to an end already.",
     413: "The body is too large.",
+    416: "The file has no such part.",
+    429: "The key keeps as much as it may.",
     431: "The head is too large.",
     499: "The request was aborted by its id.",
     500: "Something broke inside.",
     503: "There is no room, or nobody to serve it, for now.",
+    507: "There is no room left where files are kept.",
 }
 ALWAYS = (401, 431, 500)
 WITH_A_BODY = (*ALWAYS, 400, 404, 413, 503)
 GENERATING = (*WITH_A_BODY, 499)
+KEPT = (*ALWAYS, 400, 404, 503)
+KEEPING = (*KEPT, 413, 507)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +49,7 @@ class Operation:
     others: Sequence[str] = ()
     parameters: Sequence[Schema] = ()
     kind: str = "application/json"
+    sent_as: str = "application/json"
     served_by: Sequence[str] = field(default=("worker", "router"))
 
     def described(self, path: str) -> Schema:
@@ -58,7 +67,7 @@ class Operation:
             "responses": {"200": found} | {str(status): _error(status) for status in sorted(self.statuses)},
         }
         if self.request:
-            body = {"application/json": {"schema": ref(self.request)}}
+            body = {self.sent_as: {"schema": ref(self.request)}}
             operation["requestBody"] = {"required": True, "content": body}
         if self.parameters:
             operation["parameters"] = list(self.parameters)
@@ -72,6 +81,7 @@ def document(models: Sequence[str], server: str, *, keyed: bool = False) -> Sche
         if server in operation.served_by:
             for path in (operation.path, *operation.others):
                 paths.setdefault(path, {})[operation.method] = operation.described(path)
+    components = requests.schemas(models) | answers.schemas() | kept.schemas()
     described: Schema = {
         "openapi": "3.1.0",
         "info": {
@@ -81,12 +91,23 @@ def document(models: Sequence[str], server: str, *, keyed: bool = False) -> Sche
         },
         "servers": [{"url": "/"}],
         "paths": paths,
-        "components": {"schemas": requests.schemas(models) | answers.schemas()},
+        "components": {"schemas": _used(paths, components)},
     }
     if keyed:
         described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         described["security"] = [{"key": []}]
     return described
+
+
+def _used(paths: dict[str, Any], components: dict[str, Schema]) -> dict[str, Schema]:
+    """Those components that the paths name, and those that they name in turn."""
+    found: set[str] = set()
+    texts = [json.dumps(paths)]
+    while texts:
+        for name in set(re.findall(r'"#/components/schemas/(\w+)"', texts.pop())) - found:
+            found.add(name)
+            texts.append(json.dumps(components[name]))
+    return {name: schema for name, schema in components.items() if name in found}
 
 
 def _headers() -> Schema:
@@ -158,4 +179,39 @@ def _operations() -> Iterator[Operation]:
                     others=("/get_server_info",))  # fmt: skip
 
 
-OPERATIONS = tuple(_operations())
+def _kept_operations() -> Iterator[Operation]:
+    """Files and batches."""
+    router = ("router",)
+    page = (_in_query("after", TEXT),)
+    files = (
+        *page,
+        _in_query("limit", {"type": "integer", "minimum": 1, "maximum": limits.FILES_PAGE.most}),
+        _in_query("order", one_of("asc", "desc")),
+        _in_query("purpose", TEXT),
+    )
+    batches = (
+        *page,
+        _in_query("limit", {"type": "integer", "minimum": 1, "maximum": limits.BATCHES_PAGE.most}),
+    )
+    file, batch = (_in_path("file_id"),), (_in_path("batch_id"),)
+    yield Operation("post", "/v1/files", "Keep a file", "File", "FileUpload",
+                    sent_as="multipart/form-data", statuses=(*KEEPING, 429), served_by=router)  # fmt: skip
+    yield Operation("get", "/v1/files", "The files that are kept", "Files", statuses=KEPT,
+                    parameters=files, served_by=router)  # fmt: skip
+    yield Operation("get", "/v1/files/{file_id}", "One file", "File", statuses=KEPT, parameters=file,
+                    served_by=router)  # fmt: skip
+    yield Operation("delete", "/v1/files/{file_id}", "Delete a file", "FileDeleted", statuses=KEPT,
+                    parameters=file, served_by=router)  # fmt: skip
+    yield Operation("get", "/v1/files/{file_id}/content", "What is in a file", statuses=(*KEPT, 416),
+                    parameters=file, kind="application/octet-stream", served_by=router)  # fmt: skip
+    yield Operation("post", "/v1/batches", "Answer the requests of a file", "Batch", "BatchRequest",
+                    statuses=KEEPING, served_by=router)  # fmt: skip
+    yield Operation("get", "/v1/batches", "The batches that are kept", "Batches", statuses=KEPT,
+                    parameters=batches, served_by=router)  # fmt: skip
+    yield Operation("get", "/v1/batches/{batch_id}", "One batch", "Batch", statuses=KEPT, parameters=batch,
+                    served_by=router)  # fmt: skip
+    yield Operation("post", "/v1/batches/{batch_id}/cancel", "Stop a batch", "Batch", statuses=(*KEPT, 409),
+                    parameters=batch, served_by=router)  # fmt: skip
+
+
+OPERATIONS = (*_operations(), *_kept_operations())

@@ -49,6 +49,7 @@ class Database:
         Raises SetupError if it is neither.
         """
         self.place, self._engine = _engine(url, busy_s)
+        self._folder = Path(self._engine.url.database or "").parent
         self.dialect = self._engine.dialect.name
         self._opening = threading.Lock()
         self._open = False
@@ -77,10 +78,20 @@ class Database:
         if not self._open:
             with self._opening:
                 if not self._open:
+                    self._make_folder()
                     with self._writer().begin() as connection:
                         migrate(connection)
                     self._open = True
         yield
+
+    def _make_folder(self) -> None:
+        if self.dialect == "sqlite":
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            except OSError as error:
+                raise StorageUnavailable(
+                    f"The folder {self._folder} of {self.place} cannot be made: {error.strerror}."
+                ) from error
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

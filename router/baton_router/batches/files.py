@@ -1,9 +1,10 @@
 """
 The ledger of files: a row says that a file is there; its bytes lie in the store of objects.
 
-A row is written once the bytes are in their place, and bytes are removed once no row wants them: an upload
-that broke off, or a process that died between the two, leaves nothing that anybody could see. A file that
-was deleted or has expired is found no more at once; `purged` says whose bytes may go.
+Before bytes are written, their key is promised; the file's row takes the promise's place once they are all
+there. An upload that broke off, or a process that died on the way, leaves a promise that nobody keeps, and
+whose bytes are removed a day later. A file that was deleted or has expired is found no more at once; its
+bytes go when no batch needs them.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, inser
 
 from baton_api.errors import FileNotFound, InvalidRequest, QuotaExceeded
 from baton_router.batches.database import Database
-from baton_router.batches.tables import batches, files
+from baton_router.batches.tables import batches, files, promises
 from baton_router.batches.values import ENDED, StoredFile
 
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 """Those that an upload may have."""
 OUTPUT = "batch_output"
+
+BROKEN_S = 86_400
+"""Seconds after which a promise is broken: no upload takes that long."""
 
 TOMBSTONE_S = 86_400
 """Seconds for which a deleted file's row stays, so that a client who pages past it can go on."""
@@ -58,6 +62,22 @@ class Files:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+
+    def promise(self, object: str, now: int) -> None:
+        """Say, before the first of them is written, where bytes will be."""
+        with self._database.writing() as connection:
+            connection.execute(insert(promises).values(object=object, made_at=now))
+
+    def withdraw(self, object: str) -> None:
+        """Nothing is there, or no more."""
+        with self._database.writing() as connection:
+            connection.execute(delete(promises).where(promises.c.object == object))
+
+    def broken(self, now: int, limit: int = 100) -> list[str]:
+        """Keys at which nothing belongs: the bytes may go, and then the promise."""
+        wanted = select(promises.c.object).where(promises.c.made_at < now - BROKEN_S).limit(limit)
+        with self._database.reading() as connection:
+            return list(connection.scalars(wanted))
 
     def add(self, file: NewFile, now: int, quota: Quota = Quota()) -> StoredFile:
         """Raises QuotaExceeded."""
@@ -139,7 +159,8 @@ class Files:
 
 
 def add(connection: Connection, file: NewFile, now: int) -> StoredFile:
-    """A row inside somebody's transaction."""
+    """A row in the promise's place, inside somebody's transaction."""
+    connection.execute(delete(promises).where(promises.c.object == file.object))
     values: dict[str, Any] = {
         "id": new_id("file-"),
         "owner": file.owner,

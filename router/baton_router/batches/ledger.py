@@ -81,6 +81,7 @@ class Ledger:
             "endpoint": endpoint,
             "input_file": file.id,
             "input_object": file.object,
+            "input_bytes": file.bytes,
             "completion_window": "24h",
             "metadata": None if metadata is None else _json(metadata),
             "output_seconds": output_seconds,

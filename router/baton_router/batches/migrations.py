@@ -23,11 +23,13 @@ STEPS: tuple[tuple[str, ...], ...] = (
         "CREATE INDEX files_of_owner ON files (owner, seq)",
         "CREATE INDEX files_to_expire ON files (expires_at)",
         "CREATE INDEX files_deleted ON files (deleted_at)",
+        "CREATE TABLE promises (object TEXT PRIMARY KEY, made_at BIGINT NOT NULL)",
         """
         CREATE TABLE batches (
             seq {serial}, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, endpoint TEXT NOT NULL,
-            input_file TEXT NOT NULL, input_object TEXT NOT NULL, completion_window TEXT NOT NULL,
-            metadata TEXT, output_seconds BIGINT, status TEXT NOT NULL, model TEXT, errors TEXT,
+            input_file TEXT NOT NULL, input_object TEXT NOT NULL, input_bytes BIGINT NOT NULL,
+            completion_window TEXT NOT NULL, metadata TEXT, output_seconds BIGINT,
+            status TEXT NOT NULL, model TEXT, errors TEXT,
             created_at BIGINT NOT NULL, expires_at BIGINT NOT NULL, in_progress_at BIGINT,
             finalizing_at BIGINT, completed_at BIGINT, failed_at BIGINT, expired_at BIGINT,
             cancelling_at BIGINT, cancelled_at BIGINT, total BIGINT NOT NULL, completed BIGINT NOT NULL,

@@ -22,6 +22,13 @@ files = Table(
     Column("deleted_at", BigInteger),
 )
 
+promises = Table(
+    "promises",
+    METADATA,
+    Column("object", Text, primary_key=True),
+    Column("made_at", BigInteger, nullable=False),
+)
+
 batches = Table(
     "batches",
     METADATA,
@@ -31,6 +38,7 @@ batches = Table(
     Column("endpoint", Text, nullable=False),
     Column("input_file", Text, nullable=False),
     Column("input_object", Text, nullable=False),
+    Column("input_bytes", BigInteger, nullable=False),
     Column("completion_window", Text, nullable=False),
     Column("metadata", Text),
     Column("output_seconds", BigInteger),

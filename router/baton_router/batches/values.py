@@ -88,6 +88,7 @@ class Batch:
     endpoint: str
     input_file: str
     input_object: str
+    input_bytes: int
     completion_window: str
     metadata: dict[str, str] | None
     output_seconds: int | None

@@ -159,6 +159,7 @@ TRIALS: dict[str, Trial] = {
 }
 
 ELSEWHERE = {"HEAD", "BODY", "CONSTRAINT", "INPUTS", "ITEMS_PAGE"}
+ELSEWHERE |= {"FILES_PAGE", "BATCHES_PAGE", "EXPIRES_AFTER"}
 """Rows that no field of a body reaches, which have tests of their own, here or with their endpoint."""
 
 ROWS = [pytest.param(row, limits.table()[row], trial, id=row) for row, trial in TRIALS.items()]

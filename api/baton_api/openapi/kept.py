@@ -1,0 +1,108 @@
+"""Files and batches, which only routers keep: what is sent, what is answered."""
+
+from __future__ import annotations
+
+from baton_api import limits
+from baton_api.openapi.values import (
+    BOOLEAN,
+    COUNT,
+    OBJECT,
+    TEXT,
+    Schema,
+    array,
+    exactly,
+    integer,
+    mapping,
+    nullable,
+    one_of,
+    optional,
+    record,
+    ref,
+    text,
+    whole,
+)
+
+PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+STATUSES = (
+    *("validating", "failed", "in_progress", "finalizing"),
+    *("completed", "expired", "cancelling", "cancelled"),
+)
+TIMES = (
+    *("in_progress_at", "finalizing_at", "completed_at", "failed_at"),
+    *("expired_at", "cancelling_at", "cancelled_at"),
+)
+
+
+def schemas() -> dict[str, Schema]:
+    """All by name."""
+    metadata = mapping(text(limits.METADATA_VALUE), limits.METADATA)
+    metadata["propertyNames"] = {"maxLength": limits.METADATA_KEY.most}
+    expiry = record(
+        {"anchor": exactly("created_at"), "seconds": integer(limits.EXPIRES_AFTER)}, ["anchor", "seconds"]
+    )
+    return {
+        "FileUpload": record(
+            {
+                "file": {"type": "string", "format": "binary", "minLength": 1},
+                "purpose": one_of(*PURPOSES),
+                "expires_after[anchor]": exactly("created_at"),
+                "expires_after[seconds]": integer(limits.EXPIRES_AFTER),
+            },
+            ["file", "purpose"],
+        )
+        | {"dependentRequired": _both("expires_after[anchor]", "expires_after[seconds]")},
+        "File": whole({
+            "id": {"type": "string", "pattern": "^file-"},
+            "object": exactly("file"),
+            "bytes": COUNT,
+            "created_at": COUNT,
+            "expires_at": nullable(COUNT),
+            "filename": TEXT | {"minLength": 1},
+            "purpose": one_of(*PURPOSES, "batch_output"),
+            "status": exactly("processed"),
+        }),
+        "Files": _list("File"),
+        "FileDeleted": whole({"id": TEXT, "object": exactly("file"), "deleted": BOOLEAN}),
+        "BatchRequest": record(
+            {
+                "input_file_id": TEXT,
+                "endpoint": one_of(*ENDPOINTS),
+                "completion_window": exactly("24h"),
+            }
+            | optional(metadata=metadata, output_expires_after=expiry),
+            ["input_file_id", "endpoint", "completion_window"],
+        ),
+        "Batch": whole({
+            "id": {"type": "string", "pattern": "^batch_"},
+            "object": exactly("batch"),
+            "endpoint": one_of(*ENDPOINTS),
+            "model": nullable(TEXT),
+            "errors": nullable(whole({"object": exactly("list"), "data": array(_line_error(), least=1)})),
+            "input_file_id": TEXT,
+            "completion_window": exactly("24h"),
+            "status": one_of(*STATUSES),
+            "output_file_id": nullable(TEXT),
+            "error_file_id": nullable(TEXT),
+            "created_at": COUNT,
+            "expires_at": COUNT,
+            **dict.fromkeys(TIMES, nullable(COUNT)),
+            "request_counts": whole({"total": COUNT, "completed": COUNT, "failed": COUNT}),
+            "usage": nullable(OBJECT),
+            "metadata": nullable(mapping(TEXT)),
+        }),
+        "Batches": _list("Batch"),
+    }  # fmt: skip
+
+
+def _list(name: str) -> Schema:
+    ends = {"first_id": nullable(TEXT), "last_id": nullable(TEXT), "has_more": BOOLEAN}
+    return whole({"object": exactly("list"), "data": array(ref(name)), **ends})
+
+
+def _line_error() -> Schema:
+    return whole({"code": TEXT, "message": TEXT, "param": nullable(TEXT), "line": nullable(COUNT)})
+
+
+def _both(one: str, other: str) -> dict[str, list[str]]:
+    return {one: [other], other: [one]}

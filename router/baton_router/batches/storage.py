@@ -1,0 +1,86 @@
+"""
+Files, batches and bytes of one router: opened when they are first needed, and asked in threads.
+
+A router that nobody gives files to makes no folder and connects to no database.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from baton_router.batches.database import Database
+from baton_router.batches.files import Files
+from baton_router.batches.ledger import Ledger
+from baton_router.batches.objects import Folder, Objects
+from baton_router.batches.s3 import Bucket
+from baton_router.batches.settings import BatchSettings
+
+Answer = TypeVar("Answer")
+
+THREADS = 6
+"""Fewer than the connections of a database."""
+
+LEDGER = "ledger.sqlite3"
+FILES = "files"
+
+
+class Storage:
+    """What the endpoints and the keeper share."""
+
+    def __init__(self, settings: BatchSettings, port: int) -> None:
+        """Touches nothing yet. Raises SetupError for a setting that cannot be one."""
+        self.settings = settings
+        folder = state_folder(settings.state, port, os.environ)
+        self._temporary = folder is None
+        self._folder = folder or Path(tempfile.gettempdir()) / f"baton-router-{secrets.token_hex(16)}"
+        url = settings.database.get_secret_value()
+        self._shared = bool(url)
+        self._database = Database(url or f"sqlite:///{self._folder / LEDGER}")
+        self.files = Files(self._database)
+        self.ledger = Ledger(self._database)
+        self.objects = self._objects()
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="ledger")
+
+    @property
+    def in_use(self) -> bool:
+        """Whether there may be batches to look after: some were kept before, or others may bring some."""
+        return self._shared or (self._folder / LEDGER).exists()
+
+    async def run(self, call: Callable[[], Answer]) -> Answer:
+        """In a thread; it goes on to its end also if nobody waits for it any more."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True)
+        self._database.close()
+        if self._temporary:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _objects(self) -> Objects:
+        place = self.settings.files_store
+        if place.startswith("s3://"):
+            return Bucket(place, self.settings.files_endpoint)
+        return Folder(Path(place).expanduser() if place else self._folder / FILES)
+
+
+def state_folder(given: str, port: int, environment: Mapping[str, str]) -> Path | None:
+    """
+    Where a router keeps its state; None for one that has no place of its own.
+
+    >>> state_folder("", 8080, {"XDG_STATE_HOME": "/var/lib"})
+    PosixPath('/var/lib/baton/router-8080')
+    """
+    if given:
+        return Path(given).expanduser()
+    if port == 0:
+        return None
+    home = environment.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(home).expanduser() / "baton" / f"router-{port}"
