@@ -20,8 +20,10 @@ Every error that Baton puts into words.
   x RangeNotSatisfiable         416
   x HeadTooLarge                431
   x QuotaExceeded               429
+  x RateLimited                 429
   x RequestAborted              499
   x Overloaded                  503
+  x NotInTime                   503
   x NotReady                    503
   x StorageUnavailable          503
   x StorageFull                 507
@@ -45,6 +47,7 @@ to do; the page of errors is made of these.
 
 from __future__ import annotations
 
+import math
 import random
 from typing import ClassVar
 
@@ -429,6 +432,25 @@ class QuotaExceeded(BatonError):
         return {**super().headers, "x-should-retry": "false"}  # waiting does not make room
 
 
+class RateLimited(BatonError):
+    """
+    The tenant has used what it may in a minute, or has as many requests open as it may.
+
+    Wait for the seconds of `Retry-After` and try again. The limits stand in the file of tenants.
+    """
+
+    status = 429
+    type = "requests"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, limit: str, most: int, retry_after: int) -> None:
+        """`limit` is requests, tokens or streams."""
+        wanted = "at once" if limit == "streams" else "per minute"
+        what = "requests" if limit == "streams" else limit
+        super().__init__(f"Rate limit reached: {most} {what} {wanted}. Try again in {retry_after} s.")
+        self.retry_after = max(1, min(RETRY_LIMIT_S, retry_after))
+
+
 class RequestAborted(BatonError):
     """
     Somebody ended the request by its id before it was complete.
@@ -446,7 +468,7 @@ class RequestAborted(BatonError):
 
 class Overloaded(BatonError):
     """
-    No room in the queue: come back later.
+    No room in the queue, or none left for this tenant: come back later.
 
     Wait for the seconds of `Retry-After` and try again, as OpenAI's clients do. If it lasts, add workers.
     """
@@ -454,9 +476,35 @@ class Overloaded(BatonError):
     status = 503
     code = "overloaded"
 
-    def __init__(self, queued: int, limit: int, retry_after: int = 1) -> None:
-        super().__init__(f"{queued} requests are waiting and the limit is {limit}; try again later.")
+    def __init__(self, queued: int, limit: int, retry_after: int = 1, what: str = "requests") -> None:
+        super().__init__(f"{queued} {what} are waiting and the limit is {limit}; try again later.")
         self.retry_after = max(1, min(RETRY_LIMIT_S, retry_after))
+
+
+class NotInTime(BatonError):
+    """
+    There is too much to do: the first token would come later than it is wanted, so nothing was begun.
+
+    Wait for the seconds of `Retry-After` and try again, or wait longer: by `x-slo-ttft-ms`, or by another
+    class (`x-baton-class`). If it lasts, add workers.
+    """
+
+    status = 503
+    code = "overloaded"
+
+    def __init__(self, expected_s: float, wanted_s: float, *, waited: bool = False) -> None:
+        """`waited`: it was let in, and has waited for so long already."""
+        super().__init__(
+            f"No worker became free within {expected_s:.1f} s; try again later."
+            if waited
+            else f"The first token is expected after {expected_s:.1f} s, but wanted within {wanted_s:.1f} s."
+        )
+        self.expected_s = expected_s
+        self.retry_after = 1 if waited else max(1, math.ceil(min(RETRY_LIMIT_S, expected_s - wanted_s)))
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {**super().headers, "x-predicted-ttft-ms": str(round(1000 * min(self.expected_s, 1e6)))}
 
 
 class NotReady(BatonError):
@@ -510,7 +558,7 @@ class WorkerLost(BatonError):
     """
 
     status = 503
-    code = "worker_error"
+    code = "upstream_lost"
     retry_after = 1
 
     def __init__(self, worker: str) -> None:

@@ -12,6 +12,15 @@ TICKET = "x-baton-ticket"
 SALT = "x-baton-salt"
 """Router to decode worker, carried on to the prefill worker: whose KV blocks a prompt may share."""
 
+OBJECTIVE = "x-slo-ttft-ms"
+"""Client to router: milliseconds within which the first token is wanted."""
+
+PREDICTED = "x-predicted-ttft-ms"
+"""Router to client, where that cannot be: milliseconds after which the first token was to be expected."""
+
+CLASS = "x-baton-class"
+"""Client to router: how urgent a request is: critical, interactive, default or batch."""
+
 WORKER = "x-baton-worker"
 """Router to client: the name of the worker that answered."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from baton_router.prompt_chunks import Prompt
+from baton_router.tenants import Limits
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -19,6 +20,19 @@ class Ask(msgspec.Struct, frozen=True):
     prompt: Prompt
     tried: tuple[str, ...] = ()
     """Names of the workers that had it already and lost or refused it."""
+    tenant: str = ""
+    kind: str = "default"
+    """Its class."""
+    limits: Limits | None = None
+    """What its tenant may use; None if there is no limit."""
+    objective_s: float | None = None
+    """Within which its first token is wanted; None if it does not say."""
+    streams: bool = True
+    """Whether the answer begins when the prompt is computed, and not when all of it is there."""
+    answer_tokens: int | None = None
+    """It wants at most so many; None if it does not say."""
+    size: int = 0
+    """Bytes of its body."""
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -34,3 +48,10 @@ class Grant(msgspec.Struct, frozen=True):
     """That one's control address, for the decode worker."""
     summary: bytes
     """The decision, for a header of the answer."""
+    patience_s: float = 0.0
+    """Seconds for the first token after which another worker may be asked; 0 if there is none, or nobody can
+    tell."""
+    step_s: float = 0.0
+    """Seconds from one token to the next, as the worker says; 0 if it does not."""
+    spare: bool = False
+    """Whether another worker could have had the request."""

@@ -1,0 +1,362 @@
+"""
+Requests wait here, not in the engines, until a worker is free for them.
+
+A worker that has little left to compute is given the next prompt just before it is done; all other prompts
+can still be put in another order, go elsewhere, or leave without a trace. While nobody waits and a worker is
+free a request passes at once, so an idle cluster adds no delay. Who goes next is the waiting room's to say,
+and where to is the dispatcher's, asked again each time that something has changed; what is here is when to
+ask, and what becomes of those who wait in vain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import cast
+
+from baton_api.errors import BatonError, NotInTime, NotReady, Overloaded
+from baton_router.admission import Pace, Terms, terms, too_late
+from baton_router.asks import Ask
+from baton_router.dispatcher import Dispatch, Dispatcher
+from baton_router.knowledge import Known
+from baton_router.line import Entry
+from baton_router.settings import RouterSettings
+from baton_router.waiting_room import LEVELS, WaitingRoom
+
+NEARLY_DONE_S = 0.020
+"""A worker with less left to compute is free: the next prompt arrives before it would idle."""
+
+TOGETHER_S = 0.25
+"""Predicted seconds of prompts, one after the other, that a worker has at a time at most, if that is many
+short ones: it computes them together, in about the time of one."""
+
+REPLAN_S = 0.25
+"""For so long a request that waits for a busy worker is believed to want no other."""
+
+TICK_S = 0.1
+"""The longest time that passes between two looks while somebody waits: workers change without a word."""
+
+LEAST_TICK_S = 0.005
+
+UNHEARD = 1.5
+"""Times its prediction, after which a prompt of which nobody is told is believed to be computed."""
+
+ANSWER_COST = 3.0
+"""What a token of an answer costs against one of a prompt, in the tenant's account."""
+
+ENTRY_BYTES = 2048
+"""Of memory for a request that waits, beside its body."""
+
+SHARE = 0.8
+"""Of the room that it and those who are not there yet have together, that a tenant may fill."""
+
+BATCH = "batch"
+BATCH_SPARE = 0.1
+"""Share of a decode worker's KV blocks that work which nobody waits for leaves free."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Waiting(Entry):
+    """One request that waits, and who waits for it."""
+
+    ask: Ask
+    future: asyncio.Future[Dispatch]
+    plan: Dispatch | None
+    """Where it would have gone when that was asked last; None if nowhere."""
+    planned: float
+    predicted_s: float = 0.0
+    """Until it goes, uncorrected."""
+
+
+class Pool:
+    """Those who wait for the same workers."""
+
+    __slots__ = ("pace", "room")
+
+    def __init__(self) -> None:
+        self.room = WaitingRoom()
+        self.pace = Pace()
+
+
+class Queue:
+    """All who wait. Belongs to one event loop."""
+
+    def __init__(self, settings: RouterSettings, dispatcher: Dispatcher, clock: Callable[[], float]) -> None:
+        self._settings = settings
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._numbers = itertools.count()
+        self._pools: dict[Hashable, Pool] = {}
+        """By the decode workers that they can go to; by the model for those who can go to none."""
+        self._waiting = 0
+        self._bytes = 0
+        self._counts: Counter[str] = Counter()
+        """How many wait, by tenant."""
+        self._held: Counter[str] = Counter()
+        """Bytes of those who wait, by tenant."""
+        self._silent: list[tuple[float, int, Dispatch]] = []
+        """Requests of whose prompt nobody says when it is computed, by when that should be; a heap."""
+        self._timer: asyncio.TimerHandle | None = None
+        self.rejects: Counter[str] = Counter()
+        """Who was not served, by reason."""
+
+    def __len__(self) -> int:
+        return self._waiting
+
+    def count(self, level: int) -> int:
+        """How many of one class wait."""
+        return sum(pool.room.count(level) for pool in self._pools.values())
+
+    def oldest(self, level: int) -> float | None:
+        """When the one of this class arrived that has waited for longest; None if there is none."""
+        oldest = (pool.room.oldest(level) for pool in self._pools.values())
+        return min((arrived for arrived in oldest if arrived is not None), default=None)
+
+    async def dispatch(self, ask: Ask) -> Dispatch:
+        """
+        Give the request to a worker, as soon as one is free and nobody goes before it.
+
+        Raises NotInTime or Overloaded if it is better refused, ModelNotFound, and NotReady if nobody is there
+        who did not have it yet.
+        """
+        now = self._clock()
+        if self._silent:
+            self._presume(now)
+        try:
+            made = self._dispatcher.plan(ask.model, ask.prompt, ask.tried, now)
+        except NotReady:
+            if not self._settings.recovery_s:
+                raise
+            made = None
+        else:
+            if made is None:
+                raise NotReady("Every worker that serves this model was tried for this request.")
+            if not self._waiting and self._may_go(ask, made, now):
+                self._book(ask, made, now)
+                return made
+        return await self._wait(ask, made, now)
+
+    def changed(self) -> None:
+        """A worker may be free now that was not."""
+        if self._waiting:
+            self._look_in(0.0)
+
+    async def _wait(self, ask: Ask, plan: Dispatch | None, now: float) -> Dispatch:
+        pool = self._pool(frozenset(known.slot for known in plan.among.known_decodes) if plan else ask.model)
+        entry = self._entry(ask, plan, now)
+        if not entry.again:
+            self._admit(entry, pool, now)
+        pool.room.add(entry)
+        self._count(entry, 1)
+        self._look_in(0.0)
+        try:
+            return await entry.future
+        except asyncio.CancelledError:
+            if entry.future.done() and not entry.future.cancelled() and not entry.future.exception():
+                # It went in the same moment in which its client left.
+                self._dispatcher.let_go(entry.future.result(), self._clock(), complete=False)
+                self.changed()
+            raise
+        finally:
+            pool.room.discard(entry)
+            self._count(entry, -1)
+
+    def _pool(self, key: Hashable) -> Pool:
+        pool = self._pools.get(key)
+        if pool is None:
+            self._pools = {one: pool for one, pool in self._pools.items() if pool.room}
+            pool = self._pools[key] = Pool()
+        return pool
+
+    def _entry(self, ask: Ask, plan: Dispatch | None, now: float) -> Waiting:
+        settings = self._settings
+        on = terms(ask.kind, ask.objective_s, settings.interactive_s, settings.wait_s)
+        expected = self._dispatcher.answer_tokens
+        answer = expected if ask.answer_tokens is None else min(ask.answer_tokens, expected)
+        return Waiting(
+            number=next(self._numbers),
+            tenant=ask.tenant,
+            level=LEVELS[ask.kind],
+            arrived=now,
+            best_s=plan.compute_s if plan else 0.0,
+            cost=(plan.uncached if plan else 1) + ANSWER_COST * answer,
+            size=ask.size + ENTRY_BYTES,
+            objective_s=on.objective_s,
+            patience_s=on.patience_s if plan else min(on.patience_s, settings.recovery_s),
+            again=bool(ask.tried),
+            ask=ask,
+            future=asyncio.get_running_loop().create_future(),
+            plan=plan,
+            planned=now,
+        )
+
+    def _admit(self, entry: Waiting, pool: Pool, now: float) -> None:
+        """Raise what tells the client that to wait is no use."""
+        settings = self._settings
+        count, held = self._counts[entry.tenant], self._held[entry.tenant]
+        places = settings.queue_requests - self._waiting + count
+        room = settings.queue_bytes - self._bytes + held
+        if count + 1 > SHARE * places:
+            self.rejects["full"] += 1
+            raise Overloaded(count, int(SHARE * places))
+        if held + entry.size > SHARE * room:
+            self.rejects["full"] += 1
+            raise Overloaded(held, int(SHARE * room), what="bytes")
+        if entry.plan is None:
+            return
+        computers = entry.plan.among.known_prefills or entry.plan.among.known_decodes
+        soonest = min(known.computing.backlog_s(now) for known in computers)
+        entry.predicted_s = soonest + pool.room.seconds_before(entry) / len(computers)
+        room_s = self._dispatcher.room_s(entry.plan)
+        predicted = pool.pace.corrected(entry.predicted_s) + room_s + entry.best_s
+        if too_late(entry.ask.kind, Terms(entry.objective_s, entry.patience_s), predicted, room_s):
+            self.rejects["late"] += 1
+            raise NotInTime(predicted, min(entry.objective_s, entry.patience_s))
+
+    def _count(self, entry: Entry, by: int) -> None:
+        self._waiting += by
+        self._bytes += by * entry.size
+        self._counts[entry.tenant] += by
+        self._held[entry.tenant] += by * entry.size
+        if not self._counts[entry.tenant]:
+            del self._counts[entry.tenant], self._held[entry.tenant]
+
+    def _look_in(self, seconds: float) -> None:
+        """Look who can go, in so many seconds or before."""
+        loop = asyncio.get_running_loop()
+        due = loop.time() + seconds
+        if self._timer is not None:
+            if due >= self._timer.when():
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(due, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        now = self._clock()
+        self._presume(now)
+        soonest = TICK_S
+        for pool in list(self._pools.values()):
+            for entry in pool.room.pass_time(now):
+                self._give_up(cast(Waiting, entry), now)
+            if not pool.room:
+                continue
+            free_in = self._free_in(pool.room, now)
+            if free_in <= 0:
+                self._offer(pool, now)
+                free_in = self._free_in(pool.room, now) if pool.room else TICK_S
+            soonest = min(soonest, free_in if free_in > 0 else TICK_S, pool.room.alarm - now)
+        if self._waiting:
+            due = self._silent[0][0] - now if self._silent else TICK_S
+            self._look_in(max(LEAST_TICK_S, min(soonest, due)))
+
+    def _offer(self, pool: Pool, now: float) -> None:
+        ahead: dict[int, float] = {}
+        pool.room.offer(lambda entry: self._take(cast(Waiting, entry), pool, ahead, now), now)
+
+    def _take(self, entry: Waiting, pool: Pool, ahead: dict[int, float], now: float) -> bool:
+        """Whether it goes; if not, what it is to take is in the way of those behind it."""
+        if entry.future.done():  # its client has left
+            return True
+        plan = entry.plan
+        waits = plan is not None and now < entry.planned + REPLAN_S
+        if plan is None or not waits or self._is_free(plan.computing, plan.uncached, now):
+            plan = self._planned(entry, ahead, now)
+            if plan is None:
+                return entry.future.done()
+        if not self._may_go(entry.ask, plan, now):
+            slot = plan.computing.slot
+            ahead[slot] = ahead.get(slot, 0.0) + plan.compute_s
+            return False
+        if entry.predicted_s > NEARLY_DONE_S:
+            pool.pace.learn(entry.predicted_s, now - entry.arrived)
+        self._book(entry.ask, plan, now)
+        entry.future.set_result(plan)
+        return True
+
+    def _planned(self, entry: Waiting, ahead: dict[int, float], now: float) -> Dispatch | None:
+        """Where it would go now; None if nowhere, and then it may have been told so."""
+        ask = entry.ask
+        entry.plan, entry.planned = None, now
+        try:
+            entry.plan = self._dispatcher.plan(ask.model, ask.prompt, ask.tried, now, ahead)
+        except NotReady:
+            return None
+        except BatonError as error:
+            entry.future.set_exception(error)
+            return None
+        if entry.plan is None:
+            entry.future.set_exception(
+                NotReady("Every worker that serves this model was tried for this request.")
+            )
+        return entry.plan
+
+    def _give_up(self, entry: Waiting, now: float) -> None:
+        if entry.future.done():
+            return
+        waited = now - entry.arrived
+        if self._planned(entry, {}, now) is None:
+            self.rejects["unready"] += 1
+            if not entry.future.done():
+                entry.future.set_exception(NotReady(f"No worker became ready within {waited:.1f} s."))
+        else:
+            self.rejects["waited"] += 1
+            entry.future.set_exception(NotInTime(waited, entry.patience_s, waited=True))
+
+    def _book(self, ask: Ask, made: Dispatch, now: float) -> None:
+        self._dispatcher.book(made, now)
+        if not ask.streams:
+            due = now + UNHEARD * made.way.first_token_s
+            heappush(self._silent, (due, made.number, made))
+
+    def _presume(self, now: float) -> None:
+        """Nobody says when the prompt of an answer that comes whole is computed: it is when it should be."""
+        while self._silent and self._silent[0][0] <= now:
+            self._dispatcher.computed(heappop(self._silent)[2], now)
+
+    def _may_go(self, ask: Ask, made: Dispatch, now: float) -> bool:
+        computing = made.computing
+        if computing.computing.waiting and not self._is_free(computing, made.uncached, now):
+            return False
+        return ask.kind != BATCH or _has_spare_blocks(made.generating)
+
+    def _is_free(self, known: Known, tokens: int, now: float) -> bool:
+        """Whether a worker can be given a prompt with so many tokens to compute."""
+        booked = known.computing
+        if not booked.waiting:
+            return True
+        if booked.tokens + tokens > self._settings.prefill_tokens:
+            return False
+        return _busy_s(known, now) <= 0
+
+    def _free_in(self, room: WaitingRoom, now: float) -> float:
+        """Seconds until a worker is free for any who wait, if nothing else happens; 0 if one is."""
+        first = cast(Waiting, next(iter(room)))
+        try:
+            among = self._dispatcher.candidates(first.ask.model, now)
+        except NotReady:
+            return TICK_S
+        except BatonError:
+            return 0.0
+        if among is None:
+            return TICK_S
+        return max(0.0, min(_busy_s(known, now) for known in (*among.known_prefills, *among.known_decodes)))
+
+
+def _busy_s(known: Known, now: float) -> float:
+    """Seconds until the worker has so little left that it can be given more; 0 or less if it can be now."""
+    booked = known.computing
+    if not booked.waiting or not known.prefill_cost.taught:
+        return 0.0  # of one that has said nothing yet, or never will, only the tokens are counted
+    left = booked.backlog_s(now)
+    # What a prompt takes whatever its length is taken once by those that are computed together.
+    constant = max(0.0, known.prefill_cost.line.coefficients[0])
+    return max(left - booked.waiting * constant - NEARLY_DONE_S, left - TOGETHER_S)
+
+
+def _has_spare_blocks(known: Known) -> bool:
+    return known.free_blocks >= BATCH_SPARE * known.total_blocks
