@@ -62,11 +62,12 @@ def view(worker: Worker, now: float) -> dict[str, Any]:
     return {
         "worker": worker.name,
         "role": worker.listed,
-        "state": health.state(now),
-        "reason": health.refusal or None,
+        "revision": worker.revision or None,
+        "state": worker.state(now),
+        "reason": worker.reason or None,
         "model": worker.model or None,
         "in_flight": worker.in_flight,
         "misses": health.misses,
-        "strikes": health.strikes,
+        "strikes": health.breaker.failures,
         "load": msgspec.to_builtins(health.load) if health.load else None,
     }

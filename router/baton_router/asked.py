@@ -15,11 +15,13 @@ import msgspec
 from baton_api.errors import InvalidRequest, ModelNotFound
 from baton_router import prompt_chunks
 from baton_router.answers import Scope
+from baton_router.asks import Ask
 from baton_router.following import FollowedStream
 from baton_router.prompt_chunks import Message, Prompt
 from baton_router.sse import EventStream, ResponseStream
 from baton_router.tenants import NOBODY, Tenant
 from baton_router.upstream import Headers
+from baton_router.urgency import urgency
 
 NOTHING = Prompt((), ())
 
@@ -36,7 +38,29 @@ STREAMS: dict[str, type[EventStream]] = {
 _ABSENT = msgspec.Raw(b"")
 
 
-class Body(msgspec.Struct):
+class Wishes(msgspec.Struct):
+    """The fields of a body that say how long its answer is, and when it is to come."""
+
+    stream: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
+
+    @property
+    def tokens_ahead(self) -> int | None:
+        """With which token the first byte of the answer comes, at the latest; None if it does not say."""
+        if self.stream is True:
+            return 1
+        return self.answer_tokens
+
+    @property
+    def answer_tokens(self) -> int | None:
+        """The most that the answer may have; None if it does not say."""
+        given = self.max_completion_tokens or self.max_tokens or self.max_output_tokens
+        return given if type(given) is int and given > 0 else None
+
+
+class Body(Wishes):
     """The fields of a body that decide where it goes."""
 
     model: Any = None
@@ -46,7 +70,7 @@ class Body(msgspec.Struct):
     tools: msgspec.Raw = _ABSENT
 
 
-class Chat(msgspec.Struct):
+class Chat(Wishes, kw_only=True):
     """The same of a conversation as it should be."""
 
     messages: list[Message]
@@ -62,7 +86,19 @@ _messages = msgspec.json.Decoder(list[Message])
 class Asked:
     """One request. Raises InvalidRequest if its body is not JSON."""
 
-    __slots__ = ("body", "events", "headers", "model", "prompt", "target", "tenant")
+    __slots__ = (
+        "answer_tokens",
+        "body",
+        "events",
+        "headers",
+        "model",
+        "prompt",
+        "streams",
+        "target",
+        "tenant",
+        "tokens_ahead",
+        "urgency",
+    )
 
     def __init__(self, scope: Scope, body: bytes, tenant: Tenant = NOBODY) -> None:
         """Raises ModelNotFound, too, for a model that is not the tenant's to use."""
@@ -72,11 +108,34 @@ class Asked:
         self.body = body
         path = scope["path"]
         salt = tenant.salt
-        self.model, self.prompt = _conversation(body, salt) if path == CHAT else _any(body, salt)
+        self.model, self.prompt, wishes = _conversation(body, salt) if path == CHAT else _any(body, salt)
         if tenant.models is not None:
             _check_model(tenant.models, self.model)
         self.tenant = tenant
         self.events = STREAMS.get(path)
+        self.tokens_ahead = wishes.tokens_ahead
+        """With which token of the answer its first byte comes, at the latest; None if nobody can tell."""
+        self.streams = wishes.stream is True
+        self.answer_tokens = wishes.answer_tokens
+        self.urgency = urgency(self.headers, tenant)
+
+    def ask(self, tried: tuple[str, ...] = ()) -> Ask:
+        """What a scheduler is asked, if those of `tried` had the request already."""
+        tenant = self.tenant
+        kind, objective_s = self.urgency
+        limits = tenant.limits
+        return Ask(
+            self.model,
+            self.prompt,
+            tried,
+            tenant.name,
+            kind,
+            None if limits is NOBODY.limits else limits,
+            objective_s,
+            self.streams,
+            self.answer_tokens,
+            len(self.body),
+        )
 
     @property
     def followed(self) -> bool:
@@ -94,18 +153,18 @@ def _check_model(allowed: frozenset[str], model: str | None) -> None:
         raise ModelNotFound(model, tuple(sorted(allowed)))
 
 
-def _conversation(body: bytes, salt: str) -> tuple[str | None, Prompt]:
-    """The model and the prompt, in one pass over the body."""
+def _conversation(body: bytes, salt: str) -> tuple[str | None, Prompt, Wishes]:
+    """The model, the prompt and the wishes, in one pass over the body."""
     try:
         chat = _chat.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _any(body, salt)  # says what is wrong, if it is not JSON
     root = prompt_chunks.root_name(salt, chat.model or "")
-    return chat.model, prompt_chunks.of_messages(chat.messages, chat.tools, root)
+    return chat.model, prompt_chunks.of_messages(chat.messages, chat.tools, root), chat
 
 
-def _any(body: bytes, salt: str) -> tuple[str | None, Prompt]:
-    """The model and the prompt of whatever shape."""
+def _any(body: bytes, salt: str) -> tuple[str | None, Prompt, Wishes]:
+    """The model, the prompt of whatever shape, and the wishes."""
     try:
         read = _body.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -113,7 +172,7 @@ def _any(body: bytes, salt: str) -> tuple[str | None, Prompt]:
     except RecursionError as error:
         raise InvalidRequest("The JSON body of your request is nested too deeply.") from error
     model = read.model if isinstance(read.model, str) else None
-    return model, _prompt(read, prompt_chunks.root_name(salt, model or ""))
+    return model, _prompt(read, prompt_chunks.root_name(salt, model or "")), read
 
 
 def _prompt(body: Body, root: int) -> Prompt:

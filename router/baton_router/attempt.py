@@ -20,6 +20,11 @@ OPENING_LIMIT = 256 * 1024
 """Bytes of a body that is not a stream which are kept back until it is whole."""
 
 OK = 200
+BUSY = (429, 503)
+"""What a worker says that is well but full: it may be another's 200."""
+
+FAILED = 500
+"""The least status with which a worker says that it failed itself."""
 
 
 class Attempt:
@@ -38,7 +43,7 @@ class Attempt:
 
     async def open(self, head: bytes, body: bytes, events: Callable[[], EventStream] | None) -> bytes:
         """Ask the worker; gives the first part of its answer, which may be `events`. Raises Lost."""
-        self.exchange = exchange = await self._upstream.request(head, body)
+        exchange = await self._upstream.request(head, body, self)
         stream = is_event_stream(exchange.headers)
         if stream and events is not None:
             self.events = events()
@@ -47,7 +52,12 @@ class Attempt:
             opening += await self.next()
             if opening and stream:
                 break
-        self._picker.began(self.grant, self._report())
+        if self.taken:
+            self._picker.began(self.grant, self._report())
+        elif exchange.status in BUSY:
+            self._picker.full(self.grant)
+        else:
+            self._picker.failed(self.grant)
         return opening
 
     async def next(self) -> bytes:
@@ -60,15 +70,29 @@ class Attempt:
                 raise
             piece = b""
         if self.events is None:
-            self.ended = not piece
+            self.ended = self.exchange.complete
             return piece
         if piece:
-            return self.events.push(piece)
+            piece = self.events.push(piece)
+            self.ended = self.exchange.complete and self.events.complete and not self.events.waiting
+            return piece
         piece = self.events.finish()
         if not self.events.complete:
             raise Lost(self.grant.decode, "incomplete")
         self.ended = True
         return piece
+
+    def fail(self, cause: str) -> bool:
+        """End what goes on with the worker, if something does: whoever waits for it gets Lost."""
+        if self.exchange is None:
+            return False
+        self.exchange.fail(cause)
+        return True
+
+    @property
+    def taken(self) -> bool:
+        """Whether the worker does its work, be it to refuse a bad request."""
+        return self.status < FAILED and self.status not in BUSY
 
     @property
     def status(self) -> int:

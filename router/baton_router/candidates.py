@@ -81,7 +81,7 @@ class Field:
         if states != self._states or now >= self._expires:
             self._found.clear()
             self._states = states
-            aside = any(worker.state(now) is State.EJECTED for worker in decode + prefill)
+            aside = any(worker.state(now) in (State.EJECTED, State.FULL) for worker in decode + prefill)
             self._expires = now + ASIDE_S if aside else math.inf
         found = self._found.get(model)
         if found is None:

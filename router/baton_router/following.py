@@ -40,6 +40,10 @@ class FollowedStream(EventStream):
         """What has not passed yet, behind the end of the line before it."""
 
     @property
+    def waiting(self) -> bool:
+        return super().waiting or len(self._waiting) > 1
+
+    @property
     def resumption(self) -> Resumption | None:
         """Where another worker would go on; None if this one did not say, or says that nobody could."""
         if self._begun is None or b'"invalid_request_error"' in self._failure:

@@ -14,13 +14,13 @@ import asyncio
 import logging
 import time
 
-from baton_api.errors import BatonError, InternalError, ModelNotFound, NotReady, WorkerLost
+from baton_api.errors import BatonError, InternalError, NotReady
 from baton_api.resuming import with_resumption
 from baton_router.access import tenant_of
 from baton_router.answers import Receive, Scope, Send, send_error
 from baton_router.asked import Asked
-from baton_router.asks import Ask, Grant
-from baton_router.attempt import Attempt
+from baton_router.asks import Grant
+from baton_router.attempt import BUSY, Attempt
 from baton_router.client import Client, ClientGone
 from baton_router.figures import Figures
 from baton_router.following import FollowedStream
@@ -30,6 +30,7 @@ from baton_router.forward import (
     request_head,
     request_id,
 )
+from baton_router.patience import OVERDUE, Patience, first_byte_s
 from baton_router.picker import Picker
 from baton_router.retries import RetryBudget
 from baton_router.settings import RouterSettings
@@ -48,9 +49,10 @@ RESUMES_LIMIT = 3
 RESUMED = b": resumed\n\n"
 """A comment for those who look: from here on another worker speaks."""
 
+STEPS = 50.0
+"""Of a worker, without a token, after which a stream stands still."""
+
 OK = 200
-REFUSED = 503
-"""A worker's status that may be another's 200."""
 
 
 class Proxy:
@@ -68,7 +70,7 @@ class Proxy:
         self._upstreams = upstreams
         self._figures = figures
         self._trust = Trust.of(settings)
-        self._budget = RetryBudget(settings.retry_ratio)
+        self._budget = RetryBudget(settings.retry_ratio, time.monotonic)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         relay = Relay(Client(scope, receive, send), request_id(scope["headers"]))
@@ -97,34 +99,37 @@ class Proxy:
         arrived = time.perf_counter()
         asked = Asked(scope, body, tenant_of(scope))
         async with client:
-            try:
-                async with asyncio.timeout(settings.answer_s):
-                    opening = await self._open(asked, relay, arrived)
-            except TimeoutError as error:
-                raise WorkerLost("that was asked") from error
+            opening = await self._open(asked, relay, arrived)
             await self._pass_on(asked, relay, opening, arrived)
 
     async def _open(self, asked: Asked, relay: Relay, arrived: float) -> bytes:
         """Find a worker that answers: `relay.attempt` is its, and the answer's first part is given."""
         self._budget.earn()
-        grant = await self._picker.pick(Ask(asked.model, asked.prompt))
+        grant = await self._picker.pick(asked.ask())
         self._figures.overhead.observe(time.perf_counter() - arrived)
+        until = asyncio.get_running_loop().time() + self._settings.answer_s
         tried: list[str] = []
         while True:
             relay.attempt = attempt = self._attempt(grant)
             opening = b""
             lost: Lost | None = None
+            last = len(tried) == self._settings.retries
+            slow_s = 0.0 if last else first_byte_s(grant, asked.tokens_ahead)
+            patience = Patience(attempt, slow_s, until, self._budget.spend)
             try:
                 head = self._head(asked, relay, grant, len(asked.body))
                 opening = await attempt.open(head, asked.body, asked.events)
             except Lost as error:
                 lost = error
                 self._picker.failed(grant)
+                attempt.close()
             else:
-                if attempt.status != REFUSED:
+                if attempt.taken:
                     return opening
+            finally:
+                patience.close()
             tried.append(grant.decode)
-            another = await self._another(asked, tried, lost)
+            another = await self._another(asked, tried, attempt, lost)
             if another is not None:
                 attempt.close()
                 grant = another
@@ -151,13 +156,17 @@ class Proxy:
             salt=asked.tenant.salt,
         )
 
-    async def _another(self, asked: Asked, tried: list[str], lost: Lost | None) -> Grant | None:
+    async def _another(
+        self, asked: Asked, tried: list[str], attempt: Attempt, lost: Lost | None
+    ) -> Grant | None:
         """Who is asked next; None if the last one's answer, or its loss, is the client's."""
-        if len(tried) > self._settings.retries or (lost is None and not self._budget.spend()):
+        if len(tried) > self._settings.retries or (lost is not None and lost.cause == OVERDUE):
+            return None
+        if lost is None and attempt.status in BUSY and not self._budget.spend():
             return None
         try:
-            return await self._picker.pick(Ask(asked.model, asked.prompt, tuple(tried)))
-        except NotReady:
+            return await self._picker.pick(asked.ask(tuple(tried)))
+        except BatonError:
             return None
 
     async def _pass_on(self, asked: Asked, relay: Relay, opening: bytes, arrived: float) -> None:
@@ -181,7 +190,10 @@ class Proxy:
     async def _copy(self, client: Client, attempt: Attempt, piece: bytes) -> None:
         """Give the client what comes, to the end. Raises Lost."""
         assert attempt.exchange is not None
-        stall = Stall(client, attempt.exchange, self._settings.idle_s)
+        grant = attempt.grant
+        # Where nobody could go on, a worker that says that it lives is waited for.
+        events = attempt.events if grant.spare and isinstance(attempt.events, FollowedStream) else None
+        stall = Stall(client, attempt.exchange, max(self._settings.idle_s, STEPS * grant.step_s), events)
         try:
             while not attempt.ended:
                 if piece:
@@ -200,14 +212,18 @@ class Proxy:
         tried = [broken.grant.decode]
         broken.close()
         body = with_resumption(asked.body, resumption)
+        loop = asyncio.get_running_loop()
         while relay.resumes < RESUMES_LIMIT:
             relay.resumes += 1
             try:
-                grant = await self._picker.pick(Ask(asked.model, asked.prompt, tuple(tried)))
-            except (NotReady, ModelNotFound):
+                grant = await self._picker.pick(asked.ask(tuple(tried)))
+            except BatonError:
                 break
             tried.append(grant.decode)
             attempt = self._attempt(grant)
+            last = relay.resumes == RESUMES_LIMIT
+            slow_s = 0.0 if last else first_byte_s(grant, 1)
+            patience = Patience(attempt, slow_s, loop.time() + self._settings.answer_s, self._budget.spend)
             try:
                 head = self._head(asked, relay, grant, len(body))
                 opening = await attempt.open(head, body, lambda: FollowedStream(resumption))
@@ -218,6 +234,8 @@ class Proxy:
             except BaseException:
                 attempt.close()
                 raise
+            finally:
+                patience.close()
             if attempt.status != OK:
                 attempt.close()
                 continue

@@ -12,67 +12,122 @@ import asyncio
 import random
 from collections.abc import Callable
 
-from baton_api.errors import NotReady
 from baton_api.reports import PromptReport
 from baton_router import checks
 from baton_router.asks import Ask, Grant
+from baton_router.discovery.sources import FLAGS, Sources
 from baton_router.dispatcher import Dispatch, Dispatcher
+from baton_router.enrolment import Enrolment
 from baton_router.kv_subscriber import Feeds
+from baton_router.patience import patience_s
+from baton_router.queue import Queue
+from baton_router.quotas import Quotas, Reservation
 from baton_router.settings import RouterSettings
+from baton_router.upstreams import Upstreams
+from baton_router.verdicts import Verdicts
 from baton_router.workers import Workers
+
+TEND_S = 0.5
+"""Seconds from one look at the workers that leave to the next."""
 
 
 class Scheduler:
     """The Picker of its own process. Belongs to one event loop."""
 
     def __init__(
-        self, settings: RouterSettings, workers: Workers, rng: random.Random, clock: Callable[[], float]
+        self, settings: RouterSettings, upstreams: Upstreams, rng: random.Random, clock: Callable[[], float]
     ) -> None:
         self._settings = settings
         self._clock = clock
-        self.workers = workers
+        self.workers = workers = Workers()
         self.dispatcher = Dispatcher(workers, rng, settings.alone_tokens)
         self.feeds = Feeds(workers, self.dispatcher.knowledge, settings, clock)
+        self._verdicts = Verdicts(self.dispatcher.knowledge.transfer)
+        self.queue = Queue(settings, self.dispatcher, clock)
+        self._quotas = Quotas(self.queue.rejects, lambda: self.dispatcher.answer_tokens)
+        self._reserved: dict[int, Reservation] = {}
         self._granted: dict[int, Dispatch] = {}
+        self._sources = Sources(settings, rng)
+        self.enrolment = Enrolment(
+            workers, self.dispatcher.knowledge, upstreams, settings.worker_drain_s, clock
+        )
+        self.enrolment.told(FLAGS, self._sources.flags)
+        workers.unlisted = self._sources.why_none
+        workers.complete = self._sources.complete
 
     async def watch(self) -> None:
         """Look at the workers and hear their events, until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(checks.watch(self.workers, self._settings, self._clock))
             group.create_task(self.feeds.watch())
+            group.create_task(self._sources.follow(self.enrolment.told))
+            while True:
+                self.enrolment.tend()
+                await asyncio.sleep(TEND_S)
 
     async def pick(self, ask: Ask) -> Grant:
-        made = self.dispatcher.dispatch(ask.model, ask.prompt, ask.tried, self._clock())
-        if made is None:
-            raise NotReady("Every worker that serves this model was tried for this request.")
+        now = self._clock()
+        reserved = self._quotas.reserve(ask, now) if ask.limits is not None else None
+        try:
+            made = await self.queue.dispatch(ask)
+        except BaseException:
+            if reserved is not None:
+                reserved.cancel(self._clock())
+            raise
+        if reserved is not None:
+            self._reserved[made.number] = reserved
         decode, prefill = made.pair.decode, made.pair.prefill
         decode.in_flight += 1
         if prefill is not None:
             prefill.in_flight += 1
         self._granted[made.number] = made
+        self._verdicts.sent(made.number, made.pair, made.decided)
         return Grant(
             made.number,
             decode.name,
             prefill.name if prefill else "",
             prefill.control if prefill else "",
             made.summary.encode(),
+            self._patience_s(made),
+            decode.health.load.step_s if decode.health.load else 0.0,
+            len(made.among.decodes) > 1,
         )
 
     def began(self, grant: Grant, report: PromptReport | None) -> None:
-        made = self._granted[grant.number]
-        made.pair.decode.health = made.pair.decode.health.served()
+        made, now = self._granted[grant.number], self._clock()
+        self._verdicts.answered(made.number, made.pair, report, now)
         self._computed(made)
-        self.dispatcher.began(made, report, self._clock())
+        self.dispatcher.began(made, report, now)
+        self.queue.changed()
 
     def failed(self, grant: Grant) -> None:
-        worker = self._granted[grant.number].pair.decode
-        worker.health = worker.health.struck(self._clock())
+        made = self._granted[grant.number]
+        self._verdicts.failed(made.number, made.pair, self._clock())
+
+    def full(self, grant: Grant) -> None:
+        self._verdicts.full(self._granted[grant.number].pair, self._clock())
 
     def let_go(self, grant: Grant, *, complete: bool) -> None:
         made = self._granted.pop(grant.number)
+        self._verdicts.let_go(made.number, made.pair)
         made.pair.decode.in_flight -= 1
         self._computed(made)
-        self.dispatcher.let_go(made, self._clock(), complete=complete)
+        now = self._clock()
+        self.dispatcher.let_go(made, now, complete=complete)
+        self.queue.changed()
+        if self._reserved and (reserved := self._reserved.pop(made.number, None)) is not None:
+            self._settle(reserved, made, complete, now)
+
+    def _settle(self, reserved: Reservation, made: Dispatch, complete: bool, now: float) -> None:
+        if made.first_byte is None and not complete:
+            reserved.settle(0, 0, now)  # whoever goes on with it pays
+        else:
+            reserved.settle(made.report.tokens if made.report else made.tokens, None, now)
+
+    def _patience_s(self, made: Dispatch) -> float:
+        if len(made.among.decodes) < 2 or not made.computing.prefill_cost.taught:
+            return 0.0
+        return patience_s(made.way.first_token_s, self._settings.first_byte_s)
 
     def _computed(self, made: Dispatch) -> None:
         """The prefill worker has done its part, or will not."""

@@ -9,6 +9,7 @@ rest, so half a line waits for its other half; it is of no use to a client befor
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from baton_api.errors import BatonError
 
@@ -17,6 +18,8 @@ DONE = (b"\ndata: [DONE]", b"\ndata:[DONE]")
 LAST_RESPONSE = tuple(b"event: response.%b\n" % how for how in (b"completed", b"incomplete", b"failed"))
 """The lines that begin the last event of `/v1/responses`. Nothing else can be read as one of them: what JSON
 says has no line's end in it."""
+
+IDLE = b"\n: keep-alive\n\n"
 
 LINE_LIMIT = 1024 * 1024
 """Bytes of a line that may wait for its end; a longer one passes in parts."""
@@ -32,9 +35,19 @@ class EventStream:
         self._tail = b"\n\n"
 
     @property
+    def waiting(self) -> bool:
+        """Whether something has come that did not pass yet."""
+        return bool(self._rest)
+
+    @property
     def complete(self) -> bool:
         """Whether the last event that passed says that there is no other."""
         return self._tail.rstrip().endswith(DONE)
+
+    @property
+    def idles(self) -> bool:
+        """Whether what passed last is a comment that says that the worker lives, and nothing else."""
+        return self._tail.endswith(IDLE)
 
     def push(self, piece: bytes) -> bytes:
         """What of the bytes so far can pass on now; perhaps nothing."""
@@ -56,7 +69,7 @@ class EventStream:
 
     def error(self, error: BatonError) -> bytes:
         """`error` as an event of its own, whatever passed before."""
-        return self._apart() + b"data: " + json.dumps(error.body()).encode() + b"\n\n"
+        return self._apart() + b"data: " + json.dumps({"error": _said(error)}).encode() + b"\n\n"
 
     def _apart(self) -> bytes:
         """What ends the event that passed last, if it was not whole."""
@@ -87,9 +100,14 @@ class ResponseStream(EventStream):
 
     def error(self, error: BatonError) -> bytes:
         """OpenAI's event for this stream, with the object in it by which clients know any error."""
-        said = error.body()["error"]
+        said = _said(error)
         event = {**said, "type": "error", "sequence_number": self._count, "error": said}
         return self._apart() + b"event: error\ndata: " + json.dumps(event).encode() + b"\n\n"
+
+
+def _said(error: BatonError) -> dict[str, Any]:
+    """In a stream no header can say that it may help to try again."""
+    return {**error.body()["error"], "retryable": error.retry_after is not None}
 
 
 def last_response(piece: bytes) -> int:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from typing import cast
+import ssl
+from typing import Protocol, cast
 
 import httptools
 
@@ -33,22 +34,33 @@ class Lost(WorkerLost):
     def __init__(self, worker: str, cause: str) -> None:
         super().__init__(worker)
         self.cause = cause
-        """connect, reset, malformed, hung or idle."""
+        """connect, reset, malformed, incomplete, hung, slow, overdue or idle."""
+
+
+class Holder(Protocol):
+    """Who wants to have an exchange before there is a head of its answer."""
+
+    exchange: Exchange | None
 
 
 class Upstream:
     """One worker's address and the connections to it."""
 
-    def __init__(self, host: str, port: int, connect_s: float = 1.0) -> None:
+    def __init__(
+        self, host: str, port: int, connect_s: float = 1.0, tls: ssl.SSLContext | None = None
+    ) -> None:
         self.name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.host, self.port = host, port
         self._connect_s = connect_s
+        self._tls = tls
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
 
-    async def request(self, head: bytes, body: bytes = b"") -> Exchange:
+    async def request(self, head: bytes, body: bytes = b"", holder: Holder | None = None) -> Exchange:
         """
         Send one request and wait for the head of its answer. Raises Lost.
+
+        `holder` has the exchange as soon as it begins, and may end it.
 
         A kept connection that the worker closes at the same moment is no failure: as long as
         nothing of an answer came, the request goes again on another one.
@@ -58,6 +70,8 @@ class Upstream:
             connection = kept or await self._connect()
             exchange = connection.send(head, body)
             self._busy.add(connection)
+            if holder is not None:
+                holder.exchange = exchange
             try:
                 await exchange.head()
                 return exchange
@@ -105,7 +119,9 @@ class Upstream:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_s):
-                _, connection = await loop.create_connection(lambda: Connection(self), self.host, self.port)
+                _, connection = await loop.create_connection(
+                    lambda: Connection(self), self.host, self.port, ssl=self._tls
+                )
         except OSError as error:  # TimeoutError is one
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise NotReady("The router has no file descriptor left for a connection.") from error
@@ -118,11 +134,11 @@ class Exchange:
 
     __slots__ = (
         "_buffered",
-        "_complete",
         "_connection",
         "_failure",
         "_pieces",
         "_waiter",
+        "complete",
         "headers",
         "paused",
         "progress",
@@ -139,7 +155,8 @@ class Exchange:
         self._connection = connection
         self._pieces: list[bytes] = []
         self._buffered = 0
-        self._complete = False
+        self.complete = False
+        """Whether nothing more will come than waits here."""
         self._failure: Lost | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -156,50 +173,53 @@ class Exchange:
     async def read(self) -> bytes:
         """The part of the body that has come since the last read; empty at its end. Raises Lost."""
         while not self._pieces:
-            if self._complete:
+            if self.complete:
                 return b""
             await self._wait()
+        return self.rest()
+
+    def rest(self) -> bytes:
+        """What of the body waits here."""
         pieces = self._pieces
-        self._pieces = []
+        piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
         self._buffered = 0
         if self.paused:
             self.paused = False
             self.progress = self._connection.loop.time()
             self._connection.transport.resume_reading()
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return piece
 
     def close(self) -> None:
         """Nothing more is wanted: unless all of it came, the worker sees its connection close."""
-        if not self._complete:
+        if not self.complete:
             self._connection.transport.abort()
 
     def fail(self, cause: str) -> None:
         """End the exchange from here: whoever waits for more of it gets Lost."""
-        if not self._complete and self._failure is None:
+        if not self.complete and self._failure is None:
             self._failure = Lost(self._connection.upstream.name, cause)
             self._connection.transport.abort()
             self._wake()
 
     # What the connection calls.
 
-    def started(self, status: int) -> None:
-        self.status = status
-        self._wake()
-
-    def took(self, piece: bytes) -> None:
-        self._pieces.append(piece)
-        self._buffered += len(piece)
-        if self._buffered >= BUFFERED and not self.paused:
+    def took(self, pieces: list[bytes], size: int) -> None:
+        """What the body's parser has made of `size` bytes."""
+        if pieces:
+            self._pieces += pieces
+            pieces.clear()
+        self._buffered += size
+        if self._buffered >= BUFFERED and not self.paused and not self.complete:
             self.paused = True
             self._connection.transport.pause_reading()
         self._wake()
 
     def completed(self) -> None:
-        self._complete = True
+        self.complete = True
         if self.paused:  # the connection goes on to others; what waits here has its bound already
             self.paused = False
             self._connection.transport.resume_reading()
-        self._wake()
 
     async def _wait(self) -> None:
         if self._failure is not None:
@@ -225,6 +245,9 @@ class Connection(asyncio.Protocol):
         self.loop = asyncio.get_running_loop()
         self.exchange: Exchange | None = None
         self._keep = False
+        self._pieces: list[bytes] = []
+        """Of the body, as the parser leaves them."""
+        self.on_body = self._pieces.append
         self._parser = httptools.HttpResponseParser(self)
 
     def send(self, head: bytes, body: bytes) -> Exchange:
@@ -251,8 +274,11 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            exchange.took(self._pieces, 0)
             exchange.fail("malformed")
             self.transport.abort()
+        else:
+            exchange.took(self._pieces, len(data))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.upstream.gone(self)
@@ -262,22 +288,25 @@ class Connection(asyncio.Protocol):
     # httptools' side. An exception here makes `feed_data` raise.
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._current.headers.append((name.lower(), value))
+        exchange = self.exchange
+        if exchange is None:
+            raise RuntimeError("more came than one answer")
+        exchange.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        exchange = self.exchange
+        if exchange is None:
+            raise RuntimeError("more came than one answer")
         status = self._parser.get_status_code()
         if status < 200:
-            self._current.headers.clear()  # an interim answer; the real one follows
+            exchange.headers.clear()  # an interim answer; the real one follows
             return
         self._keep = self._parser.should_keep_alive()
-        self._current.started(status)
-
-    def on_body(self, body: bytes) -> None:
-        self._current.took(body)
+        exchange.status = status
 
     def on_message_complete(self) -> None:
-        exchange = self._current
-        if not exchange.status:
+        exchange = self.exchange
+        if exchange is None or not exchange.status:
             return
         self.exchange = None
         exchange.completed()
@@ -285,12 +314,6 @@ class Connection(asyncio.Protocol):
             self.upstream.freed(self)
         else:
             self.transport.close()
-
-    @property
-    def _current(self) -> Exchange:
-        if self.exchange is None:
-            raise RuntimeError("more came than one answer")
-        return self.exchange
 
 
 def no_delay(transport: asyncio.BaseTransport) -> None:

@@ -3,26 +3,26 @@ What the router knows of each worker, and whether that makes it one to choose.
 
 `Health` is a value: what was seen goes in with its time, the next value comes out, and no clock or
 socket is here. A worker is looked at every few seconds (`answered`, `missed`) and is judged by its
-use in between (`struck`, `served`): three failures in a row put it aside before the next look does.
+use in between: requests that fail put it aside (`breaker`) before the next look does. But never are more
+than half of them put aside: then it is not they who are ill, and all are asked.
 """
 
 from __future__ import annotations
 
+import asyncio
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from baton_api.errors import ModelNotFound, NotReady
 from baton_api.workers import Load, Role
+from baton_router.breaker import Breaker
+from baton_router.discovery.listed import Standing
 from baton_router.upstream import Upstream
 
-STRIKES = 3
-"""Failures in a row, without a success between, that put a worker aside."""
-
-EJECTION_S = 2.0
-"""Seconds for which it is put aside the first time; each further time is twice as long."""
-
-EJECTION_LIMIT_S = 60.0
+MISSED_S = 600.0
+"""Seconds for which a model whose last worker has gone is missed (503) and not unknown (404): there may well
+be another worker soon."""
 
 
 class State(enum.StrEnum):
@@ -35,13 +35,26 @@ class State(enum.StrEnum):
     """It finishes what it has and wants nothing new."""
     EJECTED = "ejected"
     """It answers when looked at, but requests failed on it."""
+    ON_TRIAL = "on_trial"
+    """It was ejected for long enough; the next request shows whether it is well."""
+    FULL = "full"
+    """It refused a request a moment ago, because it had no room for it."""
     DOWN = "down"
     """It does not answer."""
 
 
-@dataclass(frozen=True, slots=True)
+TAKING = (State.READY, State.ON_TRIAL)
+
+FULL_S = 0.5
+"""Seconds for which a worker that refused one request is asked only if nobody else is there: it looks idle,
+and would be given all the others."""
+
+_CLOSED = Breaker()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Health:
-    """What was seen of one worker."""
+    """What was seen of one worker; equal to itself alone, so that it is cheap to see whether it changed."""
 
     load: Load | None = None
     """The last one it reported."""
@@ -49,9 +62,9 @@ class Health:
     """Why it takes no requests, as a clause; empty if it does."""
     misses: int = 0
     down: bool = False
-    strikes: int = 0
-    ejections: int = 0
-    ejected_until: float = 0.0
+    breaker: Breaker = _CLOSED
+    """What requests to it came to."""
+    full_until: float = 0.0
 
     def state(self, now: float) -> State:
         if self.down:
@@ -62,7 +75,9 @@ class Health:
             return State.DRAINING
         if self.refusal:
             return State.NOT_READY
-        return State.EJECTED if now < self.ejected_until else State.READY
+        if not self.breaker.opened:
+            return State.FULL if now < self.full_until else State.READY
+        return State.EJECTED if self.breaker.refuses(now) else State.ON_TRIAL
 
     def answered(self, load: Load, refusal: str = "") -> Health:
         """It was looked at and answered; `refusal` is why it is not ready, if it is not."""
@@ -78,29 +93,31 @@ class Health:
             return replace(self, misses=misses)
         return replace(self, misses=misses, down=True, refusal=reason)
 
-    def struck(self, now: float) -> Health:
-        """A request failed on it: no connection, or one that broke before the answer began."""
-        strikes = self.strikes + 1
-        if strikes < STRIKES or now < self.ejected_until:
-            return replace(self, strikes=strikes)
-        pause = min(EJECTION_S * 2**self.ejections, EJECTION_LIMIT_S)
-        # One more failure after the pause is enough to put it aside again.
-        return replace(self, strikes=STRIKES - 1, ejections=self.ejections + 1, ejected_until=now + pause)
+    def judged(self, breaker: Breaker) -> Health:
+        """A request was sent to it, or ended: `breaker` is what became of its own."""
+        return self if breaker is self.breaker else replace(self, breaker=breaker)
 
-    def served(self) -> Health:
-        """A request was answered by it, with whatever status."""
-        if not self.strikes and not self.ejections:
-            return self
-        return replace(self, strikes=0, ejections=0, ejected_until=0.0)
+    def full(self, now: float) -> Health:
+        """It had no room for a request."""
+        return replace(self, full_until=now + FULL_S)
 
 
 class Worker:
     """One worker: its address, its health, and how much of its work is ours."""
 
-    def __init__(self, upstream: Upstream, listed: Role) -> None:
+    def __init__(
+        self, upstream: Upstream, listed: Role, revision: str = "", standing: Standing = Standing.SERVING
+    ) -> None:
         self.upstream = upstream
         self.listed = listed
-        """DECODE or PREFILL: the flag that named it."""
+        """DECODE or PREFILL: what it was named for."""
+        self.revision = revision
+        """The generation that it belongs to."""
+        self._standing = standing
+        self.group = revision
+        """Only workers of one group can be a pair."""
+        self.gone = False
+        """Whether it is not listed any more and has ended what it had."""
         self.health = Health()
         self.in_flight = 0
         """Requests that this router has with it now."""
@@ -129,7 +146,31 @@ class Worker:
         return self.health.load.compatibility if self.health.load else ""
 
     def ready(self, now: float) -> bool:
-        return self.health.state(now) is State.READY
+        return self.state(now) in TAKING
+
+    def state(self, now: float) -> State:
+        """As it was seen itself, unless those who listed it know worse."""
+        seen = self.health.state(now)
+        if self.standing is Standing.SERVING or seen is State.DOWN or seen is State.STARTING:
+            return seen
+        return State.DRAINING if self.standing is Standing.TERMINATING else State.NOT_READY
+
+    @property
+    def standing(self) -> Standing:
+        """What those who listed it say of it."""
+        return self._standing
+
+    @standing.setter
+    def standing(self, standing: Standing) -> None:
+        self._standing = standing
+        self.health = replace(self.health)  # so that whoever relies on the old one looks again
+
+    @property
+    def reason(self) -> str:
+        """Why it takes no requests, as a clause; empty if it does."""
+        if self.health.refusal or self.standing is Standing.SERVING:
+            return self.health.refusal
+        return f"it is listed as {self.standing.name.lower()}"
 
     @property
     def pressure(self) -> tuple[int, int]:
@@ -153,21 +194,72 @@ class Worker:
             refusal = "it reports no control address"
         self._in_flight_reported = self.in_flight
         self.health = self.health.answered(load, refusal)
+        self.group = f"{self.revision}/{load.compatibility}"
 
 
-@dataclass(frozen=True, slots=True)
 class Workers:
-    """All workers that the flags named."""
+    """All workers that are listed, and those that are not any more and have not ended what they had."""
 
-    decode: tuple[Worker, ...]
-    prefill: tuple[Worker, ...]
+    def __init__(self, decode: tuple[Worker, ...] = (), prefill: tuple[Worker, ...] = ()) -> None:
+        self.decode = decode
+        self.prefill = prefill
+        self.leaving: tuple[Worker, ...] = ()
+        self.unlisted: Callable[[], str] = lambda: "none is listed"
+        """Why there is no decode worker at all, if there is none."""
+        self.complete: Callable[[], bool] = lambda: True
+        """Whether all who list workers have done so; until then a model may only seem to be unknown."""
+        self._gone_models: dict[str, float] = {}
+        """Names that are served no more -> since when."""
+        self._changed = asyncio.Event()
+
+    @property
+    def listed(self) -> tuple[Worker, ...]:
+        return self.decode + self.prefill
 
     @property
     def all(self) -> tuple[Worker, ...]:
-        return self.decode + self.prefill
+        return self.decode + self.prefill + self.leaving
+
+    def come(self, worker: Worker) -> None:
+        """It is listed from now on."""
+        if worker.listed is Role.PREFILL:
+            self.prefill += (worker,)
+        else:
+            self.decode += (worker,)
+        self._tell()
+
+    def leave(self, worker: Worker, now: float) -> None:
+        """It is not listed any more: it gets nothing new, and stays until it is `gone`."""
+        before = set(self.models())
+        worker.standing = Standing.TERMINATING
+        self.decode = tuple(one for one in self.decode if one is not worker)
+        self.prefill = tuple(one for one in self.prefill if one is not worker)
+        self.leaving += (worker,)
+        self._gone_models = {name: at for name, at in self._gone_models.items() if now - at < MISSED_S}
+        self._gone_models.update(dict.fromkeys(before.difference(self.models()), now))
+        self._tell()
+
+    def stay(self, worker: Worker) -> None:
+        """It was leaving, and is listed again."""
+        self.leaving = tuple(one for one in self.leaving if one is not worker)
+        self.come(worker)
+
+    def gone(self, worker: Worker) -> None:
+        """It has ended what it had, or has had enough time for it."""
+        worker.gone = True
+        self.leaving = tuple(one for one in self.leaving if one is not worker)
+        self._tell()
+
+    async def changed(self) -> None:
+        """Wait until another worker is there, or one less."""
+        await self._changed.wait()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def models(self) -> tuple[str, ...]:
-        """The names of models that have been served here, whether or not somebody can serve them now."""
+        """The names of models that listed workers have, whether or not one can serve them now."""
         return tuple(sorted({name for worker in self.decode for name in worker.names}))
 
     def context(self, model: str) -> int | None:
@@ -178,10 +270,10 @@ class Workers:
     def refusal(self, now: float) -> str | None:
         """Why no request can be served now; None if one can."""
         if not self.decode:
-            return "No decode worker is configured: name one with --decode http://HOST:PORT."
+            return f"There is no decode worker: {self.unlisted()}."
         if usable(self.decode, now):
             return None
-        states = ", ".join(f"{worker.name} is {worker.health.state(now)}" for worker in self.decode)
+        states = ", ".join(f"{worker.name} is {worker.state(now)}" for worker in self.decode)
         return f"No decode worker is ready: {states}."
 
     def serving(self, model: str | None, tried: Collection[str], now: float) -> Sequence[Worker]:
@@ -193,25 +285,51 @@ class Workers:
         said yet what it serves.
         """
         known = self.decode if model is None else [one for one in self.decode if model in one.names]
-        if self.decode and not known and all(one.health.load for one in self.decode):
+        if not known and self._surely_unknown(model, now):
             assert model is not None  # else all are known
             raise ModelNotFound(model, self.models())
         candidates = usable(known, now)
         if not candidates:
-            raise NotReady(self.refusal(now) or f"No worker that serves {model!r} is ready.")
-        return [worker for worker in candidates if worker.name not in tried]
+            raise NotReady(self._refusal(model, now))
+        if not tried:
+            return candidates
+        return preferred([worker for worker in known if worker.name not in tried], now)
 
     def prefills(self, decode: Worker, now: float) -> Sequence[Worker]:
         """Prefill workers whose blocks `decode` can take over."""
-        return [
-            worker
-            for worker in self.prefill
-            if worker.ready(now) and worker.compatibility == decode.compatibility
-        ]
+        return [worker for worker in usable(self.prefill, now) if worker.group == decode.group]
+
+    def _surely_unknown(self, model: str | None, now: float) -> bool:
+        """Whether no worker serves this, none that has yet to speak may, and none did lately."""
+        if not self.decode or not self.complete() or any(one.health.load is None for one in self.decode):
+            return False
+        return model is not None and now - self._gone_models.get(model, -MISSED_S) >= MISSED_S
+
+    def _refusal(self, model: str | None, now: float) -> str:
+        gone = self._gone_models.get(model or "")
+        if gone is not None and model not in self.models():
+            return f"No worker serves {model!r}: the last one that did went {now - gone:.0f} s ago."
+        return self.refusal(now) or f"No worker that serves {model!r} is ready."
 
 
 def usable(workers: Sequence[Worker], now: float) -> Sequence[Worker]:
-    """Those that are ready; if none is, those put aside: they may fail, and nobody else would not."""
-    states = [(worker, worker.health.state(now)) for worker in workers]
-    ready = [worker for worker, state in states if state is State.READY]
-    return ready or [worker for worker, state in states if state is State.EJECTED]
+    """Those that take requests; if more than half of those who could are put aside, these too."""
+    states = [(worker, worker.state(now)) for worker in workers]
+    taking = [worker for worker, state in states if state in TAKING]
+    if len(taking) == len(workers):
+        return taking
+    aside = sum(state is State.EJECTED for _, state in states)
+    full = [worker for worker, state in states if state is State.FULL]
+    if 2 * aside > len(taking) + len(full) + aside:
+        return [worker for worker, state in states if state in TAKING or state is State.EJECTED]
+    return taking or full
+
+
+def preferred(workers: Sequence[Worker], now: float) -> Sequence[Worker]:
+    """For a request that has failed on others: those that are well, and only without one those put aside."""
+    states = [(worker, worker.state(now)) for worker in workers]
+    for wanted in ((State.READY,), (State.FULL,), (State.ON_TRIAL, State.EJECTED)):
+        found = [worker for worker, state in states if state in wanted]
+        if found:
+            return found
+    return []

@@ -58,6 +58,7 @@ async def running_router(
             "decode": [worker.url for worker in decode],
             "prefill": [worker.url for worker in prefill],
             "drain_s": 1,
+            "recovery_s": 0,
             **settings,
         }
     )

@@ -72,7 +72,7 @@ async def test_a_worker_that_answers_nonsense_is_not_counted_as_an_abort() -> No
     async with FakeWorker(saying(200, b"<html>")) as worker, running_router([worker]) as router:
         answer = await abort(router, rid="mine")
         assert answer.status_code == 503
-        assert answer.json()["error"]["code"] == "worker_error"
+        assert answer.json()["error"]["code"] == "upstream_lost"
 
 
 async def test_one_token_is_asked_of_a_pair() -> None:

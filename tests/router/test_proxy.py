@@ -11,6 +11,7 @@ import pytest
 
 from baton_api import tickets
 from baton_api.workers import Role
+from baton_router.breaker import FAILURES_IN_A_ROW
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker
 from tests.router.running import CHAT, QUESTION, STREAM, anew, running_router, until
@@ -45,8 +46,8 @@ async def test_a_body_arrives_byte_for_byte_whatever_is_in_it() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("status", [400, 404, 422, 429, 500])
-async def test_a_workers_error_is_passed_on_with_its_status(status: int, stream: bool) -> None:
+@pytest.mark.parametrize("status", [400, 401, 404, 413, 422])
+async def test_what_a_worker_calls_bad_is_asked_of_nobody_else(status: int, stream: bool) -> None:
     behaviour = fake_worker.saying(status, ERROR_400, ("retry-after", "7"))
     async with (
         FakeWorker(behaviour) as worker,
@@ -67,6 +68,9 @@ FAILURES = {
     "dies after the head": fake_worker.die_after_the_head,
     "dies in half a line": fake_worker.streaming(b"data: {", end=True),
     "says 503": fake_worker.saying(503, ERROR_503),
+    "says 429": fake_worker.saying(429, ERROR_503),
+    "says 500": fake_worker.saying(500, ERROR_503),
+    "says 504": fake_worker.saying(504, ERROR_503),
 }
 
 
@@ -74,8 +78,8 @@ FAILURES = {
 async def test_another_worker_is_tried_until_the_first_byte(failure: fake_worker.Behaviour) -> None:
     async with FakeWorker(failure) as bad, FakeWorker() as good, running_router([bad, good]) as router:
         while not bad.asked or len(good.asked) < 8:
-            answer = await router.post(anew(STREAM))
-            assert answer.content == fake_worker.whole_stream()
+            answer = await router.post(anew(QUESTION))
+            assert answer.content == fake_worker.whole_answer()
             assert len(good.asked) <= MANY
         assert router.router.workers.decode[0].in_flight == 0
 
@@ -96,17 +100,27 @@ async def test_a_dead_workers_requests_go_elsewhere_and_it_is_put_aside() -> Non
         await dying.die()
         for _ in range(30):
             assert (await router.post(anew(QUESTION))).status_code == 200
-        assert router.metric("baton_router_retries_total", cause="connect") == 3
+        assert router.metric("baton_router_retries_total", cause="connect") == FAILURES_IN_A_ROW
 
 
-async def test_a_503_is_the_clients_when_nobody_is_left_to_ask() -> None:
-    refusal = fake_worker.saying(503, ERROR_503, ("retry-after", "3"))
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_refusal_is_the_clients_when_nobody_is_left_to_ask(status: int) -> None:
+    refusal = fake_worker.saying(status, ERROR_503, ("retry-after", "3"))
     async with FakeWorker(refusal) as one, FakeWorker(refusal) as two, running_router([one, two]) as router:
         answer = await router.post(STREAM)
-        assert (answer.status_code, answer.content) == (503, ERROR_503)
+        assert (answer.status_code, answer.content) == (status, ERROR_503)
         assert answer.headers["retry-after"] == "3"
         assert len(one.asked) == len(two.asked) == 1
-        assert all(worker.health.strikes == 0 for worker in router.router.workers.decode)
+        assert all(not worker.health.breaker.recent for worker in router.router.workers.decode)
+
+
+async def test_a_failure_is_the_clients_when_nobody_is_left_to_ask() -> None:
+    failing = fake_worker.saying(500, ERROR_503)
+    async with FakeWorker(failing) as one, FakeWorker(failing) as two, running_router([one, two]) as router:
+        answer = await router.post(STREAM)
+        assert (answer.status_code, answer.content) == (500, ERROR_503)
+        assert len(one.asked) == len(two.asked) == 1
+        assert all(worker.health.breaker.failures == 1 for worker in router.router.workers.decode)
 
 
 async def test_refusals_cannot_cause_more_retries_than_their_share() -> None:
@@ -135,7 +149,7 @@ async def test_a_worker_lost_in_a_stream_gives_an_error_event_and_a_cut(half: by
                     two.release.set()
         begun, _, error = seen.rpartition(b"data: ")
         assert begun == fake_worker.event("The")
-        assert json.loads(error)["error"]["code"] == "worker_error"
+        assert json.loads(error)["error"]["code"] == "upstream_lost"
         assert len(one.asked) + len(two.asked) == 1
         assert router.metric("baton_router_answers_cut_total", cause="reset") == 1
 
@@ -170,7 +184,7 @@ async def test_a_worker_that_does_not_begin_in_time_costs_a_503() -> None:
     async with FakeWorker(fake_worker.hang) as worker, running_router([worker], answer_s=0.2) as router:
         answer = await router.post()
         assert answer.status_code == 503
-        assert answer.json()["error"]["code"] == "worker_error"
+        assert answer.json()["error"]["code"] == "upstream_lost"
         await worker.left.wait()
 
 
@@ -343,4 +357,4 @@ async def test_a_kept_connection_that_the_worker_closes_is_no_failure() -> None:
         for upstream_side in list(worker._writers):
             upstream_side.transport.abort()
         assert (await router.post()).status_code == 200
-        assert router.router.workers.decode[0].health.strikes == 0
+        assert router.router.workers.decode[0].health.breaker.failures == 0

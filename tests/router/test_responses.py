@@ -296,7 +296,7 @@ async def test_a_stream_whose_worker_is_lost_ends_with_an_error_event_and_a_cut(
         name, data = received.rstrip(b"\n").rsplit(b"\n\n", 1)[1].split(b"\n")
         event = json.loads(data.removeprefix(b"data: "))
         assert name == b"event: error"
-        assert (event["type"], event["sequence_number"], event["code"]) == ("error", 4, "worker_error")
+        assert (event["type"], event["sequence_number"], event["code"]) == ("error", 4, "upstream_lost")
         assert event["message"] == event["error"]["message"]
         assert len(router.router.responses) == 0
 

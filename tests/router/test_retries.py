@@ -1,4 +1,4 @@
-"""The budget of retries that refusals may cause."""
+"""The budget of retries that refusals and slowness may cause."""
 
 from __future__ import annotations
 
@@ -6,24 +6,47 @@ import random
 
 import pytest
 
-from baton_router.retries import RESERVE, RetryBudget
+from baton_router.retries import LEAST_PER_S, RESERVE, RetryBudget
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_retries_never_exceed_their_share_and_the_reserve(seed: int) -> None:
+def test_law_retries_never_exceed_their_share_the_reserve_and_what_time_gives(seed: int) -> None:
     rng = random.Random(seed)
+    clock = Clock()
     ratio = rng.choice([0.0, 0.05, 0.1, 0.5])
-    budget = RetryBudget(ratio)
+    budget = RetryBudget(ratio, clock)
     requests = retries = 0
+    pace = rng.choice([0.0, 0.01, 0.1])
     for _ in range(5000):
+        clock.now += rng.uniform(0.0, pace)
         if rng.random() < 0.5:
             budget.earn()
             requests += 1
         else:
             retries += budget.spend()
-        assert retries <= requests * ratio + RESERVE
+        assert retries <= requests * ratio + RESERVE + LEAST_PER_S * (clock.now - 100.0) + 1e-6
     assert (retries > 0) == (ratio > 0)
 
 
 def test_a_quiet_router_can_retry_at_once() -> None:
-    assert RetryBudget(0.1).spend()
+    assert RetryBudget(0.1, Clock()).spend()
+
+
+def test_who_waits_long_enough_gets_a_retry() -> None:
+    clock = Clock()
+    budget = RetryBudget(0.1, clock)
+    while budget.spend():
+        pass
+    clock.now += 0.9 / LEAST_PER_S
+    assert not budget.spend()
+    clock.now += 0.2 / LEAST_PER_S
+    assert budget.spend()
+    assert not budget.spend()

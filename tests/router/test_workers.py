@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from baton_api.errors import ModelNotFound, NotReady
 from baton_api.workers import Load, Role
+from baton_router.breaker import FAILURES_IN_A_ROW, PAUSE_LIMIT_S, PAUSE_S
 from baton_router.upstream import Upstream
-from baton_router.workers import EJECTION_LIMIT_S, EJECTION_S, Health, State, Worker, Workers, usable
+from baton_router.workers import Health, State, Worker, Workers, preferred, usable
 
 LOAD = Load(role=Role.DECODE, model="tiny", epoch="1")
 RESTARTED = Load(role=Role.DECODE, model="tiny", epoch="2")
@@ -40,11 +42,17 @@ def miss(health: Health) -> Health:
 
 
 def strike(health: Health) -> Health:
-    return health.struck(now=100.0)
+    return health.judged(health.breaker.failed(1, 100.0))
 
 
 def served(health: Health) -> Health:
-    return health.served()
+    return health.judged(health.breaker.served(1, 100.0))
+
+
+def ejected(health: Health) -> Health:
+    for _ in range(FAILURES_IN_A_ROW):
+        health = strike(health)
+    return health
 
 
 STORIES: dict[str, tuple[list[Seen], State]] = {
@@ -60,13 +68,13 @@ STORIES: dict[str, tuple[list[Seen], State]] = {
     "missed twice, answered, missed twice": ([ok, miss, miss, ok, miss, miss], State.READY),
     "came back": ([ok, miss, miss, miss, ok], State.READY),
     "failed twice": ([ok, strike, strike], State.READY),
-    "failed three times": ([ok, strike, strike, strike], State.EJECTED),
-    "failed, served, failed": ([ok, strike, strike, served, strike, strike], State.READY),
-    "a look does not pardon failures": ([ok, strike, strike, strike, ok], State.EJECTED),
-    "a restart does": ([ok, strike, strike, strike, restarted], State.READY),
-    "put aside, then silent": ([ok, strike, strike, strike, miss, miss, miss], State.DOWN),
-    "put aside, silent, back": ([ok, strike, strike, strike, miss, miss, miss, ok], State.READY),
-    "put aside, then served by luck": ([ok, strike, strike, strike, served], State.READY),
+    "failed five times": ([ok, ejected], State.EJECTED),
+    "failed, served, failed": ([ok, strike, strike, served, strike, strike, strike], State.READY),
+    "a look does not pardon failures": ([ok, ejected, ok], State.EJECTED),
+    "a restart does": ([ok, ejected, restarted], State.READY),
+    "put aside, then silent": ([ok, ejected, miss, miss, miss], State.DOWN),
+    "put aside, silent, back": ([ok, ejected, miss, miss, miss, ok], State.READY),
+    "put aside, and one of before was served": ([ok, ejected, served], State.EJECTED),
 }
 
 
@@ -78,22 +86,14 @@ def test_what_was_seen_makes_the_state(seen: list[Seen], state: State) -> None:
     assert health.state(now=100.0) is state
 
 
-def test_each_time_aside_is_twice_as_long_up_to_a_limit() -> None:
-    health = ok(Health())
-    now, pauses = 0.0, []
-    for _ in range(10):
-        while health.state(now) is State.READY:
-            health = health.struck(now)
-        pauses.append(health.ejected_until - now)
-        now = health.ejected_until
-    assert pauses == [min(EJECTION_S * 2**n, EJECTION_LIMIT_S) for n in range(10)]
-
-
-def test_after_its_pause_one_failure_is_enough() -> None:
-    health = strike(strike(strike(ok(Health()))))
-    later = health.ejected_until
-    assert health.state(later) is State.READY
-    assert health.struck(later).state(later) is State.EJECTED
+def test_after_its_pause_one_request_is_let_through() -> None:
+    health = ejected(ok(Health()))
+    later = 100.0 + PAUSE_S
+    assert health.state(later) is State.ON_TRIAL
+    health = health.judged(health.breaker.sent(7, later))
+    assert health.state(later) is State.EJECTED
+    assert health.judged(health.breaker.served(7, later)).state(later) is State.READY
+    assert health.judged(health.breaker.failed(7, later)).state(later + PAUSE_S) is State.EJECTED
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -103,15 +103,15 @@ def test_whatever_happened_a_ready_worker_has_answered_last_and_a_good_look_ends
     for _ in range(200):
         now += rng.expovariate(1.0)
         see = rng.choice([ok, not_ready, draining, restarted, miss, served, strike])
-        health = health.struck(now) if see is strike else see(health)
+        health = health.judged(health.breaker.failed(1, now)) if see is strike else see(health)
         misses = misses + 1 if see is miss else 0 if see in (ok, not_ready, draining, restarted) else misses
         state = health.state(now)
         assert (state is State.DOWN) == (misses >= 3)
-        assert health.ejected_until <= now + EJECTION_LIMIT_S
+        assert not health.breaker.opened or health.breaker.until <= now + PAUSE_LIMIT_S
         if state is State.READY:
             assert health.load is not None and not health.refusal
         if see is restarted:
-            assert state in (State.READY, State.EJECTED)
+            assert state in (State.READY, State.EJECTED, State.ON_TRIAL)
 
 
 def worker(listed: Role = Role.DECODE, port: int = 1, **load: object) -> Worker:
@@ -122,13 +122,46 @@ def worker(listed: Role = Role.DECODE, port: int = 1, **load: object) -> Worker:
     return made
 
 
-def test_those_put_aside_are_asked_only_when_nobody_else_is_ready() -> None:
-    good, aside, down = worker(), worker(), worker()
-    aside.health = strike(strike(strike(aside.health)))
-    down.health = miss(miss(miss(down.health)))
-    assert usable([good, aside, down], 100.0) == [good]
-    assert usable([aside, down], 100.0) == [aside]
-    assert usable([down], 100.0) == []
+def ports(workers: Sequence[Worker]) -> list[int]:
+    return [one.upstream.port for one in workers]
+
+
+# R: ready; E: put aside; T: on trial; F: full; D: down. Who of them takes requests, and who one that failed.
+ROLES = {
+    "all are well": ("RRR", [0, 1, 2], [0, 1, 2]),
+    "one of three is put aside": ("RER", [0, 2], [0, 2]),
+    "half of them are": ("REER", [0, 3], [0, 3]),
+    "more than half are": ("EER", [0, 1, 2], [2]),
+    "all are": ("EE", [0, 1], [0, 1]),
+    "one is on trial": ("RT", [0, 1], [0]),
+    "nobody else is there": ("ED", [0], [0]),
+    "those who are down do not count": ("REDD", [0], [0]),
+    "one is full": ("RF", [0], [0]),
+    "all but one are full": ("RFF", [0], [0]),
+    "all are full": ("FF", [0, 1], [0, 1]),
+    "the full ones count among the well": ("FER", [2], [2]),
+    "nobody is there": ("D", [], []),
+}
+
+
+@pytest.mark.parametrize(("states", "first", "again"), ROLES.values(), ids=ROLES.keys())
+def test_never_are_more_than_half_of_a_role_put_aside(
+    states: str, first: list[int], again: list[int]
+) -> None:
+    workers = [worker(port=port) for port in range(len(states))]
+    now = 100.0 + PAUSE_S / 2
+    for one, state in zip(workers, states, strict=True):
+        if state in "ET":
+            one.health = ejected(one.health)
+        if state == "T":
+            breaker = one.health.breaker
+            one.health = one.health.judged(dataclasses.replace(breaker, since=now - PAUSE_S))
+        if state == "F":
+            one.health = one.health.full(now)
+        if state == "D":
+            one.health = miss(miss(miss(one.health)))
+    assert ports(usable(workers, now)) == first
+    assert ports(preferred(workers, now)) == again
 
 
 WRONG = {

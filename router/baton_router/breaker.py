@@ -1,0 +1,90 @@
+"""
+Whether a worker on which requests failed is left alone for a while: a circuit breaker, as a value.
+
+    closed -> open, for a pause -> on trial: one request decides -> closed, or open for twice as long
+
+What a request came to goes in with its time, the next value comes out. Only what the worker did wrong is
+told here: that it is busy, or that a request is bad, says nothing against it. A worker on which nothing has
+failed lately costs a look at two fields for each request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+FAILURES_IN_A_ROW = 5
+"""Failures without a success between that open it."""
+
+WINDOW = 20
+"""Outcomes of which half may not be failures, counted from the first failure on."""
+
+WINDOW_S = 10.0
+"""Seconds in which they must have come for that."""
+
+PAUSE_S = 2.0
+"""Seconds for which it is open the first time; each further time is twice as long."""
+
+PAUSE_LIMIT_S = 60.0
+"""The longest pause; also how long it must have been closed for the next to be a first time again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Breaker:
+    """One worker's. Requests are told apart by numbers, of which 0 is none."""
+
+    failures: int = 0
+    """In a row."""
+    recent: tuple[tuple[float, bool], ...] = ()
+    """When requests ended and whether they failed, from a failure on; the newest last."""
+    openings: int = 0
+    """In a row, without `PAUSE_LIMIT_S` between."""
+    opened: bool = False
+    since: float = 0.0
+    """When it last opened or closed."""
+    probe: int = 0
+    """The request that decides, if one is under way."""
+
+    @property
+    def until(self) -> float:
+        """The end of the pause, if it is open."""
+        return self.since + min(PAUSE_S * 2.0 ** min(self.openings - 1, 10), PAUSE_LIMIT_S)
+
+    def refuses(self, now: float) -> bool:
+        """Whether no request should go there."""
+        return self.opened and (now < self.until or self.probe != 0)
+
+    def sent(self, number: int, now: float) -> Breaker:
+        """A request goes to the worker, whether or not that was wise."""
+        if not self.opened or self.refuses(now):
+            return self
+        return replace(self, probe=number)
+
+    def served(self, number: int, now: float) -> Breaker:
+        """A request was answered, with whatever status that is not the worker's fault."""
+        if self.opened:
+            if number != self.probe:
+                return self  # it was sent before, or in need; one answer in between proves nothing
+            return Breaker(openings=self.openings, since=now)
+        if not self.failures and not self.recent:
+            return self
+        recent = (*self.recent, (now, False))[-WINDOW:]
+        return replace(self, failures=0, recent=recent if any(failed for _, failed in recent) else ())
+
+    def failed(self, number: int, now: float) -> Breaker:
+        """A request failed for which the worker is to blame."""
+        if self.opened:
+            return self._open(now) if number == self.probe else self
+        recent = (*self.recent, (now, True))[-WINDOW:]
+        half = len(recent) == WINDOW and now - recent[0][0] <= WINDOW_S
+        half = half and 2 * sum(failed for _, failed in recent) >= WINDOW
+        if half or self.failures + 1 >= FAILURES_IN_A_ROW:
+            return self._open(now)
+        return replace(self, failures=self.failures + 1, recent=recent)
+
+    def let_go(self, number: int) -> Breaker:
+        """A request has ended; if it was to decide and did not, another one may."""
+        return replace(self, probe=0) if number and number == self.probe else self
+
+    def _open(self, now: float) -> Breaker:
+        again = self.opened or now - self.since <= PAUSE_LIMIT_S
+        return Breaker(openings=self.openings + 1 if again else 1, opened=True, since=now)
