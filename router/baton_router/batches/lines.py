@@ -40,8 +40,6 @@ class Line(msgspec.Struct):
 
 
 _line = msgspec.json.Decoder(Line)
-_fields = msgspec.json.Decoder(dict[str, Any])
-_anything = msgspec.json.Decoder()
 
 
 def split(pieces: Iterable[bytes], limit: int) -> Iterator[tuple[int, bytes]]:
@@ -96,11 +94,11 @@ def read(number: int, line: bytes, endpoint: str) -> Line | LineError:
 def _fault(number: int, line: bytes) -> LineError:
     """What is wrong with a line that does not have the form of one."""
     try:
-        fields = _fields.decode(line)
-    except msgspec.ValidationError:
-        return LineError("invalid_line", "The line is JSON, but no object.", None, number)
+        fields = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return LineError("invalid_json_line", "The line is not valid JSON.", None, number)
+    if not isinstance(fields, dict):
+        return LineError("invalid_line", "The line is JSON, but no object.", None, number)
     for name in ("custom_id", "method", "url"):
         value = fields.get(name)
         if value is None:

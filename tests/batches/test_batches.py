@@ -1,0 +1,370 @@
+"""`/v1/batches`: cases J5, J7, J8 and J9, files and counts, cancelling, expiry, several keepers of one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton_router.batches.files import NewFile
+from baton_router.batches.keeper import Keeper
+from baton_router.batches.settings import BatchSettings
+from baton_router.batches.storage import Storage
+from baton_router.batches.values import Batch, Result, Status
+from tests.batches.serving import (
+    CHAT,
+    answered,
+    check_error,
+    content,
+    create,
+    created,
+    get,
+    line,
+    reaching,
+    rows,
+    run_lines,
+    serving,
+    upload,
+    uploaded,
+)
+from tests.router.running import until
+
+KEYS = {
+    "id", "object", "endpoint", "model", "errors", "input_file_id", "completion_window", "status",
+    "output_file_id", "error_file_id", "created_at", "in_progress_at", "expires_at", "finalizing_at",
+    "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at", "request_counts", "usage",
+    "metadata",
+}  # fmt: skip
+
+
+async def test_a_batch_from_its_creation_to_its_files() -> None:
+    async with serving() as router:
+        file = await uploaded(router, line("a") + line("b") + b"\n" + line("c"))
+        shown = (await create(router, file, metadata={"job": "night"})).json()
+        assert shown.keys() == KEYS
+        assert (shown["status"], shown["metadata"], shown["input_file_id"]) == (
+            "validating",
+            {"job": "night"},
+            file,
+        )
+        assert shown["request_counts"] == {"total": 0, "completed": 0, "failed": 0}
+        assert shown["expires_at"] == shown["created_at"] + 86400
+        id = shown["id"]
+        running = await reaching(router, id, "in_progress")
+        assert (running["request_counts"]["total"], running["model"]) == (3, "tiny")
+        assert running["output_file_id"] is None
+        refused = Result(2, 400, b'{"error":{"param":"temperature"}}', "req_2")
+        run_lines(router.router.storage.ledger, id, [answered(4), refused], time.time())
+        assert (await get(router, id))["request_counts"] == {"total": 3, "completed": 1, "failed": 1}
+        run_lines(router.router.storage.ledger, id, [answered(1)], time.time())
+        router.router.keeper.wake()
+        ended = await reaching(router, id, "completed")
+        assert ended["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+        stamps = [ended[f"{name}_at"] for name in ("created", "in_progress", "finalizing", "completed")]
+        assert stamps == sorted(stamps)
+        assert ended["usage"]["total_tokens"] == 10
+        output = rows(await content(router, ended["output_file_id"]))
+        assert [row["custom_id"] for row in output] == ["a", "c"]
+        assert output[0]["response"]["body"]["choices"][0]["message"]["content"] == "yes 1"
+        (error,) = rows(await content(router, ended["error_file_id"]))
+        assert (error["custom_id"], error["response"]["status_code"]) == ("b", 400)
+        kept = (await router.client.get(f"/v1/files/{ended['output_file_id']}")).json()
+        assert kept["purpose"] == "batch_output"
+        assert kept["expires_at"] == kept["created_at"] + 30 * 86400
+        assert (await router.client.delete(f"/v1/files/{file}")).status_code == 200
+
+
+async def test_j7_a_line_that_streams_is_that_lines_error() -> None:
+    async with serving() as router:
+        id = await created(router, line("a", body={"stream": True}) + line("b"))
+        await reaching(router, id, "in_progress")
+        run_lines(router.router.storage.ledger, id, [answered(2)], time.time())
+        ended = await reaching(router, id, "completed")
+        assert ended["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+        (error,) = rows(await content(router, ended["error_file_id"]))
+        assert error["response"]["body"]["error"]["param"] == "stream"
+
+
+async def test_output_files_expire_when_the_batch_says() -> None:
+    async with serving() as router:
+        expiry = {"anchor": "created_at", "seconds": 3600}
+        id = await created(router, line("a", body={"stream": True}), output_expires_after=expiry)
+        ended = await reaching(router, id, "completed")
+        assert ended["output_file_id"] is None
+        kept = (await router.client.get(f"/v1/files/{ended['error_file_id']}")).json()
+        assert kept["expires_at"] == kept["created_at"] + 3600
+
+
+J5_ENDS = {"completed": line("a", body={"stream": True}), "failed": b"nonsense\n"}
+
+
+@pytest.mark.parametrize("end", J5_ENDS)
+async def test_j5_what_has_ended_cannot_be_cancelled(end: str) -> None:
+    async with serving() as router:
+        id = await created(router, J5_ENDS[end])
+        await reaching(router, id, end)
+        answer = await router.client.post(f"/v1/batches/{id}/cancel")
+        check_error(answer, 409, None, None)
+        assert answer.json()["error"]["message"] == f"Cannot cancel a batch with status '{end}'."
+        assert answer.headers["x-should-retry"] == "false"
+
+
+async def test_j5_cancelling_twice_is_cancelling_once_and_what_is_done_stays() -> None:
+    async with serving() as router:
+        id = await created(router, line("a") + line("b"))
+        await reaching(router, id, "in_progress")
+        ledger = router.router.storage.ledger
+        epoch = ledger.lease(id, "a runner", time.time(), 30)
+        assert epoch is not None
+        ledger.record(id, epoch, [answered(2)], int(time.time()))
+        for _ in range(2):
+            shown = (await router.client.post(f"/v1/batches/{id}/cancel")).json()
+            assert shown["status"] == "cancelling" and shown["cancelling_at"]
+        assert ledger.renew(id, epoch, time.time(), 30).status is Status.CANCELLING
+        ledger.record(id, epoch, [Result(1, 0, b'{"code":"c","message":"m"}')], int(time.time()))
+        assert (await get(router, id))["status"] == "cancelling", "its runner has not let go of it"
+        ledger.release(id, epoch)
+        ended = await reaching(router, id, "cancelled")
+        assert ended["cancelled_at"] and ended["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+        assert [row["custom_id"] for row in rows(await content(router, ended["output_file_id"]))] == ["b"]
+        assert (await router.client.post(f"/v1/batches/{id}/cancel")).json() == ended
+        check_error(await router.client.post("/v1/batches/batch_none/cancel"), 404, "id")
+        check_error(await router.client.get("/v1/batches/batch_none"), 404, "id")
+
+
+async def test_a_batch_that_was_cancelled_before_any_line_has_no_files() -> None:
+    async with serving() as router:
+        id = await created(router, line("a"))
+        await router.client.post(f"/v1/batches/{id}/cancel")
+        ended = await reaching(router, id, "cancelled")
+        assert (ended["output_file_id"], ended["error_file_id"]) == (None, None)
+
+
+J8: dict[str, tuple[bytes, str, int | None]] = {
+    "no json on line 2": (line("a") + b"{\n", "invalid_json_line", 2),
+    "duplicate custom_id": (line("a") + line("a"), "duplicate_custom_id", 2),
+    "no custom_id": (line("a", custom_id=None), "missing_required_parameter", 1),
+    "method GET": (line("a", method="GET"), "invalid_method", 1),
+    "another endpoint": (line("a", url="/v1/completions"), "invalid_url", 1),
+    "no lines": (b"\n\n", "empty_file", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", J8)
+async def test_j8_a_file_that_is_no_batch_fails_with_line_and_code(name: str) -> None:
+    text, code, number = J8[name]
+    async with serving() as router:
+        failed = await reaching(router, await created(router, text), "failed")
+        assert failed["failed_at"] and failed["output_file_id"] is None and failed["error_file_id"] is None
+        assert failed["errors"]["object"] == "list"
+        (error,) = failed["errors"]["data"]
+        assert (error["code"], error["line"]) == (code, number)
+        assert error["message"] and set(error) == {"code", "message", "param", "line"}
+
+
+J9: dict[str, tuple[dict[str, Any], int, str, str]] = {
+    "an unknown file": ({"input_file_id": "file-none"}, 404, "input_file_id", ""),
+    "no file": ({"input_file_id": None}, 400, "input_file_id", "missing_required_parameter"),
+    "a number for a file": ({"input_file_id": 7}, 400, "input_file_id", "invalid_type"),
+    "another window": ({"completion_window": "1h"}, 400, "completion_window", "invalid_value"),
+    "no window": ({"completion_window": None}, 400, "completion_window", "missing_required_parameter"),
+    "another endpoint": ({"endpoint": "/v1/foo"}, 400, "endpoint", "invalid_value"),
+    "17 keys": ({"metadata": {str(n): "" for n in range(17)}}, 400, "metadata", "invalid_value"),
+    "a long key": ({"metadata": {"k" * 65: ""}}, 400, f"metadata.{'k' * 65}", "invalid_value"),
+    "a long value": ({"metadata": {"k": "v" * 513}}, 400, "metadata.k", "string_above_max_length"),
+    "a number in metadata": ({"metadata": {"k": 1}}, 400, "metadata.k", "invalid_type"),
+    "metadata a list": ({"metadata": []}, 400, "metadata", "invalid_type"),
+    "another anchor": (
+        {"output_expires_after": {"anchor": "now", "seconds": 3600}}, 400, "output_expires_after.anchor",
+        "invalid_value",
+    ),
+    "too short": (
+        {"output_expires_after": {"anchor": "created_at", "seconds": 3599}}, 400,
+        "output_expires_after.seconds", "integer_below_min_value",
+    ),
+    "no seconds": (
+        {"output_expires_after": {"anchor": "created_at"}}, 400, "output_expires_after.seconds",
+        "missing_required_parameter",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", J9)
+async def test_j9_a_batch_that_cannot_be(name: str) -> None:
+    fields, status, param, code = J9[name]
+    async with serving() as router:
+        file = await uploaded(router, line("a"))
+        check_error(await create(router, file, **fields), status, param, code)
+        assert (await router.client.get("/v1/batches")).json()["data"] == []
+
+
+async def test_j9_a_file_of_another_purpose() -> None:
+    async with serving() as router:
+        file = (await upload(router, line("a"), purpose="user_data")).json()["id"]
+        check_error(await create(router, file), 400, "input_file_id", "invalid_value")
+
+
+BODIES = {
+    "no json": (b"{", "application/json", 400),
+    "a list": (b"[]", "application/json", 400),
+    "a text": (b"{}", "text/plain", 400),
+    "too large": (b" " * 70_000, "application/json", 413),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_a_body_that_is_none(name: str) -> None:
+    body, kind, status = BODIES[name]
+    async with serving() as router:
+        answer = await router.client.post("/v1/batches", content=body, headers={"content-type": kind})
+        check_error(answer, status, None)
+
+
+async def test_batches_are_listed_in_pages_newest_first() -> None:
+    async with serving() as router:
+        ids = [await created(router, line("a")) for _ in range(3)]
+        page = (await router.client.get("/v1/batches", params={"limit": 2})).json()
+        assert [one["id"] for one in page["data"]] == ids[:0:-1]
+        assert (page["first_id"], page["last_id"], page["has_more"]) == (ids[2], ids[1], True)
+        rest = (await router.client.get("/v1/batches", params={"after": page["last_id"]})).json()
+        assert ([one["id"] for one in rest["data"]], rest["has_more"]) == (ids[:1], False)
+        for query in ("limit=0", "limit=101", "limit=x"):
+            check_error(await router.client.get(f"/v1/batches?{query}"), 400, "limit")
+
+
+# --- The keeper by itself, in a time that is passed in ---
+
+
+class Time:
+    def __init__(self) -> None:
+        self.now = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def kept(folder: Path, database: str = "") -> Iterator[Storage]:
+    settings = BatchSettings.model_validate(
+        {"state": str(folder), "database": database, "batch_poll_s": 0.01}
+    )
+    storage = Storage(settings, 0)
+    yield storage
+    storage.close()
+
+
+def stored(storage: Storage, text: bytes, now: float) -> Batch:
+    """A new batch whose input this is."""
+    writer = storage.objects.writer(key := f"k/{random.randbytes(8).hex()}")
+    writer.write(text)
+    writer.commit()
+    file = storage.files.add(NewFile("o", "batch", "f", len(text), "", key, None), int(now))
+    return storage.ledger.create("o", CHAT, file, int(now))
+
+
+@pytest.fixture
+def urls(database_url: str) -> str:
+    return database_url if database_url.startswith("postgresql") else ""
+
+
+def read(storage: Storage, file: str | None, now: float) -> bytes:
+    assert file is not None
+    found = storage.files.get("o", file, int(now))
+    return b"".join(storage.objects.read(found.object, 0, found.bytes))
+
+
+async def keep_until(keepers: list[Keeper], done: Any) -> None:
+    tasks = [asyncio.create_task(keeper.run()) for keeper in keepers]
+    try:
+        await until(done, 30)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_an_expired_batch_delivers_what_is_done_and_names_the_rest(tmp_path: Path, urls: str) -> None:
+    time = Time()
+    with kept(tmp_path, urls) as storage:
+        ledger = storage.ledger
+        id = stored(storage, line("a") + line("b") + line("c"), time.now).id
+        keeper = Keeper(storage, time)
+        await keep_until([keeper], lambda: ledger.find(id).status is Status.IN_PROGRESS)
+        epoch = ledger.lease(id, "a runner that goes on", time.now, 10**6)
+        assert epoch is not None
+        ledger.record(id, epoch, [answered(2)], int(time.now))
+        time.now += 86400
+        await keep_until([Keeper(storage, time)], lambda: ledger.find(id).status.ended)
+        batch = ledger.find(id)
+        assert (batch.status, batch.expired_at) == (Status.EXPIRED, int(time.now))
+        assert [row["custom_id"] for row in rows(read(storage, batch.output_file, time.now))] == ["b"]
+        errors = rows(read(storage, batch.error_file, time.now))
+        assert [(row["custom_id"], row["error"]["code"]) for row in errors] == [
+            ("a", "batch_expired"),
+            ("c", "batch_expired"),
+        ]
+
+
+async def test_of_several_keepers_each_batch_is_ended_by_one(tmp_path: Path, urls: str) -> None:
+    """They share a ledger and a folder; each batch has one output file, with each line once."""
+    time = Time()
+    with kept(tmp_path, urls) as one, kept(tmp_path, urls) as two, kept(tmp_path, urls) as three:
+        storages = [one, two, three]
+        names = [f"n{number}" for number in range(30)]
+        ids = [stored(one, b"".join(line(name) for name in names), time.now).id for _ in range(6)]
+        keepers = [Keeper(storage, time) for storage in storages]
+        await keep_until(keepers, lambda: all(one.ledger.find(id).status is Status.IN_PROGRESS for id in ids))
+        for id in ids:
+            run_lines(one.ledger, id, [answered(number) for number in range(1, 31)], time.now)
+        keepers = [Keeper(storage, time) for storage in storages]
+        await keep_until(keepers, lambda: all(one.ledger.find(id).status is Status.COMPLETED for id in ids))
+        for id in ids:
+            output = rows(read(one, one.ledger.find(id).output_file, time.now))
+            assert [row["custom_id"] for row in output] == names
+        listed, _ = one.files.page("o", int(time.now), limit=100)
+        assert len(listed) == 12
+        assert len([file for file in (tmp_path / "files").rglob("*") if file.is_file()]) == 12
+
+
+async def test_a_keeper_that_died_in_the_middle_is_replaced(tmp_path: Path, urls: str) -> None:
+    time = Time()
+    with kept(tmp_path, urls) as storage:
+        id = stored(storage, line("a"), time.now).id
+        assert storage.ledger.lease(id, "one that dies", time.now, 15) == 1
+        task = asyncio.create_task(Keeper(storage, time).run())
+        await asyncio.sleep(0.1)
+        assert storage.ledger.find(id).status is Status.VALIDATING
+        time.now += 15
+        await until(lambda: storage.ledger.find(id).status is Status.IN_PROGRESS)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_bytes_that_nobody_wants_are_swept_up(tmp_path: Path, urls: str) -> None:
+    time = Time()
+    with kept(tmp_path, urls) as storage:
+        now = int(time.now)
+        batch = stored(storage, b"x\n", now)
+        storage.files.promise("o/broken", now)
+        writer = storage.objects.writer("o/broken")
+        writer.write(b"x")
+        writer.commit()
+        folder = tmp_path / "files"
+        await keep_until(
+            [Keeper(storage, time)], lambda: storage.ledger.find(batch.id).status is Status.FAILED
+        )
+        storage.files.delete("o", batch.input_file, now)
+        time.now += 61
+        await keep_until([Keeper(storage, time)], lambda: not list(folder.glob("k/*")))
+        assert list(folder.glob("o/*"))
+        time.now += 2 * 86400
+        await keep_until([Keeper(storage, time)], lambda: not list(folder.glob("o/*")))
+        time.now += 31 * 86400
+        await keep_until([Keeper(storage, time)], lambda: not storage.ledger.page("o", limit=9)[0])
+        await until(lambda: storage.files.broken(int(time.now)) == [])

@@ -1,0 +1,184 @@
+"""Which input files are batches, what is said of the others, and that a million lines take little memory."""
+
+from __future__ import annotations
+
+import json
+import random
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton_router.batches import lines
+from baton_router.batches.names import Names, repeated
+from baton_router.batches.validation import Bounds, Verdict, examine
+from baton_router.batches.values import VALIDATION_LIMIT, Result
+
+CHAT = "/v1/chat/completions"
+BOUNDS = Bounds(bytes=10**9, lines=1000, line=1000)
+
+
+def line(name: Any = "a", **more: Any) -> dict[str, Any]:
+    return {"custom_id": name, "method": "POST", "url": CHAT, "body": {"model": "tiny"}} | more
+
+
+def without(field: str) -> dict[str, Any]:
+    return {name: value for name, value in line().items() if name != field}
+
+
+def text(*given: Any) -> bytes:
+    return b"".join(one if isinstance(one, bytes) else json.dumps(one).encode() + b"\n" for one in given)
+
+
+def examined(
+    content: bytes, bounds: Bounds = BOUNDS, cut: int = 65536, endpoint: str = CHAT
+) -> tuple[Verdict, list[Result]]:
+    kept: list[Result] = []
+    reads = lambda: (content[at : at + cut] for at in range(0, len(content), cut))  # noqa: E731
+    return examine(reads, len(content), endpoint, bounds, kept.extend), kept
+
+
+BAD: dict[str, tuple[bytes, str, int | None, str | None]] = {
+    "no json": (text(line(), b"{nonsense\n"), "invalid_json_line", 2, None),
+    "no utf-8": (text(line(), b'{"custom_id":"\xff"}\n'), "invalid_json_line", 2, None),
+    "deep": (text(b"[" * 500 + b"\n"), "invalid_json_line", 1, None),
+    "no object": (text([1]), "invalid_line", 1, None),
+    "no custom_id": (text(line(), without("custom_id")), "missing_required_parameter", 2, "custom_id"),
+    "custom_id null": (text(line(None)), "missing_required_parameter", 1, "custom_id"),
+    "custom_id a number": (text(line(7)), "invalid_type", 1, "custom_id"),
+    "duplicate custom_id": (text(line("a"), line("b"), line("a")), "duplicate_custom_id", 3, "custom_id"),
+    "no method": (text(without("method")), "missing_required_parameter", 1, "method"),
+    "method GET": (text(line(method="GET")), "invalid_method", 1, "method"),
+    "no url": (text(without("url")), "missing_required_parameter", 1, "url"),
+    "another endpoint": (text(line(url="/v1/embeddings")), "invalid_url", 1, "url"),
+    "no body": (text(without("body")), "missing_required_parameter", 1, "body"),
+    "body a list": (text(line(body=[])), "invalid_type", 1, "body"),
+    "blank lines only": (b"\n \r\n\t\n", "empty_file", None, None),
+    "a bom only": (b"\xef\xbb\xbf", "empty_file", None, None),
+    "a long line": (text(line(), line("b", body={"x": "y" * 1000})), "line_too_long", 2, None),
+    "a long line without an end": (b"x" * 5000, "line_too_long", 1, None),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("cut", [7, 65536])
+def test_each_kind_of_bad_line_is_named(name: str, cut: int) -> None:
+    content, code, number, param = BAD[name]
+    verdict, _ = examined(content, cut=cut)
+    (error,) = verdict.errors
+    assert (error.code, error.line, error.param) == (code, number, param)
+    assert error.message.endswith(".")
+
+
+GOOD: dict[str, tuple[bytes, int]] = {
+    "one line": (text(line()), 1),
+    "no end of the last line": (text(line()).rstrip(), 1),
+    "crlf": (text(line("a"), line("b")).replace(b"\n", b"\r\n"), 2),
+    "a bom": (b"\xef\xbb\xbf" + text(line()), 1),
+    "blank lines between": (text(line("a"), b"\n\r\n  \n", line("b"), b"\n"), 2),
+    "the tutorials' url": (text(line(url="/chat/completions")), 1),
+    "more fields": (text(line(priority=3)), 1),
+    "no model": (text(line(body={})), 1),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize("cut", [1, 65536])
+def test_what_is_a_batch(name: str, cut: int) -> None:
+    content, total = GOOD[name]
+    verdict, kept = examined(content, cut=cut)
+    assert verdict == Verdict(total, None if name == "no model" else "tiny")
+    assert kept == []
+
+
+def test_lines_that_can_have_no_answer_are_answered_while_the_batch_goes_on() -> None:
+    verdict, kept = examined(
+        text(line("a", body={"stream": True}), b"\n", line("b"), line("c", body={"stream": True}))
+    )
+    assert (verdict.total, verdict.errors) == (3, ())
+    assert [(one.line, one.status) for one in kept] == [(1, 400), (4, 400)]
+    assert msgspec.json.decode(kept[0].body)["error"]["param"] == "stream"
+
+
+def test_all_bad_lines_are_named_up_to_a_limit() -> None:
+    verdict, _ = examined(text(*(line(number) for number in range(150))))
+    assert [error.line for error in verdict.errors] == list(range(1, VALIDATION_LIMIT + 1))
+    mixed, _ = examined(text(line("a"), b"x\n", line("a"), line(method="GET"), line("a")))
+    assert [(error.line, error.code) for error in mixed.errors] == [
+        (2, "invalid_json_line"), (3, "duplicate_custom_id"),
+        (4, "invalid_method"), (5, "duplicate_custom_id"),
+    ]  # fmt: skip
+
+
+def test_a_batch_has_bounds() -> None:
+    content = text(*(line(str(number)) for number in range(5)))
+    assert examined(content, Bounds(len(content), 5, 1000))[0].total == 5
+    too_many, _ = examined(content, Bounds(len(content), 4, 1000))
+    assert [(error.code, error.line) for error in too_many.errors] == [("too_many_lines", 5)]
+    too_large, _ = examined(content, Bounds(len(content) - 1, 5, 1000))
+    assert [(error.code, error.line) for error in too_large.errors] == [("file_too_large", None)]
+    longest = len(text(line("0"))) - 1
+    assert examined(content, Bounds(10**9, 5, longest))[0].errors == ()
+    assert examined(content, Bounds(10**9, 5, longest - 1))[0].errors[0].code == "line_too_long"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lines_are_the_same_however_they_are_cut(seed: int) -> None:
+    chance = random.Random(seed)
+    parts = [b"a", b"{}", b"\n", b"\r\n", b"\xef\xbb\xbf", b" ", b"xyz"]
+    content = b"".join(chance.choice(parts) for _ in range(chance.randrange(40)))
+
+    def cut() -> Iterator[bytes]:
+        at = 0
+        while at < len(content):
+            size = chance.randrange(0, 5)
+            yield content[at : at + size]
+            at += size
+
+    # Split by hand.
+    expected = []
+    for number, raw in enumerate(content.split(b"\n"), start=1):
+        bare = (raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw).strip()
+        if bare:
+            expected.append((number, bare))
+    assert list(lines.split(cut(), 100)) == expected
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_names_that_come_twice_are_found_and_no_others(seed: int) -> None:
+    chance = random.Random(seed)
+    given = [str(chance.randrange(2000)) for _ in range(chance.randrange(1, 200))]
+    names = Names()
+    for name in given:
+        names.add(name)
+    found = [number for number, _ in repeated(enumerate(given), names.suspects())]
+    assert found == [number for number, name in enumerate(given) if name in given[:number]]
+
+
+def test_a_hash_that_two_names_share_accuses_nobody() -> None:
+    assert list(repeated([(1, "a"), (2, "b")], suspects=all_hashes("a", "b"))) == []
+
+
+def all_hashes(*given: str) -> set[int]:
+    names = Names()
+    for name in given * 2:
+        names.add(name)
+    return names.suspects()
+
+
+def test_a_large_file_is_never_held_whole() -> None:
+    one = json.dumps(line("{}", body={"model": "tiny", "x": "y" * 200})).encode() + b"\n"
+
+    def read() -> Iterator[bytes]:
+        for start in range(0, 200_000, 500):
+            yield b"".join(one.replace(b"{}", b"%d" % number, 1) for number in range(start, start + 500))
+
+    examine(lambda: iter([one]), len(one), CHAT, BOUNDS, list)  # what is loaded once does not count
+    tracemalloc.start()
+    verdict = examine(read, 200_000 * len(one), CHAT, Bounds(10**12, 10**6, 1000), list)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert verdict == Verdict(200_000, "tiny")
+    assert peak < 8_000_000, "for 60 MB; eight bytes of it are kept for each line"
