@@ -1,18 +1,17 @@
 """
 Who may be chosen now: worked out once, for all the requests that come while nothing changes.
 
-Nothing changes while every worker's health and standing are the values that they were, but for those that
-were put aside: that ends by itself.
+Nothing changes while every worker's health is the value that it was, but for those that were put aside: that
+ends by itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from baton_router.choice import ALONE, Group, Way
 from baton_router.costs import Average, TransferCost
-from baton_router.discovery.listed import Standing
 from baton_router.knowledge import Knowledge, Known
 from baton_router.policy import Pair
 from baton_router.workers import Health, State, Worker, Workers, usable
@@ -26,6 +25,7 @@ class Candidates:
 
     __slots__ = (
         "_pairs",
+        "by_revision",
         "bytes_per_token",
         "decodes",
         "groups",
@@ -48,6 +48,23 @@ class Candidates:
         ]
         self.bytes_per_token: Average = knowledge.bytes_per_token(decodes[0].model)
         self._pairs: dict[tuple[int, int], Pair] = {}
+        self.by_revision: dict[str, Candidates] = {}
+        """Those of each generation, if they are of several."""
+        revisions = {worker.revision for worker in decodes}
+        if len(revisions) > 1:
+            for revision in sorted(revisions):
+                own = [worker for worker in decodes if worker.revision == revision]
+                computing = [worker for worker in prefills if worker.revision == revision]
+                self.by_revision[revision] = Candidates(own, computing, knowledge)
+
+    def holder(self, matched: Mapping[int, int]) -> str:
+        """The generation that holds most of a prompt; of several that do, or if none does, any."""
+        most, holder = 0, ""
+        for revision, own in self.by_revision.items():
+            for known in (*own.known_decodes, *own.known_prefills):
+                if (count := matched.get(known.slot, 0)) > most:
+                    most, holder = count, revision
+        return holder
 
     def pair(self, way: Way) -> Pair:
         key = way.decode, way.prefill
@@ -64,7 +81,7 @@ class Field:
     def __init__(self, workers: Workers, knowledge: Knowledge) -> None:
         self._workers = workers
         self._knowledge = knowledge
-        self._states: list[Health | Standing] = []
+        self._states: list[Health] = []
         self._expires = 0.0
         self._found: dict[str | None, Candidates] = {}
         """By the model, as long as `_states` are those of the workers."""
@@ -74,10 +91,8 @@ class Field:
         if tried:
             return self._find(model, tried, now)
         decode, prefill = self._workers.decode, self._workers.prefill
-        states: list[Health | Standing] = [worker.health for worker in decode]
+        states: list[Health] = [worker.health for worker in decode]
         states += [worker.health for worker in prefill]
-        states += [worker.standing for worker in decode]
-        states += [worker.standing for worker in prefill]
         if states != self._states or now >= self._expires:
             self._found.clear()
             self._states = states

@@ -11,7 +11,7 @@ import itertools
 import logging
 import random
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
@@ -19,11 +19,12 @@ from baton_api.reports import PromptReport
 from baton_router import choice
 from baton_router.candidates import Candidates, Field
 from baton_router.choice import ALONE, DecodeOffer, PlainWay, PrefillOffer, Way
-from baton_router.costs import LEAST_S, Average
+from baton_router.costs import Average
 from baton_router.knowledge import Knowledge, Known
 from baton_router.parity import REQUESTS
 from baton_router.policy import Pair
 from baton_router.prompt_chunks import Prompt
+from baton_router.shares import Shares
 from baton_router.workers import Worker, Workers
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ EXPECTED_ANSWER_TOKENS = 200.0
 OTHERS_SHOWN = 3
 
 NOTHING_AHEAD: Mapping[int, float] = {}
+NO_WEIGHTS: Mapping[str, float] = {}
 
 
 class Dispatch(msgspec.Struct, eq=False):
@@ -59,8 +61,8 @@ class Dispatch(msgspec.Struct, eq=False):
     """What it takes to compute the prompt there."""
     matched: list[tuple[Known, int]]
     """How many of its chunks those two held when it was planned."""
-    streams: bool = True
-    """Whether the answer begins when the prompt is computed."""
+    weights: Mapping[str, float]
+    """Of the generations that could have had it, if there were several."""
     hoped: list[tuple[Known, list[int]]] = []
     """The chunks of the prompt that a worker is believed to hold since it was sent there."""
     first_byte: float | None = None
@@ -89,8 +91,20 @@ class Dispatch(msgspec.Struct, eq=False):
 class Dispatcher:
     """Belongs to one thread, and never waits."""
 
-    def __init__(self, workers: Workers, rng: random.Random, alone_limit: int) -> None:
-        """`alone_limit`: tokens that a decode worker computes beside its streams, at most."""
+    def __init__(
+        self,
+        workers: Workers,
+        rng: random.Random,
+        alone_limit: int,
+        weights: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        """
+        `alone_limit`: tokens that a decode worker computes beside its streams, at most.
+
+        `weights`: of requests, by generation; without any, generations compete.
+        """
+        self._weights = weights
+        self._shares = Shares()
         self._rng = rng
         self._alone_limit = alone_limit
         self._numbers = itertools.count(1)
@@ -113,7 +127,7 @@ class Dispatcher:
         ahead: Mapping[int, float] = NOTHING_AHEAD,
     ) -> Dispatch | None:
         """
-        Choose among the workers that are not in `tried`, by name; None if none is left. Nothing is booked yet.
+        Choose among the workers that are not in `tried`, by name; None if none is left. Nothing is booked.
 
         `ahead` are seconds, by the workers' slots, of prompts that are not booked but will go there before
         this one. Raises what `Workers.serving` raises.
@@ -121,9 +135,12 @@ class Dispatcher:
         among = self._field.candidates(model, tried, now)
         if among is None:
             return None
+        matched = self.knowledge.match(prompt)
+        weights = self._weighted(among) if among.by_revision else NO_WEIGHTS
+        if weights:
+            among = among.by_revision[self._shares.choose(weights, among.holder(matched))]
         ratio = among.bytes_per_token.value
         tokens = max(1, round(prompt.bytes / ratio))
-        matched = self.knowledge.match(prompt)
         held = {slot: int(size / ratio) for slot, size in self.knowledge.held(prompt, matched).items()}
         transfers = among.transfers
         found = choice.ways(
@@ -154,16 +171,8 @@ class Dispatcher:
                 (known, matched.get(known.slot, 0))
                 for known in ((generating,) if computing is generating else (computing, generating))
             ],
+            weights,
         )
-
-    def dispatch(
-        self, model: str | None, prompt: Prompt, tried: Collection[str], now: float
-    ) -> Dispatch | None:
-        """`plan` and `book` in one."""
-        made = self.plan(model, prompt, tried, now)
-        if made is not None:
-            self.book(made, now)
-        return made
 
     def book(self, made: Dispatch, now: float) -> None:
         """The request goes where it was planned, which must have been in this same moment."""
@@ -173,6 +182,8 @@ class Dispatcher:
         sent = self.knowledge.sent
         made.hoped = [(known, sent(made.prompt, known, matched)) for known, matched in made.matched]
         self.dispatches.append(made)
+        if made.weights:
+            self._shares.sent(made.weights, made.pair.decode.revision)
 
     @property
     def answer_tokens(self) -> float:
@@ -200,11 +211,6 @@ class Dispatcher:
         if report is not None:
             self.knowledge.computed(made.prompt, report, made.hoped)
             self._learn(made, report)
-        elif made.streams and not made.generating.reports:
-            # An engine that says nothing of prompts: what was not to be waited for was the prompt.
-            waited = made.way.first_token_s - made.compute_s
-            seconds = max(LEAST_S, now - made.decided - waited)
-            made.computing.prefill_cost.learn(made.uncached, made.tokens, seconds)
 
     def let_go(self, made: Dispatch, now: float, *, complete: bool) -> None:
         """The request has ended, one way or another; `complete` if its answer is whole."""
@@ -220,7 +226,6 @@ class Dispatcher:
             self.knowledge.answered(made.prompt, made.generating)
 
     def _learn(self, made: Dispatch, report: PromptReport) -> None:
-        made.generating.reports = True
         if made.prompt.bytes:
             made.among.bytes_per_token.learn(made.prompt.bytes / report.tokens)
         computed = max(1, report.tokens - report.cached)
@@ -233,6 +238,11 @@ class Dispatcher:
         if report.remote:
             moved = report.tokens - report.held
             made.among.transfers[made.way.prefill][made.way.decode].learn(moved, report.transfer_s)
+
+    def _weighted(self, among: Candidates) -> Mapping[str, float]:
+        """The weights of those generations that can be chosen; empty if none of them has one."""
+        weights = self._weights()
+        return {revision: weight for revision in among.by_revision if (weight := weights.get(revision, 0.0))}
 
     def _compare(self, made: Dispatch, expected: float, actual: int) -> None:
         parity = made.computing.parity

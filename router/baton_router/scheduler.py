@@ -22,6 +22,7 @@ from baton_router.kv_subscriber import Feeds
 from baton_router.patience import patience_s
 from baton_router.queue import Queue
 from baton_router.quotas import Quotas, Reservation
+from baton_router.revision_weights import RevisionWeights
 from baton_router.settings import RouterSettings
 from baton_router.upstreams import Upstreams
 from baton_router.verdicts import Verdicts
@@ -40,7 +41,8 @@ class Scheduler:
         self._settings = settings
         self._clock = clock
         self.workers = workers = Workers()
-        self.dispatcher = Dispatcher(workers, rng, settings.alone_tokens)
+        weights = RevisionWeights(settings.revision_weight, settings.revision_weights_file)
+        self.dispatcher = Dispatcher(workers, rng, settings.alone_tokens, weights)
         self.feeds = Feeds(workers, self.dispatcher.knowledge, settings, clock)
         self._verdicts = Verdicts(self.dispatcher.knowledge.transfer)
         self.queue = Queue(settings, self.dispatcher, clock)
@@ -113,8 +115,9 @@ class Scheduler:
         made.pair.decode.in_flight -= 1
         self._computed(made)
         now = self._clock()
+        if made.first_byte is None:
+            self.queue.changed()
         self.dispatcher.let_go(made, now, complete=complete)
-        self.queue.changed()
         if self._reserved and (reserved := self._reserved.pop(made.number, None)) is not None:
             self._settle(reserved, made, complete, now)
 

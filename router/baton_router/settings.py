@@ -18,6 +18,7 @@ from baton_api import limits
 from baton_api.keys import KeyDigests
 from baton_api.sizes import Bytes
 from baton_api.texts import Origins
+from baton_router import revision_weights
 from baton_router.batches.settings import BatchSettings
 from baton_router.discovery.dns_name import DnsName
 
@@ -31,6 +32,11 @@ def _worker_url(url: str) -> str:
 
 def _dns_question(text: str) -> str:
     DnsName.parse(text)
+    return text
+
+
+def _revision_weight(text: str) -> str:
+    revision_weights.parse(text)
     return text
 
 
@@ -55,6 +61,7 @@ def _one_key(value: object) -> object:
 
 WorkerKey = Annotated[SecretStr, BeforeValidator(_one_key)]
 DnsQuestion = Annotated[str, AfterValidator(_dns_question)]
+RevisionWeight = Annotated[str, AfterValidator(_revision_weight)]
 WorkerUrl = Annotated[str, AfterValidator(_worker_url)]
 Algorithm = Literal[
     "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA",
@@ -123,6 +130,14 @@ class RouterSettings(BatchSettings):
 
     kubernetes_account: str = "/var/run/secrets/kubernetes.io/serviceaccount"
     """Folder with the account's `token`, `ca.crt` and `namespace`, read again for each connection."""
+
+    revision_weight: tuple[RevisionWeight, ...] = ()
+    """What part of the requests workers of a generation get, as REVISION=NUMBER; repeated. While one with a
+    weight can serve, those without get none. No weights at all: all workers compete."""
+
+    revision_weights_file: str = ""
+    """A file of such weights, one to a line, read again within a second when it changes: a mounted ConfigMap.
+    It goes before --revision-weight."""
 
     worker_drain_s: float = Field(default=600.0, ge=0)
     """Seconds that a worker which is listed no more, or as terminating, has for the requests that it has;
@@ -242,9 +257,9 @@ class RouterSettings(BatchSettings):
     """Seconds that the first byte of an answer may take in all. OpenAI's clients wait as long."""
 
     idle_s: float = Field(default=30.0, gt=0)
-    """Seconds without a token after which a stream is gone on with at another worker, or, if it cannot be, without
-    any sign of life after which it is cut; fifty times the worker's step, if that is more. Also the seconds
-    for which a client may read nothing."""
+    """Seconds without a token after which a stream goes on at another worker; fifty steps of the worker, if that
+    is more. One that cannot go on elsewhere is cut after as long without any sign of life, or after --answer-s
+    without a token. Also the seconds for which a client may read nothing."""
 
     max_body: int = Field(default=limits.BODY.most, ge=1)
     """Bytes of a request's body; more are refused with 413."""

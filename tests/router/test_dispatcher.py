@@ -36,8 +36,9 @@ class Cluster:
         self.now = 0.0
 
     def send(self, prompt: Prompt, *tried: Worker) -> Dispatch:
-        made = self.dispatcher.dispatch("tiny", prompt, [one.name for one in tried], self.now)
+        made = self.dispatcher.plan("tiny", prompt, [one.name for one in tried], self.now)
         assert made is not None
+        self.dispatcher.book(made, self.now)
         return made
 
     def serve(self, prompt: Prompt, seconds: float = 0.1, cached: int | None = None) -> Dispatch:
@@ -185,7 +186,7 @@ def test_a_full_decode_worker_is_waited_for_only_if_nobody_has_room() -> None:
 
 def test_none_is_left_when_all_were_tried_and_all_down_is_said() -> None:
     cluster = Cluster(decodes=1, prefills=0)
-    assert cluster.dispatcher.dispatch("tiny", text(1), [one.name for one in cluster.decodes], 0.0) is None
+    assert cluster.dispatcher.plan("tiny", text(1), [one.name for one in cluster.decodes], 0.0) is None
     cluster.decodes[0].health = cluster.decodes[0].health.missed(1, "it is gone")
     with pytest.raises(NotReady):
         cluster.send(text(1))

@@ -1,0 +1,118 @@
+"""Several generations of workers behind one router: pairs, weights, and the way from one to the next."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from baton_api.workers import Load, Role
+from baton_router.discovery.listed import Standing
+from baton_router.dispatcher import Dispatch, Dispatcher
+from baton_router.prompt_chunks import Prompt, of_text
+from baton_router.shares import AHEAD_LIMIT
+from baton_router.upstream import Upstream
+from baton_router.workers import Worker, Workers
+
+
+def worker(role: Role, port: int, revision: str, **load: Any) -> Worker:
+    made = Worker(Upstream("127.0.0.1", port, 1.0), role, revision)
+    report = {"model": "tiny", "total_blocks": 10_000, "free_blocks": 10_000, "epoch": "1", **load}
+    control = "x:1" if role is Role.PREFILL else ""
+    made.answered(Load(role=role, control=control, compatibility="same", **report))
+    return made
+
+
+class Cluster:
+    """Generations `old` and `new`, each with two decode and two prefill workers."""
+
+    def __init__(self, **weights: float) -> None:
+        self.weights: Mapping[str, float] = weights
+        ports = iter(range(8100, 8200))
+        self.workers = Workers()
+        for revision in ("old", "new"):
+            for role in (Role.DECODE, Role.DECODE, Role.PREFILL, Role.PREFILL):
+                self.workers.come(worker(role, next(ports), revision))
+        self.dispatcher = Dispatcher(self.workers, random.Random(0), 512, lambda: self.weights)
+        self.now = 0.0
+
+    def serve(self, prompt: Prompt, *tried: str) -> Dispatch:
+        made = self.dispatcher.plan("tiny", prompt, tried, self.now)
+        assert made is not None
+        self.dispatcher.book(made, self.now)
+        self.now += 0.1
+        self.dispatcher.began(made, None, self.now)
+        self.dispatcher.let_go(made, self.now, complete=True)
+        return made
+
+    def generations(self, count: int, seed: int = 0) -> Counter[str]:
+        rng = random.Random(seed)
+        return Counter(self.serve(text(rng)).pair.decode.revision for _ in range(count))
+
+    def of(self, revision: str) -> list[Worker]:
+        return [one for one in self.workers.listed if one.revision == revision]
+
+
+def text(rng: random.Random, size: int = 20_000) -> Prompt:
+    return of_text(rng.randbytes(size), 7)
+
+
+@pytest.mark.parametrize("weights", [{}, {"old": 50.0, "new": 50.0}])
+def test_a_pair_is_of_one_generation_although_the_workers_would_fit(weights: dict[str, float]) -> None:
+    cluster, rng = Cluster(**weights), random.Random(1)
+    pairs = [cluster.serve(text(rng)).pair for _ in range(100)]
+    assert all(pair.prefill is not None and pair.prefill.revision == pair.decode.revision for pair in pairs)
+    assert {pair.decode.revision for pair in pairs} == {"old", "new"}
+
+
+def test_each_generation_gets_its_weight() -> None:
+    cluster = Cluster(old=90.0, new=10.0)
+    assert cluster.generations(100) == {"old": 90, "new": 10}
+    cluster.weights = {"old": 50.0, "new": 50.0}
+    counts = cluster.generations(100, seed=1)
+    assert abs(counts["new"] - 50) <= 1
+    cluster.weights = {"old": 0.0, "new": 100.0}
+    assert cluster.generations(20, seed=2) == {"new": 20}
+
+
+def test_a_conversation_stays_in_its_generation_and_the_weights_hold() -> None:
+    cluster, rng = Cluster(old=80.0, new=20.0), random.Random(0)
+    talks = [rng.randbytes(20_000) for _ in range(20)]
+    counts, moved, before = Counter[str](), 0, dict[int, str]()
+    for number in range(600):
+        turn = number % len(talks)
+        talks[turn] += rng.randbytes(600)
+        revision = cluster.serve(of_text(talks[turn], 7)).pair.decode.revision
+        counts[revision] += 1
+        moved += before.setdefault(turn, revision) != revision
+        before[turn] = revision
+    assert abs(counts["new"] - 120) <= AHEAD_LIMIT + 1
+    assert moved <= 30  # one turn in twenty; by chance it would be one in three
+
+
+def test_weights_choose_only_where_there_is_a_choice() -> None:
+    cluster = Cluster(new=100.0)
+    assert cluster.generations(20) == {"new": 20}
+    for one in cluster.of("new"):
+        one.standing = Standing.UNREADY
+    assert cluster.generations(20) == {"old": 20}  # better one without a weight than none
+
+
+def test_a_request_that_was_tried_everywhere_in_its_generation_goes_to_the_next() -> None:
+    cluster, rng = Cluster(new=100.0), random.Random(0)
+    prompt = text(rng)
+    tried: list[str] = []
+    for revision in ("new", "new", "old", "old"):
+        made = cluster.serve(prompt, *tried)
+        assert made.pair.decode.revision == revision
+        tried.append(made.pair.decode.name)
+
+
+def test_an_old_generation_that_drains_gets_nothing_new() -> None:
+    cluster = Cluster(old=50.0, new=50.0)
+    for one in cluster.of("old"):
+        one.standing = Standing.TERMINATING
+    assert cluster.generations(20) == {"new": 20}

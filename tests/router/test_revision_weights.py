@@ -1,0 +1,55 @@
+"""The weights of generations, from flags and from a file that changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baton_api.errors import SetupError
+from baton_router.revision_weights import RevisionWeights, parse
+
+WRONG = ["", "=1", "abc", "abc=", "abc=ten", "abc=-1", "abc=nan", "abc=inf"]
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_is_no_weight_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match=r"such as 6f1c2ab9=10"):
+        parse(text)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 2.0  # longer than a file is not looked at
+        return self.now
+
+
+def test_a_file_goes_before_flags_and_is_read_again_when_it_changes(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_text("# the canary\nnew = 10\n\n")
+    weights = RevisionWeights(["old=90", "new=1"], str(file), Clock())
+    assert weights() == {"old": 90.0, "new": 10.0}
+    file.write_text("new=50\nold=50.5\n")
+    assert weights() == {"old": 50.5, "new": 50.0}
+
+
+def test_what_is_wrong_in_a_file_changes_nothing_and_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "weights"
+    file.write_text("new=10\n")
+    weights = RevisionWeights((), str(file), Clock())
+    file.write_text("new=20\nold=many\n")
+    assert weights() == {"new": 10.0}
+    assert f"{file}, line 2: 'old=many' is no weight" in caplog.text
+    file.unlink()
+    assert weights() == {"new": 10.0}
+    file.write_text("new=30\n")
+    assert weights() == {"new": 30.0}
+
+
+def test_a_file_that_is_not_there_at_the_start_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="cannot be read"):
+        RevisionWeights((), str(tmp_path / "weights"))
