@@ -52,7 +52,6 @@ class Known:
         "free_blocks",
         "parity",
         "prefill_cost",
-        "reports",
         "slot",
         "step_cost",
         "streams",
@@ -70,8 +69,6 @@ class Known:
         self.parity = Parity()
         self.degraded = False
         """Whether it should tell what it holds, and nothing comes."""
-        self.reports = False
-        """Whether it says of prompts what they took."""
         self.block_size = 0
         self.total_blocks = 0
         """0 if it does not say."""

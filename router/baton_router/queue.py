@@ -100,7 +100,9 @@ class Queue:
         """Bytes of those who wait, by tenant."""
         self._silent: list[tuple[float, int, Dispatch]] = []
         """Requests of whose prompt nobody says when it is computed, by when that should be; a heap."""
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._due = 0.0
+        """When it fires; uvloop's handle of what is due at once does not know."""
         self.rejects: Counter[str] = Counter()
         """Who was not served, by reason."""
 
@@ -146,7 +148,8 @@ class Queue:
             self._look_in(0.0)
 
     async def _wait(self, ask: Ask, plan: Dispatch | None, now: float) -> Dispatch:
-        pool = self._pool(frozenset(known.slot for known in plan.among.known_decodes) if plan else ask.model)
+        among = self._dispatcher.candidates(ask.model, now) if plan else None
+        pool = self._pool(frozenset(known.slot for known in among.known_decodes) if among else ask.model)
         entry = self._entry(ask, plan, now)
         if not entry.again:
             self._admit(entry, pool, now)
@@ -230,9 +233,10 @@ class Queue:
         loop = asyncio.get_running_loop()
         due = loop.time() + seconds
         if self._timer is not None:
-            if due >= self._timer.when():
+            if due >= self._due:
                 return
             self._timer.cancel()
+        self._due = due
         self._timer = loop.call_at(due, self._look)
 
     def _look(self) -> None:
@@ -256,18 +260,30 @@ class Queue:
 
     def _offer(self, pool: Pool, now: float) -> None:
         ahead: dict[int, float] = {}
-        pool.room.offer(lambda entry: self._take(cast(Waiting, entry), pool, ahead, now), now)
+        busy: dict[int, bool] = {}
+
+        def take(entry: Entry) -> bool:
+            """Whether it goes; if not, what it is to take is in the way of those behind it."""
+            assert isinstance(entry, Waiting)
+            plan = entry.plan
+            if plan is not None and now < entry.planned + REPLAN_S:
+                slot = plan.computing.slot
+                if slot not in busy:
+                    busy[slot] = _busy_s(plan.computing, now) > 0
+                if busy[slot]:
+                    ahead[slot] = ahead.get(slot, 0.0) + entry.best_s
+                    return False
+            busy.clear()
+            return self._take(entry, pool, ahead, now)
+
+        pool.room.offer(take, now)
 
     def _take(self, entry: Waiting, pool: Pool, ahead: dict[int, float], now: float) -> bool:
-        """Whether it goes; if not, what it is to take is in the way of those behind it."""
         if entry.future.done():  # its client has left
             return True
-        plan = entry.plan
-        waits = plan is not None and now < entry.planned + REPLAN_S
-        if plan is None or not waits or self._is_free(plan.computing, plan.uncached, now):
-            plan = self._planned(entry, ahead, now)
-            if plan is None:
-                return entry.future.done()
+        plan = self._planned(entry, ahead, now)
+        if plan is None:
+            return entry.future.done()
         if not self._may_go(entry.ask, plan, now):
             slot = plan.computing.slot
             ahead[slot] = ahead.get(slot, 0.0) + plan.compute_s

@@ -80,18 +80,21 @@ class WaitingRoom:
         taken = 0
         walks = [one.walk(now) for one in self._classes]
         heads = [next(walk, None) for walk in walks]
-        for _ in range(most):
-            level = next((one for one in self._order(now) if heads[one] is not None), None)
-            if level is None:
-                break
+        order = self._order(now)
+        while order and most:
+            level = order[0]
             entry = heads[level]
-            assert entry is not None
+            if entry is None:
+                order.pop(0)
+                continue
+            most -= 1
             went = take(entry)
             if went:
                 taken += 1
                 self._strict_turns = 0 if self._starves(level, now) else self._strict_turns + 1
                 self._classes[level].turns.charge(entry.tenant, entry.cost)
                 self.discard(entry)
+                order = self._order(now)
             try:
                 heads[level] = walks[level].send(went)
             except StopIteration:

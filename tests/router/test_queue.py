@@ -1,0 +1,384 @@
+"""Requests that wait for a free worker: who passes at once, who waits, who is told to come again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from baton_api.errors import BatonError, ModelNotFound, NotInTime, NotReady, Overloaded
+from baton_api.reports import PromptReport
+from baton_api.workers import Load, Role
+from baton_router.asks import Ask
+from baton_router.costs import PrefillCost
+from baton_router.dispatcher import Dispatch, Dispatcher
+from baton_router.prompt_chunks import of_text
+from baton_router.queue import NEARLY_DONE_S, TOGETHER_S, Queue
+from baton_router.settings import RouterSettings
+from baton_router.upstream import Upstream
+from baton_router.workers import Worker, Workers
+
+LONG, SHORT = 40_000, 400
+"""Bytes of prompts."""
+
+SECONDS_PER_BYTE = 1e-4
+"""That the workers here have told they take: a long prompt is four seconds."""
+
+
+class Cluster:
+    """A queue before workers that have told how fast they are, and a clock that the test moves."""
+
+    def __init__(self, decodes: int = 1, prefills: int = 1, **settings: Any) -> None:
+        self.now = 100.0
+        self.rng = random.Random(1)
+        self.decodes = [self.worker(Role.DECODE, 8100 + number) for number in range(decodes)]
+        self.prefills = [self.worker(Role.PREFILL, 8200 + number) for number in range(prefills)]
+        self.workers = Workers(tuple(self.decodes), tuple(self.prefills))
+        self.dispatcher = Dispatcher(self.workers, random.Random(1), 0)
+        config = RouterSettings.model_validate({"prefill_tokens": 100_000, **settings})
+        self.queue = Queue(config, self.dispatcher, lambda: self.now)
+        for one in self.workers.all:
+            cost = self.dispatcher.knowledge.of(one).prefill_cost
+            for size in range(100, 12_000, 100):
+                cost.learn(size, size, 4 * size * SECONDS_PER_BYTE)
+        self.gone: list[str] = []
+        self.tasks: dict[str, asyncio.Task[Dispatch]] = {}
+
+    @staticmethod
+    def worker(role: Role, port: int, **load: Any) -> Worker:
+        made = Worker(Upstream("127.0.0.1", port, 1.0), Role.PREFILL if role is Role.PREFILL else Role.DECODE)
+        report = {"model": "tiny", "total_blocks": 100_000, "free_blocks": 100_000, "epoch": "1", **load}
+        control = "x:1" if role is Role.PREFILL else ""
+        made.answered(Load(role=role, control=control, compatibility="c", **report))
+        return made
+
+    def ask(self, size: int = SHORT, model: str = "tiny", **fields: Any) -> Ask:
+        return Ask(model, of_text(self.rng.randbytes(size), 7), size=size, **fields)
+
+    async def send(self, name: str, size: int = SHORT, **fields: Any) -> asyncio.Task[Dispatch]:
+        """A request, as far as it comes by itself."""
+
+        async def go() -> Dispatch:
+            made = await self.queue.dispatch(self.ask(size, **fields))
+            self.gone.append(name)
+            return made
+
+        self.tasks[name] = task = asyncio.create_task(go())
+        await self.settle()
+        return task
+
+    async def settle(self) -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    async def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.queue.changed()
+        await self.settle()
+
+    async def computed(self, made: Dispatch) -> None:
+        report = PromptReport(
+            tokens=made.tokens, cached=0, held=0, queue_s=0.0, compute_s=made.compute_s, transfer_s=0.001,
+            remote=made.pair.prefill is not None,
+        )  # fmt: skip
+        self.dispatcher.began(made, report, self.now)
+        self.queue.changed()
+        await self.settle()
+
+    async def finish(self, task: asyncio.Task[Dispatch]) -> None:
+        made = task.result()
+        await self.computed(made)
+        self.dispatcher.let_go(made, self.now, complete=True)
+        self.queue.changed()
+        await self.settle()
+
+    @property
+    def booked(self) -> int:
+        known = [self.dispatcher.knowledge.of(one) for one in self.workers.all]
+        return sum(one.computing.waiting + one.streams.count for one in known)
+
+
+@asynccontextmanager
+async def cluster_of(*args: int, **settings: Any) -> AsyncIterator[Cluster]:
+    cluster = Cluster(*args, **settings)
+    yield cluster
+    for task in cluster.tasks.values():
+        task.cancel()
+    await asyncio.gather(*cluster.tasks.values(), return_exceptions=True)
+    assert len(cluster.queue) == 0
+    assert not any(cluster.queue.count(level) for level in range(4))
+    for task in cluster.tasks.values():
+        if not task.cancelled() and task.exception() is None:
+            cluster.dispatcher.let_go(task.result(), cluster.now, complete=False)
+    assert cluster.booked == 0
+
+
+async def test_where_a_worker_is_free_nobody_waits_for_as_much_as_a_turn_of_the_loop() -> None:
+    async with cluster_of(1, 2) as cluster:
+        for _ in range(2):
+            waiting = cluster.queue.dispatch(cluster.ask(LONG))
+            with pytest.raises(StopIteration) as stopped:
+                waiting.send(None)
+            cluster.dispatcher.let_go(stopped.value.value, cluster.now, complete=True)
+
+
+async def test_a_busy_worker_gets_its_next_prompt_with_the_first_token_of_the_one_before() -> None:
+    async with cluster_of() as cluster:
+        first = await cluster.send("first", LONG)
+        await cluster.send("second", LONG)
+        await cluster.pass_time(1.0)
+        assert cluster.gone == ["first"]
+        await cluster.computed(first.result())
+        assert cluster.gone == ["first", "second"]
+
+
+async def test_a_worker_that_is_nearly_done_gets_the_next_one() -> None:
+    async with cluster_of() as cluster:
+        await cluster.send("first", 2000)  # 0.2 s
+        await cluster.send("second", LONG)
+        await cluster.pass_time(0.2 - NEARLY_DONE_S - 0.02)
+        assert cluster.gone == ["first"]
+        await cluster.pass_time(0.03)
+        assert cluster.gone == ["first", "second"]
+
+
+async def test_many_short_prompts_are_computed_together() -> None:
+    async with cluster_of() as cluster:
+        for one in cluster.workers.all:  # an engine that takes the same for any short prompt
+            cost = cluster.dispatcher.knowledge.of(one).prefill_cost = PrefillCost()
+            for size in range(50, 200):
+                cost.learn(size, size, 0.025)
+        for number in range(40):
+            await cluster.send(f"{number}", 400)
+        assert len(cluster.gone) == pytest.approx(TOGETHER_S / 0.025, abs=2)
+
+
+async def test_of_a_worker_that_says_nothing_only_the_tokens_are_counted() -> None:
+    async with cluster_of(1, 0, prefill_tokens=1000) as cluster:
+        cluster.decodes[0].answered(Load(role=Role.DECODE, model="tiny", epoch="2"))  # as if just started
+        for number in range(12):
+            await cluster.send(f"{number}", 400)
+        assert len(cluster.gone) == 10
+
+
+async def test_one_prompt_goes_whatever_its_length() -> None:
+    async with cluster_of(prefill_tokens=10) as cluster:
+        first = await cluster.send("first", LONG)
+        await cluster.send("second", LONG)
+        assert cluster.gone == ["first"]
+        await cluster.finish(first)
+        assert cluster.gone == ["first", "second"]
+
+
+async def test_the_answer_that_comes_whole_says_nothing_so_the_prompt_is_believed_to_be_computed() -> None:
+    async with cluster_of() as cluster:
+        await cluster.send("whole", LONG, streams=False)  # 4 s
+        await cluster.send("next", LONG)
+        await cluster.pass_time(5.0)
+        assert cluster.gone == ["whole"]
+        await cluster.pass_time(2.0)
+        assert cluster.gone == ["whole", "next"]
+
+
+async def test_the_shortest_goes_first_and_a_higher_class_before() -> None:
+    async with cluster_of() as cluster:
+        tasks = [await cluster.send("first", LONG)]
+        await cluster.send("long", LONG)
+        await cluster.send("short", 8000)
+        await cluster.send("urgent", LONG, kind="critical")
+        await cluster.send("batch", SHORT, kind="batch")
+        for name in ("urgent", "short", "long", "batch"):
+            await cluster.finish(tasks[-1])
+            tasks.append(cluster.tasks[name])
+            assert cluster.gone[-1] == name
+
+
+async def test_who_comes_back_goes_first() -> None:
+    async with cluster_of(2) as cluster:
+        first = await cluster.send("first", LONG)
+        await cluster.send("critical", SHORT, kind="critical")
+        await cluster.send("again", LONG, kind="critical", tried=(cluster.decodes[0].name,))
+        await cluster.finish(first)
+        assert cluster.gone == ["first", "again"]
+        assert cluster.tasks["again"].result().pair.decode is cluster.decodes[1]
+
+
+async def test_batch_leaves_a_tenth_of_the_blocks_free() -> None:
+    async with cluster_of(1, 0) as cluster:
+        full = Load(role=Role.DECODE, model="tiny", epoch="1", total_blocks=100, free_blocks=9)
+        cluster.decodes[0].answered(full)
+        await cluster.send("batch", SHORT, kind="batch")
+        await cluster.send("default", SHORT)
+        assert cluster.gone == ["default"]
+        cluster.decodes[0].answered(
+            Load(role=Role.DECODE, model="tiny", epoch="1", total_blocks=100, free_blocks=10)
+        )
+        await cluster.finish(cluster.tasks["default"])
+        assert cluster.gone == ["default", "batch"]
+
+
+async def test_an_interactive_request_that_would_come_too_late_is_told_when_to_come_again() -> None:
+    async with cluster_of() as cluster:
+        await cluster.send("first", LONG, kind="interactive", objective_s=5.0)
+        await cluster.send("in time", LONG // 2, kind="interactive", objective_s=5.0)
+        late = await cluster.send("late", LONG, kind="interactive", objective_s=5.0)
+        error = late.exception()
+        assert isinstance(error, NotInTime)
+        assert error.headers["x-predicted-ttft-ms"] == "10000"
+        assert 5 <= int(error.headers["retry-after"]) <= 9
+        patient = await cluster.send("patient", LONG)
+        assert not patient.done()
+        assert cluster.queue.rejects == {"late": 1}
+
+
+async def test_on_an_idle_cluster_nobody_is_told_so() -> None:
+    async with cluster_of() as cluster:
+        await cluster.send("long", LONG, kind="interactive", objective_s=0.1)
+        assert cluster.gone == ["long"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "seconds"),
+    [({}, 20.0), ({"objective_s": 2.0}, 2.0), ({"kind": "interactive", "objective_s": 20.0}, 30.0)],
+)
+async def test_patience_ends_with_an_error_that_says_so(fields: dict[str, Any], seconds: float) -> None:
+    async with cluster_of(wait_s=20.0) as cluster:
+        await cluster.send("first", LONG)
+        waiting = await cluster.send("waiting", LONG, **fields)
+        batch = await cluster.send("batch", LONG, kind="batch")
+        await cluster.pass_time(seconds - 0.1)
+        assert not waiting.done()
+        await cluster.pass_time(0.2)
+        assert isinstance(waiting.exception(), NotInTime)
+        await cluster.pass_time(1e6)
+        assert not batch.done()
+
+
+async def test_without_a_ready_worker_one_waits_for_it_to_recover() -> None:
+    async with cluster_of(recovery_s=5.0) as cluster:
+        worker = cluster.decodes[0]
+        before = worker.health
+        worker.health = before.missed(1, "it does not answer")
+        recovered = await cluster.send("recovered")
+        await cluster.pass_time(4.0)
+        assert not recovered.done()
+        worker.health = before
+        await cluster.pass_time(0.5)
+        assert cluster.gone == ["recovered"]
+        worker.health = before.missed(1, "it does not answer")
+        lost = await cluster.send("lost")
+        await cluster.pass_time(5.0)
+        assert isinstance(lost.exception(), NotReady)
+
+
+async def test_who_has_been_everywhere_is_not_kept_waiting() -> None:
+    async with cluster_of() as cluster:
+        task = await cluster.send("again", tried=(cluster.decodes[0].name,))
+        assert isinstance(task.exception(), NotReady)
+        unknown = await cluster.send("unknown", model="gpt-x")
+        assert isinstance(unknown.exception(), ModelNotFound)
+
+
+async def test_a_tenant_cannot_fill_the_queue() -> None:
+    async with cluster_of(queue_requests=10) as cluster:
+        await cluster.send("first", LONG)
+        for number in range(10):
+            await cluster.send(f"flood {number}", LONG, tenant="flood")
+        refused = [one for one in cluster.tasks.values() if one.done() and one.exception()]
+        assert len(refused) == 2 and isinstance(refused[0].exception(), Overloaded)
+        other = await cluster.send("other", LONG, tenant="other")
+        assert not other.done()
+        assert cluster.queue.rejects == {"full": 2}
+
+
+async def test_bodies_cannot_fill_the_memory() -> None:
+    async with cluster_of(queue_bytes=100_000) as cluster:
+        await cluster.send("first", LONG)
+        await cluster.send("waits", LONG)
+        task = await cluster.send("too much", LONG)
+        assert isinstance(task.exception(), Overloaded) and "bytes" in str(task.exception())
+
+
+async def test_a_client_that_leaves_leaves_no_trace() -> None:
+    async with cluster_of() as cluster:
+        first = await cluster.send("first", LONG)
+        waiting = await cluster.send("waiting", LONG)
+        waiting.cancel()
+        await cluster.settle()
+        assert len(cluster.queue) == 0
+        await cluster.finish(first)
+        assert cluster.booked == 0
+
+
+async def test_one_that_leaves_in_the_moment_in_which_it_goes_is_let_go() -> None:
+    async with cluster_of() as cluster:
+        first = await cluster.send("first", LONG)
+        waiting = await cluster.send("waiting", LONG)
+        cluster.dispatcher.let_go(first.result(), cluster.now, complete=True)
+        cluster.queue.changed()
+        loop = asyncio.get_running_loop()
+        loop.call_later(0, waiting.cancel)  # behind the look that gives it a worker, before it hears of that
+        await cluster.settle()
+        assert waiting.cancelled() and cluster.booked == 0
+
+
+async def test_requests_wait_for_workers_of_their_model_only() -> None:
+    async with cluster_of(1, 0) as cluster:
+        other = cluster.worker(Role.DECODE, 8300, model="other")
+        cluster.workers.decode += (other,)
+        await cluster.send("first", LONG)
+        for number in range(5):
+            await cluster.send(f"{number}", LONG)
+        await cluster.send("other", LONG, model="other")
+        assert cluster.gone == ["first", "other"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_nothing_is_lost_whatever_happens(seed: int) -> None:
+    """Every request goes or is told; nothing stays booked; the idle clock moves on."""
+    rng = random.Random(seed)
+    async with cluster_of(2, 2, queue_requests=40, wait_s=20.0, recovery_s=3.0) as cluster:
+        healths = [(one, one.health) for one in cluster.workers.all]
+        running: list[asyncio.Task[Dispatch]] = []
+        for number in range(250):
+            action = rng.random()
+            if action < 0.5:
+                await cluster.send(
+                    f"{number}", rng.choice([SHORT, LONG // 8, LONG]), tenant=f"t{rng.randrange(3)}",
+                    kind=rng.choice(["critical", "interactive", "default", "batch"]),
+                    objective_s=rng.choice([None, 3.0]), streams=rng.random() < 0.7,
+                )  # fmt: skip
+            elif action < 0.65:
+                await cluster.pass_time(rng.expovariate(2))
+            elif action < 0.72:
+                rng.choice(list(cluster.tasks.values()) or [asyncio.create_task(cluster.settle())]).cancel()
+                await cluster.settle()
+            elif action < 0.76:
+                worker, health = rng.choice(healths)
+                worker.health = health if worker.health.down else health.missed(1, "gone")
+            else:
+                running = [one for one in cluster.tasks.values() if one.done() and not one.cancelled()]
+                running = [one for one in running if one.exception() is None and one.result().ended is None]
+                if running:
+                    await cluster.finish(rng.choice(running))
+        for worker, health in healths:
+            worker.health = health
+        for _ in range(2000):
+            running = [
+                one
+                for one in cluster.tasks.values()
+                if one.done() and not one.cancelled() and not one.exception() and one.result().ended is None
+            ]
+            for one in running:
+                await cluster.finish(one)
+            await cluster.pass_time(0.5)
+            if not len(cluster.queue) and not running:
+                break
+        for one in cluster.tasks.values():
+            assert one.done()
+            assert one.cancelled() or one.exception() is None or isinstance(one.exception(), BatonError)
+        assert cluster.booked == 0
