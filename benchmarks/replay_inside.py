@@ -1,0 +1,287 @@
+"""
+A replay without sockets and without waiting: the scheduler itself, before modelled workers, in virtual time.
+
+    python -m benchmarks.replay_inside --workload mooncake_conversation_trace.jsonl --minutes 60
+
+An hour passes in seconds and every run is the same, so that one decision can be compared with another. What
+the router's processes and sockets cost, and how busy machines shift things, only `replay` knows. Events can
+be lost on their way (`--lost 0.01`), and workers can begin anew (`--restart-s 60`): what is expected to be
+cached must stay what is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import resource
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton_api.errors import BatonError
+from baton_api.kv_events import BlockRemoved, BlockStored, Event
+from baton_api.reports import PromptReport
+from baton_api.workers import Load, Role
+from baton_router import kv_feed, prompt_chunks
+from baton_router.asks import Ask
+from baton_router.scheduler import Scheduler
+from baton_router.settings import RouterSettings
+from baton_router.upstreams import Upstreams
+from baton_router.workers import Worker
+from benchmarks import virtual_time, workloads
+from benchmarks.crowd import Asked, play
+from benchmarks.model_worker import Changed, ModelWorker, Timing, answer_text, prompt_text, text_of
+from benchmarks.replay import figures_of
+from benchmarks.workloads import Arrival, Message
+
+MODEL = "m"
+LOOK_S = 2.0
+"""Seconds from one look at a worker to the next."""
+
+PATIENCE_S = 7200.0
+
+KEPT = 100
+"""Batches of events that a worker can send again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What goes wrong, and how often."""
+
+    lost: float = 0.0
+    """Share of the batches of events that do not arrive."""
+    restart_s: float = 0.0
+    """Seconds from one worker's new beginning to another's; 0: none."""
+
+
+class InsideWorker:
+    """A modelled worker, the router's view of it, and the events between the two."""
+
+    def __init__(self, seen: Worker, role: Role, capacity: int, block_tokens: int, lost: float) -> None:
+        self.role = role
+        self.seen = seen
+        self.busy_s = 0.0
+        """Of earlier processes."""
+        self._capacity, self._block_tokens = capacity, block_tokens
+        self._lost = lost
+        self._rng = random.Random(seen.name)
+        self._epoch = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """As a new process."""
+        if self._epoch:
+            self.busy_s += self.model.busy_s
+        self._epoch += 1
+        self._sent: list[Sequence[Event]] = []
+        self._feed: kv_feed.Feed | None = None
+        self.model: ModelWorker = ModelWorker(Timing(), self._capacity, self._block_tokens, self._tell)
+
+    @property
+    def load(self) -> Load:
+        model = self.model
+        return Load(
+            role=self.role,
+            model=MODEL,
+            running=model.streams,
+            queued=model.queued,
+            queued_tokens=model.queued_tokens,
+            step_s=model.step_s if model.streams else 0.0,
+            free_blocks=max(0, self._capacity - model.context // self._block_tokens),
+            total_blocks=self._capacity,
+            block_size=self._block_tokens,
+            control=self.seen.name if self.role is Role.PREFILL else "",
+            epoch=str(self._epoch),
+            compatibility="c",
+        )
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        return {"role": self.role, "busy_s": self.busy_s + self.model.busy_s}
+
+    def followed(self, blocks: kv_feed.Blocks, now: float) -> None:
+        """The router follows the events of this process from now on."""
+        self._feed = kv_feed.Feed(blocks, now)
+
+    def tend(self, now: float) -> None:
+        """An empty batch shows whether one was missed; what the feed asks for, it gets."""
+        self._send(())
+        feed = self._feed
+        if feed is None:
+            return
+        match feed.due(now):
+            case kv_feed.Ask.SNAPSHOT:
+                feed.snapshot(len(self._sent) - 1, dict(self.model.cache.parents), now)
+            case kv_feed.Ask.REPLAY:
+                for seq in range(max(feed.next, len(self._sent) - KEPT), len(self._sent)):
+                    feed.batch(seq, self._sent[seq], now)
+                feed.replay_ended(now)
+
+    def _tell(self, changed: Changed) -> None:
+        events: list[Event] = [BlockRemoved(list(changed.removed))] if changed.removed else []
+        for block, parent in changed.stored:
+            last = events[-1] if events else None
+            if isinstance(last, BlockStored) and last.block_hashes[-1] == parent:
+                last.block_hashes.append(block)
+            else:
+                events.append(BlockStored([block], parent, [], self._block_tokens))
+        self._send(events)
+
+    def _send(self, events: Sequence[Event]) -> None:
+        self._sent.append(events)
+        if len(self._sent) > KEPT:
+            self._sent[len(self._sent) - KEPT - 1] = ()
+        if self._feed is not None and self._rng.random() >= self._lost:
+            self._feed.batch(len(self._sent) - 1, events, asyncio.get_running_loop().time())
+
+
+class Inside:
+    """A router's scheduler and its cluster: `workloads.Asking` for every session."""
+
+    def __init__(self, roles: Sequence[Role], capacity: int, block_tokens: int, lost: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.asked: list[Asked] = []
+        self.compared: list[tuple[int, int]] = []
+        """Tokens of each prompt that the choice counted on, and that were cached where it was computed."""
+        listed = [(role, f"http://127.0.0.1:{1 + number}") for number, role in enumerate(roles)]
+        settings = RouterSettings(
+            decode=tuple(url for role, url in listed if role is not Role.PREFILL),
+            prefill=tuple(url for role, url in listed if role is Role.PREFILL),
+        )
+        self.scheduler = Scheduler(settings, Upstreams(1.0), random.Random(1), self._loop.time)
+        self.workers = {
+            seen.name: InsideWorker(
+                seen, Role.PREFILL if seen.listed is Role.PREFILL else roles[-1], capacity, block_tokens, lost
+            )
+            for seen in self.scheduler.workers.all
+        }
+        self.look()
+
+    def look(self) -> None:
+        """The router looks at the workers; one that began anew is followed anew."""
+        knowledge = self.scheduler.dispatcher.knowledge
+        for worker in self.workers.values():
+            load, before = worker.load, worker.seen.health.load
+            worker.seen.answered(load)
+            if before is None or before.epoch != load.epoch:
+                worker.followed(knowledge.blocks.open(knowledge.of(worker.seen).slot), self._loop.time())
+
+    async def watch(self, faults: Faults) -> None:
+        rng, restarted = random.Random(2), self._loop.time()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for worker in self.workers.values():
+                worker.tend(self._loop.time())
+            if faults.restart_s and self._loop.time() - restarted >= faults.restart_s:
+                restarted = self._loop.time()
+                rng.choice(list(self.workers.values())).begin()
+            self.look()
+
+    async def ask(self, messages: list[Message], tokens: int) -> str:
+        said = [prompt_chunks.Message(one["role"], one["content"]) for one in messages]
+        prompt = prompt_chunks.of_messages(said, None, prompt_chunks.root_name("", MODEL))
+        self.asked.append(one := Asked())
+        sent = self._loop.time()
+        try:
+            grant = await self.scheduler.pick(Ask(MODEL, prompt))
+        except BatonError:
+            return ""
+        made = next(
+            one for one in reversed(self.scheduler.dispatcher.dispatches) if one.number == grant.number
+        )
+        whole = False
+        try:
+            decode = self.workers[grant.decode].model
+            source = self.workers[grant.prefill].model if grant.prefill else decode
+            raw = prompt_text((m["role"], m["content"]) for m in messages)
+            text = text_of(raw, decode.block_tokens)
+            held = min(decode.cache.matched(text.blocks) * decode.block_tokens, text.tokens - 1)
+            done = await source.compute(text)
+            if source is not decode:
+                await asyncio.sleep(decode.timing.move_s)
+            self.scheduler.began(
+                grant,
+                PromptReport(
+                    tokens=text.tokens,
+                    cached=done.cached,
+                    held=held,
+                    queue_s=done.queue_s,
+                    compute_s=done.compute_s,
+                    transfer_s=0.0 if source is decode else decode.timing.move_s,
+                    remote=source is not decode,
+                    tail=f"{text.blocks[-1]:016x}" if text.blocks else "",
+                ),
+            )
+            self.compared.append((made.expected, done.cached))
+            one.wait, one.tokens, one.cached = self._loop.time() - sent, text.tokens, done.cached
+            answer = answer_text(text, tokens)
+            await decode.generate(text, tokens, lambda count: None)
+            decode.use(text_of(raw + answer.encode(), decode.block_tokens).blocks)
+            one.ok = whole = True
+            return answer
+        finally:
+            self.scheduler.let_go(grant, complete=whole)
+
+    async def pause(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+async def replay(
+    arrivals: Iterator[Arrival],
+    rate: float,
+    roles: Sequence[Role],
+    capacity: int,
+    block_tokens: int,
+    faults: Faults,
+) -> dict[str, float]:
+    loop = asyncio.get_running_loop()
+    inside = Inside(roles, capacity, block_tokens, faults.lost)
+    watch = asyncio.create_task(inside.watch(faults))
+    began = time.process_time()
+    await play(arrivals, inside, rate, loop.time, PATIENCE_S)
+    watch.cancel()
+    knowledge = inside.scheduler.dispatcher.knowledge
+    expected = sum(one for one, _ in inside.compared)
+    known = [knowledge.of(one.seen) for one in inside.workers.values()]
+    return figures_of(inside.asked, [one.figures for one in inside.workers.values()], loop.time(), 1.0) | {
+        "actual_expected": round(sum(one for _, one in inside.compared) / expected, 3) if expected else 1.0,
+        "left_booked": sum(one.computing.waiting + one.streams.count for one in known),
+        "chunks": len(knowledge),
+        "memory_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+        "processor_s": round(time.process_time() - began, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--workload", required=True, help=f"a trace, or one of {', '.join(workloads.MADE)}")
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--rates", type=float, nargs="+", default=[1.0], help="times the workload's own rate")
+    parser.add_argument("--prefill", type=int, default=8, help="workers; 0: the decode workers do it all")
+    parser.add_argument("--decode", type=int, default=4)
+    parser.add_argument("--capacity", type=int, default=2000, help="blocks of each worker")
+    parser.add_argument("--block-tokens", type=int, default=512)
+    parser.add_argument("--lost", type=float, default=0.0, help="share of the batches of events")
+    parser.add_argument("--restart-s", type=float, default=0.0, help="between two workers' beginning anew")
+    options = parser.parse_args()
+    alone = Role.DECODE if options.prefill else Role.BOTH
+    roles = [Role.PREFILL] * options.prefill + [alone] * options.decode
+    for rate in options.rates:
+        figures = virtual_time.run(
+            replay(
+                workloads.arrivals(options.workload, options.minutes),
+                rate,
+                roles,
+                options.capacity,
+                options.block_tokens,
+                Faults(options.lost, options.restart_s),
+            )
+        )
+        print(json.dumps({"rate": rate, **figures}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""
+What clients ask for in a replay: sessions that begin at a time of their own, and what each does then.
+
+A session asks, perhaps waits, and asks again with what it was answered; its seconds are those of the
+workload, which whoever plays it may let pass faster. All chance comes from the generator passed in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Protocol
+
+import xxhash
+
+TRACE_BLOCK_TOKENS = 512
+"""Of the Mooncake traces: each of a prompt's hash_ids stands for so many tokens."""
+
+Message = dict[str, str]
+
+
+class Asking(Protocol):
+    """What a session can do."""
+
+    async def ask(self, messages: list[Message], tokens: int) -> str:
+        """The answer, of so many tokens; empty if something went wrong, which is noted."""
+        ...
+
+    async def pause(self, seconds: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One session and the second of its begin."""
+
+    at_s: float
+    session: Callable[[Asking], Awaitable[object]]
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def words(seed: int, tokens: int) -> str:
+    """Text that is the same for the same seed and shares nothing with that of another."""
+    word = xxhash.xxh3_64_hexdigest(seed.to_bytes(8))
+    return (word * (tokens * 4 // len(word) + 1))[: tokens * 4]
+
+
+def mooncake(path: Path, minutes: float) -> Iterator[Arrival]:
+    """The first minutes of a Mooncake trace, each hash_id as a text of its own."""
+    for line in path.open():
+        row = json.loads(line)
+        if row["timestamp"] >= minutes * 60_000:
+            return
+
+        async def session(
+            asking: Asking,
+            ids: list[int] = row["hash_ids"],
+            size: int = row["input_length"],
+            tokens: int = row["output_length"],
+        ) -> None:
+            text = "".join(words(one, TRACE_BLOCK_TOKENS) for one in ids)
+            await asking.ask([user(text[: 4 * size])], tokens)
+
+        yield Arrival(row["timestamp"] / 1e3, session)
+
+
+def system_prompts(rng: random.Random, minutes: float, per_s: float = 8.0) -> Iterator[Arrival]:
+    """Fifty system prompts of 2,000 to 8,000 tokens, some far more popular than others (Zipf 1.1)."""
+    sizes = [rng.randrange(2000, 8000) for _ in range(50)]
+    weights = list(accumulate((rank + 1) ** -1.1 for rank in range(50)))
+    for number, at_s in enumerate(_poisson(rng, minutes, per_s)):
+        which = rng.choices(range(50), cum_weights=weights)[0]
+        system = {"role": "system", "content": words(which, sizes[which])}
+
+        async def session(asking: Asking, system: Message = system, number: int = number) -> None:
+            await asking.ask([system, user(words(1_000_000 + number, 256))], 100)
+
+        yield Arrival(at_s, session)
+
+
+def chats(rng: random.Random, minutes: float, per_s: float = 1.2) -> Iterator[Arrival]:
+    """Conversations of 2 to 12 turns with some seconds of thought between, and long answers."""
+    for number, at_s in enumerate(_poisson(rng, minutes, per_s)):
+        dice = random.Random(rng.random())
+
+        async def session(asking: Asking, number: int = number, dice: random.Random = dice) -> None:
+            messages = [user(words(number << 16, dice.randrange(500, 4000)))]
+            for turn in range(dice.randrange(2, 13)):
+                answer = await asking.ask(messages, dice.randrange(100, 600))
+                more = words((number << 16) + turn + 1, dice.randrange(20, 300))
+                messages = [*messages, {"role": "assistant", "content": answer}, user(more)]
+                await asking.pause(dice.expovariate(1 / 5))
+
+        yield Arrival(at_s, session)
+
+
+def trees(rng: random.Random, minutes: float, per_s: float = 0.08) -> Iterator[Arrival]:
+    """Trees of thought: four levels, each thought with four children, a whole level asked for at once."""
+    for number, at_s in enumerate(_poisson(rng, minutes, per_s)):
+
+        async def session(asking: Asking, number: int = number) -> None:
+            level = [[user(words(number << 16, 3000))]]
+            names = iter(range((number << 16) + 1, (number + 1) << 16))
+            for _ in range(4):
+                answers = await asyncio.gather(*(asking.ask(one, 150) for one in level))
+                level = [
+                    [*one, {"role": "assistant", "content": answer}, user(words(next(names), 40))]
+                    for one, answer in zip(level, answers, strict=True)
+                    for _ in range(4)
+                ]
+
+        yield Arrival(at_s, session)
+
+
+def unique(rng: random.Random, minutes: float, per_s: float = 40.0) -> Iterator[Arrival]:
+    """Prompts that share nothing."""
+    for number, at_s in enumerate(_poisson(rng, minutes, per_s)):
+
+        async def session(asking: Asking, number: int = number) -> None:
+            await asking.ask([user(words(number, 500))], 16)
+
+        yield Arrival(at_s, session)
+
+
+MADE: dict[str, Callable[[random.Random, float], Iterator[Arrival]]] = {
+    "system_prompts": system_prompts,
+    "chats": chats,
+    "trees": trees,
+    "unique": unique,
+}
+
+
+def arrivals(name: str, minutes: float) -> Iterator[Arrival]:
+    """One of `MADE`, or a Mooncake trace by its path."""
+    made = MADE.get(name)
+    return made(random.Random(1), minutes) if made else mooncake(Path(name), minutes)
+
+
+def _poisson(rng: random.Random, minutes: float, per_s: float) -> Iterator[float]:
+    at_s = 0.0
+    while (at_s := at_s + rng.expovariate(per_s)) < 60 * minutes:
+        yield at_s
