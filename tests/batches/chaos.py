@@ -77,7 +77,7 @@ class Cluster:
     ) -> None:
         """`environment` says which database it is, if it is not SQLite in `folder`."""
         self._folder = folder
-        self._ports = _free_ports(3)
+        self._ports = free_ports(3)
         self.url = f"http://127.0.0.1:{self._ports[0]}"
         self.programs: dict[str, Program] = {}
         for number, port in enumerate(self._ports[1:]):
@@ -200,8 +200,8 @@ class Report:
         kills = ", ".join(f"{count} of {name}" for name, count in sorted(self.kills.items()))
         return (
             f"{self.kills.total()} kills ({kills}) in {self.seconds:.0f} s; {self.batches} batches of "
-            f"together {self.lines} lines: {self.lost} lost, {self.doubled} doubled, {self.different} outputs "
-            "different."
+            f"together {self.lines} lines: {self.lost} lost, {self.doubled} doubled, {self.different} "
+            "outputs different."
         )
 
     def add(self, batch: str, output: bytes, expected: bytes) -> None:
@@ -295,7 +295,7 @@ def await_true(claim: Callable[[], bool], seconds: float, what: str) -> None:
         time.sleep(POLL_S)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [one.getsockname()[1] for one in sockets]

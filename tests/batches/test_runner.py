@@ -42,6 +42,7 @@ class FakeRouter(Door):
         self.under_way: dict[int, asyncio.Future[Answer]] = {}
         self.widest = 0
         self.away_until = 0.0
+        self.broken_until = 0.0
         self.order = Order.GO_ON
         self.taken = False
 
@@ -87,7 +88,7 @@ class FakeRouter(Door):
             pass
         finally:
             del self.under_way[number]
-        return self.answer(number, kind)
+        return self.answer(number, "broken" if now < self.broken_until else kind)
 
     def answer(self, number: int, kind: str) -> Answer:
         match kind:
@@ -168,6 +169,19 @@ def test_a_router_that_is_away_is_waited_for() -> None:
     router.away_until = 3600.0
     assert len(served(router, 99)) == 99
     assert set(router.tries.values()) == {1}
+
+
+def test_a_service_that_fails_for_everybody_is_waited_for() -> None:
+    router = FakeRouter([line(number) for number in range(1, 400)], random.Random(1))
+    router.broken_until = 300.0
+    found = served(router, 399)
+    assert {result.status for result in found.values()} == {200}
+
+
+def test_a_line_that_fails_alone_is_given_up_soon() -> None:
+    router = FakeRouter([line(1, "broken"), *(line(number) for number in range(2, 400))], random.Random(1))
+    assert served(router, 399, window=4)[1].status == 500
+    assert router.tries[1] <= 6
 
 
 def test_a_cancelled_batch_keeps_what_is_done_and_starts_no_more() -> None:

@@ -33,7 +33,7 @@ class Execution:
         self.url = ""
         """Where this router listens. Runners are started only if somebody has said so."""
         self._settings = settings
-        self._supervisor = Supervisor(storage, secret, settings.batch_parallel)
+        self._supervisor = Supervisor(storage, secret, settings.batch_parallel, settings.batch_lease_s)
         self._supervising: asyncio.Task[None] | None = None
 
     def start(self) -> None:

@@ -57,7 +57,10 @@ def answered(line: int, name: str, status: int, body: bytes) -> Result | None:
 
 def given_up(line: int, name: str, outcome: Outcome, tries: Tries, status: int, body: bytes) -> Result:
     """The result of a line that is not sent again."""
-    if outcome is Outcome.FAULT and (last := answered(line, name, status, body)) is not None:
+    if (
+        outcome in (Outcome.FAULT, Outcome.OUTAGE)
+        and (last := answered(line, name, status, body)) is not None
+    ):
         return last
     match outcome:
         case Outcome.SLOW:
@@ -71,5 +74,6 @@ def given_up(line: int, name: str, outcome: Outcome, tries: Tries, status: int, 
             )
         case _:
             code = "server_error"
-            message = f"The service answered with status {status} and no JSON, {tries.faults} times over."
+            times = tries.faults + tries.outages
+            message = f"The service answered with status {status} and no JSON, {times} times over."
     return Result(line, 0, msgspec.json.encode({"code": code, "message": message}), name)

@@ -2,7 +2,8 @@
 What becomes of a line that was sent and did not come back well: again, again alone, or given up.
 
 Pure. A refusal for lack of room counts against nobody, and neither does a router that is away: the line waits
-for as long as the batch may take. An error of the service is tried again a few times. A line whose worker was
+for as long as the batch may take. An error of the service is tried again: a few times while others are
+answered, for a quarter of an hour while nobody is, because then it is not the line. A line whose worker was
 lost may be what lost it, or may have been beside that one; so after a few losses it is set aside and sent
 alone, and what loses workers then too is not sent any more.
 """
@@ -15,6 +16,9 @@ from dataclasses import dataclass, replace
 
 FAULTS = 5
 """Errors of the service after which the last of them is the line's answer."""
+
+OUTAGES = 30
+"""The same for errors since the one before which nobody at all was answered."""
 
 TIMEOUTS = 3
 """Times that a line may take too long."""
@@ -44,6 +48,8 @@ class Outcome(enum.Enum):
     """With what the same line would be answered again."""
     BUSY = "busy"
     FAULT = "fault"
+    OUTAGE = "outage"
+    """A fault that others have as well."""
     LOST = "lost"
     """The worker, or the connection while the answer was awaited."""
     SLOW = "slow"
@@ -56,6 +62,7 @@ class Tries:
     """What one line has been through, in this runner."""
 
     faults: int = 0
+    outages: int = 0
     timeouts: int = 0
     losses: int = 0
     refusals: int = 0
@@ -67,12 +74,14 @@ class Tries:
 
     @property
     def failures(self) -> int:
-        return self.faults + self.timeouts + self.losses
+        return self.faults + self.outages + self.timeouts + self.losses
 
     def after(self, outcome: Outcome) -> Tries:
         match outcome:
             case Outcome.FAULT:
                 return replace(self, faults=self.faults + 1)
+            case Outcome.OUTAGE:
+                return replace(self, outages=self.outages + 1)
             case Outcome.SLOW:
                 return replace(self, timeouts=self.timeouts + 1)
             case Outcome.LOST:
@@ -85,7 +94,12 @@ class Tries:
     @property
     def exhausted(self) -> bool:
         """Whether it is not to be sent again."""
-        return self.faults >= FAULTS or self.timeouts >= TIMEOUTS or self.losses >= LOSSES + LOSSES_ALONE
+        return (
+            self.faults >= FAULTS
+            or self.outages >= OUTAGES
+            or self.timeouts >= TIMEOUTS
+            or self.losses >= LOSSES + LOSSES_ALONE
+        )
 
 
 def outcome(status: int, code: str | None) -> Outcome:

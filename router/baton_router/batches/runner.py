@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import random
 from contextlib import suppress
 from dataclasses import replace
@@ -46,6 +47,8 @@ class Runner:
         self._window = Window(self._clock(), most=lease.window)
         self._waiting = Waiting()
         self._outbox = Outbox(door.record)
+        self._answered_at = -math.inf
+        """When a line last came back well."""
         self._under_way: set[asyncio.Task[None]] = set()
         self._held = 0
         self._sends = itertools.count()
@@ -128,21 +131,26 @@ class Runner:
         elif outcome is Outcome.ANSWERED:
             result = line_results.answered(number, name, answer.status, answer.body)
             outcome = outcome if result else Outcome.FAULT
+        if outcome is Outcome.FAULT and pending.tries.failures and self._answered_at < pending.failed_at:
+            outcome = Outcome.OUTAGE
         tries = pending.tries.after(outcome)
         if result is None and tries.exhausted:
             result = line_results.given_up(number, name, outcome, tries, answer.status, answer.body)
+        now = self._clock()
         if result is not None:
-            self._window.answered(self._clock())
+            if outcome is Outcome.ANSWERED:
+                self._answered_at = now
+                self._window.answered(now)
             self._done(pending, result)
         else:
-            self._again(replace(pending, tries=tries), outcome, sent, answer.retry_s)
+            self._again(replace(pending, tries=tries, failed_at=now), outcome, sent, answer.retry_s)
 
     def _done(self, pending: Pending, result: Result) -> None:
         self._held -= len(pending.line.text)
         self._outbox.put(result)
 
     def _again(self, pending: Pending, outcome: Outcome, sent: float, retry_s: float) -> None:
-        now, tries = self._clock(), pending.tries
+        now, tries = pending.failed_at, pending.tries
         if outcome in (Outcome.BUSY, Outcome.AWAY):
             wait = max(retry_s, retrying.wait_s(min(tries.refusals, PATIENCE), self._rng))
             self._window.refused(sent, now, wait)

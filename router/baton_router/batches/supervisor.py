@@ -1,9 +1,10 @@
 """
 Runners on one machine: one process for each batch that has lines to run and nobody who runs them.
 
-The ledger says which batches those are; leases see to it that of several routers' runners one works. A runner
-that dies loses its lease at once and is started again, more and more slowly while it gets nothing done. No
-runner outlives its router: each holds the end of a pipe that closes with it.
+The ledger says which batches those are. A router takes a batch's lease in the name of the runner that it then
+starts, so that of several routers one starts a runner, and of several runners one works. A runner that dies
+loses its lease at once and is started again, more and more slowly while it gets nothing done. No runner
+outlives its router: each holds the end of a pipe that closes with it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from baton_router.batches.values import Batch, Status
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0
+LOOK_S = 0.5
 """Seconds from one look at the ledger to the next."""
 
 FIRST_DELAY_S = 0.5
@@ -74,9 +75,15 @@ class Supervisor:
     """The runners of one router."""
 
     def __init__(
-        self, storage: Storage, secret: bytes, places: int, clock: Callable[[], float] = time.time
+        self,
+        storage: Storage,
+        secret: bytes,
+        places: int,
+        lease_s: float,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """At most `places` run at a time. `clock` gives seconds of the Unix epoch."""
+        self._lease_s = lease_s
         self._storage = storage
         self._secret = secret
         self._places = places
@@ -84,10 +91,6 @@ class Supervisor:
         self._running: dict[str, tuple[Batch, asyncio.Task[None]]] = {}
         self._setbacks: dict[str, Setback] = {}
         self._news = asyncio.Event()
-
-    def look(self) -> None:
-        """There may be something to run: do not wait for the next look."""
-        self._news.set()
 
     async def run(self, url: str) -> None:
         """Keep runners that speak to the router at `url`, until cancelled; then none is left."""
@@ -123,13 +126,22 @@ class Supervisor:
     async def _keep(self, batch: Batch, url: str) -> None:
         """One runner, from its start to its end."""
         name = default_name()
-        status: int | None = None
+        ledger, now = self._storage.ledger, self._clock()
         try:
-            status = await self._child(batch, url, name)
+            epoch = await self._storage.run(lambda: ledger.lease(batch.id, name, now, self._lease_s))
+            if epoch is not None:  # else another router was faster
+                try:
+                    status = await self._child(batch, url, name)
+                except asyncio.CancelledError:
+                    await self._gone(batch, name, Ended.TOLD_TO)
+                    raise
+                await self._gone(batch, name, status)
+        except BatonError as error:
+            log.warning("%s is not run for now: %s", batch.id, error.message)
+            self._set_back(batch)
         finally:
             del self._running[batch.id]
             self._news.set()
-            await asyncio.shield(self._gone(batch.id, name, status))
 
     async def _child(self, batch: Batch, url: str, name: str) -> int:
         token = runner_tokens.issue(
@@ -155,25 +167,19 @@ class Supervisor:
                 await child.wait()
             raise
 
-    async def _gone(self, id: str, name: str, status: int | None) -> None:
-        """The runner has ended: let another have the batch, after a while if this one did nothing."""
-        try:
-            batch = await self._storage.run(partial(self._let_go, id, name))
-        except BatonError as error:
-            log.warning("The lease of a runner that has ended lasts until it runs out: %s", error.message)
+    async def _gone(self, batch: Batch, name: str, status: int) -> None:
+        """The runner has ended: let another have the batch, after a while if this one got nothing done."""
+        batch = await self._storage.run(partial(self._let_go, batch.id, name))
+        if status in (Ended.THROUGH, Ended.TOLD_TO) or batch.status.ended:
+            self._setbacks.pop(batch.id, None)
             return
-        if status in (Ended.THROUGH, Ended.TOLD_TO, None) or batch.status.ended:
-            self._setbacks.pop(id, None)
-            return
-        self._setbacks[id] = Setback.after(self._setbacks.get(id), batch.done, self._clock())
+        self._set_back(batch)
         if status != Ended.DISMISSED:
-            log.warning(
-                "A runner of %s ended with status %d; %d of %d lines are done.",
-                id,
-                status,
-                batch.done,
-                batch.total,
-            )
+            done = f"{batch.done} of {batch.total} lines are done"
+            log.warning("A runner of %s ended with status %d; %s.", batch.id, status, done)
+
+    def _set_back(self, batch: Batch) -> None:
+        self._setbacks[batch.id] = Setback.after(self._setbacks.get(batch.id), batch.done, self._clock())
 
     def _let_go(self, id: str, name: str) -> Batch:
         batch = self._storage.ledger.find(id)

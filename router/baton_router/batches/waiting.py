@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ class Pending:
 
     line: Line
     tries: Tries = UNTRIED
+    failed_at: float = -math.inf
+    """When the last try came back."""
 
 
 class Waiting:

@@ -1,0 +1,98 @@
+"""Two routers on one Postgres and one folder of files: one goes on with what the other ran, or ends it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from baton_cli.batch_service import BatchService
+from tests.batches import chaos
+from tests.batches.chaos import Program, Router
+from tests.batches.postgres import Postgres
+
+LINES = 300
+
+
+@dataclass
+class Pair:
+    """Both routers, and a client of each."""
+
+    routers: list[Router]
+    services: list[BatchService]
+    folder: Path
+
+    def submit(self, to: int, lines: int = LINES) -> str:
+        source = self.folder / "input.jsonl"
+        chaos.write_lines(source, lines)
+        return chaos.submit(self.services[to], source)
+
+    def running(self, id: str) -> None:
+        """Wait until some of its lines are done."""
+
+        def some_done() -> bool:
+            return bool(self.services[0].batch(id)["request_counts"]["completed"])
+
+        chaos.await_true(some_done, 30, f"{id} has begun")
+
+    def who_runs(self) -> int:
+        """Which router has a runner: one only."""
+        having = [number for number, router in enumerate(self.routers) if router.runners()]
+        assert len(having) == 1, having
+        return having[0]
+
+
+@pytest.fixture
+def pair(postgres: Postgres, tmp_path: Path) -> Iterator[Pair]:
+    ports = chaos.free_ports(3)
+    environment = {"BATON_ROUTER_DATABASE": postgres.new_database()}
+    arguments = ["tests.batches.mock_worker", f"--port={ports[0]}", "--seconds=0.1", "--places=8"]
+    with contextlib.ExitStack() as stack:
+        worker = Program(arguments, tmp_path / "worker.log", {})
+        stack.callback(worker.kill)
+        routers, services = [], []
+        for number, port in enumerate(ports[1:]):
+            router = Router(tmp_path, port, ports[:1], environment, f"router-{number}")
+            stack.callback(router.program.kill)
+            service = BatchService(router.url, "", lambda reason: None)
+            stack.callback(service.close)
+            routers.append(router)
+            services.append(service)
+        for router in routers:
+            router.await_ready()
+        yield Pair(routers, services, tmp_path)
+
+
+@pytest.mark.processes
+def test_one_cancels_what_the_other_runs(pair: Pair) -> None:
+    id = pair.submit(to=0, lines=3000)
+    pair.running(id)
+    other = 1 - pair.who_runs()
+    assert pair.services[other].cancel(id)["status"] == "cancelling"
+    batch = chaos.ended(pair.services[other], id)
+    assert batch["status"] == "cancelled"
+    counts = batch["request_counts"]
+    assert 0 < counts["completed"] < counts["total"] == 3000
+    output = chaos.output_of(pair.services[other], batch, pair.folder)
+    assert output.count(b"\n") == counts["completed"]
+    chaos.await_true(lambda: not pair.routers[1 - other].runners(), 10, "its runner has ended")
+
+
+@pytest.mark.processes
+def test_whichever_dies_the_other_goes_on(pair: Pair) -> None:
+    id = pair.submit(to=0)
+    pair.running(id)
+    first = pair.who_runs()
+    runner = pair.routers[first].runners()[0]
+    pair.routers[first].program.kill()
+    chaos.await_true(lambda: not runner.is_running(), 5, "the runner has ended with its router")
+    batch = chaos.ended(pair.services[1 - first], id)
+    assert batch["status"] == "completed"
+    assert batch["request_counts"] == {"total": LINES, "completed": LINES, "failed": 0}
+    output = chaos.output_of(pair.services[1 - first], batch, pair.folder)
+    report = chaos.Report()
+    report.add(id, output, chaos.anonymous(id, output))
+    assert (report.lines, report.lost, report.doubled) == (LINES, 0, 0)

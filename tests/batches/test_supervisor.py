@@ -1,0 +1,71 @@
+"""Whose batches are run when there is room for some, and how soon a runner that failed is started again."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+
+import pytest
+
+from baton_router.batches.supervisor import Setback, chosen
+from baton_router.batches.values import Batch, Status
+
+PLAIN = Batch(
+    **{field.name: None for field in dataclasses.fields(Batch)}  # type: ignore[arg-type]
+)
+
+
+def batch(seq: int, owner: str) -> Batch:
+    return dataclasses.replace(PLAIN, seq=seq, id=f"batch_{seq}", owner=owner, status=Status.IN_PROGRESS)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "running", "places", "begun"),
+    [
+        ("", "", 2, []),
+        ("a", "", 2, [1]),
+        ("aaa", "", 2, [1, 2]),
+        ("aab", "", 2, [1, 3]),
+        ("aab", "a", 2, [3]),
+        ("ab", "ab", 2, []),
+        ("aaabc", "", 3, [1, 4, 5]),
+        ("aab", "bb", 4, [1, 2]),
+    ],
+    ids=[
+        "nothing waits",
+        "one waits",
+        "one owner has all places",
+        "two owners share",
+        "who has one waits",
+        "no room",
+        "three owners",
+        "who has two waits longer",
+    ],
+)
+def test_owners_take_turns(waiting: str, running: str, places: int, begun: list[int]) -> None:
+    candidates = [batch(number, owner) for number, owner in enumerate(waiting, 1)]
+    held = [batch(100 + number, owner) for number, owner in enumerate(running)]
+    assert [one.seq for one in chosen(candidates, held, places)] == begun
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_owner_has_two_more_than_one_who_waits(seed: int) -> None:
+    rng = random.Random(seed)
+    waiting = [batch(number, rng.choice("abcd")) for number in range(rng.randint(0, 30))]
+    places = rng.randint(1, 12)
+    begun = chosen(waiting, [], places)
+    assert len(begun) == min(places, len(waiting))
+    held = Counter(one.owner for one in begun)
+    for owner in {one.owner for one in waiting if one not in begun}:
+        assert max(held.values(), default=0) - held[owner] <= 1
+
+
+def test_a_runner_that_gets_nothing_done_is_started_less_and_less_often() -> None:
+    setback: Setback | None = None
+    waits = []
+    for _ in range(9):
+        setback = Setback.after(setback, done=7, now=0.0)
+        waits.append(setback.until)
+    assert waits == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert Setback.after(setback, done=8, now=0.0).until == 0.5
