@@ -119,8 +119,8 @@ class Asked:
         self.answer_tokens = wishes.answer_tokens
         self.urgency = urgency(self.headers, tenant)
 
-    def ask(self, tried: tuple[str, ...] = ()) -> Ask:
-        """What a scheduler is asked, if those of `tried` had the request already."""
+    def ask(self, tried: tuple[str, ...] = (), waited_s: float | None = None) -> Ask:
+        """What a scheduler is asked, if the request comes back after `waited_s`: without one it is new."""
         tenant = self.tenant
         kind, objective_s = self.urgency
         limits = tenant.limits
@@ -135,6 +135,8 @@ class Asked:
             self.streams,
             self.answer_tokens,
             len(self.body),
+            waited_s is not None,
+            waited_s or 0.0,
         )
 
     @property

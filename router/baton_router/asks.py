@@ -33,6 +33,10 @@ class Ask(msgspec.Struct, frozen=True):
     """It wants at most so many; None if it does not say."""
     size: int = 0
     """Bytes of its body."""
+    again: bool = False
+    """Whether it was given to a worker before: then it goes first, and is let in in any case."""
+    waited_s: float = 0.0
+    """Since it came for the first time, if it is to be counted."""
 
 
 class Grant(msgspec.Struct, frozen=True):

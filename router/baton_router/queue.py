@@ -184,13 +184,13 @@ class Queue:
             number=next(self._numbers),
             tenant=ask.tenant,
             level=LEVELS[ask.kind],
-            arrived=now,
+            arrived=now - ask.waited_s,
             best_s=plan.compute_s if plan else 0.0,
             cost=(plan.uncached if plan else 1) + ANSWER_COST * answer,
             size=ask.size + ENTRY_BYTES,
             objective_s=on.objective_s,
             patience_s=on.patience_s if plan else min(on.patience_s, settings.recovery_s),
-            again=bool(ask.tried),
+            again=ask.again,
             ask=ask,
             future=asyncio.get_running_loop().create_future(),
             plan=plan,
@@ -338,6 +338,8 @@ class Queue:
         computing = made.computing
         if computing.computing.waiting and not self._is_free(computing, made.uncached, now):
             return False
+        if ask.again and made.pair.decode.health.full_until > now:
+            return False  # to ask it again at once would be no use
         return ask.kind != BATCH or _has_spare_blocks(made.generating)
 
     def _is_free(self, known: Known, tokens: int, now: float) -> bool:

@@ -67,9 +67,9 @@ class Quotas:
         prompt = math.ceil(ask.prompt.bytes / BYTES_PER_TOKEN)
         expected = math.ceil(self._answer_tokens())
         answer = expected if ask.answer_tokens is None else min(expected, ask.answer_tokens)
-        if ask.tried:
+        if ask.again:
             quota.reopen(prompt + answer, now)
         elif refusal := quota.admit(prompt + answer, now):
             self._rejects[refusal.limit] += 1
             raise RateLimited(refusal.limit, refusal.most, math.ceil(refusal.wait_s))
-        return Reservation(quota, prompt, answer, not ask.tried)
+        return Reservation(quota, prompt, answer, not ask.again)

@@ -20,7 +20,7 @@ from baton_router.prompt_chunks import of_text
 from baton_router.queue import NEARLY_DONE_S, TOGETHER_S, Queue
 from baton_router.settings import RouterSettings
 from baton_router.upstream import Upstream
-from baton_router.workers import Worker, Workers
+from baton_router.workers import FULL_S, Worker, Workers
 
 LONG, SHORT = 40_000, 400
 """Bytes of prompts."""
@@ -201,10 +201,21 @@ async def test_who_comes_back_goes_first() -> None:
     async with cluster_of(2) as cluster:
         first = await cluster.send("first", LONG)
         await cluster.send("critical", SHORT, kind="critical")
-        await cluster.send("again", LONG, kind="critical", tried=(cluster.decodes[0].name,))
+        await cluster.send("again", LONG, kind="critical", tried=(cluster.decodes[0].name,), again=True)
         await cluster.finish(first)
         assert cluster.gone == ["first", "again"]
         assert cluster.tasks["again"].result().pair.decode is cluster.decodes[1]
+
+
+async def test_a_worker_that_was_full_is_not_asked_again_at_once() -> None:
+    async with cluster_of(1, 0) as cluster:
+        worker = cluster.decodes[0]
+        worker.health = worker.health.full(cluster.now)
+        await cluster.send("again", again=True)
+        await cluster.pass_time(FULL_S - 0.1)
+        assert cluster.gone == []
+        await cluster.pass_time(0.2)
+        assert cluster.gone == ["again"]
 
 
 async def test_batch_leaves_a_tenth_of_the_blocks_free() -> None:
