@@ -1,4 +1,4 @@
-"""Rows of output and error files: in the order of the input, one line each, whatever the results look like."""
+"""Rows of output and error files: in the input's order, one line each, whatever the results look like."""
 
 from __future__ import annotations
 
