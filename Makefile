@@ -25,11 +25,13 @@ check: $(VENV)/dev ## what a change must pass besides the tests
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+	$(PYTHON) -m baton_operator.crd --check
 	$(PYTHON) -m baton_cli.reference --check
 
 fix: $(VENV)/dev ## format, repair what can be repaired, write the generated pages
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+	$(PYTHON) -m baton_operator.crd
 	$(PYTHON) -m baton_cli.reference
 
 bench: $(VENV)/dev ## measure this machine's limits and MODEL (default smollm2) served alone and by a pair

@@ -1,0 +1,1 @@
+"""Turns an InferenceService into prefill workers, decode workers and a router, and keeps them so."""

@@ -1,0 +1,235 @@
+"""
+The CustomResourceDefinitions, generated from the types: `python -m baton_operator.crd [--check]`.
+
+The files in `crds/` are for people and for the chart; nothing reads them back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from baton_operator.kinds.batch_job import BatchJobSpec, BatchJobStatus
+from baton_operator.kinds.inference_service import InferenceServiceSpec, InferenceServiceStatus
+from baton_operator.kinds.lora_adapter import LoraAdapterSpec, LoraAdapterStatus
+from baton_operator.kinds.part import Rule
+from baton_operator.kinds.role_scaler import RoleScalerSpec, RoleScalerStatus
+from baton_operator.schema import Schema, structural
+
+GROUP = "baton.dev"
+VERSION = "v1alpha1"
+NAME_LIMIT = 40
+"""Characters of a service's name: what is made for it has up to 23 more, and 63 are all there are."""
+
+HEAD = "# Generated from baton_operator by `make fix`. Do not edit.\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """What `kubectl get` shows."""
+
+    name: str
+    path: str
+    type: str = "string"
+    wide: bool = False
+    """Whether only `-o wide` shows it."""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        priority = {"priority": 1} if self.wide else {}
+        return {"name": self.name, "type": self.type, "jsonPath": self.path, **priority}
+
+
+AGE = Column("Age", ".metadata.creationTimestamp", "date")
+
+
+def _condition(type: str, field: str = "status") -> str:
+    return f'.status.conditions[?(@.type=="{type}")].{field}'
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """One kind of custom resource."""
+
+    kind: str
+    plural: str
+    short: str
+    description: str
+    spec: type[BaseModel]
+    status: type[BaseModel]
+    columns: tuple[Column, ...]
+    rules: tuple[Rule, ...] = ()
+    """Of the whole object."""
+    scale: dict[str, str] | None = None
+    """Paths of the scale subresource, if it has one."""
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """The CustomResourceDefinition."""
+        scale = {"scale": self.scale} if self.scale else {}
+        return {
+            "apiVersion": "apiextensions.k8s.io/v1",
+            "kind": "CustomResourceDefinition",
+            "metadata": {"name": f"{self.plural}.{GROUP}"},
+            "spec": {
+                "group": GROUP,
+                "scope": "Namespaced",
+                "names": {
+                    "kind": self.kind,
+                    "listKind": f"{self.kind}List",
+                    "plural": self.plural,
+                    "singular": self.kind.lower(),
+                    "shortNames": [self.short],
+                    "categories": ["baton"],
+                },
+                "versions": [
+                    {
+                        "name": VERSION,
+                        "served": True,
+                        "storage": True,
+                        "schema": {"openAPIV3Schema": self._schema},
+                        "subresources": {"status": {}, **scale},
+                        "additionalPrinterColumns": [column.schema for column in self.columns],
+                    }
+                ],
+            },
+        }
+
+    @property
+    def _schema(self) -> Schema:
+        checked = [rule.schema for rule in self.rules]
+        return {
+            "description": self.description,
+            "type": "object",
+            "required": ["spec"],
+            "properties": {
+                "apiVersion": {"type": "string", "description": "Version of this kind of object."},
+                "kind": {"type": "string", "description": "Kind of object."},
+                "metadata": {"type": "object"},
+                "spec": structural(self.spec),
+                "status": structural(self.status),
+            },
+            **({"x-kubernetes-validations": checked} if checked else {}),
+        }
+
+
+RESOURCES = (
+    Resource(
+        kind="InferenceService",
+        plural="inferenceservices",
+        short="isvc",
+        description="A model, served by prefill workers, decode workers and routers.",
+        spec=InferenceServiceSpec,
+        status=InferenceServiceStatus,
+        columns=(
+            Column("Model", ".status.modelName"),
+            Column("Ready", _condition("Ready")),
+            Column("Reason", _condition("Ready", "reason"), wide=True),
+            Column("Prefill", ".status.prefillSummary"),
+            Column("Decode", ".status.decodeSummary"),
+            Column("Router", ".status.routerSummary", wide=True),
+            Column("Revision", ".status.currentRevision", wide=True),
+            Column("URL", ".status.url"),
+            AGE,
+        ),
+        rules=(
+            Rule(
+                f"size(self.metadata.name) <= {NAME_LIMIT}",
+                f"the name has at most {NAME_LIMIT} characters: names of what is made for it are longer",
+            ),
+        ),
+    ),
+    Resource(
+        kind="RoleScaler",
+        plural="rolescalers",
+        short="rsc",
+        description="How many workers one role of an InferenceService is to have, for whoever scales it.",
+        spec=RoleScalerSpec,
+        status=RoleScalerStatus,
+        columns=(
+            Column("Service", ".spec.serviceName"),
+            Column("Role", ".spec.role"),
+            Column("Desired", ".spec.replicas", "integer"),
+            Column("Replicas", ".status.replicas", "integer"),
+            AGE,
+        ),
+        scale={
+            "specReplicasPath": ".spec.replicas",
+            "statusReplicasPath": ".status.replicas",
+            "labelSelectorPath": ".status.selector",
+        },
+    ),
+    Resource(
+        kind="BatchJob",
+        plural="batchjobs",
+        short="bj",
+        description="A file of requests, answered by an InferenceService with what others leave over.",
+        spec=BatchJobSpec,
+        status=BatchJobStatus,
+        columns=(
+            Column("Service", ".spec.serviceName"),
+            Column("Phase", ".status.phase"),
+            Column("Progress", ".status.progress"),
+            Column("Batch", ".status.batchId", wide=True),
+            AGE,
+        ),
+    ),
+    Resource(
+        kind="LoraAdapter",
+        plural="loraadapters",
+        short="lora",
+        description="An adapter of a model; not active in this release.",
+        spec=LoraAdapterSpec,
+        status=LoraAdapterStatus,
+        columns=(
+            Column("Service", ".spec.serviceName"),
+            Column("Active", _condition("Active")),
+            Column("Reason", _condition("Active", "reason")),
+            AGE,
+        ),
+    ),
+)
+
+
+class _Plain(yaml.SafeDumper):
+    """Writes what is there twice twice: the API server's tools know aliases, people read badly around
+    them."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def files() -> dict[str, str]:
+    """Names of the files in `crds/` and their content."""
+    return {
+        f"{GROUP}_{one.plural}.yaml": HEAD
+        + yaml.dump(one.definition, Dumper=_Plain, sort_keys=False, width=110)
+        for one in RESOURCES
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    parser.add_argument("--folder", type=Path, default=Path("crds"))
+    given = parser.parse_args()
+    made = files()
+    if not given.check:
+        given.folder.mkdir(exist_ok=True)
+        for name, text in made.items():
+            (given.folder / name).write_text(text)
+        return
+    there = {file.name: file.read_text() for file in given.folder.glob("*.yaml")}
+    stale = sorted(name for name in made.keys() | there.keys() if made.get(name) != there.get(name))
+    if stale:
+        sys.exit(f"Not current in {given.folder}: {', '.join(stale)}. Run `make fix`.")
+
+
+if __name__ == "__main__":
+    main()

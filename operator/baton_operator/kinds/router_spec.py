@@ -1,0 +1,146 @@
+"""The routers of a service, and how they are reached from outside of the cluster."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from baton_operator.kinds.engine import Arguments, Environment, Image
+from baton_operator.kinds.model import SecretReference
+from baton_operator.kinds.part import Annotations, Anything, Label, Part, Quantity, Rule, Subdomain, rules
+from baton_operator.kinds.worker_role import Placement
+
+
+class RouterResources(Part):
+    """What one router needs."""
+
+    cpu: Quantity = "1"
+    """Processors, requested."""
+
+    memory: Quantity = "512Mi"
+    """Memory, requested and the limit."""
+
+
+class Router(Part):
+    """The routers."""
+
+    replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    """How many. Each knows only of its own requests, so few large ones route better than many small ones."""
+
+    processes: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes of each that hold clients' connections."""
+
+    image: Image | None = None
+    """Image of the routers; the operator's own default if it is left out."""
+
+    alone_tokens: Annotated[int, Field(ge=0, le=10_000_000)] = 512
+    """Most tokens of a prompt that a decode worker is asked to compute by itself while there is a prefill
+    worker."""
+
+    queue_limit: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
+    """Most requests that wait in one router."""
+
+    hold_for_scale_from_zero_seconds: Annotated[int, Field(ge=0, le=3600)] = 0
+    """Seconds for which requests wait while there is no worker at all."""
+
+    args: Arguments = []
+    """Further flags of `baton router`."""
+
+    env: Environment = []
+    """Further environment."""
+
+    resources: RouterResources = RouterResources()
+    """What one router needs."""
+
+    placement: Placement = Placement()
+    """On which nodes routers are placed."""
+
+    pod_template: Anything | None = None
+    """A PodTemplateSpec that is merged over what the operator makes; the router's container is called
+    main."""
+
+
+class GatewayReference(Part):
+    """A Gateway that an HTTPRoute is attached to."""
+
+    name: Subdomain
+    """Name of the Gateway."""
+
+    namespace: Label | None = None
+    """Its namespace; the service's own if it is left out."""
+
+    section_name: Subdomain | None = None
+    """Its listener; all of them if it is left out."""
+
+
+class Issuer(Part):
+    """Who issues the certificate: cert-manager's Issuer or ClusterIssuer."""
+
+    name: Subdomain
+    """Its name."""
+
+    kind: Literal["Issuer", "ClusterIssuer"] = "Issuer"
+    """Its kind."""
+
+
+@rules(
+    Rule("has(self.secretName) != has(self.issuerRef)", "tls has either secretName or issuerRef"),
+)
+class Tls(Part):
+    """The certificate of the service's hosts."""
+
+    secret_name: Subdomain | None = None
+    """A Secret that holds it."""
+
+    issuer_ref: Issuer | None = None
+    """Who issues it."""
+
+
+class Authentication(Part):
+    """Who may send requests."""
+
+    api_keys_secret_ref: SecretReference | None = None
+    """A Secret with the file `keys`: one API key to a line, or its sha256, as `baton router --api-key-file`
+    reads it."""
+
+    tenants_secret_ref: SecretReference | None = None
+    """A Secret with the file `tenants.yaml`, as `baton router --tenants-file` reads it."""
+
+
+@rules(
+    Rule(
+        "self.type != 'HTTPRoute' || has(self.gatewayRefs)", "an HTTPRoute needs gatewayRefs", ".gatewayRefs"
+    ),
+    Rule(
+        "self.type == 'None' || size(self.hosts) > 0",
+        "an Ingress or an HTTPRoute needs hosts",
+        ".hosts",
+    ),
+)
+class Exposure(Part):
+    """How the service is reached from outside of the cluster."""
+
+    type: Literal["None", "Ingress", "HTTPRoute"] = "None"
+    """None: by its Service alone."""
+
+    hosts: Annotated[list[Subdomain], Field(max_length=16)] = []
+    """Names under which it is reached."""
+
+    path_prefix: Annotated[str, Field(max_length=256, pattern=r"^/[-A-Za-z0-9_./~]*$")] = "/"
+    """Paths that go to it. Requests arrive with their paths unchanged."""
+
+    ingress_class_name: Subdomain | None = None
+    """Who serves the Ingress; the cluster's default if it is left out."""
+
+    gateway_refs: Annotated[list[GatewayReference], Field(min_length=1, max_length=8)] | None = None
+    """The Gateways of the HTTPRoute."""
+
+    annotations: Annotations = {}
+    """Of the Ingress or HTTPRoute."""
+
+    tls: Tls | None = None
+    """The certificate."""
+
+    auth: Authentication = Authentication()
+    """Who may send requests; everybody who reaches the service if nothing is given."""

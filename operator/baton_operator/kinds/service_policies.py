@@ -1,0 +1,142 @@
+"""What a service does by itself over time: scale, roll out, and keep strangers away."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from baton_operator.kinds.model import SecretReference
+from baton_operator.kinds.part import Duration, Label, Part, Percent, Rule, Seconds, Subdomain, rules
+
+
+class Objectives(Part):
+    """What clients are to see."""
+
+    ttft: Duration = "2s"
+    """Time to the first token."""
+
+    itl: Duration = "50ms"
+    """Time from one token to the next."""
+
+    percentile: Annotated[int, Field(ge=50, le=99)] = 95
+    """Share of requests that are to see no more, in percent."""
+
+
+class Prometheus(Part):
+    """Where the metrics are."""
+
+    url: Annotated[str, Field(max_length=1024, pattern=r"^https?://")]
+    """Of the server."""
+
+    bearer_token_secret_ref: SecretReference | None = None
+    """A Secret with the file `token`."""
+
+    ca_secret_ref: SecretReference | None = None
+    """A Secret with the file `ca.crt`."""
+
+
+class MetricsLoss(Part):
+    """What happens while metrics are missing."""
+
+    hold_seconds: Seconds = 900
+    """Seconds for which replicas stay as they are."""
+
+    then: Literal["Hold", "Fallback", "FallbackIfHigher"] = "FallbackIfHigher"
+    """After that: they stay, become fallbackReplicas, or become that if it is more."""
+
+
+class Autoscaling(Part):
+    """Who scales the roles that have `scaling`."""
+
+    mode: Literal["Disabled", "Internal", "External"] = "Disabled"
+    """Disabled: nobody. Internal: the operator, by the objectives; not active in this release, status says
+    so. External: whoever writes the RoleScalers, such as a HorizontalPodAutoscaler."""
+
+    interval_seconds: Annotated[int, Field(ge=5, le=300)] = 15
+    """Seconds from one decision to the next."""
+
+    slo: Objectives = Objectives()
+    """What clients are to see."""
+
+    prometheus: Prometheus | None = None
+    """Where the metrics are; the operator's default if it is left out."""
+
+    on_metrics_loss: MetricsLoss = MetricsLoss()
+    """What happens while metrics are missing."""
+
+    gpu_budget: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """Most accelerators of both roles together."""
+
+    scale_to_zero_after_seconds: Annotated[int, Field(ge=60, le=604_800)] | None = None
+    """Seconds without a request after which a role with minReplicas 0 goes to 0."""
+
+
+class CanaryStep(Part):
+    """One step of a careful rollout."""
+
+    weight: Annotated[int, Field(ge=1, le=99)]
+    """Percent of requests that go to the new generation."""
+
+    pause_seconds: Seconds = 300
+    """Seconds before the next step."""
+
+
+@rules(
+    Rule(
+        "self.steps.all(one, self.steps.exists_one(other, other.weight == one.weight)) && "
+        "self.steps.map(one, one.weight).isSorted()",
+        "the weights of a canary's steps increase",
+        ".steps",
+    ),
+)
+class Canary(Part):
+    """A rollout in steps."""
+
+    steps: Annotated[list[CanaryStep], Field(min_length=1, max_length=10)]
+    """In their order. After the last one all requests go to the new generation."""
+
+    max_error_rate_percent: Percent = 1
+    """Percent of the new generation's requests that may fail; more undo the rollout."""
+
+
+class Rollout(Part):
+    """How a change of the workers comes into service."""
+
+    strategy: Literal["PairedGeneration", "Recreate"] = "PairedGeneration"
+    """PairedGeneration: new prefill and decode workers are started beside the old ones, and requests never
+    mix the two. Recreate: the old ones end first, where there is no room for both."""
+
+    progress_deadline_seconds: Annotated[int, Field(ge=30, le=604_800)] = 3600
+    """Seconds without progress after which a rollout has failed."""
+
+    auto_rollback: bool = True
+    """Whether a rollout that fails is undone."""
+
+    revision_history_limit: Annotated[int, Field(ge=1, le=50)] = 5
+    """Old generations that are remembered, to go back to."""
+
+    paused: bool = False
+    """Whether changes wait."""
+
+    rollback_to: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$", max_length=8)] | None = None
+    """A generation of status.revisions that is to serve, whatever else the spec says of the workers."""
+
+    canary: Canary | None = None
+    """A rollout in steps; all at once, as workers become ready, if it is left out."""
+
+
+class Security(Part):
+    """Who may reach the pods, and what they may do."""
+
+    network_policy: bool = True
+    """Whether workers may be reached only by their routers and by one another."""
+
+    ingress_namespace_labels: Annotated[dict[str, str], Field(max_length=16)] = {}
+    """Labels of the namespaces from which routers may be reached; from all if it is empty."""
+
+    service_account_name: Subdomain | None = None
+    """Account of the workers' pods; one without rights is made if it is left out."""
+
+    image_pull_secrets: Annotated[list[Label], Field(max_length=8)] = []
+    """Secrets by which images are pulled."""

@@ -1,0 +1,78 @@
+"""The custom resources' schemas: generated, current, bounded, and described to the last leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from baton_operator.crd import RESOURCES, Resource, files
+from baton_operator.kinds.inference_service import InferenceServiceSpec
+
+CRDS = Path(__file__).parents[2] / "crds"
+KINDS = pytest.mark.parametrize("kind", RESOURCES, ids=lambda one: one.kind)
+
+
+def fields(kind: Resource) -> Iterator[tuple[str, dict[str, Any]]]:
+    """All fields below spec and status, with their paths."""
+    schema = kind.definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    for name in ("spec", "status"):
+        yield from _below(name, schema["properties"][name])
+
+
+def _below(path: str, schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield path, schema
+    for name, field in schema.get("properties", {}).items():
+        yield from _below(f"{path}.{name}", field)
+    if "items" in schema:
+        for inner, field in _below(f"{path}[]", schema["items"]):
+            if inner != f"{path}[]":
+                yield inner, field
+
+
+def test_the_files_are_what_the_types_say() -> None:
+    assert {file.name: file.read_text() for file in CRDS.glob("*.yaml")} == files()
+    for text in files().values():
+        assert yaml.safe_load(text)["kind"] == "CustomResourceDefinition"
+
+
+@KINDS
+def test_every_field_is_described_in_a_sentence(kind: Resource) -> None:
+    for path, field in fields(kind):
+        description = field.get("description", "")
+        assert description.endswith("."), f"{path}: {description!r}"
+        assert "\n" not in description, path
+
+
+@KINDS
+def test_every_list_and_text_that_people_write_is_bounded(kind: Resource) -> None:
+    for path, field in fields(kind):
+        if field.get("type") == "array":
+            assert "maxItems" in field, path
+        if field.get("type") == "string" and "enum" not in field:
+            assert "maxLength" in field, path
+        if field.get("type") == "integer" and path.startswith("spec"):
+            assert {"minimum", "maximum"} <= field.keys(), path
+
+
+@KINDS
+def test_no_field_is_without_a_type(kind: Resource) -> None:
+    for path, field in fields(kind):
+        assert "type" in field or field.get("x-kubernetes-int-or-string"), path
+
+
+def test_the_defaults_are_written_out_where_rules_read_them() -> None:
+    found = dict(fields(RESOURCES[0]))
+    assert found["spec.rollout"]["default"]["strategy"] == "PairedGeneration"
+    assert found["spec.model.cache"]["default"] == {"type": "None"}
+    assert found["spec.decode.drain"]["default"] == {"preStopSeconds": 5, "timeoutSeconds": 120}
+
+
+def test_what_was_admitted_is_read_by_the_names_that_people_write() -> None:
+    spec = {"model": {"uri": "hf://a/b", "allowPatterns": ["*.json"]}, "decode": {"resources": {"cpu": 2}}}
+    read = InferenceServiceSpec.model_validate(spec)
+    assert (read.model.allow_patterns, read.decode.resources.cpu) == (["*.json"], "2")
+    assert read.prefill is None

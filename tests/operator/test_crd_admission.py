@@ -1,0 +1,125 @@
+"""What a real API server admits of the custom resources, and what it refuses, naming the field."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import yaml
+
+from baton_operator.crd import RESOURCES
+from tests.router.real_kubernetes import RealKubernetes, real_kubernetes
+
+pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]
+
+API = "/apis/baton.dev/v1alpha1/namespaces/default"
+
+HERE = Path(__file__).parent
+REFUSED = yaml.safe_load((HERE / "refused.yaml").read_text())
+ADMITTED = yaml.safe_load((HERE / "admitted.yaml").read_text())
+MINIMAL: dict[str, Any] = {"model": {"uri": "builtin://smollm2"}, "decode": {}}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RealKubernetes]:
+    async with real_kubernetes(tmp_path_factory.mktemp("kubernetes")) as made:
+        for one in RESOURCES:
+            path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+            answer = await made.admin.post(path, json=one.definition)
+            assert answer.status_code == 201, answer.text
+            assert not answer.headers.get("warning"), answer.headers["warning"]
+        for one in RESOURCES:
+            await _served(made, one.plural)
+        yield made
+
+
+async def _served(api: RealKubernetes, plural: str) -> None:
+
+    while (await api.admin.get(f"{API}/{plural}")).status_code != 200:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+
+
+def service(spec: Any, name: str = "chat") -> dict[str, Any]:
+    return {
+        "apiVersion": "baton.dev/v1alpha1",
+        "kind": "InferenceService",
+        "metadata": {"name": name},
+        "spec": spec,
+    }
+
+
+async def create(api: RealKubernetes, object: dict[str, Any], plural: str = "inferenceservices") -> Any:
+    query = "?dryRun=All&fieldValidation=Strict"
+    return await api.admin.post(f"{API}/{plural}{query}", json=object)
+
+
+LONG = [
+    ("no spec", None, "spec"),
+    (
+        "a uri that is too long",
+        {"model": {"uri": "hf://" + "a" * 1100}, "decode": {}},
+        "spec.model.uri: Too long",
+    ),
+    (
+        "too much environment",
+        {**MINIMAL, "engine": {"env": [{"name": f"A{number}"} for number in range(65)]}},
+        "spec.engine.env: Too many",
+    ),
+]
+CASES = [(case["it has"], case["spec"], case["refused with"]) for case in REFUSED] + LONG
+
+
+@pytest.mark.parametrize(("spec", "named"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+async def test_it_is_refused_and_the_field_named(api: RealKubernetes, spec: Any, named: str) -> None:
+    made = service(spec)
+    if spec is None:
+        del made["spec"]
+    answer = await create(api, made)
+    assert answer.status_code in (400, 422), answer.text
+    assert named in answer.json()["message"]
+
+
+async def test_a_name_that_leaves_no_room_for_others_is_refused(api: RealKubernetes) -> None:
+    answer = await create(api, service(MINIMAL, "a" * 41))
+    assert answer.status_code == 422
+    assert "at most 40 characters" in answer.json()["message"]
+
+
+@pytest.mark.parametrize(
+    "spec", [case["spec"] for case in ADMITTED], ids=[case["it has"] for case in ADMITTED]
+)
+async def test_it_is_admitted_and_read_back_by_the_same_types(api: RealKubernetes, spec: Any) -> None:
+    answer = await create(api, service(spec))
+    assert answer.status_code == 201, answer.text
+    kind = next(one for one in RESOURCES if one.kind == "InferenceService")
+    admitted = kind.spec.model_validate(answer.json()["spec"])
+    assert admitted == kind.spec.model_validate(spec), (
+        "the API server fills in the same defaults as the types"
+    )
+
+
+OTHERS = [
+    ("rolescalers", {"serviceName": "a", "role": "decode", "replicas": 1}, "replicas", -1, "spec.replicas"),
+    ("rolescalers", {"serviceName": "a", "role": "decode", "replicas": 1}, "role", "router", "spec.role"),
+    ("batchjobs", {"serviceName": "a", "batchId": "batch_1"}, "inputFileId", "file-1", "spec"),
+    ("batchjobs", {"serviceName": "a", "batchId": "batch_1"}, "batchId", "b", "spec.batchId"),
+    ("batchjobs", {"serviceName": "a", "batchId": "batch_1"}, "endpoint", "/v1/rerank", "spec.endpoint"),
+    ("loraadapters", {"serviceName": "a", "uri": "hf://a/b"}, "uri", "ftp://a/b/c", "spec.uri"),
+    ("loraadapters", {"serviceName": "a", "uri": "hf://a/b"}, "rank", 0, "spec.rank"),
+]
+
+
+@pytest.mark.parametrize(("plural", "spec", "field", "value", "named"), OTHERS)
+async def test_the_other_kinds_are_checked_too(
+    api: RealKubernetes, plural: str, spec: dict[str, Any], field: str, value: Any, named: str
+) -> None:
+    kind = next(one for one in RESOURCES if one.plural == plural)
+    made = {"apiVersion": "baton.dev/v1alpha1", "kind": kind.kind, "metadata": {"name": "one"}, "spec": spec}
+    answer = await create(api, made, plural)
+    assert answer.status_code == 201, answer.text
+    answer = await create(api, {**made, "spec": {**spec, field: value}}, plural)
+    assert answer.status_code == 422 and named in answer.json()["message"], answer.text
