@@ -1,0 +1,210 @@
+"""The internal batch API: a token opens one batch in one epoch; whoever lost the lease changes nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import httpx
+import msgspec
+import pytest
+
+from baton_api import runner_tokens
+from baton_router.batches import wire
+from baton_router.batches.runners_access import secret_of
+from baton_router.batches.values import Batch, Result
+from baton_router.batches.wire import Apply, Lease, Order
+from tests.batches.serving import bearer, created, line, reaching
+from tests.router.fake_worker import FakeWorker
+from tests.router.running import CHAT, QUESTION, RunningRouter, running_router
+
+GOOD = b'{"choices":[]}'
+
+
+@dataclass
+class Held:
+    """A batch of three lines that is in progress, and what runners may ask of its router."""
+
+    router: RunningRouter
+    worker: FakeWorker
+    batch: Batch
+    secret: bytes
+
+    def token(self, epoch: int = 0, batch: str = "", seconds: float = 60) -> str:
+        name = batch or self.batch.id
+        return runner_tokens.issue(self.secret, name, epoch, self.batch.owner, time.time() + seconds)
+
+    async def ask(self, call: str, token: str, body: bytes = b"", batch: str = "") -> httpx.Response:
+        method = "GET" if call.startswith("lines") else "POST"
+        path = f"{wire.PATH}{batch or self.batch.id}/{call}"
+        return await self.router.client.request(method, path, headers=bearer(token), content=body)
+
+    async def lease(self, runner: str = "runner 1") -> Lease:
+        answer = await self.ask("lease", self.token(), wire.encode(Apply(runner)))
+        assert answer.status_code == 200, answer.text
+        return wire.lease(answer.content)
+
+    async def record(self, token: str, *numbers: int, body: bytes = GOOD) -> httpx.Response:
+        return await self.ask(
+            "results", token, wire.encode([Result(n, 200, body, f"req_{n}") for n in numbers])
+        )
+
+    def now(self) -> Batch:
+        return self.router.router.storage.ledger.find(self.batch.id)
+
+
+@asynccontextmanager
+async def held(lease_s: float = 15) -> AsyncIterator[Held]:
+    async with FakeWorker() as worker:
+        worker.load = msgspec.structs.replace(worker.load, free_blocks=100)  # room for what is not urgent
+        async with running_router([worker], batch_poll_s=0.05, batch_lease_s=lease_s) as router:
+            yield await _held(router, worker)
+
+
+async def _held(router: RunningRouter, worker: FakeWorker) -> Held:
+    id = await created(router, b"".join(line(f"c{number}") for number in (1, 2, 3)))
+    await reaching(router, id, "in_progress")
+    ledger = router.router.storage.ledger
+    secret = secret_of(router.router.settings, router.router.settings.ticket_secret)
+    return Held(router, worker, ledger.find(id), secret)
+
+
+async def test_a_batch_from_lease_to_end() -> None:
+    async with held() as batch:
+        lease = await batch.lease()
+        assert (lease.total, lease.done, lease.endpoint) == (3, 0, CHAT)
+        part = wire.slice((await batch.ask("lines?after=", lease.token)).content)
+        assert [one.number for one in part.lines] == [1, 2, 3] and part.last
+        receipt = wire.receipt((await batch.record(lease.token, 1, 2)).content)
+        assert (receipt.new, receipt.order) == (2, Order.GO_ON)
+        renewal = wire.renewal((await batch.ask("renew", lease.token)).content)
+        assert renewal.order is Order.GO_ON and batch.now().leased_until > time.time()
+        receipt = wire.receipt((await batch.record(renewal.token, 3)).content)
+        assert receipt.order is Order.STOP
+        assert (await reaching(batch.router, batch.batch.id, "completed"))["request_counts"]["completed"] == 3
+        assert (await batch.ask("lease", batch.token(), wire.encode(Apply("late")))).status_code == 204
+
+
+async def test_a_fresh_runner_gets_the_lines_that_are_left() -> None:
+    async with held() as batch:
+        first = await batch.lease()
+        await batch.record(first.token, 2)
+        assert (await batch.ask("release", first.token)).status_code == 204
+        second = await batch.lease("runner 2")
+        assert (second.epoch, second.done) == (first.epoch + 1, 1)
+        part = wire.slice((await batch.ask("lines?after=", second.token)).content)
+        assert [one.number for one in part.lines] == [1, 3]
+
+
+async def test_a_result_that_comes_twice_counts_once_and_the_first_stands() -> None:
+    async with held() as batch:
+        token = (await batch.lease()).token
+        assert wire.receipt((await batch.record(token, 1)).content).new == 1
+        again = wire.receipt((await batch.record(token, 1, 2, body=b'{"other":1}')).content)
+        assert again.new == 1
+        kept = batch.router.router.storage.ledger.results(batch.now())
+        assert [(one.line, one.body) for one in kept] == [(1, GOOD), (2, b'{"other":1}')]
+
+
+async def test_two_runners_cannot_both_have_it() -> None:
+    async with held() as batch:
+        await batch.lease("runner 1")
+        answer = await batch.ask("lease", batch.token(), wire.encode(Apply("runner 2")))
+        assert answer.status_code == 409
+
+
+async def test_a_runner_whose_lease_was_taken_changes_nothing() -> None:
+    async with held() as batch:
+        old = await batch.lease()
+        ledger = batch.router.router.storage.ledger
+        assert ledger.take(batch.batch.id, "another", time.time(), 60) == old.epoch + 1
+        before = batch.now()
+        for call, body in (("renew", b""), ("results", wire.encode([Result(1, 200, GOOD)])), ("lines", b"")):
+            assert (await batch.ask(call, old.token, body)).status_code == 409, call
+        assert (await batch.ask("release", old.token)).status_code == 204
+        assert batch.now() == before and ledger.counts(batch.batch.id) == (0, 0)
+
+
+async def test_a_lease_is_given_to_the_runner_in_whose_name_it_was_taken() -> None:
+    async with held() as batch:
+        taken = batch.router.router.storage.ledger.lease(batch.batch.id, "mine", time.time(), 60)
+        assert taken is not None and (await batch.lease("mine")).epoch == taken + 1
+
+
+@pytest.mark.parametrize("call", ["lease", "renew", "lines", "results", "release"])
+async def test_no_call_is_open_to_others(call: str) -> None:
+    async with held() as batch:
+        epoch = 0 if call == "lease" else (await batch.lease()).epoch
+        body = wire.encode([Result(1, 200, GOOD)] if epoch else Apply("runner 2"))
+        before = batch.now()
+        other = replace(batch, secret=b"another secret")
+        for token in (
+            "",
+            "k",
+            other.token(epoch),
+            batch.token(epoch, batch="batch_other"),
+            batch.token(epoch, seconds=-1),
+            batch.token(0 if epoch else 1),
+        ):
+            assert (await batch.ask(call, token, body)).status_code == 401, token
+        assert (await batch.ask(call, batch.token(epoch), body, batch="batch_other")).status_code == 401
+        assert batch.now() == before
+
+
+async def test_what_makes_no_sense_is_refused() -> None:
+    async with held() as batch:
+        token = (await batch.lease()).token
+        assert (await batch.ask("results", token, b"nonsense")).status_code == 400
+        assert (await batch.ask("lines?after=x", token)).status_code == 400
+        assert (await batch.ask("dance", token)).status_code == 404
+        path = f"{wire.PATH}{batch.batch.id}/results"
+        assert (await batch.router.client.get(path, headers=bearer(token))).status_code == 405
+
+
+async def test_a_cancelled_batch_tells_its_runner_to_stop_and_takes_what_is_done() -> None:
+    async with held() as batch:
+        lease = await batch.lease()
+        await batch.router.client.post(f"/v1/batches/{batch.batch.id}/cancel")
+        assert wire.renewal((await batch.ask("renew", lease.token)).content).order is Order.STOP
+        assert wire.receipt((await batch.record(lease.token, 2)).content).order is Order.STOP
+        await batch.ask("release", lease.token)
+        shown = await reaching(batch.router, batch.batch.id, "cancelled")
+        assert shown["request_counts"] == {"total": 3, "completed": 1, "failed": 0}
+
+
+async def test_a_heartbeat_after_the_last_result_does_not_hold_up_the_files() -> None:
+    async with held(lease_s=600) as batch:
+        lease = await batch.lease()
+        await batch.record(lease.token, 1, 2, 3)
+        await batch.ask("renew", lease.token)
+        assert (await reaching(batch.router, batch.batch.id, "completed"))["output_file_id"]
+
+
+# --- The same tokens where lines are sent ---
+
+
+async def test_a_runner_sends_lines_in_the_lowest_class_and_without_its_token() -> None:
+    async with held() as batch:
+        token = (await batch.lease()).token
+        answer = await batch.router.client.post(CHAT, json=QUESTION, headers=bearer(token))
+        assert answer.status_code == 200
+        seen = batch.worker.asked[-1].headers
+        assert not any("bbt1" in value or name == "authorization" for name, value in seen)
+        urgent = {**bearer(token), "x-baton-class": "interactive"}
+        answer = await batch.router.client.post(CHAT, json=QUESTION, headers=urgent)
+        assert answer.status_code == 403
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/files", "/v1/batches", "/metrics", "/flush_cache"])
+async def test_a_runners_token_is_no_key(path: str) -> None:
+    async with held() as batch:
+        token = (await batch.lease()).token
+        assert (await batch.router.client.get(path, headers=bearer(token))).status_code == 401
+
+
+async def test_a_token_to_begin_with_sends_no_lines() -> None:
+    async with held() as batch:
+        answer = await batch.router.client.post(CHAT, json=QUESTION, headers=bearer(batch.token()))
+        assert answer.status_code == 401
