@@ -30,8 +30,9 @@ log = logging.getLogger(__name__)
 
 LEASE_S = 15.0
 RENEWED_S = 5.0
+SLICE = 32 * 1024
 BREATH_S = 0.0002
-"""After each piece of a file a thread pauses, or what else runs in this process would wait for it."""
+"""After so many bytes of a file a thread pauses, or what else runs in this process would wait for it."""
 
 AT_ONCE = 2
 """Batches that are read or rendered at the same time."""
@@ -44,7 +45,7 @@ RETRY_LIMIT_S = 30.0
 OUTPUT_S = 30 * 86_400
 """For which output files are kept, if the batch does not say."""
 
-RESULTS_AT_ONCE = 200
+RESULTS_AT_ONCE = 100
 ROWS_AT_ONCE = 256 * 1024
 """Bytes that are written at once."""
 
@@ -252,13 +253,15 @@ class _Lease:
             if self._now() - self._renewed > RENEWED_S:
                 self._renewed = self._now()
                 self._storage.ledger.renew(self._batch, self.epoch, self._renewed, LEASE_S)
-            yield piece
-            time.sleep(BREATH_S)
+            for start in range(0, len(piece), SLICE):
+                yield piece[start : start + SLICE]
+                time.sleep(BREATH_S)
 
     def results(self, batch: Batch) -> Iterator[Result]:
         """All that were recorded, in the order of lines."""
         last = 0
         while found := self._storage.ledger.results(batch, last, RESULTS_AT_ONCE):
+            time.sleep(BREATH_S)
             yield from found
             last = found[-1].line
 
