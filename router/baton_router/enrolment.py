@@ -67,7 +67,7 @@ class Enrolment:
                 self._forget(worker)
         for worker, end in self._ends.items():
             if now >= end:
-                worker.upstream.close()  # its streams go on elsewhere
+                worker.upstream.fail_all("drained")  # its streams go on elsewhere
                 self._ends[worker] = math.inf
 
     def _come(self, one: Listed) -> None:

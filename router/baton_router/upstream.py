@@ -34,7 +34,7 @@ class Lost(WorkerLost):
     def __init__(self, worker: str, cause: str) -> None:
         super().__init__(worker)
         self.cause = cause
-        """connect, reset, malformed, incomplete, hung, slow, overdue or idle."""
+        """connect, reset, malformed, incomplete, hung, slow, overdue, idle, drained or gone."""
 
 
 class Holder(Protocol):
@@ -55,6 +55,7 @@ class Upstream:
         self._tls = tls
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
+        self._closed = False
 
     async def request(self, head: bytes, body: bytes = b"", holder: Holder | None = None) -> Exchange:
         """
@@ -91,14 +92,22 @@ class Upstream:
             if exchange is not None and not exchange.paused and exchange.progress < since:
                 exchange.fail("hung")
 
-    def close(self) -> None:
+    def fail_all(self, cause: str) -> None:
+        """It has had its time: end whatever is on its connections."""
         for connection in [*self._idle, *self._busy]:
+            if connection.exchange is not None:
+                connection.exchange.fail(cause)
             connection.transport.abort()
+
+    def close(self) -> None:
+        """For good: nobody is there any more."""
+        self._closed = True
+        self.fail_all("gone")
 
     def freed(self, connection: Connection) -> None:
         """Its exchange is complete and another may follow."""
         self._busy.discard(connection)
-        if len(self._idle) < IDLE_LIMIT:
+        if len(self._idle) < IDLE_LIMIT and not self._closed:
             self._idle.append(connection)
         else:
             connection.transport.close()

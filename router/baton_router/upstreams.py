@@ -14,6 +14,10 @@ class Upstreams:
         self._connect_s = connect_s
         self._upstreams: dict[str, Upstream] = {}
 
+    def __len__(self) -> int:
+        """Workers that were asked for and are still there."""
+        return len(self._upstreams)
+
     def of(self, name: str) -> Upstream:
         """`name` is a worker's `host:port`."""
         upstream = self._upstreams.get(name)

@@ -1,0 +1,223 @@
+"""Workers come, drain and go under a running router: no request notices, and nothing of them stays."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from baton_api.workers import Role
+from baton_router.workers import State
+from tests.router.fake_kubernetes import SELECTOR, FakeKubernetes, a_slice
+from tests.router.fake_worker import FakeWorker, gated, hang
+from tests.router.running import CHAT, QUESTION, STREAM, RunningRouter, anew, running_router, until
+from tests.router.test_kv_subscriber import telling
+
+CLIENTS = 6
+
+
+class Cluster:
+    """Fake workers that an API server lists, and the router that asks it."""
+
+    def __init__(self, api: FakeKubernetes, router: RunningRouter, stack: AsyncExitStack) -> None:
+        self.api = api
+        self.running = router
+        self.router = router.router
+        self._stack = stack
+        self._numbers = itertools.count()
+        self._most = 0
+        """Workers at a time."""
+        self.slices: dict[str, str] = {}
+        """Name of a worker -> that of its slice."""
+
+    async def start(self, role: Role = Role.DECODE, revision: str = "r1", model: str = "tiny") -> FakeWorker:
+        """A new worker, listed; the router has found it ready."""
+        worker = FakeWorker(role=role, model=model, control="127.0.0.1:1" if role is Role.PREFILL else "")
+        await self._stack.enter_async_context(worker)
+        self.slices[worker.name] = f"slice-{next(self._numbers)}"
+        self.put(worker, revision)
+        await until(lambda: self.state(worker) is State.READY)
+        self._most = max(self._most, len(self.router.workers.all))
+        return worker
+
+    def put(self, worker: FakeWorker, revision: str = "r1", **conditions: bool) -> None:
+        name = self.slices[worker.name]
+        one = a_slice(name, "127.0.0.1", role=worker.load.role, revision=revision, **conditions)
+        self.api.put({**one, "ports": [{"name": "http", "port": worker.port}]})
+
+    async def end(self, worker: FakeWorker) -> None:
+        """As a pod ends: nothing new, then what it has, then it is listed no more, then it is gone."""
+        self.put(worker, ready=False, serving=True, terminating=True)
+        await until(lambda: self.state(worker) is State.DRAINING)
+        self.api.delete(self.slices.pop(worker.name))
+        await until(lambda: self.state(worker) is None)
+        await worker.die()
+
+    def state(self, worker: FakeWorker) -> State | None:
+        loop = asyncio.get_running_loop()
+        there = [one for one in self.router.workers.all if one.name == worker.name]
+        return there[0].state(loop.time()) if there else None
+
+    def leftovers(self) -> list[str]:
+        """What there is of workers that are not listed."""
+        listed = set(self.slices)
+        tasks = (task.get_name() for task in asyncio.all_tasks())
+        watched = {name.rpartition(" ")[2] for name in tasks if name.startswith(("watch ", "KV events of "))}
+        lines = self.router.figures.text().decode().splitlines()
+        measured = {line.partition('worker="')[2].partition('"')[0] for line in lines} - {""}
+        slots = [self.router.scheduler.dispatcher.knowledge.of(one).slot for one in self.router.workers.all]
+        found = [f"{name} is looked at" for name in watched - listed]
+        found += [f"{name} is measured" for name in measured - listed]
+        found += [f"slot {slot}" for slot in slots if slot >= self._most]
+        if len(self.router.upstreams) > len(listed):
+            found.append(f"{len(self.router.upstreams)} addresses have connections")
+        return found
+
+
+@asynccontextmanager
+async def cluster(folder: Path, **settings: object) -> AsyncIterator[Cluster]:
+    async with AsyncExitStack() as stack, FakeKubernetes(folder) as api:
+        asked = {
+            "kubernetes_api": api.url,
+            "kubernetes_account": str(api.account),
+            "kubernetes_selector": SELECTOR,
+            "health_interval_s": 0.2,
+        }
+        async with running_router(**asked, **settings) as router:  # type: ignore[arg-type]
+            yield Cluster(api, router, stack)
+
+
+async def ask_until(stop: asyncio.Event, router: RunningRouter, seed: int) -> int:
+    """One client that asks again and again; each answer is whole. How often it asked."""
+    rng = random.Random(seed)
+    for number in itertools.count():
+        if stop.is_set():
+            return number
+        if rng.random() < 0.5:
+            said = await router.post(anew(STREAM))
+            assert said.status_code == 200 and said.text.endswith("data: [DONE]\n\n"), said.text
+        else:
+            said = await router.post(anew(QUESTION))
+            assert said.status_code == 200 and "Paris" in said.text, said.text
+        await asyncio.sleep(0.005)
+    raise AssertionError
+
+
+async def test_scaling_and_replacing_workers_under_load_fails_no_request_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    async with cluster(tmp_path) as there:
+        decodes = [await there.start() for _ in range(2)]
+        prefills = [await there.start(Role.PREFILL)]
+        stop = asyncio.Event()
+        asking = [asyncio.create_task(ask_until(stop, there.running, seed)) for seed in range(CLIENTS)]
+        try:
+            for workers, role in ((decodes, Role.DECODE), (prefills, Role.PREFILL), (decodes, Role.DECODE)):
+                for _ in range(3):  # up, and the oldest one down
+                    workers.append(await there.start(role))
+                    await there.end(workers.pop(0))
+            newest = await there.start(revision="r2")  # the next generation, and the end of this one
+            for worker in decodes:
+                await there.end(worker)
+            asked = len(newest.asked)
+            await until(lambda: len(newest.asked) > asked + CLIENTS)
+        finally:
+            stop.set()
+        counts = await asyncio.gather(*asking)
+        assert min(counts) > 5
+        await there.end(prefills[0])
+        await until(lambda: not there.leftovers())
+        figures = there.router.figures
+        assert figures.registry.get_sample_value("baton_router_requests_in_flight") == 0
+        assert not figures.registry.get_sample_value("baton_router_answers_cut_total")
+
+
+async def test_what_a_leaving_worker_has_it_finishes(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as there:
+        leaving = await there.start()
+        leaving.behaviour = gated
+        async with there.running.client.stream("POST", CHAT, json=STREAM) as stream:
+            await leaving.arrived.wait()
+            other = await there.start()
+            there.api.delete(there.slices.pop(leaving.name))
+            await until(lambda: there.router.workers.leaving)
+            assert (await there.running.post(anew(QUESTION))).status_code == 200
+            assert (len(leaving.asked), len(other.asked)) == (1, 1)
+            assert there.state(leaving) is State.DRAINING
+            leaving.release.set()
+            assert (await stream.aread()).endswith(b"data: [DONE]\n\n")
+        await until(lambda: not there.leftovers())
+
+
+async def test_what_it_has_not_finished_in_its_time_is_done_elsewhere(tmp_path: Path) -> None:
+    async with cluster(tmp_path, worker_drain_s=0.1) as there:
+        stuck = await there.start()
+        stuck.behaviour = hang
+        asking = asyncio.create_task(there.running.post(QUESTION))
+        await stuck.arrived.wait()
+        await there.start()
+        there.put(stuck, ready=False, serving=False, terminating=True)
+        assert (await asking).status_code == 200
+        await asyncio.wait_for(stuck.left.wait(), 5)
+
+
+async def test_an_address_that_another_generation_gets_is_a_worker_of_that_one(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as there:
+        worker = await there.start()
+        there.put(worker, "r2")
+        await until(lambda: [one.revision for one in there.router.workers.all] == ["r2"])
+        await until(lambda: there.state(worker) is State.READY)
+        assert (await there.running.post()).status_code == 200
+        assert not there.leftovers()
+
+
+async def test_the_feed_of_a_worker_that_leaves_ends(tmp_path: Path) -> None:
+    async with FakeWorker() as http, telling(http), cluster(tmp_path) as there:
+        there.slices[http.name] = "telling"
+        there.put(http)
+        followed = there.router.scheduler.feeds.followed
+        await until(lambda: followed and next(iter(followed.values())).feed.whole)
+        there.api.delete(there.slices.pop(http.name))
+        await until(lambda: not followed and not there.leftovers())
+
+
+async def test_requests_find_a_worker_by_any_of_its_names(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as there:
+        tiny = await there.start()
+        adapted = await there.start(model="large")
+        adapted.load = type(adapted.load)(
+            role=Role.DECODE, model="large", names=("large", "l", "large:sql"), epoch="1"
+        )
+        await until(lambda: "large:sql" in there.router.workers.models())
+        listed = (await there.running.client.get("/v1/models")).json()["data"]
+        assert [one["id"] for one in listed] == ["l", "large", "large:sql", "tiny"]
+        for name, worker in (("large:sql", adapted), ("l", adapted), ("tiny", tiny)):
+            count = len(worker.asked)
+            assert (await there.running.post({**anew(QUESTION), "model": name})).status_code == 200
+            assert len(worker.asked) == count + 1
+        unknown = await there.running.post({**QUESTION, "model": "huge"})
+        assert unknown.status_code == 404 and "large:sql, tiny" in unknown.text
+        await there.end(adapted)
+        missed = await there.running.post({**QUESTION, "model": "large"})
+        assert missed.status_code == 503 and "the last one that did went" in missed.text
+        assert "retry-after" in missed.headers
+
+
+async def test_a_router_without_workers_says_who_lists_none_and_why(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as there:
+
+        async def reason() -> str:
+            said = await there.running.client.get("/ready")
+            assert said.status_code == 503
+            message: str = said.json()["error"]["message"]
+            return message
+
+        await until(lambda: there.router.workers.complete())
+        assert await reason() == "There is no decode worker: Kubernetes lists none."
+        there.api.status = 403
+        there.api.break_off()
+        await until(lambda: "status 403" in there.router.workers.unlisted())
+        assert "the account may not list and watch endpointslices" in await reason()
