@@ -48,9 +48,9 @@ _DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 
 @functools.lru_cache(maxsize=64)  # every worker is asked for each prompt
 def _rendered(prompt: bytes) -> bytes:
-    """vLLM's tokens of a prompt: here the first two of each four bytes as a number."""
+    """vLLM's tokens of a prompt: here each four bytes as a number of three digits."""
     padded = prompt + bytes(-len(prompt) % 4)
-    tokens = memoryview(padded).cast("H").tolist()[::2]
+    tokens = [word % 1000 for word in memoryview(padded).cast("I").tolist()]
     said = {"request_id": "r", "token_ids": tokens, "sampling_params": {"max_tokens": 16}}
     return _answer(msgspec.json.encode(said))
 

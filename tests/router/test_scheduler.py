@@ -1,0 +1,201 @@
+"""Nothing of a request stays behind in the scheduler, whichever way it ended and whatever its workers did."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from baton_api.errors import BatonError
+from baton_api.reports import PromptReport
+from baton_api.workers import Load, Role
+from baton_router.asks import Ask, Grant
+from baton_router.discovery.listed import Listed
+from baton_router.prompt_chunks import of_text
+from baton_router.scheduler import Scheduler
+from baton_router.settings import RouterSettings
+from baton_router.tenants import CLASSES, Limits
+from baton_router.upstreams import Upstreams
+from baton_router.workers import Worker
+
+LISTED = [Listed("127.0.0.1", 8100 + number, Role.DECODE) for number in range(3)]
+LISTED += [Listed("127.0.0.1", 8200 + number, Role.PREFILL) for number in range(3)]
+
+LIMITS = Limits(requests_per_minute=600, tokens_per_minute=4_000_000, streams=8)
+
+
+@dataclass
+class Cluster:
+    """A scheduler, workers that come and go, clients that leave, and a clock that the test moves."""
+
+    rng: random.Random
+    ways: tuple[str, ...] = ("whole", "lost", "refused", "left")
+    """In which requests end."""
+    now: float = 100.0
+    epoch: int = 1
+    listed: set[Listed] = field(default_factory=lambda: set(LISTED))
+    picking: list[asyncio.Task[Grant]] = field(default_factory=list)
+    granted: list[tuple[Grant, bool]] = field(default_factory=list)
+    """Those that have not been let go, and whether they have begun."""
+    known: list[Worker] = field(default_factory=list)
+    """All workers that there ever were."""
+
+    def __post_init__(self) -> None:
+        settings = RouterSettings.model_validate(
+            {"queue_requests": 30, "wait_s": 20.0, "recovery_s": 3.0, "worker_drain_s": 5.0}
+        )
+        self.scheduler = Scheduler(settings, Upstreams(1.0), random.Random(1), lambda: self.now)
+        self.told()
+
+    def told(self) -> None:
+        """What is listed now; who is new says how it is."""
+        self.scheduler.enrolment.told("test", self.listed)
+        for worker in self.scheduler.workers.all:
+            if worker not in self.known:
+                self.known.append(worker)
+            if worker.health.load is None:
+                self.look(worker, "1")
+
+    def look(self, worker: Worker, epoch: str) -> None:
+        load = Load(
+            role=worker.listed, model="tiny", control="x:1" if worker.listed is Role.PREFILL else "",
+            compatibility="c", epoch=epoch, total_blocks=2_000, free_blocks=2_000,
+        )  # fmt: skip
+        worker.answered(load)
+
+    def ask(self) -> None:
+        rng = self.rng
+        tried = tuple(rng.sample([one.name for one in self.listed], rng.randrange(2))) if self.listed else ()
+        ask = Ask(
+            rng.choice(["tiny", "tiny", "tiny", "other", None]),
+            of_text(b"a" * 700 * rng.randrange(12) + rng.randbytes(rng.randrange(90_000)), 7),
+            tried=tried,
+            tenant=f"t{rng.randrange(3)}",
+            kind=rng.choice(list(CLASSES)),
+            limits=LIMITS if rng.random() < 0.5 else None,
+            objective_s=rng.choice([None, 2.0]),
+            streams=rng.random() < 0.7,
+            size=5_000,
+        )
+        self.picking.append(asyncio.create_task(self.scheduler.pick(ask)))
+
+    async def settle(self) -> None:
+        """What can happen now has happened."""
+        self.scheduler.enrolment.tend()
+        self.scheduler.queue.changed()
+        for _ in range(6):
+            await asyncio.sleep(0)
+        done = [task for task in self.picking if task.done()]
+        self.picking = [task for task in self.picking if not task.done()]
+        for task in done:
+            if task.cancelled() or isinstance(task.exception(), BatonError):
+                continue
+            self.granted.append((task.result(), False))
+
+    def end(self, grant: Grant, begun: bool) -> None:
+        """One of the ways in which a request ends."""
+        rng, scheduler = self.rng, self.scheduler
+        way = rng.choice(self.ways)
+        if way == "refused" and not begun:
+            scheduler.full(grant)
+        if way == "lost":
+            scheduler.failed(grant)
+        if way == "whole" and not begun:
+            self.begin(grant)
+        scheduler.let_go(grant, complete=way == "whole")
+
+    def begin(self, grant: Grant) -> None:
+        tokens = self.rng.randrange(1, 3_000)
+        cached = self.rng.randrange(tokens)
+        report = PromptReport(
+            tokens=tokens, cached=cached, held=0, queue_s=0.0, compute_s=(tokens - cached) / 500,
+            transfer_s=0.001, remote=bool(grant.prefill), tail=f"{self.rng.getrandbits(64):016x}",
+        )  # fmt: skip
+        self.scheduler.began(grant, self.rng.choice([report, report, None]))
+
+    def left(self) -> dict[str, int]:
+        """What is there of requests, by where; all 0 if none is."""
+        scheduler = self.scheduler
+        knowledge = scheduler.dispatcher.knowledge
+        known = [knowledge.of(worker) for worker in scheduler.workers.all]
+        return {
+            "computing": sum(one.computing.waiting for one in known),
+            "seconds": sum(one.computing.backlog_s(self.now) > 0 for one in known),
+            "streams": sum(one.streams.count + one.streams.tokens for one in known),
+            "in flight": sum(abs(worker.in_flight) for worker in self.known),
+            "waiting": len(scheduler.queue),
+            "open": sum(scheduler._quotas.open(f"t{number}") for number in range(3)),
+            "reserved": len(scheduler._reserved),
+            "granted": len(scheduler._granted),
+            "probed": sum(bool(worker.health.breaker.probe) for worker in self.known),
+        }
+
+
+@pytest.mark.parametrize("seed", range(25))
+async def test_nothing_stays_behind_whichever_way_requests_end(seed: int) -> None:
+    rng = random.Random(seed)
+    cluster = Cluster(rng) if seed % 2 else Cluster(rng, ("lost", "lost", "lost", "left"))
+    for _ in range(300):
+        match rng.randrange(12):
+            case 0 | 1 | 2 | 3:
+                cluster.ask()
+            case 4 if cluster.picking:
+                if cluster.granted:
+                    cluster.end(*cluster.granted.pop())
+                for _ in range(rng.randrange(4)):  # until the others are about to go, or gone
+                    await asyncio.sleep(0)
+                for task in rng.sample(cluster.picking, min(3, len(cluster.picking))):
+                    task.cancel()
+            case 5 | 6 if cluster.granted and seed % 2:
+                number = rng.randrange(len(cluster.granted))
+                grant, begun = cluster.granted[number]
+                if not begun:
+                    cluster.begin(grant)
+                    cluster.granted[number] = grant, True
+            case 7 | 8 if cluster.granted:
+                cluster.end(*cluster.granted.pop(rng.randrange(len(cluster.granted))))
+            case 9 if cluster.scheduler.workers.all:
+                cluster.epoch += 1
+                cluster.look(rng.choice(cluster.scheduler.workers.all), str(cluster.epoch))
+            case 10:
+                one = rng.choice(LISTED)
+                cluster.listed ^= {one}
+                cluster.told()
+            case _:
+                cluster.now += rng.expovariate(1.5)
+        await cluster.settle()
+
+    cluster.listed = set(LISTED)
+    cluster.told()
+    for _ in range(400):
+        while cluster.granted:
+            cluster.end(*cluster.granted.pop())
+        cluster.now += 0.5
+        await cluster.settle()
+        if not cluster.picking and not cluster.granted:
+            break
+    assert not cluster.picking
+    assert cluster.left() == dict.fromkeys(cluster.left(), 0)
+    index = cluster.scheduler.dispatcher.knowledge
+    for one in LISTED:
+        cluster.listed.discard(one)
+    cluster.told()
+    cluster.now += 60
+    await cluster.settle()
+    assert len(index) == 0, "of who has gone nothing is held"
+
+
+async def test_a_client_that_leaves_while_its_request_waits_leaves_nothing() -> None:
+    cluster = Cluster(random.Random(0))
+    for _ in range(20):
+        cluster.ask()
+    await cluster.settle()
+    for task in cluster.picking:
+        task.cancel()
+    for grant, _ in cluster.granted:
+        cluster.scheduler.let_go(grant, complete=False)
+    cluster.granted.clear()
+    await cluster.settle()
+    assert cluster.left() == dict.fromkeys(cluster.left(), 0)
