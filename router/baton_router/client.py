@@ -7,7 +7,7 @@ from types import TracebackType
 
 from baton_api.errors import BodyTooLarge, InvalidRequest
 from baton_router.answers import Receive, Scope, Send
-from baton_router.listener import TRANSPORT
+from baton_router.cycle import EXTENSION, WITHOUT_BODY, Cycle
 from baton_router.upstream import Headers
 
 PATIENCE = 4
@@ -26,13 +26,32 @@ class Client:
     """
     One client, for one request.
 
-    As a context manager it watches the connection: when the client leaves, the body of the `async
-    with` is cancelled wherever it waits, and ClientGone comes out.
+    As a context manager it watches the connection: when the client leaves, the body of the `with` is
+    cancelled wherever it waits, and ClientGone comes out.
     """
 
+    __slots__ = (
+        "_cycle",
+        "_direct",
+        "_finished",
+        "_gone",
+        "_heard",
+        "_loop",
+        "_receive",
+        "_send",
+        "_task",
+        "moved",
+        "read",
+        "sending",
+        "started",
+    )
+
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        extension = scope.get("extensions", {}).get(TRANSPORT)
-        self.transport: asyncio.Transport | None = extension["transport"] if extension else None
+        cycle: Cycle = scope["extensions"][EXTENSION]["cycle"]
+        self._cycle = cycle
+        self._heard = receive == cycle.receive
+        """Whether nobody else hears the request, or the answer, before us."""
+        self._direct = send == cycle.send
         self.read = False
         """Whether the whole body has come."""
         self.started = False
@@ -47,6 +66,9 @@ class Client:
 
     async def body(self, limit: int, seconds: float) -> bytes:
         """The request's body. Raises BodyTooLarge, InvalidRequest if it is slow, ClientGone."""
+        if self._heard and (here := self._cycle.taken()) is not None:
+            self.read = True
+            return self._within(here, limit)
         message = await self._receive()
         if message["type"] == "http.request" and not message.get("more_body"):
             self.read = True
@@ -74,15 +96,27 @@ class Client:
     async def start(self, status: int, headers: Headers) -> None:
         self.started = True
         self.moved = self._loop.time()
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        if self._direct and status not in WITHOUT_BODY:
+            self._cycle.start(status, headers)
+        else:
+            self._direct = False
+            await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def send(self, piece: bytes, more: bool) -> None:
         """Pass on a part of the answer; waits while the client is slow."""
         if not more:
             self._finished = True
-        self.sending = True
         self.moved = self._loop.time()
-        await self._send({"type": "http.response.body", "body": piece, "more_body": more})
+        cycle = self._cycle
+        if self._direct and not cycle.flow.write_paused:
+            cycle.write(piece, more)
+            return
+        self.sending = True
+        if self._direct:
+            await cycle.flow.drain()
+            cycle.write(piece, more)
+        else:
+            await self._send({"type": "http.response.body", "body": piece, "more_body": more})
         self.sending = False
         self.moved = self._loop.time()
 
@@ -93,9 +127,7 @@ class Client:
             async with asyncio.timeout(FLUSH_S):
                 if last:
                     await self._send({"type": "http.response.body", "body": last, "more_body": True})
-                if self.transport is None:
-                    return  # to return without the end makes the server cut
-                self.transport.close()
+                self._cycle.transport.close()
                 while (await self._receive())["type"] != "http.disconnect":
                     pass
         except TimeoutError:
@@ -103,26 +135,25 @@ class Client:
 
     def abort(self) -> None:
         """Drop the connection and what waits on it."""
-        if self.transport is not None:
-            self.transport.abort()
+        self._cycle.transport.abort()
 
-    async def __aenter__(self) -> Client:
+    def __enter__(self) -> Client:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        self._watcher = self._loop.create_task(self._watch())
+        if self._cycle.disconnected:
+            raise ClientGone
+        self._cycle.on_gone = self._left
         return self
 
-    async def __aexit__(
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._watcher.cancel()
+        self._cycle.on_gone = None
         if self._gone and self._task.uncancel() == 0 and kind is asyncio.CancelledError:
             raise ClientGone from error
 
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+    def _left(self) -> None:
         if not self._finished:
             self._gone = True
             self._task.cancel()

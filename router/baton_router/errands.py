@@ -65,7 +65,7 @@ class Errands:
         client = Client(scope, receive, send)
         try:
             body = await client.body(self._settings.max_body, self._settings.body_s)
-            async with client:
+            with client:
                 if scope["path"] == PROBE:
                     status, answer = await self._probe(scope["headers"], name)
                 else:

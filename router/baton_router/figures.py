@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from baton_api import metrics
 from baton_api.metrics import Metric
+from baton_router.tallies import Spread, Tally
 from baton_router.workers import State, Workers
 
 
@@ -19,14 +20,18 @@ class Figures:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = self._counter(metrics.ROUTER_REQUESTS)
+        self.requests = Tally(metrics.ROUTER_REQUESTS)
         self.cut = self._counter(metrics.ROUTER_CUT)
         self.resumes = self._counter(metrics.ROUTER_RESUMES)
         self.retries = self._counter(metrics.ROUTER_RETRIES)
         self.unasked = self._counter(metrics.ROUTER_UNASKED)
-        self.in_flight = Gauge(*_text(metrics.ROUTER_IN_FLIGHT), registry=self.registry)
-        self.overhead = self._histogram(metrics.ROUTER_OVERHEAD)
-        self.first_byte = self._histogram(metrics.ROUTER_FIRST_BYTE)
+        self.in_flight = 0
+        """Requests that are being served."""
+        self.overhead = Spread(metrics.ROUTER_OVERHEAD)
+        self.first_byte = Spread(metrics.ROUTER_FIRST_BYTE)
+        for tally in (self.requests, self.overhead, self.first_byte):
+            self.registry.register(tally)
+        Gauge(*_text(metrics.ROUTER_IN_FLIGHT), registry=self.registry).set_function(lambda: self.in_flight)
 
     def text(self) -> bytes:
         """All of it in Prometheus' text format."""
@@ -34,9 +39,6 @@ class Figures:
 
     def _counter(self, metric: Metric) -> Counter:
         return Counter(*_text(metric), metric.labels, registry=self.registry)
-
-    def _histogram(self, metric: Metric) -> Histogram:
-        return Histogram(*_text(metric), metric.labels, buckets=metric.buckets, registry=self.registry)
 
 
 class WorkerFigures(Collector):

@@ -8,8 +8,8 @@ our processes only: a client's are dropped, or it could name a prefill worker of
 
 from __future__ import annotations
 
+import random
 import re
-import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -71,8 +71,8 @@ _OF_THE_ANSWER = CONNECTION_HEADERS | {b"server", b"date", REQUEST_ID}
 
 _VISIBLE = re.compile(rb"[!-~]{1,128}")
 
-
 AUTHORIZATION = b"authorization"
+_OF_THE_KEYED_REQUEST = _OF_THE_REQUEST | {AUTHORIZATION}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def request_id(given: Iterable[tuple[bytes, bytes]]) -> bytes:
     for name, value in given:
         if name == REQUEST_ID and _VISIBLE.fullmatch(value):
             return value
-    return uuid.uuid4().hex.encode()
+    return b"%032x" % random.getrandbits(128)  # a name and no secret: no call of the system
 
 
 def request_head(
@@ -130,7 +130,7 @@ def request_head(
         b"%b %b HTTP/1.1\r\nhost: %b\r\ncontent-length: %d\r\n%b: %b\r\n"
         % (method, target, host.encode(), length, REQUEST_ID, request_id)
     ]
-    kept_back = _OF_THE_REQUEST if trust.passes_keys else _OF_THE_REQUEST | {AUTHORIZATION}
+    kept_back = _OF_THE_REQUEST if trust.passes_keys else _OF_THE_KEYED_REQUEST
     lines += [b"%b: %b\r\n" % header for header in _passing(given, kept_back)]
     lines.append(trust.line)
     if follow:
@@ -161,11 +161,14 @@ def is_event_stream(given: Headers) -> bool:
 
 
 def _passing(given: Headers, kept_back: frozenset[bytes]) -> Headers:
-    for name, value in given:
-        if name == b"connection":
-            kept_back = kept_back | {one.strip().lower() for one in value.split(b",")}
-    return [
-        header
-        for header in given
-        if header[0] not in kept_back and (not header[0].startswith(_OURS) or header[0] == STATE)
-    ]
+    passing = []
+    for header in given:
+        name, value = header
+        if name not in kept_back:
+            if name[:8] != _OURS or name == STATE:
+                passing.append(header)
+        elif name == b"connection" and value not in (b"keep-alive", b"close"):
+            named = {one.strip().lower() for one in value.split(b",")}
+            if named - kept_back:
+                return _passing(given, kept_back | named)
+    return passing

@@ -3,27 +3,32 @@ How clients' connections are read: uvicorn's httptools protocol, with the limits
 
 httptools collects a head of any size for any time. Here what was received and led to nothing yet is
 counted, which bounds request line, headers, chunk extensions and trailers alike, and a head has a
-deadline. The application finds the connection's transport in the scope, because ASGI has no word for
-"cut it".
+deadline. One timer for each connection looks at all that has one, so that a request sets none. The
+application finds its `Cycle` in the scope, because ASGI has no word for "cut it", nor for "tell me when
+the client leaves".
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import unquote
 
 import httptools
 from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from baton_api.errors import BatonError, HeadTooLarge, InvalidRequest
+from baton_router.cycle import EXTENSION, Cycle
 from baton_router.upstream import no_delay
 
-TRANSPORT = "baton.transport"
-"""The scope's extension that holds the client's `asyncio.Transport`."""
+LOOKS = 4
+"""At a connection's deadline, in the time that a head may take."""
 
 REFUSAL = (
     b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
@@ -46,16 +51,24 @@ class Listener(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._unread = 0
         """Bytes received since the parser last came to something."""
-        self._head_deadline: asyncio.TimerHandle | None = None
+        self._deadline = math.inf
+        """Loop time at which the connection is closed, if no head, or no other request, has come."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._answered: Cycle | None = None
+        """The request that is being answered; others may have come behind it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         no_delay(transport)
-        self._await_head()
+        self._deadline = self.loop.time() + self.header_s
+        self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_arrived()
+        if self._timer is not None:
+            self._timer.cancel()
         super().connection_lost(exc)
+        if self._answered is not None:
+            self._answered.leave()
 
     def data_received(self, data: bytes) -> None:
         self._unread += len(data)
@@ -64,36 +77,85 @@ class Listener(HttpToolsProtocol):
             self._refuse_head()
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope["extensions"] = {TRANSPORT: {"transport": self.transport}}
-        if self._head_deadline is None:
-            self._await_head()
+        self.url = b""
+        self.expect_100_continue = False
+        self.headers = []
+        self._deadline = min(self._deadline, self.loop.time() + self.header_s)
 
     def on_headers_complete(self) -> None:
-        self._head_arrived()
+        self._deadline = math.inf
         if self._unread > self.max_header:
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size > self.max_header:
                 self._refuse_head()
                 raise httptools.HttpParserError("head too large")  # nothing more of it is parsed
         self._unread = 0
-        super().on_headers_complete()
+        parser = self.parser
+        version = parser.get_http_version()
+        raw_path, _, query = self.url.partition(b"?")
+        if raw_path[:1] != b"/" or b"#" in self.url:
+            parsed = httptools.parse_url(self.url)
+            raw_path, query = parsed.path, parsed.query or b""
+        path = raw_path.decode("ascii")
+        extensions: dict[str, Any] = {}
+        self.scope = {
+            "type": "http",
+            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "http_version": version,
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,  # type: ignore[typeddict-item]
+            "method": parser.get_method().decode("ascii"),
+            "root_path": "",
+            "path": unquote(path) if "%" in path else path,
+            "raw_path": raw_path,
+            "query_string": query,
+            "headers": self.headers,
+            "state": self.app_state.copy(),
+            "extensions": extensions,
+        }
+        cycle = Cycle(self, self.scope, version != "1.0" and parser.should_keep_alive())
+        extensions[EXTENSION] = {"cycle": cycle}
+        before = self.cycle
+        self.cycle = cycle
+        if before is None or before.response_complete:
+            self._answered = cycle
+            self._start_asgi_task(cycle, self.app)
+        else:  # it waits for its turn
+            self.flow.pause_reading()
+            self.pipeline.appendleft((cycle, self.app))
 
     def on_body(self, body: bytes) -> None:
         self._unread = 0
-        super().on_body(body)
+        cycle = self.cycle
+        if cycle.response_complete:
+            return
+        cycle.body += body
+        if len(cycle.body) > HIGH_WATER_LIMIT:
+            self.flow.pause_reading()
+        cycle.message_event.set()
 
     def on_message_complete(self) -> None:
         self._unread = 0
         super().on_message_complete()
 
-    def _await_head(self) -> None:
-        self._head_deadline = self.loop.call_later(self.header_s, self.transport.close)
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            cycle, app = self.pipeline.pop()
+            self._answered = cycle  # type: ignore[assignment]  # it was made above
+            self._start_asgi_task(cycle, app)
+        else:
+            self._deadline = self.loop.time() + self.timeout_keep_alive
 
-    def _head_arrived(self) -> None:
-        if self._head_deadline is not None:
-            self._head_deadline.cancel()
-            self._head_deadline = None
+    def _look(self) -> None:
+        if self.loop.time() < self._deadline:
+            self._timer = self.loop.call_later(self.header_s / LOOKS, self._look)
+        elif not self.transport.is_closing():
+            self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(InvalidRequest(msg))

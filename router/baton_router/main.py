@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from baton_router import fronts, server
+from baton_router import fronts, process, server
 from baton_router.settings import RouterSettings
 
 
@@ -16,6 +16,7 @@ def run(settings: RouterSettings, ready: Callable[[str], None] | None = None) ->
     Raises SetupError if it cannot listen, or a process of it cannot be started.
     """
     listening = server.bind(settings.host, settings.port)
+    process.prepare()
     if settings.processes > 1:
         fronts.run(settings, listening, ready)
         return

@@ -19,7 +19,7 @@ from baton_api.resuming import with_resumption
 from baton_router.access import tenant_of
 from baton_router.answers import Receive, Scope, Send, send_error
 from baton_router.asked import Asked
-from baton_router.asks import Grant
+from baton_router.asks import Ask, Grant
 from baton_router.attempt import BUSY, Attempt
 from baton_router.client import Client, ClientGone
 from baton_router.figures import Figures
@@ -74,7 +74,7 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         relay = Relay(Client(scope, receive, send), request_id(scope["headers"]))
-        self._figures.in_flight.inc()
+        self._figures.in_flight += 1
         try:
             await self._serve(scope, relay)
         except ClientGone:
@@ -89,8 +89,8 @@ class Proxy:
         finally:
             if relay.attempt is not None:
                 relay.attempt.close()
-            self._figures.in_flight.dec()
-            self._figures.requests.labels(scope["path"], relay.status).inc()
+            self._figures.in_flight -= 1
+            self._figures.requests.add(scope["path"], relay.status)
 
     async def _serve(self, scope: Scope, relay: Relay) -> None:
         settings = self._settings
@@ -98,7 +98,7 @@ class Proxy:
         body = await client.body(settings.max_body, settings.body_s)
         arrived = time.perf_counter()
         asked = Asked(scope, body, tenant_of(scope))
-        async with client:
+        with client:
             opening = await self._open(asked, relay, arrived)
             await self._pass_on(asked, relay, opening, arrived)
 
@@ -109,11 +109,12 @@ class Proxy:
         self._figures.overhead.observe(time.perf_counter() - arrived)
         until = asyncio.get_running_loop().time() + self._settings.answer_s
         tried: list[str] = []
+        tries = 0
         while True:
             relay.attempt = attempt = self._attempt(grant)
             opening = b""
             lost: Lost | None = None
-            last = len(tried) == self._settings.retries
+            last = tries == self._settings.retries
             slow_s = 0.0 if last else first_byte_s(grant, asked.tokens_ahead)
             patience = Patience(attempt, slow_s, until, self._budget.spend)
             try:
@@ -128,8 +129,11 @@ class Proxy:
                     return opening
             finally:
                 patience.close()
-            tried.append(grant.decode)
-            another = await self._another(asked, tried, attempt, lost)
+            tries += 1
+            if lost is not None or attempt.status not in BUSY:
+                tried.append(grant.decode)  # one that is full is well, and may have room the next time
+            waited_s = time.perf_counter() - arrived
+            another = await self._another(asked.ask(tuple(tried), waited_s), tries, attempt, lost)
             if another is not None:
                 attempt.close()
                 grant = another
@@ -156,16 +160,14 @@ class Proxy:
             salt=asked.tenant.salt,
         )
 
-    async def _another(
-        self, asked: Asked, tried: list[str], attempt: Attempt, lost: Lost | None
-    ) -> Grant | None:
+    async def _another(self, ask: Ask, tries: int, attempt: Attempt, lost: Lost | None) -> Grant | None:
         """Who is asked next; None if the last one's answer, or its loss, is the client's."""
-        if len(tried) > self._settings.retries or (lost is not None and lost.cause == OVERDUE):
+        if tries > self._settings.retries or (lost is not None and lost.cause == OVERDUE):
             return None
         if lost is None and attempt.status in BUSY and not self._budget.spend():
             return None
         try:
-            return await self._picker.pick(asked.ask(tuple(tried)))
+            return await self._picker.pick(ask)
         except BatonError:
             return None
 
@@ -190,10 +192,12 @@ class Proxy:
     async def _copy(self, client: Client, attempt: Attempt, piece: bytes) -> None:
         """Give the client what comes, to the end. Raises Lost."""
         assert attempt.exchange is not None
-        grant = attempt.grant
+        settings, grant, events = self._settings, attempt.grant, attempt.events
+        silent_s = max(settings.idle_s, STEPS * grant.step_s)
         # Where nobody could go on, a worker that says that it lives is waited for.
-        events = attempt.events if grant.spare and isinstance(attempt.events, FollowedStream) else None
-        stall = Stall(client, attempt.exchange, max(self._settings.idle_s, STEPS * grant.step_s), events)
+        elsewhere = grant.spare and isinstance(events, FollowedStream)
+        tokens_s = silent_s if elsewhere else max(silent_s, settings.answer_s)
+        stall = Stall(client, attempt.exchange, events, silent_s, tokens_s)
         try:
             while not attempt.ended:
                 if piece:
@@ -209,14 +213,15 @@ class Proxy:
         resumption = events.resumption if isinstance(events, FollowedStream) else None
         if resumption is None:
             raise lost
-        tried = [broken.grant.decode]
+        tried = relay.lost
+        tried.append(broken.grant.decode)
         broken.close()
         body = with_resumption(asked.body, resumption)
         loop = asyncio.get_running_loop()
         while relay.resumes < RESUMES_LIMIT:
             relay.resumes += 1
             try:
-                grant = await self._picker.pick(asked.ask(tuple(tried)))
+                grant = await self._picker.pick(asked.ask(tuple(tried), 0.0))
             except BatonError:
                 break
             tried.append(grant.decode)
@@ -269,12 +274,14 @@ class Proxy:
 class Relay:
     """One request's way: who asked, whose try it is now, and what was answered."""
 
-    __slots__ = ("attempt", "client", "id", "resumes", "status")
+    __slots__ = ("attempt", "client", "id", "lost", "resumes", "status")
 
     def __init__(self, client: Client, identity: bytes) -> None:
         self.client = client
         self.id = identity
         self.attempt: Attempt | None = None
+        self.lost: list[str] = []
+        """Workers on which the answer broke off, or did not go on."""
         self.resumes = 0
         """Workers that were asked to go on with the answer."""
         self.status = 0

@@ -61,10 +61,11 @@ async def serve(
 def introduce(settings: RouterSettings, keyed: bool, url: str) -> None:
     """Say where the router listens, for how many workers, and aloud if anybody may use it."""
     log.info(
-        "The router listens on %s for %d decode and %d prefill workers.",
+        "The router listens on %s for %d decode and %d prefill workers%s.",
         url,
         len(settings.decode),
         len(settings.prefill),
+        ", and for those that it is told of" if settings.asks_for_workers else "",
     )
     warning = exposure.without_a_key(settings.host, int(url.rpartition(":")[2]), keyed)
     if warning:
@@ -84,6 +85,7 @@ class RouterServer(uvicorn.Server):
                 backlog=BACKLOG,
                 log_config=None,
                 access_log=False,
+                proxy_headers=False,  # nobody here asks whence a client comes
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=math.ceil(settings.drain_s),
