@@ -36,8 +36,8 @@ class FakeBatches:
         none = ("output_file_id", "error_file_id", "errors", "model", "completed_at", "cancelled_at")
         self.batches[id] = {
             "id": id, "object": "batch", "status": "validating", "created_at": 100,
-            "endpoint": "/v1/embeddings", "request_counts": {"total": 0, "completed": 0, "failed": 0}, "input_file_id": "",
-            **dict.fromkeys(none), **more,
+            "endpoint": "/v1/embeddings", "input_file_id": "",
+            "request_counts": {"total": 0, "completed": 0, "failed": 0}, **dict.fromkeys(none), **more,
         }  # fmt: skip
         return id
 
