@@ -17,35 +17,34 @@ class Stall:
     One timer for the life of an answer.
 
     It looks at the time of the last movement only when it fires, so that a piece passing through
-    costs it nothing. A worker that lives and computes nothing still says so now and then
-    (`: keep-alive`): where another one could go on, that is no movement.
+    costs it nothing. A worker that lives but generates nothing still says so now and then
+    (`: keep-alive`): that is a sign of life, and no token.
     """
 
     def __init__(
-        self, client: Client, exchange: Exchange, limit_s: float, events: EventStream | None = None
+        self, client: Client, exchange: Exchange, events: EventStream | None, silent_s: float, tokens_s: float
     ) -> None:
-        """`events` is what passes, if only tokens count."""
+        """`silent_s` may pass without any sign of life, of worker or client, and `tokens_s` without a token."""
         self._loop = asyncio.get_running_loop()
         self._client = client
         self._exchange = exchange
-        self._limit_s = limit_s
         self._events = events
-        self._spoke = self._loop.time()
-        """When the worker moved last, as far as it counts."""
-        self._pause_s = limit_s if events is None else limit_s / LOOKS
-        self._timer = self._loop.call_later(self._pause_s, self._look)
+        self._silent_s = silent_s
+        self._tokens_s = tokens_s
+        self._token = self._loop.time()
+        """When a token came, as far as was seen."""
+        self._timer = self._loop.call_later(silent_s / LOOKS, self._look)
 
     def _look(self) -> None:
         client, now = self._client, self._loop.time()
+        alive = client.moved if client.sending else max(client.moved, self._exchange.progress)
         if client.sending:
-            moved, self._spoke = client.moved, now  # the worker is not to blame for this while
-        else:
-            if self._events is None or not self._events.idles:
-                self._spoke = max(client.moved, self._exchange.progress)
-            moved = self._spoke
-        left = moved + self._limit_s - now
+            self._token = now  # until the client has what there is, no token is due
+        elif self._events is None or not self._events.idles:
+            self._token = alive
+        left = min(alive + self._silent_s, self._token + self._tokens_s) - now
         if left > 0:
-            self._timer = self._loop.call_later(min(left, self._pause_s), self._look)
+            self._timer = self._loop.call_later(min(left, self._silent_s / LOOKS), self._look)
         elif client.sending:
             client.abort()
         else:
