@@ -14,7 +14,13 @@ import math
 from dataclasses import dataclass
 
 TOLERANCE = 1.5
-"""An interactive request is let in if it is predicted to take so many times its objective, or less."""
+"""An interactive request waits for so many times its objective at most, and is let in if it is predicted to
+take no longer than that: a prediction may be wrong."""
+
+LEAST_TOLERANCE = 0.8
+STRICTER = 0.05
+LAXER = 0.0025
+"""What one more that waited in vain, and one that did not, change of it: a twentieth may wait in vain."""
 
 SMOOTHING = 0.05
 LEAST_PACE = 0.05
@@ -48,16 +54,37 @@ def terms(kind: str, wanted_s: float | None, interactive_s: float, wait_s: float
     return Terms(wanted_s, wanted_s)
 
 
-def too_late(kind: str, on: Terms, predicted_s: float, room_s: float) -> bool:
+def too_late(kind: str, on: Terms, predicted_s: float, room_s: float, tolerance: float) -> bool:
     """
     Whether a request is better refused at once than after waiting.
+
+    `tolerance`: how many times its objective an interactive one may be predicted to take.
 
     `room_s` is the part of the prediction that no other order of those who wait would shorten: the time
     until any decode worker has KV blocks for it.
     """
     if kind == "interactive":
-        return predicted_s > on.patience_s
+        return predicted_s > tolerance * on.objective_s
     return room_s > on.patience_s
+
+
+class Tolerance:
+    """
+    How wrong predictions are taken to be: less and less, while those who were let in wait in vain.
+
+    Under an overload that lasts, who is let in at one and a half times its objective will be late; who is
+    told at once can go elsewhere.
+    """
+
+    __slots__ = ("times",)
+
+    def __init__(self) -> None:
+        self.times = TOLERANCE
+
+    def waited(self, *, in_vain: bool) -> None:
+        """Another interactive request has waited."""
+        self.times += -STRICTER if in_vain else LAXER
+        self.times = min(TOLERANCE, max(LEAST_TOLERANCE, self.times))
 
 
 class Pace:

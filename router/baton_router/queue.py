@@ -19,7 +19,7 @@ from heapq import heappop, heappush
 from typing import cast
 
 from baton_api.errors import BatonError, NotInTime, NotReady, Overloaded
-from baton_router.admission import Pace, Terms, terms, too_late
+from baton_router.admission import Pace, Terms, Tolerance, terms, too_late
 from baton_router.asks import Ask
 from baton_router.dispatcher import Dispatch, Dispatcher
 from baton_router.knowledge import Known
@@ -54,6 +54,7 @@ ENTRY_BYTES = 2048
 SHARE = 0.8
 """Of the room that it and those who are not there yet have together, that a tenant may fill."""
 
+INTERACTIVE = "interactive"
 BATCH = "batch"
 BATCH_SPARE = 0.1
 """Share of a decode worker's KV blocks that work which nobody waits for leaves free."""
@@ -75,11 +76,12 @@ class Waiting(Entry):
 class Pool:
     """Those who wait for the same workers."""
 
-    __slots__ = ("pace", "room")
+    __slots__ = ("pace", "room", "tolerance")
 
     def __init__(self) -> None:
         self.room = WaitingRoom()
         self.pace = Pace()
+        self.tolerance = Tolerance()
 
 
 class Queue:
@@ -216,7 +218,8 @@ class Queue:
         entry.predicted_s = soonest + pool.room.seconds_before(entry) / len(computers)
         room_s = self._dispatcher.room_s(entry.plan)
         predicted = pool.pace.corrected(entry.predicted_s) + room_s + entry.best_s
-        if too_late(entry.ask.kind, Terms(entry.objective_s, entry.patience_s), predicted, room_s):
+        on = Terms(entry.objective_s, entry.patience_s)
+        if too_late(entry.ask.kind, on, predicted, room_s, pool.tolerance.times):
             self.rejects["late"] += 1
             raise NotInTime(predicted, min(entry.objective_s, entry.patience_s))
 
@@ -246,7 +249,7 @@ class Queue:
         soonest = TICK_S
         for pool in list(self._pools.values()):
             for entry in pool.room.pass_time(now):
-                self._give_up(cast(Waiting, entry), now)
+                self._give_up(cast(Waiting, entry), pool, now)
             if not pool.room:
                 continue
             free_in = self._free_in(pool.room, now)
@@ -288,8 +291,7 @@ class Queue:
             slot = plan.computing.slot
             ahead[slot] = ahead.get(slot, 0.0) + plan.compute_s
             return False
-        if entry.predicted_s > NEARLY_DONE_S:
-            pool.pace.learn(entry.predicted_s, now - entry.arrived)
+        self._learn(pool, entry, now)
         self._book(entry.ask, plan, now)
         entry.future.set_result(plan)
         return True
@@ -311,7 +313,14 @@ class Queue:
             )
         return entry.plan
 
-    def _give_up(self, entry: Waiting, now: float) -> None:
+    def _learn(self, pool: Pool, entry: Waiting, now: float, *, in_vain: bool = False) -> None:
+        """It has waited for so long. Those who gave up count too, or all would seem to wait for less."""
+        if entry.predicted_s > NEARLY_DONE_S:
+            pool.pace.learn(entry.predicted_s, now - entry.arrived)
+        if entry.ask.kind == INTERACTIVE:
+            pool.tolerance.waited(in_vain=in_vain)
+
+    def _give_up(self, entry: Waiting, pool: Pool, now: float) -> None:
         if entry.future.done():
             return
         waited = now - entry.arrived
@@ -321,6 +330,7 @@ class Queue:
                 entry.future.set_exception(NotReady(f"No worker became ready within {waited:.1f} s."))
         else:
             self.rejects["waited"] += 1
+            self._learn(pool, entry, now, in_vain=True)
             entry.future.set_exception(NotInTime(waited, entry.patience_s, waited=True))
 
     def _book(self, ask: Ask, made: Dispatch, now: float) -> None:

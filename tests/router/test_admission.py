@@ -7,7 +7,17 @@ import random
 
 import pytest
 
-from baton_router.admission import LEAST_PACE, MOST_PACE, Pace, Terms, terms, too_late
+from baton_router.admission import (
+    LEAST_PACE,
+    LEAST_TOLERANCE,
+    MOST_PACE,
+    TOLERANCE,
+    Pace,
+    Terms,
+    Tolerance,
+    terms,
+    too_late,
+)
 
 TERMS = {
     "interactive, its own": ("interactive", 2.0, Terms(2.0, 3.0)),
@@ -39,7 +49,30 @@ LATE = {
 @pytest.mark.parametrize("name", LATE)
 def test_who_is_told_at_once(name: str) -> None:
     kind, predicted, room, late = LATE[name]
-    assert too_late(kind, terms(kind, None, 10.0, 300.0), predicted, room) is late
+    assert too_late(kind, terms(kind, None, 10.0, 300.0), predicted, room, 1.5) is late
+
+
+def test_who_waits_in_vain_makes_it_harder_to_be_let_in() -> None:
+    tolerance = Tolerance()
+    assert tolerance.times == TOLERANCE
+    for _ in range(100):
+        tolerance.waited(in_vain=True)
+    assert tolerance.times == LEAST_TOLERANCE
+    for _ in range(1000):
+        tolerance.waited(in_vain=False)
+    assert tolerance.times == TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_twentieth_may_wait_in_vain(seed: int) -> None:
+    """Where the more wait in vain the more are let in, tolerance comes to rest where few do."""
+    rng = random.Random(seed)
+    tolerance, vain = Tolerance(), 0
+    for number in range(20_000):
+        in_vain = rng.random() < max(0.0, tolerance.times - 0.9)
+        tolerance.waited(in_vain=in_vain)
+        vain += in_vain and number >= 10_000
+    assert vain / 10_000 == pytest.approx(0.05, abs=0.02)
 
 
 def test_the_pace_is_what_is_seen() -> None:

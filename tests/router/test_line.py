@@ -29,9 +29,9 @@ ORDERS: dict[str, tuple[float, list[Entry]]] = {
     "who has waited ten times the difference goes before": (101, [entry(LONG, 0), entry(SHORT, 99.5)]),
     "and not before that": (98, [entry(SHORT, 97.5), entry(LONG, 0)]),
     "a deadline that is near": (7, [entry(2, 0, objective_s=10), entry(SHORT, 7)]),
-    "a deadline that is not": (5, [entry(SHORT, 5), entry(2, 0, objective_s=10)]),
+    "a deadline that is not": (4, [entry(SHORT, 4), entry(2, 0, objective_s=10)]),
     "a deadline that cannot be met": (9, [entry(SHORT, 9), entry(2, 0, objective_s=10)]),
-    "the nearest deadline": (7, [entry(2, 0, objective_s=10), entry(1, 5.5, objective_s=5)]),
+    "the nearest deadline": (7, [entry(2, 0, objective_s=10), entry(1.9, 0.4, objective_s=10)]),
     "who was sent before": (1, [entry(LONG, 0, again=True), entry(1, 0, objective_s=2.5), entry(SHORT)]),
     "who starves, the oldest first": (50, [entry(9, 1, starved=True), entry(1, 2, starved=True), entry(0)]),
 }  # fmt: skip
