@@ -164,7 +164,14 @@ def _shown(default: object) -> str:
     return "" if default is None or default in ("", (), {}) else str(default)  # a secret shows nothing
 
 
-REPEATED = {"served_model_name": "NAME", "api_key": "KEY", "allowed_origins": "ORIGIN"}
+REPEATED = {
+    "served_model_name": "NAME",
+    "api_key": "KEY",
+    "allowed_origins": "ORIGIN",
+    "decode_dns": "NAME",
+    "prefill_dns": "NAME",
+    "revision_weight": "REVISION=NUMBER",
+}
 """What the values of repeated flags are called, if not URL."""
 
 

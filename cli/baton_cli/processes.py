@@ -60,10 +60,11 @@ def router(given: Mapping[str, Any], announce_fd: int | None) -> None:
 
     try:
         settings = read_settings(RouterSettings, given)
-        if not settings.decode:
+        if not settings.decode and not settings.asks_for_workers:
             raise SetupError(
                 "A router needs workers to send requests to: give at least one --decode URL, such as "
-                "--decode http://127.0.0.1:8000."
+                "--decode http://127.0.0.1:8000, or say who lists them with --decode-dns or "
+                "--kubernetes-selector."
             )
         main.run(settings, listening)
     except SetupError as error:

@@ -295,7 +295,7 @@ REFUSALS = (
     ),
     Refusal(
         "--selector --prefill-selector --decode-selector --service-discovery*",
-        "name the workers with --decode and --prefill",
+        "--kubernetes-selector finds workers of both roles by the labels of their Services",
     ),
     Refusal(
         "--max-concurrent-requests --queue-size --queue-timeout-secs --rate-limit-*",

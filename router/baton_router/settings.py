@@ -290,3 +290,8 @@ class RouterSettings(BatchSettings):
 
     drain_s: float = Field(default=60.0, ge=0)
     """Seconds that running requests get to finish after listening has ended."""
+
+    @property
+    def asks_for_workers(self) -> bool:
+        """Whether others than flags list workers."""
+        return bool(self.decode_dns or self.prefill_dns or self.kubernetes_selector)

@@ -40,14 +40,11 @@ class LastGood:
         self.addresses: frozenset[Address] = frozenset()
         self._nobody = 0
 
-    def took(self, found: frozenset[Address] | None) -> frozenset[Address]:
-        """One answer more, None if there was none; gives what holds now."""
-        if found:
-            self.addresses, self._nobody = found, 0
-        elif found is not None:
-            self._nobody += 1
-            if self._nobody >= NOBODY_TIMES:
-                self.addresses = found
+    def took(self, found: frozenset[Address]) -> frozenset[Address]:
+        """One answer more; gives what holds now."""
+        self._nobody = 0 if found else self._nobody + 1
+        if found or self._nobody >= NOBODY_TIMES:
+            self.addresses = found
         return self.addresses
 
 
@@ -71,8 +68,9 @@ class DnsWorkers:
     async def follow(self, tell: Callable[[frozenset[Listed]], None]) -> None:
         good = LastGood()
         while True:
-            addresses = good.took(await self._look())
-            tell(frozenset(Listed(host, port, self._role) for host, port in addresses))
+            if (found := await self._look()) is not None:
+                addresses = good.took(found)
+                tell(frozenset(Listed(host, port, self._role) for host, port in addresses))
             await asyncio.sleep(self._interval_s)
 
     async def _look(self) -> frozenset[Address] | None:

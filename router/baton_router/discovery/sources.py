@@ -8,6 +8,7 @@ runs, each in a task of its own that no failure of another concerns.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -21,7 +22,12 @@ from baton_router.discovery.kubernetes import Access, KubernetesWorkers
 from baton_router.discovery.listed import Listed
 from baton_router.settings import RouterSettings
 
+log = logging.getLogger(__name__)
+
 FLAGS = "flags"
+
+ANEW_S = 10.0
+"""Seconds after which a source that cannot be followed at all is tried again."""
 
 Told = Callable[[str, frozenset[Listed]], None]
 """Takes a source's name and all workers that it knows of now."""
@@ -74,13 +80,24 @@ class Sources:
         troubles = [source.trouble for source in self._sources.values() if source.trouble]
         if troubles:
             return "; ".join(troubles)
-        waited_for = sorted(self._silent) or sorted(self._sources)
-        return f"{' and '.join(waited_for)} {'has not told yet' if self._silent else 'lists none'}"
+        names = " and ".join(sorted(self._silent or self._sources))
+        one = len(self._silent or self._sources) == 1
+        if self._silent:
+            return f"{names} {'has' if one else 'have'} not told yet"
+        return f"{names} {'lists' if one else 'list'} none"
 
     async def follow(self, told: Told) -> None:
         async with asyncio.TaskGroup() as group:
             for name, source in self._sources.items():
-                group.create_task(source.follow(partial(self._tell, told, name)), name=name)
+                group.create_task(self._keep(name, source, partial(self._tell, told, name)), name=name)
+
+    async def _keep(self, name: str, source: Source, tell: Callable[[frozenset[Listed]], None]) -> None:
+        while True:
+            try:
+                await source.follow(tell)
+            except Exception:
+                log.exception("%s is not followed; its workers stay as they are.", name)
+            await asyncio.sleep(ANEW_S)
 
     def _tell(self, told: Told, name: str, listed: frozenset[Listed]) -> None:
         self._silent.discard(name)

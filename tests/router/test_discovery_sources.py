@@ -1,0 +1,63 @@
+"""Who lists the workers, from the settings."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from baton_api.workers import Role
+from baton_router.discovery.listed import Listed
+from baton_router.discovery.sources import Sources
+from baton_router.settings import RouterSettings
+
+
+def sources(**given: Any) -> Sources:
+    return Sources(RouterSettings(**given), random.Random(0))
+
+
+def test_flags_list_their_workers_at_once() -> None:
+    made = sources(decode=("http://10.0.0.1:8001", "http://[fd00::1]"), prefill=("http://workers",))
+    assert made.flags == {
+        Listed("10.0.0.1", 8001, Role.DECODE),
+        Listed("fd00::1", 80, Role.DECODE),
+        Listed("workers", 80, Role.PREFILL),
+    }
+    assert made.complete()
+
+
+NOBODY: dict[str, tuple[dict[str, Any], str]] = {
+    "nobody asked": ({}, "none is configured: name one with --decode http://HOST:PORT"),
+    "DNS has not answered": ({"decode_dns": ["w:80"]}, "DNS: decode w:80 has not told yet"),
+    "two have not answered": (
+        {"decode_dns": ["w:80"], "kubernetes_selector": "a=b"},
+        "DNS: decode w:80 and Kubernetes have not told yet",
+    ),
+}
+
+
+@pytest.mark.parametrize(("given", "said"), NOBODY.values(), ids=NOBODY.keys())
+def test_why_there_is_nobody(given: dict[str, Any], said: str) -> None:
+    made = sources(**given)
+    assert made.why_none() == said
+    assert made.complete() == (not given)
+
+
+WRONG = {"decode_dns": "workers", "prefill_dns": "http://workers:80", "revision_weight": "abc"}
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG.items())
+def test_what_cannot_be_meant_is_refused_at_the_start(name: str, value: str) -> None:
+    with pytest.raises(ValidationError, match="give "):
+        RouterSettings.model_validate({name: [value]})
+
+
+def test_in_a_pod_the_api_server_is_that_of_its_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    for host, url in (("10.96.0.1", "https://10.96.0.1:6443"), ("fd00::1", "https://[fd00::1]:6443")):
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", host)
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
+        assert RouterSettings().kubernetes_api == url
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
+    assert RouterSettings().kubernetes_api == ""
