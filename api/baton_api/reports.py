@@ -80,6 +80,22 @@ class PromptReport:
     @classmethod
     def decode(cls, text: str) -> Self | None:
         """None for what is no report: an older worker's, or another server's header."""
+        plain = _PLAIN.fullmatch(text)
+        if plain is not None:  # as `encode` writes it: there are as many of them as requests
+            tokens, cached, held, queue_s, compute_s, transfer_s, remote, tail, fallback = plain.groups("")
+            report = cls(
+                tokens=int(tokens),
+                cached=int(cached),
+                held=int(held),
+                queue_s=float(queue_s),
+                compute_s=float(compute_s),
+                transfer_s=float(transfer_s),
+                remote=remote == "1",
+                tail=tail,
+                fallback=fallback,
+            )
+            sound = report.cached <= report.tokens and report.held <= report.tokens
+            return report if sound and report.tokens else None
         given = dict(part.partition("=")[::2] for part in text.split(";"))
         try:
             values = {name: given[name] for name in _NAMES} | {name: given.get(name, "") for name in _LATER}
@@ -117,5 +133,10 @@ _LATER = ("tail", "fallback")
 _NAMES = tuple(field.name for field in dataclasses.fields(PromptReport) if field.name not in _LATER)
 """What every report says; the others came later."""
 
+_PLAIN = re.compile(
+    r"tokens=([0-9]{1,9});cached=([0-9]{1,9});held=([0-9]{1,9});"
+    r"queue_s=([0-9]{1,5}\.[0-9]{6});compute_s=([0-9]{1,5}\.[0-9]{6});transfer_s=([0-9]{1,5}\.[0-9]{6});"
+    r"remote=([01]);tail=([0-9a-f]{16})?(?:;fallback=([a-z_]{0,32}))?"
+)
 _TAIL = re.compile("([0-9a-f]{16})?")
 _WORD = re.compile("[a-z_]{0,32}")

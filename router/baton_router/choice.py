@@ -29,6 +29,9 @@ LEAST_CONCERN = 0.5
 MOST_CONCERN = 8.0
 """What a second of a worker costs those behind, per second: at the least, and at the most."""
 
+IDLE = 1 + LEAST_CONCERN
+"""What a second costs where nothing waits."""
+
 DISTURBANCE = 0.3
 """How much of a prompt's time each stream loses that generates beside it."""
 
@@ -76,7 +79,7 @@ def prefill_offer(cached: int, backlog_s: float, waiting: int, compute_s: float)
 
     Before that it has to compute `waiting` prompts, for `backlog_s`.
     """
-    price = backlog_s + (1 + concern(waiting)) * compute_s
+    price = backlog_s + (1 + concern(waiting)) * compute_s if waiting else backlog_s + IDLE * compute_s
     return price, backlog_s + compute_s, cached, waiting
 
 
@@ -96,6 +99,16 @@ def decode_offer(
     stream more.
     """
     price = room_s + slowdown_s
+    if not streams and not waiting:
+        return (
+            price,
+            price + backlog_s + IDLE * compute_s,
+            backlog_s + compute_s + room_s,
+            room_s,
+            cached,
+            0,
+            0,
+        )
     alone = price + backlog_s + (1 + concern(waiting) + streams * DISTURBANCE) * compute_s
     return price, alone, backlog_s + compute_s + room_s, room_s, cached, streams, waiting
 

@@ -167,10 +167,7 @@ class Dispatcher:
             computing,
             generating,
             computing.prefill_cost.seconds(tokens - way.cached, tokens),
-            [
-                (known, matched.get(known.slot, 0))
-                for known in ((generating,) if computing is generating else (computing, generating))
-            ],
+            [(known, matched.get(known.slot, 0)) for known in {computing, generating}],
             weights,
         )
 
@@ -267,7 +264,7 @@ class Dispatcher:
             cached = min(int(cached * known.credence), tokens - 1)
         computing = known.computing
         compute_s = known.prefill_cost.seconds(tokens - cached, tokens)
-        backlog_s = computing.backlog_s(now)
+        backlog_s = computing.backlog_s(now) if computing.waiting else 0.0
         if ahead:
             backlog_s += ahead.get(known.slot, 0.0)
         return choice.prefill_offer(cached, backlog_s, computing.waiting, compute_s)
@@ -289,7 +286,7 @@ class Dispatcher:
                 slowdown_s = streams * (slower_s - step_s) * self._answer_tokens.value
             if known.total_blocks:
                 room_s = self._room_s(known, tokens - cached, step_s)
-        backlog_s = computing.backlog_s(now)
+        backlog_s = computing.backlog_s(now) if computing.waiting else 0.0
         if ahead:
             backlog_s += ahead.get(known.slot, 0.0)
         return choice.decode_offer(

@@ -49,15 +49,12 @@ class LeastSquares:
         a, b, c = self.coefficients
         self.coefficients = (a + gain_x * error, b + gain_y * error, c + gain_z * error)
         self.measurements += 1
-        variance = (
-            (xx - gain_x * gain_x / spread) / FORGETTING,
-            (xy - gain_x * gain_y / spread) / FORGETTING,
-            (xz - gain_x * gain_z / spread) / FORGETTING,
-            (yy - gain_y * gain_y / spread) / FORGETTING,
-            (yz - gain_y * gain_z / spread) / FORGETTING,
-            (zz - gain_z * gain_z / spread) / FORGETTING,
-        )
-        if max(variance) > VARIANCE_LIMIT:
-            xx, xy, xz, yy, yz, zz = (min(max(one, -VARIANCE_LIMIT), VARIANCE_LIMIT) for one in variance)
-            variance = (xx, xy, xz, yy, yz, zz)
-        self._variance = variance
+        xx = (xx - gain_x * gain_x / spread) / FORGETTING
+        xy = (xy - gain_x * gain_y / spread) / FORGETTING
+        xz = (xz - gain_x * gain_z / spread) / FORGETTING
+        yy = (yy - gain_y * gain_y / spread) / FORGETTING
+        yz = (yz - gain_y * gain_z / spread) / FORGETTING
+        zz = (zz - gain_z * gain_z / spread) / FORGETTING
+        if xx > VARIANCE_LIMIT or yy > VARIANCE_LIMIT or zz > VARIANCE_LIMIT:  # those beside them are less
+            xx, yy, zz = min(xx, VARIANCE_LIMIT), min(yy, VARIANCE_LIMIT), min(zz, VARIANCE_LIMIT)
+        self._variance = (xx, xy, xz, yy, yz, zz)

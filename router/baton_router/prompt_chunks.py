@@ -20,6 +20,10 @@ CHUNK_BYTES = 512
 """Shorter ones find a few tokens more and cost more to look up: a prompt of 32 KB has 64."""
 
 
+LABELS = {role: role.encode() for role in ("system", "developer", "user", "assistant", "tool")}
+"""Of messages, the usual ones."""
+
+
 class Message(msgspec.Struct):
     """What of a message decides the prompt, whatever its shape."""
 
@@ -58,9 +62,10 @@ def of_messages(messages: Sequence[Message], tools: msgspec.Raw | None, root: in
     if tools:
         name = _cut(b"tools", bytes(tools), name, names, sizes)
     for message in messages:
-        role = message.role if isinstance(message.role, str) else repr(message.role)
+        role = message.role
+        label = LABELS.get(role) if isinstance(role, str) else repr(role).encode("utf-8", "replace")
         begun = len(names)
-        name = _cut(role.encode(errors="replace"), _text(message), name, names, sizes)
+        name = _cut(label or role.encode("utf-8", "replace"), _text(message), name, names, sizes)
         if role == "assistant":
             answers.append((begun, len(names)))
     return Prompt(tuple(names), tuple(sizes), tuple(answers))
@@ -77,7 +82,7 @@ def of_text(text: bytes, root: int) -> Prompt:
 def _text(message: Message) -> bytes:
     content = message.content
     if isinstance(content, str):
-        text = content.encode(errors="replace")
+        text = content.encode("utf-8", "replace")
     else:
         text = b"" if content is None else _parts(content)
     return text + msgspec.json.encode(message.tool_calls) if message.tool_calls else text
