@@ -60,7 +60,10 @@ class Faults:
 class InsideWorker:
     """A modelled worker, the router's view of it, and the events between the two."""
 
-    def __init__(self, seen: Worker, role: Role, capacity: int, block_tokens: int, lost: float) -> None:
+    def __init__(
+        self, seen: Worker, role: Role, timing: Timing, capacity: int, block_tokens: int, lost: float
+    ) -> None:
+        self._timing = timing
         self.role = role
         self.seen = seen
         self.busy_s = 0.0
@@ -78,7 +81,7 @@ class InsideWorker:
         self._epoch += 1
         self._sent: list[Sequence[Event]] = []
         self._feed: kv_feed.Feed | None = None
-        self.model: ModelWorker = ModelWorker(Timing(), self._capacity, self._block_tokens, self._tell)
+        self.model: ModelWorker = ModelWorker(self._timing, self._capacity, self._block_tokens, self._tell)
 
     @property
     def load(self) -> Load:
@@ -141,7 +144,11 @@ class InsideWorker:
 class Inside:
     """A router's scheduler and its cluster: `workloads.Asking` for every session."""
 
-    def __init__(self, roles: Sequence[Role], capacity: int, block_tokens: int, lost: float) -> None:
+    def __init__(
+        self, roles: Sequence[Role], speed: float, scale: float, capacity: int, block_tokens: int, lost: float
+    ) -> None:
+        """`scale`: how much faster than meant the workers are; `speed`: and how much the clients."""
+        self._speed = speed
         self._loop = asyncio.get_running_loop()
         self.asked: list[Asked] = []
         self.compared: list[tuple[int, int]] = []
@@ -154,7 +161,12 @@ class Inside:
         self.scheduler = Scheduler(settings, Upstreams(1.0), random.Random(1), self._loop.time)
         self.workers = {
             seen.name: InsideWorker(
-                seen, Role.PREFILL if seen.listed is Role.PREFILL else roles[-1], capacity, block_tokens, lost
+                seen,
+                Role.PREFILL if seen.listed is Role.PREFILL else roles[-1],
+                Timing().faster(scale),
+                capacity,
+                block_tokens,
+                lost,
             )
             for seen in self.scheduler.workers.all
         }
@@ -226,27 +238,28 @@ class Inside:
             self.scheduler.let_go(grant, complete=whole)
 
     async def pause(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(seconds / self._speed)
 
 
 async def replay(
     arrivals: Iterator[Arrival],
     rate: float,
+    scale: float,
     roles: Sequence[Role],
     capacity: int,
     block_tokens: int,
     faults: Faults,
 ) -> dict[str, float]:
     loop = asyncio.get_running_loop()
-    inside = Inside(roles, capacity, block_tokens, faults.lost)
+    inside = Inside(roles, rate * scale, scale, capacity, block_tokens, faults.lost)
     watch = asyncio.create_task(inside.watch(faults))
     began = time.process_time()
-    await play(arrivals, inside, rate, loop.time, PATIENCE_S)
+    await play(arrivals, inside, rate * scale, loop.time, PATIENCE_S)
     watch.cancel()
     knowledge = inside.scheduler.dispatcher.knowledge
     expected = sum(one for one, _ in inside.compared)
     known = [knowledge.of(one.seen) for one in inside.workers.values()]
-    return figures_of(inside.asked, [one.figures for one in inside.workers.values()], loop.time(), 1.0) | {
+    return figures_of(inside.asked, [one.figures for one in inside.workers.values()], loop.time(), scale) | {
         "actual_expected": round(sum(one for _, one in inside.compared) / expected, 3) if expected else 1.0,
         "left_booked": sum(one.computing.waiting + one.streams.count for one in known),
         "chunks": len(knowledge),
@@ -260,6 +273,7 @@ def main() -> None:
     parser.add_argument("--workload", required=True, help=f"a trace, or one of {', '.join(workloads.MADE)}")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0], help="times the workload's own rate")
+    parser.add_argument("--scale", type=float, default=1.0, help="times faster than meant, as `replay` is")
     parser.add_argument("--prefill", type=int, default=8, help="workers; 0: the decode workers do it all")
     parser.add_argument("--decode", type=int, default=4)
     parser.add_argument("--capacity", type=int, default=2000, help="blocks of each worker")
@@ -274,6 +288,7 @@ def main() -> None:
             replay(
                 workloads.arrivals(options.workload, options.minutes),
                 rate,
+                options.scale,
                 roles,
                 options.capacity,
                 options.block_tokens,
