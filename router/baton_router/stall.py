@@ -24,7 +24,7 @@ class Stall:
     def __init__(
         self, client: Client, exchange: Exchange, events: EventStream | None, silent_s: float, tokens_s: float
     ) -> None:
-        """`silent_s` may pass without any sign of life, of worker or client, and `tokens_s` without a token."""
+        """`silent_s` may pass without a sign of life, of worker or client, and `tokens_s` without a token."""
         self._loop = asyncio.get_running_loop()
         self._client = client
         self._exchange = exchange

@@ -1,0 +1,187 @@
+"""
+A real router before mock workers, each a process of its own: faults on demand, and nothing to wait for.
+
+Two prefill workers that are only named, and three decode workers, so that one may fail and two are well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from tests.faults.caller import CHAT, Outcome, Wish, call
+from tests.faults.cluster import PATIENCE_S, Node, until
+from tests.faults.mock_worker import TOKENS, Fault, Figures
+
+ROOT = Path(__file__).parents[2]
+
+FIRST_BYTE_S = 0.6
+IDLE_S = 1.0
+HEALTH_S = 0.2
+
+SLOTS = 8
+"""Requests at a time of which a mock worker is said to be full."""
+
+
+class Mock:
+    """One worker's process."""
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.port = 0
+        self._process: asyncio.subprocess.Process | None = None
+        self._orders = asyncio.Lock()
+
+    @property
+    def name(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.name}"
+
+    @property
+    def runs(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self) -> None:
+        """At the same port, if it ran before."""
+        command = ("-m", "tests.faults.mock_worker", f"--role={self.role}", f"--port={self.port}")
+        pipe = asyncio.subprocess.PIPE
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, *command, cwd=ROOT, stdin=pipe, stdout=pipe
+        )
+        self.port = msgspec.json.decode(await self._line())["port"]
+
+    async def become(self, name: str = "", **fault: Any) -> Figures:
+        """Fail like this from now on."""
+        return await self._tell(msgspec.json.encode(Fault(name=name, **fault)))
+
+    async def figures(self) -> Figures:
+        return await self._tell(b"")
+
+    async def kill(self) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGKILL)
+        await self._process.wait()
+
+    async def _tell(self, order: bytes) -> Figures:
+        assert self._process is not None and self._process.stdin is not None
+        async with self._orders:
+            self._process.stdin.write(order + b"\n")
+            return msgspec.json.decode(await self._line(), type=Figures)
+
+    async def _line(self) -> bytes:
+        assert self._process is not None and self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        assert line, f"the mock {self.role} worker has ended"
+        return line
+
+
+@dataclass(slots=True)
+class Crew:
+    router: Node
+    decodes: list[Mock]
+    prefills: list[Mock]
+    http: httpx.AsyncClient
+    numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    @property
+    def all(self) -> list[Mock]:
+        return [*self.decodes, *self.prefills]
+
+    def wish(self, path: str = CHAT, *, stream: bool = True, choices: int = 1, tokens: int = TOKENS) -> Wish:
+        """With a prompt that nobody holds."""
+        return Wish(f"{next(self.numbers)}: what is the capital of France?", path, stream, choices, tokens)
+
+    async def call(self, wish: Wish | None = None) -> Outcome:
+        return await call(self.router.port, wish or self.wish())
+
+    async def calls(self, count: int, at_once: int = 4, **wish: Any) -> list[Outcome]:
+        """So many, of which every fourth wants a whole answer, unless `wish` says what."""
+        outcomes: list[Outcome] = []
+        waiting = iter(range(count))
+
+        async def client() -> None:
+            for number in waiting:
+                made = self.wish(**wish) if wish else self.wish(stream=number % 4 != 3)
+                outcomes.append(await self.call(made))
+
+        await asyncio.gather(*(client() for _ in range(at_once)))
+        return outcomes
+
+    async def healthy(self) -> None:
+        """All run, without a fault, and the router forgot what it had against them."""
+        epochs: dict[str, str] = {}
+        seen = await self.workers()
+        for mock in self.all:
+            if not mock.runs:
+                await mock.start()
+            # What is known of the prefill workers' speed is worth keeping.
+            anew = mock.role == "decode" or seen[mock.name]["state"] != "ready"
+            epochs[mock.name] = (await mock.become(anew=anew)).epoch
+
+        async def sees_all() -> bool:
+            rows = await self.workers()
+            return all(
+                rows[name]["state"] == "ready" and rows[name]["load"]["epoch"] == epoch
+                for name, epoch in epochs.items()
+            )
+
+        await until(sees_all, "the router sees that all workers are well", 10.0)
+
+    async def workers(self) -> dict[str, dict[str, Any]]:
+        """What the router says of each worker, by its name."""
+        rows = (await self.http.get(f"{self.router.url}/workers")).raise_for_status().json()["data"]
+        return {row["worker"]: row for row in rows}
+
+    async def state(self, mock: Mock) -> str:
+        state: str = (await self.workers())[mock.name]["state"]
+        return state
+
+    async def all_become(self, name: str = "", **fault: Any) -> None:
+        """All decode workers fail like this."""
+        for mock in self.decodes:
+            await mock.become(name, **fault)
+
+    async def at_rest(self) -> None:
+        """No request is anywhere, and no worker's memory is held."""
+
+        async def resting() -> bool:
+            rows = (await self.workers()).values()
+            figures = [await mock.figures() for mock in self.decodes if mock.runs]
+            return not any(row["in_flight"] for row in rows) and not any(one.running for one in figures)
+
+        await until(resting, "nothing is in flight at the router or at a worker", 10.0)
+
+
+@contextlib.asynccontextmanager
+async def open_crew() -> AsyncIterator[Crew]:
+    async with contextlib.AsyncExitStack() as stack:
+        http = await stack.enter_async_context(httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False))
+        decodes, prefills = [Mock("decode") for _ in range(3)], [Mock("prefill") for _ in range(2)]
+        for mock in (*decodes, *prefills):
+            stack.push_async_callback(mock.kill)
+            await mock.start()
+        front = ("router", *(f"--decode={mock.url}" for mock in decodes))
+        front += tuple(f"--prefill={mock.url}" for mock in prefills)
+        front += ("--alone-tokens=0", "--recovery-s=0.5", f"--health-interval-s={HEALTH_S}")
+        front += (f"--first-byte-s={FIRST_BYTE_S}", f"--idle-s={IDLE_S}")
+        router = Node("router", front, http)
+        stack.push_async_callback(router.stop)
+        await router.start()
+        crew = Crew(router, decodes, prefills, http)
+        await crew.healthy()
+        await crew.calls(60, at_once=8)  # so that the workers' speed is known
+        yield crew

@@ -1,0 +1,332 @@
+"""
+The failure contract, row by row: a real router, and workers in processes of their own that go wrong.
+
+`docs/failure-contract.md` says what each row is. Every one is tried with little to do and with 70 % of what
+the workers are good for, and a client is never shown more of it than the row says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests.faults import caller
+from tests.faults.caller import CHAT, COMPLETIONS, RESPONSES, End, Outcome
+from tests.faults.cluster import until
+from tests.faults.crew import SLOTS, Crew, Mock, open_crew
+
+pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]
+
+LOAD = 0.7
+LOADED_CALLS = 80
+
+NO_LONGER_S = 6.0
+"""Three attempts at their slowest, and two pauses of a stream: whatever takes longer hangs."""
+
+ABORT_S = 0.1
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running() -> AsyncIterator[Crew]:
+    async with open_crew() as crew:
+        yield crew
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def crew(running: Crew) -> AsyncIterator[Crew]:
+    await running.healthy()
+    yield running
+    await running.at_rest()
+
+
+def ends(outcomes: Sequence[Outcome]) -> Counter[End]:
+    return Counter(one.end for one in outcomes)
+
+
+def shown(outcomes: Sequence[Outcome]) -> list[tuple[End, int, str]]:
+    """Those that are not complete, for a message."""
+    return [(one.end, one.status, one.body[-300:]) for one in outcomes if one.end is not End.COMPLETE]
+
+
+# What one worker of three does -> whether a request meets it again and again until the worker is put aside.
+FAULTS: dict[str, dict[str, Any]] = {
+    "refuses connections": {"name": "refuse"},
+    "closes at once": {"name": "reset"},
+    "closes in the head": {"name": "reset_in_head"},
+    "answers with no HTTP": {"name": "malformed"},
+    "says 500": {"name": "status", "status": 500},
+    "says 502": {"name": "status", "status": 502},
+    "says 503": {"name": "status", "status": 503},
+    "says 429": {"name": "status", "status": 429},
+    "hangs before the head": {"name": "hang"},
+    "hangs after the head": {"name": "hang_after_head"},
+    "breaks off in the stream": {"name": "die", "after": 5},
+    "ends as a process in the stream": {"name": "exit", "after": 5},
+    "breaks off in half a line": {"name": "half_line", "after": 5},
+    "stands still in the stream": {"name": "hang_in_stream", "after": 5},
+    "ends its stream without the end": {"name": "no_done", "after": 5},
+    "fails in the stream and says so": {"name": "fail_in_stream", "after": 5},
+    "falls silent altogether": {"name": "silent"},
+    "is slow": {"name": "", "step_s": 0.03},
+    "has lost its cache": {"name": "drop_kv"},
+    "is draining": {"name": "drain"},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+async def test_a_client_sees_nothing_of_one_bad_worker_on_a_quiet_day(
+    crew: Crew, fault: dict[str, Any]
+) -> None:
+    bad = crew.decodes[0]
+    await bad.become(**fault)
+    outcomes = await crew.calls(24)
+    assert ends(outcomes) == {End.COMPLETE: 24}, shown(outcomes)
+    assert await met(crew, bad)
+    assert max(one.seconds for one in outcomes) < NO_LONGER_S
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+async def test_a_client_sees_nothing_of_one_bad_worker_under_load(crew: Crew, fault: dict[str, Any]) -> None:
+    bad = crew.decodes[0]
+    clients = int(LOAD * SLOTS * len(crew.decodes))
+    calling = asyncio.create_task(crew.calls(LOADED_CALLS, clients))
+    await until(lambda: _begun(crew), "requests run")
+    await bad.become(**fault)
+    outcomes = await calling
+    assert ends(outcomes) == {End.COMPLETE: LOADED_CALLS}, shown(outcomes)
+    assert await met(crew, bad)
+    assert max(one.seconds for one in outcomes) < NO_LONGER_S
+
+
+async def met(crew: Crew, bad: Mock) -> bool:
+    """Whether requests came upon what is wrong with it, or it was seen before any did."""
+    if not bad.runs or (await bad.figures()).met:
+        return True
+    row = (await crew.workers())[bad.name]
+    return bool(row["strikes"]) or row["state"] != "ready"
+
+
+async def _begun(crew: Crew) -> bool:
+    return (await crew.decodes[0].figures()).running > 0
+
+
+BREAKS = {
+    "breaks off": {"name": "die", "after": 4},
+    "breaks off in half a line": {"name": "half_line", "after": 4},
+    "ends without the end": {"name": "no_done", "after": 4},
+    "falls silent": {"name": "freeze", "after": 4},
+}
+UNRESUMED: dict[str, dict[str, Any]] = {
+    "two choices at once": {"choices": 2},
+    "a response": {"path": RESPONSES},
+}
+
+
+@pytest.mark.parametrize("wish", UNRESUMED.values(), ids=UNRESUMED.keys())
+@pytest.mark.parametrize("fault", BREAKS.values(), ids=BREAKS.keys())
+async def test_what_cannot_go_on_elsewhere_ends_with_an_error_that_says_so(
+    crew: Crew, fault: dict[str, Any], wish: dict[str, Any]
+) -> None:
+    await crew.all_become(**fault)
+    outcomes = await crew.calls(3, **wish)
+    assert ends(outcomes) == {End.TOLD: 3}, shown(outcomes)
+    for outcome in outcomes:
+        error = json.loads(outcome.body.rpartition("data: ")[2])["error"]
+        assert (error["code"], error["retryable"]) == ("upstream_lost", True)
+
+
+async def test_a_stream_that_everybody_breaks_ends_with_an_error_that_says_so(crew: Crew) -> None:
+    await crew.all_become("die", after=4)
+    (outcome,) = await crew.calls(1, tokens=100)
+    assert outcome.end is End.TOLD
+    assert outcome.error["code"] == "upstream_lost"
+    assert not any([(await mock.figures()).wrong for mock in crew.decodes])
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_a_stream_goes_on_with_the_very_next_word(crew: Crew, path: str) -> None:
+    await crew.decodes[0].become("die", after=6)
+    await crew.decodes[1].become("half_line", after=3)
+    outcomes = await crew.calls(16, path=path, tokens=40)
+    assert ends(outcomes) == {End.COMPLETE: 16}, shown(outcomes)
+    assert any(one.resumed for one in outcomes)
+    assert not any([(await mock.figures()).wrong for mock in crew.decodes])
+
+
+@pytest.mark.parametrize("status", [400, 404, 413, 422])
+async def test_what_a_worker_calls_bad_is_passed_on_and_asked_of_nobody_else(crew: Crew, status: int) -> None:
+    before = [(await mock.figures()).asked for mock in crew.decodes]
+    await crew.all_become("status", status=status)
+    outcomes = await crew.calls(8)
+    assert [one.status for one in outcomes] == [status] * 8
+    assert all(one.error["code"] == "told" for one in outcomes)
+    asked = [(await mock.figures()).asked for mock in crew.decodes]
+    assert sum(asked) - sum(before) == 8
+    assert all(row["state"] == "ready" for row in (await crew.workers()).values())
+
+
+async def test_without_any_decode_worker_a_client_is_told_when_to_come_back(crew: Crew) -> None:
+    await crew.all_become("refuse")
+    outcomes = await crew.calls(4)
+    assert [(one.end, one.status) for one in outcomes] == [(End.REFUSED, 503)] * 4
+    assert all(1 <= int(one.headers["retry-after"]) <= 120 for one in outcomes)
+    await crew.all_become()
+    outcomes = await crew.calls(4)  # at once: when all are bad, nobody is put aside
+    assert ends(outcomes) == {End.COMPLETE: 4}, shown(outcomes)
+
+
+async def test_a_worker_that_is_well_again_gets_one_request_and_then_its_share(crew: Crew) -> None:
+    bad = crew.decodes[0]
+    await bad.become("status", status=500)
+    while await crew.state(bad) != "ejected":
+        assert ends(await crew.calls(8)) == {End.COMPLETE: 8}
+    before = (await bad.become()).asked
+    assert ends(await crew.calls(8)) == {End.COMPLETE: 8}
+    assert (await bad.figures()).asked == before, "nothing goes there meanwhile"
+    await until(lambda: _is(crew, bad, "on_trial"), "its pause is over")
+
+    async def back() -> bool:
+        await crew.calls(4)
+        return await crew.state(bad) == "ready"
+
+    await until(back, "a request showed that it is well")
+
+
+async def _is(crew: Crew, mock: Mock, state: str) -> bool:
+    return await crew.state(mock) == state
+
+
+PREFILL_FAULTS = {
+    "nobody is at its address": ("unreachable", True),
+    "it breaks off": ("lost", True),
+    "it fails": ("failed", True),
+    "it has no room": ("busy", False),
+}
+
+
+@pytest.mark.parametrize(("fallback", "ejected"), PREFILL_FAULTS.values(), ids=PREFILL_FAULTS.keys())
+async def test_a_prefill_worker_that_fails_is_put_aside_and_one_that_is_full_is_not(
+    crew: Crew, fallback: str, ejected: bool
+) -> None:
+    """The decode workers say so: they ask it, and compute the prompt themselves where it does not."""
+    bad = crew.prefills[0]
+    await crew.all_become(fallback=fallback, fallback_of=bad.name)
+    outcomes = await crew.calls(32)
+    assert ends(outcomes) == {End.COMPLETE: 32}, shown(outcomes)
+    assert (await crew.state(bad) == "ejected") == ejected
+    assert await crew.state(crew.prefills[1]) == "ready"
+
+
+async def test_two_workers_between_which_blocks_do_not_come_over_are_no_pair_for_a_while(crew: Crew) -> None:
+    source, target = crew.prefills[0], crew.decodes[0]
+    await target.become(fallback="transport", fallback_of=source.name, forget=True)
+    while source.name not in (await target.figures()).computed:
+        await crew.calls(8)
+    figures = await target.become(fallback="transport", fallback_of=source.name, forget=True)
+    assert not figures.computed
+    assert ends(await crew.calls(48)) == {End.COMPLETE: 48}
+    assert source.name not in (await target.figures()).computed
+    assert crew.prefills[1].name in (await target.figures()).computed, "with others it is a pair"
+    assert source.name in (await crew.decodes[1].figures()).computed
+    assert all(row["state"] == "ready" for row in (await crew.workers()).values())
+
+
+async def test_without_any_prefill_worker_the_decode_workers_compute_prompts(crew: Crew) -> None:
+    for mock in crew.prefills:
+        await mock.become("refuse")
+    await until(lambda: _is(crew, crew.prefills[0], "down"), "the router misses the prefill workers")
+    await until(lambda: _is(crew, crew.prefills[1], "down"), "the router misses the prefill workers")
+    await crew.all_become(forget=True)
+    assert ends(await crew.calls(8)) == {End.COMPLETE: 8}
+    assert not any([(await mock.figures()).computed for mock in crew.decodes])
+
+
+async def test_a_worker_that_began_anew_is_not_believed_to_hold_anything(crew: Crew) -> None:
+    wish = crew.wish(path=COMPLETIONS)
+    first = await crew.call(wish)
+    again = await crew.call(wish)
+    assert _cached(again) > 0
+    for mock in crew.all:
+        await mock.kill()
+    await crew.healthy()
+    anew = await crew.call(wish)
+    assert [one.end for one in (first, again, anew)] == [End.COMPLETE] * 3
+    assert _cached(anew) == 0
+
+
+def _cached(outcome: Outcome) -> int:
+    """Of the prompt, as the router believed when it decided."""
+    decision = dict(part.split("=") for part in outcome.headers["x-baton-decision"].split(";"))
+    return int(decision["cached"])
+
+
+MOMENTS: dict[str, dict[str, Any]] = {
+    "before the head": {"name": "hang"},
+    "after the head": {"name": "hang_after_head"},
+    "in the stream": {"name": "", "step_s": 0.2},
+    "in a whole answer": {"name": "", "step_s": 0.2, "stream": False},
+    "while it stands still": {"name": "hang_in_stream", "after": 2},
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS.keys())
+async def test_a_client_that_leaves_takes_its_request_along_at_once(
+    crew: Crew, moment: dict[str, Any]
+) -> None:
+    fault = dict(moment)
+    wish = crew.wish(stream=fault.pop("stream", True))
+    await crew.all_become(**fault)
+    before = [len((await mock.figures()).left) for mock in crew.decodes]
+    _, writer = await asyncio.open_connection("127.0.0.1", crew.router.port)
+    writer.write(caller.head(wish, len(wish.body)) + wish.body)
+
+    async def running() -> bool:
+        return any([(await mock.figures()).running for mock in crew.decodes])
+
+    await until(running, "a worker has the request")
+    left_at = time.time()
+    writer.transport.abort()
+    await crew.at_rest()
+    left: list[float] = []
+    for mock, earlier in zip(crew.decodes, before, strict=True):
+        left += (await mock.figures()).left[earlier:]
+    assert len(left) == 1
+    assert left[0] - left_at < ABORT_S
+
+
+async def test_a_client_that_leaves_before_its_body_is_whole_is_forgotten(crew: Crew) -> None:
+    wish = crew.wish()
+    asked = [(await mock.figures()).asked for mock in crew.decodes]
+    _, writer = await asyncio.open_connection("127.0.0.1", crew.router.port)
+    writer.write(caller.head(wish, len(wish.body) + 100) + wish.body)
+    await until(lambda: _in_flight(crew, 1), "the request has begun")
+    writer.transport.abort()
+    async with asyncio.timeout(1.0):
+        await until(lambda: _in_flight(crew, 0), "the request is forgotten")
+    assert [(await mock.figures()).asked for mock in crew.decodes] == asked
+
+
+async def _in_flight(crew: Crew, count: int) -> bool:
+    return (await crew.router.metrics())["baton_router_requests_in_flight"] == count
+
+
+async def test_a_hundred_clients_that_leave_at_any_moment_leave_nothing_behind(crew: Crew) -> None:
+    async def leave(number: int) -> None:
+        wish = crew.wish(stream=number % 3 != 0)
+        _, writer = await asyncio.open_connection("127.0.0.1", crew.router.port)
+        writer.write(caller.head(wish, len(wish.body)) + wish.body)
+        await asyncio.sleep(0.15 * (number % 17) / 17)
+        writer.transport.abort()
+
+    await asyncio.gather(*(leave(number) for number in range(100)))
+    await crew.at_rest()
+    for mock in crew.decodes:
+        load = (await crew.http.get(f"{mock.url}/load")).raise_for_status().json()
+        assert load["free_blocks"] == load["total_blocks"]
