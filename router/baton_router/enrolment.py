@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 from collections.abc import Callable, Iterable
 
 from baton_router.discovery.listed import Listed, Standing, changes, merged
@@ -19,6 +18,9 @@ from baton_router.upstreams import Upstreams
 from baton_router.workers import Worker, Workers
 
 log = logging.getLogger(__name__)
+
+LET_GO_S = 5.0
+"""Seconds in which those whose worker has had its time let go of it."""
 
 
 class Enrolment:
@@ -62,13 +64,13 @@ class Enrolment:
     def tend(self) -> None:
         """Let go of those that have ended what they had, or have had their time."""
         now = self._clock()
-        for worker in self._workers.leaving:
-            if not worker.in_flight or now >= self._ends[worker]:
-                self._forget(worker)
         for worker, end in self._ends.items():
-            if now >= end:
+            if now >= end and not worker.expired:
+                worker.expired = True
                 worker.upstream.fail_all("drained")  # its streams go on elsewhere
-                self._ends[worker] = math.inf
+        for worker in self._workers.leaving:
+            if not worker.in_flight or now >= self._ends[worker] + LET_GO_S:
+                self._forget(worker)
 
     def _come(self, one: Listed) -> None:
         worker = self._named.get(one.name)
@@ -93,6 +95,7 @@ class Enrolment:
             self._ends.setdefault(worker, self._clock() + self._drain_s)
         else:
             self._ends.pop(worker, None)
+            worker.expired = False
 
     def _leave(self, worker: Worker) -> None:
         now = self._clock()

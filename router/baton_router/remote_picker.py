@@ -68,6 +68,8 @@ class RemotePicker:
         """Numbers of which the scheduler that we are connected with wants to hear."""
         self.busy: Counter[str] = Counter()
         """Requests with each worker, by name."""
+        self._left: set[str] = set()
+        """Names of workers that the scheduler does not tell of any more."""
         self.workers: tuple[Entry, ...] = ()
         """As the scheduler last told them."""
 
@@ -146,6 +148,8 @@ class RemotePicker:
         if grant.number in self._granted:
             self._granted.discard(grant.number)
             self._tell(LetGo(grant.number, complete))
+        if self._left:
+            self._forget_left()
 
     # What the connection calls.
 
@@ -175,11 +179,24 @@ class RemotePicker:
             waiting.outcome.set_exception(link.raised(message))
 
     def _enrolled(self, workers: tuple[Entry, ...]) -> None:
-        down = {one.name for one in self.workers if one.down_since}
+        before = {one.name: one for one in self.workers}
         self.workers = workers
         for one in workers:
-            if one.down_since and one.name not in down:
+            known = before.pop(one.name, None)
+            if one.down_since and not (known and known.down_since):
                 self._upstreams.of(one.name).fail_silent(one.down_since)
+            if one.expired and not (known and known.expired):
+                self._upstreams.of(one.name).fail_all("drained")
+        self._left.update(before)
+        self._left.difference_update(one.name for one in workers)
+        self._forget_left()
+
+    def _forget_left(self) -> None:
+        """Once nothing of theirs runs here: a scheduler that began anew may know of them in a moment."""
+        for name in [name for name in self._left if not self.busy[name]]:
+            self._left.discard(name)
+            del self.busy[name]
+            self._upstreams.drop(name)
 
     def _by_load(self, number: int, ask: Ask, reason: str) -> Grant:
         grant = by_load(self.workers, self.busy, ask, number, self._rng)

@@ -33,6 +33,8 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     ready: bool
     down_since: float
     """Loop time from which on nothing came of it, if it is down; else 0."""
+    expired: bool = False
+    """Whether it was to end what it had, and has had its time."""
 
 
 @dataclass(frozen=True, slots=True)

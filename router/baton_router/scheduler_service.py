@@ -111,6 +111,7 @@ class SchedulerService:
             worker.control,
             state in TAKING,
             self._down_since.get(worker.name, 0.0),
+            worker.expired,
         )
 
 

@@ -116,6 +116,8 @@ class Worker:
         self._standing = standing
         self.group = revision
         """Only workers of one group can be a pair."""
+        self.expired = False
+        """Whether it was to end what it had, and has had its time."""
         self.gone = False
         """Whether it is not listed any more and has ended what it had."""
         self.health = Health()

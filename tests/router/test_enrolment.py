@@ -10,7 +10,7 @@ import pytest
 from baton_api.errors import ModelNotFound, NotReady
 from baton_api.workers import Load, Role
 from baton_router.discovery.listed import Listed, Standing
-from baton_router.enrolment import Enrolment
+from baton_router.enrolment import LET_GO_S, Enrolment
 from baton_router.knowledge import NOWHERE, Knowledge
 from baton_router.prompt_chunks import of_text
 from baton_router.upstreams import Upstreams
@@ -94,6 +94,8 @@ def test_who_has_had_its_time_is_let_go_with_what_it_has() -> None:
     late.in_flight = 1
     router.lists(B)
     router.passes(DRAIN_S)
+    assert late.expired and not late.gone  # the requests that it has are being failed
+    router.passes(LET_GO_S)
     assert late.gone and router.workers.leaving == ()
 
 
@@ -213,7 +215,7 @@ def test_whatever_is_listed_slots_are_few_and_in_the_end_nothing_is_left(seed: i
             case 3 if running:
                 running.pop(rng.randrange(len(running))).in_flight -= 1
             case _:
-                router.passes(rng.choice((0.5, DRAIN_S)))
+                router.passes(rng.choice((0.5, LET_GO_S, DRAIN_S)))
         there = router.workers.all
         most = max(most, len(there))
         assert len({worker.name for worker in there}) == len(there)

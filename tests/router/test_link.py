@@ -22,8 +22,10 @@ from baton_router.prompt_chunks import Prompt
 from baton_router.remote_picker import RemotePicker
 from baton_router.roster import Entry, by_load
 from baton_router.scheduler_service import SchedulerService
+from baton_router.upstream import Lost
 from baton_router.upstreams import Upstreams
 from baton_router.workers import Worker
+from tests.router.fake_worker import FakeWorker, hang
 from tests.router.running import until
 
 ASK = Ask("tiny", Prompt((1, 2), (512, 700)))
@@ -83,6 +85,7 @@ class Linked:
         self.path = str(folder / "scheduler")
         self.picker = FakePicker()
         self.worker = Worker(Upstreams(1.0).of("127.0.0.1:1"), Role.DECODE)
+        self.workers: tuple[Worker, ...] = (self.worker,)
         self.unasked: Counter[str] = Counter()
         self.upstreams = Upstreams(1.0)
         self.front = RemotePicker(self.path, self.upstreams, patience_s, random.Random(1), self._unasked)
@@ -93,7 +96,7 @@ class Linked:
         self.unasked[reason] += 1
 
     def serve(self) -> None:
-        self.service = SchedulerService(self.picker, lambda: (self.worker,), asyncio.get_running_loop().time)
+        self.service = SchedulerService(self.picker, lambda: self.workers, asyncio.get_running_loop().time)
         self.serving = asyncio.create_task(self.service.serve(self.path))
 
     async def stop(self, task: asyncio.Task[None]) -> None:
@@ -215,6 +218,39 @@ async def test_a_worker_that_is_down_is_down_for_the_fronts_too() -> None:
         both.worker.health = both.worker.health.missed(1, "it does not answer")
         await until(lambda: both.front.workers[0].down_since > 0)
         assert not both.front.workers[0].ready
+
+
+async def test_connections_to_who_has_gone_are_let_go_once_nothing_runs_there() -> None:
+    async with linked() as both:
+        both.ready()
+        await until(lambda: any(one.ready for one in both.front.workers))
+        grant = await both.front.pick(ASK)
+        both.upstreams.of(grant.decode)
+        both.workers = ()  # perhaps the scheduler began anew, and knows nobody yet
+        await until(lambda: not both.front.workers)
+        assert (len(both.upstreams), both.front.busy[grant.decode]) == (1, 1)
+        both.front.let_go(grant, complete=True)
+        assert (len(both.upstreams), grant.decode in both.front.busy) == (0, False)
+        both.workers = (both.worker,)
+        await until(lambda: both.front.workers)
+        both.upstreams.of(grant.decode)
+        both.workers = ()
+        await until(lambda: not len(both.upstreams))
+
+
+async def test_who_has_had_its_time_loses_what_it_has_in_the_fronts_too() -> None:
+    async with FakeWorker(hang) as worker, linked() as both:
+        both.worker = Worker(both.upstreams.of(worker.name), Role.DECODE)
+        both.workers = (both.worker,)
+        both.ready()
+        await until(lambda: [one.name for one in both.front.workers if one.ready] == [worker.name])
+        head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
+        asking = asyncio.create_task(both.upstreams.of(worker.name).request(head))
+        await worker.arrived.wait()
+        both.worker.expired = True
+        with pytest.raises(Lost) as lost:
+            await asking
+        assert lost.value.cause == "drained"
 
 
 async def test_the_service_knows_what_fronts_counted() -> None:
