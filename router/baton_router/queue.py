@@ -387,4 +387,4 @@ def _busy_s(known: Known, now: float) -> float:
 
 
 def _has_spare_blocks(known: Known) -> bool:
-    return known.free_blocks >= BATCH_SPARE * known.total_blocks
+    return not known.streams.count or known.free_blocks >= BATCH_SPARE * known.total_blocks

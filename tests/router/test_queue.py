@@ -222,13 +222,14 @@ async def test_batch_leaves_a_tenth_of_the_blocks_free() -> None:
     async with cluster_of(1, 0) as cluster:
         full = Load(role=Role.DECODE, model="tiny", epoch="1", total_blocks=100, free_blocks=9)
         cluster.decodes[0].answered(full)
-        await cluster.send("batch", SHORT, kind="batch")
         await cluster.send("default", SHORT)
+        await cluster.computed(cluster.tasks["default"].result())
+        await cluster.send("batch", SHORT, kind="batch")
         assert cluster.gone == ["default"]
         cluster.decodes[0].answered(
             Load(role=Role.DECODE, model="tiny", epoch="1", total_blocks=100, free_blocks=10)
         )
-        await cluster.finish(cluster.tasks["default"])
+        await cluster.pass_time(0.1)
         assert cluster.gone == ["default", "batch"]
 
 
