@@ -23,7 +23,7 @@ from tests.router.running import CHAT, STREAM, RunningRouter, anew, running_rout
 WORDS = len(fake_worker.WORDS)
 
 
-def tenants(path: Path, **limits: dict[str, Any]) -> dict[str, object]:
+def tenants(path: Path, **limits: dict[str, Any]) -> dict[str, Any]:
     """Settings for tenants whose key is their name."""
     listed = [
         {"name": name, "keys": [f"sha256:{hashlib.sha256(name.encode()).hexdigest()}"], **own}
