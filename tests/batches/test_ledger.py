@@ -6,6 +6,7 @@ import multiprocessing
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -441,6 +442,25 @@ def at_once(calls: list[Callable[[], None]]) -> None:
         thread.join(60)
     if failures:
         raise failures[0]
+
+
+def test_what_no_database_can_be_asked_is_not_there(database: Database) -> None:
+    files, ledger = Files(database), Ledger(database)
+    for id in ("\0", "batch_\0", "é" * 5000, "'; DROP TABLE files; --"):
+        with pytest.raises(FileNotFound):
+            files.get("a", id, NOW)
+        with pytest.raises(FileNotFound):
+            files.delete("a", id, NOW)
+        with pytest.raises(BatchNotFound):
+            ledger.get("a", id)
+        with pytest.raises(BatchNotFound):
+            ledger.request_cancel("a", id, NOW)
+        for page in (ledger.page, partial(files.page, now=NOW)):
+            with pytest.raises(InvalidRequest):
+                page("a", limit=1, after=id)
+        assert files.page("a", NOW, limit=1, purpose=id) == ([], False)
+    id = new_batch(database).id
+    assert ledger.validated(id, leased(ledger, id), NOW, total=1, model="m\0").model == "m\ufffd"
 
 
 # --- The schema ---

@@ -154,6 +154,8 @@ def _expiry(value: Any) -> int | None:
     seconds = value.get("seconds")
     if seconds is None:
         raise _missing(f"{name}.seconds")
+    if isinstance(seconds, float) and seconds.is_integer():
+        seconds = int(seconds)
     if not isinstance(seconds, int) or isinstance(seconds, bool):
         raise InvalidRequest(
             f"{name}.seconds must be a whole number.", param=f"{name}.seconds", code="invalid_type"

@@ -115,6 +115,11 @@ class Database:
         return StorageUnavailable(f"{self.place} does not answer; try again.")
 
 
+def bindable(text: str) -> str:
+    """A client's text as a database can be asked about it: Postgres refuses to hear of a NUL."""
+    return text.replace("\0", "\ufffd")
+
+
 def _engine(url: str, busy_s: float) -> tuple[str, Engine]:
     """What messages call the database, which never shows a password, and the way to it."""
     try:

@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, or_, select, text, update
 
 from baton_api.errors import FileNotFound, InvalidRequest, QuotaExceeded
-from baton_router.batches.database import Database
+from baton_router.batches.database import Database, bindable
 from baton_router.batches.tables import batches, files, promises
 from baton_router.batches.values import ENDED, StoredFile
 
@@ -94,7 +94,9 @@ class Files:
     def get(self, owner: str, id: str, now: int, param: str = "id") -> StoredFile:
         """Raises FileNotFound, with `param` as the field to blame."""
         with self._database.reading() as connection:
-            row = connection.execute(select(files).where(_seen(owner, now), files.c.id == id)).first()
+            row = connection.execute(
+                select(files).where(_seen(owner, now), files.c.id == bindable(id))
+            ).first()
         if row is None:
             raise FileNotFound(id, param)
         return _file(row)
@@ -112,11 +114,11 @@ class Files:
         """A page, and whether there is more after it. Raises InvalidRequest for an `after` that never was."""
         wanted = select(files).where(_seen(owner, now))
         if purpose:
-            wanted = wanted.where(files.c.purpose == purpose)
+            wanted = wanted.where(files.c.purpose == bindable(purpose))
         with self._database.reading() as connection:
             if after:
                 seq = connection.scalar(
-                    select(files.c.seq).where(files.c.owner == owner, files.c.id == after)
+                    select(files.c.seq).where(files.c.owner == owner, files.c.id == bindable(after))
                 )
                 if seq is None:
                     raise InvalidRequest(
@@ -133,7 +135,7 @@ class Files:
         """Raises FileNotFound, so also the second time."""
         with self._database.writing() as connection:
             found = connection.execute(
-                update(files).where(_seen(owner, now), files.c.id == id).values(deleted_at=now)
+                update(files).where(_seen(owner, now), files.c.id == bindable(id)).values(deleted_at=now)
             )
         if found.rowcount == 0:
             raise FileNotFound(id)

@@ -35,12 +35,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import msgspec
-from sqlalchemy import Connection, Row, delete, exists, func, insert, select, text, update
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import Connection, delete, exists, func, insert, select, text
 
 from baton_api.errors import BatchEnded, BatchNotFound, InvalidRequest, StaleLease
-from baton_router.batches.database import Database
+from baton_router.batches.batch_rows import as_json, batch_of, change, fetch, finalizing, held, keep
+from baton_router.batches.database import Database, bindable
 from baton_router.batches.files import NewFile, add, new_id
 from baton_router.batches.tables import batches, results
 from baton_router.batches.values import ENDED, Batch, LineError, Recorded, Result, Status, StoredFile
@@ -50,10 +49,6 @@ WINDOW_S = 86_400
 
 CANCELLABLE = frozenset({Status.VALIDATING, Status.IN_PROGRESS, Status.FINALIZING})
 RECORDING = frozenset({Status.VALIDATING, Status.IN_PROGRESS, Status.CANCELLING})
-
-_errors = msgspec.json.Decoder(tuple[LineError, ...])
-_texts = msgspec.json.Decoder(dict[str, str])
-_counts = msgspec.json.Decoder(dict[str, int])
 
 
 class Ledger:
@@ -83,7 +78,7 @@ class Ledger:
             "input_object": file.object,
             "input_bytes": file.bytes,
             "completion_window": "24h",
-            "metadata": None if metadata is None else _json(metadata),
+            "metadata": None if metadata is None else as_json(metadata),
             "output_seconds": output_seconds,
             "status": Status.VALIDATING.value,
             "created_at": now,
@@ -97,22 +92,22 @@ class Ledger:
         }
         with self._database.writing() as connection:
             row = connection.execute(insert(batches).values(values).returning(*batches.c)).one()
-        return _batch(row)
+        return batch_of(row)
 
     def get(self, owner: str, id: str) -> Batch:
         """As its owner sees it. Raises BatchNotFound."""
         with self._database.reading() as connection:
             row = connection.execute(
-                select(batches).where(batches.c.owner == owner, batches.c.id == id)
+                select(batches).where(batches.c.owner == owner, batches.c.id == bindable(id))
             ).first()
         if row is None:
             raise BatchNotFound(id)
-        return _batch(row)
+        return batch_of(row)
 
     def find(self, id: str) -> Batch:
         """Whoever owns it: for those who work on it. Raises BatchNotFound."""
         with self._database.reading() as connection:
-            return _found(connection, id, lock=False)
+            return fetch(connection, id, lock=False)
 
     def page(self, owner: str, *, limit: int, after: str = "") -> tuple[list[Batch], bool]:
         """A page, newest first, and whether there is more. Raises InvalidRequest for an unknown `after`."""
@@ -120,7 +115,7 @@ class Ledger:
         with self._database.reading() as connection:
             if after:
                 seq = connection.scalar(
-                    select(batches.c.seq).where(batches.c.owner == owner, batches.c.id == after)
+                    select(batches.c.seq).where(batches.c.owner == owner, batches.c.id == bindable(after))
                 )
                 if seq is None:
                     raise InvalidRequest(
@@ -130,7 +125,7 @@ class Ledger:
                     )
                 wanted = wanted.where(batches.c.seq < seq)
             rows = connection.execute(wanted.order_by(batches.c.seq.desc()).limit(limit + 1)).all()
-        return [_batch(row) for row in rows[:limit]], len(rows) > limit
+        return [batch_of(row) for row in rows[:limit]], len(rows) > limit
 
     def request_cancel(self, owner: str, id: str, now: int) -> Batch:
         """
@@ -139,21 +134,21 @@ class Ledger:
         Raises BatchNotFound, and BatchEnded if it has come to another end.
         """
         with self._database.writing() as connection:
-            batch = _found(connection, id)
+            batch = fetch(connection, id)
             if batch.owner != owner:
                 raise BatchNotFound(id)
             if batch.status in (Status.CANCELLING, Status.CANCELLED):
                 return batch
             if batch.status not in CANCELLABLE:
                 raise BatchEnded(batch.status)
-            return _set(connection, batch, status=Status.CANCELLING, cancelling_at=now)
+            return change(connection, batch, status=Status.CANCELLING, cancelling_at=now)
 
     # --- Leases ---
 
     def lease(self, id: str, runner: str, now: float, seconds: float) -> int | None:
         """A new epoch; None if another's lease is live or the batch has ended. Raises BatchNotFound."""
         with self._database.writing() as connection:
-            batch = _found(connection, id)
+            batch = fetch(connection, id)
             if batch.status.ended or batch.leased_until > now:
                 return None
             return self._leased(connection, batch, runner, now + seconds)
@@ -161,36 +156,36 @@ class Ledger:
     def take(self, id: str, runner: str, now: float, seconds: float) -> int | None:
         """The same, from whoever holds it: nothing that comes from them counts any more."""
         with self._database.writing() as connection:
-            batch = _found(connection, id)
+            batch = fetch(connection, id)
             return None if batch.status.ended else self._leased(connection, batch, runner, now + seconds)
 
     def _leased(self, connection: Connection, batch: Batch, runner: str, until: float) -> int:
-        return _set(connection, batch, runner=runner, epoch=batch.epoch + 1, leased_until=until).epoch
+        return change(connection, batch, runner=runner, epoch=batch.epoch + 1, leased_until=until).epoch
 
     def renew(self, id: str, epoch: int, now: float, seconds: float) -> Batch:
         """The batch as it is now, leased for so long again. Raises StaleLease."""
         with self._database.writing() as connection:
-            return _set(connection, _held(connection, id, epoch), leased_until=now + seconds)
+            return change(connection, held(connection, id, epoch), leased_until=now + seconds)
 
     def release(self, id: str, epoch: int) -> None:
         """Let another have it at once; nothing happens if another has it."""
         with self._database.writing() as connection:
-            batch = _found(connection, id)
+            batch = fetch(connection, id)
             if batch.epoch == epoch:
-                _set(connection, batch, runner="", leased_until=0.0)
+                change(connection, batch, runner="", leased_until=0.0)
 
     def unfinished(self, now: float, status: Status, limit: int = 100) -> list[Batch]:
         """Batches of that status on which nobody works, the oldest first."""
         wanted = select(batches).where(batches.c.status == status.value, batches.c.leased_until <= now)
         with self._database.reading() as connection:
-            return [_batch(row) for row in connection.execute(wanted.order_by(batches.c.seq).limit(limit))]
+            return [batch_of(row) for row in connection.execute(wanted.order_by(batches.c.seq).limit(limit))]
 
     def overdue(self, now: float, limit: int = 100) -> list[Batch]:
         """Batches whose window has passed before all of their lines had a result."""
         open_ones = [Status.VALIDATING.value, Status.IN_PROGRESS.value]
         wanted = select(batches).where(batches.c.status.in_(open_ones), batches.c.expires_at <= now)
         with self._database.reading() as connection:
-            return [_batch(row) for row in connection.execute(wanted.order_by(batches.c.seq).limit(limit))]
+            return [batch_of(row) for row in connection.execute(wanted.order_by(batches.c.seq).limit(limit))]
 
     # --- Lines ---
 
@@ -210,14 +205,15 @@ class Ledger:
         The lease ends with it. A batch that was cancelled meanwhile stays so. Raises StaleLease.
         """
         with self._database.writing() as connection:
-            batch = _held(connection, id, epoch)
+            batch = held(connection, id, epoch)
+            model = model and bindable(model)
             free: dict[str, Any] = {"runner": "", "leased_until": 0.0}
             if batch.status is not Status.VALIDATING:
-                return _set(connection, batch, total=total, model=model, **free)
+                return change(connection, batch, total=total, model=model, **free)
             if errors:
-                told = _json(tuple(errors))
-                return _set(connection, batch, status=Status.FAILED, failed_at=now, errors=told, **free)
-            batch = _set(
+                told = as_json(tuple(errors))
+                return change(connection, batch, status=Status.FAILED, failed_at=now, errors=told, **free)
+            batch = change(
                 connection,
                 batch,
                 status=Status.IN_PROGRESS,
@@ -226,7 +222,7 @@ class Ledger:
                 model=model,
                 **free,
             )
-            return _finalizing(connection, batch, now)
+            return finalizing(connection, batch, now)
 
     def record(self, id: str, epoch: int, found: Iterable[Result], now: int) -> Recorded:
         """
@@ -238,19 +234,19 @@ class Ledger:
         for result in found:
             first.setdefault(result.line, result)
         with self._database.writing() as connection:
-            batch = _held(connection, id, epoch)
+            batch = held(connection, id, epoch)
             if batch.status not in RECORDING:
                 return Recorded(0, batch.status)
-            new = _keep(connection, batch.seq, first.values())
+            new = keep(connection, batch.seq, first.values())
             if new:
                 completed = sum(200 <= status < 300 for status in new)
-                batch = _set(
+                batch = change(
                     connection,
                     batch,
                     completed=batch.completed + completed,
                     failed=batch.failed + len(new) - completed,
                 )
-            return Recorded(len(new), _finalizing(connection, batch, now).status)
+            return Recorded(len(new), finalizing(connection, batch, now).status)
 
     def done(self, id: str, after: int = 0, limit: int = 10_000) -> list[tuple[int, int]]:
         """
@@ -259,7 +255,7 @@ class Ledger:
         Go on after the last range's end; none are left when the list is empty. Raises BatchNotFound.
         """
         with self._database.reading() as connection:
-            batch = _found(connection, id, lock=False)
+            batch = fetch(connection, id, lock=False)
             rows = connection.execute(
                 text(
                     "SELECT MIN(line), MAX(line) FROM"
@@ -275,7 +271,7 @@ class Ledger:
         """Results of completed and of failed lines, counted one by one: what the batch's columns must say."""
         good = func.count().filter(results.c.status.between(200, 299))
         with self._database.reading() as connection:
-            batch = _found(connection, id, lock=False)
+            batch = fetch(connection, id, lock=False)
             wanted = select(func.count(), good).where(results.c.batch == batch.seq)
             every, completed = connection.execute(wanted).one()
         return int(completed), int(every) - int(completed)
@@ -308,7 +304,7 @@ class Ledger:
         StaleLease, also if it has ended before: the files that it has then are not these.
         """
         with self._database.writing() as connection:
-            batch = _held(connection, id, epoch)
+            batch = held(connection, id, epoch)
             end = Status.EXPIRED if expired else _END.get(batch.status)
             if end is None:
                 raise StaleLease(id, epoch, batch.epoch, batch.status)
@@ -316,9 +312,9 @@ class Ledger:
                 name: None if file is None else add(connection, file, now).id
                 for name, file in (("output_file", output), ("error_file", errors))
             }
-            told = None if usage is None else _json(usage)
+            told = None if usage is None else as_json(usage)
             times = {f"{end}_at": now}
-            return _set(
+            return change(
                 connection, batch, status=end, usage=told, runner="", leased_until=0.0, **ids, **times
             )
 
@@ -342,60 +338,3 @@ class Ledger:
 
 
 _END = {Status.FINALIZING: Status.COMPLETED, Status.CANCELLING: Status.CANCELLED}
-
-
-def _found(connection: Connection, id: str, lock: bool = True) -> Batch:
-    """The batch, and no one else writes it before this transaction ends. Raises BatchNotFound."""
-    wanted = select(batches).where(batches.c.id == id)
-    row = connection.execute(wanted.with_for_update() if lock else wanted).first()
-    if row is None:
-        raise BatchNotFound(id)
-    return _batch(row)
-
-
-def _held(connection: Connection, id: str, epoch: int) -> Batch:
-    """The same for the holder of this epoch. Raises StaleLease."""
-    batch = _found(connection, id)
-    if batch.epoch != epoch or batch.status.ended:
-        raise StaleLease(id, epoch, batch.epoch, batch.status)
-    return batch
-
-
-def _keep(connection: Connection, seq: int, found: Iterable[Result]) -> Sequence[int]:
-    """The HTTP statuses of those lines that had no result before."""
-    rows = [
-        {"batch": seq, "line": one.line, "status": one.status, "request_id": one.request_id, "body": one.body}
-        for one in found
-    ]
-    if not rows:
-        return ()
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    statement = dialect.insert(results).on_conflict_do_nothing().returning(results.c.status)
-    return connection.scalars(statement, rows).all()
-
-
-def _finalizing(connection: Connection, batch: Batch, now: int) -> Batch:
-    """With the last result the batch is ready to be rendered, by whoever takes it."""
-    if batch.status is not Status.IN_PROGRESS or batch.done < batch.total:
-        return batch
-    return _set(connection, batch, status=Status.FINALIZING, finalizing_at=now, runner="", leased_until=0.0)
-
-
-def _set(connection: Connection, batch: Batch, **values: Any) -> Batch:
-    row = connection.execute(
-        update(batches).where(batches.c.seq == batch.seq).values(values).returning(*batches.c)
-    ).one()
-    return _batch(row)
-
-
-def _batch(row: Row[Any]) -> Batch:
-    values = dict(row._mapping)
-    values["status"] = Status(values["status"])
-    values["metadata"] = values["metadata"] and _texts.decode(values["metadata"])
-    values["errors"] = _errors.decode(values["errors"]) if values["errors"] else ()
-    values["usage"] = values["usage"] and _counts.decode(values["usage"])
-    return Batch(**values)
-
-
-def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()

@@ -1,0 +1,77 @@
+"""A batch and its results as rows: found, locked, changed, and read as the values that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection, Row, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from baton_api.errors import BatchNotFound, StaleLease
+from baton_router.batches.database import bindable
+from baton_router.batches.tables import batches, results
+from baton_router.batches.values import Batch, LineError, Result, Status
+
+_errors = msgspec.json.Decoder(tuple[LineError, ...])
+_texts = msgspec.json.Decoder(dict[str, str])
+_counts = msgspec.json.Decoder(dict[str, int])
+
+
+def fetch(connection: Connection, id: str, lock: bool = True) -> Batch:
+    """The batch, and no one else writes it before this transaction ends. Raises BatchNotFound."""
+    wanted = select(batches).where(batches.c.id == bindable(id))
+    row = connection.execute(wanted.with_for_update() if lock else wanted).first()
+    if row is None:
+        raise BatchNotFound(id)
+    return batch_of(row)
+
+
+def held(connection: Connection, id: str, epoch: int) -> Batch:
+    """The same for the holder of this epoch. Raises StaleLease."""
+    batch = fetch(connection, id)
+    if batch.epoch != epoch or batch.status.ended:
+        raise StaleLease(id, epoch, batch.epoch, batch.status)
+    return batch
+
+
+def change(connection: Connection, batch: Batch, **values: Any) -> Batch:
+    """The batch with these values in its row."""
+    row = connection.execute(
+        update(batches).where(batches.c.seq == batch.seq).values(values).returning(*batches.c)
+    ).one()
+    return batch_of(row)
+
+
+def batch_of(row: Row[Any]) -> Batch:
+    values = dict(row._mapping)
+    values["status"] = Status(values["status"])
+    values["metadata"] = values["metadata"] and _texts.decode(values["metadata"])
+    values["errors"] = _errors.decode(values["errors"]) if values["errors"] else ()
+    values["usage"] = values["usage"] and _counts.decode(values["usage"])
+    return Batch(**values)
+
+
+def as_json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def keep(connection: Connection, seq: int, found: Iterable[Result]) -> Sequence[int]:
+    """The HTTP statuses of those lines that had no result before."""
+    rows = [
+        {"batch": seq, "line": one.line, "status": one.status, "request_id": one.request_id, "body": one.body}
+        for one in found
+    ]
+    if not rows:
+        return ()
+    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
+    statement = dialect.insert(results).on_conflict_do_nothing().returning(results.c.status)
+    return connection.scalars(statement, rows).all()
+
+
+def finalizing(connection: Connection, batch: Batch, now: int) -> Batch:
+    """With the last result the batch is ready to be rendered, by whoever takes it."""
+    if batch.status is not Status.IN_PROGRESS or batch.done < batch.total:
+        return batch
+    return change(connection, batch, status=Status.FINALIZING, finalizing_at=now, runner="", leased_until=0.0)
