@@ -1,0 +1,169 @@
+"""
+Workers that answer at once, for measuring what stands before them: what any of the routers asks, on one core.
+
+A chat whose body ends in `"hold":true}` is a stream that sends one event and then waits for `GET /release`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+from collections.abc import Sequence
+from functools import partial
+from multiprocessing import Process
+from typing import cast
+
+import httptools
+import uvloop
+
+PREFILL_PORTS, DECODE_PORTS = (9101, 9102), (9103, 9104)
+PLAIN_PORTS = (9105, 9106, 9107, 9108)
+EVENTS = 8
+"""Of a streamed answer; they come all at once."""
+
+REPORT = b"tokens=%d;cached=%d;held=0;queue_s=0.000000;compute_s=0.000200;transfer_s=0.000100;remote=%d;tail="
+"""What Baton's workers say of a prompt, so that its router has as much to learn as from them."""
+
+BYTES_PER_TOKEN = 4
+CACHED = 90
+"""Per cent of a prompt that are said to have been cached."""
+
+
+def _answer(status: bytes, kind: bytes, body: bytes) -> bytes:
+    head = b"HTTP/1.1 %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n"
+    return head % (status, kind, len(body)) + body
+
+
+def _chunked(parts: Sequence[bytes]) -> bytes:
+    return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts)
+
+
+_CHUNK = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+_CHOICE = {"index": 0, "delta": {"content": "word "}, "finish_reason": None}
+EVENT = b"data: " + json.dumps({**_CHUNK, "choices": [_CHOICE]}).encode() + b"\n\n"
+LAST = b"data: [DONE]\n\n"
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-baton-prompt: %b\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
+)
+STREAMED = _chunked([EVENT] * EVENTS + [LAST, b""])
+WHOLE = json.dumps(
+    {
+        "id": "c", "object": "chat.completion", "created": 1, "model": "m",
+        "choices": [
+            {"index": 0, "message": {"role": "assistant", "content": "hello"}, "finish_reason": "stop"}
+        ],
+        "usage": {"prompt_tokens": 10, "completion_tokens": 2, "total_tokens": 12},
+        "kv_transfer_params": {"remote_block_ids": [1], "remote_engine_id": "e", "remote_port": 1,
+                               "remote_host": "127.0.0.1", "do_remote_prefill": True,
+                               "do_remote_decode": False},
+    }
+).encode()  # fmt: skip
+WHOLE_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nx-baton-prompt: %%b\r\ncontent-length: %d\r\n\r\n"
+    % len(WHOLE)
+)
+
+
+class MockWorker(asyncio.Protocol):
+    """One connection to a worker of a role."""
+
+    def __init__(self, role: str, port: int, holding: set[MockWorker]) -> None:
+        """`holding` are those whose streams wait."""
+        load = {
+            "role": role, "model": "m", "total_blocks": 100_000, "free_blocks": 100_000,
+            "compatibility": "c", "epoch": "1", "control": f"127.0.0.1:{port}" if role == "prefill" else "",
+        }  # fmt: skip
+        about = {
+            "model_path": "/none", "tokenizer_path": "/none", "is_generation": True, "served_model_name": "m",
+            "model_id": "m", "version": "0", "internal_states": [{}], "dp_size": 1, "tp_size": 1,
+        }  # fmt: skip
+        model = {"id": "m", "object": "model", "created": 1, "owned_by": "x", "max_model_len": 131072}
+
+        def page(content: object) -> bytes:
+            return _answer(b"200 OK", b"application/json", json.dumps(content).encode())
+
+        self._holding = holding
+        self._pages = {b"/load": page(load), b"/v1/models": page({"object": "list", "data": [model]})}
+        self._other = page(about)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by class
+        self._parser = httptools.HttpRequestParser(self)
+        self._body: list[bytes] = []
+        self._path = b""
+        self._remote = 0
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._holding.discard(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_url(self, url: bytes) -> None:
+        self._path = url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name == b"x-baton-prefill":
+            self._remote = 1
+
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        if self._parser.get_method() == b"POST":
+            self._answer(b"".join(self._body))
+        else:
+            if self._path == b"/release":
+                self._release()
+            self._transport.write(self._pages.get(self._path, self._other))
+        self._body.clear()
+        self._path, self._remote = b"", 0
+
+    def _answer(self, body: bytes) -> None:
+        tokens = len(body) // BYTES_PER_TOKEN + 1
+        report = REPORT % (tokens, CACHED * tokens // 100, self._remote)
+        tail = body[-200:].replace(b" ", b"")
+        if b'"stream":true' not in tail:
+            self._transport.write(WHOLE_HEAD % report + WHOLE)
+        elif b'"hold":true' in tail:
+            self._holding.add(self)
+            self._transport.write(STREAM_HEAD % report + _chunked([EVENT]))
+        else:
+            self._transport.write(STREAM_HEAD % report + STREAMED)
+
+    def _release(self) -> None:
+        for one in self._holding:
+            one._transport.write(_chunked([EVENT, LAST, b""]))
+        self._holding.clear()
+
+
+def started(core: int) -> Process:
+    """All of them in one process on this core."""
+    process = Process(target=_serve, args=(core,), daemon=True)
+    process.start()
+    return process
+
+
+def more_files() -> None:
+    """As many open files as may be."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _serve(core: int) -> None:
+    os.sched_setaffinity(0, {core})
+    more_files()
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        holding: set[MockWorker] = set()
+        for role, ports in (("prefill", PREFILL_PORTS), ("decode", DECODE_PORTS), ("both", PLAIN_PORTS)):
+            for port in ports:
+                make = partial(MockWorker, role, port, holding)
+                await loop.create_server(make, "127.0.0.1", port, backlog=4096)
+        await asyncio.Event().wait()
+
+    uvloop.run(serve())

@@ -1,0 +1,147 @@
+"""Clients for measuring routers: they ask again as soon as they have an answer, or keep a stream open."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import string
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import httptools
+
+
+@dataclass(slots=True)
+class Client(asyncio.Protocol):
+    """Asks again as soon as it has an answer."""
+
+    requests: Iterator[bytes]
+    until: float
+    quick: bool = False
+    """Whether it acknowledges at once what comes (TCP_QUICKACK), so that nobody waits for that."""
+    sent: float = 0.0
+    first: float = 0.0
+    waits: list[float] = field(default_factory=list)
+    errors: int = 0
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    parser: httptools.HttpResponseParser | None = None
+    transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.ask()
+
+    def ask(self) -> None:
+        assert self.transport is not None
+        self.parser = httptools.HttpResponseParser(self)
+        self._acknowledge()
+        self.sent, self.first = time.perf_counter(), 0.0
+        self.transport.write(next(self.requests))
+
+    def data_received(self, data: bytes) -> None:
+        assert self.parser is not None
+        self._acknowledge()
+        self.parser.feed_data(data)
+
+    def on_body(self, body: bytes) -> None:
+        self.first = self.first or time.perf_counter()
+
+    def on_message_complete(self) -> None:
+        assert self.parser is not None and self.transport is not None
+        self.waits.append((self.first or time.perf_counter()) - self.sent)
+        self.errors += self.parser.get_status_code() != 200
+        if time.perf_counter() < self.until and self.parser.should_keep_alive():
+            asyncio.get_running_loop().call_soon(self.ask)
+        else:
+            self.done.set()
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.errors += not self.done.is_set()
+        self.done.set()
+
+    def _acknowledge(self) -> None:
+        if self.quick:  # the kernel forgets it now and then
+            assert self.transport is not None
+            connected: socket.socket = self.transport.get_extra_info("socket")
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+
+
+def request(messages: list[dict[str, str]], **fields: object) -> bytes:
+    body = json.dumps({"model": "m", "messages": messages, "max_tokens": 16, **fields}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    return head + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+def requests(kind: str, stream: bool, count: int = 400) -> list[bytes]:
+    """Prompts, `short` or `long` (33 KB), that begin alike in sixteen ways and end each in its own."""
+    rng = random.Random(1)
+
+    def words(number: int) -> str:
+        return " ".join(
+            "".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 9))) for _ in range(number)
+        )
+
+    beginnings = [words(4700 if kind == "long" else 20) for _ in range(16)]
+    return [
+        request(
+            [
+                {"role": "system", "content": beginnings[number % 16]},
+                {"role": "user", "content": f"q{number} {words(12)}"},
+            ],
+            stream=stream,
+        )
+        for number in range(count)
+    ]
+
+
+async def load(
+    ports: Sequence[int], clients: int, seconds: float, asked: Sequence[bytes], quick: bool = False
+) -> tuple[list[float], int]:
+    """Seconds to the first byte of each answer, and how many went wrong."""
+    loop = asyncio.get_running_loop()
+    until = time.perf_counter() + seconds
+
+    def endless(start: int) -> Iterator[bytes]:
+        while True:
+            yield asked[start % len(asked)]
+            start += 7
+
+    crowd = [Client(endless(number), until, quick) for number in range(clients)]
+    for number, client in enumerate(crowd):
+        await loop.create_connection(lambda one=client: one, "127.0.0.1", ports[number % len(ports)])  # type: ignore[misc]
+    await asyncio.wait_for(asyncio.gather(*(client.done.wait() for client in crowd)), seconds + 30)
+    return [wait for client in crowd for wait in client.waits], sum(client.errors for client in crowd)
+
+
+class Listener(asyncio.Protocol):
+    """One open stream: whether it has begun, and whether it came to its end."""
+
+    def __init__(self, asked: bytes) -> None:
+        self._asked = asked
+        self._heard = b""
+        self.begun, self.ended = asyncio.Event(), asyncio.Event()
+
+    @property
+    def whole(self) -> bool:
+        return b"data: [DONE]\n\n" in self._heard
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.write(self._asked)
+
+    def data_received(self, data: bytes) -> None:
+        self._heard = (self._heard + data)[-2000:]
+        if b"data: " in self._heard:
+            self.begun.set()
+        if self.whole:
+            self.ended.set()
+            self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.begun.set()
+        self.ended.set()
