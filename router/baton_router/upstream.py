@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import socket
 import ssl
+from functools import cache
 from typing import Protocol, cast
 
 import httptools
 
 from baton_api.errors import NotReady, WorkerLost
+
+log = logging.getLogger(__name__)
 
 BUFFERED = 64 * 1024
 """Bytes of one answer's body that may wait for the client before the worker is made to wait."""
@@ -330,3 +334,11 @@ def no_delay(transport: asyncio.BaseTransport) -> None:
     connected: socket.socket | None = transport.get_extra_info("socket")
     if connected is not None and connected.family in (socket.AF_INET, socket.AF_INET6):
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if not connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY):
+            _say_that_it_delays()
+
+
+@cache
+def _say_that_it_delays() -> None:
+    """Once: who looks at the first connections sees it, and it will not be otherwise with the others."""
+    log.error("TCP_NODELAY cannot be set here: each event of a stream may wait 40 ms for the one before it.")

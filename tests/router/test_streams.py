@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+from typing import cast
 
 import openai
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
+from baton_router.listener import Listener
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker
 from tests.router.running import CHAT, STREAM, RunningRouter, running_router, until
@@ -130,3 +133,16 @@ async def test_the_sdk_raises_the_class_that_fits_the_error() -> None:
         await until(lambda: router.router.refusal())
         with pytest.raises(openai.InternalServerError):
             await client.chat.completions.create(model="tiny", messages=[ASKED], stream=True)
+
+
+async def test_small_pieces_are_not_held_back_on_either_side() -> None:
+    async with FakeWorker(fake_worker.hang) as worker, running_router([worker]) as router:
+        _, writer = await asking(router)
+        upstream = router.router.workers.decode[0].upstream
+        await until(lambda: worker.asked)
+        clients = [cast(Listener, one).transport for one in router.server.server_state.connections]
+        workers = [connection.transport for connection in upstream._busy]
+        assert clients and workers
+        for transport in (*clients, *workers):
+            assert transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        writer.transport.abort()
