@@ -5,8 +5,8 @@ A replay without sockets and without waiting: the scheduler itself, before model
 
 An hour passes in seconds and every run is the same, so that one decision can be compared with another. What
 the router's processes and sockets cost, and how busy machines shift things, only `replay` knows. Events can
-be lost on their way (`--lost 0.01`), and workers can begin anew (`--restart-s 60`): what is expected to be
-cached must stay what is.
+be lost on their way (`--lost 0.01`), workers can begin anew (`--restart-s 60`), the router's clock can jump
+(`--jump-s 30`): what is expected to be cached must stay what is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import random
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,8 @@ LOOK_S = 2.0
 
 PATIENCE_S = 7200.0
 
+JUMP_EVERY_S = 60.0
+
 KEPT = 100
 """Batches of events that a worker can send again."""
 
@@ -55,14 +57,25 @@ class Faults:
     """Share of the batches of events that do not arrive."""
     restart_s: float = 0.0
     """Seconds from one worker's new beginning to another's; 0: none."""
+    jump_s: float = 0.0
+    """By which the router's clock jumps forward every minute, as if its process had been stopped."""
 
 
 class InsideWorker:
     """A modelled worker, the router's view of it, and the events between the two."""
 
     def __init__(
-        self, seen: Worker, role: Role, timing: Timing, capacity: int, block_tokens: int, lost: float
+        self,
+        seen: Worker,
+        role: Role,
+        timing: Timing,
+        capacity: int,
+        block_tokens: int,
+        lost: float,
+        clock: Callable[[], float],
     ) -> None:
+        """`clock` is the router's."""
+        self._clock = clock
         self._timing = timing
         self.role = role
         self.seen = seen
@@ -138,7 +151,7 @@ class InsideWorker:
         if len(self._sent) > KEPT:
             self._sent[len(self._sent) - KEPT - 1] = ()
         if self._feed is not None and self._rng.random() >= self._lost:
-            self._feed.batch(len(self._sent) - 1, events, asyncio.get_running_loop().time())
+            self._feed.batch(len(self._sent) - 1, events, self._clock())
 
 
 class Inside:
@@ -149,6 +162,7 @@ class Inside:
     ) -> None:
         """`scale`: how much faster than meant the workers are; `speed`: and how much the clients."""
         self._speed = speed
+        self.jumped_s = 0.0
         self._loop = asyncio.get_running_loop()
         self.asked: list[Asked] = []
         self.compared: list[tuple[int, int]] = []
@@ -158,7 +172,7 @@ class Inside:
             decode=tuple(url for role, url in listed if role is not Role.PREFILL),
             prefill=tuple(url for role, url in listed if role is Role.PREFILL),
         )
-        self.scheduler = Scheduler(settings, Upstreams(1.0), random.Random(1), self._loop.time)
+        self.scheduler = Scheduler(settings, Upstreams(1.0), random.Random(1), self._now)
         self.workers = {
             seen.name: InsideWorker(
                 seen,
@@ -167,10 +181,15 @@ class Inside:
                 capacity,
                 block_tokens,
                 lost,
+                self._now,
             )
             for seen in self.scheduler.workers.all
         }
         self.look()
+
+    def _now(self) -> float:
+        """By the router's clock."""
+        return self._loop.time() + self.jumped_s
 
     def look(self) -> None:
         """The router looks at the workers; one that began anew is followed anew."""
@@ -179,14 +198,17 @@ class Inside:
             load, before = worker.load, worker.seen.health.load
             worker.seen.answered(load)
             if before is None or before.epoch != load.epoch:
-                worker.followed(knowledge.blocks.open(knowledge.of(worker.seen).slot), self._loop.time())
+                worker.followed(knowledge.blocks.open(knowledge.of(worker.seen).slot), self._now())
 
     async def watch(self, faults: Faults) -> None:
-        rng, restarted = random.Random(2), self._loop.time()
+        rng, restarted, jumped = random.Random(2), self._loop.time(), self._loop.time()
         while True:
             await asyncio.sleep(LOOK_S)
+            if faults.jump_s and self._loop.time() - jumped >= JUMP_EVERY_S:
+                jumped = self._loop.time()
+                self.jumped_s += faults.jump_s
             for worker in self.workers.values():
-                worker.tend(self._loop.time())
+                worker.tend(self._now())
             if faults.restart_s and self._loop.time() - restarted >= faults.restart_s:
                 restarted = self._loop.time()
                 rng.choice(list(self.workers.values())).begin()
@@ -280,6 +302,7 @@ def main() -> None:
     parser.add_argument("--block-tokens", type=int, default=512)
     parser.add_argument("--lost", type=float, default=0.0, help="share of the batches of events")
     parser.add_argument("--restart-s", type=float, default=0.0, help="between two workers' beginning anew")
+    parser.add_argument("--jump-s", type=float, default=0.0, help="of the router's clock, every minute")
     options = parser.parse_args()
     alone = Role.DECODE if options.prefill else Role.BOTH
     roles = [Role.PREFILL] * options.prefill + [alone] * options.decode
@@ -292,7 +315,7 @@ def main() -> None:
                 roles,
                 options.capacity,
                 options.block_tokens,
-                Faults(options.lost, options.restart_s),
+                Faults(options.lost, options.restart_s, options.jump_s),
             )
         )
         print(json.dumps({"rate": rate, **figures}), flush=True)

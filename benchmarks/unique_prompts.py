@@ -1,0 +1,105 @@
+"""
+A million prompts that share nothing through one scheduler: what of them stays in memory.
+
+    python -m benchmarks.unique_prompts --prompts 1000000
+
+Each is planned, booked, begun with a report and let go, and its blocks come and go by events, before twelve
+workers whose caches are full after a few thousand of them. Printed is the memory after every tenth: from the
+second line on it should be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import random
+import time
+
+import psutil
+
+from baton_api.kv_events import BlockRemoved, BlockStored, Event
+from baton_api.reports import PromptReport
+from baton_api.workers import Load, Role
+from baton_router.asks import Ask
+from baton_router.block_map import HeldBlocks
+from baton_router.prompt_chunks import Prompt
+from baton_router.scheduler import Scheduler
+from baton_router.settings import RouterSettings
+from baton_router.upstreams import Upstreams
+from benchmarks.model_worker import BlockCache
+
+PREFILL, DECODE = 8, 4
+CAPACITY, BLOCK_TOKENS = 8_000, 64
+BLOCKS = 16
+"""Of each prompt, half as many chunks."""
+
+
+def prompt_of(blocks: list[int]) -> Prompt:
+    return Prompt(tuple(blocks[1::2]), tuple(512 * (place + 1) for place in range(len(blocks) // 2)))
+
+
+class Teller:
+    """One worker's cache and what the router is told of it."""
+
+    def __init__(self, held: HeldBlocks) -> None:
+        self._held = held
+        self._cache = BlockCache(CAPACITY)
+
+    def use(self, blocks: list[int]) -> None:
+        changed = self._cache.use(blocks)
+        events: list[Event] = [BlockRemoved(list(changed.removed))] if changed.removed else []
+        stored = [block for block, _ in changed.stored]
+        self._held.apply([*events, BlockStored(stored, None, [], BLOCK_TOKENS)])
+
+
+async def send(count: int) -> None:
+    now = 0.0
+    urls = [f"http://127.0.0.1:{port}" for port in range(1, PREFILL + DECODE + 1)]
+    settings = RouterSettings(decode=tuple(urls[PREFILL:]), prefill=tuple(urls[:PREFILL]))
+    scheduler = Scheduler(settings, Upstreams(1.0), random.Random(1), lambda: now)
+    knowledge = scheduler.dispatcher.knowledge
+    tellers: dict[str, Teller] = {}
+    for worker in scheduler.workers.all:
+        control = "x:1" if worker.listed is Role.PREFILL else ""
+        worker.answered(
+            Load(
+                role=worker.listed, model="m", control=control, epoch="1", compatibility="c",
+                total_blocks=CAPACITY, free_blocks=CAPACITY, block_size=BLOCK_TOKENS,
+            )
+        )  # fmt: skip
+        held = knowledge.blocks.open(knowledge.of(worker).slot)
+        held.replace({})
+        tellers[worker.name] = Teller(held)
+    rng, process, began = random.Random(2), psutil.Process(), time.process_time()
+    for number in range(1, count + 1):
+        blocks = [rng.getrandbits(64) for _ in range(BLOCKS)]
+        grant = await scheduler.pick(Ask("m", prompt_of(blocks)))
+        now += 0.01
+        for name in {grant.prefill or grant.decode, grant.decode}:
+            tellers[name].use(blocks)
+        tokens = BLOCKS * BLOCK_TOKENS
+        report = PromptReport(
+            tokens=tokens, cached=0, held=0, queue_s=0.0, compute_s=0.01, transfer_s=0.001,
+            remote=bool(grant.prefill), tail=f"{blocks[-1]:016x}",
+        )  # fmt: skip
+        scheduler.began(grant, report)
+        scheduler.let_go(grant, complete=True)
+        if number % (count // 10) == 0:
+            gc.collect()
+            each = 1e6 * (time.process_time() - began) / number
+            memory = process.memory_info().rss / 2**20
+            print(
+                f"{number:>9} prompts  {memory:7.1f} MB  {len(knowledge)} chunks  {each:.0f} us each",
+                flush=True,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=1_000_000)
+    asyncio.run(send(parser.parse_args().prompts))
+
+
+if __name__ == "__main__":
+    main()
