@@ -101,16 +101,44 @@ def test_a_file_is_gone_once_deleted_or_expired_and_was_never_there_for_others(d
 
 def test_bytes_are_purged_once_and_not_while_a_batch_needs_them(database: Database) -> None:
     files, ledger = Files(database), Ledger(database)
-    file = files.add(new_file(), NOW)
+    file, other = files.add(new_file(), NOW), files.add(new_file(expires_at=NOW + 9), NOW)
     batch = ledger.create("a", CHAT, file, NOW)
     files.delete("a", file.id, NOW)
-    assert files.to_purge(NOW) == []
+    assert files.purge(NOW) == 0
+    assert (files.purge(NOW + 9), files.broken(NOW + 9)) == (1, [other.object])
     ledger.request_cancel("a", batch.id, NOW)
     ledger.finalize(batch.id, leased(ledger, batch.id), NOW, output=None, errors=None)
-    (gone,) = files.to_purge(NOW)
-    assert gone.object == file.object
-    files.purged(gone, NOW)
-    assert files.to_purge(NOW) == []
+    assert (files.purge(NOW), files.purge(NOW)) == (1, 0)
+    assert set(files.broken(NOW)) == {file.object, other.object}
+    files.withdraw(file.object)
+    assert files.broken(NOW) == [other.object]
+    with pytest.raises(FileNotFound):
+        ledger.create("a", CHAT, file, NOW)
+
+
+@pytest.mark.parametrize("round", range(5))
+def test_a_file_that_is_deleted_while_a_batch_is_made_of_it_is_kept_or_the_batch_is_not(
+    database: Database, round: int
+) -> None:
+    files, ledger = Files(database), Ledger(database)
+    made = [files.add(new_file(), NOW) for _ in range(8)]
+    begun: list[str] = []
+
+    def delete() -> None:
+        for file in made:
+            files.delete("a", file.id, NOW)
+            files.purge(NOW)
+
+    def create() -> None:
+        for file in made:
+            try:
+                begun.append(ledger.create("a", CHAT, file, NOW).input_object)
+            except FileNotFound:
+                pass
+
+    at_once([delete, create])
+    assert not set(begun) & set(files.broken(NOW))
+    assert len(begun) + len(files.broken(NOW)) == 8
 
 
 def test_a_quota_bounds_files_and_bytes_of_one_key_also_when_many_come_at_once(database: Database) -> None:

@@ -140,24 +140,34 @@ class Files:
         if found.rowcount == 0:
             raise FileNotFound(id)
 
-    def to_purge(self, now: int, limit: int = 100) -> list[StoredFile]:
-        """Files that are gone for their owners and wanted by no batch that goes on: their bytes may go."""
-        used = select(batches.c.input_object).where(batches.c.status.not_in([str(one) for one in ENDED]))
-        gone = or_(files.c.deleted_at.is_not(None), files.c.expires_at <= now)
-        wanted = select(files).where(gone, files.c.object != "", files.c.object.not_in(used)).limit(limit)
-        with self._database.reading() as connection:
-            return [_file(row) for row in connection.execute(wanted)]
+    def purge(self, now: int, limit: int = 100) -> int:
+        """
+        Break the promise of files that are gone for their owners and wanted by no batch that goes on.
 
-    def purged(self, file: StoredFile, now: int) -> None:
-        """The bytes are gone; the row follows, a day after the file was."""
+        Returns of how many; their bytes are among `broken` from then on.
+        """
+        going_on = select(batches.c.input_object).where(batches.c.status.not_in([str(one) for one in ENDED]))
+        gone = or_(files.c.deleted_at.is_not(None), files.c.expires_at <= now)
+        unused = files.c.object.not_in(going_on)
+        wanted = select(files.c.seq, files.c.object).where(gone, files.c.object != "", unused)
         with self._database.writing() as connection:
-            connection.execute(
-                update(files)
-                .where(files.c.seq == file.seq)
-                .values(object="", deleted_at=func.coalesce(files.c.deleted_at, now))
-            )
+            # Once the rows are locked no new batch can want them, but one may have come just before.
+            locked = {
+                object: seq for seq, object in connection.execute(wanted.limit(limit).with_for_update())
+            }
+            again = going_on.where(batches.c.input_object.in_(locked))
+            for object in connection.scalars(again).all():
+                del locked[object]
+            if locked:
+                connection.execute(insert(promises), [{"object": one, "made_at": 0} for one in locked])
+                connection.execute(
+                    update(files)
+                    .where(files.c.seq.in_(locked.values()))
+                    .values(object="", deleted_at=func.coalesce(files.c.deleted_at, now))
+                )
             old = and_(files.c.object == "", files.c.deleted_at < now - TOMBSTONE_S)
             connection.execute(delete(files).where(old))
+            return len(locked)
 
 
 def add(connection: Connection, file: NewFile, now: int) -> StoredFile:

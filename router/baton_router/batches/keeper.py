@@ -222,9 +222,8 @@ class Keeper:
     def _sweep(self) -> None:
         """Remove what nobody wants any more."""
         storage, now = self._storage, int(self._now())
-        for file in storage.files.to_purge(now):
-            storage.objects.delete(file.object)
-            storage.files.purged(file, now)
+        while storage.files.purge(now) and not self._stopping.is_set():
+            time.sleep(BREATH_S)
         for key in storage.files.broken(now):
             storage.objects.delete(key)
             storage.files.withdraw(key)

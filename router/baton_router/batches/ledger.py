@@ -37,11 +37,11 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, exists, func, insert, select, text
 
-from baton_api.errors import BatchEnded, BatchNotFound, InvalidRequest, StaleLease
+from baton_api.errors import BatchEnded, BatchNotFound, FileNotFound, InvalidRequest, StaleLease
 from baton_router.batches.batch_rows import as_json, batch_of, change, fetch, finalizing, held, keep
 from baton_router.batches.database import Database, bindable
 from baton_router.batches.files import NewFile, add, new_id
-from baton_router.batches.tables import batches, results
+from baton_router.batches.tables import batches, files, results
 from baton_router.batches.values import ENDED, Batch, LineError, Recorded, Result, Status, StoredFile
 
 WINDOW_S = 86_400
@@ -69,7 +69,7 @@ class Ledger:
         metadata: Mapping[str, str] | None = None,
         output_seconds: int | None = None,
     ) -> Batch:
-        """A batch that is to be validated."""
+        """A batch that is to be validated. Raises FileNotFound if the file has just gone."""
         values = {
             "id": new_id("batch_"),
             "owner": owner,
@@ -90,7 +90,10 @@ class Ledger:
             "epoch": 0,
             "leased_until": 0.0,
         }
+        lasting = select(files.c.object).where(files.c.seq == file.seq, files.c.deleted_at.is_(None))
         with self._database.writing() as connection:
+            if not connection.scalar(lasting.with_for_update()):
+                raise FileNotFound(file.id, "input_file_id")
             row = connection.execute(insert(batches).values(values).returning(*batches.c)).one()
         return batch_of(row)
 
