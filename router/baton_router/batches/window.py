@@ -1,14 +1,17 @@
 """
 How many lines of a batch are sent at once: as many as help, fewer when somebody says that it is too much.
 
-Pure: times are passed in. A round is the time in which as many lines come back as the window is wide. As long
-as nobody refuses, the window is doubled for as long as a wider one brings more lines per second, then left
-where it was, and tried anew now and then. Who refuses (429, 503) is taken at his word: the window is halved,
-nothing is sent for the seconds of `Retry-After`, and from there on it grows as TCP's does, quickly to half of
-what was too much and then by a little per round.
+Pure: times are passed in. A round is the time in which as many lines come back as the window is wide. As
+long as nobody refuses, the window is doubled while that brings more lines per second, then widened by less,
+and from then on tried a little wider and a little narrower in turn: it stays where a line more brings a
+quarter of what a line brought at first, because what is beyond that only makes others wait. Who refuses (429,
+503) is taken at his word: the window is halved, nothing is sent for the seconds of `Retry-After`, and from
+there on it grows as TCP's does, quickly to half of what was too much and then by a little per round.
 """
 
 from __future__ import annotations
+
+import math
 
 FIRST = 32
 MOST = 512
@@ -19,10 +22,12 @@ ROUND_S = 0.25
 GAIN = 0.25
 """Of the lines per second that a wider window would bring if nothing limited it, what it must bring."""
 
-REST_ROUNDS = 16
-"""Rounds after which a window that did not help is tried again; twice as many every time it does not."""
+WIDEST_STEP = 2.0
+STEP = 1.25
+"""By how much another width is tried, at first and in the end; the excess is halved from one to the other."""
 
-REST_LIMIT = 256
+REST_ROUNDS = 8
+"""Rounds from one trial of another width to the next, once a good one is found."""
 
 SMOOTHING = 0.3
 """Weight of the last round in the rate that others are held against."""
@@ -44,9 +49,13 @@ class Window:
         self._half = 0
         """Half of the size that was too much; 0 as long as none was. Then refusals bound the window."""
         self._kept: tuple[int, float] | None = None
-        """A size that was tried, and its lines per second: what a larger one is held against."""
+        """The width that is good, and its lines per second: what others are held against."""
+        self._step = WIDEST_STEP
+        self._narrower = False
+        """Whether the next trial is of a narrower one."""
         self._resting = 0
-        self._rest = REST_ROUNDS
+        self._doubted = False
+        """Whether the width on trial has failed once: it has two rounds, because chance is in each."""
 
     def answered(self, now: float) -> None:
         """A line came back with something that is not a refusal."""
@@ -82,21 +91,45 @@ class Window:
             step = self.size if self.size < self._half else max(1, self.size // 16)
             self.size = min(self._most, self.size + step)
             return
-        if self._kept is None or self.size <= self._kept[0]:
-            before = rate if self._kept is None else self._kept[1]
+        if self._kept is None:
+            self._kept = (self.size, rate)
+            self._try_another()
+        elif self.size == self._kept[0]:
+            before = self._kept[1]
             self._kept = (self.size, before + SMOOTHING * (rate - before))
             if self._resting:
                 self._resting -= 1
-                return
-            self.size = min(self._most, self.size * 2)
+            else:
+                self._try_another()
+        else:
+            self._judge(rate, *self._kept)
+
+    def _judge(self, rate: float, size: int, before: float) -> None:
+        """A round with another width is over; `size` had `before` lines per second."""
+        wanted = before * (1 + GAIN * (self.size / size - 1))
+        if rate < wanted and not self._doubted:
+            self._doubted = True
             return
-        size, before = self._kept
-        wanted = 1 + GAIN * (self.size / size - 1)
-        if rate >= before * wanted:
+        self._doubted = False
+        settled = self._step <= STEP
+        if rate >= wanted:
             self._kept = (self.size, rate)
-            self._rest = REST_ROUNDS
-            self.size = min(self._most, self.size * 2)
         else:
             self.size = size
-            self._resting = self._rest
-            self._rest = min(REST_LIMIT, self._rest * 2)
+            if not settled:
+                self._step = 1 + (self._step - 1) / 2
+        if settled:
+            self._resting = REST_ROUNDS
+            self._narrower = not self._narrower
+        else:
+            self._try_another()
+
+    def _try_another(self) -> None:
+        """The next round is one with another width."""
+        if self._narrower:
+            self.size = max(1, math.floor(self.size / self._step))
+        else:
+            self.size = min(self._most, math.ceil(self.size * self._step))
+        if self._kept is not None and self.size == self._kept[0]:  # there is none on this side
+            self._narrower = not self._narrower
+            self._resting = REST_ROUNDS
