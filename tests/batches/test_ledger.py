@@ -6,6 +6,7 @@ import multiprocessing
 import random
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -131,10 +132,8 @@ def test_a_file_that_is_deleted_while_a_batch_is_made_of_it_is_kept_or_the_batch
 
     def create() -> None:
         for file in made:
-            try:
+            with suppress(FileNotFound):
                 begun.append(ledger.create("a", CHAT, file, NOW).input_object)
-            except FileNotFound:
-                pass
 
     at_once([delete, create])
     assert not set(begun) & set(files.broken(NOW))
