@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from baton_api.reports import PromptReport
 from baton_router.asks import Grant
+from baton_router.following import FollowedStream
 from baton_router.forward import PROMPT, is_event_stream
 from baton_router.picker import Picker
 from baton_router.sse import EventStream
@@ -112,7 +113,8 @@ class Attempt:
         if self.exchange is not None:
             self.exchange.close()
         whole = self.ended and self.exchange is not None and self.status == OK
-        self._picker.let_go(self.grant, complete=whole)
+        tokens = self.events.generated if isinstance(self.events, FollowedStream) else None
+        self._picker.let_go(self.grant, complete=whole, tokens=tokens)
 
     def _report(self) -> PromptReport | None:
         for name, value in self.headers:

@@ -209,8 +209,12 @@ class Dispatcher:
             self.knowledge.computed(made.prompt, report, made.hoped)
             self._learn(made, report)
 
-    def let_go(self, made: Dispatch, now: float, *, complete: bool) -> None:
-        """The request has ended, one way or another; `complete` if its answer is whole."""
+    def let_go(self, made: Dispatch, now: float, *, complete: bool, tokens: int | None = None) -> None:
+        """
+        The request has ended, one way or another; `complete` if its answer is whole.
+
+        `tokens` are those of the answer, if they were counted.
+        """
         if made.ended is not None:
             return
         made.ended = now
@@ -221,6 +225,8 @@ class Dispatcher:
                 self.knowledge.lost(chunks, known)
         elif complete:
             self.knowledge.answered(made.prompt, made.generating)
+            if tokens is not None:
+                self._answer_tokens.learn(tokens)
 
     def _learn(self, made: Dispatch, report: PromptReport) -> None:
         if made.prompt.bytes:

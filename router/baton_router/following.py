@@ -26,18 +26,24 @@ _beginning = msgspec.json.Decoder(Beginning)
 class FollowedStream(EventStream):
     """A stream of chunks whose worker was asked to say what it came of."""
 
-    __slots__ = ("_begun", "_ended", "_tokens", "_waiting", "_watching")
+    __slots__ = ("_before", "_begun", "_ended", "_tokens", "_waiting", "_watching")
 
     def __init__(self, before: Resumption | None = None) -> None:
         """`before` is what had passed of the answer when it was resumed."""
         super().__init__()
         self._begun: Beginning | None = None
         self._tokens = list(before.tokens) if before else []
+        self._before = len(self._tokens)
         self._ended = False
         self._watching = True
         """Whether there may be comments to take out."""
         self._waiting = b"\n"
         """What has not passed yet, behind the end of the line before it."""
+
+    @property
+    def generated(self) -> int | None:
+        """Tokens that this worker has said it generated; None if it says nothing of them."""
+        return len(self._tokens) - self._before if self._begun is not None else None
 
     @property
     def waiting(self) -> bool:

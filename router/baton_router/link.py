@@ -50,6 +50,7 @@ class LetGo(Message, frozen=True):
 
     number: int
     complete: bool
+    tokens: int | None = None
 
 
 class Measured(Message, frozen=True):

@@ -38,6 +38,10 @@ class Picker(Protocol):
         """The worker is well, but has no room for the request."""
         ...
 
-    def let_go(self, grant: Grant, *, complete: bool) -> None:
-        """Nobody waits for the worker any more; `complete` if its answer was whole and good."""
+    def let_go(self, grant: Grant, *, complete: bool, tokens: int | None = None) -> None:
+        """
+        Nobody waits for the worker any more; `complete` if its answer was whole and good.
+
+        `tokens` are those that it generated, if somebody has counted them.
+        """
         ...

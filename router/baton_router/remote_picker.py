@@ -141,13 +141,13 @@ class RemotePicker:
         if grant.number in self._granted:
             self._tell(Full(grant.number))
 
-    def let_go(self, grant: Grant, *, complete: bool) -> None:
+    def let_go(self, grant: Grant, *, complete: bool, tokens: int | None = None) -> None:
         self.busy[grant.decode] -= 1
         if grant.prefill:
             self.busy[grant.prefill] -= 1
         if grant.number in self._granted:
             self._granted.discard(grant.number)
-            self._tell(LetGo(grant.number, complete))
+            self._tell(LetGo(grant.number, complete, tokens))
         if self._left:
             self._forget_left()
 

@@ -109,7 +109,7 @@ class Scheduler:
     def full(self, grant: Grant) -> None:
         self._verdicts.full(self._granted[grant.number].pair, self._clock())
 
-    def let_go(self, grant: Grant, *, complete: bool) -> None:
+    def let_go(self, grant: Grant, *, complete: bool, tokens: int | None = None) -> None:
         made = self._granted.pop(grant.number)
         self._verdicts.let_go(made.number, made.pair)
         made.pair.decode.in_flight -= 1
@@ -117,15 +117,12 @@ class Scheduler:
         now = self._clock()
         if made.first_byte is None:
             self.queue.changed()
-        self.dispatcher.let_go(made, now, complete=complete)
+        self.dispatcher.let_go(made, now, complete=complete, tokens=tokens)
         if self._reserved and (reserved := self._reserved.pop(made.number, None)) is not None:
-            self._settle(reserved, made, complete, now)
-
-    def _settle(self, reserved: Reservation, made: Dispatch, complete: bool, now: float) -> None:
-        if made.first_byte is None and not complete:
-            reserved.settle(0, 0, now)  # whoever goes on with it pays
-        else:
-            reserved.settle(made.report.tokens if made.report else made.tokens, None, now)
+            prompt = made.report.tokens if made.report else made.tokens
+            if tokens is None and not complete:
+                tokens = 0  # as far as anybody knows
+            reserved.settle(0 if made.first_byte is None else prompt, tokens, now)
 
     def _patience_s(self, made: Dispatch) -> float:
         if len(made.among.decodes) < 2 or not made.computing.prefill_cost.taught:

@@ -185,4 +185,4 @@ class _FrontWire(Wire):
             task.cancel()
         grant = self._granted.pop(message.number, None)
         if grant is not None:
-            self._service.picker.let_go(grant, complete=message.complete)
+            self._service.picker.let_go(grant, complete=message.complete, tokens=message.tokens)

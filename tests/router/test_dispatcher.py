@@ -280,3 +280,13 @@ def test_nothing_stays_booked_on_any_way_out(seed: int) -> None:
     for made in live:
         cluster.dispatcher.let_go(made, cluster.now, complete=False)
     assert cluster.booked == 0
+
+
+def test_how_long_answers_are_is_learned_from_those_that_were_counted() -> None:
+    cluster = Cluster()
+    for seed in range(200):
+        made = cluster.send(text(seed))
+        cluster.dispatcher.began(made, None, cluster.now)
+        cluster.dispatcher.let_go(made, cluster.now, complete=True, tokens=20 if seed % 2 else None)
+    cluster.dispatcher.let_go(cluster.send(text(500)), cluster.now, complete=False, tokens=100_000)
+    assert cluster.dispatcher.answer_tokens == pytest.approx(20, abs=1)

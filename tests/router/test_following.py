@@ -124,3 +124,18 @@ def test_a_request_gets_one_more_member(body: bytes) -> None:
         "ended": True,
     }
     assert given == json.loads(body)
+
+
+def test_the_tokens_of_an_answer_are_counted_for_each_worker() -> None:
+    first = FollowedStream()
+    assert first.generated is None
+    for write in WRITES[:4]:
+        first.push(write)
+    assert first.generated == 4
+    second = FollowedStream(first.resumption)
+    for write in (begin_line(BEGUN), event("x") + tokens_line([3, 4], ended=False)):
+        second.push(write)
+    assert second.generated == 2
+    silent = FollowedStream()
+    silent.push(EVENTS)
+    assert silent.generated is None

@@ -73,7 +73,7 @@ class FakePicker:
         assert self.granted[grant.number] == grant
         self.heard.append(("full",))
 
-    def let_go(self, grant: Grant, *, complete: bool) -> None:
+    def let_go(self, grant: Grant, *, complete: bool, tokens: int | None = None) -> None:
         assert self.granted.pop(grant.number) == grant
         self.heard.append(("let go", complete))
 
