@@ -20,7 +20,6 @@ from baton_router.batches.database import Database
 from baton_router.batches.files import Files
 from baton_router.batches.ledger import Ledger
 from baton_router.batches.objects import Folder, Objects
-from baton_router.batches.s3 import Bucket
 from baton_router.batches.settings import BatchSettings
 
 Answer = TypeVar("Answer")
@@ -67,6 +66,8 @@ class Storage:
     def _objects(self) -> Objects:
         place = self.settings.files_store
         if place.startswith("s3://"):
+            from baton_router.batches.s3 import Bucket  # brings a library that nobody else needs
+
             return Bucket(place, self.settings.files_endpoint)
         return Folder(Path(place).expanduser() if place else self._folder / FILES)
 
