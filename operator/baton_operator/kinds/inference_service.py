@@ -131,6 +131,18 @@ class RevisionStatus(Part):
     created_at: Time
     """When it was first made."""
 
+    progressed_at: Time
+    """When it last had more workers that take requests than ever before."""
+
+    peak: Count = 0
+    """Most workers that took requests at once."""
+
+    step: Count = 0
+    """Steps of a canary that are done."""
+
+    step_since: Time | None = None
+    """When the workers of the present step were all ready."""
+
     reason: Words = ""
     """Why it failed, if it did."""
 

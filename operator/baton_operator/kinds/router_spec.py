@@ -127,9 +127,6 @@ class Exposure(Part):
     hosts: Annotated[list[Subdomain], Field(max_length=16)] = []
     """Names under which it is reached."""
 
-    path_prefix: Annotated[str, Field(max_length=256, pattern=r"^/[-A-Za-z0-9_./~]*$")] = "/"
-    """Paths that go to it. Requests arrive with their paths unchanged."""
-
     ingress_class_name: Subdomain | None = None
     """Who serves the Ingress; the cluster's default if it is left out."""
 

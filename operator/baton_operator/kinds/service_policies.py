@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from baton_operator.kinds.model import SecretReference
-from baton_operator.kinds.part import Duration, Label, Part, Percent, Rule, Seconds, Subdomain, rules
+from baton_operator.kinds.part import Duration, Label, Part, Rule, Seconds, Subdomain, rules
 
 
 class Objectives(Part):
@@ -95,9 +95,6 @@ class Canary(Part):
 
     steps: Annotated[list[CanaryStep], Field(min_length=1, max_length=10)]
     """In their order. After the last one all requests go to the new generation."""
-
-    max_error_rate_percent: Percent = 1
-    """Percent of the new generation's requests that may fail; more undo the rollout."""
 
 
 class Rollout(Part):

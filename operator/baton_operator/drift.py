@@ -1,0 +1,70 @@
+"""
+Whether an object is as it was wished, so that nothing is written that is so already.
+
+Each object says what it was last made from, by a hash; without that, a field that is not wished any more
+could not be told from one that somebody else has added. And everything that is wished must still stand
+there: what others have changed is put back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from decimal import Decimal
+from typing import Any
+
+from baton_operator.manifests.objects import Manifest
+
+ANNOTATION = "baton.dev/applied"
+
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?")
+_UNITS = {
+    None: Decimal(1), "m": Decimal("0.001"),
+    "k": Decimal(10**3), "M": Decimal(10**6), "G": Decimal(10**9),
+    "T": Decimal(10**12), "P": Decimal(10**15), "E": Decimal(10**18),
+    "Ki": Decimal(2**10), "Mi": Decimal(2**20), "Gi": Decimal(2**30),
+    "Ti": Decimal(2**40), "Pi": Decimal(2**50), "Ei": Decimal(2**60),
+}  # fmt: skip
+
+
+def mark(wished: Manifest) -> Manifest:
+    """The same with the hash of what it is made from."""
+    text = json.dumps(wished, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    metadata = wished["metadata"]
+    annotations = {**metadata.get("annotations", {}), ANNOTATION: digest}
+    return {**wished, "metadata": {**metadata, "annotations": annotations}}
+
+
+def is_so(there: Manifest | None, marked: Manifest) -> bool:
+    """Whether the object was made from the same, and still has all of it; what others added stays theirs."""
+    return there is not None and holds(there, marked)
+
+
+def holds(there: Any, wished: Any) -> bool:
+    """
+    Whether `there` has all that is wished.
+
+    >>> holds({"cpu": "1", "added": 1}, {"cpu": "1000m"}), holds([1, 2], [1])
+    (True, False)
+    """
+    if isinstance(wished, dict):
+        if not isinstance(there, dict):
+            return not wished and there is None
+        return all(holds(there.get(name), value) for name, value in wished.items())
+    if isinstance(wished, list):
+        if not isinstance(there, list):
+            return not wished and there is None
+        return len(there) == len(wished) and all(map(holds, there, wished))
+    return bool(there == wished) or _same_quantity(there, wished)
+
+
+def _same_quantity(there: object, wished: object) -> bool:
+    """The API server writes numbers with units in a way of its own."""
+    if not isinstance(there, str) or not isinstance(wished, str):
+        return False
+    one, other = _QUANTITY.fullmatch(there), _QUANTITY.fullmatch(wished)
+    if one is None or other is None:
+        return False
+    return Decimal(one[1]) * _UNITS[one[2]] == Decimal(other[1]) * _UNITS[other[2]]

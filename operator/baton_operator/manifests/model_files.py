@@ -1,0 +1,151 @@
+"""
+How a model's files come into a pod: in the image, on a volume, or fetched before the worker starts.
+
+Fetching is the same program everywhere, `baton fetch`: in a Job into a claim that all pods share, or in each
+pod before its worker. In a folder of the node the first pod fetches and the others wait for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from baton_operator import names
+from baton_operator.kinds.model import Model
+from baton_operator.manifests.objects import Manifest, Owner, given, made
+from baton_operator.manifests.pods import container_security, pod_security, scratch
+
+FOLDER = "/models"
+"""Where the volume with a model's files is mounted."""
+
+VOLUME = "model"
+JOB_TTL_S = 86_400
+JOB_RETRIES = 6
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """One model, as the pods of a service see it."""
+
+    service: str
+    model: Model
+    image: str
+
+    @property
+    def scheme(self) -> str:
+        return self.model.uri.partition("://")[0]
+
+    @property
+    def fetched(self) -> bool:
+        """Whether the files have to be fetched from somewhere."""
+        return self.scheme in ("hf", "s3", "gs")
+
+    @property
+    def job_needed(self) -> bool:
+        """Whether a Job fetches them for all pods."""
+        return self.fetched and self.model.cache.type == "PVC"
+
+    @property
+    def key(self) -> str:
+        """Names the files: others have another key."""
+        wanted = [self.model.uri, self.model.revision or "", *self.model.allow_patterns]
+        return hashlib.sha256("\0".join(wanted).encode()).hexdigest()[:8]
+
+    @property
+    def claim(self) -> str:
+        """The PersistentVolumeClaim that holds them, if one does."""
+        if self.scheme == "pvc":
+            return self._rest.partition("/")[0]
+        if self.model.cache.type != "PVC":
+            return ""
+        return self.model.cache.claim_name or names.model_claim(self.service)
+
+    @property
+    def path(self) -> str:
+        """What a worker is given as its model."""
+        match self.scheme:
+            case "builtin":
+                return self._rest
+            case "file":
+                return self._rest
+            case "pvc":
+                return f"{FOLDER}/{self._rest.partition('/')[2]}".rstrip("/")
+            case "oci":
+                return FOLDER
+        return f"{FOLDER}/{self.key}"
+
+    @property
+    def volumes(self) -> list[Manifest]:
+        if self.claim:
+            return [{"name": VOLUME, "persistentVolumeClaim": {"claimName": self.claim}}]
+        if self.scheme == "oci":
+            return [{"name": VOLUME, "image": {"reference": self._rest}}]
+        if not self.fetched:
+            return []
+        if self.model.cache.type == "HostPath":
+            folder = {"path": self.model.cache.path, "type": "DirectoryOrCreate"}
+            return [{"name": VOLUME, "hostPath": folder}]
+        return [{"name": VOLUME, "emptyDir": {}}]
+
+    @property
+    def mounts(self) -> list[Manifest]:
+        return [{"name": VOLUME, "mountPath": FOLDER, "readOnly": True}] if self.volumes else []
+
+    @property
+    def init_containers(self) -> list[Manifest]:
+        """What fetches the files in the pod itself."""
+        return [self._fetching("fetch")] if self.fetched and not self.job_needed else []
+
+    def job(self, owner: Owner, pull_secrets: list[str]) -> Manifest:
+        """The Job that fetches the files into the claim. Its name says which: it is never changed."""
+        volumes, _ = scratch("/tmp")
+        pod = {
+            "restartPolicy": "OnFailure",
+            "automountServiceAccountToken": False,
+            "securityContext": pod_security(),
+            **given(imagePullSecrets=[{"name": name} for name in pull_secrets]),
+            "containers": [self._fetching(names.MAIN)],
+            "volumes": [*self.volumes, *volumes],
+        }
+        labels = {**names.of_service(self.service), "app.kubernetes.io/component": "model"}
+        spec: dict[str, Any] = {
+            "backoffLimit": JOB_RETRIES,
+            "ttlSecondsAfterFinished": JOB_TTL_S,
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        }
+        return made(owner, "batch/v1", "Job", names.model_job(self.service, self.key), {"spec": spec}, labels)
+
+    def persistent_volume_claim(self, owner: Owner) -> Manifest | None:
+        """The claim, if it is the operator's to make."""
+        cache = self.model.cache
+        if cache.type != "PVC" or cache.claim_name or not cache.size:
+            return None
+        spec = {
+            "accessModes": ["ReadWriteMany"],
+            "resources": {"requests": {"storage": cache.size}},
+            **given(storageClassName=cache.storage_class_name),
+        }
+        name = names.model_claim(self.service)
+        return made(owner, "v1", "PersistentVolumeClaim", name, {"spec": spec})
+
+    @property
+    def _rest(self) -> str:
+        return self.model.uri.partition("://")[2]
+
+    def _fetching(self, name: str) -> Manifest:
+        model = self.model
+        options = [f"--revision={model.revision}"] if model.revision else []
+        options += [f"--allow={pattern}" for pattern in model.allow_patterns]
+        _, mounts = scratch("/tmp")
+        secret = model.credentials_secret_ref
+        return {
+            "name": name,
+            "image": self.image,
+            "args": ["fetch", model.uri, self.path, *options],
+            "env": [{"name": "HOME", "value": "/tmp"}],
+            **given(envFrom=[{"secretRef": {"name": secret.name}}] if secret else []),
+            "securityContext": container_security(),
+            "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}},
+            "volumeMounts": [{"name": VOLUME, "mountPath": FOLDER}, *mounts],
+        }

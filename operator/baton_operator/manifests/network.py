@@ -1,0 +1,58 @@
+"""
+Who may speak to whom: clients to routers, routers to workers, and workers to those of their own generation.
+
+Workers have no keys of their own here, so this is the border. What moves by RDMA passes beside it: there, the
+border is the fabric's partition.
+"""
+
+from __future__ import annotations
+
+from baton_api import labels
+from baton_operator import names
+from baton_operator.generation import Generation
+from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.manifests.objects import Manifest, Owner, made
+from baton_operator.manifests.workers import files
+
+DNS = {"ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]}
+
+
+def routers(owner: Owner, spec: InferenceServiceSpec) -> Manifest:
+    """Routers are reached from the namespaces that the spec names, or from all."""
+    port = {"ports": [{"protocol": "TCP", "port": names.ROUTER_PORT}]}
+    allowed = spec.security.ingress_namespace_labels
+    if allowed:
+        port = {**port, "from": [{"namespaceSelector": {"matchLabels": dict(allowed)}}]}
+    body = {
+        "podSelector": {"matchLabels": names.selecting(owner.name, names.ROUTER)},
+        "policyTypes": ["Ingress"],
+        "ingress": [port],
+    }
+    name = names.router(owner.name)
+    return made(owner, "networking.k8s.io/v1", "NetworkPolicy", name, {"spec": body})
+
+
+def workers(owner: Owner, generation: Generation) -> Manifest:
+    """
+    Workers of one generation are reached by routers at their three ports, and by one another at all.
+
+    Between workers the ports are UCX's to choose. Outwards they speak to one another, and to the world only
+    if they have to fetch their model themselves.
+    """
+    revision = generation.revision
+    of_generation = {labels.SERVICE: owner.name, labels.REVISION: revision}
+    each_other = [{"podSelector": {"matchLabels": of_generation}}]
+    routers = [{"podSelector": {"matchLabels": names.selecting(owner.name, names.ROUTER)}}]
+    ports = (names.HTTP_PORT, names.KV_EVENTS_PORT, names.KV_REPLAY_PORT)
+    body = {
+        "podSelector": {"matchLabels": of_generation},
+        "policyTypes": ["Ingress", "Egress"],
+        "ingress": [
+            {"from": routers, "ports": [{"protocol": "TCP", "port": port} for port in ports]},
+            {"from": each_other},
+        ],
+        "egress": [{}] if files(owner, generation).init_containers else [{"to": each_other}, DNS],
+    }
+    name = f"{owner.name}-workers-{revision}"
+    there = {**names.of_service(owner.name), labels.REVISION: revision}
+    return made(owner, "networking.k8s.io/v1", "NetworkPolicy", name, {"spec": body}, there)

@@ -1,0 +1,93 @@
+"""A manifest, and what all manifests of a service have in common: its labels, and their owner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from baton_operator import names
+from baton_operator.crd import GROUP, VERSION
+
+Manifest = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The InferenceService that everything belongs to."""
+
+    name: str
+    namespace: str
+    uid: str
+
+    @property
+    def reference(self) -> Manifest:
+        """With it, Kubernetes itself deletes what belongs to a service that is deleted."""
+        return {
+            "apiVersion": f"{GROUP}/{VERSION}",
+            "kind": "InferenceService",
+            "name": self.name,
+            "uid": self.uid,
+            "controller": True,
+            "blockOwnerDeletion": True,
+        }
+
+
+def made(
+    owner: Owner,
+    api: str,
+    kind: str,
+    name: str,
+    body: Mapping[str, Any],
+    labels: names.Labels | None = None,
+    annotations: names.Labels | None = None,
+) -> Manifest:
+    """An object of the service, with `body` beside its metadata."""
+    return {
+        "apiVersion": api,
+        "kind": kind,
+        "metadata": {
+            "name": name,
+            "namespace": owner.namespace,
+            "labels": labels or names.of_service(owner.name),
+            **({"annotations": annotations} if annotations else {}),
+            "ownerReferences": [owner.reference],
+        },
+        **body,
+    }
+
+
+def given(**fields: Any) -> Manifest:
+    """Those fields that have a value: an empty one means something else to Kubernetes than none."""
+    return {name: value for name, value in fields.items() if value not in (None, "", [], {}, ())}
+
+
+def merged(base: Manifest, over: Mapping[str, Any] | None) -> Manifest:
+    """
+    `base` with `over` merged into it: objects by field, lists of named things by name, all else replaced.
+
+    >>> merged({"c": [{"name": "main", "tty": False}]}, {"c": [{"name": "main", "tty": True}, {"name": "x"}]})
+    {'c': [{'name': 'main', 'tty': True}, {'name': 'x'}]}
+    """
+    result = dict(base)
+    for key, value in (over or {}).items():
+        before = result.get(key)
+        if isinstance(before, dict) and isinstance(value, Mapping):
+            result[key] = merged(before, value)
+        elif isinstance(before, list) and _named(before) and _named(value):
+            result[key] = _merged_by_name(before, value)
+        else:
+            result[key] = value
+    return result
+
+
+def _named(value: object) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(one, dict) and "name" in one for one in value)
+
+
+def _merged_by_name(base: list[Manifest], over: list[Manifest]) -> list[Manifest]:
+    overlays = {one["name"]: one for one in over}
+    kept = [merged(one, overlays.pop(one["name"], None)) for one in base]
+    return [*kept, *(one for one in over if one["name"] in overlays)]

@@ -1,0 +1,160 @@
+"""The routers of a service, the Service in front of them, and the little that they may read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from baton_api import labels
+from baton_operator import names
+from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.kinds.router_spec import Authentication
+from baton_operator.manifests.objects import Manifest, Owner, given, made, merged
+from baton_operator.manifests.pods import (
+    container_security,
+    environment,
+    field,
+    placed,
+    pod_security,
+    scratch,
+)
+
+WEIGHTS_FOLDER, WEIGHTS_FILE = "/etc/baton/weights", "weights"
+KEYS_FOLDER, KEYS_FILE = "/etc/baton/keys", "keys"
+TENANTS_FOLDER, TENANTS_FILE = "/etc/baton/tenants", "tenants.yaml"
+STATE_FOLDER = "/var/lib/baton"
+
+NOTICE_S = 5
+"""Seconds from the word that a router ends to the end of its listening: Services take as long to hear."""
+
+DRAIN_S = 600
+"""Seconds for the streams that run; there is no other router that could go on with them."""
+
+END_S = 15
+
+
+def router(owner: Owner, spec: InferenceServiceSpec, image: str, replicas: int) -> Manifest:
+    """The routers' Deployment."""
+    wanted = spec.router
+    there = names.of_role(owner.name, names.ROUTER)
+    template = {"metadata": {"labels": there}, "spec": _pod(owner, spec, image)}
+    body = {
+        "replicas": replicas,
+        "revisionHistoryLimit": 2,
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+        "selector": {"matchLabels": names.selecting(owner.name, names.ROUTER)},
+        "template": merged(template, wanted.pod_template),
+    }
+    return made(owner, "apps/v1", "Deployment", names.router(owner.name), {"spec": body}, there)
+
+
+def service(owner: Owner) -> Manifest:
+    """What clients inside of the cluster speak to, under the service's own name."""
+    body = {
+        "selector": names.selecting(owner.name, names.ROUTER),
+        "ports": [{"name": "http", "port": 80, "targetPort": "http"}],
+    }
+    there = names.of_role(owner.name, names.ROUTER)
+    return made(owner, "v1", "Service", owner.name, {"spec": body}, there)
+
+
+def weights(owner: Owner, by_revision: Mapping[str, int]) -> Manifest:
+    """How many of a hundred requests go to each generation."""
+    lines = "".join(f"{revision}={weight}\n" for revision, weight in sorted(by_revision.items()))
+    return made(owner, "v1", "ConfigMap", names.router(owner.name), {"data": {WEIGHTS_FILE: lines}})
+
+
+def account(owner: Owner) -> list[Manifest]:
+    """A ServiceAccount that may list and watch EndpointSlices in its namespace, and nothing else."""
+    name = names.router(owner.name)
+    rule = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}
+    group = "rbac.authorization.k8s.io"
+    role = {"apiGroup": group, "kind": "Role", "name": name}
+    subject = {"kind": "ServiceAccount", "name": name, "namespace": owner.namespace}
+    return [
+        made(owner, "v1", "ServiceAccount", name, {"automountServiceAccountToken": False}),
+        made(owner, f"{group}/v1", "Role", name, {"rules": [rule]}),
+        made(owner, f"{group}/v1", "RoleBinding", name, {"roleRef": role, "subjects": [subject]}),
+    ]
+
+
+def _pod(owner: Owner, spec: InferenceServiceSpec, image: str) -> Manifest:
+    wanted = spec.router
+    volumes, mounts = scratch("/tmp", STATE_FOLDER)
+    secrets, secret_mounts = _secrets(spec.exposure.auth)
+    configuration = {"name": names.router(owner.name)}
+    return {
+        **placed(wanted.placement, names.selecting(owner.name, names.ROUTER)),
+        "serviceAccountName": names.router(owner.name),
+        "automountServiceAccountToken": True,
+        "enableServiceLinks": False,
+        "securityContext": pod_security(),
+        "terminationGracePeriodSeconds": NOTICE_S + DRAIN_S + END_S,
+        **given(imagePullSecrets=[{"name": name} for name in spec.security.image_pull_secrets]),
+        "containers": [
+            {
+                "name": names.MAIN,
+                "image": wanted.image or image,
+                "args": _arguments(owner, spec),
+                "env": [field("POD_NAME", "metadata.name"), *environment(wanted.env)],
+                "ports": [{"name": "http", "containerPort": names.ROUTER_PORT}],
+                "resources": {
+                    "requests": {"cpu": wanted.resources.cpu, "memory": wanted.resources.memory},
+                    "limits": {"memory": wanted.resources.memory},
+                },
+                "securityContext": container_security(),
+                "volumeMounts": [
+                    {"name": "weights", "mountPath": WEIGHTS_FOLDER, "readOnly": True},
+                    *mounts,
+                    *secret_mounts,
+                ],
+                "startupProbe": _probe("/health", period=2, failures=60),
+                "readinessProbe": _probe("/ready", period=2, failures=1),
+                "livenessProbe": _probe("/health", period=10, failures=6),
+            }
+        ],
+        "volumes": [{"name": "weights", "configMap": configuration}, *volumes, *secrets],
+    }
+
+
+def _arguments(owner: Owner, spec: InferenceServiceSpec) -> list[str]:
+    wanted, auth = spec.router, spec.exposure.auth
+    flags = [
+        "router",
+        "--host=0.0.0.0",
+        f"--port={names.ROUTER_PORT}",
+        f"--processes={wanted.processes}",
+        f"--kubernetes-selector={labels.SERVICE}={owner.name}",
+        f"--revision-weights-file={WEIGHTS_FOLDER}/{WEIGHTS_FILE}",
+        f"--alone-tokens={wanted.alone_tokens}",
+        f"--queue-requests={wanted.queue_limit}",
+        f"--drain-notice-s={NOTICE_S}",
+        f"--drain-s={DRAIN_S}",
+    ]
+    if wanted.hold_for_scale_from_zero_seconds:
+        flags.append(f"--recovery-s={wanted.hold_for_scale_from_zero_seconds}")
+    if auth.api_keys_secret_ref is not None:
+        flags.append(f"--api-key-file={KEYS_FOLDER}/{KEYS_FILE}")
+    if auth.tenants_secret_ref is not None:
+        flags.append(f"--tenants-file={TENANTS_FOLDER}/{TENANTS_FILE}")
+    return [*flags, *wanted.args]
+
+
+def _secrets(auth: Authentication) -> tuple[list[Manifest], list[Manifest]]:
+    """Volumes and mounts of what the routers read of keys; the operator reads none of it."""
+    wanted = [
+        ("keys", auth.api_keys_secret_ref, KEYS_FOLDER),
+        ("tenants", auth.tenants_secret_ref, TENANTS_FOLDER),
+    ]
+    there = [(name, secret, folder) for name, secret, folder in wanted if secret is not None]
+    volumes = [{"name": name, "secret": {"secretName": secret.name}} for name, secret, _ in there]
+    mounts = [{"name": name, "mountPath": folder, "readOnly": True} for name, _, folder in there]
+    return volumes, mounts
+
+
+def _probe(path: str, period: int, failures: int) -> Manifest:
+    return {
+        "httpGet": {"path": path, "port": "http"},
+        "periodSeconds": period,
+        "timeoutSeconds": 5,
+        "failureThreshold": failures,
+    }

@@ -1,0 +1,213 @@
+"""The workers of one generation: for each role a Deployment, and a Service by which routers find them."""
+
+from __future__ import annotations
+
+from baton_api import labels
+from baton_api.workers import Role
+from baton_operator import names
+from baton_operator.generation import Generation
+from baton_operator.kinds.engine import Variable
+from baton_operator.kinds.worker_role import Resources, WorkerRole
+from baton_operator.manifests.model_files import ModelFiles
+from baton_operator.manifests.objects import Manifest, Owner, given, made, merged
+from baton_operator.manifests.pods import (
+    container_security,
+    environment,
+    field,
+    placed,
+    pod_security,
+    scratch,
+)
+
+STARTUP_PERIOD_S = 10
+END_S = 15
+"""Seconds beyond those to drain that a pod gets before it is killed."""
+
+COMMANDS = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.BOTH: "serve"}
+
+
+def files(owner: Owner, generation: Generation) -> ModelFiles:
+    """The model's files of a generation."""
+    blueprint = generation.blueprint
+    return ModelFiles(owner.name, blueprint.model, blueprint.engine.image or generation.image)
+
+
+def deployment(owner: Owner, generation: Generation, role: Role, replicas: int) -> Manifest:
+    """The workers of `role`. Only `replicas` ever changes: another template is another generation."""
+    blueprint = generation.blueprint
+    spec, revision = blueprint.roles[role], generation.revision
+    there = names.of_role(owner.name, role, revision)
+    template = {
+        "metadata": {
+            "labels": {**spec.pod_labels, **there},
+            **given(annotations=dict(spec.pod_annotations)),
+        },
+        "spec": _pod(owner, generation, role, spec),
+    }
+    body = {
+        "replicas": replicas,
+        "revisionHistoryLimit": 0,  # generations are remembered elsewhere
+        "progressDeadlineSeconds": spec.startup_timeout_seconds + 60,
+        "selector": {"matchLabels": names.selecting(owner.name, role, revision)},
+        "template": merged(template, spec.pod_template),
+    }
+    name = names.worker(owner.name, role, revision)
+    return made(owner, "apps/v1", "Deployment", name, {"spec": body}, there)
+
+
+def service(owner: Owner, generation: Generation, role: Role) -> Manifest:
+    """Headless: its EndpointSlices tell routers of each worker, whether it is ready or ends."""
+    revision = generation.revision
+    body = {
+        "clusterIP": "None",
+        "selector": names.selecting(owner.name, role, revision),
+        "ports": [{"name": "http", "port": names.HTTP_PORT, "targetPort": "http"}],
+    }
+    there = names.of_role(owner.name, role, revision)
+    return made(owner, "v1", "Service", names.worker(owner.name, role, revision), {"spec": body}, there)
+
+
+def _pod(owner: Owner, generation: Generation, role: Role, spec: WorkerRole) -> Manifest:
+    blueprint = generation.blueprint
+    model = files(owner, generation)
+    volumes, mounts = scratch("/tmp", "/cache")
+    memory = {"medium": "Memory", "sizeLimit": spec.resources.shared_memory}
+    placement = placed(spec.placement, names.selecting(owner.name, role))
+    return {
+        **placement,
+        **given(affinity=merged(_near(owner, generation), placement.get("affinity"))),
+        "serviceAccountName": blueprint.service_account_name or names.workers_account(owner.name),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": pod_security(),
+        "terminationGracePeriodSeconds": spec.drain.pre_stop_seconds + spec.drain.timeout_seconds + END_S,
+        **given(
+            imagePullSecrets=[{"name": name} for name in blueprint.image_pull_secrets],
+            initContainers=model.init_containers,
+            resourceClaims=[
+                {"name": one.name, "resourceClaimTemplateName": one.resource_claim_template_name}
+                for one in spec.resources.claims
+            ],
+        ),
+        "containers": [
+            {
+                "name": names.MAIN,
+                "image": spec.image or blueprint.engine.image or generation.image,
+                "args": _arguments(generation, role, spec, model.path),
+                "env": [
+                    field("POD_IP", "status.podIP"),
+                    field("POD_NAME", "metadata.name"),
+                    {"name": "XDG_CACHE_HOME", "value": "/cache"},
+                    {"name": "HOME", "value": "/tmp"},
+                    *environment(
+                        _network(generation), blueprint.engine.env, blueprint.transfer.env, spec.env
+                    ),
+                ],
+                "ports": _ports(generation, role),
+                "resources": _resources(spec.resources),
+                "securityContext": container_security(),
+                "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}, *mounts, *model.mounts],
+                **_probes(spec),
+                **_before_the_end(spec),
+            }
+        ],
+        "volumes": [{"name": "shm", "emptyDir": memory}, *volumes, *model.volumes],
+    }
+
+
+def _arguments(generation: Generation, role: Role, spec: WorkerRole, model: str) -> list[str]:
+    blueprint = generation.blueprint
+    engine = blueprint.engine
+    flags = [
+        COMMANDS[role],
+        model,
+        "--name=$(POD_NAME)",
+        "--host=0.0.0.0",
+        f"--port={names.HTTP_PORT}",
+        f"--dtype={engine.dtype}",
+        f"--kv-events=tcp://$(POD_IP):{names.KV_EVENTS_PORT}",
+        f"--kv-replay=tcp://$(POD_IP):{names.KV_REPLAY_PORT}",
+        f"--drain-s={spec.drain.timeout_seconds}",
+        f"--transfer-deadline-s={blueprint.transfer.timeout_seconds}",
+        *(f"--served-model-name={name}" for name in blueprint.served_names),
+    ]
+    if role is Role.PREFILL:
+        flags += ["--control-host=$(POD_IP)", f"--control-port={blueprint.transfer.control_port}"]
+    if engine.max_model_len is not None:
+        flags.append(f"--max-model-len={engine.max_model_len}")
+    if engine.kv_cache_memory is not None:
+        flags.append(f"--kv-cache-memory={engine.kv_cache_memory}")
+    return [*flags, *engine.args, *spec.args]
+
+
+def _network(generation: Generation) -> list[Variable]:
+    """What UCX may use; it takes the fastest of all if nobody says otherwise."""
+    tcp = generation.blueprint.transfer.backend == "TCP"
+    return [Variable(name="UCX_TLS", value="tcp,self")] if tcp else []
+
+
+def _ports(generation: Generation, role: Role) -> list[Manifest]:
+    ports = [
+        {"name": "http", "containerPort": names.HTTP_PORT},
+        {"name": "kv-events", "containerPort": names.KV_EVENTS_PORT},
+        {"name": "kv-replay", "containerPort": names.KV_REPLAY_PORT},
+    ]
+    if role is Role.PREFILL:
+        ports.append({"name": "control", "containerPort": generation.blueprint.transfer.control_port})
+    return ports
+
+
+def _resources(wanted: Resources) -> Manifest:
+    devices = {}
+    if wanted.gpu is not None and wanted.gpu.count:
+        devices[wanted.gpu.resource_name] = str(wanted.gpu.count)
+    if wanted.rdma is not None:
+        devices[wanted.rdma.resource_name] = str(wanted.rdma.count)
+    return given(
+        requests=given(cpu=wanted.cpu, memory=wanted.memory, **devices),
+        limits=given(memory=wanted.memory, **devices),
+        claims=[{"name": one.name} for one in wanted.claims],
+    )
+
+
+def _probes(spec: WorkerRole) -> Manifest:
+    """Ready is who takes requests. Alive is whose process answers: a slow step must not end it."""
+    return {
+        "startupProbe": {
+            "httpGet": {"path": "/ready", "port": "http"},
+            "periodSeconds": STARTUP_PERIOD_S,
+            "timeoutSeconds": 5,
+            "failureThreshold": max(1, spec.startup_timeout_seconds // STARTUP_PERIOD_S),
+        },
+        "readinessProbe": {
+            "httpGet": {"path": "/ready", "port": "http"},
+            "periodSeconds": 5,
+            "timeoutSeconds": 5,
+            "failureThreshold": 2,
+        },
+        "livenessProbe": {
+            "httpGet": {"path": "/health", "port": "http"},
+            "periodSeconds": 20,
+            "timeoutSeconds": 15,
+            "failureThreshold": 6,
+        },
+    }
+
+
+def _before_the_end(spec: WorkerRole) -> Manifest:
+    """The word that a pod ends takes a while to reach all routers; until then it serves as before."""
+    seconds = spec.drain.pre_stop_seconds
+    return {"lifecycle": {"preStop": {"sleep": {"seconds": seconds}}}} if seconds else {}
+
+
+def _near(owner: Owner, generation: Generation) -> Manifest:
+    """Workers of one generation where the network between them is fast."""
+    transfer = generation.blueprint.transfer
+    if transfer.domain_key is None:
+        return {}
+    wanted = {labels.SERVICE: owner.name, labels.REVISION: generation.revision}
+    term = {"topologyKey": transfer.domain_key, "labelSelector": {"matchLabels": wanted}}
+    if transfer.enforcement == "Required":
+        return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+    weighted = [{"weight": 100, "podAffinityTerm": term}]
+    return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": weighted}}

@@ -1,0 +1,254 @@
+"""
+What is to be done for one InferenceService, decided from what is there: a pure function.
+
+The same observation gives the same plan, a plan that was carried out gives an empty one, and nothing that
+serves is ever pruned. Carrying it out is somebody else's work, who may be interrupted anywhere: the next plan
+is made from what there is then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton_api import labels
+from baton_operator import generations, names, scalers
+from baton_operator.drift import is_so, mark
+from baton_operator.generation import Generation
+from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.manifests import disruption, exposure, network, routers, workers
+from baton_operator.manifests.exposure import CERTIFICATE_API, GATEWAY_API
+from baton_operator.manifests.objects import Manifest, made
+from baton_operator.observed import Key, Observed, key
+from baton_operator.rollout import Bounds, Fate, RoleName, Seen, Wanted, decide, next_look
+
+PRUNED = frozenset(
+    {
+        "Deployment", "Service", "ConfigMap", "NetworkPolicy", "PodDisruptionBudget", "ServiceAccount",
+        "Role", "RoleBinding", "Ingress", "HTTPRoute", "Certificate", "RoleScaler",
+    }
+)  # fmt: skip
+"""Kinds of which what is not wanted any more is deleted. Claims hold files that are dear; Jobs end by
+themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """The operator's defaults."""
+
+    worker: str
+    router: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be done, in this order."""
+
+    apply: Sequence[Manifest]
+    """To be as they stand here."""
+    create: Sequence[Manifest] = ()
+    """To be made if they are not there, and left alone otherwise."""
+    prune: Sequence[Key] = ()
+    again_s: float | None = None
+    """Seconds after which to plan again although nothing has changed."""
+    state: State | None = field(default=None, repr=False)
+    """What status is written from."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Where the service stands."""
+
+    spec: InferenceServiceSpec
+    wanted: Generation
+    targets: Mapping[RoleName, int]
+    seen: Sequence[Seen]
+    fates: Mapping[str, Fate]
+    generations: Mapping[str, Generation]
+    model_there: bool
+    unsupported: Sequence[str]
+    """Optional APIs that the spec needs and the cluster has not."""
+
+
+def plan(observed: Observed, images: Images, now: float) -> Plan:
+    """`now`: Unix seconds. Raises ValueError if the spec cannot be carried out."""
+    spec = InferenceServiceSpec.model_validate(observed.service["spec"])
+    known = generations.remembered(observed)
+    try:
+        generation = generations.wanted(observed, spec, known, images.worker, now)
+    except KeyError as error:
+        there = ", ".join(sorted(known)) or "none"
+        raise ValueError(
+            f"spec.rollout.rollbackTo names the generation {error.args[0]}, which is not remembered "
+            f"(those that are: {there})."
+        ) from error
+    all_of_them = {**known, generation.revision: generation}
+    weights = {one["name"]: one.get("weight", 0) for one in observed.status.get("revisions", ())}
+    seen = [generations.seen(observed, one, weights.get(name, 0), now) for name, one in all_of_them.items()]
+    model_there = _model_there(observed, generation)
+    targets = scalers.targets(observed, spec)
+    want = Wanted(
+        revision=generation.revision,
+        targets=targets,
+        bounds={
+            name: Bounds(role.rollout.max_surge, role.rollout.max_unavailable)
+            for name, role in _all_roles(spec)
+        },
+        policy=spec.rollout,
+        suspended=spec.suspend,
+    )
+    fates = decide(want, seen, now)
+    if not model_there and generation.revision not in known:
+        # Nobody gives way to workers that would only wait for their model.
+        fates = _held(observed, seen, generation)
+    kept = _kept(spec, all_of_them, seen, fates, generation.revision)
+    state = State(spec, generation, targets, seen, fates, kept, model_there, _unsupported(observed, spec))
+    wished = [*_shared(observed, state, images), *_workers(observed, state)]
+    create = _created(observed, state)
+    return Plan(
+        apply=[marked for one in wished if not is_so(observed.objects.get(key(one)), marked := mark(one))],
+        create=[one for one in create if key(one) not in observed.objects],
+        prune=_pruned(observed, [*wished, *create]),
+        again_s=next_look(want, seen, now),
+        state=state,
+    )
+
+
+def _all_roles(spec: InferenceServiceSpec) -> Iterable[tuple[RoleName, Any]]:
+    """Bounds are needed of a role that only an old generation has, too."""
+    yield "prefill", spec.prefill or spec.decode
+    yield "decode", spec.decode
+
+
+def _model_there(observed: Observed, generation: Generation) -> bool:
+    """Whether workers would find their model, or fetch it themselves."""
+    files = workers.files(observed.owner, generation)
+    if not files.job_needed:
+        return True
+    job = observed.find("batch/v1", "Job", names.model_job(observed.owner.name, files.key))
+    done = job is not None and any(
+        one["type"] == "Complete" and one["status"] == "True"
+        for one in job.get("status", {}).get("conditions", ())
+    )
+    # A Job that is gone has been done: what remembers the files is the generation that was built of them.
+    return done or (job is None and generation.revision in generations.remembered(observed))
+
+
+def _held(observed: Observed, seen: Sequence[Seen], generation: Generation) -> dict[str, Fate]:
+    """All as it is, and nobody yet of the new generation."""
+    fates = {}
+    for one in seen:
+        replicas = {name: role.replicas for name, role in one.roles.items()}
+        fates[one.revision] = Fate(
+            one.revision, "Serving" if one.weight else "Draining", replicas, one.weight
+        )
+    new = dict.fromkeys(generations.role_names(generation), 0)
+    fates[generation.revision] = Fate(generation.revision, "Warming", new)
+    return fates
+
+
+def _kept(
+    spec: InferenceServiceSpec,
+    known: Mapping[str, Generation],
+    seen: Sequence[Seen],
+    fates: Mapping[str, Fate],
+    wanted: str,
+) -> dict[str, Generation]:
+    """The generations that are remembered: all that are there or wanted, and the newest of the others."""
+    there = {one.revision for one in seen if one.there or one.weight or fates[one.revision].weight}
+    there |= {wanted} | {name for name, fate in fates.items() if any(fate.replicas.values())}
+    past = sorted(known.keys() - there, key=lambda name: known[name].created, reverse=True)
+    chosen = there | set(past[: spec.rollout.revision_history_limit])
+    return {name: one for name, one in known.items() if name in chosen}
+
+
+def _unsupported(observed: Observed, spec: InferenceServiceSpec) -> list[str]:
+    needed = []
+    if spec.exposure.type == "HTTPRoute":
+        needed.append(GATEWAY_API)
+    if spec.exposure.type != "None" and spec.exposure.tls and spec.exposure.tls.issuer_ref:
+        needed.append(CERTIFICATE_API)
+    return [api for api in needed if api not in observed.apis]
+
+
+def _shared(observed: Observed, state: State, images: Images) -> list[Manifest]:
+    """What a service has once, whatever generations there are."""
+    owner, spec = observed.owner, state.spec
+    replicas = 0 if spec.suspend else spec.router.replicas
+    weights = {name: fate.weight for name, fate in state.fates.items() if fate.weight}
+    wished = [
+        *routers.account(owner),
+        routers.weights(owner, weights),
+        routers.service(owner),
+        routers.router(owner, spec, images.router, replicas),
+    ]
+    if not spec.security.service_account_name:
+        body = {"automountServiceAccountToken": False}
+        wished.append(made(owner, "v1", "ServiceAccount", names.workers_account(owner.name), body))
+    if replicas > 1:
+        wished.append(disruption.budget(owner, names.ROUTER, 1))
+    for name, role in scalers.roles(spec).items():
+        if role.disruption.enabled:
+            label = "both" if name == "decode" and spec.prefill is None else name
+            wished.append(disruption.budget(owner, label, role.disruption.max_unavailable))
+    if spec.security.network_policy:
+        wished.append(network.routers(owner, spec))
+    wished += [
+        one for one in exposure.exposed(owner, spec.exposure) if one["apiVersion"] not in state.unsupported
+    ]
+    return wished
+
+
+def _workers(observed: Observed, state: State) -> list[Manifest]:
+    """What the generations have: those that are there, and what is remembered of the others."""
+    owner = observed.owner
+    there = {one.revision: one.there for one in state.seen}
+    wished = []
+    for revision, generation in state.generations.items():
+        wished.append(generations.memory(owner, generation))
+        fate = state.fates[revision]
+        if not there[revision] and not any(fate.replicas.values()):
+            continue
+        if state.spec.security.network_policy:
+            wished.append(network.workers(owner, generation))
+        for name, role in generations.role_names(generation).items():
+            wished.append(workers.service(owner, generation, role))
+            wished.append(workers.deployment(owner, generation, role, fate.replicas[name]))
+    return wished
+
+
+def _created(observed: Observed, state: State) -> list[Manifest]:
+    """What is made once and not changed any more."""
+    owner, spec = observed.owner, state.spec
+    files = workers.files(owner, state.wanted)
+    wished = []
+    claim = files.persistent_volume_claim(owner)
+    if claim is not None:
+        wished.append(claim)
+    if files.job_needed and not state.model_there:
+        wished.append(files.job(owner, list(spec.security.image_pull_secrets)))
+    for name, role in scalers.roles(spec).items():
+        if role.scaling is not None:
+            wished.append(scalers.scaler(observed, name, _current(state, name, state.targets[name])))
+    return wished
+
+
+def _current(state: State, name: RoleName, otherwise: int) -> int:
+    """How many workers a role has now."""
+    there = sum(one.roles[name].replicas for one in state.seen if name in one.roles)
+    role = scalers.roles(state.spec)[name]
+    return scalers.scaled(role, there or otherwise)
+
+
+def _pruned(observed: Observed, wished: Sequence[Manifest]) -> list[Key]:
+    """What was made and is not wanted any more, but nothing of a generation that has pods."""
+    wanted = {key(one) for one in wished}
+    alive = {pod.revision for pod in observed.pods}
+    return [
+        there
+        for there, manifest in sorted(observed.objects.items())
+        if there not in wanted
+        and there[1] in PRUNED
+        and manifest["metadata"].get("labels", {}).get(labels.REVISION) not in alive
+    ]

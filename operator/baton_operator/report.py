@@ -1,0 +1,213 @@
+"""Status: what a plan knows of a service, in the words of its status, and what is worth an Event."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from baton_operator import generations, names, scalers
+from baton_operator.conditions import Fact, Transition, written
+from baton_operator.manifests import exposure, workers
+from baton_operator.observed import Observed, timestamp
+from baton_operator.plan import State
+from baton_operator.rollout import Fate, RoleName, Seen
+
+Status = dict[str, Any]
+
+
+def report(observed: Observed, state: State, now: float) -> tuple[Status, list[Transition]]:
+    """The whole status, and what has changed of its conditions."""
+    owner, spec = observed.owner, state.spec
+    facts = _facts(observed, state)
+    before = observed.status.get("conditions", ())
+    conditions, transitions = written(facts, before, observed.generation, now)
+    roles: Status = {name: _role(observed, state, name) for name in scalers.roles(spec)}
+    roles["router"] = _router(observed, state)
+    files = workers.files(owner, state.wanted)
+    status = {
+        "observedGeneration": observed.generation,
+        "url": exposure.url(owner, spec.exposure),
+        "modelName": state.wanted.blueprint.served_names[0],
+        "conditions": conditions,
+        **roles,
+        **{f"{name}Summary": _summary(role) for name, role in roles.items()},
+        "currentRevision": _current(state),
+        "updateRevision": state.wanted.revision,
+        "revisions": _revisions(observed, state),
+        "model": {
+            "cacheClaim": files.claim,
+            "downloadJob": names.model_job(owner.name, files.key) if files.job_needed else "",
+        },
+        "autoscaling": _autoscaling(state),
+    }
+    return status, transitions
+
+
+def refused(observed: Observed, error: ValueError, now: float) -> tuple[Status, list[Transition]]:
+    """The status of a service whose spec cannot be carried out: what serves, serves."""
+    before = observed.status.get("conditions", ())
+    changed = [
+        Fact("SpecSupported", False, "Invalid", str(error)),
+        Fact("Ready", False, "Invalid", str(error)),
+    ]
+    kept = [one for one in before if one["type"] not in ("SpecSupported", "Ready")]
+    conditions, transitions = written(changed, before, observed.generation, now)
+    return {**observed.status, "conditions": [*conditions, *kept]}, transitions
+
+
+def _facts(observed: Observed, state: State) -> list[Fact]:
+    ready = {name: _ready(state, name) for name in scalers.roles(state.spec)}
+    routers = sum(pod.ready for pod in observed.pods if pod.role == names.ROUTER)
+    failed = [fate for fate in state.fates.values() if fate.phase == "Failed"]
+    facts = [
+        _readiness(state, ready, routers),
+        _progress(observed, state),
+        _degradation(state, failed),
+        Fact("ModelReady", state.model_there, "Present" if state.model_there else "Fetching"),
+    ]
+    for name, count in ready.items():
+        enough = count >= state.targets[name]
+        message = f"{count} of {state.targets[name]} are ready."
+        facts.append(
+            Fact(f"{name.capitalize()}Ready", enough, "AllReady" if enough else "SomeMissing", message)
+        )
+    facts.append(Fact("RouterReady", routers > 0, "SomeReady" if routers else "NoneReady"))
+    if state.unsupported:
+        message = (
+            f"The cluster has no {' and no '.join(state.unsupported)}: install it, or change spec.exposure."
+        )
+        facts.append(Fact("SpecSupported", False, "ApiMissing", message))
+    else:
+        facts.append(Fact("SpecSupported", True, "Supported"))
+    return [*facts, _scaling(state)]
+
+
+def _readiness(state: State, ready: dict[RoleName, int], routers: int) -> Fact:
+    if state.spec.suspend:
+        return Fact("Ready", False, "Suspended", "spec.suspend is true.")
+    serving = _current(state)
+    if not any(state.targets.values()):
+        return Fact("Ready", False, "ScaledToZero", "No worker is wanted now.")
+    if not routers:
+        return Fact("Ready", False, "NoRouter", "No router is ready.")
+    if serving == state.wanted.revision or state.fates[state.wanted.revision].phase == "Failed":
+        for name in ready:
+            of_serving = next((one for one in state.seen if one.revision == serving), None)
+            role = of_serving.roles.get(name) if of_serving else None
+            if state.targets[name] and (role is None or not role.ready):
+                return Fact("Ready", False, f"No{name.capitalize()}", f"No {name} worker is ready.")
+    if serving == state.wanted.revision:
+        return Fact("Ready", True, "Serving", f"Requests are answered by the generation {serving}.")
+    if not serving:
+        reason = "ModelMissing" if not state.model_there else "NoDecode"
+        return Fact("Ready", False, reason, "Nobody serves yet.")
+    message = f"Requests are answered by the generation {serving}; {state.wanted.revision} is not ready yet."
+    return Fact("Ready", False, "RollingOut", message)
+
+
+def _progress(observed: Observed, state: State) -> Fact:
+    fate = state.fates[state.wanted.revision]
+    trouble = sorted({pod.trouble for pod in observed.pods if pod.trouble and pod.revision == fate.revision})
+    if fate.phase == "Failed":
+        return Fact("Progressing", False, "RolloutFailed", f"The generation {fate.revision} failed.")
+    if state.spec.rollout.paused and fate.phase != "Serving":
+        return Fact("Progressing", False, "Paused", "spec.rollout.paused is true.")
+    whole = all(_ready(state, name) >= count for name, count in state.targets.items() if count)
+    if fate.phase == "Serving" and whole:
+        return Fact("Progressing", False, "Complete", "All that is wanted is there.")
+    if trouble:
+        unschedulable = any(one.startswith("Unschedulable") for one in trouble)
+        return Fact(
+            "Progressing", True, "InsufficientCapacity" if unschedulable else "PodTrouble", trouble[0]
+        )
+    return Fact("Progressing", True, "RollingOut", f"The generation {fate.revision} is getting ready.")
+
+
+def _degradation(state: State, failed: Sequence[Fate]) -> Fact:
+    if state.wanted.revision in {fate.revision for fate in failed}:
+        fate = state.fates[state.wanted.revision]
+        why = f": {fate.reason}" if fate.reason else ""
+        message = f"The generation {fate.revision} failed{why}. Change the spec to try another one."
+        return Fact("Degraded", True, "RolledBack", message)
+    return Fact("Degraded", False, "AsExpected")
+
+
+def _scaling(state: State) -> Fact:
+    mode = state.spec.autoscaling.mode
+    if mode == "Internal":
+        return Fact(
+            "ScalingActive", False, "NotImplemented",
+            "This release does not scale by itself: use mode External and write the RoleScalers.",
+        )  # fmt: skip
+    return Fact("ScalingActive", mode == "External", mode)
+
+
+def _autoscaling(state: State) -> Status:
+    fact = _scaling(state)
+    return {"active": bool(fact.true), "reason": fact.reason}
+
+
+def _ready(state: State, name: RoleName) -> int:
+    return sum(one.roles[name].ready for one in state.seen if name in one.roles)
+
+
+def _role(observed: Observed, state: State, name: RoleName) -> Status:
+    there = [one.roles[name] for one in state.seen if name in one.roles]
+    new = next(one for one in state.seen if one.revision == state.wanted.revision)
+    labels = {"decode": ("decode", "both")}.get(name, (name,))
+    trouble = sorted(pod.trouble for pod in observed.pods if pod.role in labels and pod.trouble)
+    return {
+        "desired": state.targets[name],
+        "replicas": sum(role.pods for role in there),
+        "ready": sum(role.ready for role in there),
+        "updated": new.roles[name].ready if name in new.roles else 0,
+        "reason": trouble[0][:1024] if trouble else "",
+    }
+
+
+def _router(observed: Observed, state: State) -> Status:
+    pods = [pod for pod in observed.pods if pod.role == names.ROUTER]
+    trouble = sorted(pod.trouble for pod in pods if pod.trouble)
+    ready = sum(pod.ready and not pod.terminating for pod in pods)
+    return {
+        "desired": 0 if state.spec.suspend else state.spec.router.replicas,
+        "replicas": len(pods),
+        "ready": ready,
+        "updated": ready,
+        "reason": trouble[0][:1024] if trouble else "",
+    }
+
+
+def _summary(role: Status) -> str:
+    return f"{role['ready']}/{role['desired']}"
+
+
+def _current(state: State) -> str:
+    """The generation that gets most requests and can serve; empty if there is none."""
+    weights = {name: fate.weight for name, fate in state.fates.items() if fate.weight}
+    serving = [one for one in state.seen if one.revision in weights and one.share(state.targets) > 0]
+    return max(serving, key=lambda one: weights[one.revision]).revision if serving else ""
+
+
+def _revisions(observed: Observed, state: State) -> list[Status]:
+    """The generations that are there or remembered, the newest first."""
+    known = [one for one in state.seen if one.revision in state.generations]
+    newest = sorted(known, key=lambda one: (one.created, one.revision), reverse=True)
+    return [_revision(observed, one, state.fates[one.revision]) for one in newest]
+
+
+def _revision(observed: Observed, one: Seen, fate: Fate) -> Status:
+    status = {
+        "name": one.revision,
+        "phase": fate.phase,
+        "weight": fate.weight,
+        "prefillReady": one.roles["prefill"].ready if "prefill" in one.roles else 0,
+        "decodeReady": one.roles["decode"].ready,
+        "createdAt": timestamp(one.created),
+        "progressedAt": timestamp(one.progressed),
+        "peak": generations.peak(observed, one),
+        "step": fate.step,
+        "reason": fate.reason
+        or (generations.reason(observed, one.revision) if fate.phase == "Failed" else ""),
+    }
+    return {**status, "stepSince": timestamp(fate.step_since)} if fate.step_since is not None else status

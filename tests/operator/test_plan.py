@@ -1,0 +1,381 @@
+"""The plan for an InferenceService: what it makes of a spec, and the laws that it keeps to."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+
+from baton_api import labels
+from baton_operator.generation import Blueprint
+from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.manifests.exposure import GATEWAY_API
+from baton_operator.observed import Observed, key
+from baton_operator.plan import PRUNED, Images, plan
+from tests.operator.fake_cluster import IMAGES, FakeCluster
+
+MINIMAL: dict[str, Any] = {"model": {"uri": "builtin://smollm2"}, "decode": {}}
+PAIR: dict[str, Any] = {**MINIMAL, "prefill": {"replicas": 2}, "decode": {"replicas": 3}}
+HUB: dict[str, Any] = {
+    "model": {"uri": "hf://org/model", "cache": {"type": "PVC", "size": "20Gi"}},
+    "prefill": {},
+    "decode": {},
+}
+
+
+def settled(spec: dict[str, Any], seed: int = 0) -> FakeCluster:
+    cluster = FakeCluster(spec, seed=seed)
+    cluster.settle()
+    return cluster
+
+
+def changed(spec: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    made = copy.deepcopy(spec)
+    *parents, last = path.split(".")
+    where = made
+    for name in parents:
+        where = where.setdefault(name, {})
+    where[last] = value
+    return made
+
+
+def test_a_pair_becomes_workers_routers_and_what_lies_around_them() -> None:
+    cluster = settled(PAIR)
+    revision = cluster.service["status"]["currentRevision"]
+    assert cluster.names("Deployment") == [
+        f"chat-decode-{revision}",
+        f"chat-prefill-{revision}",
+        "chat-router",
+    ]
+    assert cluster.names("Service") == ["chat", f"chat-decode-{revision}", f"chat-prefill-{revision}"]
+    assert cluster.names("PodDisruptionBudget") == ["chat-decode", "chat-prefill"]
+    assert cluster.names("NetworkPolicy") == ["chat-router", f"chat-workers-{revision}"]
+    assert cluster.names("ConfigMap") == [f"chat-rev-{revision}", "chat-router"]
+    assert cluster.names("ServiceAccount") == ["chat-router", "chat-workers"]
+    assert cluster.condition("Ready") == ("True", "Serving")
+    status = cluster.service["status"]
+    assert (status["prefillSummary"], status["decodeSummary"], status["routerSummary"]) == (
+        "2/2",
+        "3/3",
+        "1/1",
+    )
+    assert status["url"] == "http://chat.models.svc.cluster.local"
+    assert status["modelName"] == "chat"
+
+
+def test_without_prefill_workers_decode_workers_do_both() -> None:
+    cluster = settled(MINIMAL)
+    (worker,) = [name for name in cluster.names("Deployment") if name != "chat-router"]
+    assert worker.startswith("chat-both-")
+    container = cluster.objects["apps/v1", "Deployment", worker]["spec"]["template"]["spec"]["containers"][0]
+    assert container["args"][:2] == ["serve", "smollm2"]
+    assert "prefill" not in cluster.service["status"]
+
+
+def test_everything_belongs_to_the_service_and_says_so() -> None:
+    cluster = settled(HUB)
+    for manifest in cluster.objects.values():
+        metadata = manifest["metadata"]
+        assert metadata["namespace"] == "models"
+        assert metadata["ownerReferences"][0]["uid"] == "uid-1"
+        assert metadata["labels"][labels.SERVICE] == "chat"
+        assert metadata["labels"][labels.MANAGED_BY] == labels.OPERATOR
+        assert len(metadata["name"]) <= 63
+
+
+def test_pods_can_do_nothing_that_they_need_not() -> None:
+    cluster = settled(HUB)
+    pods = [
+        one["spec"]["template"]["spec"]
+        for one in cluster.objects.values()
+        if "template" in one.get("spec", {})
+    ]
+    assert len(pods) == 4
+    for pod in pods:
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostIPC", "hostPID"} & pod.keys()
+        for container in [*pod["containers"], *pod.get("initContainers", ())]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+    assert sum(pod["automountServiceAccountToken"] for pod in pods) == 1, "the routers'"
+
+
+def test_the_model_is_fetched_before_anybody_waits_for_it() -> None:
+    cluster = FakeCluster(HUB)
+    cluster.reconcile()
+    assert cluster.names("PersistentVolumeClaim") == ["chat-model"]
+    assert len(cluster.names("Job")) == 1
+    replicas = {
+        one["spec"]["replicas"] for one in cluster._deployments() if "router" not in one["metadata"]["name"]
+    }
+    assert replicas <= {0}
+    assert cluster.condition("ModelReady") == ("False", "Fetching")
+    cluster.settle()
+    assert cluster.condition("Ready") == ("True", "Serving")
+    job = cluster.names("Job")[0]
+    del cluster.objects["batch/v1", "Job", job]  # its time is over
+    cluster.settle()
+    assert cluster.names("Job") == [] and cluster.condition("Ready") == ("True", "Serving")
+
+
+SPECS = {
+    "minimal": MINIMAL,
+    "pair": PAIR,
+    "fetched": HUB,
+    "scaled": changed(
+        changed(PAIR, "decode", {"scaling": {"minReplicas": 1, "maxReplicas": 4}}),
+        "autoscaling.mode",
+        "External",
+    ),
+    "exposed": changed(
+        PAIR, "exposure", {"type": "Ingress", "hosts": ["a.example"], "tls": {"secretName": "s"}}
+    ),
+    "overlaid": changed(
+        PAIR, "decode.podTemplate", {"spec": {"containers": [{"name": "main", "tty": True}]}}
+    ),
+    "quantities": changed(
+        PAIR, "decode.resources", {"cpu": "1000m", "memory": "4096Mi", "gpu": {"count": 2}}
+    ),
+    "open": changed(PAIR, "security.networkPolicy", False),
+}
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+@pytest.mark.parametrize("seed", range(3))
+def test_what_was_carried_out_is_not_done_again(spec: dict[str, Any], seed: int) -> None:
+    cluster = settled(spec, seed)
+    writes = cluster.writes
+    for _ in range(3):
+        made = cluster.reconcile()
+        assert not made.apply and not made.create and not made.prune
+        cluster.later(3600)
+    assert cluster.writes == writes
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_order_of_what_is_there_does_not_matter(seed: int) -> None:
+    cluster = FakeCluster(PAIR, seed=seed)
+    for _ in range(seed * 2):
+        cluster.reconcile()
+        cluster.happen()
+    one, other = cluster.plan(), cluster.plan()  # each observes in another order
+    assert (one.apply, one.create, one.prune, one.again_s) == (
+        other.apply,
+        other.create,
+        other.prune,
+        other.again_s,
+    )
+
+
+def test_what_kubernetes_adds_to_objects_is_not_fought_over() -> None:
+    cluster = settled(PAIR)
+    for manifest in cluster.objects.values():
+        manifest["metadata"]["resourceVersion"] = "12"
+        manifest["metadata"]["annotations"]["deployment.kubernetes.io/revision"] = "1"
+        manifest["status"] = {"observedGeneration": 1}
+        for container in manifest.get("spec", {}).get("template", {}).get("spec", {}).get("containers", ()):
+            container["terminationMessagePath"] = "/dev/termination-log"
+    assert not cluster.plan().apply
+
+
+def test_what_somebody_else_has_changed_is_put_back() -> None:
+    cluster = settled(PAIR)
+    name = next(name for name in cluster.names("Deployment") if "prefill" in name)
+    cluster.objects["apps/v1", "Deployment", name]["spec"]["replicas"] = 9
+    (again,) = cluster.plan().apply
+    assert again["metadata"]["name"] == name and again["spec"]["replicas"] == 2
+    del cluster.objects["v1", "Service", "chat"]
+    assert {one["metadata"]["name"] for one in cluster.plan().apply} == {name, "chat"}
+
+
+def test_a_field_that_is_not_wished_any_more_is_taken_away() -> None:
+    cluster = settled(changed(PAIR, "router.placement", {"nodeSelector": {"disk": "fast"}}))
+    cluster.change(PAIR)
+    (router,) = cluster.plan().apply
+    assert "nodeSelector" not in router["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "same"),
+    [
+        ("decode.replicas", 5, True),
+        ("decode.disruption", {"maxUnavailable": 2}, True),
+        ("decode.rollout", {"maxSurge": 2}, True),
+        ("router.replicas", 3, True),
+        ("exposure", {"type": "Ingress", "hosts": ["a.example"]}, True),
+        ("rollout.progressDeadlineSeconds", 60, True),
+        ("security.networkPolicy", False, True),
+        ("model.name", "another", False),
+        ("model.uri", "hf://a/b", False),
+        ("engine.maxModelLen", 1024, False),
+        ("transfer.backend", "TCP", False),
+        ("decode.resources", {"cpu": 2}, False),
+        ("decode.drain", {"timeoutSeconds": 60}, False),
+        ("prefill", {}, True),
+        ("prefill.args", ["--threads=2"], False),
+    ],
+)
+def test_only_what_makes_workers_makes_a_generation(path: str, value: Any, same: bool) -> None:
+    def revision(spec: dict[str, Any]) -> str:
+        return Blueprint.of("chat", InferenceServiceSpec.model_validate(spec)).revision
+
+    assert (revision(changed(PAIR, path, value)) == revision(PAIR)) is same
+
+
+def test_names_of_generations_do_not_change_from_release_to_release() -> None:
+    """If this fails, an upgrade of the operator would replace all workers of everybody."""
+    names = {
+        name: Blueprint.of("chat", InferenceServiceSpec.model_validate(spec)).revision
+        for name, spec in SPECS.items()
+    }
+    assert names == NAMES
+
+
+NAMES = {
+    "minimal": "7be3a9c9",
+    "pair": "07874325",
+    "fetched": "499ccd4c",
+    "scaled": "07874325",
+    "exposed": "07874325",
+    "overlaid": "35fb887c",
+    "quantities": "188132ae",
+    "open": "07874325",
+}
+
+
+def test_an_operator_with_other_defaults_leaves_workers_alone() -> None:
+    cluster = settled(PAIR)
+    made = plan(cluster.observe(), Images("registry.example/worker:2", IMAGES.router), cluster.now)
+    assert not made.apply
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_rollout_never_prunes_what_serves_and_loses_no_worker(seed: int) -> None:
+    cluster = settled(PAIR, seed)
+    rng = random.Random(seed)
+    specs = [changed(PAIR, "engine.maxModelLen", length) for length in (1024, 2048)]
+    cluster.change(specs[0])
+    for turn in range(600):
+        if turn == rng.randint(3, 30):
+            cluster.change(specs[1])
+        made = cluster.plan()
+        alive = {pod.revision for pod in cluster.pods}
+        weights = {one["name"]: one["weight"] for one in cluster.service["status"]["revisions"]}
+        for gone in made.prune:
+            revision = cluster.objects[gone]["metadata"]["labels"].get(labels.REVISION)
+            assert revision not in alive and not weights.get(revision, 0)
+        before = cluster.writes
+        cluster.reconcile()
+        ready = [pod for pod in cluster.pods if pod.ready and not pod.terminating]
+        assert sum(pod.role == "decode" for pod in ready) >= 3
+        assert sum(pod.role == "prefill" for pod in ready) >= 2
+        if not cluster.happen() and cluster.writes == before and turn > 30:
+            break
+    assert cluster.condition("Ready") == ("True", "Serving")
+    assert cluster.service["status"]["currentRevision"] == cluster.service["status"]["updateRevision"]
+    assert len([name for name in cluster.names("Deployment") if name != "chat-router"]) == 2
+
+
+def test_a_generation_that_crashes_is_taken_back_and_not_tried_again() -> None:
+    cluster = settled(PAIR)
+    good = cluster.service["status"]["currentRevision"]
+    bad = changed(PAIR, "engine.args", ["--nonsense"])
+    cluster.broken.add(Blueprint.of("chat", InferenceServiceSpec.model_validate(bad)).revision)
+    cluster.change(bad)
+    cluster.settle()
+    assert cluster.condition("Degraded") == ("True", "RolledBack")
+    assert cluster.condition("Progressing") == ("False", "RolloutFailed")
+    assert cluster.service["status"]["currentRevision"] == good
+    failed = next(one for one in cluster.service["status"]["revisions"] if one["phase"] == "Failed")
+    assert "started" in failed["reason"]
+    assert {pod.revision for pod in cluster.pods if pod.role != "router"} == {good}
+    cluster.change(PAIR)
+    cluster.settle()
+    assert cluster.condition("Degraded")[0] == "False" and cluster.condition("Ready") == ("True", "Serving")
+
+
+def test_a_generation_can_be_gone_back_to_by_name() -> None:
+    cluster = settled(PAIR)
+    first = cluster.service["status"]["currentRevision"]
+    cluster.change(changed(PAIR, "engine.maxModelLen", 1024))
+    cluster.settle()
+    assert cluster.service["status"]["currentRevision"] != first
+    cluster.change(changed(changed(PAIR, "engine.maxModelLen", 1024), "rollout.rollbackTo", first))
+    cluster.settle()
+    assert cluster.service["status"]["currentRevision"] == first
+
+
+def test_one_to_go_back_to_that_is_not_remembered_is_named() -> None:
+    cluster = settled(PAIR)
+    cluster.change(changed(PAIR, "rollout.rollbackTo", "00000000"))
+    with pytest.raises(ValueError, match="00000000.*not remembered"):
+        cluster.plan()
+
+
+def test_old_generations_are_remembered_up_to_a_limit() -> None:
+    cluster = settled(changed(PAIR, "rollout.revisionHistoryLimit", 2))
+    for length in range(1000, 1005):
+        spec = changed(changed(PAIR, "rollout.revisionHistoryLimit", 2), "engine.maxModelLen", length)
+        cluster.change(spec)
+        cluster.settle()
+    assert len([name for name in cluster.names("ConfigMap") if "-rev-" in name]) == 3
+
+
+def test_a_role_that_is_scaled_begins_with_what_is_there_and_keeps_to_its_bounds() -> None:
+    cluster = settled(changed(PAIR, "decode.replicas", 3))
+    cluster.change(SPECS["scaled"])
+    cluster.settle()
+    scaler = cluster.objects["baton.dev/v1alpha1", "RoleScaler", "chat-decode"]
+    assert scaler["spec"]["replicas"] == 3, "nothing jumps when scaling is switched on"
+    scaler["spec"]["replicas"] = 9
+    cluster.settle()
+    assert cluster.service["status"]["decode"]["desired"] == 4
+    assert scaler["spec"]["replicas"] == 9, "the number belongs to whoever scales"
+
+
+def test_a_suspended_service_keeps_everything_but_its_pods() -> None:
+    cluster = settled(PAIR)
+    cluster.change(changed(PAIR, "suspend", True))
+    cluster.settle()
+    assert not cluster.pods and cluster.condition("Ready") == ("False", "Suspended")
+    assert "chat" in cluster.names("Service")
+    cluster.change(PAIR)
+    cluster.settle()
+    assert cluster.condition("Ready") == ("True", "Serving")
+
+
+def test_an_api_that_the_cluster_lacks_is_named_and_everything_else_is_made() -> None:
+    route = {"type": "HTTPRoute", "hosts": ["a.example"], "gatewayRefs": [{"name": "g"}]}
+    cluster = settled(changed(PAIR, "exposure", route))
+    assert cluster.condition("SpecSupported") == ("False", "ApiMissing")
+    assert cluster.names("HTTPRoute") == [] and cluster.condition("Ready") == ("True", "Serving")
+    cluster.apis = frozenset({GATEWAY_API})
+    cluster.settle()
+    assert cluster.condition("SpecSupported")[0] == "True" and cluster.names("HTTPRoute") == ["chat"]
+
+
+def test_what_is_not_of_a_kind_that_is_pruned_stays() -> None:
+    cluster = settled(HUB)
+    other = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s", "labels": {}}}
+    cluster.objects[key(other)] = other
+    assert "Secret" not in PRUNED and not cluster.plan().prune
+
+
+def test_a_plan_touches_nothing_of_what_it_was_made_from() -> None:
+    cluster = settled(PAIR)
+    cluster.change(changed(PAIR, "engine.maxModelLen", 1024))
+    before = copy.deepcopy((cluster.service, cluster.objects, cluster.pods))
+    cluster.plan()
+    assert (cluster.service, cluster.objects, cluster.pods) == before
+
+
+def test_a_time_that_passes_changes_no_plan() -> None:
+    cluster = settled(PAIR)
+    observed: Observed = cluster.observe()
+    assert not plan(observed, IMAGES, cluster.now + 1e6).apply

@@ -1,0 +1,294 @@
+"""How a generation takes over: a table of moments, then the law under every order of pods getting ready."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+
+from baton_operator.kinds.service_policies import Canary, CanaryStep, Rollout
+from baton_operator.rollout import (
+    ALL,
+    CRASHES,
+    Bounds,
+    Fate,
+    RoleName,
+    RoleState,
+    Seen,
+    Wanted,
+    decide,
+    next_look,
+)
+
+
+def role(text: str) -> RoleState:
+    """`ready/replicas`."""
+    ready, replicas = (int(one) for one in text.split("/"))
+    return RoleState(replicas, ready, max(ready, replicas))
+
+
+def seen(text: str) -> Seen:
+    """`name prefill decode [weight]`, such as `old 2/2 4/4 100`; `-` for no prefill, `!` for crashing."""
+    name, prefill, decode, *weight = text.removesuffix("!").split()
+    roles: dict[RoleName, RoleState] = {} if prefill == "-" else {"prefill": role(prefill)}
+    roles["decode"] = role(decode)
+    restarts = CRASHES if text.endswith("!") else 0
+    created = float(ord(name[0]))
+    return Seen(name, created, roles, int(weight[0]) if weight else 0, restarts=restarts, progressed=0.0)
+
+
+def wanted(
+    prefill: int = 2, decode: int = 4, surge: int = 1, unavailable: int = 0, **policy: object
+) -> Wanted:
+    bounds = Bounds(surge, unavailable)
+    return Wanted(
+        revision="z",
+        targets={"prefill": prefill, "decode": decode},
+        bounds={"prefill": bounds, "decode": bounds},
+        policy=Rollout.model_validate(policy),
+    )
+
+
+def shown(fates: Mapping[str, Fate]) -> dict[str, str]:
+    """`prefill decode weight phase` of each generation."""
+    return {
+        name: f"{one.replicas.get('prefill', '-')} {one.replicas['decode']} {one.weight} {one.phase}"
+        for name, one in fates.items()
+    }
+
+
+CASES = [
+    pytest.param(wanted(), ["z 0/0 0/0"], {"z": "2 4 100 Serving"}, id="the first generation comes whole"),
+    pytest.param(
+        wanted(), ["z 0/0 0/0", "a 2/2 4/4 100"],
+        {"z": "1 1 0 Warming", "a": "2 4 100 Draining"}, id="a rollout begins with the surge",
+    ),
+    pytest.param(
+        wanted(), ["z 1/1 0/1", "a 2/2 4/4 100"],
+        {"z": "1 1 0 Warming", "a": "2 4 100 Draining"}, id="one ready role serves nobody",
+    ),
+    pytest.param(
+        wanted(), ["z 1/1 1/1", "a 2/2 4/4 100"],
+        {"z": "1 2 25 Warming", "a": "2 3 75 Draining"}, id="a quarter is taken over",
+    ),
+    pytest.param(
+        wanted(), ["z 1/1 2/2", "a 2/2 3/3 75"],
+        {"z": "2 3 50 Warming", "a": "1 2 50 Draining"}, id="half is taken over",
+    ),
+    pytest.param(
+        wanted(), ["z 2/2 4/4", "a 1/1 1/1 25"],
+        {"z": "2 4 100 Serving", "a": "0 0 0 Draining"}, id="the last one goes",
+    ),
+    pytest.param(
+        wanted(), ["z 2/2 4/4 100", "a 0/0 0/0"],
+        {"z": "2 4 100 Serving", "a": "0 0 0 Retired"}, id="nothing is left to do",
+    ),
+    pytest.param(
+        wanted(surge=0, unavailable=1), ["z 0/0 0/0", "a 2/2 4/4 100"],
+        {"z": "1 1 0 Warming", "a": "1 3 100 Draining"}, id="without room for more, one goes first",
+    ),
+    pytest.param(
+        wanted(strategy="Recreate"), ["z 0/0 0/0", "a 2/2 4/4 100"],
+        {"z": "0 0 0 Warming", "a": "0 0 0 Draining"}, id="to recreate, the old one ends first",
+    ),
+    pytest.param(
+        wanted(strategy="Recreate"), ["z 0/0 0/0", "a 0/0 0/0 0"],
+        {"z": "2 4 100 Serving", "a": "0 0 0 Retired"}, id="and then the new one comes whole",
+    ),
+    pytest.param(
+        wanted(paused=True), ["z 0/0 0/0", "a 2/2 4/4 100"],
+        {"z": "0 0 0 Retired", "a": "2 4 100 Serving"}, id="a pause changes nothing",
+    ),
+    pytest.param(
+        wanted(), ["z 1/1 0/1!", "a 2/2 4/4 100"],
+        {"z": "0 0 0 Failed", "a": "2 4 100 Serving"}, id="who crashes is taken back",
+    ),
+    pytest.param(
+        wanted(), ["z 1/2 2/3!", "a 1/1 2/2 50"],
+        {"z": "0 0 0 Failed", "a": "2 4 100 Serving"}, id="and the old one is whole again",
+    ),
+    pytest.param(
+        wanted(), ["z 0/2 0/4!"], {"z": "2 4 100 Serving"}, id="without another one there is no way back",
+    ),
+    pytest.param(
+        wanted(autoRollback=False), ["z 0/1 0/1!", "a 2/2 4/4 100"],
+        {"z": "1 1 0 Warming", "a": "2 4 100 Draining"}, id="nor if nobody wants one",
+    ),
+    pytest.param(
+        wanted(), ["z 0/0 0/0", "- - 4/4 100"],
+        {"z": "1 1 0 Warming", "-": "- 4 100 Draining"}, id="prefill workers are added",
+    ),
+    pytest.param(
+        wanted(), ["z 0/0 0/0", "b 1/1 1/1 25", "a 2/2 3/3 75"],
+        {"z": "1 1 0 Warming", "b": "1 1 25 Draining", "a": "2 3 75 Draining"},
+        id="a change amid a change",
+    ),
+    pytest.param(
+        wanted(prefill=0, decode=0), ["z 0/0 0/0", "a 0/0 0/0"],
+        {"z": "0 0 100 Serving", "a": "0 0 0 Retired"}, id="a service of nobody changes at once",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("want", "there", "fates"), CASES)
+def test_what_becomes_of_each_generation(want: Wanted, there: list[str], fates: dict[str, str]) -> None:
+    assert shown(decide(want, [seen(one) for one in there], 1.0)) == fates
+
+
+def test_a_suspended_service_has_nobody() -> None:
+    want = replace(wanted(), suspended=True)
+    fates = decide(want, [seen("z 1/1 1/1"), seen("a 2/2 4/4 100")], 1.0)
+    assert all(not any(one.replicas.values()) for one in fates.values())
+
+
+def test_no_progress_for_too_long_is_a_failure_and_asked_for_in_time() -> None:
+    want, there = wanted(progressDeadlineSeconds=600), [seen("z 0/1 0/1"), seen("a 2/2 4/4 100")]
+    assert next_look(want, there, 100.0) == 500.0
+    assert decide(want, there, 599.0)["z"].phase == "Warming"
+    failed = decide(want, there, 601.0)["z"]
+    assert (failed.phase, failed.reason) == ("Failed", "it made no progress for 600 s")
+
+
+def test_what_failed_stays_failed() -> None:
+    new = replace(seen("z 0/0 0/0"), failed=True)
+    fates = decide(wanted(), [new, seen("a 2/2 4/4 100")], 1.0)
+    assert shown(fates) == {"z": "0 0 0 Failed", "a": "2 4 100 Serving"}
+
+
+CANARY = {"steps": [{"weight": 10, "pauseSeconds": 60}, {"weight": 50, "pauseSeconds": 60}]}
+
+
+def test_a_canary_goes_step_by_step_and_the_old_one_stays_whole() -> None:
+    want, old = wanted(canary=CANARY), seen("a 2/2 4/4 100")
+    assert Canary.model_validate(CANARY).steps[0] == CanaryStep(weight=10, pause_seconds=60)
+    assert shown(decide(want, [seen("z 0/0 0/0"), old], 0.0)) == {
+        "z": "1 1 0 Warming",
+        "a": "2 4 100 Serving",
+    }
+    ready = seen("z 1/1 1/1")
+    begun = decide(want, [ready, old], 10.0)["z"]
+    assert (begun.weight, begun.step, begun.step_since) == (10, 0, 10.0)
+    standing = replace(ready, step_since=10.0)
+    assert next_look(want, [standing, old], 30.0) == 40.0
+    assert decide(want, [standing, old], 69.0)["z"].step == 0
+    further = decide(want, [standing, old], 70.0)
+    assert shown(further) == {"z": "1 2 10 Warming", "a": "2 4 90 Serving"} and further["z"].step == 1
+    second = replace(seen("z 1/1 2/2"), step=1, step_since=80.0)
+    assert shown(decide(want, [second, old], 100.0)) == {"z": "1 2 50 Warming", "a": "2 4 50 Serving"}
+    over = decide(want, [second, old], 140.0)
+    assert shown(over) == {"z": "2 3 50 Warming", "a": "1 2 50 Draining"}
+    assert over["z"].step == 2
+
+
+class Cluster:
+    """Pods that get ready, and end, in an order that nobody chose."""
+
+    def __init__(self, rng: random.Random, want: Wanted, generations: Sequence[Seen]) -> None:
+        self.rng, self.want, self.seen = rng, want, list(generations)
+        self.now = 0.0
+
+    def turn(self) -> bool:
+        """One decision and one thing that happens; whether anything is left to happen."""
+        fates = decide(self.want, self.seen, self.now)
+        self.check(fates)
+        self.seen = [self._told(one, fates[one.revision]) for one in self.seen]
+        moves = [
+            (number, name)
+            for number, one in enumerate(self.seen)
+            for name, state in one.roles.items()
+            if state.ready != state.replicas or state.pods != state.replicas
+        ]
+        if moves:
+            number, name = self.rng.choice(moves)
+            self.seen[number] = self._moved(self.seen[number], name)
+        self.now += 1.0
+        return bool(moves) or decide(self.want, self.seen, self.now) != fates
+
+    def check(self, fates: Mapping[str, Fate]) -> None:
+        targets = self.want.targets
+        weights = {name: one.weight for name, one in fates.items()}
+        assert sum(weights.values()) == ALL and min(weights.values()) >= 0, weights
+        carried = sum(one.share(targets) for one in self.seen)
+        for one in self.seen:
+            if weights[one.revision] and carried:
+                assert one.share(targets) > 0, "requests go only where both roles are ready"
+        for name, target in targets.items():
+            bounds = self.want.bounds[name]
+            asked = sum(one.replicas.get(name, 0) for one in fates.values())
+            most = target + max(1, bounds.surge) + (len(self.seen) > 2)
+            assert asked <= most, "no more than the surge, and the first worker of yet another generation"
+
+    def kept_capacity(self) -> None:
+        lost = max(
+            (
+                self.want.bounds[name].unavailable / target
+                for name, target in self.want.targets.items()
+                if target
+            ),
+            default=0.0,
+        )
+        carried = sum(one.share(self.want.targets) for one in self.seen)
+        assert carried >= 1 - lost - 1e-9, "what serves is never less than what is allowed to be missing"
+
+    def _told(self, one: Seen, fate: Fate) -> Seen:
+        roles = {}
+        for name, state in one.roles.items():
+            replicas = fate.replicas[name]
+            # Who is not ready ends first.
+            roles[name] = RoleState(replicas, min(state.ready, replicas), max(state.pods, replicas))
+        return replace(one, roles=roles, weight=fate.weight)
+
+    def _moved(self, one: Seen, name: RoleName) -> Seen:
+        state = one.roles[name]
+        if state.ready < state.replicas:
+            moved = replace(state, ready=state.ready + 1)
+            one = replace(one, progressed=self.now)
+        else:
+            moved = replace(state, pods=state.replicas)
+        return replace(one, roles={**one.roles, name: moved})
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_rollout_loses_no_capacity_keeps_its_bounds_and_ends(seed: int) -> None:
+    rng = random.Random(seed)
+    prefill, decode = rng.randint(1, 6), rng.randint(1, 6)
+    surge, unavailable = rng.choice([(1, 0), (2, 0), (0, 1), (3, 1)])
+    want = wanted(prefill, decode, surge, unavailable)
+    old = Seen(
+        "a",
+        1.0,
+        {"prefill": RoleState(prefill, prefill, prefill), "decode": RoleState(decode, decode, decode)},
+        ALL,
+    )
+    new = Seen("z", 2.0, {"prefill": RoleState(), "decode": RoleState()})
+    cluster = Cluster(rng, want, [new, old])
+    for _ in range(500):
+        cluster.kept_capacity()
+        if not cluster.turn():
+            break
+    new, old = cluster.seen
+    assert new.share(want.targets) == 1 and new.weight == ALL
+    assert not old.there
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_change_amid_a_change_ends_as_well(seed: int) -> None:
+    rng = random.Random(seed)
+    want = wanted(rng.randint(1, 5), rng.randint(1, 5))
+    whole = {name: RoleState(target, target, target) for name, target in want.targets.items()}
+    none: dict[RoleName, RoleState] = {"prefill": RoleState(), "decode": RoleState()}
+    first = replace(want, revision="m")
+    cluster = Cluster(rng, first, [Seen("m", 2.0, none), Seen("a", 1.0, whole, ALL)])
+    for _ in range(rng.randint(0, 15)):
+        cluster.turn()
+    cluster.want = want
+    cluster.seen.insert(0, Seen("z", 3.0, none, progressed=cluster.now))
+    for _ in range(500):
+        cluster.kept_capacity()
+        if not cluster.turn():
+            break
+    assert [one.there for one in cluster.seen] == [True, False, False]
+    assert math.isclose(cluster.seen[0].share(want.targets), 1.0)
