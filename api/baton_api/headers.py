@@ -33,6 +33,12 @@ PROMPT = "x-baton-prompt"
 DECISION = "x-baton-decision"
 """Router to client: where the prompt was to be computed, and what was expected of that."""
 
+CACHED = "x-cached-tokens"
+"""Router to client: tokens of the prompt that were in a cache."""
+
+TIMING = "server-timing"
+"""Router to client, as browsers show it: milliseconds in which the prompt waited, and was computed."""
+
 STATE = "x-baton-state"
 """Router to worker, with `/v1/responses`: the router keeps responses. The number says how many items at the
 start of `input` it took from earlier ones."""

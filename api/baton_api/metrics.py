@@ -156,8 +156,22 @@ WORKER_KV_BATCHES = Metric(
 ROUTER_REQUESTS = Metric(
     "baton_router_requests_total",
     "counter",
-    "Requests to generate that ended, by path and status; 499 if the client went away.",
-    ("path", "code"),
+    "Requests to generate that ended, by path, model, class and status; 499 if the client went away. The "
+    "model is other if nobody served it, or the request was refused before it was read.",
+    ("path", "model", "class", "code"),
+)
+ROUTER_TENANT_TOKENS = Metric(
+    "baton_router_tenant_tokens_total",
+    "counter",
+    "Tokens of prompts, how many of those were cached, and tokens generated, as far as workers say. A "
+    "hundred tenants have names, all others are other.",
+    ("tenant", "kind"),
+)
+ROUTER_TENANTS = Metric("baton_router_tenants", "gauge", "Tenants in the file of tenants.")
+ROUTER_TENANTS_STALE = Metric(
+    "baton_router_tenants_stale",
+    "gauge",
+    "1 if the file of tenants was not taken as it is now, because it is wrong: then an older one counts.",
 )
 ROUTER_CUT = Metric(
     "baton_router_answers_cut_total",
@@ -253,4 +267,45 @@ ROUTER_FIRST_BYTE = Metric(
     "histogram",
     "From a request's last byte to the first byte of its answer, of streams.",
     buckets=FIRST_TOKEN_BUCKETS,
+)
+ROUTER_OUTPUT_TOKEN = Metric(
+    "baton_router_time_per_output_token_seconds",
+    "histogram",
+    "Of each whole stream, the mean time from one token to the next.",
+    buckets=TOKEN_BUCKETS,
+)
+ROUTER_PREDICTION = Metric(
+    "baton_router_predicted_first_token_ratio",
+    "histogram",
+    "Time to the first token of a stream as predicted, against what it was: 1 is right, more was too long.",
+    buckets=(0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0),
+)
+ROUTER_PREFIX_TOKENS = Metric(
+    "baton_router_prefix_tokens_total",
+    "counter",
+    "Tokens of prompts, how many of them were expected to be cached, and how many were.",
+    ("kind",),
+)
+ROUTER_DECISIONS = Metric(
+    "baton_router_decisions_total",
+    "counter",
+    "Where prompts were to be computed: remote, by a prefill worker; local, by the decode worker, because "
+    "that was cheaper or there is no prefill worker; and fallback, of those that were to be remote, the ones "
+    "that the decode worker computed after all, by what went wrong.",
+    ("path", "reason"),
+)
+ROUTER_TRANSFER = Metric(
+    "baton_router_transfer_seconds",
+    "histogram",
+    "Time in which a prompt's blocks were moved from a prefill to a decode worker, as that one says.",
+    buckets=TRANSFER_BUCKETS,
+)
+ROUTER_INDEX_BYTES = Metric(
+    "baton_router_index_bytes", "gauge", "Memory of what workers are believed to hold, estimated."
+)
+ROUTER_LOOP_LAG = Metric(
+    "baton_router_loop_lag_seconds",
+    "histogram",
+    "How late the event loop came to what was due, looked at ten times a second.",
+    buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
 )

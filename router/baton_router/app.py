@@ -52,6 +52,8 @@ from baton_router.queue_figures import QueueFigures
 from baton_router.responses import Responses
 from baton_router.scheduler import Scheduler
 from baton_router.settings import RouterSettings
+from baton_router.tenant_figures import TenantFigures
+from baton_router.tracing import tracing_of
 from baton_router.upstreams import Upstreams
 
 log = logging.getLogger(__name__)
@@ -75,7 +77,11 @@ class Router:
         knowledge = self.scheduler.dispatcher.knowledge
         self.figures.registry.register(CacheFigures(self.workers, knowledge, self.scheduler.feeds))
         self.figures.registry.register(QueueFigures(self.scheduler.queue, time.monotonic))
-        self._proxy = Proxy(settings, self.scheduler, self.upstreams, self.figures)
+        self.figures.registry.register(self.scheduler.dispatcher.figures)
+        if self.access.tenants is not None:
+            self.figures.registry.register(TenantFigures(self.access.tenants))
+        self.tracing = tracing_of(settings)
+        self._proxy = Proxy(settings, self.scheduler, self.upstreams, self.figures, self.tracing)
         self._keyed = self.access.required or Trust.of(settings).passes_keys
         self.responses = ResponseStore(
             StoreLimits(settings.responses_kept, settings.responses_memory, settings.responses_ttl_s)
@@ -99,6 +105,8 @@ class Router:
         try:
             await self.access.enter(scope)
         except BatonError as error:
+            if path in FORWARDED:
+                self.figures.accounts.refused(path, error.status)
             await send_error(send, error, request_id(scope["headers"]))
             return
         if scope["method"] == "POST" and path == responses.PATH:
@@ -149,7 +157,11 @@ def _rest(router: Router) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watches = [asyncio.create_task(router.scheduler.watch()), asyncio.create_task(router.keeper.run())]
+        watches = [
+            asyncio.create_task(router.scheduler.watch()),
+            asyncio.create_task(router.keeper.run()),
+            asyncio.create_task(router.figures.lag.watch()),
+        ]
         router.execution.start()
         yield
         await router.execution.close()
@@ -161,6 +173,8 @@ def _rest(router: Router) -> FastAPI:
         router.storage.close()
         router.upstreams.close()
         await router.access.close()
+        if router.tracing is not None:
+            await router.tracing.close()
 
     app = FastAPI(title="Baton router", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     created = int(time.time())

@@ -90,6 +90,7 @@ class Asked:
         "answer_tokens",
         "body",
         "events",
+        "explain",
         "headers",
         "model",
         "prompt",
@@ -118,6 +119,8 @@ class Asked:
         self.streams = wishes.stream is True
         self.answer_tokens = wishes.answer_tokens
         self.urgency = urgency(self.headers, tenant)
+        self.explain = False
+        """Whether the scheduler is to say what the ways cost."""
 
     def ask(self, tried: tuple[str, ...] = (), waited_s: float | None = None) -> Ask:
         """What a scheduler is asked, if the request comes back after `waited_s`: without one it is new."""
@@ -137,6 +140,7 @@ class Asked:
             len(self.body),
             waited_s is not None,
             waited_s or 0.0,
+            self.explain,
         )
 
     @property

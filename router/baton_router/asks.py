@@ -37,6 +37,8 @@ class Ask(msgspec.Struct, frozen=True):
     """Whether it was given to a worker before: then it goes first, and is let in in any case."""
     waited_s: float = 0.0
     """Since it came for the first time, if it is to be counted."""
+    explain: bool = False
+    """Whether to say what the ways cost."""
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -59,3 +61,7 @@ class Grant(msgspec.Struct, frozen=True):
     """Seconds from one token to the next, as the worker says; 0 if it does not."""
     spare: bool = False
     """Whether another worker could have had the request."""
+    first_token_s: float = 0.0
+    """Seconds from the decision to the first token, predicted; 0 if nobody did."""
+    costs: str = ""
+    """The cheapest ways with what each costs, if that was asked for."""

@@ -14,7 +14,7 @@ from baton_router.asks import Grant
 from baton_router.following import FollowedStream
 from baton_router.forward import PROMPT, is_event_stream
 from baton_router.picker import Picker
-from baton_router.sse import EventStream
+from baton_router.sse import EventStream, tokens_said
 from baton_router.upstream import Exchange, Headers, Lost, Upstream
 
 OPENING_LIMIT = 256 * 1024
@@ -40,6 +40,9 @@ class Attempt:
         """What has passed, if the answer is a stream of events whose end can be told."""
         self.ended = False
         """Whether the last piece that was given out is the answer's last."""
+        self.report: PromptReport | None = None
+        """What the worker says of the prompt, once the answer has begun."""
+        self._said = 0
         self._closed = False
 
     async def open(self, head: bytes, body: bytes, events: Callable[[], EventStream] | None) -> bytes:
@@ -53,8 +56,11 @@ class Attempt:
             opening += await self.next()
             if opening and stream:
                 break
+        if events is not None and not stream and self.ended:
+            self._said = tokens_said(opening)
         if self.taken:
-            self._picker.began(self.grant, self._report())
+            self.report = self._report()
+            self._picker.began(self.grant, self.report)
         elif exchange.status in BUSY:
             self._picker.full(self.grant)
         else:
@@ -94,6 +100,11 @@ class Attempt:
     def taken(self) -> bool:
         """Whether the worker does its work, be it to refuse a bad request."""
         return self.status < FAILED and self.status not in BUSY
+
+    @property
+    def tokens(self) -> int:
+        """Of the answer so far, as far as its worker says."""
+        return self._said if self.events is None else self.events.tokens
 
     @property
     def status(self) -> int:

@@ -20,6 +20,7 @@ from baton_router import choice
 from baton_router.candidates import Candidates, Field
 from baton_router.choice import ALONE, DecodeOffer, PlainWay, PrefillOffer, Way
 from baton_router.costs import Average
+from baton_router.decision_figures import DecisionFigures
 from baton_router.knowledge import Knowledge, Known
 from baton_router.parity import REQUESTS
 from baton_router.policy import Pair
@@ -80,6 +81,16 @@ class Dispatch(msgspec.Struct, eq=False):
         return max(1, self.tokens - self.way.cached)
 
     @property
+    def costs(self) -> str:
+        """The cheapest ways and their prices in seconds: `decode` alone, or `prefill>decode`."""
+        shown = []
+        for way in map(Way._make, self.others[:OTHERS_SHOWN]):
+            pair = self.among.pair(way)
+            name = f"{pair.prefill.name}>{pair.decode.name}" if pair.prefill else pair.decode.name
+            shown.append(f"{name}={way.price_s:.6f}")
+        return ";".join(shown)
+
+    @property
     def summary(self) -> str:
         """For a header of the answer."""
         return (
@@ -109,6 +120,7 @@ class Dispatcher:
         self._alone_limit = alone_limit
         self._numbers = itertools.count(1)
         self._answer_tokens = Average(EXPECTED_ANSWER_TOKENS)
+        self.figures = DecisionFigures()
         self.knowledge = Knowledge()
         self._field = Field(workers, self.knowledge)
         self.dispatches: deque[Dispatch] = deque(maxlen=DISPATCHES_LIMIT)
@@ -179,6 +191,7 @@ class Dispatcher:
         sent = self.knowledge.sent
         made.hoped = [(known, sent(made.prompt, known, matched)) for known, matched in made.matched]
         self.dispatches.append(made)
+        self.figures.decided(remote=made.pair.prefill is not None, prefills=bool(made.among.prefills))
         if made.weights:
             self._shares.sent(made.weights, made.pair.decode.revision)
 
@@ -206,6 +219,7 @@ class Dispatcher:
         made.first_byte, made.report = now, report
         made.computing.computing.release(made.number, now)
         if report is not None:
+            self.figures.computed(made.expected, report)
             self.knowledge.computed(made.prompt, report, made.hoped)
             self._learn(made, report)
 

@@ -11,7 +11,9 @@ from prometheus_client.registry import Collector
 
 from baton_api import metrics
 from baton_api.metrics import Metric
-from baton_router.tallies import Spread, Tally
+from baton_router.accounts import Accounts
+from baton_router.loop_lag import LoopLag
+from baton_router.tallies import Spread
 from baton_router.workers import State, Workers
 
 
@@ -20,7 +22,9 @@ class Figures:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Tally(metrics.ROUTER_REQUESTS)
+        self.accounts = Accounts()
+        """Of whole requests."""
+        self.lag = LoopLag()
         self.cut = self._counter(metrics.ROUTER_CUT)
         self.resumes = self._counter(metrics.ROUTER_RESUMES)
         self.retries = self._counter(metrics.ROUTER_RETRIES)
@@ -29,7 +33,7 @@ class Figures:
         """Requests that are being served."""
         self.overhead = Spread(metrics.ROUTER_OVERHEAD)
         self.first_byte = Spread(metrics.ROUTER_FIRST_BYTE)
-        for tally in (self.requests, self.overhead, self.first_byte):
+        for tally in (self.accounts, self.lag, self.overhead, self.first_byte):
             self.registry.register(tally)
         Gauge(*_text(metrics.ROUTER_IN_FLIGHT), registry=self.registry).set_function(lambda: self.in_flight)
 

@@ -34,6 +34,7 @@ class FollowedStream(EventStream):
         self._begun: Beginning | None = None
         self._tokens = list(before.tokens) if before else []
         self._before = len(self._tokens)
+        self.tokens = len(self._tokens)
         self._ended = False
         self._watching = True
         """Whether there may be comments to take out."""
@@ -100,4 +101,5 @@ class FollowedStream(EventStream):
         elif line.startswith(TOKENS):
             tokens, ended = read_tokens(line)
             self._tokens += tokens
+            self.tokens = len(self._tokens)
             self._ended = self._ended or ended

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton_api import headers, tickets
+from baton_api.reports import PromptReport
+from baton_router import trace_context
 from baton_router.asks import Grant
 from baton_router.settings import RouterSettings
 from baton_router.upstream import Headers
@@ -41,6 +43,8 @@ FOLLOW_LINE = b"%b: 1\r\n" % headers.FOLLOW.encode()
 WORKER = headers.WORKER.encode()
 PROMPT = headers.PROMPT.encode()
 DECISION = headers.DECISION.encode()
+CACHED = headers.CACHED.encode()
+TIMING = headers.TIMING.encode()
 STATE = headers.STATE.encode()
 
 _OURS = b"x-baton-"
@@ -120,18 +124,23 @@ def request_head(
     *,
     follow: bool = False,
     salt: str = "",
+    trace: bytes = b"",
 ) -> bytes:
     """
     The head of the request as the decode worker `host` gets it.
 
-    `control` is the control address of the prefill worker for it, empty without one.
+    `control` is the control address of the prefill worker for it, empty without one; `trace` are lines in
+    place of what the client said of its trace.
     """
     lines = [
         b"%b %b HTTP/1.1\r\nhost: %b\r\ncontent-length: %d\r\n%b: %b\r\n"
         % (method, target, host.encode(), length, REQUEST_ID, request_id)
     ]
     kept_back = _OF_THE_REQUEST if trust.passes_keys else _OF_THE_KEYED_REQUEST
+    if trace:
+        kept_back = kept_back | trace_context.HEADERS
     lines += [b"%b: %b\r\n" % header for header in _passing(given, kept_back)]
+    lines.append(trace)
     lines.append(trust.line)
     if follow:
         lines.append(FOLLOW_LINE)
@@ -146,13 +155,20 @@ def request_head(
     return b"".join(lines)
 
 
-def answer_headers(given: Headers, request_id: bytes, grant: Grant) -> Headers:
-    """The headers of a worker's answer as the client gets them."""
+def answer_headers(
+    given: Headers, request_id: bytes, grant: Grant, report: PromptReport | None = None, queued_s: float = 0.0
+) -> Headers:
+    """The headers of a worker's answer as the client gets them, after a wait of `queued_s` in the router."""
+    told: Headers = []
+    if report is not None:
+        times = 1000 * (queued_s + report.queue_s), 1000 * report.compute_s
+        told = [(CACHED, b"%d" % report.cached), (TIMING, b"queue;dur=%.1f, prefill;dur=%.1f" % times)]
     return [
         *_passing(given, _OF_THE_ANSWER),
         (REQUEST_ID, request_id),
         (WORKER, grant.decode.encode()),
         (DECISION, grant.summary),
+        *told,
     ]
 
 

@@ -24,6 +24,7 @@ from baton_router.front_figures import measured
 from baton_router.proxy import Proxy
 from baton_router.remote_picker import RemotePicker
 from baton_router.settings import RouterSettings
+from baton_router.tracing import tracing_of
 from baton_router.upstreams import Upstreams
 
 TELL_S = 1.0
@@ -44,7 +45,8 @@ class Front:
         self._picker = RemotePicker(
             scheduler, self.upstreams, settings.scheduler_patience_s, random.Random(), self._unasked
         )
-        self._proxy = Proxy(settings, self._picker, self.upstreams, self.figures)
+        self._tracing = tracing_of(settings)
+        self._proxy = Proxy(settings, self._picker, self.upstreams, self.figures, self._tracing)
         self._control = Control(control)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,6 +58,7 @@ class Front:
             try:
                 await self.access.enter(scope)
             except BatonError as error:
+                self.figures.accounts.refused(path, error.status)
                 await send_error(send, error, request_id(scope["headers"]))
             else:
                 await self._proxy(scope, receive, send)
@@ -83,14 +86,17 @@ class Front:
         await receive()
         keeping = asyncio.create_task(self._picker.keep())
         telling = asyncio.create_task(self._tell())
+        looking = asyncio.create_task(self.figures.lag.watch())
         await send({"type": "lifespan.startup.complete"})
         with suppress(asyncio.CancelledError):  # a second signal does not wait for the end
             await receive()
-        for task in (telling, keeping):
+        for task in (telling, keeping, looking):
             task.cancel()
-        await asyncio.gather(telling, keeping, return_exceptions=True)
+        await asyncio.gather(telling, keeping, looking, return_exceptions=True)
         self.upstreams.close()
         await self.access.close()
+        if self._tracing is not None:
+            await self._tracing.close()
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _tell(self) -> None:

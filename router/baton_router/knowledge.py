@@ -112,6 +112,11 @@ class Knowledge:
         """Different chunks of prompts that anybody is believed to hold."""
         return len(self._index)
 
+    @property
+    def bytes(self) -> int:
+        """Of memory, about, that this takes."""
+        return self._index.bytes
+
     def of(self, worker: Worker) -> Known:
         """What is known of the process that the worker now is."""
         load = worker.health.load

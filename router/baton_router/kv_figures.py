@@ -27,6 +27,9 @@ class CacheFigures(Collector):
         chunks = _gauge(metrics.ROUTER_INDEX_CHUNKS)
         chunks.add_metric([], len(self._knowledge))
         yield chunks
+        memory = _gauge(metrics.ROUTER_INDEX_BYTES)
+        memory.add_metric([], self._knowledge.bytes)
+        yield memory
         parity, ignored = _gauge(metrics.ROUTER_CACHE_PARITY), _gauge(metrics.ROUTER_CACHE_IGNORED)
         for worker in self._workers.all:
             if worker.health.load is None:

@@ -35,6 +35,7 @@ from baton_router.picker import Picker
 from baton_router.retries import RetryBudget
 from baton_router.settings import RouterSettings
 from baton_router.stall import Stall
+from baton_router.tracing import RequestTrace, Tracing
 from baton_router.upstream import Lost
 from baton_router.upstreams import Upstreams
 
@@ -64,16 +65,20 @@ class Proxy:
         picker: Picker,
         upstreams: Upstreams,
         figures: Figures,
+        tracing: Tracing | None = None,
     ) -> None:
         self._settings = settings
         self._picker = picker
         self._upstreams = upstreams
         self._figures = figures
+        self._tracing = tracing
         self._trust = Trust.of(settings)
         self._budget = RetryBudget(settings.retry_ratio, time.monotonic)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         relay = Relay(Client(scope, receive, send), request_id(scope["headers"]))
+        if self._tracing is not None:
+            relay.trace = self._tracing.begin(scope["headers"], scope["path"])
         self._figures.in_flight += 1
         try:
             await self._serve(scope, relay)
@@ -90,14 +95,29 @@ class Proxy:
             if relay.attempt is not None:
                 relay.attempt.close()
             self._figures.in_flight -= 1
-            self._figures.requests.add(scope["path"], relay.status)
+            self._account(scope["path"], relay)
+            if relay.trace is not None:
+                relay.trace.end(relay)
+
+    def _account(self, path: str, relay: Relay) -> None:
+        """Count a request that has ended."""
+        asked, attempt, accounts = relay.asked, relay.attempt, self._figures.accounts
+        if asked is None:
+            accounts.refused(path, relay.status)
+            return
+        accounts.ended(path, asked.model, asked.urgency[0], relay.status, granted=attempt is not None)
+        if attempt is not None and relay.status == OK:
+            accounts.used(asked.tenant.name, attempt.report, attempt.tokens)
+            if attempt.ended and relay.opened and not relay.resumes:
+                accounts.streamed(attempt.tokens, time.perf_counter() - relay.opened)
 
     async def _serve(self, scope: Scope, relay: Relay) -> None:
         settings = self._settings
         client = relay.client
         body = await client.body(settings.max_body, settings.body_s)
         arrived = time.perf_counter()
-        asked = Asked(scope, body, tenant_of(scope))
+        relay.asked = asked = Asked(scope, body, tenant_of(scope))
+        asked.explain = relay.trace is not None
         with client:
             opening = await self._open(asked, relay, arrived)
             await self._pass_on(asked, relay, opening, arrived)
@@ -106,7 +126,8 @@ class Proxy:
         """Find a worker that answers: `relay.attempt` is its, and the answer's first part is given."""
         self._budget.earn()
         grant = await self._picker.pick(asked.ask())
-        self._figures.overhead.observe(time.perf_counter() - arrived)
+        relay.granted = relay.sent = time.perf_counter()
+        self._figures.overhead.observe(relay.granted - arrived)
         until = asyncio.get_running_loop().time() + self._settings.answer_s
         tried: list[str] = []
         tries = 0
@@ -137,6 +158,9 @@ class Proxy:
             if another is not None:
                 attempt.close()
                 grant = another
+                relay.sent = time.perf_counter()
+                if relay.trace is not None:
+                    relay.trace.note("retry", cause=lost.cause if lost else "refused", worker=grant.decode)
                 self._figures.retries.labels(lost.cause if lost else "refused").inc()
             elif lost is not None:
                 raise lost
@@ -158,6 +182,7 @@ class Proxy:
             time.time(),
             follow=asked.followed,
             salt=asked.tenant.salt,
+            trace=b"" if relay.trace is None else relay.trace.lines,
         )
 
     async def _another(self, ask: Ask, tries: int, attempt: Attempt, lost: Lost | None) -> Grant | None:
@@ -175,11 +200,16 @@ class Proxy:
         client, attempt = relay.client, relay.attempt
         assert attempt is not None
         relay.status = attempt.status
-        await client.start(attempt.status, answer_headers(attempt.headers, relay.id, attempt.grant))
+        queued_s = relay.granted - arrived
+        told = answer_headers(attempt.headers, relay.id, attempt.grant, attempt.report, queued_s)
+        await client.start(attempt.status, told)
         if attempt.ended:
             await client.send(opening, more=False)
             return
-        self._figures.first_byte.observe(time.perf_counter() - arrived)
+        relay.opened = time.perf_counter()
+        self._figures.first_byte.observe(relay.opened - arrived)
+        if attempt.grant.first_token_s and attempt.events is not None:
+            self._figures.accounts.began(attempt.grant.first_token_s, relay.opened - relay.sent)
         piece = opening
         while True:
             try:
@@ -245,6 +275,8 @@ class Proxy:
                 attempt.close()
                 continue
             relay.attempt = attempt
+            if relay.trace is not None:
+                relay.trace.resumed(grant.decode, len(resumption.tokens))
             self._figures.resumes.labels("resumed").inc()
             log.warning(
                 "The answer to request %s goes on at %s after %d tokens, because %s",
@@ -274,14 +306,35 @@ class Proxy:
 class Relay:
     """One request's way: who asked, whose try it is now, and what was answered."""
 
-    __slots__ = ("attempt", "client", "id", "lost", "resumes", "status")
+    __slots__ = (
+        "asked",
+        "attempt",
+        "client",
+        "granted",
+        "id",
+        "lost",
+        "opened",
+        "resumes",
+        "sent",
+        "status",
+        "trace",
+    )
 
     def __init__(self, client: Client, identity: bytes) -> None:
         self.client = client
         self.id = identity
+        self.asked: Asked | None = None
+        """Once its body was read."""
         self.attempt: Attempt | None = None
         self.lost: list[str] = []
         """Workers on which the answer broke off, or did not go on."""
         self.resumes = 0
         """Workers that were asked to go on with the answer."""
         self.status = 0
+        self.granted = 0.0
+        """When a worker was found, by `time.perf_counter`."""
+        self.sent = 0.0
+        """When the last one was found, of those that were tried."""
+        self.opened = 0.0
+        """When the first of a stream came."""
+        self.trace: RequestTrace | None = None

@@ -93,6 +93,8 @@ class Scheduler:
             self._patience_s(made),
             decode.health.load.step_s if decode.health.load else 0.0,
             len(made.among.decodes) > 1,
+            made.way.first_token_s,
+            made.costs if ask.explain else "",
         )
 
     def began(self, grant: Grant, report: PromptReport | None) -> None:

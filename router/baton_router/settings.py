@@ -194,6 +194,14 @@ class RouterSettings(BatchSettings):
     jwt_classes_claim: str = ""
     """The claim that lists the classes that a token is good for, in the same way."""
 
+    tracing_endpoint: str = ""
+    """Where spans of requests are sent by OTLP over HTTP, such as http://collector:4318. Empty: none are
+    made, and a client's `traceparent` passes as it is. Needs `baton[tracing]`. OpenTelemetry's own variables
+    say what else there is to say, such as OTEL_EXPORTER_OTLP_HEADERS and OTEL_RESOURCE_ATTRIBUTES."""
+
+    tracing_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Share of the requests that are traced, of those whose `traceparent` does not say."""
+
     worker_api_key: WorkerKey = Field(
         default=SecretStr(""), validation_alias=AliasChoices("BATON_ROUTER_WORKER_API_KEY", "BATON_API_KEY")
     )

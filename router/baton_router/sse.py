@@ -9,6 +9,7 @@ rest, so half a line waits for its other half; it is of no use to a client befor
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from baton_api.errors import BatonError
@@ -21,6 +22,8 @@ says has no line's end in it."""
 
 IDLE = b"\n: keep-alive\n\n"
 
+_NUMBER = re.compile(rb" ?[0-9]{1,9}")
+
 LINE_LIMIT = 1024 * 1024
 """Bytes of a line that may wait for its end; a longer one passes in parts."""
 
@@ -28,9 +31,11 @@ LINE_LIMIT = 1024 * 1024
 class EventStream:
     """The lines of one stream, on their way."""
 
-    __slots__ = ("_rest", "_tail")
+    __slots__ = ("_rest", "_tail", "tokens")
 
     def __init__(self) -> None:
+        self.tokens = 0
+        """Of the answer so far, as far as its worker says."""
         self._rest = b""
         self._tail = b"\n\n"
 
@@ -96,6 +101,8 @@ class ResponseStream(EventStream):
         passing = super().push(piece)
         self._count += passing.count(b"\nevent: ") + passing.startswith(b"event: ")
         self._ending = self._ending or last_response(passing) >= 0
+        if self._ending and not self.tokens:
+            self.tokens = tokens_said(passing)
         return passing
 
     def error(self, error: BatonError) -> bytes:
@@ -108,6 +115,13 @@ class ResponseStream(EventStream):
 def _said(error: BatonError) -> dict[str, Any]:
     """In a stream no header can say that it may help to try again."""
     return {**error.body()["error"], "retryable": error.retry_after is not None}
+
+
+def tokens_said(answer: bytes) -> int:
+    """How many tokens an answer has, as its usage says; 0 if it does not. No text in JSON can say it."""
+    at = max(answer.rfind(b'"completion_tokens":'), answer.rfind(b'"output_tokens":'))
+    number = _NUMBER.match(answer, answer.find(b":", at) + 1) if at >= 0 else None
+    return int(number[0]) if number else 0
 
 
 def last_response(piece: bytes) -> int:

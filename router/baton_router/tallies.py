@@ -28,6 +28,10 @@ class Tally(Collector):
     def add(self, *labels: str | int) -> None:
         self._counts[labels] = self._counts.get(labels, 0) + 1
 
+    def more(self, amount: int, *labels: str | int) -> None:
+        """Count several at once."""
+        self._counts[labels] = self._counts.get(labels, 0) + amount
+
     def collect(self) -> Iterator[Family]:
         family = CounterMetricFamily(self._metric.name, self._metric.help, labels=self._metric.labels)
         for labels, count in self._counts.items():

@@ -40,7 +40,13 @@ class RunningRouter:
         return await self.client.post(path, json=body)
 
     def metric(self, name: str, **labels: str) -> float:
-        return self.router.figures.registry.get_sample_value(name, labels) or 0.0
+        """The sum of all samples that have these labels, whatever others they have."""
+        return sum(
+            sample.value
+            for family in self.router.figures.registry.collect()
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
 
 
 @asynccontextmanager

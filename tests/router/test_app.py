@@ -97,8 +97,9 @@ async def test_metrics_count_requests_and_show_states() -> None:
         await router.post(STREAM)
         await router.post({**QUESTION, "model": "other"})
         text = (await router.client.get("/metrics")).text
-        assert f'baton_router_requests_total{{code="200",path="{CHAT}"}} 1.0' in text
-        assert f'baton_router_requests_total{{code="404",path="{CHAT}"}} 1.0' in text
+        labels = f'class="default",code="200",model="tiny",path="{CHAT}"'
+        assert f"baton_router_requests_total{{{labels}}} 1.0" in text
+        assert router.metric("baton_router_requests_total", path=CHAT, code="404", model="other") == 1
         ready = f'baton_router_worker_state{{role="decode",state="ready",worker="{worker.name}"}} 1.0'
         assert ready in text
         assert "baton_router_requests_in_flight 0.0" in text

@@ -1,0 +1,69 @@
+"""
+What is counted of each request when it has ended: how it went, for which model, and what its tenant used.
+
+Clients choose what they call a model, so a name becomes a label only when a worker was found for it; and
+there are only so many names of tenants and of models, whatever there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+
+from baton_api import metrics
+from baton_api.reports import PromptReport
+from baton_router.labels import OTHER, Names
+from baton_router.tallies import Spread, Tally
+
+TENANTS_SHOWN = 100
+MODELS_SHOWN = 100
+
+
+class Accounts(Collector):
+    """Belongs to one process that holds clients' connections."""
+
+    def __init__(self) -> None:
+        self._requests = Tally(metrics.ROUTER_REQUESTS)
+        self._tokens = Tally(metrics.ROUTER_TENANT_TOKENS)
+        self._per_token = Spread(metrics.ROUTER_OUTPUT_TOKEN)
+        self._prediction = Spread(metrics.ROUTER_PREDICTION)
+        self._models = Names(MODELS_SHOWN)
+        self._tenants = Names(TENANTS_SHOWN)
+
+    def ended(self, path: str, model: str | None, kind: str, status: int, *, granted: bool) -> None:
+        """
+        A request to generate. `path` and `kind` are among those that there are; `granted`: a worker was
+        found for it, so that the name of the model means something.
+        """
+        if model is not None:
+            model = self._models.label(model) if granted else self._models.known(model)
+        self._requests.add(path, model or "", kind, status)
+
+    def refused(self, path: str, status: int) -> None:
+        """One of which the body was not read to its end, or makes no sense."""
+        self._requests.add(path, OTHER, OTHER, status)
+
+    def used(self, tenant: str, report: PromptReport | None, tokens: int) -> None:
+        """What a request took, and how many tokens its answer had, as far as is known."""
+        name = self._tenants.label(tenant)
+        if report is not None:
+            self._tokens.more(report.tokens, name, "prompt")
+            self._tokens.more(report.cached, name, "cached")
+        if tokens:
+            self._tokens.more(tokens, name, "generated")
+
+    def began(self, predicted_s: float, actual_s: float) -> None:
+        """The first of a stream is there."""
+        if actual_s > 0:
+            self._prediction.observe(predicted_s / actual_s)
+
+    def streamed(self, tokens: int, seconds: float) -> None:
+        """A whole stream of so many tokens, in so many seconds from its first one on."""
+        if tokens > 1:
+            self._per_token.observe(seconds / (tokens - 1))
+
+    def collect(self) -> Iterator[Family]:
+        for one in (self._requests, self._tokens, self._per_token, self._prediction):
+            yield from one.collect()
