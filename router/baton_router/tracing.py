@@ -10,7 +10,7 @@ Spans of requests, for whoever turns them on: where the time of one request went
 All are made here, when the request has ended: workers say with each answer how long its prompt waited, was
 computed and was moved (`baton_api.reports`). Those lengths are measured where it happened, by one clock
 each; where they lie between the router's own times is reckoned: the computation follows the wait, and the
-transfer, which goes on beside it, ends with the first token: `docs/adr/0023-the-router-makes-the-spans.md`.
+transfer, which goes on beside it, ends with the first token: `docs/adr/0024-the-router-makes-the-spans.md`.
 
 Names and figures only, never text. The library is loaded where spans are wanted, and nowhere else.
 """
