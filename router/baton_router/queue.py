@@ -42,9 +42,6 @@ TICK_S = 0.1
 
 LEAST_TICK_S = 0.005
 
-UNHEARD = 1.5
-"""Times its prediction, after which a prompt of which nobody is told is believed to be computed."""
-
 ANSWER_COST = 3.0
 """What a token of an answer costs against one of a prompt, in the tenant's account."""
 
@@ -336,8 +333,7 @@ class Queue:
     def _book(self, ask: Ask, made: Dispatch, now: float) -> None:
         self._dispatcher.book(made, now)
         if not ask.streams:
-            due = now + UNHEARD * made.way.first_token_s
-            heappush(self._silent, (due, made.number, made))
+            heappush(self._silent, (now + made.way.first_token_s, made.number, made))
 
     def _presume(self, now: float) -> None:
         """Nobody says when the prompt of an answer that comes whole is computed: it is when it should be."""
