@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+CONTRACT = ROOT / "docs/failure-contract.md"
 TESTS = "\n".join(path.read_text() for path in sorted(ROOT.glob("tests/**/*.py")))
 
 
@@ -18,6 +19,13 @@ def test_every_test_that_is_named_exists() -> None:
     }
     assert named
     assert not {name for name in named if f"def {name}(" not in TESTS}
+
+
+def test_every_row_of_the_failure_contract_names_its_tests() -> None:
+    rows = [line for line in CONTRACT.read_text().splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if not row.startswith("| what happens")]
+    assert len(rows) > 20
+    assert not [row for row in rows if "`test_" not in row.rpartition(" | ")[2]]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

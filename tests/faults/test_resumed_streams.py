@@ -25,6 +25,8 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
 ]
 
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 TOKENS = 400
 COUNTED = ("prompt_tokens", "completion_tokens", "total_tokens")
 
@@ -46,14 +48,16 @@ class Spared:
             "stream": True, "stream_options": {"include_usage": True}, **fields,
         }  # fmt: skip
 
-    async def expected(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        answer = await self.http.post(f"{self.alone.url}/v1/completions", json=body)
+    async def expected(self, body: dict[str, Any], path: str = COMPLETIONS) -> list[dict[str, Any]]:
+        answer = await self.http.post(self.alone.url + path, json=body)
         return events_of(answer.raise_for_status().text)
 
-    async def ask(self, body: dict[str, Any], hurt: signal.Signals | None, after: int) -> str:
+    async def ask(
+        self, body: dict[str, Any], hurt: signal.Signals | None, after: int, path: str = COMPLETIONS
+    ) -> str:
         """The stream as a client gets it, whose worker is hurt after so many events."""
         lines: list[str] = []
-        async with self.http.stream("POST", f"{self.router.url}/v1/completions", json=body) as answer:
+        async with self.http.stream("POST", self.router.url + path, json=body) as answer:
             assert answer.status_code == 200
             name = answer.headers["x-baton-worker"]
             async for line in answer.aiter_lines():
@@ -107,6 +111,7 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Spa
         "--dtype=float32",
         "--threads=1",
         "--kv-cache-memory=64MiB",
+        "--tool-call-parser=hermes",
     )
     async with httpx.AsyncClient(timeout=PATIENCE_S) as http, contextlib.AsyncExitStack() as stack:
         decodes = [Node(f"decode {number}", ("decode", *shared), http) for number in range(2)]
@@ -146,6 +151,48 @@ async def test_a_killed_workers_stream_goes_on_with_the_very_next_token(spared: 
     events = events_of(text)
     assert said(events) == expected
     assert len({(event["id"], event["created"], event["model"]) for event in events}) == 1
+
+
+STEPS = 120
+"""Numbers that a call must have as its argument: so many that it takes a while to say them."""
+
+RUN = {
+    "type": "object",
+    "properties": {
+        "steps": {"type": "array", "items": {"enum": list(range(9))}, "minItems": STEPS, "maxItems": STEPS}
+    },
+    "required": ["steps"],
+    "additionalProperties": False,
+}
+
+
+async def test_a_call_of_a_tool_goes_on_in_the_middle_of_its_arguments(spared: Spared) -> None:
+    body = {
+        "model": "tiny", "messages": [{"role": "user", "content": "Run."}], "max_tokens": 1000, "seed": 4,
+        "tools": [{"type": "function", "function": {"name": "run", "parameters": RUN}}], "temperature": 1.0,
+        "tool_choice": "required", "parallel_tool_calls": False, "stream": True,
+    }  # fmt: skip
+    expected = called(await spared.expected(body, CHAT))
+    text = await spared.ask(body, signal.SIGKILL, after=30, path=CHAT)
+    assert ": resumed" in text
+    name, arguments, finish, ids = called(events_of(text))
+    assert (name, arguments, finish) == expected[:3]
+    assert (name, finish, ids) == ("run", "tool_calls", 1)
+    assert len(json.loads(arguments)["steps"]) == STEPS
+
+
+def called(events: list[dict[str, Any]]) -> tuple[str, str, str, int]:
+    """The one call's name and arguments, why the answer ended, and how many ids were said."""
+    name = arguments = finish = ""
+    ids = 0
+    for event in events:
+        for choice in event["choices"]:
+            finish = choice["finish_reason"] or finish
+            for call in choice["delta"].get("tool_calls") or ():
+                ids += bool(call.get("id"))
+                name += call["function"].get("name") or ""
+                arguments += call["function"].get("arguments") or ""
+    return name, arguments, finish, ids
 
 
 async def test_a_stream_whose_worker_hangs_goes_on_too(spared: Spared) -> None:
