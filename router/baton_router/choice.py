@@ -99,18 +99,11 @@ def decode_offer(
     stream more.
     """
     price = room_s + slowdown_s
+    first = backlog_s + compute_s + room_s
     if not streams and not waiting:
-        return (
-            price,
-            price + backlog_s + IDLE * compute_s,
-            backlog_s + compute_s + room_s,
-            room_s,
-            cached,
-            0,
-            0,
-        )
+        return price, price + backlog_s + IDLE * compute_s, first, room_s, cached, 0, 0
     alone = price + backlog_s + (1 + concern(waiting) + streams * DISTURBANCE) * compute_s
-    return price, alone, backlog_s + compute_s + room_s, room_s, cached, streams, waiting
+    return price, alone, first, room_s, cached, streams, waiting
 
 
 def concern(waiting: int) -> float:

@@ -60,7 +60,7 @@ class Client:
         """Loop time at which the last sending began or ended."""
         self._receive = receive
         self._send = send
-        self._loop = asyncio.get_running_loop()
+        self._loop = cycle.loop  # to ask for the running one costs a call of the system
         self._finished = False
         self._gone = False
 
@@ -138,7 +138,7 @@ class Client:
         self._cycle.transport.abort()
 
     def __enter__(self) -> Client:
-        task = asyncio.current_task()
+        task = asyncio.current_task(self._loop)
         assert task is not None
         self._task = task
         if self._cycle.disconnected:

@@ -61,6 +61,13 @@ class StepCost:
         seconds = constant + each * running / 10 + tokens * context / 1e4
         return seconds if seconds > LEAST_S else LEAST_S
 
+    def beside(self, running: int, context: int, tokens: int) -> tuple[float, float]:
+        """The same as it is, and with one stream of `tokens` more."""
+        constant, each, share = self.line.coefficients
+        before = constant + each * running / 10 + share * context / 1e4
+        after = before + each / 10 + share * tokens / 1e4
+        return before if before > LEAST_S else LEAST_S, after if after > LEAST_S else LEAST_S
+
     def learn(self, running: int, context: int, seconds: float) -> None:
         self.line.learn(1.0, running / 10, context / 1e4, seconds)
 

@@ -40,6 +40,7 @@ class Cycle(RequestResponseCycle):
             keep_alive=keep_alive,
             on_response=listener.on_response_complete,
         )
+        self.loop = listener.loop
         self.on_gone: Callable[[], None] | None = None
         """Called when the client leaves before the answer is complete."""
         self._head = b""

@@ -12,6 +12,7 @@ import random
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from baton_api import headers, tickets
 from baton_api.reports import PromptReport
@@ -79,7 +80,7 @@ AUTHORIZATION = b"authorization"
 _OF_THE_KEYED_REQUEST = _OF_THE_REQUEST | {AUTHORIZATION}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Trust:
     """By what a worker knows that a request comes from this router."""
 
@@ -97,7 +98,7 @@ class Trust:
         keyed = bool(key) or any(own)
         return cls(settings.ticket_secret.encode(), key.encode(), not keyed)
 
-    @property
+    @cached_property
     def line(self) -> bytes:
         """The header that carries the key; nothing without one."""
         return b"%b: Bearer %b\r\n" % (AUTHORIZATION, self.key) if self.key else b""
@@ -132,26 +133,37 @@ def request_head(
     `control` is the control address of the prefill worker for it, empty without one; `trace` are lines in
     place of what the client said of its trace.
     """
-    lines = [
-        b"%b %b HTTP/1.1\r\nhost: %b\r\ncontent-length: %d\r\n%b: %b\r\n"
-        % (method, target, host.encode(), length, REQUEST_ID, request_id)
-    ]
     kept_back = _OF_THE_REQUEST if trust.passes_keys else _OF_THE_KEYED_REQUEST
     if trace:
         kept_back = kept_back | trace_context.HEADERS
-    lines += [b"%b: %b\r\n" % header for header in _passing(given, kept_back)]
-    lines.append(trace)
-    lines.append(trust.line)
+    passing = b"".join([b"%b: %b\r\n" % header for header in _passing(given, kept_back)])
+    ticket = b""
+    if control and trust.secret:
+        issued = tickets.issue(trust.secret, request_id.decode(), control, now)
+        ticket = b"%b: %b\r\n" % (TICKET, issued.encode())
+    return b"%b %b HTTP/1.1\r\ncontent-length: %d\r\n%b: %b\r\n%b%b%b%b\r\n" % (
+        method,
+        target,
+        length,
+        REQUEST_ID,
+        request_id,
+        passing,
+        trace,
+        _told(host, control, trust.line, follow, salt),
+        ticket,
+    )
+
+
+@lru_cache(4096)
+def _told(host: str, control: str, key: bytes, follow: bool, salt: str) -> bytes:
+    """The headers that a worker gets with all requests of one kind."""
+    lines = [b"host: %b\r\n" % host.encode(), key]
     if follow:
         lines.append(FOLLOW_LINE)
     if salt:
         lines.append(b"%b: %b\r\n" % (SALT, salt.encode()))
     if control:
         lines.append(b"%b: %b\r\n" % (PREFILL, control.encode()))
-        if trust.secret:
-            ticket = tickets.issue(trust.secret, request_id.decode(), control, now)
-            lines.append(b"%b: %b\r\n" % (TICKET, ticket.encode()))
-    lines.append(b"\r\n")
     return b"".join(lines)
 
 

@@ -62,10 +62,12 @@ def of_messages(messages: Sequence[Message], tools: msgspec.Raw | None, root: in
     if tools:
         name = _cut(b"tools", bytes(tools), name, names, sizes)
     for message in messages:
-        role = message.role
+        role, content = message.role, message.content
         label = LABELS.get(role) if isinstance(role, str) else repr(role).encode("utf-8", "replace")
         begun = len(names)
-        name = _cut(label or role.encode("utf-8", "replace"), _text(message), name, names, sizes)
+        plain = isinstance(content, str) and not message.tool_calls
+        text = content.encode("utf-8", "replace") if plain else _text(message)
+        name = _cut(label or role.encode("utf-8", "replace"), text, name, names, sizes)
         if role == "assistant":
             answers.append((begun, len(names)))
     return Prompt(tuple(names), tuple(sizes), tuple(answers))
