@@ -299,9 +299,7 @@ class Dispatcher:
         compute_s = known.prefill_cost.seconds(tokens - cached, tokens)
         streams, room_s, slowdown_s = known.streams.count, 0.0, 0.0
         if streams:
-            step, context = known.step_cost, known.streams.tokens
-            step_s = step.seconds(streams, context)
-            slower_s = step.seconds(streams + 1, context + tokens)
+            step_s, slower_s = known.step_cost.beside(streams, known.streams.tokens, tokens)
             if slower_s > step_s:
                 slowdown_s = streams * (slower_s - step_s) * self._answer_tokens.value
             if known.total_blocks:
