@@ -3,9 +3,9 @@ In which order one tenant's requests go: the shortest first, but nobody waits fo
 
 A request's rank is the time that it would take to its first token, less a tenth of what it has waited; near
 saturation that order, not the choice of workers, decides the mean wait. One that would miss its objective
-if it waited as long again goes before that, the earliest deadline first, unless the objective is missed
-already: to run after those would make all the others miss theirs too. Before all go those that were sent
-once and came back, and those that have waited for longer than anybody should. No clock is here.
+if it waited as long again goes before that, the earliest deadline first. One that misses its objective in
+any case goes behind all others: to run after those would make the others miss theirs too. Before all go those
+that were sent once and came back, and those that have waited for longer than anybody should. No clock is here.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class Entry:
     """After which it gives up, from its arrival."""
     again: bool = False
     """Whether it was sent before and came back."""
+    missed: bool = False
+    """Whether it cannot meet its objective any more."""
     starved: bool = False
     """Whether it has waited for longer than anybody of its class should."""
 
@@ -74,22 +76,26 @@ class Entry:
 class Line:
     """One tenant's requests of one class."""
 
-    __slots__ = ("_first", "_ranked", "_urgent", "seconds")
+    __slots__ = ("_first", "_last", "_ranked", "_urgent", "seconds")
 
     def __init__(self) -> None:
         self._first: Ranking[Entry] = Ranking()
         self._ranked: Ranking[Entry] = Ranking()
         self._urgent: Ranking[Entry] = Ranking()
         """Those of the ranked that have an objective, by the time at which they become urgent."""
+        self._last: Ranking[Entry] = Ranking()
+        """Those that have missed it."""
         self.seconds = 0.0
         """What all of them would take."""
 
     def __len__(self) -> int:
-        return len(self._first) + len(self._ranked)
+        return len(self._first) + len(self._ranked) + len(self._last)
 
     def add(self, entry: Entry) -> None:
         if entry.first:
             self._first.add(entry.arrived, entry.number, entry)
+        elif entry.missed:
+            self._last.add(entry.arrived, entry.number, entry)
         else:
             self._ranked.add(entry.rank, entry.number, entry)
             if entry.objective_s < math.inf:
@@ -99,6 +105,8 @@ class Line:
     def remove(self, entry: Entry) -> None:
         if entry.first:
             self._first.remove(entry.arrived, entry.number)
+        elif entry.missed:
+            self._last.remove(entry.arrived, entry.number)
         else:
             self._ranked.remove(entry.rank, entry.number)
             self._urgent.remove(entry.urgent_from, entry.number)
@@ -114,6 +122,7 @@ class Line:
         for entry in self._ranked.walk():
             if entry.number not in given:
                 yield entry
+        yield from self._last.walk()
 
     def seconds_before(self, entry: Entry) -> float:
         """What those would take that go before `entry`, were it added; urgency aside."""
@@ -130,5 +139,7 @@ class Line:
             if now + entry.best_s <= entry.deadline:
                 urgent.append(entry)
             else:
-                self._urgent.remove(entry.urgent_from, entry.number)
+                self.remove(entry)
+                entry.missed = True
+                self.add(entry)
         return sorted(urgent, key=lambda entry: (entry.deadline, entry.number))
