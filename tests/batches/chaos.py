@@ -32,8 +32,8 @@ from tests.batches.mock_worker import MODEL
 ROOT = Path(__file__).parents[2]
 
 CHAT = "/v1/chat/completions"
-START_S = 60.0
-END_S = 120.0
+START_S = 120.0
+END_S = 180.0
 POLL_S = 0.05
 
 WEIGHTS = {"runner": 5, "router": 2, "worker-0": 2, "worker-1": 2}
@@ -67,6 +67,11 @@ class Program:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+    def end(self) -> None:
+        """As it is asked to, with whatever processes it has started."""
+        self._process.terminate()
+        self._process.wait(START_S)
 
 
 class Cluster:
@@ -119,17 +124,20 @@ class Router:
         workers: list[int],
         environment: Mapping[str, str],
         name: str = "router",
+        *more: str,
     ) -> None:
         self.url = f"http://127.0.0.1:{port}"
         flags = [f"--decode=http://127.0.0.1:{worker}" for worker in workers]
         flags += [f"--port={port}", f"--state={folder / 'state'}", f"--batch-lease-s={LEASE_S}"]
         flags += ["--health-interval-s=0.5", "--batch-lines=10000000", "--batch-poll-s=0.2"]
-        self.program = Program(["baton_cli.main", "router", *flags], folder / f"{name}.log", environment)
+        self.program = Program(
+            ["baton_cli.main", "router", *flags, *more], folder / f"{name}.log", environment
+        )
 
     def runners(self) -> list[psutil.Process]:
         """The runners that it has started, by the order of their start."""
         try:
-            children = psutil.Process(self.program.pid).children()
+            children = psutil.Process(self.program.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
         found = []

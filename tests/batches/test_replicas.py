@@ -1,4 +1,4 @@
-"""Two routers on one Postgres and one folder of files: one goes on with what the other ran, or ends it."""
+"""Several routers on one Postgres, or several processes of one: any goes on with what another began."""
 
 from __future__ import annotations
 
@@ -36,13 +36,16 @@ class Pair:
         def some_done() -> bool:
             return bool(self.services[0].batch(id)["request_counts"]["completed"])
 
-        chaos.await_true(some_done, 30, f"{id} has begun")
+        chaos.await_true(some_done, chaos.START_S, f"{id} has begun")
 
     def who_runs(self) -> int:
-        """Which router has a runner: one only."""
-        having = [number for number, router in enumerate(self.routers) if router.runners()]
-        assert len(having) == 1, having
-        return having[0]
+        """Which router has a runner: one only, once a second one has seen that it came too late."""
+
+        def having() -> list[int]:
+            return [number for number, router in enumerate(self.routers) if router.runners()]
+
+        chaos.await_true(lambda: len(having()) == 1, 20, "one router has a runner")
+        return having()[0]
 
 
 @pytest.fixture
@@ -55,7 +58,8 @@ def pair(postgres: Postgres, tmp_path: Path) -> Iterator[Pair]:
         stack.callback(worker.kill)
         routers, services = [], []
         for number, port in enumerate(ports[1:]):
-            router = Router(tmp_path, port, ports[:1], environment, f"router-{number}")
+            name = f"router-{number}"
+            router = Router(tmp_path, port, ports[:1], environment, name, "--batch-lease-s=5")
             stack.callback(router.program.kill)
             service = BatchService(router.url, "", lambda reason: None)
             stack.callback(service.close)
@@ -96,3 +100,22 @@ def test_whichever_dies_the_other_goes_on(pair: Pair) -> None:
     report = chaos.Report()
     report.add(id, output, chaos.anonymous(id, output))
     assert (report.lines, report.lost, report.doubled) == (LINES, 0, 0)
+
+
+@pytest.mark.processes
+def test_a_router_of_several_processes_runs_batches_too(tmp_path: Path) -> None:
+    ports = chaos.free_ports(2)
+    arguments = ["tests.batches.mock_worker", f"--port={ports[0]}"]
+    source = tmp_path / "input.jsonl"
+    chaos.write_lines(source, LINES)
+    with contextlib.ExitStack() as stack:
+        stack.callback(Program(arguments, tmp_path / "worker.log", {}).kill)
+        router = Router(tmp_path, ports[1], ports[:1], {}, "router", "--processes=2", "--drain-s=1")
+        stack.callback(router.program.end)
+        router.await_ready()
+        service = BatchService(router.url, "", lambda reason: None)
+        stack.callback(service.close)
+        batch = chaos.ended(service, chaos.submit(service, source))
+        assert batch["status"] == "completed"
+        assert batch["request_counts"] == {"total": LINES, "completed": LINES, "failed": 0}
+        assert len(chaos.output_of(service, batch, tmp_path).splitlines()) == LINES
