@@ -121,7 +121,7 @@ def test_who_is_listed_again_before_it_has_gone_has_never_been_away() -> None:
     assert router.workers.decode == (worker,) and not router.workers.leaving
     assert worker.ready(router.now) and router.knowledge.of(worker) is known
     router.passes(2 * DRAIN_S)  # its time does not run any more
-    assert not worker.gone
+    assert not worker.gone and not worker.expired
 
 
 def test_an_address_that_is_given_to_another_is_another_worker_at_once() -> None:

@@ -82,8 +82,8 @@ def test_a_conversation_stays_in_its_generation_and_the_weights_hold() -> None:
     cluster, rng = Cluster(old=80.0, new=20.0), random.Random(0)
     talks = [rng.randbytes(20_000) for _ in range(20)]
     counts, moved, before = Counter[str](), 0, dict[int, str]()
-    for number in range(600):
-        turn = number % len(talks)
+    for _ in range(600):
+        turn = rng.randrange(len(talks))
         talks[turn] += rng.randbytes(600)
         revision = cluster.serve(of_text(talks[turn], 7)).pair.decode.revision
         counts[revision] += 1

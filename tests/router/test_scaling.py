@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from baton_api.workers import Role
+from baton_router.upstream import Upstream
 from baton_router.workers import State
 from tests.router.fake_kubernetes import SELECTOR, FakeKubernetes, a_slice
 from tests.router.fake_worker import FakeWorker, gated, hang
@@ -182,6 +183,18 @@ async def test_the_feed_of_a_worker_that_leaves_ends(tmp_path: Path) -> None:
         await until(lambda: followed and next(iter(followed.values())).feed.whole)
         there.api.delete(there.slices.pop(http.name))
         await until(lambda: not followed and not there.leftovers())
+
+
+async def test_connections_to_who_has_gone_are_not_kept() -> None:
+    async with FakeWorker() as worker:
+        upstream = Upstream("127.0.0.1", worker.port)
+        for connections in (1, 1, 2, 3):  # used again, until it has gone
+            if connections == 2:
+                upstream.close()
+            exchange = await upstream.request(b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n")
+            while await exchange.read():
+                pass
+            assert worker.connections == connections
 
 
 async def test_requests_find_a_worker_by_any_of_its_names(tmp_path: Path) -> None:
