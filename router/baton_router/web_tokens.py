@@ -74,6 +74,7 @@ class WebTokens:
 
     def known(self, sha256: bytes) -> Tenant | None:
         """Whose token it is, if it was judged before and is still good."""
+        self._keys.refresh()  # or a key that was withdrawn would live on in what is remembered
         if self._judged_by != self._keys.changes:
             self.forget()
         found = self._remembered.get(sha256)
@@ -96,7 +97,6 @@ class WebTokens:
 
     async def judge(self, token: bytes, sha256: bytes) -> Tenant:
         """Whose token it is. Raises Unauthorized, Forbidden, and NotReady if nobody can tell now."""
-        self._keys.refresh()
         header = _header(token)
         key = await self._keys.find(str(header.get("kid", "")))
         if key is None:

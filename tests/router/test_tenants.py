@@ -191,3 +191,14 @@ def test_a_member_never_may_more_than_its_tenant(
     member = tenant.narrowed(models, classes)
     assert (set(member.models or ()), set(member.classes), member.default_class) == left
     assert Tenant().narrowed(["m1"], None).models == frozenset({"m1"})
+
+
+def test_the_example_is_a_file_of_tenants() -> None:
+    example = Path(__file__).parents[2] / "examples" / "tenants.yaml"
+    tenants = Tenants(str(example), SECRET)
+    names = ("acme", "umbrella-research", "umbrella-sales", "operations")
+    acme, research, sales, operations = (tenants.by_name(name) for name in names)
+    assert acme and research and sales and operations and len(tenants) == 4
+    assert acme.limits.streams == 20 and acme.default_class == "interactive"
+    assert research.salt == sales.salt != acme.salt
+    assert operations.admin and "critical" in operations.classes
