@@ -4,8 +4,9 @@ In which order one tenant's requests go: the shortest first, but nobody waits fo
 A request's rank is the time that it would take to its first token, less a tenth of what it has waited; near
 saturation that order, not the choice of workers, decides the mean wait. One that would miss its objective
 if it waited as long again goes before that, the earliest deadline first. One that misses its objective in
-any case goes behind all others: to run after those would make the others miss theirs too. Before all go those
-that were sent once and came back, and those that have waited for longer than anybody should. No clock is here.
+any case goes behind all others: to run after those would make the others miss theirs too. Before all go
+those that were sent once and came back, and those that have waited for longer than anybody should. No clock
+is here.
 """
 
 from __future__ import annotations
