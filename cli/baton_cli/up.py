@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import tempfile
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +33,10 @@ RETRY_S = 0.1
 BLOCK_TOKENS = 16
 
 
-BY_ENVIRONMENT = {"port", "api_key", "api_key_file", "worker_api_key", "ticket_secret"}
+BY_ENVIRONMENT = {
+    *("port", "api_key", "api_key_file", "worker_api_key", "ticket_secret"),
+    *("state", "database", "batch_secret"),
+}
 """Settings of the router that are no flags of its command: secrets, and the port, which may change."""
 
 
@@ -90,7 +94,7 @@ class Plan:
             )
         return commands
 
-    def router_command(self, prefill: list[str], decode: list[str]) -> Command:
+    def router_command(self, prefill: list[str], decode: list[str], state: str) -> Command:
         given = self.router.model_dump(exclude_unset=True, exclude=BY_ENVIRONMENT)
         keys = [*(key.text for key in self.router.api_key), *([self.key] if self.key else [])]
         return Command(
@@ -103,6 +107,9 @@ class Plan:
                 "BATON_ROUTER_API_KEY": ",".join(keys),
                 "BATON_ROUTER_API_KEY_FILE": self.router.api_key_file,
                 "BATON_ROUTER_WORKER_API_KEY": self.key,
+                "BATON_ROUTER_STATE": state,
+                "BATON_ROUTER_DATABASE": self.router.database.get_secret_value(),
+                "BATON_ROUTER_BATCH_SECRET": self.router.batch_secret.get_secret_value(),
             },
         )
 
@@ -133,7 +140,11 @@ async def open_service(plan: Plan, watcher: Watcher) -> AsyncIterator[Service]:
     Raises SetupError if a process cannot start.
     """
     drain_s = WorkerSettings(**plan.worker).drain_s
-    async with supervise(watcher, drain_s) as supervisor:
+    async with contextlib.AsyncExitStack() as stack:
+        state = plan.router.state
+        if not state and plan.router.port == 0:  # a router that is started again must find what it kept
+            state = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+        supervisor = await stack.enter_async_context(supervise(watcher, drain_s))
         workers = [supervisor.add(command) for command in plan.worker_commands(machine.usable_cores())]
         for member in workers:
             await supervisor.unless_failed(member.ready())
@@ -141,6 +152,7 @@ async def open_service(plan: Plan, watcher: Watcher) -> AsyncIterator[Service]:
             plan.router_command(
                 [member.url for member in workers if member.command.role == Role.PREFILL],
                 [member.url for member in workers if member.command.role == Role.DECODE],
+                state,
             )
         )
         await supervisor.unless_failed(router.ready())

@@ -63,7 +63,7 @@ def test_workers_tell_the_router_what_they_hold_and_nobody_what_was_asked(
 def test_an_open_service_has_no_keys_within(tiny: Path) -> None:
     made = plan(tiny)
     assert made.key == ""
-    for command in [*made.worker_commands(2), made.router_command([], [])]:
+    for command in [*made.worker_commands(2), made.router_command([], [], "")]:
         assert all(
             value == ""
             for name, value in command.environment.items()
@@ -74,7 +74,7 @@ def test_an_open_service_has_no_keys_within(tiny: Path) -> None:
 @pytest.mark.parametrize("front", [{"api_key": ("k-1",)}, {"api_key_file": "/keys"}])
 def test_a_closed_service_has_a_key_of_its_own_within(tiny: Path, front: dict[str, Any]) -> None:
     made = plan(tiny, front)
-    router = made.router_command(["http://127.0.0.1:1"], ["http://127.0.0.1:2"])
+    router = made.router_command(["http://127.0.0.1:1"], ["http://127.0.0.1:2"], "")
     workers = made.worker_commands(2)
     assert {command.environment["BATON_API_KEY"] for command in workers} == {made.key}
     assert {command.environment["BATON_API_KEY_FILE"] for command in workers} == {""}
@@ -86,3 +86,17 @@ def test_a_closed_service_has_a_key_of_its_own_within(tiny: Path, front: dict[st
     for command in [*workers, router]:
         assert not any("k-1" in part or made.key in part for part in command.arguments)
     assert made.key != plan(tiny, front).key
+
+
+def test_the_router_is_told_where_to_keep_what_it_keeps_and_secrets_by_environment(tiny: Path) -> None:
+    made = plan(
+        tiny, {"database": "postgresql://u:hidden@h/d", "batch_secret": "signed", "batch_parallel": 3}
+    )
+    router = made.router_command([], [], "/state")
+    assert router.environment["BATON_ROUTER_DATABASE"] == "postgresql://u:hidden@h/d"
+    assert router.environment["BATON_ROUTER_BATCH_SECRET"] == "signed"
+    assert router.environment["BATON_ROUTER_STATE"] == "/state"
+    assert "--batch-parallel=3" in router.arguments
+    assert not [
+        part for part in router.arguments if part.startswith(("--database", "--batch-secret", "--state"))
+    ]
