@@ -59,6 +59,10 @@ from baton_router.upstreams import Upstreams
 log = logging.getLogger(__name__)
 
 
+RECENT_S = 10.0
+"""Seconds for which whoever sent a request is taken to send another."""
+
+
 class Router:
     """The application, and the state that its server asks for and changes."""
 
@@ -90,7 +94,7 @@ class Router:
         self.storage = Storage(settings, settings.port)
         self.keeper = Keeper(self.storage)
         secret = secret_of(settings, settings.ticket_secret)
-        self.execution = Execution(self.storage, settings, secret, self.keeper.wake)
+        self.execution = Execution(self.storage, settings, secret, self.keeper.wake, self._beside)
         self._errands = Errands(settings, self.workers, choose, random.Random(), time.monotonic)
         self._rest = _rest(self)
 
@@ -125,6 +129,11 @@ class Router:
         if self.access.tells_apart and (name := tenant_of(scope).name):
             return owner_of(name)
         return owner(authorization(scope), self._keyed)
+
+    def _beside(self) -> int:
+        """How many workers answer requests that others wait for, or did lately; 0 if nobody does."""
+        recent = time.monotonic() - self.scheduler.wanted_at < RECENT_S
+        return max(1, len(self.workers.decode)) if recent else 0
 
     def measured(self) -> bytes:
         """All figures in Prometheus' text format."""

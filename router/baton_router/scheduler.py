@@ -9,6 +9,7 @@ all here, so that decisions made for one client count for the next.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable
 
@@ -20,7 +21,7 @@ from baton_router.dispatcher import Dispatch, Dispatcher
 from baton_router.enrolment import Enrolment
 from baton_router.kv_subscriber import Feeds
 from baton_router.patience import patience_s
-from baton_router.queue import Queue
+from baton_router.queue import BATCH, Queue
 from baton_router.quotas import Quotas, Reservation
 from baton_router.revision_weights import RevisionWeights
 from baton_router.settings import RouterSettings
@@ -40,6 +41,8 @@ class Scheduler:
     ) -> None:
         self._settings = settings
         self._clock = clock
+        self.wanted_at = -math.inf
+        """When a request last came that somebody waits for: one of any class but batch."""
         self.workers = workers = Workers()
         weights = RevisionWeights(settings.revision_weight, settings.revision_weights_file)
         self.dispatcher = Dispatcher(workers, rng, settings.alone_tokens, weights)
@@ -69,6 +72,8 @@ class Scheduler:
 
     async def pick(self, ask: Ask) -> Grant:
         now = self._clock()
+        if ask.kind != BATCH:
+            self.wanted_at = now
         reserved = self._quotas.reserve(ask, now) if ask.limits is not None else None
         try:
             made = await self.queue.dispatch(ask)

@@ -35,6 +35,7 @@ class FakeRouter(Door):
         self.lines_left = lines
         self.rng = rng
         self.busy = busy
+        self.window = 64
         self.recorded: dict[int, Result] = {}
         self.posts = 0
         self.tries: Counter[int] = Counter()
@@ -49,7 +50,7 @@ class FakeRouter(Door):
     async def renew(self) -> Renewal:
         if self.taken:
             raise Dismissed
-        return Renewal("t", self.order)
+        return Renewal("t", self.order, self.window)
 
     async def lines(self, cursor: str) -> Slice:
         await asyncio.sleep(0.01)
@@ -65,7 +66,7 @@ class FakeRouter(Door):
         new = [one for one in results if one.line not in self.recorded]
         assert len(new) == len(results), "a line was answered twice"
         self.recorded.update({one.line: one for one in new})
-        return Receipt(len(new), self.order)
+        return Receipt(len(new), self.order, self.window)
 
     async def send(self, path: str, body: bytes, request_id: str, seconds: float) -> Answer:
         asked = json.loads(body)
@@ -118,6 +119,7 @@ class FakeRouter(Door):
 
 def served(router: FakeRouter, total: int, window: int = 64) -> dict[int, Result]:
     async def work() -> None:
+        router.window = window
         await Runner("batch_1", router, lease(total, window), router.rng).run()
 
     virtual_time.run(work())
@@ -158,6 +160,25 @@ def test_the_window_bounds_what_is_under_way() -> None:
     assert router.widest == 7
 
 
+def test_it_makes_room_when_the_router_says_so_and_takes_it_back() -> None:
+    router = FakeRouter([line(number) for number in range(1, 4001)], random.Random(1))
+    widest = []
+
+    async def work() -> None:
+        running = asyncio.create_task(Runner("batch_1", router, lease(4000, 64), router.rng).run())
+        for window in (64, 4, 64):
+            router.window = window
+            await asyncio.sleep(5)
+            router.widest = 0
+            await asyncio.sleep(15)
+            widest.append(router.widest)
+        router.order = Order.STOP
+        await running
+
+    virtual_time.run(work())
+    assert widest[1] == 4 and widest[0] > 16 and widest[2] > 8
+
+
 def test_results_are_posted_in_groups() -> None:
     router = FakeRouter([line(number) for number in range(1, 2001)], random.Random(1))
     served(router, 2000, window=512)
@@ -187,6 +208,8 @@ def test_a_line_that_fails_alone_is_given_up_soon() -> None:
 def test_a_cancelled_batch_keeps_what_is_done_and_starts_no_more() -> None:
     router = FakeRouter([line(number) for number in range(1, 1000)], random.Random(1))
 
+    router.window = 8
+
     async def work() -> None:
         running = asyncio.create_task(Runner("batch_1", router, lease(999, 8), router.rng).run())
         await asyncio.sleep(20)
@@ -201,6 +224,8 @@ def test_a_cancelled_batch_keeps_what_is_done_and_starts_no_more() -> None:
 
 def test_who_was_dismissed_stops_at_once() -> None:
     router = FakeRouter([line(number) for number in range(1, 1000)], random.Random(1))
+
+    router.window = 8
 
     async def work() -> None:
         running = asyncio.create_task(Runner("batch_1", router, lease(999, 8), router.rng).run())

@@ -25,16 +25,30 @@ class Execution:
     """One router's."""
 
     def __init__(
-        self, storage: Storage, settings: BatchSettings, secret: bytes, ended: Callable[[], None]
+        self,
+        storage: Storage,
+        settings: BatchSettings,
+        secret: bytes,
+        ended: Callable[[], None],
+        beside: Callable[[], int],
     ) -> None:
-        """`ended` hears of it when a batch needs no runner any more."""
-        terms = Terms(settings.batch_lease_s, settings.batch_window, settings.batch_line_s)
+        """
+        `ended` hears of it when a batch needs no runner any more. `beside` is how many workers there are if
+        others have sent requests to them lately, and 0 if none have.
+        """
+        self._beside = beside
+        terms = Terms(settings.batch_lease_s, settings.batch_line_s, self._window)
         self.api = RunnerApi(storage, secret, terms, ended)
         self.url = ""
         """Where this router listens. Runners are started only if somebody has said so."""
         self._settings = settings
         self._supervisor = Supervisor(storage, secret, settings.batch_parallel, settings.batch_lease_s)
         self._supervising: asyncio.Task[None] | None = None
+
+    def _window(self) -> int:
+        workers = self._beside()
+        widest = self._settings.batch_window
+        return min(widest, workers * self._settings.batch_window_beside) if workers else widest
 
     def start(self) -> None:
         """Begin to start runners, if that is this router's to do."""

@@ -90,7 +90,9 @@ class Runner:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(min(HEARTBEAT_S, self._lease.lease_s / 3))
-            self._obey((await self._door.renew()).order)
+            renewal = await self._door.renew()
+            self._window.bound(renewal.window)
+            self._obey(renewal.order)
 
     async def _fetch(self) -> None:
         cursor = ""
@@ -163,6 +165,7 @@ class Runner:
         self._wake()
 
     def _posted(self, receipt: Receipt) -> None:
+        self._window.bound(receipt.window)
         self._obey(receipt.order)
         self._wake()
 

@@ -58,8 +58,9 @@ class Terms:
     """What runners are told when they begin."""
 
     lease_s: float
-    window: int
     line_s: float
+    window: Callable[[], int]
+    """Most lines of a batch under way at once, now."""
 
 
 class RunnerApi:
@@ -155,7 +156,7 @@ class RunnerApi:
             endpoint=batch.endpoint,
             total=batch.total,
             done=batch.done,
-            window=terms.window,
+            window=terms.window(),
             line_s=terms.line_s,
         )
 
@@ -165,11 +166,11 @@ class RunnerApi:
         if batch.status not in RUNNING:
             # With the last result the lease has ended, and whoever writes the files is to have it.
             ledger.release(token.batch, token.epoch)
-        return Renewal(self._issue(token, token.epoch), _order(batch.status))
+        return Renewal(self._issue(token, token.epoch), _order(batch.status), self._terms.window())
 
     def _record(self, token: RunnerToken, found: list[Result]) -> Receipt:
         kept = self._storage.ledger.record(token.batch, token.epoch, found, int(self._clock()))
-        return Receipt(kept.new, _order(kept.status))
+        return Receipt(kept.new, _order(kept.status), self._terms.window())
 
     def _lines(self, token: RunnerToken, cursor: Cursor) -> Slice:
         batch = self._holder(token)

@@ -68,8 +68,13 @@ class BatchSettings(BaseSettings):
     batch_window: int = Field(default=512, ge=1)
     """Most lines of one batch that are under way at a time. It is as many as help, up to this."""
 
+    batch_window_beside: int = Field(default=16, ge=1)
+    """The same for each decode worker while others send requests too, or have within the last ten seconds: a
+    worker that has a line goes on with it, however urgent what comes next is."""
+
     batch_line_s: float = Field(default=3600.0, gt=0)
-    """Seconds that one try at a line of a batch may take, the wait for its turn included; a line may have three."""
+    """Seconds that one try at a line of a batch may take, the wait for its turn included; a line may have
+    three."""
 
     batch_lease_s: float = Field(default=15.0, ge=1)
     """Seconds after which a runner of a batch that is not heard of may be replaced."""

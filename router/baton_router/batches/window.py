@@ -57,6 +57,18 @@ class Window:
         self._doubted = False
         """Whether the width on trial has failed once: it has two rounds, because chance is in each."""
 
+    def bound(self, most: int) -> None:
+        """It is to be no wider than that from now on, and may be as wide."""
+        if most == self._most:
+            return
+        self._most = most
+        self.size = min(self.size, most)
+        self._kept = None
+        self._step = WIDEST_STEP
+        self._narrower = False
+        self._doubted = False
+        self._resting = 0
+
     def answered(self, now: float) -> None:
         """A line came back with something that is not a refusal."""
         self._answered += 1

@@ -60,6 +60,8 @@ class Lease(msgspec.Struct, frozen=True):
 class Renewal(msgspec.Struct, frozen=True):
     token: str
     order: Order
+    window: int
+    """Most lines under way at once, from now on."""
 
 
 class Line(msgspec.Struct, frozen=True, array_like=True):
@@ -80,6 +82,7 @@ class Slice(msgspec.Struct, frozen=True):
 class Receipt(msgspec.Struct, frozen=True):
     new: int
     order: Order
+    window: int
 
 
 encode = msgspec.msgpack.Encoder().encode
