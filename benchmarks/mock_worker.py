@@ -23,12 +23,15 @@ PLAIN_PORTS = (9105, 9106, 9107, 9108)
 EVENTS = 8
 """Of a streamed answer; they come all at once."""
 
-REPORT = b"tokens=%d;cached=%d;held=0;queue_s=0.000000;compute_s=0.000200;transfer_s=0.000100;remote=%d;tail="
+REPORT = b"tokens=%d;cached=%d;held=0;queue_s=0.000000;compute_s=%.6f;transfer_s=0.000100;remote=%d;tail="
 """What Baton's workers say of a prompt, so that its router has as much to learn as from them."""
 
 BYTES_PER_TOKEN = 4
-CACHED = 90
-"""Per cent of a prompt that are said to have been cached."""
+OWN_BYTES = 200
+"""Of a prompt, at its end; what is before them is said to be cached the second time it comes."""
+
+COMPUTE_S, TOKEN_S = 1e-4, 1e-7
+"""What a prompt and each of its tokens are said to have taken."""
 
 
 def _answer(status: bytes, kind: bytes, body: bytes) -> bytes:
@@ -70,8 +73,8 @@ WHOLE_HEAD = (
 class MockWorker(asyncio.Protocol):
     """One connection to a worker of a role."""
 
-    def __init__(self, role: str, port: int, holding: set[MockWorker]) -> None:
-        """`holding` are those whose streams wait."""
+    def __init__(self, role: str, port: int, holding: set[MockWorker], cached: set[int]) -> None:
+        """`holding` are those whose streams wait, `cached` the beginnings that the worker has seen."""
         load = {
             "role": role, "model": "m", "total_blocks": 100_000, "free_blocks": 100_000,
             "compatibility": "c", "epoch": "1", "control": f"127.0.0.1:{port}" if role == "prefill" else "",
@@ -86,6 +89,7 @@ class MockWorker(asyncio.Protocol):
             return _answer(b"200 OK", b"application/json", json.dumps(content).encode())
 
         self._holding = holding
+        self._cached = cached
         self._pages = {b"/load": page(load), b"/v1/models": page({"object": "list", "data": [model]})}
         self._other = page(about)
 
@@ -124,7 +128,11 @@ class MockWorker(asyncio.Protocol):
 
     def _answer(self, body: bytes) -> None:
         tokens = len(body) // BYTES_PER_TOKEN + 1
-        report = REPORT % (tokens, CACHED * tokens // 100, self._remote)
+        beginning = hash(body[:-OWN_BYTES])
+        cached = 0 if beginning not in self._cached else max(0, tokens - OWN_BYTES // BYTES_PER_TOKEN)
+        self._cached.add(beginning)
+        compute_s = COMPUTE_S + (tokens - cached) * TOKEN_S
+        report = REPORT % (tokens, cached, compute_s, self._remote)
         tail = body[-200:].replace(b" ", b"")
         if b'"stream":true' not in tail:
             self._transport.write(WHOLE_HEAD % report + WHOLE)
@@ -162,7 +170,7 @@ def _serve(core: int) -> None:
         holding: set[MockWorker] = set()
         for role, ports in (("prefill", PREFILL_PORTS), ("decode", DECODE_PORTS), ("both", PLAIN_PORTS)):
             for port in ports:
-                make = partial(MockWorker, role, port, holding)
+                make = partial(MockWorker, role, port, holding, set())
                 await loop.create_server(make, "127.0.0.1", port, backlog=4096)
         await asyncio.Event().wait()
 

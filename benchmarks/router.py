@@ -38,7 +38,9 @@ from benchmarks.mock_worker import DECODE_PORTS, PLAIN_PORTS, PREFILL_PORTS
 from benchmarks.serving import end
 
 ROUTER_CORE, OTHER_CORE = 0, 1
-WARM_S = 1.0
+WARM_S = 3.0
+"""Until every worker has seen every beginning, and what it takes is known."""
+
 ALONE_S = 1.0
 """Of one client by itself, for the time to its first bytes."""
 
