@@ -8,6 +8,7 @@ import hashlib
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -63,8 +64,15 @@ async def test_tenants_share_no_blocks_in_any_worker(tmp_path: Path) -> None:
             body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
             answer = await http.post(f"{router.url}/v1/completions", json=body, headers=_bearer(key))
             cached = int(answer.raise_for_status().headers["x-cached-tokens"])
-            row = (await http.get(f"{decode.url}/debug/requests")).json()["data"][-1]
-            assert row["request_id"] == answer.headers["x-request-id"]
+            rows: list[dict[str, Any]] = []
+
+            async def told() -> bool:
+                every = (await http.get(f"{decode.url}/debug/requests")).json()["data"]
+                rows[:] = [one for one in every if one["request_id"] == answer.headers["x-request-id"]]
+                return bool(rows)
+
+            await until(told, "the decode worker tells of the request")
+            row = rows[0]
             held = sum(relay["local_tokens"] for relay in row["relays"]) if row["relays"] else cached
             return cached, held, answer.json()["choices"][0]["text"]
 
