@@ -33,6 +33,9 @@ CHAT = "/v1/chat/completions"
 PROBE = 10
 """Part of the requests with which each number at once is tried: one in so many."""
 
+QUIET_S = 12.0
+"""After which the router takes it that nobody sends requests any more beside the batch."""
+
 SHORT = 16
 """Tokens of an answer that somebody waits for."""
 
@@ -63,6 +66,7 @@ def throughput(url: str, model: str, count: int, tokens: int, at_once: list[int]
     best = max(rates, key=lambda one: rates[one])
     hand = by_hand(url, asked, best)
     print(f"by hand, {best:4} at once: {hand:8.1f} requests/s, {hand * tokens:.0f} tokens/s", flush=True)
+    time.sleep(QUIET_S)
     batch, running = as_batch(url, asked)
     print(f"as a batch            : {batch:8.1f} requests/s, {batch * tokens:.0f} tokens/s")
     print(f"as a batch, once it ran: {running:7.1f} requests/s")
