@@ -15,6 +15,7 @@ ON_THE_WALL = {
     "errands.py": "when a ticket expires",
     "kv_subscriber.py": "a figure: how late events come",
     "proxy.py": "when a ticket expires",
+    "tracing.py": "a figure: where spans lie, among those of other services",
 }
 """Who reads it, and what for."""
 
