@@ -9,9 +9,11 @@ from contextlib import aclosing
 import pytest
 
 from baton_api.messages import Pong
+from baton_api.reports import PromptReport
 from baton_engine.requests import FinishReason, Request
+from baton_engine.server.choices import report_of
 from baton_engine.transfer.loopback import LoopbackTransfer
-from tests.decode.pair import eventually, fake_side, open_pair, serve, tokens
+from tests.decode.pair import PATIENCE_S, eventually, fake_side, open_pair, serve, tokens
 from tests.engine.fake_model import FakeModel
 
 PROMPT = list(range(30))
@@ -74,9 +76,13 @@ async def test_an_address_that_is_none_fails_no_request(address: str) -> None:
     async with open_pair() as pair:
         remote = pair.prefills.remote(address, "", "q")
         request = Request("q", tuple(PROMPT), pair.request(PROMPT).sampling, remote=remote)
-        assert tokens(await pair.decode.generate(request)) == EXPECTED
+        outputs = await pair.decode.generate(request)
+        assert tokens(outputs) == EXPECTED
         assert pair.prefills.outcomes == {"unreachable": 1}
         assert request.fallback == "unreachable"
+        report = report_of(request, outputs[0])
+        assert report is not None and PromptReport.decode(report.encode()) is not None
+        assert report.compute_s < PATIENCE_S
 
 
 async def test_a_damaged_block_is_found_and_computed_here() -> None:

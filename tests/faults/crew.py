@@ -139,7 +139,7 @@ class Crew:
                 for name, epoch in epochs.items()
             )
 
-        await until(sees_all, "the router sees that all workers are well", 10.0)
+        await until(sees_all, "the router sees that all workers are well", 30.0)
 
     async def workers(self) -> dict[str, dict[str, Any]]:
         """What the router says of each worker, by its name."""

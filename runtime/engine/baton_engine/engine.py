@@ -374,8 +374,9 @@ class Engine:
 
     def _note_admission(self, job: Job) -> None:
         request = job.request
-        if not job.readmitted:
+        if not job.admitted_at:  # the first one may have been for a fetch
             job.admitted_at = self._clock()
+        if not job.readmitted:
             self._figures.totals.prompt_tokens_cached += job.local_tokens
             if request.export is None:
                 self._figures.computed_here(job, self.limits.local_prefill_tokens)
