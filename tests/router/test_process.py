@@ -28,13 +28,19 @@ def test_a_process_may_open_as_many_files_as_the_system_lets_it() -> None:
 
 def test_requests_are_counted_by_their_labels() -> None:
     registry = CollectorRegistry()
-    tally = Tally(metrics.ROUTER_REQUESTS)
+    metric = metrics.ROUTER_REQUESTS
+    tally = Tally(metric)
     registry.register(tally)
+    others = ["other"] * (len(metric.labels) - 1)
     for status in (200, 200, 503):
-        tally.add("/v1/completions", status)
-    name, first, second = metrics.ROUTER_REQUESTS.name, *metrics.ROUTER_REQUESTS.labels
-    counts = {status: {first: "/v1/completions", second: status} for status in ("200", "503", "404")}
-    assert [registry.get_sample_value(name, labels) for labels in counts.values()] == [2, 1, None]
+        tally.add(status, *others)
+
+    def counted(status: str) -> float | None:
+        return registry.get_sample_value(
+            metric.name, dict(zip(metric.labels, [status, *others], strict=True))
+        )
+
+    assert [counted(status) for status in ("200", "503", "404")] == [2, 1, None]
 
 
 def test_a_spread_is_a_histogram() -> None:
