@@ -1,18 +1,21 @@
-"""`/v1/files`: cases I1 to I6 of the specification, ranges, names, limits, owners, and nothing left behind."""
+"""`/v1/files`: cases I1 to I6 of the specification, ranges, names, limits, owners, nothing left behind."""
 
 from __future__ import annotations
 
 import asyncio
+import doctest
 import hashlib
 import os
 import random
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
 import pytest
 
+from baton_router.batches import asked, form, lines, storage
 from tests.batches.serving import (
     bearer,
     check_error,
@@ -27,6 +30,12 @@ from tests.batches.serving import (
 from tests.router.running import until
 
 DAYS_30 = 30 * 86400
+
+
+@pytest.mark.parametrize("module", [asked, form, lines, storage], ids=lambda module: module.__name__)
+def test_the_examples_are_true(module: ModuleType) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted and not result.failed
 
 
 async def test_i1_a_file_is_kept_and_described() -> None:
