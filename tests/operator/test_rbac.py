@@ -1,0 +1,53 @@
+"""The operator's rights, as far as they can be read; what is used of them a real API server's log tells."""
+
+from __future__ import annotations
+
+from baton_operator.api_server import path
+from baton_operator.plan import PRUNED
+from baton_operator.rbac import SERVICES, own, rules
+
+EVERYTHING = [*SERVICES, *own("baton-operator")]
+
+
+def granted() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for rule in EVERYTHING:
+        for resource in rule.resources:
+            found.setdefault(resource, set()).update(rule.verbs)
+    return found
+
+
+def test_what_may_be_pruned_may_be_listed_and_deleted() -> None:
+    for kind in PRUNED:
+        plural = path("v1", kind).rpartition("/")[2]
+        assert {"list", "delete"} <= granted()[plural], kind
+
+
+def test_nothing_is_granted_that_leads_to_more() -> None:
+    for resource in ("secrets", "pods/exec", "pods/attach", "nodes", "clusterroles", "clusterrolebindings"):
+        assert resource not in granted()
+    verbs = set.union(*granted().values())
+    assert not verbs & {"*", "escalate", "bind", "impersonate", "deletecollection"}
+    assert not any("*" in (rule.group, *rule.resources) for rule in EVERYTHING)
+
+
+def test_no_right_is_granted_twice() -> None:
+    single = [
+        (rule.group, resource, verb, rule.names)
+        for rule in EVERYTHING
+        for resource in rule.resources
+        for verb in rule.verbs
+    ]
+    assert len(single) == len(set(single))
+
+
+def test_a_rule_stands_in_a_role_as_kubernetes_wants_it() -> None:
+    assert rules(own("baton-operator")) == [
+        {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["create"]},
+        {
+            "apiGroups": ["coordination.k8s.io"],
+            "resources": ["leases"],
+            "verbs": ["get", "update"],
+            "resourceNames": ["baton-operator"],
+        },
+    ]
