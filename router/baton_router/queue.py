@@ -22,17 +22,10 @@ from baton_api.errors import BatonError, NotInTime, NotReady, Overloaded
 from baton_router.admission import Pace, Terms, Tolerance, terms, too_late
 from baton_router.asks import Ask
 from baton_router.dispatcher import Dispatch, Dispatcher
-from baton_router.knowledge import Known
 from baton_router.line import Entry
 from baton_router.settings import RouterSettings
+from baton_router.spare import NEARLY_DONE_S, busy_s, has_spare_blocks, takes
 from baton_router.waiting_room import LEVELS, WaitingRoom
-
-NEARLY_DONE_S = 0.020
-"""A worker with less left to compute is free: the next prompt arrives before it would idle."""
-
-TOGETHER_S = 0.25
-"""Predicted seconds of prompts, one after the other, that a worker has at a time at most, if that is many
-short ones: it computes them together, in about the time of one."""
 
 REPLAN_S = 0.25
 """For so long a request that waits for a busy worker is believed to want no other."""
@@ -53,8 +46,6 @@ SHARE = 0.8
 
 INTERACTIVE = "interactive"
 BATCH = "batch"
-BATCH_SPARE = 0.1
-"""Share of a decode worker's KV blocks that work which nobody waits for leaves free."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -269,7 +260,7 @@ class Queue:
             if plan is not None and now < entry.planned + REPLAN_S:
                 slot = plan.computing.slot
                 if slot not in busy:
-                    busy[slot] = _busy_s(plan.computing, now) > 0
+                    busy[slot] = busy_s(plan.computing, now) > 0
                 if busy[slot]:
                     ahead[slot] = ahead.get(slot, 0.0) + entry.best_s
                     return False
@@ -341,21 +332,11 @@ class Queue:
             self._dispatcher.computed(heappop(self._silent)[2], now)
 
     def _may_go(self, ask: Ask, made: Dispatch, now: float) -> bool:
-        computing = made.computing
-        if computing.computing.waiting and not self._is_free(computing, made.uncached, now):
+        if not takes(made.computing, made.uncached, self._settings.prefill_tokens, now):
             return False
         if ask.again and made.pair.decode.health.full_until > now:
             return False  # to ask it again at once would be no use
-        return ask.kind != BATCH or _has_spare_blocks(made.generating)
-
-    def _is_free(self, known: Known, tokens: int, now: float) -> bool:
-        """Whether a worker can be given a prompt with so many tokens to compute."""
-        booked = known.computing
-        if not booked.waiting:
-            return True
-        if booked.tokens + tokens > self._settings.prefill_tokens:
-            return False
-        return _busy_s(known, now) <= 0
+        return ask.kind != BATCH or has_spare_blocks(made.generating)
 
     def _free_in(self, room: WaitingRoom, now: float) -> float:
         """Seconds until a worker is free for any who wait, if nothing else happens; 0 if one is."""
@@ -368,19 +349,4 @@ class Queue:
             return 0.0
         if among is None:
             return TICK_S
-        return max(0.0, min(_busy_s(known, now) for known in (*among.known_prefills, *among.known_decodes)))
-
-
-def _busy_s(known: Known, now: float) -> float:
-    """Seconds until the worker has so little left that it can be given more; 0 or less if it can be now."""
-    booked = known.computing
-    if not booked.waiting or not known.prefill_cost.taught:
-        return 0.0  # of one that has said nothing yet, or never will, only the tokens are counted
-    left = booked.backlog_s(now)
-    # What a prompt takes whatever its length is taken once by those that are computed together.
-    constant = max(0.0, known.prefill_cost.line.coefficients[0])
-    return max(left - booked.waiting * constant - NEARLY_DONE_S, left - TOGETHER_S)
-
-
-def _has_spare_blocks(known: Known) -> bool:
-    return not known.streams.count or known.free_blocks >= BATCH_SPARE * known.total_blocks
+        return max(0.0, min(busy_s(known, now) for known in (*among.known_prefills, *among.known_decodes)))

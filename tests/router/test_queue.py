@@ -17,8 +17,9 @@ from baton_router.asks import Ask
 from baton_router.costs import PrefillCost
 from baton_router.dispatcher import Dispatch, Dispatcher
 from baton_router.prompt_chunks import of_text
-from baton_router.queue import NEARLY_DONE_S, TOGETHER_S, Queue
+from baton_router.queue import Queue
 from baton_router.settings import RouterSettings
+from baton_router.spare import NEARLY_DONE_S, TOGETHER_S
 from baton_router.upstream import Upstream
 from baton_router.workers import FULL_S, Worker, Workers
 
