@@ -25,10 +25,9 @@ from baton_router.costs import NEVER
 CLOSE_S = 0.010
 """Prices this close are equal: then the longest match wins, then the idler worker, then chance."""
 
-LEAST_CONCERN = 4.0
+LEAST_CONCERN = 0.5
 MOST_CONCERN = 8.0
-"""What a second of a worker costs those behind, per second: at the least, and at the most. They wait in the
-router and not at the worker, so the least is much: prefixes stay where they are, and there is more room."""
+"""What a second of a worker costs those behind, per second: at the least, and at the most."""
 
 IDLE = 1 + LEAST_CONCERN
 """What a second costs where nothing waits."""
