@@ -31,6 +31,7 @@ ORDERS: dict[str, tuple[float, list[Entry]]] = {
     "a deadline that is near": (7, [entry(2, 0, objective_s=10), entry(SHORT, 7)]),
     "a deadline that is not": (4, [entry(SHORT, 4), entry(2, 0, objective_s=10)]),
     "a deadline that cannot be met": (9, [entry(SHORT, 9), entry(50, 9), entry(2, 0, objective_s=10)]),
+    "one that can be met in the last moment": (7.5, [entry(50, 7), entry(2, 0, objective_s=10)]),
     "the nearest deadline": (7, [entry(2, 0, objective_s=10), entry(1.9, 0.4, objective_s=10)]),
     "who was sent before": (1, [entry(LONG, 0, again=True), entry(1, 0, objective_s=2.5), entry(SHORT)]),
     "who starves, the oldest first": (50, [entry(9, 1, starved=True), entry(1, 2, starved=True), entry(0)]),
