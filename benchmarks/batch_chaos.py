@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ def main() -> int:
     parser.add_argument("--lines", type=int, default=600, help="of each batch")
     parser.add_argument("--pause", type=float, default=0.8, help="most seconds between two kills")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # its processes end with it
     with tempfile.TemporaryDirectory(prefix="batch-chaos-") as folder, database(given.database) as url:
         report = chaos.run(
             Path(folder),
