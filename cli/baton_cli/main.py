@@ -110,6 +110,28 @@ def demo(
     local.demo(verbose, _given(given, model, model_path))
 
 
+def fetch(
+    uri: Annotated[
+        str,
+        typer.Argument(help="hf://ORGANISATION/NAME, s3://BUCKET/PATH, gs://BUCKET/PATH, builtin://smollm2."),
+    ],
+    folder: Annotated[
+        str, typer.Argument(help="Where its files are to lie. Several may fetch into it at once.")
+    ],
+    revision: Annotated[str, typer.Option(help="Branch, tag or commit; the newest commit if empty.")] = "",
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Only files whose names match, such as *.safetensors; repeatable.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Fetch a model's files into a folder, unless they are there already."""
+    from baton_cli import processes
+
+    processes.fetch(uri, folder, revision, allow or [])
+
+
 def version() -> None:
     """Print the version."""
     import baton_api
@@ -153,7 +175,7 @@ def create_app(arguments: list[str]) -> typer.Typer:
         help="Serves large language models with prefill and decode on separate workers.",
     )
     named = next((argument for argument in arguments if not argument.startswith("-")), "")
-    for command in (serve, up, chat, demo, router, prefill, decode, version):
+    for command in (serve, up, chat, demo, router, prefill, decode, fetch, version):
         name = command.__name__
         if name == named and name in SERVERS:
             from baton_cli.command import RouterCommand, WorkerCommand

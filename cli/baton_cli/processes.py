@@ -7,7 +7,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -42,6 +43,18 @@ def worker(role: str, given: Mapping[str, Any], announce_fd: int | None) -> None
     except SetupError as error:
         announce(Refused(reason=error.message))
         raise
+
+
+def fetch(uri: str, folder: str, revision: str, patterns: Sequence[str]) -> None:
+    """Bring a model's files into a folder."""
+    from baton_engine.model import fetching
+
+    display = Display(Console(stderr=True))
+    with display.bars():
+        source = fetching.Source(uri, revision, tuple(patterns))
+        fetched = fetching.fetch(source, Path(folder), Bar(display, "fetch"))
+    done = "Fetched" if fetched.anew else "There already:"
+    print(f"{done} {uri} at {fetched.revision} in {folder}")
 
 
 def router(given: Mapping[str, Any], announce_fd: int | None) -> None:

@@ -21,7 +21,7 @@ def test_help_names_every_command_and_loads_nothing_heavy() -> None:
         f"finally: print('LOADED', [name for name in {HEAVY} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    for command in ("serve", "up", "chat", "demo", "router", "prefill", "decode", "version"):
+    for command in ("serve", "up", "chat", "demo", "router", "prefill", "decode", "fetch", "version"):
         assert f" {command} " in done.stdout
     assert done.stdout.strip().endswith("LOADED []")
 

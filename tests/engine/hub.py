@@ -11,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+REVISIONS = ("main", "v1", COMMIT)
+"""All are that commit."""
 
 
 @contextmanager
@@ -36,6 +38,8 @@ def serving(folder: Path, model: str, asked: list[str]) -> Iterator[str]:
                     for file in sorted(folder.iterdir())
                 ]
                 self._send(200, json.dumps(tree).encode(), with_body)
+            elif path.startswith(f"/api/models/{model}/revision/") and not path.endswith(REVISIONS):
+                self._send(404, b"{}", with_body, error="RevisionNotFound")
             elif path.startswith(f"/api/models/{model}"):
                 files = [{"rfilename": file.name} for file in sorted(folder.iterdir())]
                 body = json.dumps({"id": model, "sha": COMMIT, "siblings": files}).encode()

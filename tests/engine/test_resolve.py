@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from baton_api.errors import SetupError
-from baton_engine.model.builtin import SMOLLM2, BuiltIn, fetch
+from baton_engine.model.builtin import SMOLLM2, BuiltIn, bundled, fetch
 from baton_engine.model.progress import SILENT
 from baton_engine.model.resolve import resolve
 from tests.engine.hub import serving
@@ -52,11 +52,26 @@ def test_a_folder_and_a_file_are_taken_as_they_are(tmp_path: Path) -> None:
     assert (file.path, file.name, file.is_gguf) == (tmp_path / "tiny.gguf", "tiny.gguf", True)
 
 
+def test_a_folder_with_one_gguf_file_is_that_file(tmp_path: Path) -> None:
+    (tmp_path / "tiny.gguf").write_bytes(b"")
+    assert resolve(str(tmp_path)).path == tmp_path / "tiny.gguf"
+
+
+def test_what_came_with_the_image_is_not_fetched(tmp_path: Path) -> None:
+    (tmp_path / "tiny.gguf").write_bytes(CONTENT)
+    assert bundled(MODEL, tmp_path) == tmp_path / "tiny.gguf"
+    assert bundled(MODEL, tmp_path / "nothing") is None
+    (tmp_path / "tiny.gguf").write_bytes(CONTENT[:10])
+    assert bundled(MODEL, tmp_path) is None
+    assert bundled(MODEL, None) is None
+
+
 def test_a_path_that_is_no_model_is_told_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "weights.bin").write_bytes(b"")
-    (tmp_path / "some.gguf").write_bytes(b"")
+    for name in ("some.gguf", "other.gguf"):
+        (tmp_path / name).write_bytes(b"")
     for path, message in {
-        tmp_path: r"has no config\.json.*holds some\.gguf",
+        tmp_path: r"has no config\.json.*holds other\.gguf, some\.gguf",
         tmp_path / "weights.bin": r"not a \.gguf file",
         tmp_path / "nothing.gguf": "no file or folder.*built-in name smollm2",
         tmp_path / "nothing": "no file or folder",
@@ -146,7 +161,7 @@ def test_a_hub_id_is_fetched_without_pickles_and_then_found_offline(tmp_path: Pa
     files = sorted(file.name for file in Path(fetched).iterdir())
     assert files == ["config.json", "model.safetensors", "tokenizer.json"]
     assert not any(path.endswith((".bin", ".py")) for path in asked)
-    assert "no such model on the hub" in unknown and "built-in name smollm2" in unknown
+    assert "the hub has no model" in unknown and "built-in name smollm2" in unknown
     found, lacking = resolved(["org/tiny", "org/other"], home, HF_HUB_OFFLINE="1")
     assert found == fetched
     assert_told_with_the_ways_out(lacking)

@@ -35,7 +35,8 @@ class Cache(Part):
 
     type: Literal["None", "PVC", "HostPath"] = "None"
     """None: every pod fetches the files for itself. PVC: a Job fetches them once into a volume claim.
-    HostPath: a Job on each node fetches them into a folder of the node."""
+    HostPath: the first pod on a node fetches them into a folder of the node, which has to belong to user
+    65532; a namespace whose pods are restricted does not allow it."""
 
     claim_name: Subdomain | None = None
     """A PersistentVolumeClaim that exists."""

@@ -2,7 +2,8 @@
 How a model's files come into a pod: in the image, on a volume, or fetched before the worker starts.
 
 Fetching is the same program everywhere, `baton fetch`: in a Job into a claim that all pods share, or in each
-pod before its worker. In a folder of the node the first pod fetches and the others wait for it.
+pod before its worker. In a folder of the node the first pod fetches and the others wait for it. Only who
+fetches may write; its marker says what is there, so that whoever comes later has nothing to do.
 """
 
 from __future__ import annotations

@@ -14,3 +14,9 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
     if caches := environment.get("XDG_CACHE_HOME"):
         return Path(caches) / "baton"
     return Path(environment.get("HOME") or tempfile.gettempdir()) / ".cache" / "baton"
+
+
+def bundled_folder(environment: Mapping[str, str]) -> Path | None:
+    """BATON_BUNDLED: a folder, never written to, with built-in models that came with a container's image."""
+    folder = environment.get("BATON_BUNDLED")
+    return Path(folder) if folder else None

@@ -108,6 +108,12 @@ def fetch(model: BuiltIn, cache: Path, progress: Progress, installer: Installer 
     return target
 
 
+def bundled(model: BuiltIn, folder: Path | None) -> Path | None:
+    """The model's file in `folder`, if it is there and whole."""
+    target = folder / Path(model.member).name if folder else None
+    return target if target and _is_whole(target, model) else None
+
+
 def _is_whole(target: Path, model: BuiltIn) -> bool:
     return target.is_file() and target.stat().st_size == model.file_bytes
 

@@ -1,0 +1,126 @@
+"""
+A model's files brought into a folder once, for whoever comes later.
+
+One process at a time fetches, and the others wait for it. The last thing that is written is a marker which
+says what is there: with it there is nothing to do, without it the fetch goes on where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from baton_api.errors import SetupError
+from baton_engine.model import buckets, builtin, hub
+from baton_engine.model.progress import SILENT, Progress
+
+MARKER = ".baton-fetched.json"
+LOCK = ".baton-fetch.lock"
+
+WAYS_OUT = "Set HF_ENDPOINT if the hub has a mirror here, or give another URI of the model."
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Which files are wanted."""
+
+    uri: str
+    revision: str = ""
+    """Branch, tag or commit of a hub's model; its newest commit if it is empty."""
+    patterns: tuple[str, ...] = ()
+    """Only files whose names match one; those that a model needs if there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What lies in the folder."""
+
+    revision: str
+    """A commit, or the digest of the files' versions."""
+    anew: bool
+    """Whether it was fetched now."""
+
+
+def fetch(source: Source, folder: Path, progress: Progress = SILENT) -> Fetched:
+    """Bring the files into `folder`, unless they are there. Raises SetupError."""
+    if found := _marked(source, folder):
+        return found
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone(folder, progress):
+            if found := _marked(source, folder):  # somebody else has fetched them meanwhile
+                return found
+            revision = _bring(source, folder, progress)
+            _mark(source, revision, folder)
+    except OSError as error:
+        raise SetupError(
+            f"{folder} cannot be written to: {error}. It needs room for the model, and to belong to user "
+            f"{os.getuid()} or one of his groups."
+        ) from error
+    return Fetched(revision, anew=True)
+
+
+def _bring(source: Source, folder: Path, progress: Progress) -> str:
+    scheme, separator, rest = source.uri.partition("://")
+    if source.revision and scheme != "hf":
+        raise SetupError(f"{source.uri} has no revisions: only models of the hub (hf://) have.")
+    match scheme if separator and rest else "":
+        case "hf":
+            progress.start(f"Fetching {rest}", 0)
+            commit = hub.download(rest, source.revision, source.patterns, folder, WAYS_OUT)
+            progress.done()
+            return commit
+        case "s3" | "gs":
+            return buckets.download(buckets.opened(source.uri), source.uri, source.patterns, folder, progress)
+        case "builtin" if rest == builtin.SMOLLM2.name:
+            builtin.fetch(builtin.SMOLLM2, folder, progress)
+            return builtin.SMOLLM2.file_sha256
+    raise SetupError(
+        f"{source.uri[:300]!r} cannot be fetched. What can: hf://ORGANISATION/NAME, s3://BUCKET/PATH, "
+        f"gs://BUCKET/PATH and builtin://{builtin.SMOLLM2.name}."
+    )
+
+
+def _marked(source: Source, folder: Path) -> Fetched | None:
+    """What the folder's marker says. Raises SetupError if it is of something else."""
+    try:
+        marker = json.loads((folder / MARKER).read_bytes())
+        there = Source(marker["uri"], marker["revision"], tuple(marker["patterns"]))
+        resolved = str(marker["resolved"])
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SetupError(f"{folder / MARKER} cannot be read ({error}): delete it to fetch again.") from error
+    if there != source:
+        raise SetupError(
+            f"{folder} holds {there.uri} {there.revision or '(newest)'} {' '.join(there.patterns)}".rstrip()
+            + f": fetch {source.uri} into another folder, or empty this one."
+        )
+    return Fetched(resolved, anew=False)
+
+
+def _mark(source: Source, resolved: str, folder: Path) -> None:
+    unfinished = folder / f"{MARKER}.new"
+    with unfinished.open("w") as file:
+        json.dump({**asdict(source), "resolved": resolved}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, folder / MARKER)
+
+
+@contextmanager
+def _alone(folder: Path, progress: Progress) -> Iterator[None]:
+    """Held by one process; the kernel lets go of it however that one ends."""
+    with (folder / LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress.start("Waiting for another process that fetches it", 0)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            progress.done()
+        yield

