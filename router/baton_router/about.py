@@ -11,7 +11,9 @@ from baton_api import __version__
 from baton_router.settings import RouterSettings
 from baton_router.workers import Worker, Workers
 
-SECRETS = frozenset({"api_key", "api_key_file", "ticket_secret", "worker_api_key"})
+SECRETS = frozenset(
+    {"api_key", "api_key_file", "ticket_secret", "worker_api_key", "batch_secret", "database", "tenants_file"}
+)
 """Settings that nobody is told."""
 
 

@@ -3,7 +3,8 @@ What things take on one worker, in seconds, as its own answers have taught.
 
 Each worker is its own kind of machine, and a loaded one is another machine again, so nothing is
 configured: every first token tells how long its prompt took, every stream how long its steps took.
-Before the first measurement a worker is believed to be like a small GPU.
+Before the first measurement a worker is believed to be like others of its kind, and the first one of a kind
+to be like a small GPU.
 """
 
 from __future__ import annotations
@@ -24,6 +25,37 @@ SMOOTHING = 0.1
 """What one measurement adds to an average that goes with the times."""
 
 
+A_SMALL_GPU = (0.02, 0.1, 0.005)
+
+
+class Kind:
+    """
+    What prompts take on workers of one kind, for those of them that nobody has tried yet.
+
+    A newcomer that was believed to be slower than its peers would get nothing, and so could never show that
+    it is not.
+    """
+
+    def __init__(self) -> None:
+        self._typical = LeastSquares(A_SMALL_GPU)
+        self._untried: list[LeastSquares] = []
+
+    def newcomer(self) -> PrefillCost:
+        """The costs of one more worker of this kind."""
+        line = LeastSquares(self._typical.coefficients)
+        self._untried.append(line)
+        return PrefillCost(line, self)
+
+    def learn(self, line: LeastSquares, x: float, y: float, z: float, seconds: float) -> None:
+        """A measurement of one worker, which is a hint for the others."""
+        line.learn(x, y, z, seconds)
+        self._typical.learn(x, y, z, seconds)
+        if self._untried:
+            self._untried = [one for one in self._untried if not one.measurements]
+            for one in self._untried:
+                one.coefficients = self._typical.coefficients
+
+
 @dataclass(slots=True)
 class PrefillCost:
     """
@@ -32,13 +64,18 @@ class PrefillCost:
     A constant, a share per token, and one per pair of tokens that attend to one another.
     """
 
-    line: LeastSquares = field(default_factory=lambda: LeastSquares((0.02, 0.1, 0.005)))
+    line: LeastSquares
+    _kind: Kind
 
     def seconds(self, uncached: int, context: int) -> float:
         constant, each, pairs = self.line.coefficients  # written out: it is asked for every worker
-        work = uncached * (context - uncached / 2)
-        seconds = constant + each * uncached / 1e3 + pairs * work / 1e6
-        return seconds if seconds > LEAST_S else LEAST_S
+        # More tokens never take less, whatever a line through noise would say.
+        seconds = constant if constant > LEAST_S else LEAST_S
+        if each > 0:
+            seconds += each * uncached / 1e3
+        if pairs > 0:
+            seconds += pairs * uncached * (context - uncached / 2) / 1e6
+        return seconds
 
     @property
     def taught(self) -> bool:
@@ -47,7 +84,7 @@ class PrefillCost:
 
     def learn(self, uncached: int, context: int, seconds: float) -> None:
         work = uncached * (context - uncached / 2)
-        self.line.learn(1.0, uncached / 1e3, work / 1e6, seconds)
+        self._kind.learn(self.line, 1.0, uncached / 1e3, work / 1e6, seconds)
 
 
 @dataclass(slots=True)
@@ -57,16 +94,14 @@ class StepCost:
     line: LeastSquares = field(default_factory=lambda: LeastSquares((0.01, 0.002, 0.002)))
 
     def seconds(self, running: int, context: int) -> float:
-        constant, each, tokens = self.line.coefficients
-        seconds = constant + each * running / 10 + tokens * context / 1e4
-        return seconds if seconds > LEAST_S else LEAST_S
+        return self.beside(running, context, 0)[0]
 
     def beside(self, running: int, context: int, tokens: int) -> tuple[float, float]:
         """The same as it is, and with one stream of `tokens` more."""
         constant, each, share = self.line.coefficients
-        before = constant + each * running / 10 + share * context / 1e4
-        after = before + each / 10 + share * tokens / 1e4
-        return before if before > LEAST_S else LEAST_S, after if after > LEAST_S else LEAST_S
+        each, share = (each if each > 0 else 0.0), (share if share > 0 else 0.0)
+        before = (constant if constant > LEAST_S else LEAST_S) + each * running / 10 + share * context / 1e4
+        return before, before + each / 10 + share * tokens / 1e4
 
     def learn(self, running: int, context: int, seconds: float) -> None:
         self.line.learn(1.0, running / 10, context / 1e4, seconds)

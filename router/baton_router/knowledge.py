@@ -14,10 +14,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from baton_api.reports import PromptReport
-from baton_api.workers import Load
+from baton_api.workers import Load, Role
 from baton_router.block_map import BlockMap
 from baton_router.bookings import PrefillBookings, StreamBookings
-from baton_router.costs import Average, PrefillCost, StepCost, TransferCost
+from baton_router.costs import Average, Kind, PrefillCost, StepCost, TransferCost
 from baton_router.parity import Parity
 from baton_router.prefix_index import PrefixIndex
 from baton_router.prompt_chunks import CHUNK_BYTES, Prompt
@@ -58,11 +58,11 @@ class Known:
         "total_blocks",
     )
 
-    def __init__(self, slot: int, epoch: str) -> None:
+    def __init__(self, slot: int, epoch: str, prefill_cost: PrefillCost) -> None:
         self.slot = slot
         """In the prefix index."""
         self.epoch = epoch
-        self.prefill_cost = PrefillCost()
+        self.prefill_cost = prefill_cost
         self.step_cost = StepCost()
         self.computing = PrefillBookings()
         self.streams = StreamBookings()
@@ -103,6 +103,8 @@ class Knowledge:
         """Slots of workers that were forgotten, the lowest first: a set of workers has a bit for each."""
         self._index = PrefixIndex()
         self.blocks = BlockMap(self._index)
+        self._kinds: dict[tuple[Role, str], Kind] = {}
+        """By what workers are listed for, and their model."""
         self._transfers: dict[tuple[str, str], TransferCost] = {}
         self._bytes_per_token: dict[str, Average] = {}
         self._answered: OrderedDict[int, int] = OrderedDict()
@@ -124,7 +126,7 @@ class Knowledge:
         known = self._known.get(worker)
         if known is None or (known.epoch != epoch and epoch):
             if worker.gone:
-                return Known(NOWHERE, epoch)
+                return Known(NOWHERE, epoch, Kind().newcomer())
             known = self._meet(worker, epoch, known, load)
         if load is not None:
             known.reported(load)
@@ -218,7 +220,8 @@ class Knowledge:
             self._empty(slot)
         else:
             slot = heapq.heappop(self._free) if self._free else len(self._known)
-        known = self._known[worker] = Known(slot, epoch)
+        kind = self._kinds.setdefault((worker.listed, worker.model), Kind())
+        known = self._known[worker] = Known(slot, epoch, kind.newcomer())
         tokens = load.total_blocks * load.block_size if load else 0
         self._index.register(slot, max(64, int(GENEROSITY * tokens * BYTES_PER_TOKEN / CHUNK_BYTES)))
         return known

@@ -12,8 +12,8 @@ class Picker(Protocol):
     """
     Gives requests to workers, and wants to hear what becomes of each.
 
-    After `pick` come, in this order and at most once each: `began` or `full`, then perhaps `failed`, and in any
-    case `let_go`.
+    After `pick` come, in this order and at most once each: `began` or `full`, then perhaps `failed`, and in
+    any case `let_go`.
     Only `pick` may wait; the others tell, and what they tell may arrive later.
     """
 

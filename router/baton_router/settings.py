@@ -231,17 +231,18 @@ class RouterSettings(BatchSettings):
     """Other workers that are tried for one request, as long as no byte of an answer was sent."""
 
     retry_ratio: float = Field(default=0.1, ge=0)
-    """Retries per request, over all requests, that workers may cause which refuse (429, 503) or are slow: more
-    would turn an overload into a storm. Requests of lost workers do not count."""
+    """Retries per request, over all requests, that workers may cause which refuse (429, 503) or are slow:
+    more would turn an overload into a storm. Requests of lost workers do not count."""
 
     interactive_s: float = Field(default=10.0, gt=0)
-    """Seconds within which requests of the class interactive (x-baton-class) want their first token, if they do
-    not say (x-slo-ttft-ms). One that has to wait, and is predicted to take one and a half times as long, is
-    refused at once with 503; none waits for longer than that."""
+    """Seconds within which requests of the class interactive (x-baton-class) want their first token, if they
+    do not say (x-slo-ttft-ms). One that has to wait, and is predicted to take one and a half times as
+    long, is refused at once with 503; none waits for longer than that."""
 
     wait_s: float = Field(default=300.0, gt=0)
-    """Seconds for which requests of the classes critical and default, which name no objective, wait for a free
-    worker before they are refused with 503. Those of the class batch wait for as long as their client does."""
+    """Seconds for which requests of the classes critical and default, which name no objective, wait for a
+    free worker before they are refused with 503. Those of the class batch wait for as long as their client
+    does."""
 
     recovery_s: float = Field(default=5.0, ge=0)
     """Seconds for which a request waits at most if no worker is ready: one that was restarted may be soon. 0
@@ -254,20 +255,21 @@ class RouterSettings(BatchSettings):
     """Bytes of bodies that may wait in the router, shared in the same way."""
 
     prefill_tokens: int = Field(default=8192, ge=1)
-    """Tokens of prompts that one worker is given at a time, if it is more than one prompt. What is beyond waits
-    in the router, where it can still be put in another order or go elsewhere."""
+    """Tokens of prompts that one worker is given at a time, if it is more than one prompt. What is beyond
+    waits in the router, where it can still be put in another order or go elsewhere."""
 
     first_byte_s: float = Field(default=2.0, gt=0)
-    """Least seconds that a worker has for the first token before another one is asked, if there is one and the
-    worker's speed is known. It has three times what was predicted, if that is more, and once that in any case."""
+    """Least seconds that a worker has for the first token before another one is asked, if there is one and
+    the worker's speed is known. It has three times what was predicted, if that is more, and once that in
+    any case."""
 
     answer_s: float = Field(default=600.0, gt=0)
     """Seconds that the first byte of an answer may take in all. OpenAI's clients wait as long."""
 
     idle_s: float = Field(default=30.0, gt=0)
-    """Seconds without a token after which a stream goes on at another worker; fifty steps of the worker, if that
-    is more. One that cannot go on elsewhere is cut after as long without any sign of life, or after --answer-s
-    without a token. Also the seconds for which a client may read nothing."""
+    """Seconds without a token after which a stream goes on at another worker; fifty steps of the worker, if
+    that is more. One that cannot go on elsewhere is cut after as long without any sign of life, or after
+    --answer-s without a token. Also the seconds for which a client may read nothing."""
 
     max_body: int = Field(default=limits.BODY.most, ge=1)
     """Bytes of a request's body; more are refused with 413."""

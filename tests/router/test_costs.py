@@ -7,7 +7,7 @@ import random
 import pytest
 
 from baton_router.bookings import PrefillBookings, StreamBookings
-from baton_router.costs import LEAST_S, NEVER, PrefillCost, StepCost, TransferCost
+from baton_router.costs import LEAST_S, NEVER, Kind, StepCost, TransferCost
 from baton_router.least_squares import FORGETTING, LeastSquares
 
 
@@ -68,8 +68,8 @@ def test_the_recursion_is_that_of_the_textbook(seed: int) -> None:
 
 
 def test_the_tokens_that_attend_to_a_long_context_cost_more() -> None:
-    cost = PrefillCost()
-    truth = PrefillCost()
+    cost = Kind().newcomer()
+    truth = Kind().newcomer()
     truth.line.coefficients = (0.01, 0.05, 0.02)
     rng = random.Random(1)
     for _ in range(400):
@@ -82,7 +82,7 @@ def test_the_tokens_that_attend_to_a_long_context_cost_more() -> None:
 
 
 def test_no_prediction_is_in_the_past() -> None:
-    prefill, step = PrefillCost(), StepCost()
+    prefill, step = Kind().newcomer(), StepCost()
     for _ in range(50):
         prefill.learn(1000, 1000, 0.001)
         step.learn(1, 100, 0.0001)
@@ -149,3 +149,38 @@ def test_nothing_leaks_from_the_bookings(seed: int) -> None:
         total = sum(seconds for seconds, _, _ in live.values())
         assert prefill.seconds == pytest.approx(total, abs=1e-6)
         assert 0.0 <= prefill.backlog_s(now) <= total + 1e-6
+
+
+def test_who_was_never_tried_is_believed_to_be_like_the_others_of_its_kind() -> None:
+    kind, other_kind = Kind(), Kind()
+    first, second = kind.newcomer(), kind.newcomer()
+    guess = first.seconds(1000, 1000)
+    for size in range(100, 5000, 50):
+        first.learn(size, size, 0.001 + size * 1e-6)
+    later = kind.newcomer()
+    for untried in (second, later):
+        assert untried.seconds(1000, 1000) == pytest.approx(first.seconds(1000, 1000), rel=0.2)
+        assert not untried.taught
+    assert other_kind.newcomer().seconds(1000, 1000) == guess
+
+
+def test_who_was_tried_is_known_by_its_own_measurements() -> None:
+    kind = Kind()
+    quick, slow = kind.newcomer(), kind.newcomer()
+    for size in range(100, 5000, 50):
+        quick.learn(size, size, 0.001 + size * 1e-6)
+        slow.learn(size, size, 0.1 + size * 1e-4)
+    assert quick.seconds(1000, 1000) == pytest.approx(0.002, rel=0.3)
+    assert slow.seconds(1000, 1000) == pytest.approx(0.2, rel=0.3)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_more_never_takes_less(seed: int) -> None:
+    rng = random.Random(seed)
+    cost, step = Kind().newcomer(), StepCost()
+    for _ in range(200):
+        size = rng.randint(1, 4000)
+        cost.learn(size, size, rng.uniform(0.0, 0.05))  # noise, and nothing else
+        step.learn(rng.randint(1, 32), rng.randint(1, 10_000), rng.uniform(0.0, 0.05))
+        assert cost.seconds(100, 100) <= cost.seconds(1000, 1000) <= cost.seconds(100_000, 100_000)
+        assert step.seconds(1, 100) <= step.seconds(8, 800) <= step.seconds(64, 100_000)

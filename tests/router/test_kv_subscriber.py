@@ -281,7 +281,11 @@ async def test_what_a_worker_drops_is_not_looked_for_there() -> None:
         await until(lambda: len(knowledge.blocks) == 10)
         assert list(knowledge.held(made.prompt, knowledge.match(made.prompt)).values()) == [5120]
         worker.publish([Removed(name) for name in reversed(names[10:])])
-        await until(lambda: list(knowledge.held(made.prompt, knowledge.match(made.prompt)).values()) == [1024])  # 10 of 40 blocks
+
+        def held() -> list[int]:
+            return list(knowledge.held(made.prompt, knowledge.match(made.prompt)).values())
+
+        await until(lambda: held() == [1024])  # 10 of 40 blocks
         assert running.metric("baton_router_index_chunks") == 2
         assert running.metric("baton_router_kv_events_total", worker=name) >= 2
         assert running.metric("baton_router_kv_events_degraded", worker=name) == 0

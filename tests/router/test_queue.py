@@ -14,7 +14,7 @@ from baton_api.errors import BatonError, ModelNotFound, NotInTime, NotReady, Ove
 from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
 from baton_router.asks import Ask
-from baton_router.costs import PrefillCost
+from baton_router.costs import Kind
 from baton_router.dispatcher import Dispatch, Dispatcher
 from baton_router.prompt_chunks import of_text
 from baton_router.queue import Queue
@@ -150,7 +150,7 @@ async def test_a_worker_that_is_nearly_done_gets_the_next_one() -> None:
 async def test_many_short_prompts_are_computed_together() -> None:
     async with cluster_of() as cluster:
         for one in cluster.workers.all:  # an engine that takes the same for any short prompt
-            cost = cluster.dispatcher.knowledge.of(one).prefill_cost = PrefillCost()
+            cost = cluster.dispatcher.knowledge.of(one).prefill_cost = Kind().newcomer()
             for size in range(50, 200):
                 cost.learn(size, size, 0.025)
         for number in range(40):
