@@ -26,12 +26,14 @@ check: $(VENV)/dev ## what a change must pass besides the tests
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(PYTHON) -m baton_operator.crd --check
+	$(PYTHON) -m baton_operator.chart --check
 	$(PYTHON) -m baton_cli.reference --check
 
 fix: $(VENV)/dev ## format, repair what can be repaired, write the generated pages
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 	$(PYTHON) -m baton_operator.crd
+	$(PYTHON) -m baton_operator.chart
 	$(PYTHON) -m baton_cli.reference
 
 bench: $(VENV)/dev ## measure this machine's limits and MODEL (default smollm2) served alone and by a pair

@@ -32,3 +32,12 @@ def test_every_row_of_the_failure_contract_names_its_tests() -> None:
 def test_every_link_to_a_file_leads_somewhere(document: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text())
     assert not [link for link in links if not (document.parent / link).exists()]
+
+
+def test_every_example_is_listed() -> None:
+    listed = (ROOT / "examples" / "README.md").read_text()
+    there = [
+        path for path in sorted((ROOT / "examples").rglob("*")) if path.suffix in (".py", ".sh", ".yaml")
+    ]
+    assert there
+    assert not [path for path in there if f"]({path.relative_to(ROOT / 'examples')})" not in listed]

@@ -1,0 +1,51 @@
+{{/* The name of all that is made. */}}
+{{- define "baton.fullname" -}}
+{{- $name := .Values.nameOverride | default .Chart.Name -}}
+{{- if .Values.fullnameOverride -}}
+{{ .Values.fullnameOverride }}
+{{- else if contains $name .Release.Name -}}
+{{ .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- else -}}
+{{ printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" }}
+{{- end -}}
+{{- end -}}
+
+{{/* Of the Lease, and of the ConfigMap by which the operator proves that its watches live. */}}
+{{- define "baton.lease" -}}
+{{ include "baton.fullname" . }}-operator
+{{- end -}}
+
+{{- define "baton.account" -}}
+{{- if .Values.serviceAccount.create -}}
+{{ .Values.serviceAccount.name | default (include "baton.lease" .) }}
+{{- else -}}
+{{ .Values.serviceAccount.name | default "default" }}
+{{- end -}}
+{{- end -}}
+
+{{/* What tells the operator's pods from all others. */}}
+{{- define "baton.selector" -}}
+app.kubernetes.io/name: {{ .Values.nameOverride | default .Chart.Name }}-operator
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "baton.labels" -}}
+{{ include "baton.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{/* Reference of the image that is called .image in the values. */}}
+{{- define "baton.image" -}}
+{{- $image := index .root.Values.images .image -}}
+{{- $name := $image.repository -}}
+{{- with .root.Values.images.registry -}}
+{{- $name = printf "%s/%s" (trimSuffix "/" .) $name -}}
+{{- end -}}
+{{- if $image.digest -}}
+{{ $name }}@{{ $image.digest }}
+{{- else -}}
+{{ $name }}:{{ $image.tag | default .root.Chart.AppVersion }}
+{{- end -}}
+{{- end -}}

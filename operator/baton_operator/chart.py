@@ -1,0 +1,88 @@
+"""
+What the Helm chart has of the operator, generated: `python -m baton_operator.chart [--check]`.
+
+Its copies of the custom resources, and the rules of its Roles with the reason of each. Helm can neither read
+`crds/` nor ask Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from baton_operator.crd import GROUP, RESOURCES, files
+from baton_operator.rbac import SERVICES, Rule, own
+
+HEAD = "{{/* Generated from baton_operator by `make fix`. Do not edit. */}}\n"
+LEASE = '{{ include "baton.lease" . }}'
+
+PLURALS = tuple(resource.plural for resource in RESOURCES)
+
+VIEW = (Rule(GROUP, PLURALS, ("get", "list", "watch"), "Who may view a namespace."),)
+
+EDIT = (
+    Rule(GROUP, PLURALS, ("create", "delete", "deletecollection", "patch", "update"), "Who may edit one."),
+    Rule(
+        GROUP,
+        tuple(f"{resource.plural}/scale" for resource in RESOURCES if resource.scale),
+        ("get", "patch", "update"),
+        "kubectl scale.",
+    ),
+)
+"""Besides what VIEW gives."""
+
+
+def generated() -> dict[str, str]:
+    """Paths within the chart, and their text."""
+    rules = {
+        "baton.serviceRules": SERVICES,
+        "baton.ownRules": own(LEASE),
+        "baton.viewRules": VIEW,
+        "baton.editRules": EDIT,
+    }
+    templates = "\n".join(_template(name, those) for name, those in rules.items())
+    copies = {f"files/crds/{name}": text for name, text in files().items()}
+    return {"templates/_rules.tpl": f"{HEAD}\n{templates}", **copies}
+
+
+def _template(name: str, rules: Iterable[Rule]) -> str:
+    """The `rules` of a Role, as a template."""
+    lines = [f'{{{{- define "{name}" -}}}}']
+    for rule in rules:
+        lines += [f"# {rule.why}", f"- apiGroups: [{_listed((rule.group,))}]"]
+        lines.append(f"  resources: [{_listed(rule.resources)}]")
+        if rule.names:
+            lines.append(f"  resourceNames: [{_listed(rule.names)}]")
+        lines.append(f"  verbs: [{_listed(rule.verbs)}]")
+    return "\n".join([*lines, "{{- end -}}", ""])
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(word or '""' for word in words)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Write or check them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="fail if a file is not what would be written")
+    parser.add_argument("--folder", type=Path, default=Path("charts/baton"))
+    given = parser.parse_args(arguments)
+    texts = {given.folder / name: text for name, text in generated().items()}
+    there = set((given.folder / "files/crds").glob("*.yaml"))
+    stale = [path for path, text in texts.items() if not path.is_file() or path.read_text() != text]
+    stale += sorted(there - set(texts))
+    if given.check:
+        for path in stale:
+            print(f"{path} is not what would be written: run `make fix`")
+        sys.exit(bool(stale))
+    for path in there - set(texts):
+        path.unlink()
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""The Helm chart: what it makes of which values, and that it says nothing but what is so."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+
+from baton_api import __version__
+from baton_operator import chart
+from baton_operator.crd import RESOURCES
+from baton_operator.manifests import pods
+from baton_operator.rbac import SERVICES, own, rules
+from baton_operator.settings import OperatorSettings
+from tests.charts.helm import CHART, NAMESPACE, ROOT, VALUES, helm, of_kind, render
+
+TEMPLATES = "\n".join(path.read_text() for path in sorted((CHART / "templates").rglob("*")) if path.is_file())
+DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+
+
+def leaves(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """Paths of values; an object that is written as a whole (resources, affinity) is one."""
+    for name, value in values.items():
+        path = f"{above}.{name}" if above else name
+        described = schema_of(path)
+        if isinstance(value, dict) and "properties" in described and name != "resources":
+            yield from leaves(value, path)
+        else:
+            yield path
+
+
+def schema_of(path: str) -> dict[str, Any]:
+    found: dict[str, Any] = SCHEMA
+    for name in path.split("."):
+        found = found["properties"][name]
+    return found
+
+
+class TestValues:
+    def test_each_is_described_in_the_schema_and_the_other_way_round(self) -> None:
+        def same(values: Mapping[str, Any], schema: Mapping[str, Any], path: str) -> None:
+            if not schema.get("properties") or path == "resources":
+                return
+            assert schema["additionalProperties"] is False, path
+            assert set(values) == set(schema["properties"]) - {"global"}, path
+            for name, value in values.items():
+                same(value, schema["properties"][name], f"{path}.{name}".lstrip("."))
+
+        same(DEFAULTS, SCHEMA, "")
+        Draft202012Validator.check_schema(SCHEMA)
+
+    @pytest.mark.parametrize("path", list(leaves(DEFAULTS)))
+    def test_each_is_used(self, path: str) -> None:
+        ways = [path.split(".")[:length] for length in range(1, path.count(".") + 2)]
+        used = any(re.search(rf"\.Values\.{'.'.join(map(re.escape, way))}\b", TEMPLATES) for way in ways)
+        image = re.fullmatch(r"images\.(\w+)\.(\w+)", path)
+        if image is not None:
+            name, field = image.groups()
+            used = f'"image" "{name}"' in TEMPLATES and f"$image.{field}" in TEMPLATES
+        assert used
+
+    def test_each_is_explained(self) -> None:
+        lines = (CHART / "values.yaml").read_text().splitlines()
+        for path in leaves(DEFAULTS):
+            name, indent = path.rpartition(".")[2], "  " * path.count(".")
+            found = [at for at, line in enumerate(lines) if line.startswith(f"{indent}{name}:")]
+            assert any(lines[at - 1].startswith(f"{indent}#") for at in found), path
+
+    @pytest.mark.parametrize(
+        ("values", "named"),
+        [
+            ({"replica": 3}, "replica"),
+            ({"images": {"operator": {"tags": "1"}}}, "tags"),
+            ({"watch": {"namespace": ["a"]}}, "namespace"),
+            ({"watch": {"namespaces": "a"}}, "/watch/namespaces"),
+            ({"watch": {"namespaces": ["A_b"]}}, "/watch/namespaces/0"),
+            ({"replicas": "two"}, "/replicas"),
+            ({"replicas": -1}, "/replicas"),
+            ({"concurrency": 0}, "/concurrency"),
+            ({"images": {"pullPolicy": "Sometimes"}}, "/images/pullPolicy"),
+            ({"images": {"worker": {"digest": "abc"}}}, "/images/worker/digest"),
+            ({"metrics": {"port": 80}}, "/metrics/port"),
+            ({"podDisruptionBudget": {"maxUnavailable": 0}}, "/podDisruptionBudget/maxUnavailable"),
+            ({"fullnameOverride": "a" * 41}, "/fullnameOverride"),
+            ({"podLabels": {"a": 1}}, "/podLabels/a"),
+            ({"networkPolicy": {"apiServerPorts": []}}, "/networkPolicy/apiServerPorts"),
+            ({"topologySpreadConstraints": [{"topologyKey": "a"}]}, "/topologySpreadConstraints/0"),
+        ],
+        ids=str,
+    )
+    def test_what_is_none_is_refused_and_named(self, values: dict[str, Any], named: str) -> None:
+        done = helm("template", "baton", str(CHART), values=values)
+        assert done.returncode != 0
+        assert named in done.stderr.replace("'", "").replace(".", "/")
+
+
+@pytest.mark.parametrize("values", list(VALUES.values()), ids=list(VALUES))
+class TestEverySet:
+    def test_helm_finds_nothing_wrong(self, values: dict[str, Any]) -> None:
+        done = helm("lint", "--strict", str(CHART), values=values)
+        assert done.returncode == 0, done.stdout
+
+    def test_nothing_is_made_twice(self, values: dict[str, Any]) -> None:
+        made = [
+            (one["kind"], one["metadata"].get("namespace"), one["metadata"]["name"]) for one in render(values)
+        ]
+        assert len(made) == len(set(made))
+
+    def test_the_operators_flags_are_settings(self, values: dict[str, Any]) -> None:
+        (deployment,) = of_kind(render(values), "Deployment")
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        command, *flags = container["args"]
+        given = dict(flag.removeprefix("--").split("=", 1) for flag in flags)
+        settings = OperatorSettings(**{name.replace("-", "_"): value for name, value in given.items()})
+        assert command == "operator"
+        assert settings.worker_image and settings.router_image
+        assert settings.host == "0.0.0.0"  # else nobody could ask for its health
+        assert settings.port == container["ports"][0]["containerPort"]
+        assert settings.lease_namespace == NAMESPACE
+
+    def test_all_that_is_asked_of_the_operator_goes_to_its_pods(self, values: dict[str, Any]) -> None:
+        manifests = render(values, "--api-versions=monitoring.coreos.com/v1/ServiceMonitor")
+        (deployment,) = of_kind(manifests, "Deployment")
+        labels = deployment["spec"]["template"]["metadata"]["labels"]
+        (service,) = of_kind(manifests, "Service")
+        selectors = [deployment["spec"]["selector"]["matchLabels"], service["spec"]["selector"]]
+        selectors += [
+            one["spec"]["selector"]["matchLabels"] for one in of_kind(manifests, "PodDisruptionBudget")
+        ]
+        selectors += [
+            one["spec"]["podSelector"]["matchLabels"] for one in of_kind(manifests, "NetworkPolicy")
+        ]
+        for selector in selectors:
+            assert selector.items() <= labels.items()
+        for monitor in of_kind(manifests, "ServiceMonitor"):
+            selector = monitor["spec"]["selector"]["matchLabels"]
+            assert selector.items() <= service["metadata"]["labels"].items()
+
+
+class TestRights:
+    def test_for_the_whole_cluster_they_are_those_that_the_operator_names(self) -> None:
+        manifests = render({})
+        assert rules(SERVICES) in [one["rules"] for one in of_kind(manifests, "ClusterRole")]
+        (lease,) = of_kind(manifests, "Role")
+        assert lease["metadata"]["namespace"] == NAMESPACE
+        assert lease["rules"] == rules(own("baton-operator"))
+        (bound,) = of_kind(manifests, "ClusterRoleBinding")
+        assert bound["roleRef"]["name"] == "baton-operator"
+
+    def test_in_namespaces_there_is_none_for_the_cluster(self) -> None:
+        manifests = render(VALUES["two namespaces"])
+        roles = {one["metadata"]["namespace"]: one["rules"] for one in of_kind(manifests, "Role")}
+        assert roles == {
+            NAMESPACE: rules(own("baton-operator")),
+            "models": rules(SERVICES),
+            "more-models": rules(SERVICES),
+        }
+        assert not of_kind(manifests, "ClusterRoleBinding")
+        names = {one["metadata"]["name"] for one in of_kind(manifests, "ClusterRole")}
+        assert names == {"baton-edit", "baton-view"}, "for people, and bound to nobody here"
+
+    def test_all_are_given_to_the_account_of_the_pods(self) -> None:
+        for values in VALUES.values():
+            manifests = render(values)
+            (deployment,) = of_kind(manifests, "Deployment")
+            account = deployment["spec"]["template"]["spec"]["serviceAccountName"]
+            bindings = [*of_kind(manifests, "RoleBinding"), *of_kind(manifests, "ClusterRoleBinding")]
+            for binding in bindings:
+                (subject,) = binding["subjects"]
+                assert (subject["name"], subject["namespace"]) == (account, NAMESPACE)
+
+    def test_the_handbook_lists_each_with_its_reason(self) -> None:
+        text = (ROOT / "docs" / "kubernetes.md").read_text()
+        for rule in (*SERVICES, *own("baton-operator")):
+            resources = ", ".join(f"`{name}`" for name in rule.resources)
+            assert f"| {resources} | {', '.join(rule.verbs)} | {rule.why} |" in text
+
+
+class TestCustomResources:
+    def test_they_stay_when_the_release_goes(self) -> None:
+        made = of_kind(render({}), "CustomResourceDefinition")
+        assert len(made) == len(RESOURCES)
+        for one in made:
+            assert one["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}
+        written = [yaml.safe_load(path.read_text()) for path in (ROOT / "crds").glob("*.yaml")]
+        by_name = {one["metadata"]["name"]: one for one in made}
+        assert by_name == {one["metadata"]["name"]: one for one in written}
+
+    def test_what_is_generated_is_current(self) -> None:
+        assert {name: (CHART / name).read_text() for name in chart.generated()} == chart.generated()
+
+
+def test_the_pods_are_as_those_that_the_operator_makes() -> None:
+    manifests = render({})
+    (deployment,), (test,) = of_kind(manifests, "Deployment"), of_kind(manifests, "Pod", tests=True)
+    wanted = pods.pod_security()
+    del wanted["fsGroup"]  # there is no volume of others
+    for pod in (deployment["spec"]["template"]["spec"], test["spec"]):
+        assert pod["securityContext"] == wanted
+        assert [one["securityContext"] for one in pod["containers"]] == [pods.container_security()]
+
+
+def test_a_monitor_is_made_only_where_the_cluster_knows_it() -> None:
+    assert not of_kind(render({}), "ServiceMonitor")
+    known = "--api-versions=monitoring.coreos.com/v1/ServiceMonitor"
+    (monitor,) = of_kind(render(VALUES["everything"], known), "ServiceMonitor")
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_images_are_of_the_charts_version() -> None:
+    described = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert described["version"] == described["appVersion"] == __version__
+    (deployment,) = of_kind(render({}), "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == f"baton-operator:{__version__}"
+    (deployment,) = of_kind(render(VALUES["everything"]), "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == "registry.example/team/baton-operator:1.2.3"
+    assert f"--router-image=registry.example/team/other-router:{__version__}" in container["args"]
+    assert f"--worker-image=registry.example/team/baton-worker@sha256:{'ab' * 32}" in container["args"]
