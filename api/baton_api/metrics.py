@@ -190,7 +190,10 @@ ROUTER_QUEUE_DEPTH = Metric(
     "baton_router_queue_depth", "gauge", "Requests that wait in the router for a free worker.", ("class",)
 )
 ROUTER_QUEUE_AGE = Metric(
-    "baton_router_queue_age_seconds", "gauge", "Since the oldest of them arrived; 0 if nobody waits.", ("class",)
+    "baton_router_queue_age_seconds",
+    "gauge",
+    "Since the oldest of them arrived; 0 if nobody waits.",
+    ("class",),
 )
 ROUTER_REJECTS = Metric(
     "baton_router_admission_rejects_total",
@@ -308,4 +311,68 @@ ROUTER_LOOP_LAG = Metric(
     "histogram",
     "How late the event loop came to what was due, looked at ten times a second.",
     buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
+)
+
+# --- The operator ---
+
+OPERATOR_RECONCILE = Metric(
+    "baton_operator_reconcile_seconds",
+    "histogram",
+    "Time of one look at an object, all writes included; success or error.",
+    ("kind", "result"),
+    buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0),
+)
+OPERATOR_QUEUE = Metric(
+    "baton_operator_queue_depth", "gauge", "Objects that could be looked at now, and wait."
+)
+OPERATOR_QUEUE_OLDEST = Metric(
+    "baton_operator_queue_oldest_seconds", "gauge", "For how long one of them has waited at most."
+)
+OPERATOR_LAST_EVENT = Metric(
+    "baton_operator_watch_last_event_seconds",
+    "gauge",
+    "Time since the last event of a kind came by its watch.",
+    ("resource",),
+)
+OPERATOR_HEARTBEAT = Metric(
+    "baton_operator_heartbeat_age_seconds",
+    "gauge",
+    "Time since the operator's own change of a ConfigMap came back by a watch.",
+)
+OPERATOR_LEADER = Metric("baton_operator_leader", "gauge", "1 if this operator holds the Lease.")
+OPERATOR_API = Metric(
+    "baton_operator_api_requests_total",
+    "counter",
+    "Requests to the Kubernetes API by method and status; 0 if there was no answer.",
+    ("method", "code"),
+)
+OPERATOR_CONDITION = Metric(
+    "baton_operator_condition",
+    "gauge",
+    "1 for the status that a condition of a service has.",
+    ("namespace", "service", "type", "status"),
+)
+OPERATOR_DESIRED = Metric(
+    "baton_operator_desired_replicas",
+    "gauge",
+    "Pods that a role of a service is to have.",
+    ("namespace", "service", "role"),
+)
+OPERATOR_READY = Metric(
+    "baton_operator_ready_replicas",
+    "gauge",
+    "Pods of a role of a service that are ready.",
+    ("namespace", "service", "role"),
+)
+OPERATOR_WEIGHT = Metric(
+    "baton_operator_generation_weight",
+    "gauge",
+    "How many of a hundred requests a generation of workers gets.",
+    ("namespace", "service", "revision"),
+)
+OPERATOR_ROLLBACKS = Metric(
+    "baton_operator_rollbacks_total",
+    "counter",
+    "Generations that failed and were taken back.",
+    ("namespace", "service"),
 )

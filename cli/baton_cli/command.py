@@ -45,6 +45,14 @@ class RouterCommand(ServerCommand):
     aliases = peers.flags(peers.ROUTER_ALIASES)
 
 
+class OperatorCommand(ServerCommand):
+    aliases: ClassVar[Mapping[str, str]] = {}
+
+
+OF: Mapping[str, type[ServerCommand]] = {"router": RouterCommand, "operator": OperatorCommand}
+"""Those that start no worker."""
+
+
 def translate(
     args: list[str], valued: Mapping[str, bool], aliases: Mapping[str, str], command: str
 ) -> Iterator[str]:

@@ -72,6 +72,13 @@ def router(announce_fd: AnnounceFd = None, **given: Any) -> None:
     processes.router(given, announce_fd)
 
 
+def operator(announce_fd: AnnounceFd = None, **given: Any) -> None:
+    """Run InferenceServices in a Kubernetes cluster."""
+    from baton_cli import processes
+
+    processes.operator(given, announce_fd)
+
+
 def up(
     model: Model = None,
     model_path: ModelFlag = None,
@@ -175,12 +182,12 @@ def create_app(arguments: list[str]) -> typer.Typer:
         help="Serves large language models with prefill and decode on separate workers.",
     )
     named = next((argument for argument in arguments if not argument.startswith("-")), "")
-    for command in (serve, up, chat, demo, router, prefill, decode, fetch, version):
+    for command in (serve, up, chat, demo, router, prefill, decode, operator, fetch, version):
         name = command.__name__
         if name == named and name in SERVERS:
-            from baton_cli.command import RouterCommand, WorkerCommand
+            from baton_cli import command as commands
 
-            kind = RouterCommand if command is router else WorkerCommand
+            kind = commands.OF.get(name, commands.WorkerCommand)
             app.command(name, cls=kind)(_with_options(command))
         else:
             app.command(name)(command)
@@ -188,7 +195,7 @@ def create_app(arguments: list[str]) -> typer.Typer:
     return app
 
 
-SERVERS = frozenset({"serve", "prefill", "decode", "router", "up", "demo"})
+SERVERS = frozenset({"serve", "prefill", "decode", "router", "operator", "up", "demo"})
 """Commands whose options are settings."""
 
 FRONT_FIELDS = frozenset({"host", "port", "api_key", "api_key_file", "allowed_origins"})
@@ -217,6 +224,11 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
             from baton_router.settings import RouterSettings
 
             return with_options(RouterSettings)(command)
+        case "operator":
+            from baton_cli.options import with_options
+            from baton_operator.settings import OperatorSettings
+
+            return with_options(OperatorSettings)(command)
         case name:
             raise AssertionError(f"{name} starts no server")
 

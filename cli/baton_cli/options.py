@@ -168,6 +168,7 @@ REPEATED = {
     "served_model_name": "NAME",
     "api_key": "KEY",
     "allowed_origins": "ORIGIN",
+    "namespaces": "NAMES",
     "decode_dns": "NAME",
     "prefill_dns": "NAME",
     "revision_weight": "REVISION=NUMBER",

@@ -85,6 +85,27 @@ def router(given: Mapping[str, Any], announce_fd: int | None) -> None:
         raise
 
 
+def operator(given: Mapping[str, Any], announce_fd: int | None) -> None:
+    """Operate until a signal says to stop."""
+    from urllib.parse import urlsplit
+
+    from baton_operator import main
+    from baton_operator.settings import OperatorSettings
+
+    announce = _begin(announce_fd)
+
+    def listening(url: str) -> None:
+        address = urlsplit(url)
+        logging.getLogger("baton_operator").info("Health and metrics at %s.", url)
+        announce(Listening(host=address.hostname or "", port=address.port or 0))
+
+    try:
+        main.run(read_settings(OperatorSettings, given), listening)
+    except SetupError as error:
+        announce(Refused(reason=error.message))
+        raise
+
+
 def _begin(announce_fd: int | None) -> Announcer:
     """Logs, signals, and the tie to the supervisor."""
     if announce_fd is not None:

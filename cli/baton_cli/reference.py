@@ -19,6 +19,7 @@ from baton_cli.api_reference import errors_page, limits_page
 from baton_cli.options import Option, options_of
 from baton_cli.refusals import REFUSALS
 from baton_engine.settings import WorkerSettings
+from baton_operator.settings import OperatorSettings
 from baton_router.settings import RouterSettings
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +31,7 @@ PACKAGES = (
     "runtime/prefill/baton_prefill",
     "runtime/decode/baton_decode",
     "router/baton_router",
+    "operator/baton_operator",
     "cli/baton_cli",
 )
 """From what all know to what knows all."""
@@ -61,9 +63,10 @@ def pages() -> dict[str, str]:
     """File names under docs/reference and their text."""
     workers = section("Workers: `baton serve`, `baton prefill`, `baton decode`", WorkerSettings)
     routers = section("Routers: `baton router`", RouterSettings)
+    operators = section("The operator: `baton operator`", OperatorSettings)
     modules = (line for package in PACKAGES for line in module_lines(ROOT / package))
     return {
-        "settings.md": "\n".join([SETTINGS, *workers, *routers, *flags_of_others()]),
+        "settings.md": "\n".join([SETTINGS, *workers, *routers, *operators, *flags_of_others()]),
         "modules.md": "\n".join([MODULES, *modules]),
         "errors.md": errors_page(),
         "limits.md": limits_page(),

@@ -8,10 +8,11 @@ generated class for each kind would only stand between.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 from urllib.parse import quote, urlencode
 
+from aiohttp import ClientError
 from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.exceptions import ApiException
 
@@ -34,14 +35,19 @@ PLURALS = {
 }
 """Those that are not the kind with an s."""
 
-NOT_FOUND, CONFLICT, GONE = 404, 409, 410
+NOT_FOUND, CONFLICT = 404, 409
+
+Guard = Callable[[], None]
 
 
 class ApiServer:
-    """One API server, under one account."""
+    """One API server, under one account. `guard` is asked before each write, and raises if it may not be."""
 
-    def __init__(self, client: ApiClient) -> None:
+    def __init__(self, client: ApiClient, guard: Guard, answered: Callable[[str, int], None]) -> None:
         self._client = client
+        self._guard = guard
+        self._answered = answered
+        """Told of each answer: method and status, 0 if there was none."""
 
     async def list(self, api: str, kind: str, namespace: str = "", selector: str = "") -> list[Manifest]:
         """All objects of a kind, in a namespace or in all, with these labels. Raises ApiException."""
@@ -65,9 +71,13 @@ class ApiServer:
                 return None
             raise
 
-    async def apply(self, manifest: Manifest) -> Manifest:
-        """Have the object as the manifest says, whoever wrote its fields before. Raises ApiException."""
-        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
+    async def apply(self, manifest: Manifest, *, ours: bool) -> Manifest:
+        """
+        Have the object as the manifest says: if it is `ours`, whoever wrote its fields before.
+
+        Another's object of the same name is left alone. Raises ApiException, 409 for such a one.
+        """
+        query = {"fieldManager": FIELD_MANAGER, "force": str(ours).lower()}
         return await self._request("PATCH", path_of(manifest), query=query, body=manifest, kind=APPLY)
 
     async def create(self, manifest: Manifest) -> bool:
@@ -82,7 +92,7 @@ class ApiServer:
         return True
 
     async def replace(self, manifest: Manifest) -> Manifest:
-        """Write an object over the version that it was made from. Raises ApiException, 409 if there is a newer."""
+        """Write an object over the version it was made from. Raises ApiException, 409 if there is a newer."""
         return await self._request("PUT", path_of(manifest), body=manifest)
 
     async def delete(self, key: Key, namespace: str) -> None:
@@ -109,6 +119,16 @@ class ApiServer:
             if error.status not in (NOT_FOUND, CONFLICT):
                 raise
 
+    async def merge(self, api: str, kind: str, namespace: str, name: str, body: Mapping[str, Any]) -> bool:
+        """Change some fields of an object; False if there is none. Raises ApiException."""
+        try:
+            await self._request("PATCH", path(api, kind, namespace, name), body=body, kind=MERGE)
+        except ApiException as error:
+            if error.status == NOT_FOUND:
+                return False
+            raise
+        return True
+
     async def has(self, api: str) -> bool:
         """Whether the cluster serves this group and version. Raises ApiException."""
         try:
@@ -119,9 +139,6 @@ class ApiServer:
             raise
         return True
 
-    async def close(self) -> None:
-        await self._client.close()
-
     async def _request(
         self,
         method: str,
@@ -131,15 +148,23 @@ class ApiServer:
         body: Mapping[str, Any] | None = None,
         kind: str = "application/json",
     ) -> Manifest:
-        headers = {"accept": "application/json", "content-type": kind}
+        if method != "GET":
+            self._guard()
+        # The transport looks for this very spelling.
+        headers = {"Accept": "application/json", "Content-Type": kind}
         await self._client.update_params_for_auth(headers, [], ["BearerToken"], where, method, body)
         host: str = self._client.configuration.host
         url = host + where + (f"?{urlencode(query)}" if query else "")
         # The transport writes JSON, which is YAML too.
-        response = await self._client.rest_client.request(
-            method, url, headers=headers, body=body, _request_timeout=TIMEOUT_S
-        )
-        content = await response.read()
+        try:
+            response = await self._client.rest_client.request(
+                method, url, headers=headers, body=body, _request_timeout=TIMEOUT_S
+            )
+            content = await response.read()
+        except (ClientError, OSError, TimeoutError) as error:
+            self._answered(method, 0)
+            raise ApiException(status=0, reason=f"{type(error).__name__}: {error}") from error
+        self._answered(method, response.status)
         if not 200 <= response.status < 300:
             raise ApiException(status=response.status, reason=_reason(content) or response.reason)
         return cast(Manifest, json.loads(content))

@@ -1,4 +1,4 @@
-"""A real API server with its etcd, for tests: no nodes, no controllers, two users with tokens."""
+"""A real API server with its etcd, for tests: no nodes, no controllers, three users with tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import httpx
 import pytest
@@ -31,10 +31,15 @@ def program(name: str) -> str:
 class RealKubernetes:
     """`admin` speaks to it with all rights; `account` is the folder of a user who has none yet."""
 
-    def __init__(self, url: str, admin: httpx.AsyncClient, account: Path) -> None:
+    def __init__(
+        self, url: str, admin: httpx.AsyncClient, account: Path, server: Server, audit: Path
+    ) -> None:
         self.url = url
         self.admin = admin
         self.account = account
+        self.server = server
+        self.audit = audit
+        """Each request that was answered: one JSON object a line."""
 
     async def post(self, path: str, body: Any) -> None:
         (await self.admin.post(path, json=body)).raise_for_status()
@@ -45,6 +50,43 @@ class RealKubernetes:
 
     async def delete(self, path: str) -> None:
         (await self.admin.delete(path)).raise_for_status()
+
+
+class Server:
+    """The API server's process, which can be stopped and started again."""
+
+    def __init__(self, command: list[str], log: BinaryIO) -> None:
+        self._command = command
+        self._log = log
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        self.process = await asyncio.create_subprocess_exec(
+            *self._command, stdout=self._log, stderr=self._log
+        )
+
+    async def stop(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            # It would wait a minute for watches to end.
+            self.process.kill()
+            await self.process.wait()
+
+    async def restart(self, admin: httpx.AsyncClient) -> None:
+        """Back as it was, and ready."""
+        await self.start()
+        assert self.process is not None
+        await _ready(admin, [self.process])
+
+
+AUDIT = """\
+apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived]
+rules:
+  - level: None
+    users: ["system:apiserver", admin]
+  - level: Metadata
+"""
 
 
 @asynccontextmanager
@@ -58,6 +100,10 @@ async def real_kubernetes(folder: Path) -> AsyncIterator[RealKubernetes]:
     (account / "namespace").write_text("models")
     tokens = folder / "tokens.csv"
     tokens.write_text('token-of-the-admin,admin,1,"system:masters"\ntoken-of-the-router,router,2\n')
+    with tokens.open("a") as more:
+        more.write("token-of-the-operator,operator,3\n")
+    policy, audit = folder / "audit.yaml", folder / "audit.log"
+    policy.write_text(AUDIT)
     storing = f"http://127.0.0.1:{store}"
     commands = [
         [
@@ -73,24 +119,25 @@ async def real_kubernetes(folder: Path) -> AsyncIterator[RealKubernetes]:
             f"--service-account-key-file={pem}", f"--service-account-signing-key-file={pem}",
             "--service-account-issuer=https://kubernetes.default.svc", f"--cert-dir={folder}",
             "--disable-admission-plugins=ServiceAccount",
+            "--enable-admission-plugins=OwnerReferencesPermissionEnforcement",
+            f"--audit-policy-file={policy}", f"--audit-log-path={audit}", "--audit-log-mode=blocking",
         ],
     ]  # fmt: skip
-    processes: list[asyncio.subprocess.Process] = []
     url = f"https://127.0.0.1:{port}"
     tls = ssl.create_default_context(cafile=str(account / "ca.crt"))
     headers = {"authorization": "Bearer token-of-the-admin"}
-    try:
-        with (folder / "log").open("wb") as log:
-            for command in commands:
-                processes.append(await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log))
-        async with httpx.AsyncClient(base_url=url, verify=tls, headers=headers, trust_env=False) as admin:
-            await _ready(admin, processes)
-            yield RealKubernetes(url, admin, account)
-    finally:
-        for process in reversed(processes):
-            if process.returncode is None:
-                process.terminate()
-            await process.wait()
+    with (folder / "log").open("wb") as log:
+        kept, api = (Server(command, log) for command in commands)
+        try:
+            await kept.start()
+            async with httpx.AsyncClient(
+                base_url=url, verify=tls, headers=headers, trust_env=False, timeout=30
+            ) as admin:
+                await api.restart(admin)
+                yield RealKubernetes(url, admin, account, api, audit)
+        finally:
+            await api.stop()
+            await kept.stop()
 
 
 async def _ready(admin: httpx.AsyncClient, processes: list[asyncio.subprocess.Process]) -> None:

@@ -1,0 +1,131 @@
+"""What the operator counts, under the names of `baton_api.metrics`, in a registry of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+
+from baton_api import metrics
+from baton_api.metrics import Metric
+from baton_operator.conditions import Transition
+from baton_operator.heartbeat import Heartbeat
+from baton_operator.leadership import Leadership
+from baton_operator.manifests.objects import Manifest
+from baton_operator.report import Status
+from baton_operator.work_queue import WorkQueue
+
+ROLES = ("prefill", "decode", "router")
+
+
+class Figures:
+    """`clock` is monotonic."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.registry = CollectorRegistry()
+        self.services = Services()
+        self.watches = Watches(clock)
+        self.registry.register(self.services)
+        self.registry.register(self.watches)
+        self._api = self._counter(metrics.OPERATOR_API)
+        self._rollbacks = self._counter(metrics.OPERATOR_ROLLBACKS)
+        spread = metrics.OPERATOR_RECONCILE
+        self._reconcile = Histogram(
+            spread.name, spread.help, spread.labels, registry=self.registry, buckets=spread.buckets
+        )
+
+    def answered(self, method: str, code: int) -> None:
+        """The API server has answered; 0 if it has not."""
+        self._api.labels(method, code).inc()
+
+    def reconciled(self, kind: str, result: str, seconds: float) -> None:
+        self._reconcile.labels(kind, result).observe(seconds)
+
+    def happened(self, about: Manifest, transition: Transition) -> None:
+        if transition.fact.reason == "RolledBack":
+            self._rollbacks.labels(about["metadata"]["namespace"], about["metadata"]["name"]).inc()
+
+    def watch(self, process: Process) -> None:
+        """Show how the process itself is."""
+        self.registry.register(process)
+
+    def text(self) -> bytes:
+        """All of it in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _counter(self, metric: Metric) -> Counter:
+        return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
+
+
+class Services(Collector):
+    """How the services stand, by namespace and name."""
+
+    def __init__(self) -> None:
+        self._status: dict[tuple[str, str], Status] = {}
+
+    def stands(self, namespace: str, name: str, status: Status | None) -> None:
+        if status is None:
+            self._status.pop((namespace, name), None)
+        else:
+            self._status[namespace, name] = status
+
+    def collect(self) -> Iterator[Family]:
+        condition = _family(metrics.OPERATOR_CONDITION)
+        desired = _family(metrics.OPERATOR_DESIRED)
+        ready = _family(metrics.OPERATOR_READY)
+        weight = _family(metrics.OPERATOR_WEIGHT)
+        for service, status in self._status.items():
+            for one in status.get("conditions", ()):
+                condition.add_metric([*service, one["type"], one["status"]], 1)
+            for role in ROLES:
+                if there := status.get(role):
+                    desired.add_metric([*service, role], there["desired"])
+                    ready.add_metric([*service, role], there["ready"])
+            for revision in status.get("revisions", ()):
+                weight.add_metric([*service, revision["name"]], revision["weight"])
+        yield from (condition, desired, ready, weight)
+
+
+class Watches(Collector):
+    """When each kind's watch last brought something."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last: dict[str, float] = {}
+
+    def seen(self, resource: str) -> None:
+        self._last[resource] = self._clock()
+
+    def collect(self) -> Iterator[Family]:
+        now = self._clock()
+        last = _family(metrics.OPERATOR_LAST_EVENT)
+        for resource, time in self._last.items():
+            last.add_metric([resource], now - time)
+        yield last
+
+
+class Process(Collector):
+    """Queue, Lease and heartbeat, read when somebody asks."""
+
+    def __init__(self, queue: WorkQueue, leadership: Leadership, heartbeat: Heartbeat) -> None:
+        self._queue = queue
+        self._leadership = leadership
+        self._heartbeat = heartbeat
+
+    def collect(self) -> Iterator[Family]:
+        for metric, value in (
+            (metrics.OPERATOR_QUEUE, len(self._queue)),
+            (metrics.OPERATOR_QUEUE_OLDEST, self._queue.oldest_s()),
+            (metrics.OPERATOR_LEADER, float(self._leadership.holds)),
+            (metrics.OPERATOR_HEARTBEAT, self._heartbeat.age_s),
+        ):
+            family = _family(metric)
+            family.add_metric([], value)
+            yield family
+
+
+def _family(metric: Metric) -> GaugeMetricFamily:
+    return GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)

@@ -1,0 +1,109 @@
+"""
+The shell: kopf watches, and says whose turn it is.
+
+Nothing else of kopf's is used: no annotations, no finalizers, no Events, no peering. A handler only puts a
+name into the queue; what is to be done is found out from what is there when its turn comes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import kopf
+
+from baton_api import labels
+from baton_operator.crd import GROUP, VERSION
+from baton_operator.heartbeat import Heartbeat
+from baton_operator.work_queue import WorkQueue
+
+SERVICES, SCALERS, ADAPTERS = "inferenceservices", "rolescalers", "loraadapters"
+
+SERVICE = labels.SERVICE
+
+CUSTOM = tuple((GROUP, VERSION, plural) for plural in (SERVICES, SCALERS, ADAPTERS))
+"""What users write."""
+
+OWNED = (
+    ("apps", "v1", "deployments"),
+    ("batch", "v1", "jobs"),
+    ("networking.k8s.io", "v1", "ingresses"),
+    ("networking.k8s.io", "v1", "networkpolicies"),
+    ("policy", "v1", "poddisruptionbudgets"),
+    ("", "v1", "configmaps"),
+    ("", "v1", "pods"),
+    ("", "v1", "services"),
+)
+"""What the operator has made, and wants to hear of at once."""
+
+GATHER_S = 0.5
+"""Seconds for which changes of what was made are gathered: they come in showers."""
+
+PAGE = 500
+
+Login = Callable[[], Awaitable[kopf.ConnectionInfo]]
+Seen = Callable[[str], None]
+"""Told of each event by the plural of its kind."""
+
+
+def registry(login: Login, queue: WorkQueue, heartbeat: Heartbeat, seen: Seen) -> kopf.OperatorRegistry:
+    """What kopf is to call."""
+    made = kopf.OperatorRegistry()
+
+    async def log_in(**_: Any) -> kopf.ConnectionInfo:
+        return await login()
+
+    async def asked(
+        namespace: str | None, name: str, resource: kopf.Resource, body: kopf.Body, **_: Any
+    ) -> None:
+        assert namespace is not None
+        seen(resource.plural)
+        match resource.plural:
+            case "inferenceservices":
+                queue.add(("InferenceService", namespace, name))
+            case "rolescalers":
+                queue.add(("InferenceService", namespace, body["spec"]["serviceName"]), GATHER_S)
+            case "loraadapters":
+                queue.add(("LoraAdapter", namespace, name))
+
+    async def changed(
+        namespace: str | None,
+        name: str,
+        resource: kopf.Resource,
+        labels: kopf.Labels,
+        annotations: kopf.Annotations,
+        **_: Any,
+    ) -> None:
+        assert namespace is not None
+        seen(resource.plural)
+        if (resource.plural, namespace, name) == ("configmaps", heartbeat.namespace, heartbeat.name):
+            heartbeat.seen(annotations)
+        elif SERVICE in labels:
+            queue.add(("InferenceService", namespace, labels[SERVICE]), GATHER_S)
+
+    kopf.on.login(registry=made)(log_in)
+    for group, version, plural in CUSTOM:
+        kopf.on.event(group, version, plural, registry=made)(asked)
+    for group, version, plural in OWNED:
+        kopf.on.event(group, version, plural, registry=made)(changed)
+    return made
+
+
+def settings() -> kopf.OperatorSettings:
+    """How kopf is to watch."""
+    made = kopf.OperatorSettings()
+    made.scanning.disabled = True  # else it wants to read CRDs and namespaces
+    made.posting.enabled = False
+    made.peering.standalone = True
+    made.watching.chunk_size = PAGE
+    for group, version, plural in OWNED:
+        # The server sends only what is ours.
+        made.watching.label_selectors[group, version, plural] = f"{labels.MANAGED_BY}={labels.OPERATOR}"
+    return made
+
+
+def quiet() -> None:
+    """Have kopf say only what went wrong: it has a line for every event."""
+    for name in ("kopf", "kopf.objects", "kopf.activities"):
+        logging.getLogger(name).setLevel(logging.WARNING)

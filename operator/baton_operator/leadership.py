@@ -1,0 +1,106 @@
+"""
+Who may write: the holder of the Lease, as long as it renews it.
+
+What is decided about the Lease is in `lease`; here it is read and written. A holder that cannot renew for
+ten seconds is none any more, five seconds before anybody else may be: its next write raises, and the process
+ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from kubernetes.aio.client.exceptions import ApiException
+
+from baton_operator import lease
+from baton_operator.api_server import CONFLICT, ApiServer
+
+log = logging.getLogger(__name__)
+
+API, KIND = "coordination.k8s.io/v1", "Lease"
+
+
+class NotLeader(Exception):
+    """A write was about to be made by an operator that does not hold the Lease."""
+
+
+class Leadership:
+    """One operator's part in it. `api` writes without asking; `clock` is monotonic."""
+
+    def __init__(
+        self,
+        api: ApiServer,
+        namespace: str,
+        name: str,
+        me: str,
+        clock: Callable[[], float],
+        renew_s: float = lease.RENEW_S,
+    ) -> None:
+        self._api = api
+        self._namespace = namespace
+        self._name = name
+        self._clock = clock
+        self._renew_s = renew_s
+        self._view = lease.View(me)
+        self.looked: float | None = None
+        """When the API server last answered."""
+
+    @property
+    def holds(self) -> bool:
+        return self._view.holds(self._clock())
+
+    def guard(self) -> None:
+        """Raises NotLeader if this operator may not write."""
+        if not self.holds:
+            raise NotLeader(f"The Lease {self._namespace}/{self._name} is not held by {self._view.me}.")
+
+    async def take(self) -> None:
+        """Wait until the Lease is ours."""
+        while not await self._look():  # noqa: ASYNC110 - nobody tells when the Lease runs out
+            await asyncio.sleep(self._renew_s)
+        log.info("This operator leads: it holds the Lease %s/%s.", self._namespace, self._name)
+
+    async def keep(self) -> None:
+        """Renew it; ends when it is lost."""
+        while self.holds:
+            await asyncio.sleep(self._renew_s)
+            await self._look()
+        log.error("The Lease %s/%s is lost.", self._namespace, self._name)
+
+    async def release(self) -> None:
+        """Leave it to the next one at once."""
+        try:
+            there = await self._api.get(API, KIND, self._namespace, self._name)
+            if there is not None and lease.holder(there) == self._view.me:
+                self._view = lease.View(self._view.me)
+                await self._api.replace(lease.released(there))
+        except ApiException as error:
+            log.warning("The Lease could not be released, and runs out by itself: %s", error.reason)
+
+    async def _look(self) -> bool:
+        """Read the Lease, and write it if it is ours or nobody's. Whether it is ours now."""
+        try:
+            async with asyncio.timeout(lease.GIVE_UP_S):
+                return await self._renewed()
+        except TimeoutError:
+            log.warning("The API server does not answer about the Lease.")
+        except ApiException as error:
+            if error.status != CONFLICT:  # else somebody was faster
+                log.warning("The Lease cannot be read or written: %s %s", error.status, error.reason)
+        return False
+
+    async def _renewed(self) -> bool:
+        there = await self._api.get(API, KIND, self._namespace, self._name)
+        now, time = self._clock(), datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        self.looked = now
+        if there is None:
+            first = lease.new(self._namespace, self._name, self._view.me, time)
+            return await self._api.create(first) and await self._renewed()
+        self._view = self._view.seen(there, now)
+        if not self._view.may_take(there, now):
+            return False
+        self._view = self._view.wrote(await self._api.replace(lease.taken(there, self._view.me, time)), now)
+        return True

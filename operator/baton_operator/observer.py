@@ -1,0 +1,90 @@
+"""
+What is in the cluster of one service, read fresh: watches only say that something has changed.
+
+Everything that belongs to a service carries its name as a label. RoleScalers may be anybody's, and name the
+service in their spec.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from baton_api import labels
+from baton_operator import names, scalers
+from baton_operator.api_server import ApiServer
+from baton_operator.manifests.exposure import CERTIFICATE_API, GATEWAY_API
+from baton_operator.manifests.objects import Manifest
+from baton_operator.observed import Key, Observed, Pod, key
+
+RBAC = "rbac.authorization.k8s.io/v1"
+
+KINDS = (
+    ("apps/v1", "Deployment"),
+    ("batch/v1", "Job"),
+    ("networking.k8s.io/v1", "Ingress"),
+    ("networking.k8s.io/v1", "NetworkPolicy"),
+    ("policy/v1", "PodDisruptionBudget"),
+    (RBAC, "Role"),
+    (RBAC, "RoleBinding"),
+    ("v1", "ConfigMap"),
+    ("v1", "PersistentVolumeClaim"),
+    ("v1", "Service"),
+    ("v1", "ServiceAccount"),
+)
+"""What the operator makes, in every cluster."""
+
+OPTIONAL = ((GATEWAY_API, "HTTPRoute"), (CERTIFICATE_API, "Certificate"))
+"""What it makes where there are such kinds."""
+
+APIS_S = 60.0
+"""Seconds for which it is remembered which of those there are."""
+
+
+class Observer:
+    """Reads for all services. `clock` is monotonic."""
+
+    def __init__(self, api: ApiServer, clock: Callable[[], float]) -> None:
+        self._api = api
+        self._clock = clock
+        self._apis: frozenset[str] = frozenset()
+        self._asked: float | None = None
+
+    async def service(self, namespace: str, name: str) -> Manifest | None:
+        """The InferenceService; None if there is none, or it is being deleted. Raises ApiException."""
+        there = await self._api.get(scalers.API, "InferenceService", namespace, name)
+        return None if there is None or "deletionTimestamp" in there["metadata"] else there
+
+    async def scalers(self, namespace: str, name: str) -> list[Manifest]:
+        """All RoleScalers that name the service. Raises ApiException."""
+        there = await self._api.list(scalers.API, scalers.KIND, namespace)
+        return [one for one in there if one["spec"]["serviceName"] == name]
+
+    async def around(self, service: Manifest, of_it: list[Manifest]) -> Observed:
+        """The service with all that belongs to it, and those of its RoleScalers. Raises ApiException."""
+        metadata = service["metadata"]
+        namespace, name = metadata["namespace"], metadata["name"]
+        selector = f"{labels.SERVICE}={name}"
+        apis = await self._optional()
+        kinds = [*KINDS, *(one for one in OPTIONAL if one[0] in apis), ("v1", "Pod")]
+        *lists, pods = await asyncio.gather(
+            *(self._api.list(api, kind, namespace, selector) for api, kind in kinds)
+        )
+        objects: dict[Key, Manifest] = {key(one): one for found in lists for one in found}
+        objects |= {key(one): one for one in of_it if _is_bound(one, name)}
+        return Observed(service, objects, [Pod.of(one) for one in pods], apis)
+
+    async def _optional(self) -> frozenset[str]:
+        now = self._clock()
+        if self._asked is None or now - self._asked > APIS_S:
+            apis = [api for api, _ in OPTIONAL]
+            there = await asyncio.gather(*map(self._api.has, apis))
+            self._apis = frozenset(api for api, has in zip(apis, there, strict=True) if has)
+            self._asked = now
+        return self._apis
+
+
+def _is_bound(scaler: Manifest, service: str) -> bool:
+    """Whether it is the one that the service listens to."""
+    name: str = scaler["metadata"]["name"]
+    return name == names.role(service, scaler["spec"]["role"])

@@ -1,0 +1,141 @@
+"""
+One InferenceService brought to what it should be: read, plan, carry out, say so.
+
+Nothing is remembered between two times: whatever was interrupted anywhere is planned again from what there
+is. What the API server refuses for good, such as a pod template that is none, is said in status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kubernetes.aio.client.exceptions import ApiException
+
+from baton_operator import bindings, report
+from baton_operator.api_server import CONFLICT, ApiServer
+from baton_operator.conditions import Transition
+from baton_operator.kinds.inference_service import InferenceServiceStatus
+from baton_operator.manifests.objects import Manifest
+from baton_operator.merge_patch import difference
+from baton_operator.observed import Observed, key
+from baton_operator.observer import Observer
+from baton_operator.plan import Images, Plan, State, plan
+
+REFUSED = frozenset({400, 403, 422})
+"""Answers that the same request would get again: no such right, or a field that is none."""
+
+
+class Reconciler(Protocol):
+    """Brings one object of a kind to what it should be."""
+
+    async def reconcile(self, namespace: str, name: str) -> float | None:
+        """
+        Seconds after which to look again even if nothing changes; None for an object that is gone.
+
+        Raises ApiException if it cannot be done now, and NotLeader if somebody else does it.
+        """
+
+
+Tell = Callable[[Manifest, Transition], None]
+"""Tells people what has happened to an object; returns at once, and never raises."""
+
+Stands = Callable[[str, str, "report.Status | None"], None]
+"""Takes the status of a service, by its namespace and name, as it is now; None if there is none."""
+
+
+class ServiceReconciler:
+    """For all InferenceServices. `clock` gives Unix seconds."""
+
+    def __init__(
+        self,
+        api: ApiServer,
+        observer: Observer,
+        images: Images,
+        tell: Tell,
+        stands: Stands,
+        clock: Callable[[], float],
+        resync_s: float,
+    ) -> None:
+        self._api = api
+        self._observer = observer
+        self._images = images
+        self._tell = tell
+        self._stands = stands
+        self._clock = clock
+        self._resync_s = resync_s
+
+    async def reconcile(self, namespace: str, name: str) -> float | None:
+        service = await self._observer.service(namespace, name)
+        scalers = await self._observer.scalers(namespace, name)
+        if service is None:
+            self._stands(namespace, name, None)
+            await self._bind(scalers, None)
+            return None
+        observed = await self._observer.around(service, scalers)
+        now = self._clock()
+        try:
+            made = plan(observed, self._images, now)
+        except ValueError as error:
+            await self._say(observed, *report.refused(observed, error, now))
+            await self._bind(scalers, None)
+            return self._resync_s
+        assert made.state is not None
+        try:
+            await self._carry_out(made, observed)
+        except Refusal as refusal:
+            await self._say(observed, *report.refused(observed, refusal, now))
+            raise refusal.answer from refusal
+        status, transitions = report.report(observed, made.state, now)
+        # The API server fills in defaults; without them there would always be a difference.
+        whole = InferenceServiceStatus.model_validate(status)
+        await self._say(
+            observed, whole.model_dump(mode="json", by_alias=True, exclude_none=True), transitions
+        )
+        await self._bind(scalers, made.state)
+        return min(self._resync_s, made.again_s if made.again_s is not None else self._resync_s)
+
+    async def _carry_out(self, made: Plan, observed: Observed) -> None:
+        for manifest in made.apply:
+            ours = key(manifest) in observed.objects
+            try:
+                await self._api.apply(manifest, ours=ours)
+            except ApiException as error:
+                if error.status in REFUSED or (error.status == CONFLICT and not ours):
+                    raise Refusal(manifest, error) from error
+                raise
+        for manifest in made.create:
+            try:
+                await self._api.create(manifest)
+            except ApiException as error:
+                if error.status in REFUSED:
+                    raise Refusal(manifest, error) from error
+                raise
+        for gone in made.prune:
+            await self._api.delete(gone, observed.owner.namespace)
+
+    async def _say(
+        self, observed: Observed, status: report.Status, transitions: Sequence[Transition]
+    ) -> None:
+        if patch := difference(observed.status, status):
+            await self._api.write_status(observed.service, patch)
+        # Once it is written down: who is interrupted before tells it again, and nobody tells it twice.
+        for transition in transitions:
+            self._tell(observed.service, transition)
+        self._stands(observed.owner.namespace, observed.owner.name, status)
+
+    async def _bind(self, scalers: Sequence[Manifest], state: State | None) -> None:
+        now = self._clock()
+        for scaler in scalers:
+            if "deletionTimestamp" in scaler["metadata"]:
+                continue
+            if patch := difference(scaler.get("status", {}), bindings.status(scaler, state, now)):
+                await self._api.write_status(scaler, patch)
+
+
+class Refusal(ValueError):
+    """The API server does not take an object, and will not the next time."""
+
+    def __init__(self, manifest: Manifest, answer: ApiException) -> None:
+        super().__init__(f"{manifest['kind']} {manifest['metadata']['name']}: {answer.reason}")
+        self.answer = answer

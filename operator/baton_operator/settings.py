@@ -1,0 +1,74 @@
+"""
+The settings of the operator, each with its unit, default and reason.
+
+Built once where the process starts and passed down; nothing else reads the environment. Each field is a flag
+of `baton operator` (`--worker-image`) and the environment variable `BATON_OPERATOR_<NAME>`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from baton_api.texts import Names
+
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Where Kubernetes mounts a pod's account."""
+
+
+def _own_namespace() -> str:
+    try:
+        return (ACCOUNT / "namespace").read_text().strip()
+    except OSError:
+        return "default"
+
+
+def _kubeconfig() -> str:
+    return os.environ.get("KUBECONFIG", "")
+
+
+class OperatorSettings(BaseSettings):
+    """One operator."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="BATON_OPERATOR_", frozen=True, use_attribute_docstrings=True, extra="forbid"
+    )
+
+    worker_image: str = ""
+    """Image of workers for services that name none. A generation keeps the one that it was made with."""
+
+    router_image: str = ""
+    """Image of routers for services that name none."""
+
+    namespaces: Names = ()
+    """Namespaces whose services it runs, with commas between; all if there are none. The account needs its
+    rights in each of them, and no others."""
+
+    kubeconfig: str = Field(default_factory=_kubeconfig)
+    """File with the cluster and the account to use; the pod's own if it is empty."""
+
+    host: str = "127.0.0.1"
+    """Address of /healthz, /readyz and /metrics. Kubernetes and Prometheus reach it only if this says so."""
+
+    port: int = Field(default=8081, ge=0, le=65535)
+    """Port of the same; 0 takes a free one."""
+
+    lease_name: str = Field(default="baton-operator", min_length=1)
+    """Name of the Lease that makes one of several operators the one who works, and of the ConfigMap by which
+    it proves that its watches live."""
+
+    lease_namespace: str = Field(default_factory=_own_namespace, min_length=1)
+    """Namespace of the Lease: the operator's own."""
+
+    identity: str = ""
+    """What it is called in the Lease, such as its pod's name; made up if empty. An operator that comes back
+    under the same name need not wait for the Lease."""
+
+    concurrency: int = Field(default=8, ge=1, le=256)
+    """Most services that are looked at at once."""
+
+    resync_s: float = Field(default=600.0, gt=0)
+    """Seconds after which a service is looked at although nothing has changed."""

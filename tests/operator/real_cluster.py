@@ -1,0 +1,370 @@
+"""A real API server as the operator meets it: custom resources, its account, and a log of what it asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import yaml
+from kubernetes.aio.client import ApiClient
+
+from baton_operator import connection, rbac
+from baton_operator.api_server import ApiServer, path, path_of
+from baton_operator.crd import RESOURCES
+from baton_operator.manifests.objects import Manifest
+from baton_operator.observer import KINDS, Observer
+from baton_operator.plan import Images
+from baton_operator.reconciler import ServiceReconciler
+from baton_operator.scalers import API
+from tests.router.real_kubernetes import RealKubernetes, real_kubernetes
+
+IMAGES = Images("registry.example/worker:1", "registry.example/router:1")
+OPERATOR = "baton"
+"""The namespace of operators."""
+
+CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+RBAC = "/apis/rbac.authorization.k8s.io/v1"
+OTHERS = (
+    ("gateway.networking.k8s.io", "v1", "HTTPRoute", "httproutes"),
+    ("cert-manager.io", "v1", "Certificate", "certificates"),
+)
+"""Kinds that other projects define; their own definitions are not needed to write objects of them."""
+
+WRITES = frozenset({"create", "patch", "update", "delete"})
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request of the operator's, as the API server has logged it."""
+
+    verb: str
+    group: str
+    resource: str
+    name: str
+    namespace: str
+    code: int
+    agent: str
+
+    @classmethod
+    def of(cls, entry: dict[str, Any]) -> Asked | None:
+        there = entry.get("objectRef")
+        if entry["user"]["username"] != "operator" or there is None:
+            return None
+        kind = there.get("resource", "")
+        resource = f"{kind}/{there['subresource']}" if "subresource" in there else kind
+        return cls(
+            entry["verb"],
+            there.get("apiGroup", ""),
+            resource,
+            there.get("name", ""),
+            there.get("namespace", ""),
+            entry.get("responseStatus", {}).get("code", 0),
+            entry.get("userAgent", ""),
+        )
+
+    @property
+    def is_work(self) -> bool:
+        """Whether it writes something else than the operator's own Lease and heartbeat."""
+        own = self.resource == "leases" or self.name == "baton-operator"
+        return self.verb in WRITES and not own
+
+
+class RealCluster:
+    """With namespaces `models` and `baton`, the CRDs, and the operator's account."""
+
+    def __init__(self, api: RealKubernetes, folder: Path) -> None:
+        self.api = api
+        self.admin = api.admin
+        self.folder = folder
+        self.kubeconfig = folder / "operator.kubeconfig"
+
+    async def prepare(self) -> None:
+        for name in ("models", OPERATOR):
+            await self.api.post("/api/v1/namespaces", {"metadata": {"name": name}})
+        for one in RESOURCES:
+            await self.api.post(CRDS, one.definition)
+        await self.served(*(f"/apis/{API}/{one.plural}" for one in RESOURCES))
+        await self.allow()
+        self.kubeconfig.write_text(self._kubeconfig())
+
+    async def allow(self) -> None:
+        """Just what the operator's rules say."""
+        group, user = "rbac.authorization.k8s.io", {"kind": "User", "name": "operator"}
+        subjects = [{"apiGroup": group, **user}]
+        name = {"metadata": {"name": "operator"}}
+        for where, kind, rules in (
+            (RBAC, "ClusterRole", rbac.rules(rbac.SERVICES)),
+            (f"{RBAC}/namespaces/{OPERATOR}", "Role", rbac.rules(rbac.own("baton-operator"))),
+        ):
+            plural = kind.lower() + "s"
+            reference = {"apiGroup": group, "kind": kind, "name": "operator"}
+            await self.api.post(f"{where}/{plural}", {**name, "rules": rules})
+            binding = plural.replace("roles", "rolebindings")
+            await self.api.post(f"{where}/{binding}", {**name, "roleRef": reference, "subjects": subjects})
+
+    async def define_others(self) -> None:
+        """What Gateway API and cert-manager would install."""
+        for group, version, kind, plural in OTHERS:
+            schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+            await self.api.post(CRDS, _crd(group, version, kind, plural, schema))
+        await self.served(*(f"/apis/{group}/{version}/{plural}" for group, version, _, plural in OTHERS))
+
+    async def served(self, *paths: str) -> None:
+        for one in paths:
+            await self.until(lambda one=one: self._is_served(one))  # type: ignore[misc]
+
+    async def put(
+        self, spec: Any, name: str = "chat", namespace: str = "models", kind: str = "InferenceService"
+    ) -> None:
+        """Make a custom resource, or change its spec."""
+        body = {"apiVersion": API, "kind": kind, "metadata": {"name": name}, "spec": spec}
+        where = path(API, kind, namespace)
+        answer = await self.admin.post(where, json=body)
+        if answer.status_code == 409:
+            there = await self.admin.get(f"{where}/{name}")
+            body = {**there.json(), "spec": spec}
+            answer = await self.admin.put(f"{where}/{name}", json=body)
+        assert answer.status_code in (200, 201), answer.text
+
+    async def service(self, name: str = "chat", namespace: str = "models") -> dict[str, Any]:
+        there = await self.admin.get(path(API, "InferenceService", namespace, name))
+        made: dict[str, Any] = there.raise_for_status().json()
+        return made
+
+    async def condition(self, type: str, name: str = "chat", kind: str = "InferenceService") -> str:
+        """Status and reason; empty if nothing is said yet."""
+        there = (await self.admin.get(path(API, kind, "models", name))).json()
+        found = [one for one in there.get("status", {}).get("conditions", ()) if one["type"] == type]
+        return f"{found[0]['status']} {found[0]['reason']}" if found else ""
+
+    async def objects(self, namespace: str = "models") -> dict[str, Manifest]:
+        """All that is there of the kinds that the operator makes, without what differs each time."""
+        found: dict[str, Manifest] = {}
+        for api, kind in [*KINDS, (API, "RoleScaler"), (API, "InferenceService")]:
+            for one in (await self.admin.get(path(api, kind, namespace))).json()["items"]:
+                found[f"{kind} {one['metadata']['name']}"] = _plain(one)
+        text = json.dumps(found, sort_keys=True)
+        made: dict[str, Manifest] = json.loads(text.replace(namespace, "NAMESPACE"))
+        return made
+
+    async def ready_pods(self, name: str = "chat", namespace: str = "models") -> None:
+        """What controllers and kubelets would do: as many ready pods as Deployments want, and done Jobs."""
+        where = path("v1", "Pod", namespace)
+        wanted = set()
+        for one in (await self.admin.get(path("apps/v1", "Deployment", namespace))).json()["items"]:
+            of_it = one["metadata"]["labels"]
+            if of_it["baton.dev/service"] != name:
+                continue
+            for number in range(one["spec"]["replicas"]):
+                pod = f"{one['metadata']['name']}-{number}"
+                wanted.add(pod)
+                body = {
+                    "metadata": {"name": pod, "labels": of_it},
+                    "spec": {"containers": [{"name": "main", "image": "none"}]},
+                }
+                if (await self.admin.post(where, json=body)).status_code == 409:
+                    continue
+                ready = {"conditions": [{"type": "Ready", "status": "True"}], "phase": "Running"}
+                await self.api.patch(f"{where}/{pod}/status", {"status": ready})
+        selector = {"labelSelector": f"baton.dev/service={name}"}
+        for one in (await self.admin.get(where, params=selector)).json()["items"]:
+            if one["metadata"]["name"] not in wanted:
+                await self.api.delete(f"{where}/{one['metadata']['name']}")
+        for one in (await self.admin.get(path("batch/v1", "Job", namespace))).json()["items"]:
+            now = "2026-01-01T00:00:00Z"
+            done = {
+                "startTime": now,
+                "completionTime": now,
+                "succeeded": 1,
+                "uncountedTerminatedPods": {},
+                "conditions": [
+                    {"type": kind, "status": "True", "lastTransitionTime": now}
+                    for kind in ("SuccessCriteriaMet", "Complete")
+                ],
+            }
+            await self.api.patch(
+                f"{path_of({**one, 'apiVersion': 'batch/v1', 'kind': 'Job'})}/status", {"status": done}
+            )
+
+    def asked(self, since: int = 0) -> list[Asked]:
+        """What the operator's account has asked for, from that entry on."""
+        lines = self.api.audit.read_text().splitlines() if self.api.audit.exists() else []
+        entries = [Asked.of(json.loads(line)) for line in lines]
+        return [one for one in entries if one is not None][since:]
+
+    async def until(self, claim: Callable[[], Any], limit_s: float = 30.0) -> None:
+        """Ask again and again; a claim that fails, or cannot be answered, is not true yet."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            try:
+                answer = claim()
+                if await answer if isinstance(answer, Awaitable) else answer:
+                    return
+            except httpx.HTTPError:
+                pass
+            assert time.monotonic() < deadline, f"not so within {limit_s} s"
+            await asyncio.sleep(0.05)
+
+    async def _is_served(self, where: str) -> bool:
+        return (await self.admin.get(where)).status_code == 200
+
+    def _kubeconfig(self) -> str:
+        named = {
+            "clusters": {
+                "cluster": {"server": self.api.url, "certificate-authority": str(self.api.account / "ca.crt")}
+            },
+            "users": {"user": {"token": "token-of-the-operator"}},
+            "contexts": {"context": {"cluster": "main", "user": "main"}},
+        }
+        lists = {name: [{"name": "main", **value}] for name, value in named.items()}
+        return yaml.safe_dump({"apiVersion": "v1", "kind": "Config", "current-context": "main", **lists})
+
+
+@asynccontextmanager
+async def real_cluster(folder: Path) -> AsyncIterator[RealCluster]:
+    async with real_kubernetes(folder) as api:
+        made = RealCluster(api, folder)
+        await made.prepare()
+        yield made
+
+
+@asynccontextmanager
+async def client(cluster: RealCluster) -> AsyncIterator[ApiClient]:
+    made = await connection.client(str(cluster.kubeconfig))
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+class Inside:
+    """The operator's reconciler in the test's own process, at a time that stands still."""
+
+    def __init__(
+        self,
+        client: ApiClient,
+        guard: Callable[[], None] = lambda: None,
+        answered: Callable[[str, int], None] = lambda method, code: None,
+        now: float = 1_800_000_000.0,
+    ) -> None:
+        self.now = now
+        self.told: list[str] = []
+        self.writes = 0
+
+        def counting() -> None:
+            self.writes += 1
+            guard()
+
+        api = ApiServer(client, counting, answered)
+        self.reconciler = ServiceReconciler(
+            api,
+            Observer(api, time.monotonic),
+            IMAGES,
+            lambda about, transition: self.told.append(f"{transition.fact.type} {transition.fact.status}"),
+            lambda namespace, name, status: None,
+            lambda: self.now,
+            600.0,
+        )
+
+    async def reconcile(self, name: str = "chat", namespace: str = "models") -> float | None:
+        return await self.reconciler.reconcile(namespace, name)
+
+
+class Process:
+    """`baton operator` as people start it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, url: str, log: Path) -> None:
+        self.process = process
+        self.url = url
+        self.log = log
+
+    async def get(self, path: str) -> httpx.Response:
+        async with httpx.AsyncClient(trust_env=False) as asking:
+            return await asking.get(self.url + path)
+
+    async def status(self, path: str) -> int:
+        return (await self.get(path)).status_code
+
+    async def figure(self, name: str) -> float:
+        """The sum of a metric's samples."""
+        lines = (await self.get("/metrics")).text.splitlines()
+        return sum(
+            float(line.rpartition(" ")[2]) for line in lines if line.startswith((name + " ", name + "{"))
+        )
+
+    @property
+    def resident_mb(self) -> float:
+        resident: int = psutil.Process(self.process.pid).memory_info().rss
+        return resident / 2**20
+
+
+@asynccontextmanager
+async def running_operator(cluster: RealCluster, name: str, *options: str) -> AsyncIterator[Process]:
+    log = cluster.folder / f"{name}.log"
+    arguments = [
+        "operator", f"--kubeconfig={cluster.kubeconfig}", "--port=0", f"--lease-namespace={OPERATOR}",
+        f"--identity={name}", f"--worker-image={IMAGES.worker}", f"--router-image={IMAGES.router}", *options,
+    ]  # fmt: skip
+    with log.open("ab") as writing:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "baton_cli.main", *arguments, stderr=writing
+        )
+    try:
+        await cluster.until(lambda: process.returncode is not None or "Health and metrics" in log.read_text())
+        assert process.returncode is None, log.read_text()
+        url = log.read_text().rpartition("Health and metrics at ")[2].split()[0].rstrip(".")
+        yield Process(process, url, log)
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+def counted(asked: list[Asked]) -> Counter[str]:
+    return Counter(f"{one.verb} {one.resource}" for one in asked)
+
+
+def _crd(group: str, version: str, kind: str, plural: str, schema: Any) -> Manifest:
+    return {
+        "metadata": {
+            "name": f"{plural}.{group}",
+            "annotations": {"api-approved.kubernetes.io": "unapproved"},
+        },
+        "spec": {
+            "group": group,
+            "names": {"kind": kind, "plural": plural},
+            "scope": "Namespaced",
+            "versions": [
+                {"name": version, "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
+            ],
+        },
+    }
+
+
+def _plain(manifest: Manifest) -> Manifest:
+    metadata = {
+        name: value
+        for name, value in manifest["metadata"].items()
+        if name
+        not in ("uid", "resourceVersion", "creationTimestamp", "managedFields", "generation", "namespace")
+    }
+    for owner in metadata.get("ownerReferences", ()):
+        owner["uid"] = ""
+    # The hash of what an object was made from has the owner in it.
+    metadata.get("annotations", {}).pop("baton.dev/applied", None)
+    made = {**manifest, "metadata": metadata}
+    if manifest.get("spec", {}).get("clusterIP"):
+        made["spec"] = {
+            name: value for name, value in manifest["spec"].items() if name not in ("clusterIP", "clusterIPs")
+        }
+    return made

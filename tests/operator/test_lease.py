@@ -1,0 +1,92 @@
+"""Who holds the Lease: the table, and the law that there are never two."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from baton_operator.lease import DURATION_S, GIVE_UP_S, RENEW_S, View, new, released, taken
+
+TIME = "2026-01-01T00:00:00.000000Z"
+
+
+def versioned(lease: dict[str, Any], version: int) -> dict[str, Any]:
+    return {**lease, "metadata": {**lease["metadata"], "resourceVersion": str(version)}}
+
+
+HELD = versioned(new("baton", "operator", "other", TIME), 1)
+
+
+def test_one_that_nobody_holds_may_be_taken_at_once() -> None:
+    lease = versioned(released(HELD), 2)
+    assert View("me").seen(lease, 0).may_take(lease, 0)
+
+
+def test_one_that_is_ours_may_be_taken_by_who_has_forgotten_it() -> None:
+    lease = versioned(new("baton", "operator", "me", TIME), 1)
+    view = View("me").seen(lease, 0)
+    assert view.may_take(lease, 0)
+    assert not view.holds(0)
+
+
+def test_anothers_may_be_taken_when_it_has_not_changed_for_its_duration_by_our_own_clock() -> None:
+    view = View("me").seen(HELD, 100)
+    assert not view.may_take(HELD, 100 + DURATION_S)
+    assert view.seen(HELD, 110).may_take(HELD, 100 + DURATION_S + 1)
+    renewed = versioned(HELD, 2)
+    assert not view.seen(renewed, 110).may_take(renewed, 100 + DURATION_S + 1)
+
+
+def test_a_holder_who_cannot_renew_stops_before_anybody_may_take_it() -> None:
+    lease = versioned(new("baton", "operator", "me", TIME), 1)
+    view = View("me").wrote(lease, 100)
+    assert view.holds(100 + GIVE_UP_S - 0.1)
+    assert not view.holds(100 + GIVE_UP_S)
+    assert GIVE_UP_S + RENEW_S < DURATION_S
+
+
+def test_who_sees_it_with_another_holds_it_no_more() -> None:
+    view = View("me").wrote(HELD, 100)
+    assert not view.seen(versioned(HELD, 2), 101).holds(101)
+
+
+def test_each_new_holder_is_counted() -> None:
+    lease = taken(HELD, "me", "2026-01-01T00:00:20.000000Z")
+    assert lease["spec"] == {
+        "holderIdentity": "me",
+        "leaseDurationSeconds": DURATION_S,
+        "leaseTransitions": 2,
+        "acquireTime": "2026-01-01T00:00:20.000000Z",
+        "renewTime": "2026-01-01T00:00:20.000000Z",
+    }
+    again = taken(lease, "me", "2026-01-01T00:00:22.000000Z")
+    assert again["spec"]["leaseTransitions"] == 2
+    assert again["spec"]["acquireTime"] == "2026-01-01T00:00:20.000000Z"
+
+
+def test_there_are_never_two_holders_whatever_is_late_or_lost() -> None:
+    """Three operators whose clocks differ, an API server that fails, answers late, and keeps versions."""
+    led = set()
+    for seed in range(200):
+        rng = random.Random(seed)
+        offsets = [rng.uniform(-1000, 1000) for _ in range(3)]
+        views = [View(f"operator-{number}") for number in range(3)]
+        lease, version, now = versioned(HELD, 1), 1, 0.0
+        for _ in range(400):
+            now += rng.uniform(0.05, 1.5)
+            holders = [view.me for view, off in zip(views, offsets, strict=True) if view.holds(now + off)]
+            assert len(holders) <= 1, (seed, holders)
+            led |= set(holders)
+            one = rng.randrange(3)
+            if rng.random() < 0.3:
+                continue  # it could not read
+            asked = now + offsets[one]
+            views[one] = views[one].seen(lease, asked)
+            if not views[one].may_take(lease, asked) or rng.random() < 0.1:
+                continue  # not its turn, or it could not write
+            version += 1
+            lease = versioned(taken(lease, views[one].me, TIME), version)
+            now += rng.uniform(0, 2)  # what was written is known only now
+            if rng.random() < 0.8:  # else the answer is lost
+                views[one] = views[one].wrote(lease, asked)
+    assert len(led) == 3

@@ -1,0 +1,39 @@
+"""Differences as merge patches: the law is that applying one gives what was wanted."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from baton_operator.merge_patch import difference
+
+
+def applied(target: Any, patch: Any) -> Any:
+    """RFC 7396, as an API server does it."""
+    if not isinstance(patch, dict):
+        return patch
+    made = dict(target) if isinstance(target, dict) else {}
+    for name, value in patch.items():
+        if value is None:
+            made.pop(name, None)
+        else:
+            made[name] = applied(made.get(name), value)
+    return made
+
+
+def anything(rng: random.Random, depth: int = 0) -> Any:
+    kind = rng.choice(["text", "number", "list", "object"] if depth < 3 else ["text", "number"])
+    if kind == "object":
+        return {name: anything(rng, depth + 1) for name in "abcd" if rng.random() < 0.5}
+    if kind == "list":
+        return [anything(rng, depth + 2) for _ in range(rng.randrange(3))]
+    return rng.randrange(2) if kind == "number" else rng.choice("xy")
+
+
+def test_a_patch_gives_what_was_wanted_and_what_is_so_already_has_none() -> None:
+    for seed in range(2000):
+        rng = random.Random(seed)
+        before = {"top": anything(rng), "more": anything(rng)}
+        after = {"top": anything(rng), **({"other": anything(rng)} if rng.random() < 0.5 else {})}
+        assert applied(before, difference(before, after)) == after
+        assert difference(after, after) == {}

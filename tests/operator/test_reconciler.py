@@ -1,0 +1,233 @@
+"""The reconciler against a real API server: what it writes, and what it makes after it was interrupted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from kubernetes.aio.client import ApiClient
+from kubernetes.aio.client.exceptions import ApiException
+
+from baton_operator.api_server import path
+from baton_operator.scalers import API
+from tests.operator.real_cluster import Inside, RealCluster, client, counted, real_cluster
+
+pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]
+
+PAIR: dict[str, Any] = {"model": {"uri": "builtin://smollm2"}, "prefill": {}, "decode": {"replicas": 2}}
+SCALED: dict[str, Any] = {
+    "model": {"uri": "builtin://smollm2"},
+    "decode": {"scaling": {"minReplicas": 1, "maxReplicas": 4}},
+    "autoscaling": {"mode": "External"},
+}
+HUB: dict[str, Any] = {
+    "model": {"uri": "hf://org/model", "cache": {"type": "PVC", "size": "20Gi"}},
+    "prefill": {},
+    "decode": {},
+    "router": {"replicas": 2},
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RealCluster]:
+    async with real_cluster(tmp_path_factory.mktemp("kubernetes")) as made:
+        yield made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def api(cluster: RealCluster) -> AsyncIterator[ApiClient]:
+    async with client(cluster) as made:
+        yield made
+
+
+async def namespace(cluster: RealCluster, name: str) -> str:
+    await cluster.api.post("/api/v1/namespaces", {"metadata": {"name": name}})
+    return name
+
+
+async def settled(cluster: RealCluster, inside: Inside, where: str) -> None:
+    """Until nothing more is written; the cluster does its part meanwhile."""
+    for _ in range(20):
+        before = inside.writes
+        await inside.reconcile(namespace=where)
+        await cluster.ready_pods(namespace=where)
+        await inside.reconcile(namespace=where)
+        if inside.writes == before:
+            return
+    raise AssertionError("it writes and writes")
+
+
+@pytest.mark.parametrize("spec", [PAIR, SCALED, HUB], ids=["pair", "scaled", "hub"])
+async def test_the_same_object_twice_is_written_once(
+    cluster: RealCluster, api: ApiClient, spec: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    where = await namespace(cluster, f"twice-{request.node.callspec.id}")
+    await cluster.put(spec, namespace=where)
+    inside = Inside(api)
+    await settled(cluster, inside, where)
+    since = len(cluster.asked())
+    await cluster.put(spec, namespace=where)
+    await inside.reconcile(namespace=where)
+    await Inside(api, now=inside.now + 1000).reconcile(namespace=where)
+    asked = cluster.asked(since)
+    assert asked, "it has looked"
+    assert counted([one for one in asked if one.is_work]) == {}
+    status = (await cluster.service(namespace=where))["status"]
+    ready = next(one for one in status["conditions"] if one["type"] == "Ready")
+    assert (ready["status"], ready["reason"]) == ("True", "Serving"), status
+
+
+async def test_what_others_change_is_put_back_and_what_they_add_stays(
+    cluster: RealCluster, api: ApiClient
+) -> None:
+    where = await namespace(cluster, "drift")
+    await cluster.put(PAIR, namespace=where)
+    inside = Inside(api)
+    await settled(cluster, inside, where)
+    service = path("v1", "Service", where, "chat")
+    await cluster.api.patch(
+        service, {"spec": {"selector": {"baton.dev/role": "nobody"}}, "metadata": {"annotations": {"a": "b"}}}
+    )
+    await inside.reconcile(namespace=where)
+    there = (await cluster.admin.get(service)).json()
+    assert there["spec"]["selector"]["baton.dev/role"] == "router"
+    assert there["metadata"]["annotations"]["a"] == "b"
+
+
+async def test_anothers_object_of_the_same_name_is_left_alone_and_status_names_it(
+    cluster: RealCluster, api: ApiClient
+) -> None:
+    where = await namespace(cluster, "taken")
+    theirs = {"metadata": {"name": "chat"}, "spec": {"selector": {"app": "theirs"}, "ports": [{"port": 1}]}}
+    await cluster.api.post(path("v1", "Service", where), theirs)
+    await cluster.put(PAIR, namespace=where)
+    with pytest.raises(ApiException):
+        await Inside(api).reconcile(namespace=where)
+    there = (await cluster.admin.get(path("v1", "Service", where, "chat"))).json()
+    assert there["spec"]["selector"] == {"app": "theirs"}
+    status = (await cluster.service(namespace=where))["status"]
+    said = next(one for one in status["conditions"] if one["type"] == "SpecSupported")
+    assert said["status"] == "False"
+    assert said["message"].startswith("Service chat: ")
+
+
+async def test_what_the_api_server_refuses_is_said_in_status(cluster: RealCluster, api: ApiClient) -> None:
+    where = await namespace(cluster, "refused")
+    template = {"spec": {"containers": [{"name": "main", "imagePullPolicy": "Sometimes"}]}}
+    await cluster.put({**PAIR, "decode": {"podTemplate": template}}, namespace=where)
+    with pytest.raises(ApiException):
+        await Inside(api).reconcile(namespace=where)
+    status = (await cluster.service(namespace=where))["status"]
+    said = next(one for one in status["conditions"] if one["type"] == "Ready")
+    assert (said["status"], said["reason"]) == ("False", "Invalid")
+    assert "imagePullPolicy" in said["message"]
+
+
+async def test_one_that_is_deleted_is_left_to_the_garbage_collector(
+    cluster: RealCluster, api: ApiClient
+) -> None:
+    where = await namespace(cluster, "deleted")
+    await cluster.put(PAIR, namespace=where)
+    inside = Inside(api)
+    await inside.reconcile(namespace=where)
+    await cluster.api.delete(path(API, "InferenceService", where, "chat"))
+    since = len(cluster.asked())
+    assert await inside.reconcile(namespace=where) is None
+    assert not [one for one in cluster.asked(since) if one.is_work]
+    owners = [one["metadata"]["ownerReferences"] for one in (await cluster.objects(where)).values()]
+    assert owners and all(one[0]["controller"] for one in owners)
+
+
+async def test_a_scaler_says_which_pods_it_is_about_and_whether_it_is_heard(
+    cluster: RealCluster, api: ApiClient
+) -> None:
+    where = await namespace(cluster, "scalers")
+    inside = Inside(api)
+    await cluster.put(SCALED, namespace=where)
+    other = {"serviceName": "chat", "role": "decode", "replicas": 3}
+    await cluster.put(other, name="mine", namespace=where, kind="RoleScaler")
+    alone = {"serviceName": "none", "role": "prefill", "replicas": 3}
+    await cluster.put(alone, name="alone", namespace=where, kind="RoleScaler")
+    await settled(cluster, inside, where)
+    await inside.reconcile("none", where)
+    scale = f"{path(API, 'RoleScaler', where, 'chat-decode')}/scale"
+    assert (await cluster.admin.get(scale)).json()["status"] == {
+        "replicas": 1,
+        "selector": "baton.dev/role=both,baton.dev/service=chat",
+    }
+    await cluster.api.patch(scale, {"spec": {"replicas": 3}})
+    await settled(cluster, inside, where)
+    assert (await cluster.admin.get(scale)).json()["status"]["replicas"] == 3
+    reasons = {}
+    for one in (await cluster.admin.get(path(API, "RoleScaler", where))).json()["items"]:
+        (condition,) = one["status"]["conditions"]
+        reasons[one["metadata"]["name"]] = (condition["type"], condition["status"], condition["reason"])
+    assert reasons == {
+        "chat-decode": ("Bound", "True", "Bound"),
+        "mine": ("Bound", "False", "OtherName"),
+        "alone": ("Bound", "False", "NoService"),
+    }
+
+
+class Killed(BaseException):
+    """The operator is gone, here and now."""
+
+
+class Killing:
+    """Ends it before its nth write, or after."""
+
+    def __init__(self, number: int, after: bool) -> None:
+        self.number = number
+        self.after = after
+        self.writes = 0
+
+    def guard(self) -> None:
+        self.writes += 1
+        if self.writes == self.number and not self.after:
+            raise Killed
+
+    def answered(self, method: str, code: int) -> None:
+        if method != "GET" and self.writes == self.number and self.after:
+            raise Killed
+
+
+async def stages(cluster: RealCluster, inside: Inside, where: str) -> None:
+    """A service is made, gets its pods, and is changed: from a scaled one to a pair of another image."""
+    await cluster.put(SCALED, namespace=where)
+    await settled(cluster, inside, where)
+    await cluster.put(PAIR | {"engine": {"image": "registry.example/worker:2"}}, namespace=where)
+    await settled(cluster, inside, where)
+
+
+async def test_one_that_is_killed_at_any_of_its_writes_ends_with_the_same_objects(
+    cluster: RealCluster, api: ApiClient
+) -> None:
+    began = time.monotonic()
+    count = Killing(0, False)
+    whole = await namespace(cluster, "killed-nowhere")
+    await stages(cluster, Inside(api, count.guard), whole)
+    wanted = await cluster.objects(whole)
+    assert len(wanted) > 15
+    killed = 0
+    for number in range(1, count.writes + 1):
+        for after in (False, True):
+            where = await namespace(cluster, f"killed-{number}-{'after' if after else 'before'}")
+            killing = Killing(number, after)
+            try:
+                await stages(cluster, Inside(api, killing.guard, killing.answered), where)
+            except Killed:
+                killed += 1
+            await stages_from_there(cluster, Inside(api), where)
+            assert await cluster.objects(where) == wanted, (number, after)
+    assert killed == 2 * count.writes
+    print(f"{killed} crash points in {time.monotonic() - began:.0f} s")
+
+
+async def stages_from_there(cluster: RealCluster, inside: Inside, where: str) -> None:
+    """Another operator goes on: first with the spec as it is, then with the last one."""
+    await settled(cluster, inside, where)
+    await cluster.put(PAIR | {"engine": {"image": "registry.example/worker:2"}}, namespace=where)
+    await settled(cluster, inside, where)
