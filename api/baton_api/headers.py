@@ -19,7 +19,11 @@ PREDICTED = "x-predicted-ttft-ms"
 """Router to client, where that cannot be: milliseconds after which the first token was to be expected."""
 
 CLASS = "x-baton-class"
-"""Client to router: how urgent a request is: critical, interactive, default or batch."""
+"""Client to router: how urgent a request is: critical, interactive, default or batch. Router to worker:
+batch, if it is that."""
+
+PATIENT_CLASS = "batch"
+"""The class of requests whose answers nobody waits for."""
 
 WORKER = "x-baton-worker"
 """Router to client: the name of the worker that answered."""

@@ -41,6 +41,7 @@ PREFILL = headers.PREFILL.encode()
 TICKET = headers.TICKET.encode()
 SALT = headers.SALT.encode()
 FOLLOW_LINE = b"%b: 1\r\n" % headers.FOLLOW.encode()
+PATIENT_LINE = b"%b: %b\r\n" % (headers.CLASS.encode(), headers.PATIENT_CLASS.encode())
 WORKER = headers.WORKER.encode()
 PROMPT = headers.PROMPT.encode()
 DECISION = headers.DECISION.encode()
@@ -125,6 +126,7 @@ def request_head(
     *,
     follow: bool = False,
     salt: str = "",
+    patient: bool = False,
     trace: bytes = b"",
 ) -> bytes:
     """
@@ -149,19 +151,21 @@ def request_head(
         request_id,
         passing,
         trace,
-        _told(host, control, trust.line, follow, salt),
+        _told(host, control, trust.line, follow, salt, patient),
         ticket,
     )
 
 
 @lru_cache(4096)
-def _told(host: str, control: str, key: bytes, follow: bool, salt: str) -> bytes:
+def _told(host: str, control: str, key: bytes, follow: bool, salt: str, patient: bool) -> bytes:
     """The headers that a worker gets with all requests of one kind."""
     lines = [b"host: %b\r\n" % host.encode(), key]
     if follow:
         lines.append(FOLLOW_LINE)
     if salt:
         lines.append(b"%b: %b\r\n" % (SALT, salt.encode()))
+    if patient:
+        lines.append(PATIENT_LINE)
     if control:
         lines.append(b"%b: %b\r\n" % (PREFILL, control.encode()))
     return b"".join(lines)

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 
+from baton_api import headers
 from baton_api.errors import BatonError, InternalError, NotReady
 from baton_api.resuming import with_resumption
 from baton_router.access import tenant_of
@@ -182,6 +183,7 @@ class Proxy:
             time.time(),
             follow=asked.followed,
             salt=asked.tenant.salt,
+            patient=asked.urgency[0] == headers.PATIENT_CLASS,
             trace=b"" if relay.trace is None else relay.trace.lines,
         )
 

@@ -194,6 +194,6 @@ def request_of(
     name: str, length: int = 10, *, seed: int = 0, prompt: tuple[int, ...] | None = None, **fields: Any
 ) -> Request:
     """Greedy and 8 tokens unless told otherwise; sampling fields and request fields may be mixed."""
-    own = {field: fields.pop(field) for field in ("salt", "remote", "export") if field in fields}
+    own = {field: fields.pop(field) for field in ("salt", "patient", "remote", "export") if field in fields}
     sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **fields})
     return Request(name, prompt if prompt is not None else prompt_of(length, seed), sampling, **own)

@@ -171,6 +171,67 @@ def test_a_retracted_request_waits_at_the_front_and_resumes_with_its_output() ->
     assert books.pool.available == books.pool.capacity
 
 
+def test_those_who_wait_go_before_patient_ones_in_the_queue_and_in_what_prompts_share() -> None:
+    books = Books(max_running=3)
+    books.add("patient", 40, patient=True, max_tokens=2)
+    assert shape(books.step()) == ([], [("patient", 16)])
+    books.add("patient too", 8, seed=1, patient=True)
+    books.add("a", 10, seed=2, max_tokens=50)
+    books.add("b", 10, seed=3, max_tokens=50)
+    assert shape(books.step()) == ([], [("a", 10), ("b", 6)])
+    assert shape(books.step()) == (["a"], [("b", 4), ("patient", 11)])
+    assert [job.request.id for job in books.scheduler.waiting] == ["patient too"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("place", {"max_running": 3}), ("block", {"blocks": 11, "max_running": 8})]
+)
+def test_a_patient_one_gives_its_place_or_its_blocks_to_one_that_is_waited_for(
+    name: str, sizes: dict[str, int]
+) -> None:
+    books = Books(chunk_tokens=32, **sizes)
+    longest = books.add("longest", 8, patient=True, max_tokens=6)
+    longest.request.output += [1] * 2
+    books.add("first", 7, seed=1, max_tokens=3)
+    books.add("patient", 8, seed=2, patient=True, max_tokens=6)
+    books.step()
+    books.add("behind", 8, seed=3, patient=True, max_tokens=1)
+    wanted = books.add("wanted", 8, seed=4, max_tokens=4)
+    plan = books.step()
+    assert books.retracted == ["patient"], name
+    assert shape(plan) == (["first", "longest"], [("wanted", 8)]), name
+    assert [job.request.id for job in books.scheduler.waiting] == ["patient", "behind"]
+    assert wanted.stage is Stage.RUNNING
+    while books.scheduler.running or books.scheduler.waiting:
+        books.step()
+    assert books.pool.available == books.pool.capacity
+
+
+def test_nobody_gives_way_to_a_patient_one_nor_to_one_of_his_kind() -> None:
+    books = Books(max_running=2, chunk_tokens=32)
+    books.add("a", 4, max_tokens=50)
+    books.add("patient", 4, seed=1, patient=True, max_tokens=50)
+    books.step()
+    books.add("patient too", 4, seed=2, patient=True)
+    books.step()
+    assert books.retracted == []
+    books.add("b", 4, seed=3, max_tokens=50)
+    books.add("c", 4, seed=4, max_tokens=50)
+    books.step()
+    assert books.retracted == ["patient"]
+    assert [job.request.id for job in books.scheduler.waiting] == ["c", "patient", "patient too"]
+
+
+def test_a_patient_one_is_retracted_before_one_that_would_lose_less() -> None:
+    books = Books(chunk_tokens=32)
+    books.add("a", 8, max_tokens=100)
+    books.add("patient", 6, seed=1, patient=True, max_tokens=100).request.output += [1] * 2
+    books.step()
+    books.pool.allocate(books.pool.available)
+    plan = books.scheduler.plan()
+    assert [job.request.id for job in plan.retracted] == ["patient"]
+
+
 def test_a_request_that_outgrows_an_empty_cache_is_said_to() -> None:
     books = Books(blocks=4)
     job = books.add("a", 8, max_tokens=100)
@@ -220,7 +281,14 @@ def test_whatever_is_asked_every_request_gets_its_tokens_and_every_block_comes_b
             export = Recipient() if chance.random() < 0.2 else None
             wanted = 1 if export else chance.randrange(1, 12)
             jobs.append(
-                books.add(f"{step}", length, seed=chance.randrange(3), max_tokens=wanted, export=export)
+                books.add(
+                    f"{step}",
+                    length,
+                    seed=chance.randrange(3),
+                    max_tokens=wanted,
+                    export=export,
+                    patient=chance.random() < 0.3,
+                )
             )
         plan = books.step()
         decodes = [job for job in books.scheduler.running if job.decoding and job not in plan.decodes]

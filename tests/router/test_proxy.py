@@ -45,6 +45,16 @@ async def test_a_body_arrives_byte_for_byte_whatever_is_in_it() -> None:
         assert worker.asked[0].target == CHAT + "?a=1&b=%20"
 
 
+async def test_a_worker_is_told_of_what_nobody_waits_for_and_of_no_other_class() -> None:
+    async with FakeWorker() as worker, running_router([worker]) as router:
+        for kind in ("batch", "interactive", "Batch"):
+            answer = await router.client.post(CHAT, json=anew(QUESTION), headers={"x-baton-class": kind})
+            assert answer.status_code == 200
+        assert (await router.post(anew(QUESTION))).status_code == 200
+        told = [asked.header("x-baton-class") for asked in worker.asked]
+        assert told == ["batch", None, "batch", None]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("status", [400, 401, 404, 413, 422])
 async def test_what_a_worker_calls_bad_is_asked_of_nobody_else(status: int, stream: bool) -> None:

@@ -285,6 +285,8 @@ class Request:
     """Keeps to `sampling.constraint` and `sampling.thinking`; there if and only if one of them is."""
     pooling: Pooling | None = None
     """With it, the prompt's vector is the whole answer, and no token is drawn."""
+    patient: bool = False
+    """Nobody waits for its answer: all others go before it, and it makes room for them."""
     remote: RemotePrefill | None = None
     export: Export | None = None
     """With it, `max_tokens` is 1 and the blocks are kept after the end until `Engine.release`."""

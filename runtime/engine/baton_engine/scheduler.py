@@ -7,12 +7,16 @@ queue in order of arrival. A request is admitted when the blocks for all its tok
 prompt never stops half way. When a generating request needs one more block and none is left, the one
 with the least output goes back to the front of the queue; its tokens are kept, its KV is computed again.
 
+Patient requests, for whose answers nobody waits, come after all others: in the queue, in what prompts share,
+and when there is room for some only. One that generates goes back to the queue for one that is not patient.
+
 Nothing here knows of tensors, threads or clocks.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton_engine.blocks import BlockPool
@@ -61,11 +65,12 @@ class Scheduler:
         self.running: list[Job] = []
         self.fetching: dict[str, Job] = {}
         self.held: dict[str, Job] = {}
-        self._refused: tuple[Job, int, int, int] | None = None
+        self._refused: tuple[Job, int, int, int, int] | None = None
         """The head of the queue and the figures at which it did not fit: no need to look again."""
 
     def add(self, job: Job) -> None:
-        self.waiting.append(job)
+        place = len(self.waiting) if job.request.patient else self._first_patient()
+        self.waiting.insert(place, job)
 
     def plan(self) -> Plan:
         """Decide the next pass and take the blocks it needs."""
@@ -73,8 +78,9 @@ class Scheduler:
         self._plan_decodes(plan)
         # A whole block at least, or a batch as large as the chunk would keep prompts out for good.
         budget = max(self.limits.prompt_tokens(len(plan.decodes)), self.block_size)
-        budget = self._plan_prefills(plan, budget)
-        self._admit(plan, budget)
+        for patient in (False, True):
+            budget = self._plan_prefills(plan, budget, patient)
+            budget = self._admit(plan, budget, patient)
         return plan
 
     def advance(self, job: Job, tokens: int) -> None:
@@ -117,11 +123,11 @@ class Scheduler:
         self.running.append(job)
 
     def requeue(self, job: Job) -> None:
-        """To the front of the queue, to be computed here; what the prefix cache still has is not lost."""
+        """To the front of its queue, to be computed here; what the prefix cache still has is not lost."""
         self.pool.release(job.drop_blocks())
         job.fetchable = False
         job.stage = Stage.WAITING
-        self.waiting.appendleft(job)
+        self.waiting.insert(self._first_patient() if job.request.patient else 0, job)
 
     def end(self, job: Job, *, hold: bool = True) -> None:
         """
@@ -173,46 +179,71 @@ class Scheduler:
                 if len(self.running) == 1 and not self.fetching and not self.held:
                     plan.outgrown.append(alone)
                 return alone  # with others about to let go of blocks, it waits
-            victim = min(victims, key=lambda job: (len(job.request.output), -len(job.request.prompt)))
-            self.running.remove(victim)
-            self.requeue(victim)
-            plan.retracted.append(victim)
+            victim = self._retract_one(plan, victims)
             growing = [job for job in growing if job is not victim]
         return None
 
-    def _plan_prefills(self, plan: Plan, budget: int) -> int:
+    def _make_way(self, plan: Plan) -> bool:
+        """Retract a patient job for one that is not; False if there is none."""
+        victims = [job for job in self.running if job.request.patient and job.retractable]
+        if not victims:
+            return False
+        victim = self._retract_one(plan, victims)
+        plan.decodes = [job for job in plan.decodes if job is not victim]
+        return True
+
+    def _retract_one(self, plan: Plan, victims: Sequence[Job]) -> Job:
+        """Of `victims`, a patient one if there is one, and the one that loses the least."""
+        victim = min(victims, key=_loss)
+        self.running.remove(victim)
+        self.requeue(victim)
+        plan.retracted.append(victim)
+        return victim
+
+    def _first_patient(self) -> int:
+        """Where in the queue the patient ones begin."""
+        if not self.waiting or not self.waiting[-1].request.patient:
+            return len(self.waiting)
+        return next(place for place, job in enumerate(self.waiting) if job.request.patient)
+
+    def _plan_prefills(self, plan: Plan, budget: int, patient: bool) -> int:
         for job in self.running:
             if budget <= 0:
                 break
-            if not job.decoding:
+            if job.request.patient == patient and not job.decoding:
                 tokens = min(job.request.pending, budget)
                 plan.prefills.append((job, tokens))
                 budget -= tokens
         return budget
 
-    def _admit(self, plan: Plan, budget: int) -> None:
+    def _admit(self, plan: Plan, budget: int, patient: bool) -> int:
         size = self.block_size
-        while self.waiting and len(self.running) + len(self.fetching) < self.limits.max_running:
+        while self.waiting and self.waiting[0].request.patient == patient:
             job = self.waiting[0]
             if budget <= 0 and not job.fetchable:
-                return
+                return budget
+            full = len(self.running) + len(self.fetching) >= self.limits.max_running
+            if full and (patient or not self._make_way(plan)):
+                return budget
             request = job.request
             # One block for each that runs, or it would be retracted for a newcomer's sake.
             reserve = len(self.running) + len(self.fetching)
-            figures = (job, self.pool.available, reserve, len(self.held))
+            figures = (job, self.pool.available, len(self.running), len(self.fetching), len(self.held))
             if figures == self._refused:
-                return
+                return budget
             prefix = self.pool.match(job.hashes[: job.cacheable // size])
             missing = request.length - len(prefix) * size
             fetch = job.fetchable and missing > self.limits.local_prefill_tokens
             if budget <= 0 and not fetch:
-                return
+                return budget
             needed = job.blocks_for(request.length) - len(prefix)
             if needed + self.pool.unused(prefix) + reserve > self.pool.available:
+                if not patient and self._make_way(plan):
+                    continue
                 self._refused = figures
                 if not reserve and not self.held:
                     plan.starved.append(job)
-                return
+                return budget
             self._refused = None
             self.waiting.popleft()
             self._place(job, prefix, needed)
@@ -228,6 +259,7 @@ class Scheduler:
             tokens = min(request.pending, budget)
             plan.prefills.append((job, tokens))
             budget -= tokens
+        return budget
 
     def _place(self, job: Job, prefix: list[int], needed: int) -> None:
         request = job.request
@@ -254,3 +286,9 @@ class Scheduler:
         self.pool.pin(job.fetch.blocks)
         job.stage = Stage.FETCHING
         self.fetching[request.id] = job
+
+
+def _loss(job: Job) -> tuple[bool, int, int]:
+    """What is lost if it is retracted, for comparison: somebody's patience before work."""
+    request = job.request
+    return not request.patient, len(request.output), -len(request.prompt)

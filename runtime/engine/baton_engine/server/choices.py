@@ -38,6 +38,8 @@ class Choices:
         remote: RemotePrefill | None = None,
         told: Told | None = None,
         salt: str = "",
+        *,
+        patient: bool = False,
     ) -> None:
         self.told = told
         """Hears what is said, if the log is to tell of it."""
@@ -57,6 +59,7 @@ class Choices:
                     sampling=work.parameters.choice(index % n, work.prompts[index // n].max_tokens),
                     salt=salt,
                     guide=None if work.guides is None else work.guides(),
+                    patient=patient,
                     remote=remote if index % n == 0 else None,
                 ),
                 transcript=Transcript(served.tokenizer, work.parameters, work.reader(), work.marks),

@@ -27,7 +27,7 @@ from baton_engine.server import bodies
 from baton_engine.server.call import send_json
 from baton_engine.server.disconnect import ClientGone, until_disconnect
 from baton_engine.server.exchange import Exchange, exchange_of
-from baton_engine.server.generate import check_model, salt_of
+from baton_engine.server.generate import check_model, is_patient, salt_of
 from baton_engine.server.prompts import read_prompts
 from baton_engine.server.running import read_names
 from baton_engine.server.served import Served
@@ -64,7 +64,9 @@ class Embeddings:
                 asked = await asyncio.to_thread(self._read, body)
             exchange.answer_id = f"embd-{uuid.uuid4().hex}"
             exchange.prompt_tokens = asked.tokens
-            computation = Computation(self._served, exchange, asked, salt_of(scope))
+            computation = Computation(
+                self._served, exchange, asked, salt_of(scope), patient=is_patient(scope)
+            )
             try:
                 with self._served.running.entered((exchange.request_id, *asked.names), computation):
                     async with until_disconnect(receive):
@@ -127,9 +129,12 @@ def able(served: Served) -> Embedder:
 class Computation:
     """The vectors of one request while they are computed."""
 
-    def __init__(self, served: Served, exchange: Exchange, asked: Asked, salt: str = "") -> None:
+    def __init__(
+        self, served: Served, exchange: Exchange, asked: Asked, salt: str = "", *, patient: bool = False
+    ) -> None:
         self._served = served
         self._salt = salt
+        self._patient = patient
         self._exchange = exchange
         self._asked = asked
         self._under_way: set[str] = set()
@@ -167,6 +172,7 @@ class Computation:
             sampling=SamplingParams(max_tokens=0),
             salt=self._salt,
             pooling=self._asked.pooling,
+            patient=self._patient,
         )
         async with contextlib.aclosing(self._served.engine.generate(request)) as outputs:
             self._under_way.add(request.id)

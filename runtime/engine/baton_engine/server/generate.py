@@ -70,8 +70,14 @@ def salt_of(scope: Scope) -> str:
 
     It is a router's word, and needs no proof: nobody else knows the salt of another's cache.
     """
-    given = dict(scope["headers"]).get(headers.SALT.encode(), b"")
+    given: bytes = dict(scope["headers"]).get(headers.SALT.encode(), b"")
     return given[:SALT_LIMIT].decode("latin-1")
+
+
+def is_patient(scope: Scope) -> bool:
+    """Whether nobody waits for the answer. Whoever says so only loses by it."""
+    given: bytes = dict(scope["headers"]).get(headers.CLASS.encode(), b"")
+    return given == headers.PATIENT_CLASS.encode()
 
 
 class Generate:
@@ -103,7 +109,9 @@ class Generate:
             remote = named_remote(scope, self._served, exchange.request_id)
             followed = headers.FOLLOW.encode() in dict(scope["headers"]) and resumable(work)
             told = self._log.read(exchange, work)
-            choices = Choices(self._served, work, exchange, remote, told, salt_of(scope))
+            choices = Choices(
+                self._served, work, exchange, remote, told, salt_of(scope), patient=is_patient(scope)
+            )
             names = (exchange.request_id, work.shape.id, *names)
             try:
                 with self._served.running.entered(names, choices):
