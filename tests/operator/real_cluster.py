@@ -315,7 +315,7 @@ async def running_operator(cluster: RealCluster, name: str, *options: str) -> As
         "operator", f"--kubeconfig={cluster.kubeconfig}", "--port=0", f"--lease-namespace={OPERATOR}",
         f"--identity={name}", f"--worker-image={IMAGES.worker}", f"--router-image={IMAGES.router}", *options,
     ]  # fmt: skip
-    with log.open("ab") as writing:
+    with log.open("wb") as writing:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "baton_cli.main", *arguments, stderr=writing
         )
