@@ -14,7 +14,7 @@ import torch
 
 from baton_engine.model.decoder import Decoder, create_model
 from baton_engine.model.native import native_decoder
-from baton_engine.ops.native import library
+from baton_engine.ops.native import library, targets
 from tests.engine.random_weights import random_weights, tiny_spec
 
 CPU = torch.device("cpu")
@@ -111,3 +111,48 @@ def test_a_cache_that_cannot_be_written_is_named(environment: dict[str, str], tm
 def test_the_kernels_can_be_turned_off(environment: dict[str, str]) -> None:
     with pytest.raises(library.Unavailable, match="BATON_KERNELS"):
         library.load({**environment, "BATON_KERNELS": "off"})
+
+
+BASIC = frozenset({"sse", "sse2"})
+
+
+@pytest.mark.parametrize(
+    ("instructions", "names"),
+    [
+        pytest.param(BASIC, [], id="an old one"),
+        pytest.param(BASIC | targets.V3, ["avx2"], id="AVX2"),
+        pytest.param(BASIC | targets.V4, ["avx512", "avx2"], id="AVX-512"),
+        pytest.param(BASIC | targets.BF16, ["avx512-bf16", "avx512", "avx2"], id="bfloat16"),
+        pytest.param(
+            BASIC | targets.BF16 | {"amx_tile", "amx_bf16"},
+            ["amx", "avx512-bf16", "avx512", "avx2"],
+            id="AMX",
+        ),
+        pytest.param(BASIC | targets.V3 | {"amx_tile", "amx_bf16"}, ["avx2"], id="AMX without the rest"),
+        pytest.param(frozenset(), [], id="nobody says"),
+    ],
+)
+def test_a_processor_is_offered_what_it_promises_to_run(
+    tmp_path: Path, instructions: frozenset[str], names: list[str]
+) -> None:
+    for target in targets.TARGETS:
+        (tmp_path / target.file).write_bytes(b"")
+    (tmp_path / "kernels-avx2-of-other-sources.so").write_bytes(b"")
+    offered = [path.name for path in targets.found(tmp_path, instructions)]
+    assert offered == [target.file for name in names for target in targets.TARGETS if target.name == name]
+
+
+def test_what_came_with_the_image_is_taken_and_nothing_compiled(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    (avx2,) = [target for target in targets.TARGETS if target.name == "avx2"]
+    if not avx2.instructions <= library.instructions():
+        pytest.skip("the processor has no AVX2")
+    folder = tmp_path / "bundled"
+    targets.build(folder, [avx2])
+    (folder / targets.TARGETS[0].file).write_bytes(b"no library at all")
+    alone = {"PATH": "", "CC": "no-such-compiler", "BATON_BUNDLED": str(folder)}
+    assert library.load(alone).baton_create
+    (folder / avx2.file).unlink()
+    with pytest.raises(library.Unavailable, match="no-such-compiler"):
+        library.load(alone)

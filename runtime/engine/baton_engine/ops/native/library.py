@@ -4,7 +4,8 @@ The native library: compiled at first use for this very processor, kept in the u
 Any C compiler will do: `$CC`, the system's, or the clang in the `ziglang` wheel (`pip install
 'baton[kernels]'`). The file's name is a digest of the sources, the compiler and the processor, so a
 change of any of them makes another file and processes that start together can only write the same one.
-Where there is no compiler, `Unavailable` says what to do; torch serves instead.
+Where there is no compiler, `Unavailable` says what to do; torch serves instead. A container's image brings
+libraries for kinds of processors along (`targets`).
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from baton_engine.folders import cache_folder
+from baton_engine.folders import bundled_folder, cache_folder
 
 SOURCES = ("decoder.c", "model.h", "attention.h", "linear.h", "tiles.h", "pool.h", "vector.h")
+NATIVE = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
 FLAGS = (
     "-O3",
-    "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native",
+    NATIVE,
     "-std=gnu11",
     "-ffp-contract=fast",
     "-fno-math-errno",
@@ -48,11 +50,21 @@ class Unavailable(Exception):
 
 
 def load(environment: Mapping[str, str]) -> ctypes.CDLL:
-    """The library, built if need be. Looks at BATON_KERNELS, CC, PATH, BATON_CACHE, XDG_CACHE_HOME, HOME."""
+    """
+    The library, built if need be.
+
+    Looks at BATON_KERNELS, BATON_BUNDLED, CC, PATH, BATON_CACHE, XDG_CACHE_HOME, HOME.
+    """
     if environment.get("BATON_KERNELS", "").lower() in ("0", "off", "false"):
         raise Unavailable("BATON_KERNELS turns them off")
     if sys.platform not in ("linux", "darwin"):
         raise Unavailable(f"they are not made for {sys.platform}")
+    if (folder := bundled_folder(environment)) is not None:
+        from baton_engine.ops.native import targets
+
+        for path in targets.found(folder, instructions()):
+            if _is_sound(path):
+                return ctypes.CDLL(str(path))
     compiler = find_compiler(environment)
     path = cache_folder(environment) / f"kernels-{_digest(compiler, environment)}.so"
     if not path.exists():
@@ -88,24 +100,36 @@ def _digest(compiler: Sequence[str], environment: Mapping[str, str]) -> str:
     return digest.hexdigest()[:32]
 
 
+def instructions() -> frozenset[str]:
+    """What Linux says that the processor can; nothing where it says nothing."""
+    flags = next((line for line in _cpuinfo() if line.startswith("flags")), "")
+    return frozenset(flags.partition(":")[2].split())
+
+
+def _cpuinfo() -> list[str]:
+    """Of the first processor."""
+    try:
+        return Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
+    except OSError:
+        return []
+
+
 def _processor() -> str:
     """What the compiler's `native` depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
-    except OSError:
+    lines = _cpuinfo()
+    if not lines:
         return platform.processor() + platform.machine()
     told = ("flags", "features", "model", "model name", "cpu part", "cpu family")
     return "\n".join(line for line in lines if line.split(":")[0].strip().lower() in told)
 
 
 def _build(compiler: Sequence[str], path: Path, environment: Mapping[str, str]) -> None:
-    source = Path(__file__).parent / SOURCES[0]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             built = Path(folder) / path.name
             for caution in CAUTIONS:
-                _run([*compiler, *FLAGS, *caution, str(source), "-o", str(built), "-lm"], environment)
+                compile_to(built, compiler, (*FLAGS, *caution), environment)
                 if _is_sound(built):
                     os.replace(built, path)  # at once: nobody ever sees half a file
                     return
@@ -116,6 +140,14 @@ def _build(compiler: Sequence[str], path: Path, environment: Mapping[str, str]) 
     raise Unavailable(
         f"what `{shlex.join(compiler)}` makes of them computes wrong results here; try another CC"
     )
+
+
+def compile_to(
+    path: Path, compiler: Sequence[str], flags: Sequence[str], environment: Mapping[str, str]
+) -> None:
+    """The library as `flags` make it. Raises Unavailable."""
+    source = Path(__file__).parent / SOURCES[0]
+    _run([*compiler, *flags, str(source), "-o", str(path), "-lm"], environment)
 
 
 def _is_sound(built: Path) -> bool:
