@@ -4,11 +4,13 @@ Batches against the same requests by hand, and what people notice of a batch bes
     baton up MODEL --port 8080
     python -m benchmarks.batches throughput --requests 5000 --tokens 128
     python -m benchmarks.batches interactive --rate 4 --seconds 60
+    python -m benchmarks.batches interactive --rate 1 --seconds 15 --pause 30
 
 `throughput` finds the number of requests at once with which a client is fastest, sends all of them so, and
 has them answered as a batch; the ratio counts the whole time of the batch, validation and rendering included.
 `interactive` measures the time to the first token of streamed requests that arrive by chance, without a batch
-and with one that runs all the while. Both need a service that does nothing else.
+and with one that runs all the while; with `--pause` people come when the batch has taken what it can get.
+Both need a service that does nothing else.
 """
 
 from __future__ import annotations
@@ -148,7 +150,7 @@ def submit(service: BatchService, asked: list[dict[str, Any]]) -> str:
 # --- What people notice ---
 
 
-def interactive(url: str, model: str, rate: float, seconds: float, tokens: int) -> None:
+def interactive(url: str, model: str, rate: float, seconds: float, tokens: int, pause: float) -> None:
     service = BatchService(url, "", lambda reason: None)
     first_tokens(url, model, rate, min(5.0, seconds), seed=0)  # to warm up
     alone = first_tokens(url, model, rate, seconds, seed=1)
@@ -156,6 +158,7 @@ def interactive(url: str, model: str, rate: float, seconds: float, tokens: int) 
     id = submit(service, bodies(model, 50_000, tokens))
     while not service.batch(id)["request_counts"]["completed"]:
         time.sleep(0.2)
+    time.sleep(pause)
     before = service.batch(id)["request_counts"]["completed"]
     beside = first_tokens(url, model, rate, seconds, seed=1)
     show("beside a batch", beside)
@@ -221,13 +224,14 @@ def main() -> None:
     parser.add_argument("--at-once", default="16,32,64,128,256", help="numbers that are tried by hand")
     parser.add_argument("--rate", type=float, default=4.0, help="requests per second that people send")
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds that the batch has all for itself")
     given = parser.parse_args()
     model = httpx.get(f"{given.url}/v1/models", trust_env=False).json()["data"][0]["id"]
     if given.what == "throughput":
         at_once = [int(one) for one in given.at_once.split(",")]
         throughput(given.url, model, given.requests, given.tokens, at_once)
     else:
-        interactive(given.url, model, given.rate, given.seconds, given.tokens)
+        interactive(given.url, model, given.rate, given.seconds, given.tokens, given.pause)
 
 
 if __name__ == "__main__":
