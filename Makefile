@@ -8,8 +8,12 @@ UV := $(VENV)/bin/uv
 KERNELS := $(if $(shell command -v cc 2>/dev/null),,$(comma)kernels)
 comma := ,
 
+# Of the images: whoever builds them, and the version that they are.
+BUILDER := docker
+TAG = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' api/baton_api/__init__.py)
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fix bench
+.PHONY: help demo test check fix bench images
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +44,14 @@ bench: $(VENV)/dev ## measure this machine's limits and MODEL (default smollm2) 
 	$(PYTHON) benchmarks/limits.py
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PYTHON) benchmarks/serving.py --model $(or $(MODEL),smollm2) \
 	  --server 'one worker=baton serve {model} --port {port}' --server 'a pair=baton up {model} --port {port}'
+
+images: ## build the images of operator, router and worker by BUILDER (docker), for REGISTRY, with TAG
+	@set -e; for name in operator router worker; do \
+	  DOCKER_BUILDKIT=1 $(BUILDER) build -f images/Dockerfile --target $$name -t $(if $(REGISTRY),$(REGISTRY)/)baton-$$name:$(TAG) \
+	    --build-arg VERSION=$(TAG) --build-arg REVISION="$$(git rev-parse HEAD 2>/dev/null)" \
+	    $(foreach name,BASE INDEX TORCH_INDEX,$(if $($(name)),--build-arg $(name)="$($(name))")) \
+	    $(if $(NETRC),--secret id=netrc$(comma)src="$(NETRC)") $(BUILD_FLAGS) .; \
+	done
 
 $(VENV)/demo: EXTRAS = runtime,nixl,chat$(KERNELS)
 $(VENV)/dev: EXTRAS = dev$(KERNELS)
