@@ -90,13 +90,14 @@ def registry(login: Login, queue: WorkQueue, heartbeat: Heartbeat, seen: Seen) -
     return made
 
 
-def settings() -> kopf.OperatorSettings:
-    """How kopf is to watch."""
+def settings(silence_s: float) -> kopf.OperatorSettings:
+    """How kopf is to watch; a watch that is silent for so many seconds is begun anew."""
     made = kopf.OperatorSettings()
     made.scanning.disabled = True  # else it wants to read CRDs and namespaces
     made.posting.enabled = False
     made.peering.standalone = True
     made.watching.chunk_size = PAGE
+    made.watching.inactivity_timeout = silence_s
     for group, version, plural in OWNED:
         # The server sends only what is ours.
         made.watching.label_selectors[group, version, plural] = f"{labels.MANAGED_BY}={labels.OPERATOR}"

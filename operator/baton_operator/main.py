@@ -101,7 +101,7 @@ async def _run(settings: OperatorSettings, listening: Listening) -> None:
         watching = asyncio.create_task(
             kopf.operator(
                 registry=registry,
-                settings=handlers.settings(),
+                settings=handlers.settings(settings.watch_silence_s),
                 clusterwide=not settings.namespaces,
                 namespaces=settings.namespaces,
             )

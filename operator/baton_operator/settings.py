@@ -70,5 +70,9 @@ class OperatorSettings(BaseSettings):
     concurrency: int = Field(default=8, ge=1, le=256)
     """Most services that are looked at at once."""
 
+    watch_silence_s: float = Field(default=70.0, gt=0)
+    """Seconds without any news by a watch after which it is begun anew. The API server sends a bookmark each
+    minute if there is nothing else."""
+
     resync_s: float = Field(default=600.0, gt=0)
     """Seconds after which a service is looked at although nothing has changed."""

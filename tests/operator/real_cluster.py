@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -203,17 +203,7 @@ class RealCluster:
         return [one for one in entries if one is not None][since:]
 
     async def until(self, claim: Callable[[], Any], limit_s: float = 30.0) -> None:
-        """Ask again and again; a claim that fails, or cannot be answered, is not true yet."""
-        deadline = time.monotonic() + limit_s
-        while True:
-            try:
-                answer = claim()
-                if await answer if isinstance(answer, Awaitable) else answer:
-                    return
-            except httpx.HTTPError:
-                pass
-            assert time.monotonic() < deadline, f"not so within {limit_s} s"
-            await asyncio.sleep(0.05)
+        await until(claim, limit_s)
 
     async def _is_served(self, where: str) -> bool:
         return (await self.admin.get(where)).status_code == 200
@@ -303,16 +293,25 @@ class Process:
         )
 
     @property
+    def cpu_s(self) -> float:
+        times = psutil.Process(self.process.pid).cpu_times()
+        return float(times.user + times.system)
+
+    @property
     def resident_mb(self) -> float:
         resident: int = psutil.Process(self.process.pid).memory_info().rss
         return resident / 2**20
 
 
+def running_operator(cluster: RealCluster, name: str, *options: str) -> AbstractAsyncContextManager[Process]:
+    return started(cluster.folder, cluster.kubeconfig, name, *options)
+
+
 @asynccontextmanager
-async def running_operator(cluster: RealCluster, name: str, *options: str) -> AsyncIterator[Process]:
-    log = cluster.folder / f"{name}.log"
+async def started(folder: Path, kubeconfig: Path, name: str, *options: str) -> AsyncIterator[Process]:
+    log = folder / f"{name}.log"
     arguments = [
-        "operator", f"--kubeconfig={cluster.kubeconfig}", "--port=0", f"--lease-namespace={OPERATOR}",
+        "operator", f"--kubeconfig={kubeconfig}", "--port=0", f"--lease-namespace={OPERATOR}",
         f"--identity={name}", f"--worker-image={IMAGES.worker}", f"--router-image={IMAGES.router}", *options,
     ]  # fmt: skip
     with log.open("wb") as writing:
@@ -320,7 +319,7 @@ async def running_operator(cluster: RealCluster, name: str, *options: str) -> As
             sys.executable, "-m", "baton_cli.main", *arguments, stderr=writing
         )
     try:
-        await cluster.until(lambda: process.returncode is not None or "Health and metrics" in log.read_text())
+        await until(lambda: process.returncode is not None or "Health and metrics" in log.read_text())
         assert process.returncode is None, log.read_text()
         url = log.read_text().rpartition("Health and metrics at ")[2].split()[0].rstrip(".")
         yield Process(process, url, log)
@@ -328,6 +327,20 @@ async def running_operator(cluster: RealCluster, name: str, *options: str) -> As
         if process.returncode is None:
             process.terminate()
         await process.wait()
+
+
+async def until(claim: Callable[[], Any], limit_s: float = 30.0) -> None:
+    """Ask again and again; a claim that fails, or cannot be answered, is not true yet."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            answer = claim()
+            if await answer if isinstance(answer, Awaitable) else answer:
+                return
+        except httpx.HTTPError:
+            pass
+        assert time.monotonic() < deadline, f"not so within {limit_s} s"
+        await asyncio.sleep(0.05)
 
 
 def counted(asked: list[Asked]) -> Counter[str]:

@@ -1,0 +1,90 @@
+"""
+What the operator costs: many InferenceServices against a real API server, and again after a restart.
+
+    KUBEBUILDER_ASSETS=FOLDER python -m benchmarks.operator --services 1000
+
+Nodes and controllers are left out: what is measured is the operator, and the API server that it asks. A
+service has settled when its status says what is so of this spec and nobody writes any more. Each round ends
+with the operator's own figures: requests, writes, memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from baton_operator.api_server import path
+from baton_operator.scalers import API
+from tests.operator.real_cluster import Process, RealCluster, counted, real_cluster, running_operator
+
+PAIR: dict[str, Any] = {"model": {"uri": "builtin://smollm2"}, "prefill": {}, "decode": {"replicas": 2}}
+QUIET_S = 5.0
+"""Seconds without a request about a service after which nothing more is to come."""
+
+
+async def main(services: int, namespaces: int, concurrency: int, limit_s: float) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        async with real_cluster(Path(folder)) as cluster:
+            for number in range(namespaces):
+                await cluster.api.post("/api/v1/namespaces", {"metadata": {"name": f"n{number}"}})
+            began = time.monotonic()
+            for number in range(services):
+                await cluster.put(PAIR, f"s{number}", f"n{number % namespaces}")
+            print(f"{services} services made in {time.monotonic() - began:.0f} s", flush=True)
+            for label in ("first start", "restart"):
+                await measure(cluster, label, services, concurrency, limit_s)
+
+
+async def measure(cluster: RealCluster, label: str, services: int, concurrency: int, limit_s: float) -> None:
+    """Start the operator, wait until all has settled, and print what that took."""
+    before = len(cluster.asked())
+    began = time.monotonic()
+    async with running_operator(cluster, "operator", f"--concurrency={concurrency}") as operator:
+        looked = await settled(operator, services, began, limit_s)
+        there = await said(cluster)
+        assert there == services, f"{there} of {services} have a status"
+        asked = cluster.asked(before)
+        writes = [one for one in asked if one.is_work]
+        print(
+            f"{label}: settled after {looked:.1f} s, {len(asked)} requests, {len(writes)} writes, "
+            f"{operator.resident_mb:.0f} MB, {operator.cpu_s:.0f} s of CPU",
+            flush=True,
+        )
+        print(f"  {dict(counted(asked).most_common(8))}", flush=True)
+
+
+async def settled(operator: Process, services: int, began: float, limit_s: float) -> float:
+    """Seconds until the last look at a service before a quiet while."""
+    looks, last = 0.0, began
+    while True:
+        await asyncio.sleep(0.5)
+        now = time.monotonic()
+        assert now - began < limit_s, f"{looks:.0f} looks in {limit_s:.0f} s, and no end"
+        count = await operator.figure("baton_operator_reconcile_seconds_count")
+        if count != looks:
+            looks, last = count, now
+        elif looks >= services and now - last > QUIET_S:
+            print(f"  {looks:.0f} looks", flush=True)
+            return last - began
+
+
+async def said(cluster: RealCluster) -> int:
+    """Services whose status is about their spec."""
+    items = (await cluster.admin.get(path(API, "InferenceService"), timeout=60)).json()["items"]
+    return sum(
+        one.get("status", {}).get("observedGeneration") == one["metadata"]["generation"] for one in items
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--services", type=int, default=1000)
+    parser.add_argument("--namespaces", type=int, default=20)
+    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--limit-s", type=float, default=1800.0)
+    given = parser.parse_args()
+    asyncio.run(main(given.services, given.namespaces, given.concurrency, given.limit_s))
