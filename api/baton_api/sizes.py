@@ -9,10 +9,10 @@ from pydantic import BeforeValidator
 
 _UNITS = {
     "": 1, "b": 1,
-    "k": 10**3, "kb": 10**3, "kib": 2**10,
-    "m": 10**6, "mb": 10**6, "mib": 2**20,
-    "g": 10**9, "gb": 10**9, "gib": 2**30,
-    "t": 10**12, "tb": 10**12, "tib": 2**40,
+    "k": 10**3, "kb": 10**3, "kib": 2**10, "ki": 2**10,
+    "m": 10**6, "mb": 10**6, "mib": 2**20, "mi": 2**20,
+    "g": 10**9, "gb": 10**9, "gib": 2**30, "gi": 2**30,
+    "t": 10**12, "tb": 10**12, "tib": 2**40, "ti": 2**40,
 }  # fmt: skip
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
@@ -22,8 +22,8 @@ def parse_size(text: object) -> object:
     """
     The bytes that `text` means; what is no text is left to the caller's own checks.
 
-    >>> parse_size("512MiB"), parse_size("1.5 GB"), parse_size("4096")
-    (536870912, 1500000000, 4096)
+    >>> parse_size("512MiB"), parse_size("512Mi"), parse_size("1.5 GB"), parse_size("4096")
+    (536870912, 536870912, 1500000000, 4096)
     """
     if not isinstance(text, str):
         return text

@@ -13,6 +13,7 @@ from baton_api.sizes import parse_size, show_size
         ("0", 0),
         ("4096", 4096),
         ("512MiB", 512 * 2**20),
+        ("512Mi", 512 * 2**20),  # as Kubernetes writes it
         ("512 mib", 512 * 2**20),
         ("4GB", 4 * 10**9),
         ("4G", 4 * 10**9),

@@ -49,7 +49,7 @@ class Engine(Part):
     """Most tokens of a prompt and its answer; the model's own limit if it is left out."""
 
     kv_cache_memory: (
-        Annotated[str, Field(max_length=32, pattern=r"^[0-9]+(\.[0-9]+)? ?(k|M|G|T)?i?B?$")] | None
+        Annotated[str, Field(max_length=32, pattern=r"^[0-9]+(\.[0-9]+)? ?([kKMGT]i?)?B?$")] | None
     ) = None
     """Memory of each worker's KV cache, such as 4GiB; what is free if it is left out."""
 
