@@ -198,8 +198,8 @@ ROUTER_QUEUE_AGE = Metric(
 ROUTER_REJECTS = Metric(
     "baton_router_admission_rejects_total",
     "counter",
-    "Requests that were not served: their tenant has used its requests, tokens or streams; the queue is full; "
-    "they would be too late, have waited for too long, or no worker became ready.",
+    "Requests that were not served: their tenant has used its requests, tokens or streams; the queue is "
+    "full; they would be too late, have waited for too long, or no worker became ready.",
     ("reason",),
 )
 ROUTER_RETRIES = Metric(
