@@ -314,7 +314,7 @@ def test_a_generation_can_be_gone_back_to_by_name() -> None:
 def test_one_to_go_back_to_that_is_not_remembered_is_named() -> None:
     cluster = settled(PAIR)
     cluster.change(changed(PAIR, "rollout.rollbackTo", "00000000"))
-    with pytest.raises(ValueError, match="00000000.*not remembered"):
+    with pytest.raises(ValueError, match=r"00000000.*not remembered"):
         cluster.plan()
 
 
