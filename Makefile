@@ -13,10 +13,10 @@ BUILDER := docker
 TAG = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' api/baton_api/__init__.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fix bench images
+.PHONY: help demo test check fix bench e2e images
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/demo ## fetch a small model, start everything, answer two questions
 	$(VENV)/bin/baton demo
@@ -39,6 +39,9 @@ fix: $(VENV)/dev ## format, repair what can be repaired, write the generated pag
 	$(PYTHON) -m baton_operator.crd
 	$(PYTHON) -m baton_operator.chart
 	$(PYTHON) -m baton_cli.reference
+
+e2e: $(VENV)/dev ## run the stories on a real Kubernetes: the one of KUBECONFIG, or one started here (Linux, root, Go)
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" e2e/run $(STORIES)
 
 bench: $(VENV)/dev ## measure this machine's limits and MODEL (default smollm2) served alone and by a pair
 	$(PYTHON) benchmarks/limits.py

@@ -24,7 +24,7 @@ def program(name: str) -> str:
     """Its path; skips the test if there is none. `KUBEBUILDER_ASSETS` may name the folder."""
     found = shutil.which(name, path=os.environ.get("KUBEBUILDER_ASSETS")) or shutil.which(name)
     if found is None:
-        pytest.skip(f"{name} is not installed: put its folder into KUBEBUILDER_ASSETS")
+        pytest.skip(f"{name} is not installed: e2e/cluster/cluster api FOLDER, KUBEBUILDER_ASSETS=FOLDER")
     return found
 
 

@@ -1,0 +1,98 @@
+"""The cluster that stories run on: kubectl in one namespace, and ways to a Service from here."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+Manifest = Mapping[str, Any]
+
+CONNECTED_S = 2.0
+ANSWERED_S = 60.0
+
+
+class Refused(Exception):
+    """A command that ended badly, with what it said."""
+
+
+def command(arguments: Sequence[str], given: str = "", timeout_s: float = ANSWERED_S) -> str:
+    """What it prints."""
+    try:
+        done = subprocess.run(
+            list(arguments), input=given, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Refused(f"{' '.join(arguments)}: no end within {timeout_s:g} s") from error
+    if done.returncode:
+        raise Refused(f"{' '.join(arguments)}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
+@dataclass(frozen=True, slots=True)
+class Kubernetes:
+    """One namespace."""
+
+    namespace: str
+
+    def kubectl(self, *arguments: str, given: str = "", timeout_s: float = ANSWERED_S) -> str:
+        return command(["kubectl", "--namespace", self.namespace, *arguments], given, timeout_s)
+
+    def apply(self, what: Path | Manifest) -> None:
+        """A file, or an object."""
+        text = what.read_text() if isinstance(what, Path) else json.dumps(what)
+        self.kubectl("apply", "--filename=-", given=text)
+
+    def object(self, kind: str, name: str) -> Any:
+        return json.loads(self.kubectl("get", kind, name, "--output=json"))
+
+    def objects(self, kind: str, selector: str = "") -> list[Any]:
+        found: list[Any] = json.loads(self.kubectl("get", kind, f"--selector={selector}", "--output=json"))[
+            "items"
+        ]
+        return found
+
+    def wait(self, what: str, condition: str, timeout_s: int) -> None:
+        """`what` is KIND/NAME, `condition` as `kubectl wait --for` has it."""
+        arguments = ("wait", f"--for={condition}", f"--timeout={timeout_s}s", what)
+        self.kubectl(*arguments, timeout_s=timeout_s + ANSWERED_S)
+
+    def patch(self, what: str, change: Manifest) -> None:
+        self.kubectl("patch", what, "--type=merge", f"--patch={json.dumps(change)}")
+
+    @contextmanager
+    def reach(self, service: str) -> Iterator[str]:
+        """A URL of the Service: its own address, or else one that kubectl forwards to one of its pods."""
+        there = self.object("service", service)["spec"]
+        port = there["ports"][0]["port"]
+        if services_are_near():
+            yield f"http://{there['clusterIP']}:{port}"
+            return
+        forward = ["kubectl", "--namespace", self.namespace, "port-forward", f"service/{service}", f":{port}"]
+        with subprocess.Popen(forward, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                said = process.stdout.readline()
+                found = re.search(r"127\.0\.0\.1:(\d+)", said)
+                assert found, f"kubectl port-forward said {said!r}"
+                yield f"http://127.0.0.1:{found[1]}"
+            finally:
+                process.terminate()
+
+
+@cache
+def services_are_near() -> bool:
+    """Whether the cluster's Services can be reached from here by their addresses."""
+    service = json.loads(command(["kubectl", "get", "service", "kubernetes", "--output=json"]))["spec"]
+    try:
+        with socket.create_connection((service["clusterIP"], 443), timeout=CONNECTED_S):
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,68 @@
+"""From `kubectl apply` to an answer: what a newcomer does first."""
+
+from __future__ import annotations
+
+import re
+
+import openai
+
+from e2e.installation import ROOT
+from e2e.kubernetes import Kubernetes
+from e2e.stopwatch import Stopwatch
+
+MINIMAL = ROOT / "examples" / "minimal.yaml"
+READY_S = 300
+WORDS = "The baton goes from hand to hand, and nobody runs the whole way alone. "
+PROMPT = WORDS * 60 + "\nWhat goes from hand to hand? Answer in one short sentence."
+"""Longer than what a decode worker computes by itself."""
+
+PULLED = r'^baton_worker_transfer_bytes_total\{transport="([^"]+)"\} (\S+)'
+
+
+def test_a_service_of_ten_lines_answers(cluster: Kubernetes) -> None:
+    watch = Stopwatch("examples/minimal.yaml")
+    cluster.apply(MINIMAL)
+    cluster.wait("inferenceservice/smollm2", "condition=Ready", READY_S)
+    watch.note("applied -> Ready")
+
+    with cluster.reach("smollm2") as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        answer = client.chat.completions.create(
+            model="smollm2", messages=[{"role": "user", "content": PROMPT}], max_tokens=32, temperature=0
+        )
+        watch.note("Ready -> first answer")
+        stream = client.chat.completions.create(
+            model="smollm2",
+            messages=[{"role": "user", "content": PROMPT}],
+            max_tokens=32,
+            temperature=0,
+            stream=True,
+        )
+        pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+        watch.note("the same, streamed")
+
+    said = answer.choices[0].message.content
+    print(f"\n{said!r}")
+    assert said
+    assert "".join(pieces) == said
+    assert answer.usage is not None and answer.usage.prompt_tokens > 512
+
+
+def test_its_prompt_was_computed_by_another_pod(cluster: Kubernetes) -> None:
+    roles = {pod["metadata"]["labels"]["baton.dev/role"]: pod for pod in cluster.objects("pods")}
+    assert {"prefill", "decode", "router"} <= roles.keys()
+
+    decode = roles["decode"]["metadata"]["name"]
+    metrics = cluster.kubectl(
+        "get", "--raw", f"/api/v1/namespaces/{cluster.namespace}/pods/{decode}:8000/proxy/metrics"
+    )
+    moved = re.findall(PULLED, metrics, re.MULTILINE)
+    print(f"\nKV blocks pulled by the decode pod: {moved}")
+    assert sum(float(size) for _, size in moved) > 0
+
+
+def test_its_columns_say_what_is_there(cluster: Kubernetes) -> None:
+    header, row = cluster.kubectl("get", "isvc", "smollm2").splitlines()
+    shown = dict(zip(header.split(), row.split(), strict=True))
+    assert shown["MODEL"] == "smollm2"
+    assert shown["READY"] == "True"
+    assert (shown["PREFILL"], shown["DECODE"]) == ("1/1", "1/1")
