@@ -1,0 +1,56 @@
+"""The operator's process before an API server that misbehaves: it recovers, or ends and is started again."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.operator.fake_api import FakeApi
+from tests.operator.real_cluster import Process, started, until
+
+pytestmark = pytest.mark.processes
+
+PAIR: dict[str, Any] = {"model": {"uri": "builtin://smollm2"}, "prefill": {}, "decode": {}}
+
+
+@asynccontextmanager
+async def operated(folder: Path, *options: str) -> AsyncIterator[tuple[FakeApi, Process]]:
+    """A service has been looked at, and watches live."""
+    async with FakeApi(folder) as api, started(folder, api.kubeconfig, "operator", *options) as operator:
+        await api.put(PAIR)
+        await until(lambda: api.status().get("observedGeneration") == 1)
+
+        async def ready() -> bool:
+            return await operator.status("/readyz") == 200
+
+        await until(ready)
+        yield api, operator
+
+
+async def follows(api: FakeApi, spec: dict[str, Any] = PAIR) -> None:
+    """A change is still heard of."""
+    before = api.status()["observedGeneration"]
+    await api.put({**spec, "suspend": bool(before % 2)})
+    await until(lambda: api.status()["observedGeneration"] == before + 1, 60)
+
+
+@pytest.mark.parametrize("status", [403, 409, 429, 500, 503])
+async def test_requests_that_fail_for_a_while_are_made_again(tmp_path: Path, status: int) -> None:
+    async with operated(tmp_path) as (api, operator):
+        api.answers = [status] * 5
+        await follows(api)
+        assert not api.answers
+        assert operator.process.returncode is None
+
+
+async def test_watches_that_are_too_old_begin_anew_and_what_was_missed_is_seen(tmp_path: Path) -> None:
+    async with operated(tmp_path) as (api, operator):
+        await api.put({**PAIR, "suspend": True}, lose=True)
+        await api.expire()
+        await until(lambda: api.status()["observedGeneration"] == 2)
+        await follows(api)
+        assert operator.process.returncode is None
