@@ -47,6 +47,8 @@ class FakeApi:
         self.kubeconfig = folder / "kubeconfig"
         self.answers: list[int] = []
         """Statuses of the next requests, one after the other, but for the Lease and for watches."""
+        self.silent = False
+        """With it, watches stay open and bring nothing."""
         self.requests: Counter[str] = Counter()
         self.watches: Counter[str] = Counter()
         self.objects: dict[tuple[str, str, str, str], Any] = {}
@@ -56,6 +58,7 @@ class FakeApi:
         self._events: list[tuple[int, Place, str, Any]] = []
         self._version = 100
         self._oldest = 0
+        self._error: int | None = None
         self._news = asyncio.Condition()
 
     async def __aenter__(self) -> FakeApi:
@@ -91,6 +94,12 @@ class FakeApi:
         async with self._news:
             self._version += 1
             self._oldest = self._version
+            self._news.notify_all()
+
+    async def fail_watches(self, code: int) -> None:
+        """All watches get an error that is not about their version."""
+        async with self._news:
+            self._error = code
             self._news.notify_all()
 
     def status(self, name: str = "chat") -> Any:
@@ -194,14 +203,17 @@ class FakeApi:
         await send("BOOKMARK", {"kind": self._kinds[place], "metadata": {"resourceVersion": str(seen)}})
         while True:
             async with self._news:
-                old = seen < self._oldest
+                code = 410 if seen < self._oldest else self._error
                 fresh = [one for one in self._events if one[0] > seen]
-                if not old and not fresh:
+                if not code and not fresh:
                     await self._news.wait()
                     continue
-            if old:
+            if self.silent:
+                await asyncio.Event().wait()
+            if code:
+                self._error = None if code != 410 else self._error
                 await send(
-                    "ERROR", {"kind": "Status", "code": 410, "message": "as told", "reason": "Expired"}
+                    "ERROR", {"kind": "Status", "code": code, "message": "as told", "reason": "Expired"}
                 )
                 return stream
             for version, there, kind, body in fresh:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -53,4 +54,24 @@ async def test_watches_that_are_too_old_begin_anew_and_what_was_missed_is_seen(t
         await api.expire()
         await until(lambda: api.status()["observedGeneration"] == 2)
         await follows(api)
+        assert operator.process.returncode is None
+
+
+async def test_a_watch_that_fails_for_good_ends_the_process_which_is_no_zombie(tmp_path: Path) -> None:
+    async with operated(tmp_path) as (api, operator):
+        await api.fail_watches(500)
+        assert await asyncio.wait_for(operator.process.wait(), 60) == 1
+        async with started(tmp_path, api.kubeconfig, "operator"):
+            await follows(api)
+
+
+async def test_a_watch_that_stalls_is_begun_anew(tmp_path: Path) -> None:
+    async with operated(tmp_path, "--watch-silence-s=2") as (api, operator):
+        api.silent = True
+        await api.put({**PAIR, "suspend": True})
+        before = api.watches["inferenceservices"]
+        await until(lambda: api.watches["inferenceservices"] > before)
+        assert api.status()["observedGeneration"] == 1
+        api.silent = False
+        await until(lambda: api.status()["observedGeneration"] == 2)
         assert operator.process.returncode is None

@@ -115,7 +115,7 @@ async def real_kubernetes(folder: Path) -> AsyncIterator[RealKubernetes]:
             server, f"--etcd-servers={storing}", "--bind-address=127.0.0.1", f"--secure-port={port}",
             "--advertise-address=127.0.0.1", f"--tls-cert-file={pem}", f"--tls-private-key-file={pem}",
             f"--token-auth-file={tokens}", "--authorization-mode=RBAC",
-            "--service-cluster-ip-range=10.0.0.0/24",
+            "--service-cluster-ip-range=10.0.0.0/16",
             f"--service-account-key-file={pem}", f"--service-account-signing-key-file={pem}",
             "--service-account-issuer=https://kubernetes.default.svc", f"--cert-dir={folder}",
             "--disable-admission-plugins=ServiceAccount",
