@@ -52,7 +52,7 @@ def installation(tools: None) -> Iterator[Installation]:
     made = Installation(system)
     made.apply()
     yield made
-    made.helm("uninstall", "baton", "--wait")
+    made.helm("uninstall", "baton", "--wait", "--ignore-not-found")
     _deleted(system)
 
 

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from e2e.kubernetes import Kubernetes
+from tests.engine.models import make_model
+
 READY_S = 300
-NAME = "smollm2"
-"""Of the service, and so of the model."""
+NAME = "relay"
+"""Of the service, and so of its model."""
+
+TINY = "tiny-model"
+DRAIN = {"timeoutSeconds": 60, "preStopSeconds": 5}
+LESS = {"kvCacheMemory": "256Mi", "env": [{"name": "OMP_NUM_THREADS", "value": "1"}]}
+"""What a story's workers take of a machine that all of them share."""
 
 
 def service(prefill: int = 1, decode: int = 1, routers: int = 1) -> dict[str, Any]:
-    """A `kubectl apply` of it, with so many pods of each kind."""
+    """Of the built-in model, with so many pods of each kind."""
     return {
         "apiVersion": "baton.dev/v1alpha1",
         "kind": "InferenceService",
         "metadata": {"name": NAME},
         "spec": {
             "model": {"uri": "builtin://smollm2"},
-            "engine": {"kvCacheMemory": "256Mi", "env": [{"name": "OMP_NUM_THREADS", "value": "1"}]},
+            "engine": LESS,
             "prefill": {"replicas": prefill, "drain": DRAIN},
             "decode": {"replicas": decode, "drain": DRAIN},
             "router": {"replicas": routers},
@@ -25,4 +34,20 @@ def service(prefill: int = 1, decode: int = 1, routers: int = 1) -> dict[str, An
     }
 
 
-DRAIN = {"timeoutSeconds": 60, "preStopSeconds": 5}
+def tiny_service(
+    cluster: Kubernetes, folder: Path, prefill: int = 1, decode: int = 1, routers: int = 1
+) -> dict[str, Any]:
+    """
+    The same with a model of random weights, made in `folder`, that answers many requests a second.
+
+    It comes into the pods by a ConfigMap, which no real model would fit into.
+    """
+    make_model(folder)
+    cluster.kubectl("create", "configmap", TINY, f"--from-file={folder}")
+    made = service(prefill, decode, routers)
+    made["spec"]["model"] = {"uri": f"file:///{TINY}"}
+    main = {"name": "main", "volumeMounts": [{"name": TINY, "mountPath": f"/{TINY}", "readOnly": True}]}
+    volume = {"name": TINY, "configMap": {"name": TINY}}
+    for role in ("prefill", "decode"):
+        made["spec"][role]["podTemplate"] = {"spec": {"containers": [main], "volumes": [volume]}}
+    return made

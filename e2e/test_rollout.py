@@ -1,0 +1,55 @@
+"""A change of the workers under load: the new generation comes, the old one goes, and nobody notices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from e2e.kubernetes import Kubernetes
+from e2e.patience import until
+from e2e.services import NAME, READY_S, tiny_service
+from e2e.stopwatch import Stopwatch
+from e2e.traffic import Traffic
+
+PER_SECOND = 20
+
+
+def test_no_request_fails_while_generations_change(cluster: Kubernetes, tmp_path: Path) -> None:
+    cluster.apply(tiny_service(cluster, tmp_path))
+    cluster.wait(f"isvc/{NAME}", "condition=Ready", READY_S)
+    old = _status(cluster)["currentRevision"]
+
+    with cluster.reach(NAME) as url, Traffic(url, PER_SECOND) as traffic:
+        until("twenty answers before the change", lambda: traffic.outcome.answered > 20, 60)
+        watch = Stopwatch("a rollout")
+        cluster.patch(f"isvc/{NAME}", {"spec": {"engine": {"maxModelLen": 256}}})
+        until("a new generation serves", lambda: _status(cluster)["currentRevision"] != old, READY_S)
+        watch.note("changed -> the new generation serves")
+        until("the old generation is gone", lambda: not _pods(cluster, old), READY_S)
+        watch.note("-> the old one is gone")
+
+    assert traffic.outcome.answered > 20
+    assert not traffic.outcome.failures
+    cluster.wait(f"isvc/{NAME}", "condition=Ready", 30)
+
+
+def test_a_generation_that_never_gets_ready_is_taken_back(cluster: Kubernetes) -> None:
+    old = _status(cluster)["currentRevision"]
+    with cluster.reach(NAME) as url, Traffic(url, PER_SECOND) as traffic:
+        watch = Stopwatch("a rollout that fails")
+        change = {"engine": {"args": ["--no-such-flag"]}, "rollout": {"progressDeadlineSeconds": 60}}
+        cluster.patch(f"isvc/{NAME}", {"spec": change})
+        cluster.wait(f"isvc/{NAME}", "condition=Degraded", READY_S)
+        watch.note("changed -> taken back")
+
+    assert not traffic.outcome.failures
+    failed = [one for one in _status(cluster)["revisions"] if one["phase"] == "Failed"]
+    assert failed and _status(cluster)["currentRevision"] == old
+
+
+def _status(cluster: Kubernetes) -> Any:
+    return cluster.object("isvc", NAME)["status"]
+
+
+def _pods(cluster: Kubernetes, revision: str) -> list[Any]:
+    return cluster.objects("pods", f"baton.dev/revision={revision}")

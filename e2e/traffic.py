@@ -1,0 +1,105 @@
+"""
+People who go on asking while something happens to the cluster: so many requests a second, whole or failed.
+
+They come by the clock, not when the one before is done, so a stall shows. Each is a stream, and fails unless
+it ends as a stream ends: with a reason and `[DONE]`. Nothing is tried twice, so nothing is forgiven.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import httpx
+
+from e2e.services import NAME
+
+PATIENCE_S = 120.0
+TOKENS = 4
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of the requests."""
+
+    answered: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    longest_s: float = 0.0
+
+    def __str__(self) -> str:
+        failed = sum(self.failures.values())
+        said = f"{self.answered} answered, {failed} failed, the slowest took {self.longest_s:.1f} s"
+        return said + "".join(f"\n  {count} x {why}" for why, count in self.failures.most_common())
+
+
+class Traffic:
+    """Within its `with`, requests go to `url`; after it all of them have ended."""
+
+    def __init__(self, url: str, per_second: float) -> None:
+        self.outcome = Outcome()
+        self._url = f"{url}/v1/chat/completions"
+        self._pause_s = 1 / per_second
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="traffic")
+
+    def __enter__(self) -> Traffic:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+        print(f"\n{self.outcome}")
+
+    async def _run(self) -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+        timeout = httpx.Timeout(PATIENCE_S)
+        async with (
+            httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as client,
+            asyncio.TaskGroup() as asked,
+        ):
+            due = time.monotonic()
+            number = 0
+            while not self._over.is_set():
+                asked.create_task(self._ask(client, number))
+                number += 1
+                due += self._pause_s
+                await asyncio.sleep(due - time.monotonic())
+
+    async def _ask(self, client: httpx.AsyncClient, number: int) -> None:
+        body = {
+            "model": NAME,
+            "messages": [{"role": "user", "content": f"Tell me of the number {number}."}],
+            "max_tokens": TOKENS,
+            "stream": True,
+        }
+        began = time.monotonic()
+        try:
+            async with client.stream("POST", self._url, json=body) as answer:
+                lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
+                why = _wrong(answer.status_code, lines)
+        except httpx.HTTPError as error:
+            why = f"{type(error).__name__}: {error}"
+        if why:
+            self.outcome.failures[why] += 1
+            return
+        self.outcome.answered += 1
+        self.outcome.longest_s = max(self.outcome.longest_s, time.monotonic() - began)
+
+
+def _wrong(status: int, lines: list[str]) -> str:
+    """What is the matter with an answer; nothing if it is whole."""
+    if status != 200:
+        return f"status {status}"
+    if not lines or lines[-1] != "data: [DONE]":
+        return f"a stream that ended with {lines[-1] if lines else 'nothing'}"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk.get("choices", ())]
+    return "" if any(reasons) else "a stream without a finish_reason"
