@@ -1,0 +1,17 @@
+"""One question, as a client would ask it."""
+
+from __future__ import annotations
+
+import openai
+
+
+def ask(url: str, model: str, question: str = "What is the capital of France?", tokens: int = 16) -> str:
+    """The answer; raises what the SDK raises."""
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": question}],
+            max_tokens=tokens,
+            temperature=0,
+        )
+    return answer.choices[0].message.content or ""
