@@ -29,7 +29,7 @@ def service(prefill: int = 1, decode: int = 1, routers: int = 1) -> dict[str, An
             "engine": LESS,
             "prefill": {"replicas": prefill, "drain": DRAIN},
             "decode": {"replicas": decode, "drain": DRAIN},
-            "router": {"replicas": routers},
+            "router": {"replicas": routers, "resources": {"cpu": "100m"}},
         },
     }
 
