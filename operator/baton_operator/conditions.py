@@ -13,19 +13,6 @@ from typing import Any
 
 from baton_operator.observed import timestamp
 
-REASONS = {
-    "Serving": "Requests are answered by what the spec asks for.",
-    "Suspended": "spec.suspend is true.",
-    "ModelMissing": "The model's files are not there yet.",
-    "NoPrefill": "No prefill worker is ready.",
-    "NoDecode": "No decode worker is ready.",
-    "NoRouter": "No router is ready.",
-    "RollingOut": "Requests are answered by an older generation.",
-    "ScaledToZero": "No worker is wanted now.",
-    "Invalid": "The spec cannot be carried out; the message says why.",
-}
-"""Why Ready is what it is: all there are."""
-
 
 @dataclass(frozen=True, slots=True)
 class Fact:

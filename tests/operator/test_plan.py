@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -379,3 +381,23 @@ def test_a_time_that_passes_changes_no_plan() -> None:
     cluster = settled(PAIR)
     observed: Observed = cluster.observe()
     assert not plan(observed, IMAGES, cluster.now + 1e6).apply
+
+
+def test_every_reason_why_a_service_is_not_ready_is_explained() -> None:
+    root = Path(__file__).parents[2]
+    explained = set(
+        re.findall(r"^\| `([A-Za-z]+)` \|", (root / "docs" / "kubernetes.md").read_text(), re.MULTILINE)
+    )
+    seen = set()
+    for spec in (PAIR, HUB, changed(PAIR, "suspend", True), changed(MINIMAL, "decode.replicas", 0)):
+        cluster = FakeCluster(spec)
+        for _ in range(40):
+            cluster.reconcile()
+            seen.add(cluster.condition("Ready")[1])
+            cluster.happen()
+    cluster = settled(PAIR)
+    cluster.change(changed(PAIR, "engine.maxModelLen", 1024))
+    cluster.reconcile()
+    seen.add(cluster.condition("Ready")[1])
+    assert {"Serving", "Suspended", "ScaledToZero", "NoRouter", "RollingOut"} <= seen
+    assert seen <= explained
