@@ -39,12 +39,12 @@ import uvloop
 
 from baton_api.workers import Role
 from benchmarks import workloads
+from benchmarks.answering import until_answering
 from benchmarks.crowd import Asked, Crowd, play
 from benchmarks.model_cluster import MODEL
 from benchmarks.model_worker import Timing
 from benchmarks.serving import end
 
-START_LIMIT_S = 60.0
 LENGTHS = 10
 """Classes of equally many requests by the length of the prompt, among which a router may be unfair."""
 
@@ -91,25 +91,6 @@ def running(command: Sequence[str], log: Path) -> Iterator[psutil.Process]:
         end(process, signal.SIGTERM, patience_s=5)
 
 
-def _await_answer(port: int, log: Path) -> None:
-    """Until a chat is answered by the router or the worker at this port."""
-    body = {"model": MODEL, "messages": [workloads.user("hi")], "max_tokens": 1}
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"content-type": "application/json"},
-    )
-    limit = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < limit:
-        try:
-            with urllib.request.urlopen(request, timeout=3) as answer:
-                if answer.status == 200:
-                    return
-        except OSError:
-            time.sleep(0.3)
-    raise SystemExit(f"nobody answered at {port} within {START_LIMIT_S:g} s; its log is {log}")
-
-
 @dataclass(frozen=True, slots=True)
 class Run:
     """One router, once."""
@@ -137,9 +118,9 @@ class Run:
     def measure(self, template: str, ports: Ports, logs: Path, name: str) -> dict[str, float]:
         log = logs / f"{name}.log"
         with running(self.workers(ports), logs / f"{name}.workers.log"):
-            _await_answer(ports.decode[0], logs / f"{name}.workers.log")
+            until_answering(ports.decode[0], MODEL, logs / f"{name}.workers.log")
             with running(ports.command(template), log) as process:
-                _await_answer(ports.router, log)
+                until_answering(ports.router, MODEL, log)
                 crowd = Crowd(ports.router, self.scale * self.rate)
                 before, start = _processor_s(process), time.perf_counter()
                 lags = uvloop.run(

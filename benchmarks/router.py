@@ -24,7 +24,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ import psutil
 import uvloop
 
 from benchmarks import mock_worker, router_load
+from benchmarks.answering import until_answering
 from benchmarks.mock_worker import DECODE_PORTS, PLAIN_PORTS, PREFILL_PORTS
 from benchmarks.serving import end
 
@@ -44,7 +44,6 @@ WARM_S = 3.0
 ALONE_S = 1.0
 """Of one client by itself, for the time to its first bytes."""
 
-START_LIMIT_S = 60.0
 OPENING_AT_ONCE = 200
 """Streams that are being opened at a time."""
 
@@ -100,26 +99,10 @@ def running(words: Sequence[str], port: int, log: Path) -> Iterator[psutil.Proce
             stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     try:
-        _await_answer(port, log)
+        until_answering(port, "m", log)
         yield psutil.Process(process.pid)
     finally:
         end(process, signal.SIGTERM, patience_s=5)
-
-
-def _await_answer(port: int, log: Path) -> None:
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/chat/completions", body, {"content-type": "application/json"}
-    )
-    end = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < end:
-        try:
-            with urllib.request.urlopen(request, timeout=3) as answer:
-                if answer.status == 200:
-                    return
-        except OSError:
-            time.sleep(0.3)
-    raise SystemExit(f"the router did not answer within {START_LIMIT_S:g} s; its log is {log}")
 
 
 def _processor_s(root: psutil.Process) -> float:
