@@ -211,6 +211,11 @@ ROUTER_UNASKED = Metric(
     "Requests for which a front chose by load alone, since its scheduler was away, or late to answer.",
     labels=("reason",),
 )
+ROUTER_ROSTER_WORKERS = Metric(
+    "baton_router_roster_workers",
+    "gauge",
+    "Ready workers that a front could choose among by itself, if its scheduler went away now.",
+)
 ROUTER_WORKER_STATE = Metric(
     "baton_router_worker_state",
     "gauge",

@@ -35,11 +35,15 @@ class Figures:
         self.first_byte = Spread(metrics.ROUTER_FIRST_BYTE)
         for tally in (self.accounts, self.lag, self.overhead, self.first_byte):
             self.registry.register(tally)
-        Gauge(*_text(metrics.ROUTER_IN_FLIGHT), registry=self.registry).set_function(lambda: self.in_flight)
+        self.gauge(metrics.ROUTER_IN_FLIGHT, lambda: self.in_flight)
 
     def text(self) -> bytes:
         """All of it in Prometheus' text format."""
         return generate_latest(self.registry)
+
+    def gauge(self, metric: Metric, value: Callable[[], int]) -> None:
+        """Show what `value` gives whenever somebody looks."""
+        Gauge(*_text(metric), registry=self.registry).set_function(value)
 
     def _counter(self, metric: Metric) -> Counter:
         return Counter(*_text(metric), metric.labels, registry=self.registry)

@@ -12,6 +12,7 @@ import asyncio
 import random
 from contextlib import suppress
 
+from baton_api import metrics
 from baton_api.errors import BatonError
 from baton_api.keys import OPEN_PATHS
 from baton_router import responses
@@ -30,6 +31,10 @@ from baton_router.upstreams import Upstreams
 TELL_S = 1.0
 """Seconds from one report of this front's figures to the next."""
 
+MEET_S = 5.0
+"""Seconds that a front lets its clients wait for the scheduler's first word: without it there is nobody to
+send them to, while another front may serve what is not taken here."""
+
 
 class Front:
     """An ASGI application."""
@@ -45,6 +50,7 @@ class Front:
         self._picker = RemotePicker(
             scheduler, self.upstreams, settings.scheduler_patience_s, random.Random(), self._unasked
         )
+        self.figures.gauge(metrics.ROUTER_ROSTER_WORKERS, self._choosable)
         self._tracing = tracing_of(settings)
         self._proxy = Proxy(settings, self._picker, self.upstreams, self.figures, self._tracing)
         self._control = Control(control)
@@ -79,6 +85,9 @@ class Front:
             return 0
         return 200 if any(one.ready for one in self._picker.workers) else 503
 
+    def _choosable(self) -> int:
+        return sum(one.ready for one in self._picker.workers)
+
     def _unasked(self, reason: str) -> None:
         self.figures.unasked.labels(reason).inc()
 
@@ -87,6 +96,8 @@ class Front:
         keeping = asyncio.create_task(self._picker.keep())
         telling = asyncio.create_task(self._tell())
         looking = asyncio.create_task(self.figures.lag.watch())
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._picker.met_scheduler.wait(), MEET_S)
         await send({"type": "lifespan.startup.complete"})
         with suppress(asyncio.CancelledError):  # a second signal does not wait for the end
             await receive()

@@ -72,6 +72,8 @@ class RemotePicker:
         """Names of workers that the scheduler does not tell of any more."""
         self.workers: tuple[Entry, ...] = ()
         """As the scheduler last told them."""
+        self.met_scheduler = asyncio.Event()
+        """Set once it has told them for the first time."""
 
     @property
     def connected(self) -> bool:
@@ -181,6 +183,7 @@ class RemotePicker:
     def _enrolled(self, workers: tuple[Entry, ...]) -> None:
         before = {one.name: one for one in self.workers}
         self.workers = workers
+        self.met_scheduler.set()
         for one in workers:
             known = before.pop(one.name, None)
             if one.down_since and not (known and known.down_since):
