@@ -6,7 +6,6 @@ from baton_api import limits
 from baton_api.errors import CODES, BatonError
 from baton_cli.api_reference import descendants, errors_page, limits_page
 
-
 KINDS = {"invalid_request_error", "server_error", "requests", "tokens", "insufficient_quota"}
 """What the field's clients know as an error's type."""
 

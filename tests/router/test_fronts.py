@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import re
@@ -63,8 +64,8 @@ class Fronts:
 
     async def on_their_own(self, workers: int) -> None:
         """Return when each of both fronts could do without the scheduler."""
-        while [*(await self.figure("baton_router_roster_workers")).values()] != [workers, workers]:
-            await asyncio.sleep(0.1)  # they tell once a second
+        while [*(await self.figure("baton_router_roster_workers")).values()] != [workers] * 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
 
     async def ready(self) -> bool:
         try:
@@ -147,10 +148,10 @@ async def test_a_front_that_is_killed_takes_only_its_own_clients_along() -> None
         async with asyncio.TaskGroup() as group:
             _, *both = fronts.members
             streams = []
-            for stopped in both:  # all connections that come meanwhile are the other one's
+            for number, stopped in enumerate(both, 1):  # what comes meanwhile is the other one's
                 stopped.suspend()
                 streams += [group.create_task(_stream(fronts)) for _ in range(6)]
-                await until(lambda: len(worker.asked) == len(streams))
+                await until(functools.partial(_asked, worker, 6 * number))
                 stopped.resume()
             victim = both[1].pid
             os.kill(victim, signal.SIGKILL)
@@ -198,6 +199,10 @@ async def test_a_setting_that_cannot_be_is_said_and_nothing_is_started() -> None
     _, said = await process.communicate()
     assert process.returncode != 0
     assert b"/nonexistent" in said
+
+
+def _asked(worker: FakeWorker, requests: int) -> bool:
+    return len(worker.asked) == requests
 
 
 async def _stream(fronts: Fronts) -> bool:
