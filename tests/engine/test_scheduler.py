@@ -11,7 +11,7 @@ from baton_engine.blocks import BlockPool
 from baton_engine.jobs import Job, Stage
 from baton_engine.limits import EngineLimits
 from baton_engine.requests import Request
-from baton_engine.scheduler import Plan, Scheduler
+from baton_engine.scheduler import YIELDS, Plan, Scheduler
 from tests.engine.serving import Recipient, request_of
 
 SIZE = 4
@@ -179,7 +179,8 @@ def test_those_who_wait_go_before_patient_ones_in_the_queue_and_in_what_prompts_
     books.add("a", 10, seed=2, max_tokens=50)
     books.add("b", 10, seed=3, max_tokens=50)
     assert shape(books.step()) == ([], [("a", 10), ("b", 6)])
-    assert shape(books.step()) == (["a"], [("b", 4), ("patient", 11)])
+    assert shape(books.step()) == (["a"], [("b", 4)])
+    assert shape(books.step()) == (["a", "b"], [("patient", 14)])
     assert [job.request.id for job in books.scheduler.waiting] == ["patient too"]
 
 
@@ -192,19 +193,31 @@ def test_a_patient_one_gives_its_place_or_its_blocks_to_one_that_is_waited_for(
     books = Books(chunk_tokens=32, **sizes)
     longest = books.add("longest", 8, patient=True, max_tokens=6)
     longest.request.output += [1] * 2
-    books.add("first", 7, seed=1, max_tokens=3)
+    books.add("first", 7, seed=1, max_tokens=4)
     books.add("patient", 8, seed=2, patient=True, max_tokens=6)
-    books.step()
+    books.step()  # the first one's prompt
+    books.step()  # and theirs
     books.add("behind", 8, seed=3, patient=True, max_tokens=1)
     wanted = books.add("wanted", 8, seed=4, max_tokens=4)
     plan = books.step()
     assert books.retracted == ["patient"], name
-    assert shape(plan) == (["first", "longest"], [("wanted", 8)]), name
+    assert shape(plan) == (["first"], [("wanted", 8)]), name
     assert [job.request.id for job in books.scheduler.waiting] == ["patient", "behind"]
     assert wanted.stage is Stage.RUNNING
     while books.scheduler.running or books.scheduler.waiting:
         books.step()
     assert books.pool.available == books.pool.capacity
+
+
+def test_patient_ones_stay_out_of_passes_that_compute_prompts_of_others_but_not_for_ever() -> None:
+    books = Books(blocks=200, chunk_tokens=16, mixed_chunk_tokens=8)
+    books.add("patient", 4, patient=True, max_tokens=50)
+    books.step()
+    books.add("long", 17 * 16, seed=1, max_tokens=5)
+    chunks = [shape(books.step()) for _ in range(2 * (YIELDS + 1))]
+    whole, mixed = ([], [("long", 16)]), (["patient"], [("long", 8)])
+    assert chunks == ([whole] * YIELDS + [mixed]) * 2, "chunks as if the patient one were not there"
+    assert shape(books.step()) == (["patient", "long"], [])
 
 
 def test_nobody_gives_way_to_a_patient_one_nor_to_one_of_his_kind() -> None:
@@ -224,8 +237,9 @@ def test_nobody_gives_way_to_a_patient_one_nor_to_one_of_his_kind() -> None:
 
 def test_a_patient_one_is_retracted_before_one_that_would_lose_less() -> None:
     books = Books(chunk_tokens=32)
-    books.add("a", 8, max_tokens=100)
     books.add("patient", 6, seed=1, patient=True, max_tokens=100).request.output += [1] * 2
+    books.step()
+    books.add("a", 8, max_tokens=100)
     books.step()
     books.pool.allocate(books.pool.available)
     plan = books.scheduler.plan()

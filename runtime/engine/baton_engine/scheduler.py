@@ -7,8 +7,9 @@ queue in order of arrival. A request is admitted when the blocks for all its tok
 prompt never stops half way. When a generating request needs one more block and none is left, the one
 with the least output goes back to the front of the queue; its tokens are kept, its KV is computed again.
 
-Patient requests, for whose answers nobody waits, come after all others: in the queue, in what prompts share,
-and when there is room for some only. One that generates goes back to the queue for one that is not patient.
+Patient requests, for whose answers nobody waits, come after all others: in the queue, and when there is room
+for some only. They stay out of most passes that compute prompts of others, which are the shorter for it. One
+that generates goes back to the queue for one that is not patient.
 
 Nothing here knows of tensors, threads or clocks.
 """
@@ -24,6 +25,10 @@ from baton_engine.jobs import Job, Stage
 from baton_engine.kv_events import KvEvents
 from baton_engine.limits import EngineLimits
 from baton_engine.requests import Fetch
+
+
+YIELDS = 8
+"""Passes in a row that patient requests stay out of at most: what they hold is held in vain meanwhile."""
 
 
 @dataclass(slots=True)
@@ -67,6 +72,8 @@ class Scheduler:
         self.held: dict[str, Job] = {}
         self._refused: tuple[Job, int, int, int, int] | None = None
         """The head of the queue and the figures at which it did not fit: no need to look again."""
+        self._yielded = 0
+        """Passes in a row that patient requests stayed out of."""
 
     def add(self, job: Job) -> None:
         place = len(self.waiting) if job.request.patient else self._first_patient()
@@ -76,11 +83,15 @@ class Scheduler:
         """Decide the next pass and take the blocks it needs."""
         plan = Plan()
         self._plan_decodes(plan)
-        # A whole block at least, or a batch as large as the chunk would keep prompts out for good.
-        budget = max(self.limits.prompt_tokens(len(plan.decodes)), self.block_size)
-        for patient in (False, True):
-            budget = self._plan_prefills(plan, budget, patient)
-            budget = self._admit(plan, budget, patient)
+        shared = self._yielded == YIELDS
+        budget = self._prompt_tokens([job for job in plan.decodes if shared or not job.request.patient])
+        budget = self._plan_prompts(plan, budget, patient=False)
+        if plan.prefills and not shared:
+            self._yielded += 1
+            plan.decodes = [job for job in plan.decodes if not job.request.patient]
+            return plan
+        self._yielded = 0
+        self._plan_prompts(plan, budget if shared else self._prompt_tokens(plan.decodes), patient=True)
         return plan
 
     def advance(self, job: Job, tokens: int) -> None:
@@ -205,6 +216,14 @@ class Scheduler:
         if not self.waiting or not self.waiting[-1].request.patient:
             return len(self.waiting)
         return next(place for place, job in enumerate(self.waiting) if job.request.patient)
+
+    def _prompt_tokens(self, decodes: Sequence[Job]) -> int:
+        """What a pass with these has for prompts: a whole block at least, or they might be kept out for good."""
+        return max(self.limits.prompt_tokens(len(decodes)), self.block_size)
+
+    def _plan_prompts(self, plan: Plan, budget: int, *, patient: bool) -> int:
+        """Share the pass's tokens, those under way first; gives what is left of them."""
+        return self._admit(plan, self._plan_prefills(plan, budget, patient), patient)
 
     def _plan_prefills(self, plan: Plan, budget: int, patient: bool) -> int:
         for job in self.running:
