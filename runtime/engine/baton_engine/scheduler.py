@@ -26,7 +26,6 @@ from baton_engine.kv_events import KvEvents
 from baton_engine.limits import EngineLimits
 from baton_engine.requests import Fetch
 
-
 YIELDS = 8
 """Passes in a row that patient requests stay out of at most: what they hold is held in vain meanwhile."""
 
@@ -218,7 +217,7 @@ class Scheduler:
         return next(place for place, job in enumerate(self.waiting) if job.request.patient)
 
     def _prompt_tokens(self, decodes: Sequence[Job]) -> int:
-        """What a pass with these has for prompts: a whole block at least, or they might be kept out for good."""
+        """What a pass with these has for prompts: a block at least, or they might be kept out for good."""
         return max(self.limits.prompt_tokens(len(decodes)), self.block_size)
 
     def _plan_prompts(self, plan: Plan, budget: int, *, patient: bool) -> int:
