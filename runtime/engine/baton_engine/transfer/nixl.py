@@ -13,6 +13,8 @@ arena of its own, never in 60 kills. Over shared memory and RDMA the process tha
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
+import importlib.util
 import logging
 import os
 import secrets
@@ -40,6 +42,8 @@ SLICE_BYTES = 4 * 1024 * 1024
 CLOSE_GRACE_S = 2.0
 """How long `close` waits for reads under way. After it the thread, the agent and the pool stay as they
 are until the peer answers or the process ends: letting go of them would not stop the writing."""
+
+TRIAL_BYTES = 1024 * 1024
 
 TEARDOWN_STEPS = 50
 """Calls in which UCX lets go of a connection that failed, 3 us each."""
@@ -244,6 +248,30 @@ class NixlAgent:
             step()
         except self._errors as error:
             log.warning("NIXL did not let go of something: %s", error)
+
+
+def is_installed() -> bool:
+    """Whether the library is there at all."""
+    return importlib.util.find_spec("nixl") is not None
+
+
+def try_out() -> str:
+    """Start UCX as a worker does, register some memory and let go: what there is. Raises SetupError."""
+    memory = np.zeros(TRIAL_BYTES, dtype=np.uint8)
+    with ucx.environment():
+        nixl_agent, nixl_agent_config, errors = _load()
+        try:
+            config = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+            agent = nixl_agent(f"trial-{secrets.token_hex(8)}", config)
+            if "UCX" not in agent.backends:
+                raise SetupError(f"The NIXL library has no UCX plugin. {WAY_OUT}")
+            region = (memory.ctypes.data, TRIAL_BYTES, 0, "")
+            agent.deregister_memory(agent.register_memory([region], "DRAM", ["UCX"]), ["UCX"])
+            plugins = ", ".join(sorted(agent.get_plugin_list()))
+        except errors as error:
+            tls = os.environ.get("UCX_TLS", "all")
+            raise SetupError(f"UCX cannot start (UCX_TLS={tls}): {error}. {WAY_OUT}") from error
+    return f"NIXL {importlib.metadata.version('nixl')} with UCX; plugins: {plugins}"
 
 
 def _load() -> tuple[Any, Any, tuple[type[Exception], ...]]:

@@ -1,0 +1,122 @@
+"""What a cluster allows this account, and whether it knows our kinds of objects as this version does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from baton_api.errors import SetupError
+from baton_cli.doctor.machine import Cluster, Crd
+
+NEEDED = (
+    ("baton.dev", "inferenceservices", ("get", "list", "watch", "create", "patch", "delete")),
+    ("baton.dev", "rolescalers", ("list", "patch")),
+    ("", "pods", ("list",)),
+    ("", "events", ("list",)),
+)
+"""What somebody who runs services has to be allowed: group, resource, verbs."""
+
+TIMEOUT_S = 10.0
+
+
+def look(kubeconfig: str, namespace: str) -> Cluster:
+    """Raises SetupError if there is no account."""
+    return asyncio.run(_look(kubeconfig, namespace))
+
+
+async def _look(kubeconfig: str, namespace: str) -> Cluster:
+    from aiohttp import ClientError
+    from kubernetes.aio.client.exceptions import ApiException
+
+    from baton_operator import connection
+
+    async with await connection.client(kubeconfig) as client:
+        server = client.configuration.host
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                denied = [one async for one in _denied(client, namespace)]
+                return Cluster(server, denied=tuple(denied), crds=tuple([one async for one in _crds(client)]))
+        except ApiException as error:
+            return Cluster(server, f"{error.status} {error.reason}")
+        except (ClientError, OSError, TimeoutError) as error:
+            return Cluster(server, str(error) or "no answer in time")
+
+
+async def _denied(client: Any, namespace: str) -> Any:
+    from kubernetes.aio.client import AuthorizationV1Api
+
+    api = AuthorizationV1Api(client)
+    for group, resource, verbs in NEEDED:
+        for verb in verbs:
+            asked = {"group": group, "resource": resource, "verb": verb, "namespace": namespace}
+            answer = await api.create_self_subject_access_review({"spec": {"resourceAttributes": asked}})
+            if not answer.status.allowed:
+                yield f"{verb} {resource} in {namespace}"
+
+
+async def _crds(client: Any) -> Any:
+    from kubernetes.aio.client import ApiextensionsV1Api
+    from kubernetes.aio.client.exceptions import ApiException
+
+    from baton_operator.crd import RESOURCES
+
+    api = ApiextensionsV1Api(client)
+    for resource in RESOURCES:
+        definition = resource.definition
+        name = definition["metadata"]["name"]
+        try:
+            there = client.sanitize_for_serialization(await api.read_custom_resource_definition(name))
+        except ApiException as error:
+            if error.status == 404:
+                yield Crd(name, ())
+                continue
+            raise
+        yield compare(definition, there)
+
+
+def compare(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Crd:
+    """A definition as this version has it, and as a cluster has it."""
+    served = {one["name"]: one for one in theirs["spec"]["versions"] if one["served"]}
+    missing: list[str] = []
+    for version in ours["spec"]["versions"]:
+        there = served.get(version["name"])
+        if there is None:
+            missing.append(f"version {version['name']}")
+            continue
+        have = set(fields(there["schema"]["openAPIV3Schema"]))
+        missing += [one for one in fields(version["schema"]["openAPIV3Schema"]) if one not in have]
+    return Crd(ours["metadata"]["name"], tuple(served), tuple(missing))
+
+
+def fields(schema: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """
+    Every field of a schema, by its path.
+
+    >>> list(fields({"properties": {"a": {"items": {"properties": {"b": {}}}}}}))
+    ['a', 'a[].b']
+    """
+    for name, part in (schema.get("properties") or {}).items():
+        here = f"{path}.{name}" if path else name
+        yield here
+        yield from fields(part, here)
+    for inner in ("items", "additionalProperties"):
+        if isinstance(schema.get(inner), Mapping):
+            yield from fields(schema[inner], f"{path}[]")
+
+
+def account(kubeconfig: str, environment: Mapping[str, str]) -> str:
+    """
+    Which kubeconfig file is meant: the one given, or kubectl's own.
+
+    Raises SetupError for one that is not there.
+    """
+    from pathlib import Path
+
+    named = kubeconfig or environment.get("KUBECONFIG", "")
+    path = Path(named).expanduser() if named else Path(environment.get("HOME", "/")) / ".kube" / "config"
+    if path.exists():
+        return str(path)
+    if named:
+        raise SetupError(f"There is no kubeconfig file {named}. Name another one with --kubeconfig.")
+    return ""  # the pod's own account

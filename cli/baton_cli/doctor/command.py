@@ -1,0 +1,105 @@
+"""What a person or a script sees of the findings, and the status that they end with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from baton_api import __version__
+from baton_cli.doctor import cluster as clusters
+from baton_cli.doctor import gathering, trials
+from baton_cli.doctor.checks import examine
+from baton_cli.doctor.findings import Finding, Level
+from baton_cli.doctor.machine import Machine, Port
+
+FOUND = 1
+"""The exit status if a finding is an error."""
+
+SIGNS = {Level.GOOD: "✓", Level.NOTE: "·", Level.WARNING: "!", Level.ERROR: "✗"}
+COLOURS = {Level.GOOD: "green", Level.NOTE: "dim", Level.WARNING: "yellow", Level.ERROR: "bold red"}
+
+WIDE = 200
+"""Columns of what is written to a file or a pipe."""
+
+
+def doctor(
+    urls: Sequence[str],
+    api_key: str,
+    ports: Sequence[Port],
+    kubeconfig: str | None,
+    namespace: str,
+    as_json: bool,
+) -> None:
+    """Look, say what was found, and end with a status that tells. No `kubeconfig`, no cluster."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDE
+    there = None
+    if kubeconfig is not None:
+        there = clusters.look(clusters.account(kubeconfig, os.environ), namespace)
+    with Console(stderr=True).status("Trying out kernels and NIXL"):
+        machine = gathering.gather(trials.run(), ports, urls, api_key, there)
+    findings = examine(machine)
+    if as_json:
+        sys.stdout.write(json.dumps(as_data(machine, findings), indent=1) + "\n")
+    else:
+        show(console, machine, findings)
+    if any(finding.level is Level.ERROR for finding in findings):
+        raise typer.Exit(FOUND)
+
+
+def as_data(machine: Machine, findings: Sequence[Finding]) -> dict[str, object]:
+    return {
+        "machine": machine.name,
+        "version": __version__,
+        "errors": sum(finding.level is Level.ERROR for finding in findings),
+        "warnings": sum(finding.level is Level.WARNING for finding in findings),
+        "findings": [dataclasses.asdict(finding) for finding in findings],
+    }
+
+
+def show(console: Console, machine: Machine, findings: Sequence[Finding]) -> None:
+    """The good ones in a line each, the others with what to do."""
+    console.print(Text.assemble(("Baton ", "bold"), f"{__version__} on {machine.name}\n"))
+    table = Table.grid(padding=(0, 2))
+    table.add_column(width=1)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        table.add_row(
+            Text(SIGNS[finding.level], style=COLOURS[finding.level]), Text(finding.check), described(finding)
+        )
+    console.print(table)
+    console.print(Text(f"\n{summary(findings)}", style="bold"))
+
+
+def described(finding: Finding) -> Text:
+    """Measured value, limit, consequence and way out."""
+    text = Text(finding.measured, style=COLOURS[finding.level] if finding.way_out else "")
+    if finding.limit:
+        text.append(f"; wanted: {finding.limit}", style="default not bold")
+    if finding.why:
+        text.append(f"\n{finding.why}" if finding.way_out else f". {finding.why}", style="dim not bold")
+    if finding.way_out:
+        text.append(f"\n→ {finding.way_out}", style="default not bold")
+    return text
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    errors = sum(finding.level is Level.ERROR for finding in findings)
+    warnings = sum(finding.level is Level.WARNING for finding in findings)
+    if not errors and not warnings:
+        return "Nothing stands in the way."
+    return f"{_count(errors, 'error')}, {_count(warnings, 'warning')}."
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

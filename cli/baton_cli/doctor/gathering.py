@@ -1,0 +1,270 @@
+"""
+What the system says of itself: limits, devices, ports, folders, clock.
+
+Whatever it does not say is left out; nothing here fails because a machine is unusual.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import importlib.metadata
+import os
+import re
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+
+import httpx
+from packaging.requirements import Requirement
+
+from baton_cli.doctor.machine import Cluster, Installed, Machine, Place, Port, RdmaDevice, Space
+from baton_cli.doctor.trials import Trials
+from baton_engine import machine as usable
+from baton_engine.folders import cache_folder
+
+SHM = Path("/dev/shm")
+INFINIBAND = Path("/sys/class/infiniband")
+VERBS = Path("/dev/infiniband")
+INTERFACES = Path("/sys/class/net")
+PIDS = (Path("/sys/fs/cgroup/pids.max"), Path("/sys/fs/cgroup/pids/pids.max"))
+
+READ = ("BATON_", "UCX_", "NIXL_")
+"""Beginnings of variables that somebody here reads."""
+
+BESIDES = frozenset({"BATON_BUNDLED", "BATON_CACHE", "BATON_KERNELS", "BATON_BATCH_TOKEN"})
+"""Variables that are no settings."""
+
+LISTENING = "0A"
+STA_UNSYNC = 0x40
+TIMEX_BYTES = 256
+STATUS_AT = 40 if sys.maxsize > 2**32 else 20
+"""Where struct timex has its status, behind an unsigned int and four longs."""
+
+ANSWER_S = 5.0
+
+
+def gather(
+    trials: Trials, ports: Sequence[Port], urls: Sequence[str], api_key: str, cluster: Cluster | None
+) -> Machine:
+    """All of it, some of which takes seconds."""
+    apart, unreachable = compare_clocks(urls, api_key)
+    return Machine(
+        name=socket.gethostname(),
+        environment={name: value for name, value in os.environ.items() if name.startswith(READ)},
+        known=known_variables(),
+        shm=space(SHM),
+        memory=usable.free_memory(),
+        open_files=_limit(resource.RLIMIT_NOFILE, hard=True),
+        processes=processes(),
+        locked=_limit(resource.RLIMIT_MEMLOCK, hard=False),
+        rdma=tuple(rdma_devices()),
+        verbs=verbs_trouble(),
+        interfaces=frozenset(os.listdir(INTERFACES)) if INTERFACES.is_dir() else frozenset(),
+        copies=trials.copies,
+        kernels=trials.kernels,
+        nixl=trials.nixl,
+        packages=tuple(packages()),
+        ports=tuple(map(held, ports)),
+        places=tuple(places(os.environ)),
+        clock_synchronised=clock_synchronised(),
+        clock_apart=apart,
+        unreachable=unreachable,
+        cluster=cluster,
+    )
+
+
+def space(path: Path) -> Space | None:
+    try:
+        found = shutil.disk_usage(path)
+    except OSError:
+        return None
+    return Space(found.total, found.free)
+
+
+def processes() -> int | None:
+    """What this user may have, or this container."""
+    known = [_limit(resource.RLIMIT_NPROC, hard=False)] if os.geteuid() else []  # root has no limit
+    for path in PIDS:
+        text = _read(path)
+        known.append(int(text) if text.isdecimal() else None)
+    return min((one for one in known if one is not None), default=None)
+
+
+def rdma_devices() -> Iterator[RdmaDevice]:
+    if not INFINIBAND.is_dir():
+        return
+    for device in sorted(INFINIBAND.iterdir()):
+        ports = {
+            int(port.name): _read(port / "state").rpartition(" ")[2]  # such as `4: ACTIVE`
+            for port in sorted((device / "ports").glob("[0-9]*"))
+        }
+        yield RdmaDevice(device.name, ports)
+
+
+def verbs_trouble() -> str:
+    devices = sorted(VERBS.glob("uverbs*"))
+    if not devices:
+        return f"no {VERBS}/uverbs*"
+    closed = [str(one) for one in devices if not os.access(one, os.R_OK | os.W_OK)]
+    return f"{closed[0]} is not for this user" if len(closed) == len(devices) else ""
+
+
+def packages() -> Iterator[Installed]:
+    """What Baton's own metadata asks for, of what is installed; a part that is left out is no mistake."""
+    for text in importlib.metadata.requires("baton") or ():
+        wanted = Requirement(text)
+        needed = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
+        try:
+            version = importlib.metadata.version(wanted.name)
+        except importlib.metadata.PackageNotFoundError:
+            version = ""
+        if (version or needed) and wanted.name != "baton":
+            fits = bool(version) and wanted.specifier.contains(version, prereleases=True)
+            yield Installed(wanted.name, version, str(wanted.specifier), fits)
+
+
+def held(port: Port) -> Port:
+    """Who has it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(("127.0.0.1", port.number))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return Port(port.number, port.what, listener(port.number) or "another program")
+            return Port(port.number, port.what, error.strerror or str(error))
+    return port
+
+
+def listener(number: int) -> str:
+    """The command that listens at a port of this machine, if this user may see it."""
+    wanted = set()
+    for table in ("tcp", "tcp6"):
+        for line in _read(Path("/proc/net") / table).splitlines()[1:]:
+            columns = line.split()
+            if columns[3] == LISTENING and int(columns[1].rpartition(":")[2], 16) == number:
+                wanted.add(f"socket:[{columns[9]}]")
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(os.readlink(one) in wanted for one in (process / "fd").iterdir()):
+                return (process / "cmdline").read_text().replace("\0", " ").strip()[:120]
+        except OSError:  # it has ended meanwhile, or is another user's
+            continue
+    return ""
+
+
+def places(environment: Mapping[str, str]) -> Iterator[Place]:
+    """Where Baton and the hub's library keep files."""
+    home = Path(environment.get("HOME", "/"))
+    hub = environment.get("HF_HOME") or str(
+        Path(environment.get("XDG_CACHE_HOME") or home / ".cache") / "huggingface"
+    )
+    for what, path, setting in (
+        ("cache", cache_folder(environment), "BATON_CACHE"),
+        ("models of the hub", Path(hub).expanduser(), "HF_HOME"),
+        ("temporary files", Path(tempfile.gettempdir()), "TMPDIR"),
+    ):
+        there = path
+        while not there.exists():  # it is made at first use, within what there is
+            there = there.parent
+        found = space(there)
+        trouble = "" if os.access(there, os.W_OK | os.X_OK) else f"{there} is not for this user to write to"
+        yield Place(what, str(path), found.free if found else 0, trouble or _refuses(there), setting)
+
+
+def _refuses(folder: Path) -> str:
+    """A read-only file system lets root `access` everything."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def clock_synchronised() -> bool | None:
+    """As the kernel was told by whoever keeps the time; None if it does not say."""
+    state = ctypes.create_string_buffer(TIMEX_BYTES)
+    try:
+        done = ctypes.CDLL(None, use_errno=True).adjtimex(state)
+    except (OSError, AttributeError):
+        return None
+    if done < 0:
+        return None
+    status = int.from_bytes(state.raw[STATUS_AT : STATUS_AT + 4], sys.byteorder)
+    return not status & STA_UNSYNC
+
+
+def compare_clocks(urls: Sequence[str], api_key: str) -> tuple[dict[str, float], dict[str, str]]:
+    """How far the clocks of servers are ahead, to a second, by their answers' dates, and who gave none."""
+    apart: dict[str, float] = {}
+    silent: dict[str, str] = {}
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    with httpx.Client(trust_env=False, timeout=ANSWER_S, headers=headers) as client:
+        for url in _with_workers(client, urls):
+            try:
+                asked = time.time()
+                date = client.get(f"{url}/health").headers.get("date", "")
+                now = (asked + time.time()) / 2
+            except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+                silent[url] = str(error) or type(error).__name__
+                continue
+            if date:
+                ahead = parsedate_to_datetime(date).timestamp() + 0.5 - now
+                apart[url] = round(ahead, 1)
+    return apart, silent
+
+
+def _with_workers(client: httpx.Client, urls: Sequence[str]) -> Iterator[str]:
+    """A router's own, and those of its workers that it tells of."""
+    for url in map(_plain, urls):
+        yield url
+        try:
+            listed = client.get(f"{url}/workers").json()["data"]
+            yield from (f"http://{one['worker']}" for one in listed)
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
+            continue  # it is no router, or does not answer, which is found in a moment
+
+
+def _plain(url: str) -> str:
+    return re.sub(r"(/v1)?/*$", "", url)
+
+
+def known_variables() -> frozenset[str]:
+    """Those of all settings."""
+    from pydantic_settings import BaseSettings
+
+    from baton_engine.settings import WorkerSettings
+    from baton_router.settings import RouterSettings
+
+    kinds: list[type[BaseSettings]] = [WorkerSettings, RouterSettings]
+    try:
+        from baton_operator.settings import OperatorSettings
+
+        kinds.append(OperatorSettings)
+    except ModuleNotFoundError:  # not installed here
+        pass
+    names = {
+        f"{kind.model_config.get('env_prefix') or ''}{field}".upper()
+        for kind in kinds
+        for field in kind.model_fields
+    }
+    return BESIDES | names
+
+
+def _limit(kind: int, *, hard: bool) -> int | None:
+    value = resource.getrlimit(kind)[hard]
+    return None if value == resource.RLIM_INFINITY else value
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""

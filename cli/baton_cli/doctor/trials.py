@@ -1,0 +1,147 @@
+"""
+What can only be found out by trying: copies between processes, the native kernels, NIXL.
+
+Each runs in a process of its own, since what does not fit a machine may end the process that tries it.
+
+    python -m baton_cli.doctor.trials kernels|nixl       prints one JSON object
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton_cli.doctor.machine import Trial
+
+TRIAL_S = 300.0
+"""Kernels may have to be compiled."""
+
+SHARED_BYTES = 4096
+
+OWNER = """
+import ctypes, os, sys
+memory = ctypes.create_string_buffer(bytes([7]) * int(sys.argv[1]))
+print(os.getpid(), ctypes.addressof(memory), flush=True)
+sys.stdin.read()
+"""
+
+READER = """
+import ctypes, os, sys
+class Part(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+process, address, size = map(int, sys.argv[1:])
+memory = ctypes.create_string_buffer(size)
+call = ctypes.CDLL(None, use_errno=True).process_vm_readv
+call.restype = ctypes.c_ssize_t
+mine, theirs = Part(ctypes.addressof(memory), size), Part(address, size)
+one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
+done = call(process, ctypes.byref(mine), one, ctypes.byref(theirs), one, none)
+print("" if done == size else os.strerror(ctypes.get_errno()))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """Their outcomes."""
+
+    copies: Trial
+    kernels: Trial
+    nixl: Trial
+
+
+def run() -> Trials:
+    """All at once."""
+    with ThreadPoolExecutor() as pool:
+        kernels, nixl, copies = pool.submit(apart, "kernels"), pool.submit(apart, "nixl"), pool.submit(copy)
+        return Trials(copies.result(), kernels.result(), nixl.result())
+
+
+def copy() -> Trial:
+    """Whether one process may read the memory of another that is not its child: so are workers."""
+    try:
+        return Trial("process_vm_readv", _copied())
+    except (OSError, ValueError) as error:
+        return Trial("process_vm_readv", f"it cannot be tried: {error}")
+
+
+def _copied() -> str:
+    python = [sys.executable, "-I", "-S", "-c"]
+    with subprocess.Popen(
+        [*python, OWNER, str(SHARED_BYTES)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        process, address = owner.stdout.readline().split()
+        done = subprocess.run(
+            [*python, READER, process, address, str(SHARED_BYTES)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        owner.communicate()
+    reason = done.stdout.strip() if not done.returncode else f"status {done.returncode}"
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    told = f" (kernel.yama.ptrace_scope is {scope.read_text().strip()})" if scope.exists() else ""
+    return f"{reason}{told}" if reason else ""
+
+
+def apart(what: str) -> Trial:
+    """One of the others, in a process of its own."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "baton_cli.doctor.trials", what],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=TRIAL_S,
+        )
+    except subprocess.TimeoutExpired:
+        return Trial("", f"it is not done after {TRIAL_S:g} s")
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    if done.returncode or not last.startswith("{"):
+        words = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        return Trial("", f"status {done.returncode}: {words[:300]}")
+    return Trial(**json.loads(last))
+
+
+def kernels() -> Trial:
+    """Built if need be; the library has passed its own test."""
+    try:
+        from baton_engine.ops.native import library
+    except ModuleNotFoundError:
+        return Trial("", installed=False)
+    try:
+        library.load(os.environ)
+    except library.Unavailable as error:
+        return Trial("", str(error))
+    tiles = "amx_bf16" in library.instructions()
+    return Trial(
+        f"compiled for this processor, which has {'AMX' if tiles else 'no AMX'}; their own test passes"
+    )
+
+
+def nixl() -> Trial:
+    """An agent as a worker has it."""
+    try:
+        from baton_engine.transfer import nixl as means
+    except ModuleNotFoundError:
+        return Trial("", installed=False)
+    from baton_api.errors import SetupError
+
+    try:
+        return Trial(means.try_out())
+    except SetupError as error:
+        return Trial("", error.message, installed=means.is_installed())
+
+
+if __name__ == "__main__":
+    outcome = {"kernels": kernels, "nixl": nixl}[sys.argv[1]]()
+    print(
+        json.dumps({"means": outcome.means, "trouble": outcome.trouble, "installed": outcome.installed}),
+        flush=True,
+    )
+    os._exit(0)  # NIXL's own end may take seconds, or crash

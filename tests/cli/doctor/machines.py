@@ -1,0 +1,38 @@
+"""A machine on which all is well, to be made wrong in one way at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from baton_cli.doctor.machine import Crd, Installed, Machine, Place, Port, RdmaDevice, Space, Trial
+
+GIB = 1024**3
+
+WELL = Machine(
+    name="well",
+    environment={"BATON_CACHE": "/cache"},
+    known=frozenset({"BATON_CACHE", "BATON_KV_CACHE_MEMORY"}),
+    shm=Space(8 * GIB, 8 * GIB),
+    memory=64 * GIB,
+    open_files=1_048_576,
+    processes=None,
+    locked=None,
+    rdma=(RdmaDevice("mlx5_0", {1: "ACTIVE"}),),
+    interfaces=frozenset({"lo", "eth0"}),
+    copies=Trial("process_vm_readv"),
+    kernels=Trial("compiled"),
+    nixl=Trial("NIXL 1.5.1 with UCX"),
+    packages=(Installed("msgspec", "0.20.0", ">=0.20", True),),
+    ports=(Port(8080, "router"), Port(8000, "worker")),
+    places=(Place("cache", "/cache", 100 * GIB, setting="BATON_CACHE"),),
+    clock_synchronised=True,
+    clock_apart={"http://router": 0.4},
+)
+
+CRD = Crd("inferenceservices.baton.dev", ("v1alpha1",))
+
+
+def but(**fields: Any) -> Machine:
+    """The same machine with something else about it."""
+    return dataclasses.replace(WELL, **fields)

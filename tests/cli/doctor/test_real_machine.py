@@ -1,0 +1,116 @@
+"""`baton doctor` on this machine, as it is and made wrong in more than ten ways."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.cli.doctor.wrong_machine import PROCESS_VM_READV
+
+AHEAD_S = 3600
+PATIENCE_S = 300
+
+DOCTOR = (sys.executable, "-m", "baton_cli.main", "doctor", "--output=json")
+
+
+class Ahead(BaseHTTPRequestHandler):
+    """A router whose clock is an hour ahead."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        return super().date_time_string(time.time() + AHEAD_S)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def ahead() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Ahead)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can make a machine wrong"
+)
+@pytest.mark.skipif(
+    platform.machine() not in PROCESS_VM_READV, reason="the number of a system call is unknown"
+)
+def test_each_thing_that_is_made_wrong_is_found(tmp_path: Path, ahead: str) -> None:
+    small, packages = tmp_path / "small", tmp_path / "packages"
+    small.mkdir()
+    old = packages / "rich-1.0.dist-info"
+    old.mkdir(parents=True)
+    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: rich\nVersion: 1.0\n")
+    environment = {
+        **os.environ,
+        "BATON_CACHE": str(small),
+        "BATON_KV_CACHE_MEMRY": "1GiB",
+        "CC": "/nowhere/cc",
+        "PYTHONPATH": str(packages),
+        "UCX_NET_DEVICES": "mlx5_9:1",
+    }
+    wrong = [sys.executable, str(Path(__file__).with_name("wrong_machine.py")), str(small)]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        done = run([*wrong, *DOCTOR, f"--url={ahead}", f"--port={number}"], environment)
+    assert done.returncode == 1, done.stderr
+    said = {one["check"]: one for one in json.loads(done.stdout)["findings"] if one["way_out"]}
+    expected = {
+        "shared memory": "8.39 MB",
+        "open files": "512",
+        "RDMA": "mlx5_0: no /dev/infiniband/uverbs*",
+        "RDMA ports": "mlx5_0:1 is DOWN",
+        "locked memory": "65.5 kB",
+        "memory of other processes": "Operation not permitted",
+        "NIXL": "UCX cannot start",
+        "network": "UCX_NET_DEVICES names mlx5_9:1",
+        "kernels": "CC names /nowhere/cc",
+        "packages": "rich 1.0",
+        "variables": "BATON_KV_CACHE_MEMRY",
+        "ports": f"{number} is taken by",
+        "clock": "ahead of this machine",
+        "disk": "1.05 MB free",
+    }
+    for check, words in expected.items():
+        assert check in said, (check, sorted(said))
+        assert any(words in part for part in (said[check]["measured"], said[check]["why"])), said[check]
+    assert said["variables"]["way_out"] == "Did you mean BATON_KV_CACHE_MEMORY?"
+
+
+@pytest.mark.processes
+def test_this_machine_as_it_is(ahead: str) -> None:
+    done = run([*DOCTOR, "--port=1", f"--url={ahead}/nowhere"], {**os.environ, "BATON_KERNELS": "off"})
+    told = json.loads(done.stdout)
+    levels = {one["check"]: one["level"] for one in told["findings"]}
+    assert levels["memory of other processes"] == "good"
+    assert levels["kernels"] == "warning"
+    assert done.returncode == (1 if told["errors"] else 0)
+
+
+def run(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
