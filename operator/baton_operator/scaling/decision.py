@@ -1,0 +1,292 @@
+"""
+How many workers one role is to have: a pure function of policy, memory, observation and time.
+
+Three answers are weighed. What the demand needs, forecast over the time that a worker takes to start. What
+the present says: workers that are too full, or clients that wait for too long. And whether one worker less
+would still do. A rise has to last for half a minute and a fall for five, and whatever is not known never
+makes fewer: who cannot see shrinks nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from baton_operator.scaling.forecast import SEEN_S, forecast
+from baton_operator.scaling.observation import Decision, Memory, Observation, Policy
+from baton_operator.scaling.reading import Reading, unknown
+
+HEADROOM = 0.85
+"""Of its capacity that a worker is to be used at."""
+
+HIGH = 0.8
+"""Of a worker's room, above which it is too full."""
+
+SHRINK = 0.7
+"""Of the others' room, below which it must stay when one worker goes."""
+
+LATENCY_SHRINK = 0.8
+"""Of the objective, likewise."""
+
+TOLERANCE = 0.1
+"""By which the need may exceed what is there: noise is no need."""
+
+DRAIN_S = 300.0
+"""In which what waits is to be worked off."""
+
+SETTLED_S = 60.0
+"""After a worker became ready, before what one sees is what it does: one dose at a time."""
+
+PENDING_S = 180.0
+"""Without a place in the cluster for a worker, after which more are not asked for."""
+
+Decided = tuple[Decision, Memory]
+
+
+def decide(policy: Policy, memory: Memory, seen: Observation, now: float) -> Decided:
+    """The next number of workers, and what is to be remembered. `now`: seconds of any steady clock."""
+    memory = _noted(memory, seen, now)
+    if seen.replicas == 0 and policy.most and seen.held.above(0):
+        return _woken(policy, memory, seen, now)
+    if not (seen.demand.known or seen.backlog.known or seen.utilisation.known or seen.latency.known):
+        return _blind(policy, memory, seen, now)
+    memory = replace(memory, blind_since=None)
+    need = _need(memory, seen)
+    raw, reason, message = _raw(policy, memory, seen, need, now)
+    windows = memory.windows.with_one(
+        now, raw, policy.up.stabilization_window_seconds, policy.down.stabilization_window_seconds
+    )
+    memory = replace(memory, windows=windows)
+    pressure = (need if need is not None else float(raw)) / max(1, seen.ready)
+    bounded = _bounded(policy, raw)
+    if bounded > seen.replicas:
+        made = _growth(policy, memory, seen, now, bounded, reason, message)
+    elif bounded < seen.replicas:
+        made = _shrinkage(policy, memory, seen, now, reason, message)
+    else:
+        at = "AtMinimum" if raw < bounded else "AtMaximum" if raw > bounded else reason
+        made = Decision(bounded, raw, at, message)
+    limited = made.limited or ("AtMaximum" if raw > policy.most else "")
+    made = replace(made, replicas=_bounded(policy, made.replicas), raw=raw, limited=limited)
+    return _remembered(memory, seen, replace(made, pressure=pressure), now)
+
+
+def used(policy: Policy, memory: Memory, seen: Observation) -> Reading:
+    """How full the workers are, 0 to 1 and more: by their room, or by what waits before them."""
+    if policy.queue_s is None:
+        return seen.utilisation
+    capacity = memory.capacity.value
+    if not seen.backlog.known or not seen.ready:
+        return unknown("nothing is known of what waits" if seen.ready else "no worker is ready")
+    if seen.backlog.zero:
+        return seen.backlog
+    if capacity is None:
+        return unknown("nothing is known of what a worker can do")
+    assert seen.backlog.value is not None
+    return Reading.of(seen.backlog.value / (capacity * policy.queue_s * seen.ready))
+
+
+def _noted(memory: Memory, seen: Observation, now: float) -> Memory:
+    """What is learned from this look."""
+    capacity = memory.capacity.learned(seen.rate.value)
+    demand = tuple(sample for sample in memory.demand if sample[0] > now - SEEN_S)
+    if seen.demand.value is not None:
+        demand = (*demand, (now, seen.demand.value))
+    grown = memory.ready is not None and seen.ready > memory.ready
+    since = now if grown else memory.ready_since
+    return replace(memory, capacity=capacity, demand=demand, ready=seen.ready, ready_since=since)
+
+
+def _need(memory: Memory, seen: Observation) -> float | None:
+    """Workers that the demand needs, as a fraction; None if demand or capacity are not known."""
+    capacity = memory.capacity.value
+    if seen.demand.value is None:
+        return None
+    waiting = (seen.backlog.value or 0.0) / DRAIN_S
+    if not seen.demand.value and not waiting:
+        return 0.0
+    if capacity is None:
+        return None
+    ahead = forecast(memory.demand, seen.demand.value, memory.startup_s)
+    return (ahead + waiting) / (HEADROOM * capacity)
+
+
+def _raw(
+    policy: Policy, memory: Memory, seen: Observation, need: float | None, now: float
+) -> tuple[int, str, str]:
+    """What this moment asks for, whatever was before: number, word and sentence."""
+    there = seen.replicas
+    full = used(policy, memory, seen)
+    up, up_reason, up_message = _overload(policy, memory, seen, full, need, now)
+    # What waits for too long is no noise.
+    enough = there if full.above(HIGH) else there * (1 + TOLERANCE)
+    if need is not None and need > enough and math.ceil(need) >= up:
+        return math.ceil(need), "Demand", f"The demand needs {need:.1f} workers."
+    if up > there:
+        return up, up_reason, up_message
+    asleep = not (there or seen.demand.above(0) or seen.backlog.above(0))
+    if asleep or _idle(policy, memory, seen, now):
+        return 0, "Idle", "No request has come for long enough."
+    if need is None:
+        wished = there - 1
+    elif need > there:
+        wished = there
+    else:
+        wished = math.ceil(need)
+    wished = max(wished, 1)
+    if wished >= there:
+        return max(there, 1), "Steady", "There are as many as are needed."
+    blocking = _in_the_way(policy, seen, full, there)
+    if blocking:
+        return there, "Steady", f"No worker goes: {blocking}."
+    return wished, "Spare", f"{wished} would do."
+
+
+def _overload(
+    policy: Policy, memory: Memory, seen: Observation, full: Reading, need: float | None, now: float
+) -> tuple[int, str, str]:
+    """What too full workers or too long waits ask for; 0 if nothing does."""
+    starting = seen.ready < seen.replicas or now - memory.ready_since < SETTLED_S
+    if not seen.replicas or (starting and need is not None):
+        return 0, "", ""
+    if full.above(HIGH):
+        assert full.value is not None
+        # Where the need is known this only mends what it is wrong by.
+        more = 1 if need is not None else math.ceil(seen.replicas * min(full.value / HIGH - 1, 1.0))
+        return seen.replicas + max(1, more), "Saturated", f"The workers are {full.value:.0%} full."
+    # Where nothing waits, long prompts are slow by themselves, and another worker would not make them faster.
+    working = full.above(0.1) or (need is not None and need > seen.replicas / 2) or not full.known
+    if seen.latency.above(policy.objective_s) and working:
+        message = f"Clients wait for {seen.latency.value:.3g} s; {policy.objective_s:.3g} s is wished for."
+        return seen.replicas + 1, "LatencyHigh", message
+    return 0, "", ""
+
+
+def _in_the_way(policy: Policy, seen: Observation, full: Reading, there: int) -> str:
+    """Why one worker less might not do; empty if it surely would."""
+    for name, reading in (
+        ("the demand", seen.demand),
+        ("the backlog", seen.backlog),
+        ("how full they are", full),
+    ):
+        if not reading.known:
+            return f"{name} is unknown ({reading.why})"
+    if not seen.latency.known and not seen.requests.zero:
+        return f"the latency is unknown ({seen.latency.why})"
+    if seen.silent:
+        return f"nothing is heard of {seen.silent}"
+    if there == 1:
+        return ""
+    more = there / (there - 1)
+    if not full.below(SHRINK / more):
+        return "the others would be too full"
+    if seen.latency.known and not seen.latency.below(LATENCY_SHRINK * policy.objective_s / more):
+        return "clients would wait for too long"
+    return ""
+
+
+def _idle(policy: Policy, memory: Memory, seen: Observation, now: float) -> bool:
+    """Whether nobody has asked for anything for so long that no worker is needed."""
+    since = _idle_since(memory, seen, now)
+    return policy.least == 0 and since is not None and now - since >= policy.zero_after_s
+
+
+def _idle_since(memory: Memory, seen: Observation, now: float) -> float | None:
+    nothing = all(one.zero for one in (seen.demand, seen.backlog, seen.requests, seen.held))
+    if not nothing or seen.silent:
+        return None
+    return now if memory.idle_since is None else memory.idle_since
+
+
+def _woken(policy: Policy, memory: Memory, seen: Observation, now: float) -> Decided:
+    """From zero, at once: somebody waits."""
+    replicas = _bounded(policy, max(1, policy.least))
+    message = f"{seen.held.value:.0f} requests wait for a worker."
+    made = Decision(replicas, replicas, "FromZero", message, pressure=math.inf)
+    windows = memory.windows.with_one(
+        now, replicas, policy.up.stabilization_window_seconds, policy.down.stabilization_window_seconds
+    )
+    return _remembered(replace(memory, windows=windows), seen, made, now)
+
+
+def _blind(policy: Policy, memory: Memory, seen: Observation, now: float) -> Decided:
+    """Nothing is known: all stays, and after a while the number that somebody has set for this case."""
+    since = now if memory.blind_since is None else memory.blind_since
+    # In the windows it counts as needing what is there: after it, no worker goes for a whole window.
+    windows = memory.windows.with_one(
+        now, seen.replicas, policy.up.stabilization_window_seconds, policy.down.stabilization_window_seconds
+    )
+    memory = replace(memory, windows=windows, blind_since=since)
+    wished, fallback = seen.replicas, policy.fallback
+    long = now - since > policy.loss.hold_seconds and fallback is not None
+    if long and fallback is not None and policy.loss.then != "Hold":
+        wished = fallback if policy.loss.then == "Fallback" else max(wished, fallback)
+        message = f"Nothing was measured for {now - since:.0f} s: {seen.demand.why}."
+        made = Decision(_bounded(policy, wished), wished, "MetricsFallback", message, "Fallback")
+    else:
+        message = f"Nothing is measured, so that nothing changes: {seen.demand.why}."
+        made = Decision(_bounded(policy, wished), wished, "MetricsHeld", message, "Held")
+    return _remembered(memory, seen, replace(made, pressure=1.0), now)
+
+
+def _growth(
+    policy: Policy, memory: Memory, seen: Observation, now: float, wished: int, reason: str, message: str
+) -> Decision:
+    there = seen.replicas
+    if seen.pending_s > PENDING_S:
+        waited = f"A worker has found no place in the cluster for {seen.pending_s:.0f} s."
+        return Decision(there, wished, "CapacityExhausted", waited, limited="CapacityExhausted")
+    if seen.capped:
+        return Decision(there, wished, "OtherRole", seen.capped, limited="OtherRole")
+    if seen.rolling and not seen.latency.above(policy.objective_s):
+        return Decision(there, wished, "RollingOut", "A rollout is under way; clients do not wait for long.")
+    window = policy.up.stabilization_window_seconds
+    lasting = memory.windows.lasting_rise
+    if lasting <= there:
+        return Decision(there, wished, "Stabilizing", f"{message} That has to last for {window} s.")
+    # As many as were needed at the least in all of the window.
+    room = policy.up.max_step - _moved(memory.grown, now, policy.up.period_seconds)
+    wished = min(wished, lasting, there + max(0, room))
+    if wished <= there:
+        return Decision(there, wished, "Stepping", f"{message} It grows by {policy.up.max_step} at a time.")
+    return Decision(wished, wished, reason, message)
+
+
+def _shrinkage(
+    policy: Policy, memory: Memory, seen: Observation, now: float, reason: str, message: str
+) -> Decision:
+    there = seen.replicas
+    if seen.replicas > policy.most:
+        return Decision(policy.most, policy.most, "AtMaximum", "It has more than its maximum.")
+    if seen.rolling:
+        return Decision(there, there, "RollingOut", "A rollout is under way.")
+    window = policy.down.stabilization_window_seconds
+    lasting = memory.windows.lasting_fall(now, window)
+    if lasting is None or lasting >= there:
+        return Decision(there, there, "Stabilizing", f"{message} That has to last for {window} s.")
+    room = policy.down.max_step - _moved(memory.shrunk, now, policy.down.period_seconds)
+    wished = max(lasting, policy.least, there - max(0, room))
+    if wished >= there:
+        return Decision(
+            there, there, "Stepping", f"{message} It shrinks by {policy.down.max_step} at a time."
+        )
+    return Decision(wished, wished, reason, message)
+
+
+def _remembered(memory: Memory, seen: Observation, made: Decision, now: float) -> Decided:
+    """What was decided is in the memory from here on, whether or not somebody carries it out."""
+    grown, shrunk = memory.grown, memory.shrunk
+    if made.replicas > seen.replicas:
+        grown = (*grown, (now, made.replicas - seen.replicas))[-64:]
+    elif made.replicas < seen.replicas:
+        shrunk = (*shrunk, (now, seen.replicas - made.replicas))[-64:]
+    idle = _idle_since(memory, seen, now)
+    return made, replace(memory, grown=grown, shrunk=shrunk, idle_since=idle)
+
+
+def _moved(moves: tuple[tuple[float, int], ...], now: float, period_s: float) -> int:
+    return sum(count for time, count in moves if time > now - period_s)
+
+
+def _bounded(policy: Policy, replicas: int) -> int:
+    return max(policy.least, min(replicas, policy.most))

@@ -1,0 +1,112 @@
+"""What a decision is made from: what is wished for, what was measured, and what is remembered."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from baton_operator.kinds.service_policies import MetricsLoss
+from baton_operator.kinds.worker_role import ScaleDown, ScaleUp
+from baton_operator.scaling.capacity import Capacity
+from baton_operator.scaling.forecast import Sample
+from baton_operator.scaling.reading import ZERO, Reading
+from baton_operator.scaling.windows import Windows
+
+STARTUP_S = 240.0
+"""Of a worker, before one was seen to start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What somebody wants of one role."""
+
+    least: int
+    most: int
+    fallback: int | None = None
+    objective_s: float
+    """Of the role's latency: to the first token for prefill, from token to token for decode."""
+    up: ScaleUp = field(default_factory=ScaleUp)
+    down: ScaleDown = field(default_factory=ScaleDown)
+    loss: MetricsLoss = field(default_factory=MetricsLoss)
+    zero_after_s: float = 300.0
+    """Without any request, before a role whose `least` is 0 goes there."""
+    queue_s: float | None = None
+    """Of queued work that makes a worker wholly used; None: `Observation.utilisation` says how used it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """One role as it is now."""
+
+    replicas: int
+    """Asked for."""
+    ready: int
+    demand: Reading
+    """Tokens a second that clients ask for, refused ones too."""
+    backlog: Reading
+    """Tokens that wait, in routers and workers."""
+    latency: Reading
+    """Seconds, at the objective's percentile."""
+    utilisation: Reading
+    """Of the fullest worker, 0 to 1. Unused where `Policy.queue_s` tells it from the backlog."""
+    rate: Reading
+    """Tokens a second that a busy worker was seen to do: a sample of the capacity."""
+    requests: Reading = ZERO
+    """Of the service, that came, run or wait: what has to be nothing before a role goes to zero."""
+    held: Reading = ZERO
+    """Requests that wait in routers because there is no worker."""
+    silent: int = 0
+    """Ready workers of which nothing is heard."""
+    pending_s: float = 0.0
+    """For which a worker has waited for a place in the cluster."""
+    rolling: bool = False
+    """Whether one generation of workers is giving way to another."""
+    capped: str = ""
+    """Why it is no use to grow now, if it is not: what would come of it waits for another role."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What one role's decisions remember. A new one shrinks nothing for a while."""
+
+    windows: Windows
+    capacity: Capacity = field(default_factory=Capacity)
+    startup_s: float = STARTUP_S
+    """Nine of ten workers took no longer to start."""
+    demand: tuple[Sample, ...] = ()
+    blind_since: float | None = None
+    idle_since: float | None = None
+    grown: tuple[tuple[float, int], ...] = ()
+    """When, and by how many, in the last period."""
+    shrunk: tuple[tuple[float, int], ...] = ()
+    ready: int | None = None
+    """At the last look, if there was one."""
+    ready_since: float = -math.inf
+    """When there last was one more."""
+
+    @classmethod
+    def new(cls, now: float, capacity: float | None = None, startup_s: float = STARTUP_S) -> Memory:
+        """Of somebody who has just begun to look; capacity and start-up time may be known from before."""
+        return cls(Windows(now), Capacity(seed=capacity), startup_s)
+
+
+Source = Literal["Measured", "Held", "Fallback"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """How many workers a role is to have, and why."""
+
+    replicas: int
+    raw: int
+    """What the moment alone would ask for, before windows and steps."""
+    reason: str
+    """In one word."""
+    message: str
+    """In a sentence."""
+    source: Source = "Measured"
+    limited: str = ""
+    """What keeps it from having what it needs, in one word; empty if nothing does."""
+    pressure: float = 0.0
+    """What it needs against what it has: who goes first where there is not enough for all."""

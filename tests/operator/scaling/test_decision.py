@@ -1,0 +1,288 @@
+"""One role's decision: a table of named cases, then what always holds."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from baton_operator.kinds.service_policies import MetricsLoss
+from baton_operator.kinds.worker_role import ScaleUp
+from baton_operator.scaling.decision import decide
+from baton_operator.scaling.observation import Decision, Memory, Observation, Policy
+from baton_operator.scaling.reading import ZERO, Reading, unknown
+
+LOST = unknown("Prometheus does not answer")
+PREFILL = Policy(least=1, most=8, objective_s=2.0, queue_s=2.0)
+DECODE = Policy(least=1, most=8, objective_s=0.05)
+TO_ZERO = replace(PREFILL, least=0, zero_after_s=60.0)
+
+NOW = 100_000.0
+CALM: dict[str, Any] = {
+    "requests": Reading.of(5.0),
+    "latency": Reading.of(0.02),
+    "utilisation": Reading.of(0.5),
+}
+
+
+def observation(replicas: int = 4, **changes: Any) -> Observation:
+    """A role that is used as it should be, where nothing else is said."""
+    fitting: dict[str, Any] = {
+        "replicas": replicas,
+        "ready": replicas,
+        "demand": Reading.of(3000.0),
+        "backlog": ZERO,
+        "rate": Reading.of(1000.0),
+        **CALM,
+    }
+    return Observation(**{**fitting, **changes})
+
+
+def memory(**changes: Any) -> Memory:
+    return replace(Memory.new(NOW - 10_000, capacity=1000.0, startup_s=60.0), **changes)
+
+
+def settled(policy: Policy, seen: Observation, known: Memory | None = None, seconds: float = 360) -> Decision:
+    """The first decision that changes something while the same is seen for so long, or the last one."""
+    known = memory() if known is None else known
+    for tick in range(int(seconds // 15) + 1):
+        decision, known = decide(policy, known, seen, NOW + 15 * tick)
+        if decision.replicas != seen.replicas:
+            break
+    return decision
+
+
+ALL_LOST: dict[str, Any] = {
+    "demand": LOST,
+    "backlog": LOST,
+    "latency": LOST,
+    "utilisation": LOST,
+    "rate": LOST,
+}
+NOTHING: dict[str, Any] = {
+    "demand": ZERO,
+    "requests": ZERO,
+    "latency": unknown("no request"),
+    "utilisation": ZERO,
+}
+
+CASES: dict[str, tuple[Policy, Observation, int, str]] = {
+    "what is needed is there": (PREFILL, observation(), 4, "Steady"),
+    "the demand needs more": (PREFILL, observation(demand=Reading.of(5000.0)), 6, "Demand"),
+    "it grows by four at a time": (
+        PREFILL, observation(1, demand=Reading.of(6500.0)), 5, "Demand",
+    ),
+    "never above its maximum": (PREFILL, observation(7, demand=Reading.of(99_000.0)), 8, "Demand"),
+    "never below its minimum": (replace(PREFILL, least=3), observation(3, **NOTHING), 3, "AtMinimum"),
+    "noise is no need": (PREFILL, observation(demand=Reading.of(3550.0)), 4, "Steady"),
+    "one worker less would do": (PREFILL, observation(demand=Reading.of(2000.0)), 3, "Spare"),
+    "what waits is worked off": (PREFILL, observation(backlog=Reading.of(400_000.0)), 6, "Demand"),
+    "KV blocks are short": (DECODE, observation(utilisation=Reading.of(0.9)), 5, "Saturated"),
+    "KV blocks would be short without one": (
+        DECODE, observation(demand=Reading.of(1000.0), utilisation=Reading.of(0.6)), 4, "Steady",
+    ),
+    "clients wait for too long": (DECODE, observation(latency=Reading.of(0.08)), 5, "LatencyHigh"),
+    "long prompts are slow, and nothing waits": (
+        PREFILL, observation(demand=Reading.of(800.0), latency=Reading.of(9.0)), 4, "Steady",
+    ),
+    "clients would wait for too long without one": (
+        DECODE, observation(demand=Reading.of(1000.0), latency=Reading.of(0.045)), 4, "Steady",
+    ),
+    "nothing is known": (PREFILL, observation(**ALL_LOST), 4, "MetricsHeld"),
+    "the demand is not known": (PREFILL, observation(demand=LOST), 4, "Steady"),
+    "the latency is not known": (
+        PREFILL, observation(demand=Reading.of(1000.0), latency=LOST), 4, "Steady",
+    ),
+    "nothing is heard of one worker": (
+        PREFILL, observation(demand=Reading.of(1000.0), silent=1), 4, "Steady",
+    ),
+    "the backlog is not known, and the demand needs more": (
+        PREFILL, observation(backlog=LOST, demand=Reading.of(5000.0)), 6, "Demand",
+    ),
+    "a rollout is under way": (
+        PREFILL, observation(demand=Reading.of(1000.0), rolling=True), 4, "RollingOut",
+    ),
+    "a rollout is under way and the demand rises": (
+        PREFILL, observation(demand=Reading.of(5000.0), rolling=True), 4, "RollingOut",
+    ),
+    "a rollout is under way and clients wait": (
+        PREFILL,
+        observation(demand=Reading.of(5000.0), latency=Reading.of(3.0), rolling=True),
+        6,
+        "Demand",
+    ),
+    "the cluster has no place": (
+        PREFILL, observation(demand=Reading.of(5000.0), pending_s=200.0), 4, "CapacityExhausted",
+    ),
+    "nobody asks, and it may not go to zero": (PREFILL, observation(1, **NOTHING), 1, "Steady"),
+    "nobody asks": (TO_ZERO, observation(1, **NOTHING), 0, "Idle"),
+    "nobody seems to ask": (TO_ZERO, observation(1, **{**NOTHING, "requests": LOST}), 1, "Steady"),
+    "somebody is still served": (
+        TO_ZERO, observation(1, **{**NOTHING, "requests": Reading.of(1.0)}), 1, "Steady",
+    ),
+    "at zero, and nobody asks": (TO_ZERO, observation(0, **NOTHING), 0, "Idle"),
+    "at zero, and nothing is known": (TO_ZERO, observation(0, **ALL_LOST), 0, "MetricsHeld"),
+    "at zero, and somebody waits": (
+        TO_ZERO, observation(0, **{**ALL_LOST, "held": Reading.of(2.0)}), 1, "FromZero",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "seen", "replicas", "reason"), CASES.values(), ids=CASES)
+def test_a_case(policy: Policy, seen: Observation, replicas: int, reason: str) -> None:
+    decision = settled(policy, seen)
+    assert (decision.replicas, decision.reason) == (replicas, reason), decision.message
+    assert decision.message
+
+
+def test_a_rise_has_to_last_for_half_a_minute() -> None:
+    calm, busy = observation(), observation(demand=Reading.of(5000.0))
+    _, known = decide(PREFILL, memory(), calm, NOW)
+    seen = []
+    for tick in range(1, 4):
+        decision, known = decide(PREFILL, known, busy, NOW + 15 * tick)
+        seen.append((decision.replicas, decision.reason))
+    assert seen == [(4, "Stabilizing"), (6, "Demand"), (6, "Demand")]
+
+
+def test_a_fall_has_to_last_for_five_minutes_and_goes_one_by_one() -> None:
+    _, known = decide(PREFILL, memory(), observation(), NOW)
+    replicas, moves = 4, []
+    for tick in range(1, 40):
+        seen = observation(replicas, demand=Reading.of(500.0))
+        decision, known = decide(PREFILL, known, seen, NOW + 15 * tick)
+        if decision.replicas != replicas:
+            moves.append(15 * tick)
+        replicas = decision.replicas
+    assert replicas == 1
+    assert moves == [300, 360, 420]
+
+
+def test_whoever_has_just_begun_to_look_shrinks_nothing_for_a_whole_window() -> None:
+    assert _first_shrink(Memory.new(NOW, capacity=1000.0), 0) >= 270
+
+
+def test_after_metrics_came_back_the_first_worker_goes_a_whole_window_later() -> None:
+    _, known = decide(PREFILL, memory(), observation(4, **ALL_LOST), NOW)
+    assert _first_shrink(known, 15) == 300
+
+
+def _first_shrink(known: Memory, after: float) -> float:
+    """Seconds until a worker goes that is not needed."""
+    seen, time = observation(demand=Reading.of(500.0)), after
+    while True:
+        decision, known = decide(PREFILL, known, seen, NOW + time)
+        if decision.replicas < seen.replicas:
+            return time
+        time += 15
+
+
+@pytest.mark.parametrize(
+    ("then", "fallback", "replicas", "reason"),
+    [
+        ("Hold", 6, 4, "MetricsHeld"),
+        ("Fallback", 2, 2, "MetricsFallback"),
+        ("FallbackIfHigher", 2, 4, "MetricsFallback"),
+        ("FallbackIfHigher", 6, 6, "MetricsFallback"),
+        ("Fallback", None, 4, "MetricsHeld"),
+    ],
+)
+def test_what_happens_when_nothing_is_measured_for_long(
+    then: Any, fallback: int | None, replicas: int, reason: str
+) -> None:
+    policy = replace(PREFILL, fallback=fallback, loss=MetricsLoss(hold_seconds=300, then=then))
+    seen = observation(4, **ALL_LOST)
+    assert settled(policy, seen, seconds=300).reason == "MetricsHeld"
+    decision = settled(policy, seen, seconds=330)
+    assert (decision.replicas, decision.reason) == (replicas, reason)
+    assert decision.source == ("Held" if reason == "MetricsHeld" else "Fallback")
+
+
+def test_too_full_workers_count_only_once_those_that_were_asked_for_are_there() -> None:
+    full = {"utilisation": Reading.of(0.95), "demand": Reading.of(3000.0)}
+    starting = observation(5, ready=4, **full)
+    _, known = decide(DECODE, memory(), observation(4), NOW)
+    assert settled(DECODE, starting, known, 60).replicas == 5
+    ready = replace(starting, ready=5)
+    decision, known = decide(DECODE, known, ready, NOW + 75)
+    assert decision.replicas == 5, "it has only just become ready"
+    assert settled(DECODE, ready, known, 180).replicas == 6
+
+
+def test_what_nobody_knows_of_a_new_role_is_learned_while_it_works() -> None:
+    known = Memory.new(NOW)
+    busy = observation(1, demand=Reading.of(3000.0), rate=unknown("no worker was busy"))
+    decision, known = decide(PREFILL, known, busy, NOW)
+    assert decision.replicas == 1 and known.capacity.value is None
+    decision, known = decide(PREFILL, known, replace(busy, rate=Reading.of(1000.0)), NOW + 15)
+    assert decision.raw == 4
+
+
+# --- Laws ---
+
+
+def any_reading(rng: random.Random, most: float) -> Reading:
+    kind = rng.random()
+    return LOST if kind < 0.2 else ZERO if kind < 0.4 else Reading.of(rng.uniform(0, most))
+
+
+def any_observation(rng: random.Random, replicas: int) -> Observation:
+    return Observation(
+        replicas=replicas,
+        ready=rng.randint(0, replicas),
+        demand=any_reading(rng, 12_000),
+        backlog=any_reading(rng, 500_000),
+        latency=any_reading(rng, 5),
+        utilisation=any_reading(rng, 1.2),
+        rate=any_reading(rng, 2000),
+        requests=any_reading(rng, 50),
+        held=any_reading(rng, 5),
+        silent=rng.choice((0, 0, 0, 1)),
+        pending_s=rng.choice((0.0, 0.0, 300.0)),
+        rolling=rng.random() < 0.1,
+    )
+
+
+def any_policy(rng: random.Random) -> Policy:
+    least = rng.randint(0, 3)
+    policy = rng.choice((PREFILL, DECODE))
+    up = ScaleUp(stabilization_window_seconds=rng.choice((0, 30)), max_step=rng.randint(1, 5))
+    return replace(policy, least=least, most=least + rng.randint(1, 8), up=up, zero_after_s=60.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_stays_within_its_bounds_and_unknown_lowers_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    policy, known = any_policy(rng), Memory.new(0.0)
+    replicas = policy.least
+    for tick in range(300):
+        seen = any_observation(rng, replicas)
+        decision, known = decide(policy, known, seen, 15.0 * tick)
+        assert policy.least <= decision.replicas <= policy.most
+        needed = (seen.demand, seen.backlog)
+        if seen.replicas > decision.replicas:
+            assert all(one.known for one in needed), decision
+        assert decision.replicas - replicas <= policy.up.max_step or seen.replicas == 0
+        assert replicas - decision.replicas <= 1
+        replicas = decision.replicas
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("signal", ["demand", "backlog", "latency", "utilisation"])
+def test_more_load_never_asks_for_less(seed: int, signal: str) -> None:
+    rng = random.Random(seed)
+    for _ in range(50):
+        policy = any_policy(rng)
+        replicas = rng.randint(policy.least, policy.most)
+        known = replace(memory(), ready=rng.randint(0, replicas), ready_since=NOW - rng.choice((10, 600)))
+        seen = replace(any_observation(rng, replicas), rate=unknown("not asked"))
+        there: Reading = getattr(seen, signal)
+        if there.value is None:
+            continue
+        more = Reading.of(there.value * rng.uniform(1, 4) + rng.random())
+        changed: dict[str, Any] = {signal: more}
+        lower, _ = decide(policy, known, seen, NOW)
+        higher, _ = decide(policy, known, replace(seen, **changed), NOW)
+        assert higher.raw >= lower.raw, (seen, more)

@@ -1,0 +1,105 @@
+"""Both roles of a service together, and the accelerators that they share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from baton_operator.rollout import RoleName
+from baton_operator.scaling.budget import Wish, granted
+from baton_operator.scaling.observation import Decision, Memory, Observation, Policy
+from baton_operator.scaling.reading import ZERO, Reading
+from baton_operator.scaling.service import Role, decide_all
+
+NOW = 50_000.0
+
+
+def role(replicas: int, demand: float, *, utilisation: float = 0.5, least: int = 1) -> Role:
+    seen = Observation(
+        replicas=replicas,
+        ready=replicas,
+        demand=Reading.of(demand),
+        backlog=ZERO,
+        latency=Reading.of(0.01),
+        utilisation=Reading.of(utilisation),
+        rate=Reading.of(1000.0),
+        requests=Reading.of(demand),
+    )
+    policy = Policy(least=least, most=10, objective_s=0.05, zero_after_s=60.0)
+    return Role(policy, Memory.new(NOW - 9000, 1000.0), seen)
+
+
+def all_of_them(decisions: Mapping[RoleName, Decision]) -> dict[RoleName, int]:
+    return {name: one.replicas for name, one in decisions.items()}
+
+
+def test_each_role_is_scaled_by_its_own_signals() -> None:
+    made = decide_all({"prefill": role(2, 3000), "decode": role(3, 2400)}, all_of_them, NOW)
+    assert {name: decision.replicas for name, (decision, _) in made.items()} == {"prefill": 4, "decode": 3}
+
+
+def test_prefill_does_not_grow_before_a_decode_that_is_full() -> None:
+    full: dict[RoleName, Role] = {"prefill": role(2, 3000), "decode": role(3, 2400, utilisation=0.95)}
+    decisions = {name: one for name, (one, _) in decide_all(full, all_of_them, NOW).items()}
+    assert (decisions["prefill"].replicas, decisions["prefill"].reason) == (2, "OtherRole")
+    assert decisions["decode"].replicas == 4
+
+
+def test_whoever_computes_prompts_has_somebody_who_takes_them_over() -> None:
+    sleeping = role(1, 0.0, utilisation=0.0, least=0)
+    awake: dict[RoleName, Role] = {"prefill": role(2, 1500), "decode": sleeping}
+    memory = sleeping.memory
+    for tick in range(40):
+        awake["decode"] = replace(sleeping, memory=memory)
+        decision, memory = decide_all(awake, all_of_them, NOW + 15 * tick)["decode"]
+        assert decision.replicas >= 1
+
+
+def test_what_would_go_over_the_budget_waits() -> None:
+    def nothing_is_free(decisions: Mapping[RoleName, Decision]) -> dict[RoleName, int]:
+        return dict.fromkeys(decisions, 2)
+
+    made = decide_all({"prefill": role(2, 3000), "decode": role(3, 2400)}, nothing_is_free, NOW)
+    grown, _ = made["prefill"]
+    assert (grown.replicas, grown.reason, grown.limited) == (2, "GpuBudget", "GpuBudget")
+    assert made["decode"][0].replicas == 3, "a budget takes nothing away"
+
+
+CASES: dict[str, tuple[list[Wish], int, dict[str, int]]] = {
+    "there is enough": ([Wish("a", 1, 1, 1, 3, 1.0), Wish("b", 2, 1, 1, 2, 1.0)], 9, {"a": 3, "b": 2}),
+    "who needs it more goes first": (
+        [Wish("a", 1, 1, 1, 5, 1.1), Wish("b", 1, 1, 1, 4, 3.0)], 5, {"b": 4, "a": 1},
+    ),
+    "one that does not fit leaves room for a smaller one": (
+        [Wish("a", 4, 1, 1, 2, 3.0), Wish("b", 1, 1, 1, 3, 1.0)], 7, {"a": 1, "b": 3},
+    ),
+    "what a role gives up is free when its pods are gone": (
+        [Wish("a", 1, 2, 4, 2, 0.5), Wish("b", 1, 2, 2, 4, 2.0)], 7, {"a": 2, "b": 3},
+    ),
+    "whoever shrinks may": ([Wish("a", 1, 4, 4, 3, 0.5)], 2, {"a": 3}),
+    "without accelerators there is no budget": ([Wish("a", 0, 1, 1, 9, 1.0)], 0, {"a": 9}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("wishes", "gpus", "expected"), CASES.values(), ids=CASES)
+def test_a_budget(wishes: list[Wish], gpus: int, expected: dict[str, int]) -> None:
+    assert granted(wishes, gpus) == expected
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_nobody_grows_over_a_budget_and_nobody_loses_by_it(seed: int) -> None:
+    rng = random.Random(seed)
+    wishes = [
+        Wish(str(number), rng.randint(0, 4), there := rng.randint(0, 5), there + rng.randint(0, 2),
+             rng.randint(0, 9), rng.random())
+        for number in range(rng.randint(1, 8))
+    ]  # fmt: skip
+    gpus = rng.randint(0, 60)
+    made = granted(wishes, gpus)
+    for one in wishes:
+        assert min(one.there, one.wished) <= made[one.holder] <= one.wished
+    grown = sum(one.gpus * max(0, made[one.holder] - one.there) for one in wishes)
+    assert grown <= max(0, gpus - sum(one.taken for one in wishes))
