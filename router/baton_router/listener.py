@@ -27,6 +27,10 @@ from baton_api.errors import BatonError, HeadTooLarge, InvalidRequest
 from baton_router.cycle import EXTENSION, Cycle
 from baton_router.upstream import no_delay
 
+LINGER_S = 5.0
+"""Seconds for which a connection without a request is kept when the process ends, if there is somewhere else
+to go to: clients drop those that they have not used for as long, so no request meets a closing one."""
+
 LOOKS = 4
 """At a connection's deadline, in the time that a head may take."""
 
@@ -40,6 +44,8 @@ class Listener(HttpToolsProtocol):
 
     max_header = 16 * 1024
     header_s = 10.0
+    leaving = False
+    """Whether clients are to send their next request elsewhere: the process will end."""
 
     def __init__(
         self,
@@ -114,7 +120,8 @@ class Listener(HttpToolsProtocol):
             "state": self.app_state.copy(),
             "extensions": extensions,
         }
-        cycle = Cycle(self, self.scope, version != "1.0" and parser.should_keep_alive())
+        stays = version != "1.0" and parser.should_keep_alive() and not self.leaving
+        cycle = Cycle(self, self.scope, stays)
         extensions[EXTENSION] = {"cycle": cycle}
         before = self.cycle
         self.cycle = cycle
@@ -156,6 +163,12 @@ class Listener(HttpToolsProtocol):
             self._timer = self.loop.call_later(self.header_s / LOOKS, self._look)
         elif not self.transport.is_closing():
             self.transport.close()
+
+    def shutdown(self) -> None:
+        if self.leaving and (self.cycle is None or self.cycle.response_complete):
+            self._deadline = min(self._deadline, self.loop.time() + LINGER_S)
+        else:
+            super().shutdown()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(InvalidRequest(msg))

@@ -76,10 +76,11 @@ class RouterServer(uvicorn.Server):
     """uvicorn's server with an end in two steps: first say that it is coming, then stop listening."""
 
     def __init__(self, router: Served, settings: RouterSettings) -> None:
+        self._connections = listener(settings.max_header, settings.header_s)
         super().__init__(
             uvicorn.Config(
                 origins.answering(router, origins.allowed(settings.allowed_origins, router.access.required)),
-                http=listener(settings.max_header, settings.header_s),
+                http=self._connections,
                 ws="none",
                 lifespan="on",
                 backlog=BACKLOG,
@@ -104,6 +105,7 @@ class RouterServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.router.draining = True
+        self._connections.leaving = self.notice_s > 0
         log.info("The router is draining.")
         await asyncio.sleep(self.notice_s)
         if self.ending is not None:

@@ -104,7 +104,7 @@ async def test_metrics_count_requests_and_show_states() -> None:
         assert ready in text
         assert "baton_router_requests_in_flight 0.0" in text
         assert "baton_router_overhead_seconds_count 1.0" in text
-        assert "baton_router_time_to_first_byte_seconds_count 1.0" in text
+        assert 'baton_router_time_to_first_byte_seconds_count{class="default"} 1.0' in text
 
 
 @pytest.mark.parametrize(
@@ -159,6 +159,25 @@ async def test_while_it_drains_ready_says_so_and_running_streams_finish() -> Non
         assert "draining" in answer.json()["error"]["message"]
         worker.release.set()
         assert b"[DONE]" in (await running).content
+
+
+async def test_a_connection_outlives_the_end_of_listening_by_one_request() -> None:
+    """It may be on its way; whoever sent it is asked to connect elsewhere for the next."""
+    body = b'{"model":"tiny"}'
+    asked = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (CHAT.encode(), len(body)) + body
+    async with (
+        FakeWorker(fake_worker.saying(200, b"{}")) as worker,
+        running_router([worker], drain_s=60, drain_notice_s=0.1) as router,
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+        writer.write(asked)
+        assert b"connection: close" not in await reader.readuntil(b"\r\n\r\n{}")
+        router.server.should_exit = True
+        await until(lambda: not any(one.is_serving() for one in router.server.servers))
+        writer.write(asked)
+        last = await reader.read()
+        assert last.startswith(b"HTTP/1.1 200") and b"connection: close" in last
+        writer.close()
 
 
 async def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event_and_a_cut() -> None:
