@@ -9,7 +9,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from baton_api import metrics
+from baton_api import __version__, metrics
 from baton_api.metrics import Metric
 from baton_operator.conditions import Transition
 from baton_operator.heartbeat import Heartbeat
@@ -125,6 +125,9 @@ class Process(Collector):
             family = _family(metric)
             family.add_metric([], value)
             yield family
+        build = _family(metrics.BUILD_INFO)
+        build.add_metric(["operator", __version__], 1)
+        yield build
 
 
 def _family(metric: Metric) -> GaugeMetricFamily:

@@ -27,6 +27,7 @@ class Accounts(Collector):
     def __init__(self) -> None:
         self._requests = Tally(metrics.ROUTER_REQUESTS)
         self._tokens = Tally(metrics.ROUTER_TENANT_TOKENS)
+        self._time = Spread(metrics.ROUTER_REQUEST_TIME)
         self._per_token = Spread(metrics.ROUTER_OUTPUT_TOKEN)
         self._prediction = Spread(metrics.ROUTER_PREDICTION)
         self._models = Names(MODELS_SHOWN)
@@ -59,11 +60,15 @@ class Accounts(Collector):
         if actual_s > 0:
             self._prediction.observe(predicted_s / actual_s)
 
-    def streamed(self, tokens: int, seconds: float) -> None:
+    def served(self, seconds: float, urgency: str) -> None:
+        """A request of this class has its whole answer, so many seconds after it came."""
+        self._time.observe(seconds, urgency)
+
+    def streamed(self, tokens: int, seconds: float, urgency: str) -> None:
         """A whole stream of so many tokens, in so many seconds from its first one on."""
         if tokens > 1:
-            self._per_token.observe(seconds / (tokens - 1))
+            self._per_token.observe(seconds / (tokens - 1), urgency)
 
     def collect(self) -> Iterator[Family]:
-        for one in (self._requests, self._tokens, self._per_token, self._prediction):
+        for one in (self._requests, self._tokens, self._time, self._per_token, self._prediction):
             yield from one.collect()

@@ -9,7 +9,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from baton_api import metrics
+from baton_api import __version__, metrics
 from baton_api.metrics import Metric
 from baton_router.accounts import Accounts
 from baton_router.loop_lag import LoopLag
@@ -36,6 +36,7 @@ class Figures:
         for tally in (self.accounts, self.lag, self.overhead, self.first_byte):
             self.registry.register(tally)
         self.gauge(metrics.ROUTER_IN_FLIGHT, lambda: self.in_flight)
+        self.registry.register(BuildInfo())
 
     def text(self) -> bytes:
         """All of it in Prometheus' text format."""
@@ -47,6 +48,15 @@ class Figures:
 
     def _counter(self, metric: Metric) -> Counter:
         return Counter(*_text(metric), metric.labels, registry=self.registry)
+
+
+class BuildInfo(Collector):
+    """Which version this is."""
+
+    def collect(self) -> Iterator[Family]:
+        family = _family(metrics.BUILD_INFO)
+        family.add_metric(["router", __version__], 1)
+        yield family
 
 
 class WorkerFigures(Collector):

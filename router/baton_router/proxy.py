@@ -109,14 +109,17 @@ class Proxy:
         accounts.ended(path, asked.model, asked.urgency[0], relay.status, granted=attempt is not None)
         if attempt is not None and relay.status == OK:
             accounts.used(asked.tenant.name, attempt.report, attempt.tokens)
-            if attempt.ended and relay.opened and not relay.resumes:
-                accounts.streamed(attempt.tokens, time.perf_counter() - relay.opened)
+            now, urgency = time.perf_counter(), asked.urgency[0]
+            if attempt.ended:
+                accounts.served(now - relay.arrived, urgency)
+                if relay.opened and not relay.resumes:
+                    accounts.streamed(attempt.tokens, now - relay.opened, urgency)
 
     async def _serve(self, scope: Scope, relay: Relay) -> None:
         settings = self._settings
         client = relay.client
         body = await client.body(settings.max_body, settings.body_s)
-        arrived = time.perf_counter()
+        arrived = relay.arrived = time.perf_counter()
         relay.asked = asked = Asked(scope, body, tenant_of(scope))
         asked.explain = relay.trace is not None
         with client:
@@ -209,7 +212,7 @@ class Proxy:
             await client.send(opening, more=False)
             return
         relay.opened = time.perf_counter()
-        self._figures.first_byte.observe(relay.opened - arrived)
+        self._figures.first_byte.observe(relay.opened - arrived, asked.urgency[0])
         if attempt.grant.first_token_s and attempt.events is not None:
             self._figures.accounts.began(attempt.grant.first_token_s, relay.opened - relay.sent)
         piece = opening
@@ -309,6 +312,7 @@ class Relay:
     """One request's way: who asked, whose try it is now, and what was answered."""
 
     __slots__ = (
+        "arrived",
         "asked",
         "attempt",
         "client",
@@ -333,8 +337,10 @@ class Relay:
         self.resumes = 0
         """Workers that were asked to go on with the answer."""
         self.status = 0
+        self.arrived = 0.0
+        """When its last byte came; all times are by `time.perf_counter`."""
         self.granted = 0.0
-        """When a worker was found, by `time.perf_counter`."""
+        """When a worker was found."""
         self.sent = 0.0
         """When the last one was found, of those that were tried."""
         self.opened = 0.0

@@ -40,20 +40,31 @@ class Tally(Collector):
 
 
 class Spread(Collector):
-    """A histogram without labels."""
+    """A histogram by the values of its labels."""
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric
         self._bounds = metric.buckets
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
+        self._counts: dict[tuple[str, ...], list[int]] = {}
+        self._sums: dict[tuple[str, ...], float] = {}
+        if not metric.labels:
+            self._begin(())
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+    def observe(self, value: float, *labels: str) -> None:
+        counts = self._counts.get(labels) or self._begin(labels)
+        counts[bisect_left(self._bounds, value)] += 1
+        self._sums[labels] += value
+
+    def _begin(self, labels: tuple[str, ...]) -> list[int]:
+        counts = self._counts[labels] = [0] * (len(self._bounds) + 1)
+        self._sums[labels] = 0.0
+        return counts
 
     def collect(self) -> Iterator[Family]:
+        metric = self._metric
         bounds = [str(float(bound)) for bound in self._bounds] + ["+Inf"]
-        family = HistogramMetricFamily(self._metric.name, self._metric.help)
-        family.add_metric([], list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
+        family = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
+        for labels, counts in self._counts.items():
+            buckets = list(zip(bounds, accumulate(counts), strict=True))
+            family.add_metric(labels, buckets, self._sums[labels])
         yield family

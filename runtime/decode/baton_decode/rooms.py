@@ -293,7 +293,13 @@ class Room:
         self.reason = reason
         unsafe = frozenset(block for read in self._reads.values() for block in read.local)
         return Report(
-            Fetched(self.order.fetch.request_id, arrived=self.arrived, unsafe=unsafe, reason=reason.value)
+            Fetched(
+                self.order.fetch.request_id,
+                arrived=self.arrived,
+                unsafe=unsafe,
+                reason=reason.value,
+                transport=self._transport,
+            )
         )
 
     def _done(self) -> Send:

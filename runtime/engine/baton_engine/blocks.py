@@ -45,6 +45,8 @@ class BlockPool:
         """Heap of (last use, block). Entries may be stale: one counts if `_is_leaf` says so."""
         self._pins: dict[int, int] = {}
         self._quarantined: set[int] = set()
+        self.evictions = 0
+        """Known blocks that were dropped because somebody needed room."""
 
     @property
     def free(self) -> int:
@@ -100,7 +102,11 @@ class BlockPool:
         assert count <= self.available, f"{count} blocks are wanted and {self.available} are available"
         blocks: list[int] = []
         for _ in range(count):
-            block = self._free.pop() if self._free else self._evict()
+            if self._free:
+                block = self._free.pop()
+            else:
+                block = self._evict()
+                self.evictions += 1
             assert not self._users[block] and self._hash[block] is None, f"block {block} is not free"
             self._users[block] = 1
             blocks.append(block)

@@ -312,7 +312,9 @@ class Engine:
             self._leave(job, finish)
 
     def _timing(self, job: Job) -> PromptTiming:
-        return PromptTiming(job.admitted_at - job.arrived_at, self._clock() - job.admitted_at)
+        timing = PromptTiming(job.admitted_at - job.arrived_at, self._clock() - job.admitted_at)
+        self._figures.began(timing)
+        return timing
 
     # --- Commands, carried out between steps ---
 
@@ -344,6 +346,7 @@ class Engine:
             return
         whole = self._scheduler.fetched(job, fetched.arrived, fetched.unsafe)
         if fetched.unsafe:
+            self._figures.quarantined(fetched)
             self._check_quarantine()
         if job.cancelled:
             self._scheduler.end(job)
@@ -357,7 +360,7 @@ class Engine:
         else:
             reason = job.request.fallback = fetched.reason or TRANSFER_FAILED
             log.warning("Request %s is computed here after all: %s", fetched.request_id, reason)
-            self._figures.fetch_failed(fetched.reason)
+            self._figures.fetch_failed(fetched)
             self._scheduler.requeue(job)
 
     # --- Effects of a plan ---
@@ -365,7 +368,7 @@ class Engine:
     def _start_fetch(self, job: Job) -> None:
         request, fetch = job.request, job.fetch
         assert request.remote is not None and fetch is not None
-        self._figures.totals.prompt_tokens_cached += job.local_tokens
+        self._figures.looked_for(job)
         try:
             request.remote.start(fetch)
         except Exception:
@@ -377,7 +380,7 @@ class Engine:
         if not job.admitted_at:  # the first one may have been for a fetch
             job.admitted_at = self._clock()
         if not job.readmitted:
-            self._figures.totals.prompt_tokens_cached += job.local_tokens
+            self._figures.looked_for(job)
             if request.export is None:
                 self._figures.computed_here(job, self.limits.local_prefill_tokens)
         if request.export is not None:

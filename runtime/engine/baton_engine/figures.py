@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from baton_api.metrics import FIRST_TOKEN_BUCKETS, STEP_BUCKETS
 from baton_engine.jobs import Job
+from baton_engine.requests import Fetched, PromptTiming
 from baton_engine.scheduler import Scheduler
 from baton_engine.snapshot import EngineSnapshot, Histogram, Rate, Totals
 
 TRANSFER_FAILED = "transfer_failed"
 SMOOTHING = 0.05
+NO_TRANSPORT = "none"
+"""Nothing was read yet."""
+
 REASON_LENGTH = 32
 """A longer reason is a sentence for the log, not a label for the metrics."""
 
@@ -19,8 +24,10 @@ class Figures:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.totals = Totals()
-        self.step_times = Histogram()
-        self.forward_times = Histogram()
+        self.step_times = Histogram(STEP_BUCKETS)
+        self.forward_times = Histogram(STEP_BUCKETS)
+        self.queue_times = Histogram(FIRST_TOKEN_BUCKETS)
+        self.prefill_times = Histogram(FIRST_TOKEN_BUCKETS)
         self._clock = clock
         self.decode_step_s = 0.0
         """Of a step in which nothing but tokens was generated, averaged over about the last twenty."""
@@ -48,10 +55,26 @@ class Figures:
             reason = "short" if len(job.request.prompt) <= local_prefill_tokens else "cached"
         self.totals.local_prefills[reason] += 1
 
-    def fetch_failed(self, reason: str) -> None:
+    def looked_for(self, job: Job) -> None:
+        """A prompt has been looked for in the prefix cache."""
+        self.totals.prompt_tokens_cached += job.local_tokens
+        self.totals.prompt_tokens_looked_for += len(job.request.prompt)
+
+    def began(self, timing: PromptTiming) -> None:
+        """A prompt that was computed here has its first token."""
+        self.queue_times.add(timing.queue_s)
+        self.prefill_times.add(timing.compute_s)
+
+    def fetch_failed(self, fetched: Fetched) -> None:
         """A prompt is computed here after all. Reasons that are sentences all count as the same one."""
+        reason = fetched.reason
         label = reason if reason.isidentifier() and len(reason) <= REASON_LENGTH else TRANSFER_FAILED
         self.totals.local_prefills[label] += 1
+        self.totals.transfer_failures[fetched.transport or NO_TRANSPORT, label] += 1
+
+    def quarantined(self, fetched: Fetched) -> None:
+        """Blocks of a fetch are set aside."""
+        self.totals.quarantined[fetched.transport or NO_TRANSPORT] += len(fetched.unsafe)
 
     def generated(self, tokens: int) -> None:
         self.totals.generated_tokens += tokens
@@ -81,5 +104,9 @@ class Figures:
             totals=self.totals.copy(),
             step_times=self.step_times.times(),
             forward_times=self.forward_times.times(),
+            queue_times=self.queue_times.times(),
+            prefill_times=self.prefill_times.times(),
+            evictions=pool.evictions,
+            max_running=scheduler.limits.max_running,
             decode_step_s=self.decode_step_s,
         )

@@ -8,28 +8,39 @@ is this worker's own, so that two workers of one process do not mix.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from baton_api import metrics
+from baton_api import __version__, metrics
 from baton_api.metrics import Metric
 from baton_engine.requests import RelayRecord
-from baton_engine.snapshot import EngineSnapshot, StepTimes
+from baton_engine.snapshot import EngineSnapshot, Times
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-CHOSEN_LOCAL = frozenset(("no_prefill_worker", "reads_prompt", "short", "cached"))
-"""Reasons for computing a prompt here that are no failure of a transfer."""
+
+@dataclass(frozen=True, slots=True)
+class Whose:
+    """Which worker the figures are of."""
+
+    worker: str = "worker"
+    role: str = "both"
+    model: str = ""
+    """As answers call it."""
 
 
 class WorkerMetrics:
     """The registry of one worker and the observations of its API."""
 
     def __init__(
-        self, snapshot: Callable[[], EngineSnapshot], kv_batches: Callable[[], int] = lambda: 0
+        self,
+        snapshot: Callable[[], EngineSnapshot],
+        kv_batches: Callable[[], int] = lambda: 0,
+        whose: Whose = Whose(),
     ) -> None:
         """`kv_batches`: how many batches of KV events were published."""
         self.registry = CollectorRegistry(auto_describe=False)
@@ -38,9 +49,12 @@ class WorkerMetrics:
         self._first_token = self._histogram(metrics.WORKER_FIRST_TOKEN)
         self._token = self._histogram(metrics.WORKER_TOKEN)
         self._request_time = self._histogram(metrics.WORKER_REQUEST_TIME)
+        self._decode_time = self._histogram(metrics.WORKER_DECODE_TIME)
+        self._prompt_length = self._histogram(metrics.WORKER_PROMPT_LENGTH)
+        self._generation_length = self._histogram(metrics.WORKER_GENERATION_LENGTH)
         self._transfer_bytes = self._counter(metrics.WORKER_TRANSFER_BYTES)
         self._transfer_seconds = self._histogram(metrics.WORKER_TRANSFER_SECONDS)
-        self.registry.register(EngineCollector(snapshot, kv_batches))
+        self.registry.register(EngineCollector(snapshot, kv_batches, whose))
 
     def first_token(self, seconds: float) -> None:
         """A choice's first token came `seconds` after its request."""
@@ -56,11 +70,20 @@ class WorkerMetrics:
         self._transfer_bytes.labels(relay.transport).inc(relay.bytes)
         self._transfer_seconds.labels(relay.transport).observe(relay.transfer_s)
 
-    def ended(self, finish_reason: str, tokens: int, seconds: float) -> None:
-        """A choice with `tokens` tokens ended `seconds` after its request."""
+    def ended(
+        self, finish_reason: str, prompt: int, tokens: int, seconds: float, decode_s: float = 0.0
+    ) -> None:
+        """
+        A choice ended `seconds` after its request, and `decode_s` after its first token, with so many tokens
+        of its prompt and of its own.
+        """
         self._requests.labels(finish_reason).inc()
-        self._tokens.inc(tokens)
+        self._prompt_length.observe(prompt)
         self._request_time.observe(seconds)
+        if tokens:
+            self._tokens.inc(tokens)
+            self._generation_length.observe(tokens)
+            self._decode_time.observe(decode_s)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -78,14 +101,20 @@ class WorkerMetrics:
 class EngineCollector(Collector):
     """One engine's snapshot as samples."""
 
-    def __init__(self, snapshot: Callable[[], EngineSnapshot], kv_batches: Callable[[], int]) -> None:
+    def __init__(
+        self, snapshot: Callable[[], EngineSnapshot], kv_batches: Callable[[], int], whose: Whose
+    ) -> None:
         self._snapshot = snapshot
         self._kv_batches = kv_batches
+        self._whose = whose
 
     def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily]:
-        now = self._snapshot()
+        now, whose = self._snapshot(), self._whose
         totals = now.totals
+        yield _gauge(metrics.BUILD_INFO, {("worker", __version__): 1})
+        yield _gauge(metrics.WORKER_INFO, {(whose.worker, whose.role, whose.model): 1})
         yield _gauge(metrics.WORKER_RUNNING, {(): now.running})
+        yield _gauge(metrics.WORKER_RUNNING_LIMIT, {(): now.max_running})
         yield _gauge(metrics.WORKER_QUEUED, {(): now.queued})
         yield _gauge(metrics.WORKER_FETCHING, {(): now.fetching})
         yield _gauge(metrics.WORKER_HELD, {(): now.held})
@@ -100,6 +129,12 @@ class EngineCollector(Collector):
                 ("quarantined",): now.quarantined_blocks,
             },
         )
+        yield _gauge(metrics.WORKER_KV_USAGE, {(): now.usage})
+        yield _gauge(metrics.WORKER_GENERATION_RATE, {(): now.generated_per_s})
+        yield _gauge(metrics.WORKER_PROMPT_RATE, {(): now.computed_per_s})
+        yield _counter(metrics.WORKER_CACHE_QUERIES, {(): totals.prompt_tokens_looked_for})
+        yield _counter(metrics.WORKER_CACHE_HITS, {(): totals.prompt_tokens_cached})
+        yield _counter(metrics.WORKER_CACHE_EVICTIONS, {(): now.evictions})
         yield _counter(
             metrics.WORKER_PROMPT_TOKENS,
             {
@@ -109,32 +144,39 @@ class EngineCollector(Collector):
             },
         )
         yield _counter(metrics.WORKER_RETRACTIONS, {(): totals.retractions})
-        local: dict[tuple[str, ...], int] = {
-            (reason,): count for reason, count in totals.local_prefills.items()
-        }
-        yield _counter(metrics.WORKER_LOCAL_PREFILLS, local)
-        failed = {key: count for key, count in local.items() if key[0] not in CHOSEN_LOCAL}
-        yield _counter(metrics.WORKER_TRANSFER_FAILURES, failed)
-        yield _steps(metrics.WORKER_STEP, now.step_times)
-        yield _steps(metrics.WORKER_FORWARD, now.forward_times)
+        yield _counter(
+            metrics.WORKER_LOCAL_PREFILLS,
+            {(reason,): count for reason, count in totals.local_prefills.items()},
+        )
+        yield _counter(
+            metrics.WORKER_TRANSFER_FAILURES, {key: count for key, count in totals.transfer_failures.items()}
+        )
+        yield _counter(
+            metrics.WORKER_QUARANTINES,
+            {(transport,): count for transport, count in totals.quarantined.items()},
+        )
+        yield _times(metrics.WORKER_QUEUE_TIME, now.queue_times)
+        yield _times(metrics.WORKER_PREFILL_TIME, now.prefill_times)
+        yield _times(metrics.WORKER_STEP, now.step_times)
+        yield _times(metrics.WORKER_FORWARD, now.forward_times)
         yield _counter(metrics.WORKER_KV_BATCHES, {(): self._kv_batches()})
 
 
-def _gauge(metric: Metric, values: dict[tuple[str, ...], int]) -> GaugeMetricFamily:
+def _gauge(metric: Metric, values: Mapping[tuple[str, ...], float]) -> GaugeMetricFamily:
     family = GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
     for labels, value in values.items():
         family.add_metric(labels, value)
     return family
 
 
-def _counter(metric: Metric, values: dict[tuple[str, ...], int]) -> CounterMetricFamily:
+def _counter(metric: Metric, values: Mapping[tuple[str, ...], int]) -> CounterMetricFamily:
     family = CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
     for labels, value in values.items():
         family.add_metric(labels, value)
     return family
 
 
-def _steps(metric: Metric, times: StepTimes) -> HistogramMetricFamily:
+def _times(metric: Metric, times: Times) -> HistogramMetricFamily:
     buckets = [("+Inf" if math.isinf(bound) else str(bound), float(count)) for bound, count in times.buckets]
     family = HistogramMetricFamily(metric.name, metric.help)
     family.add_metric((), buckets, times.total_s)

@@ -244,6 +244,8 @@ class Fetched:
     unsafe: frozenset[int] = frozenset()
     reason: str = ""
     """Why `first` is None: goes to the log and, as a short label, to the metrics."""
+    transport: str = ""
+    """How its blocks were read; empty if none were."""
 
 
 class RemotePrefill(Protocol):

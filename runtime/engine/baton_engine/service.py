@@ -19,12 +19,12 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from baton_api import exposure
+from baton_api import exposure, mutual_tls
 from baton_api.announcements import Announcer, Listening, Ready
 from baton_api.errors import BatonError, NotReady
 from baton_api.keys import Keys
 from baton_api.workers import Load, Role
-from baton_engine.metrics import WorkerMetrics
+from baton_engine.metrics import Whose, WorkerMetrics
 from baton_engine.model.generation import SamplingDefaults, sampling_defaults
 from baton_engine.model.progress import Progress
 from baton_engine.requests import RemotePrefill
@@ -33,6 +33,7 @@ from baton_engine.server.drain import Drain
 from baton_engine.server.edge import Edge
 from baton_engine.server.http import HttpServer
 from baton_engine.server.parameters import Defaults
+from baton_engine.server.probes import Probes
 from baton_engine.settings import WorkerSettings
 from baton_engine.worker import Worker, open_worker
 
@@ -83,13 +84,18 @@ async def run(
     """
     keys = Keys(settings.api_key, settings.api_key_file)
     entrance, drain = Entrance(), Drain()
-    async with HttpServer(entrance, settings.host, settings.port, drain) as http:
+    tls = mutual_tls.server(settings.tls_folder, settings.tls_name)
+    async with (
+        HttpServer(entrance, settings.host, settings.port, drain, tls) as http,
+        _probed(entrance, settings),
+    ):
         announce(Listening(host=http.host, port=http.port))
         settings = settings.model_copy(update={"port": http.port})
         async with open_worker(settings, progress) as worker, role(worker) as duties:
             with _signals() as (stop, force):
                 entrance.app = create_app(_served(worker, duties, drain, keys))
-                log.info("%s serves %s on http://%s/v1", worker.name, worker.model_name, http.address)
+                url = f"{http.scheme}://{http.address}/v1"
+                log.info("%s serves %s on %s", worker.name, worker.model_name, url)
                 log.info("The server is fired up and ready to roll!")
                 _warn(settings, keys)
                 announce(Ready(control=duties.control))
@@ -97,6 +103,16 @@ async def run(
                 if worker.fatal.done():
                     raise BatonError(f"{worker.name} cannot go on: {worker.fatal.result()}.")
                 await _first(_drain(worker, duties, drain), force.wait())
+
+
+@contextlib.asynccontextmanager
+async def _probed(entrance: Entrance, settings: WorkerSettings) -> AsyncIterator[None]:
+    """With a port of their own for those who show no certificate, if one is wanted."""
+    if not settings.health_port:
+        yield
+        return
+    async with HttpServer(Probes(entrance), settings.host, settings.health_port, Drain()):
+        yield
 
 
 async def _drain(worker: Worker, duties: Duties, drain: Drain) -> None:
@@ -122,7 +138,11 @@ def _served(worker: Worker, duties: Duties, drain: Drain, keys: Keys) -> Served:
         engine=worker.client,
         max_model_len=worker.engine.limits.max_model_len,
         settings=worker.settings,
-        metrics=WorkerMetrics(worker.client.snapshot, worker.kv_batches),
+        metrics=WorkerMetrics(
+            worker.client.snapshot,
+            worker.kv_batches,
+            Whose(worker.name, worker.settings.role, worker.model_name),
+        ),
         load=load,
         ready=ready,
         remote=duties.remote,

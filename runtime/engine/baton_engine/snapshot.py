@@ -11,9 +11,6 @@ from itertools import accumulate
 RATE_WINDOW_S = 10.0
 """Over about how long rates are averaged."""
 
-STEP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-"""Upper bounds of the step-time histogram's buckets."""
-
 
 class Rate:
     """Events per second, averaged with a weight that falls off exponentially."""
@@ -33,11 +30,11 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
+class Times:
     """A histogram in Prometheus' form."""
 
     buckets: tuple[tuple[float, int], ...]
-    """(upper bound in seconds, steps that took no longer), the last bound infinite."""
+    """(upper bound in seconds, how many took no longer), the last bound infinite."""
     total_s: float
 
     @property
@@ -48,19 +45,21 @@ class StepTimes:
 class Histogram:
     """Counts of durations by bucket."""
 
-    __slots__ = ("_counts", "_total")
+    __slots__ = ("_bounds", "_counts", "_total")
 
-    def __init__(self) -> None:
-        self._counts = [0] * (len(STEP_BOUNDS_S) + 1)
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        """`bounds`: upper ones, in seconds, without the infinite one."""
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
         self._total = 0.0
 
     def add(self, seconds: float) -> None:
-        self._counts[bisect_left(STEP_BOUNDS_S, seconds)] += 1
+        self._counts[bisect_left(self._bounds, seconds)] += 1
         self._total += seconds
 
-    def times(self) -> StepTimes:
-        bounds = (*STEP_BOUNDS_S, math.inf)
-        return StepTimes(tuple(zip(bounds, accumulate(self._counts), strict=True)), self._total)
+    def times(self) -> Times:
+        bounds = (*self._bounds, math.inf)
+        return Times(tuple(zip(bounds, accumulate(self._counts), strict=True)), self._total)
 
 
 @dataclass(slots=True)
@@ -71,6 +70,8 @@ class Totals:
     """Here, by forward passes, what a retraction made necessary again included."""
     prompt_tokens_cached: int = 0
     """Found in the prefix cache at admission."""
+    prompt_tokens_looked_for: int = 0
+    """There."""
     prompt_tokens_remote: int = 0
     """Brought from a prefill worker."""
     generated_tokens: int = 0
@@ -85,16 +86,24 @@ class Totals:
     for what the prefix cache had), or what a failed fetch gave as its reason, `transfer_failed` at least.
     """
 
+    transfer_failures: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Fetches that failed, by transport (`none` before the first read) and reason."""
+    quarantined: Counter[str] = field(default_factory=Counter)
+    """Blocks that were put into quarantine, by transport."""
+
     def copy(self) -> Totals:
         return Totals(
             prompt_tokens_computed=self.prompt_tokens_computed,
             prompt_tokens_cached=self.prompt_tokens_cached,
+            prompt_tokens_looked_for=self.prompt_tokens_looked_for,
             prompt_tokens_remote=self.prompt_tokens_remote,
             generated_tokens=self.generated_tokens,
             retractions=self.retractions,
             steps=self.steps,
             finished=self.finished.copy(),
             local_prefills=self.local_prefills.copy(),
+            transfer_failures=self.transfer_failures.copy(),
+            quarantined=self.quarantined.copy(),
         )
 
 
@@ -127,10 +136,18 @@ class EngineSnapshot:
     computed_per_s: float
     """Prompt tokens."""
     totals: Totals
-    step_times: StepTimes
+    step_times: Times
     """Whole steps, the forward pass included."""
-    forward_times: StepTimes
+    forward_times: Times
     """The forward passes alone: the difference of the two is what the engine adds."""
+    queue_times: Times
+    """Of prompts that are computed here, until their first pass."""
+    prefill_times: Times
+    """Of the same, from there to their first token."""
+    evictions: int = 0
+    """Known blocks that were dropped to make room."""
+    max_running: int = 0
+    """Most requests in the batch."""
     decode_step_s: float = 0.0
     """Of a step that generated tokens and nothing else, averaged over the last ones; 0 before the first."""
 

@@ -24,4 +24,10 @@ class Choice:
     scores: PromptLogprobs | None = None
     """Of its prompt, where they were asked for; there before its first piece."""
     cached_tokens: int = 0
+    first_token: float | None = None
     last_token: float | None = None
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds from its first token to the last one so far."""
+        return (self.last_token or 0.0) - (self.first_token or 0.0)

@@ -191,6 +191,7 @@ class Choices:
                 exchange.cached_tokens += output.cached_tokens
             if self._served.settings.cache_report and self._work.resumption is None:
                 choice.cached_tokens = output.cached_tokens
+            choice.first_token = now
             metrics.first_token(now - exchange.started)
             exchange.first_token = exchange.first_token or now
             tokens -= 1

@@ -193,7 +193,13 @@ class Generate:
         for choice in choices.all:
             reason = choice.transcript.finish or otherwise
             exchange.finish_reasons.append(reason)
-            self._served.metrics.ended(reason, choice.transcript.count, exchange.ended - exchange.started)
+            self._served.metrics.ended(
+                reason,
+                len(choice.request.prompt),
+                choice.transcript.count,
+                exchange.ended - exchange.started,
+                choice.decode_s,
+            )
         self._served.history.append(exchange)
         if choices.told is not None:
             choices.told.ended(exchange.finish_reasons, choices.usage.completion_tokens)
