@@ -149,7 +149,7 @@ class EngineCollector(Collector):
             {(reason,): count for reason, count in totals.local_prefills.items()},
         )
         yield _counter(
-            metrics.WORKER_TRANSFER_FAILURES, {key: count for key, count in totals.transfer_failures.items()}
+            metrics.WORKER_TRANSFER_FAILURES, dict(totals.transfer_failures.items())
         )
         yield _counter(
             metrics.WORKER_QUARANTINES,
