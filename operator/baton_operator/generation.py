@@ -19,6 +19,7 @@ from baton_operator.kinds.engine import Engine, Transfer
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.model import Model
 from baton_operator.kinds.part import Part
+from baton_operator.kinds.service_policies import MutualTls
 from baton_operator.kinds.worker_role import WorkerRole
 
 TEMPLATE_VERSION = 1
@@ -43,6 +44,7 @@ class Blueprint(Part):
     decode: WorkerRole
     service_account_name: str = ""
     image_pull_secrets: tuple[str, ...] = ()
+    mutual_tls: MutualTls | None = None
 
     @classmethod
     def of(cls, service: str, spec: InferenceServiceSpec) -> Blueprint:
@@ -56,6 +58,7 @@ class Blueprint(Part):
             decode=_fixed(spec.decode),
             service_account_name=spec.security.service_account_name or "",
             image_pull_secrets=tuple(spec.security.image_pull_secrets),
+            mutual_tls=spec.security.mutual_tls,
         )
 
     @property

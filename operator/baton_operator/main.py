@@ -32,6 +32,7 @@ from baton_operator.figures import Figures, Process
 from baton_operator.health import Health
 from baton_operator.heartbeat import Heartbeat
 from baton_operator.leadership import Leadership
+from baton_operator.manifests.mutual_tls import by_issuer
 from baton_operator.manifests.objects import Manifest
 from baton_operator.observer import Observer
 from baton_operator.plan import Images
@@ -126,7 +127,7 @@ def _reconcilers(
         figures.happened(about, transition)
         events.tell(about, transition)
 
-    images = Images(settings.worker_image, settings.router_image)
+    images = Images(settings.worker_image, settings.router_image, by_issuer(settings.mutual_tls_issuer))
     observer = Observer(api, time.monotonic)
     return {
         "InferenceService": ServiceReconciler(

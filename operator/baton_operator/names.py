@@ -13,6 +13,9 @@ MAIN = "main"
 HTTP_PORT = 8000
 """Of the workers' OpenAI API."""
 
+HEALTH_PORT = 8001
+"""Of workers that speak TLS: for kubelets and Prometheus, which show no certificate."""
+
 KV_EVENTS_PORT = 5558
 KV_REPLAY_PORT = 5559
 

@@ -17,7 +17,8 @@ from baton_operator import generations, names, scalers
 from baton_operator.drift import is_so, mark
 from baton_operator.generation import Generation
 from baton_operator.kinds.inference_service import InferenceServiceSpec
-from baton_operator.manifests import disruption, exposure, network, routers, workers
+from baton_operator.kinds.service_policies import MutualTls
+from baton_operator.manifests import disruption, exposure, mutual_tls, network, routers, workers
 from baton_operator.manifests.exposure import CERTIFICATE_API, GATEWAY_API
 from baton_operator.manifests.objects import Manifest, made
 from baton_operator.observed import Key, Observed, key
@@ -39,6 +40,8 @@ class Images:
 
     worker: str
     router: str
+    mutual_tls: MutualTls | None = None
+    """Of services that say nothing of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ class State:
 
 def plan(observed: Observed, images: Images, now: float) -> Plan:
     """`now`: Unix seconds. Raises ValueError if the spec cannot be carried out."""
-    spec = InferenceServiceSpec.model_validate(observed.service["spec"])
+    spec = _with_defaults(InferenceServiceSpec.model_validate(observed.service["spec"]), images)
     known = generations.remembered(observed)
     try:
         generation = generations.wanted(observed, spec, known, images.worker, now)
@@ -113,6 +116,13 @@ def plan(observed: Observed, images: Images, now: float) -> Plan:
         again_s=next_look(want, seen, now),
         state=state,
     )
+
+
+def _with_defaults(spec: InferenceServiceSpec, images: Images) -> InferenceServiceSpec:
+    if images.mutual_tls is None or spec.security.mutual_tls is not None:
+        return spec
+    security = spec.security.model_copy(update={"mutual_tls": images.mutual_tls})
+    return spec.model_copy(update={"security": security})
 
 
 def _all_roles(spec: InferenceServiceSpec) -> Iterable[tuple[RoleName, Any]]:
@@ -167,7 +177,8 @@ def _unsupported(observed: Observed, spec: InferenceServiceSpec) -> list[str]:
     needed = []
     if spec.exposure.type == "HTTPRoute":
         needed.append(GATEWAY_API)
-    if spec.exposure.type != "None" and spec.exposure.tls and spec.exposure.tls.issuer_ref:
+    of_hosts = spec.exposure.tls if spec.exposure.type != "None" else None
+    if any(one is not None and one.issuer_ref is not None for one in (of_hosts, spec.security.mutual_tls)):
         needed.append(CERTIFICATE_API)
     return [api for api in needed if api not in observed.apis]
 
@@ -177,11 +188,12 @@ def _shared(observed: Observed, state: State, images: Images) -> list[Manifest]:
     owner, spec = observed.owner, state.spec
     replicas = 0 if spec.suspend else spec.router.replicas
     weights = {name: fate.weight for name, fate in state.fates.items() if fate.weight}
+    shown = _mutual_tls(state)
     wished = [
         *routers.account(owner),
         routers.weights(owner, weights),
         routers.service(owner),
-        routers.router(owner, spec, images.router, replicas),
+        routers.router(owner, spec, images.router, replicas, mutual_tls.shown(owner, shown)),
     ]
     if not spec.security.service_account_name:
         body = {"automountServiceAccountToken": False}
@@ -194,10 +206,16 @@ def _shared(observed: Observed, state: State, images: Images) -> list[Manifest]:
             wished.append(disruption.budget(owner, label, role.disruption.max_unavailable))
     if spec.security.network_policy:
         wished.append(network.routers(owner, spec))
-    wished += [
-        one for one in exposure.exposed(owner, spec.exposure) if one["apiVersion"] not in state.unsupported
-    ]
+    optional = [*exposure.exposed(owner, spec.exposure), *mutual_tls.certificate(owner, shown)]
+    wished += [one for one in optional if one["apiVersion"] not in state.unsupported]
     return wished
+
+
+def _mutual_tls(state: State) -> MutualTls | None:
+    """What routers show: the spec's certificate, or that of a generation which still wants one."""
+    there = {one.revision for one in state.seen if one.there}
+    old = [one.blueprint.mutual_tls for name, one in state.generations.items() if name in there]
+    return next((one for one in (state.spec.security.mutual_tls, *old) if one is not None), None)
 
 
 def _workers(observed: Observed, state: State) -> list[Manifest]:

@@ -18,6 +18,8 @@ from baton_api.texts import Names
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where Kubernetes mounts a pod's account."""
 
+ISSUER = r"(Cluster)?Issuer/[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
+
 
 def _own_namespace() -> str:
     try:
@@ -42,6 +44,11 @@ class OperatorSettings(BaseSettings):
 
     router_image: str = ""
     """Image of routers for services that name none."""
+
+    mutual_tls_issuer: str = Field(default="", pattern=rf"^({ISSUER})?$")
+    """Who issues certificates by which the workers and routers of each service show each other that they
+    belong together, such as ClusterIssuer/NAME or Issuer/NAME of cert-manager. A service may name another one
+    in spec.security.mutualTls. Empty: only services that do have any."""
 
     namespaces: Names = ()
     """Namespaces whose services it runs, with commas between; all if there are none. The account needs its

@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from baton_api import openapi, response_answers
+from baton_api import mutual_tls, openapi, response_answers
 from baton_api.errors import (
     BatonError,
     InternalError,
@@ -70,7 +70,8 @@ class Router:
         self.settings = settings
         self.draining = False
         """Set when the process is to end: /ready says so, and what comes all the same is served."""
-        self.upstreams = Upstreams(settings.connect_s)
+        tls = mutual_tls.client(settings.tls_folder, settings.tls_name)
+        self.upstreams = Upstreams(settings.connect_s, tls)
         self.scheduler = Scheduler(settings, self.upstreams, random.Random(), time.monotonic)
         self.workers = self.scheduler.workers
         self.figures = Figures()

@@ -74,12 +74,14 @@ class Enrolment:
 
     def _come(self, one: Listed) -> None:
         worker = self._named.get(one.name)
-        if worker is not None and (worker.listed, worker.revision) == (one.role, one.revision):
+        same = (one.role, one.revision, one.secure)
+        if worker is not None and (worker.listed, worker.revision, worker.upstream.secure) == same:
             self._workers.stay(worker)
             self._stand(worker, one.standing)
             return
         if worker is not None:  # its address is another pod's now: nobody there will answer what it had
             self._forget(worker)
+        self._upstreams.meet(one.name, one.secure)
         worker = Worker(self._upstreams.of(one.name), one.role, one.revision)
         self._named[one.name] = worker
         self._stand(worker, one.standing)

@@ -12,7 +12,7 @@ import asyncio
 import random
 from contextlib import suppress
 
-from baton_api import metrics
+from baton_api import metrics, mutual_tls
 from baton_api.errors import BatonError
 from baton_api.keys import OPEN_PATHS
 from baton_router import responses
@@ -45,7 +45,8 @@ class Front:
         self.draining = False
         """Set when the process is to end: /ready says so, and what comes all the same is served."""
         self.access = Access(settings)
-        self.upstreams = Upstreams(settings.connect_s)
+        tls = mutual_tls.client(settings.tls_folder, settings.tls_name)
+        self.upstreams = Upstreams(settings.connect_s, tls)
         self.figures = Figures()
         self._picker = RemotePicker(
             scheduler, self.upstreams, settings.scheduler_patience_s, random.Random(), self._unasked

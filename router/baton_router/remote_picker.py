@@ -186,6 +186,7 @@ class RemotePicker:
         self.met_scheduler.set()
         for one in workers:
             known = before.pop(one.name, None)
+            self._upstreams.meet(one.name, one.secure)
             if one.down_since and not (known and known.down_since):
                 self._upstreams.of(one.name).fail_silent(one.down_since)
             if one.expired and not (known and known.expired):

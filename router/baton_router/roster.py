@@ -35,6 +35,8 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     """Loop time from which on nothing came of it, if it is down; else 0."""
     expired: bool = False
     """Whether it was to end what it had, and has had its time."""
+    secure: bool = False
+    """Whether it is spoken to by TLS."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,7 @@ class SchedulerService:
             state in TAKING,
             self._down_since.get(worker.name, 0.0),
             worker.expired,
+            worker.upstream.secure,
         )
 
 

@@ -25,9 +25,9 @@ from baton_router.discovery.dns_name import DnsName
 
 def _worker_url(url: str) -> str:
     parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or parts.query:
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
         raise ValueError(f"{url!r} is no worker's address; one looks like http://127.0.0.1:8000")
-    return f"http://{parts.netloc}"
+    return f"{parts.scheme}://{parts.netloc}"
 
 
 def _dns_question(text: str) -> str:
@@ -96,7 +96,8 @@ class RouterSettings(BatchSettings):
     without a word, the request's workers are chosen by load alone."""
 
     decode: tuple[WorkerUrl, ...] = ()
-    """Workers that answer requests, such as http://127.0.0.1:8001; a worker of role both is one."""
+    """Workers that answer requests, such as http://127.0.0.1:8001; a worker of role both is one. One at an
+    https:// address is spoken to with the certificate of --tls-folder."""
 
     prefill: tuple[WorkerUrl, ...] = ()
     """Workers that compute prompts for the decode workers. Without one, decode workers compute them."""
@@ -142,6 +143,15 @@ class RouterSettings(BatchSettings):
     worker_drain_s: float = Field(default=600.0, ge=0)
     """Seconds that a worker which is listed no more, or as terminating, has for the requests that it has;
     what is not done then goes on at another one."""
+
+    tls_folder: str = ""
+    """A folder with `tls.crt`, `tls.key` and `ca.crt`, as a Secret of cert-manager has them: this router's
+    certificate for workers that want one, and the authority of theirs. Used for workers at https://
+    addresses, for all that DNS lists, and for those of a Service that says `appProtocol: https`. The files
+    are read again within a second when they change."""
+
+    tls_name: str = ""
+    """A DNS name that each worker's certificate must have. Empty: whatever the authority has signed."""
 
     ticket_secret: str = ""
     """Shared with the prefill workers: with it, each request carries a signed ticket for its prefill

@@ -61,6 +61,11 @@ class Upstream:
         self._busy: set[Connection] = set()
         self._closed = False
 
+    @property
+    def secure(self) -> bool:
+        """Whether it is spoken to by TLS."""
+        return self._tls is not None
+
     async def request(self, head: bytes, body: bytes = b"", holder: Holder | None = None) -> Exchange:
         """
         Send one request and wait for the head of its answer. Raises Lost.

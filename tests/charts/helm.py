@@ -44,6 +44,7 @@ VALUES: Mapping[str, Mapping[str, Any]] = {
         "replicas": 3,
         "concurrency": 16,
         "resyncSeconds": 60,
+        "mutualTls": {"issuer": "ClusterIssuer/own"},
         "serviceAccount": {"name": "relay", "annotations": {"example/a": "b"}},
         "resources": {"requests": {"cpu": "1"}, "limits": {"memory": "1Gi"}},
         "podLabels": {"example/team": "serving"},

@@ -90,6 +90,7 @@ class TestValues:
             ({"fullnameOverride": "a" * 41}, "/fullnameOverride"),
             ({"podLabels": {"a": 1}}, "/podLabels/a"),
             ({"networkPolicy": {"apiServerPorts": []}}, "/networkPolicy/apiServerPorts"),
+            ({"mutualTls": {"issuer": "own"}}, "/mutualTls/issuer"),
             ({"topologySpreadConstraints": [{"topologyKey": "a"}]}, "/topologySpreadConstraints/0"),
         ],
         ids=str,

@@ -120,6 +120,10 @@ SLICES: dict[str, tuple[list[Slice], list[Listed]]] = {
     "a router's": ([pieces(endpoints=ONE, labels={"baton.dev/role": "router"})], []),
     "the port by its name": ([pieces(endpoints=ONE, ports=PORTS)], [worker("10.0.0.1")]),
     "the only port by any name": ([pieces(endpoints=ONE, ports=[{"port": 8000}])], [worker("10.0.0.1")]),
+    "by TLS": (
+        [pieces(endpoints=ONE, ports=[{"name": "http", "port": 8000, "appProtocol": "https"}])],
+        [worker("10.0.0.1", secure=True)],
+    ),
     "no such port": ([pieces(endpoints=ONE, ports=[{"name": "a", "port": 1}, {"name": "b", "port": 2}])], []),
     "no ports": ([pieces(endpoints=ONE, ports=None)], []),
     "not ready": (

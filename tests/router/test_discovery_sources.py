@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from baton_api.errors import SetupError
 from baton_api.workers import Role
 from baton_router.discovery.listed import Listed
 from baton_router.discovery.sources import Sources
@@ -26,6 +27,13 @@ def test_flags_list_their_workers_at_once() -> None:
         Listed("workers", 80, Role.PREFILL),
     }
     assert made.complete()
+
+
+def test_workers_by_tls_want_a_certificate_of_the_router() -> None:
+    with pytest.raises(SetupError, match=r"https://10.0.0.1:443 .* --tls-folder"):
+        sources(decode=("https://10.0.0.1",))
+    made = sources(decode=("https://10.0.0.1", "http://10.0.0.2"), tls_folder="/etc/mtls")
+    assert {(one.name, one.secure) for one in made.flags} == {("10.0.0.1:443", True), ("10.0.0.2:80", False)}
 
 
 NOBODY: dict[str, tuple[dict[str, Any], str]] = {

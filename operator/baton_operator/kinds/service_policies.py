@@ -8,6 +8,7 @@ from pydantic import Field
 
 from baton_operator.kinds.model import SecretReference
 from baton_operator.kinds.part import Duration, Label, Part, Rule, Seconds, Subdomain, rules
+from baton_operator.kinds.router_spec import Issuer
 
 
 class Objectives(Part):
@@ -127,12 +128,30 @@ class Security(Part):
     """Who may reach the pods, and what they may do."""
 
     network_policy: bool = True
+@rules(
+    Rule("has(self.secretName) != has(self.issuerRef)", "mutualTls has either secretName or issuerRef"),
+)
+class MutualTls(Part):
+    """The certificate that workers and routers show to each other."""
+
+    secret_name: Subdomain | None = None
+    """A Secret with the files `tls.crt`, `tls.key` and `ca.crt`; the certificate is one for both server and
+    client, and has the DNS name NAME.NAMESPACE.svc.cluster.local of this service."""
+
+    issuer_ref: Issuer | None = None
+    """Who issues it."""
+
+
     """Whether workers may be reached only by their routers and by one another."""
 
     ingress_namespace_labels: Annotated[dict[str, str], Field(max_length=16)] = {}
     """Labels of the namespaces from which routers may be reached; from all if it is empty."""
 
     service_account_name: Subdomain | None = None
+    mutual_tls: MutualTls | None = None
+    """Whether workers speak TLS only, and only with those who show this certificate; what the operator was
+    told otherwise, which is no by default. KV blocks and KV events move beside it, without."""
+
     """Account of the workers' pods; one without rights is made if it is left out."""
 
     image_pull_secrets: Annotated[list[Label], Field(max_length=8)] = []

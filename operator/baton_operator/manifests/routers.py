@@ -8,6 +8,7 @@ from baton_api import labels
 from baton_operator import names
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.router_spec import Authentication
+from baton_operator.manifests.mutual_tls import Shown
 from baton_operator.manifests.objects import Manifest, Owner, given, made, merged
 from baton_operator.manifests.pods import (
     container_security,
@@ -32,11 +33,11 @@ DRAIN_S = 600
 END_S = 15
 
 
-def router(owner: Owner, spec: InferenceServiceSpec, image: str, replicas: int) -> Manifest:
-    """The routers' Deployment."""
+def router(owner: Owner, spec: InferenceServiceSpec, image: str, replicas: int, shown: Shown) -> Manifest:
+    """The routers' Deployment; `shown` is their certificate."""
     wanted = spec.router
     there = names.of_role(owner.name, names.ROUTER)
-    template = {"metadata": {"labels": there}, "spec": _pod(owner, spec, image)}
+    template = {"metadata": {"labels": there}, "spec": _pod(owner, spec, image, shown)}
     body = {
         "replicas": replicas,
         "revisionHistoryLimit": 2,
@@ -77,7 +78,7 @@ def account(owner: Owner) -> list[Manifest]:
     ]
 
 
-def _pod(owner: Owner, spec: InferenceServiceSpec, image: str) -> Manifest:
+def _pod(owner: Owner, spec: InferenceServiceSpec, image: str, shown: Shown) -> Manifest:
     wanted = spec.router
     volumes, mounts = scratch("/tmp", STATE_FOLDER)
     secrets, secret_mounts = _secrets(spec.exposure.auth)
@@ -94,7 +95,7 @@ def _pod(owner: Owner, spec: InferenceServiceSpec, image: str) -> Manifest:
             {
                 "name": names.MAIN,
                 "image": wanted.image or image,
-                "args": _arguments(owner, spec),
+                "args": _arguments(owner, spec, shown.flags),
                 "env": [field("POD_NAME", "metadata.name"), *environment(wanted.env)],
                 "ports": [{"name": "http", "containerPort": names.ROUTER_PORT}],
                 "resources": {
@@ -106,17 +107,18 @@ def _pod(owner: Owner, spec: InferenceServiceSpec, image: str) -> Manifest:
                     {"name": "weights", "mountPath": WEIGHTS_FOLDER, "readOnly": True},
                     *mounts,
                     *secret_mounts,
+                    *shown.mounts,
                 ],
                 "startupProbe": _probe("/health", period=2, failures=60),
                 "readinessProbe": _probe("/ready", period=2, failures=1),
                 "livenessProbe": _probe("/health", period=10, failures=6),
             }
         ],
-        "volumes": [{"name": "weights", "configMap": configuration}, *volumes, *secrets],
+        "volumes": [{"name": "weights", "configMap": configuration}, *volumes, *secrets, *shown.volumes],
     }
 
 
-def _arguments(owner: Owner, spec: InferenceServiceSpec) -> list[str]:
+def _arguments(owner: Owner, spec: InferenceServiceSpec, tls: list[str]) -> list[str]:
     wanted, auth = spec.router, spec.exposure.auth
     flags = [
         "router",
@@ -129,6 +131,7 @@ def _arguments(owner: Owner, spec: InferenceServiceSpec) -> list[str]:
         f"--queue-requests={wanted.queue_limit}",
         f"--drain-notice-s={NOTICE_S}",
         f"--drain-s={DRAIN_S}",
+        *tls,
     ]
     if wanted.hold_for_scale_from_zero_seconds:
         flags.append(f"--recovery-s={wanted.hold_for_scale_from_zero_seconds}")

@@ -8,6 +8,7 @@ from baton_operator import names
 from baton_operator.generation import Generation
 from baton_operator.kinds.engine import Variable
 from baton_operator.kinds.worker_role import Resources, WorkerRole
+from baton_operator.manifests import mutual_tls
 from baton_operator.manifests.model_files import ModelFiles
 from baton_operator.manifests.objects import Manifest, Owner, given, made, merged
 from baton_operator.manifests.pods import (
@@ -61,7 +62,11 @@ def service(owner: Owner, generation: Generation, role: Role) -> Manifest:
     body = {
         "clusterIP": "None",
         "selector": names.selecting(owner.name, role, revision),
-        "ports": [{"name": "http", "port": names.HTTP_PORT, "targetPort": "http"}],
+        "ports": [
+            {"name": "https", "port": names.HTTP_PORT, "targetPort": "https", "appProtocol": "https"}
+            if generation.blueprint.mutual_tls
+            else {"name": "http", "port": names.HTTP_PORT, "targetPort": "http"}
+        ],
     }
     there = names.of_role(owner.name, role, revision)
     return made(owner, "v1", "Service", names.worker(owner.name, role, revision), {"spec": body}, there)
@@ -71,6 +76,7 @@ def _pod(owner: Owner, generation: Generation, role: Role, spec: WorkerRole) -> 
     blueprint = generation.blueprint
     model = files(owner, generation)
     volumes, mounts = scratch("/tmp", "/cache")
+    shown = mutual_tls.shown(owner, blueprint.mutual_tls)
     memory = {"medium": "Memory", "sizeLimit": spec.resources.shared_memory}
     placement = placed(spec.placement, names.selecting(owner.name, role))
     return {
@@ -93,7 +99,7 @@ def _pod(owner: Owner, generation: Generation, role: Role, spec: WorkerRole) -> 
             {
                 "name": names.MAIN,
                 "image": spec.image or blueprint.engine.image or generation.image,
-                "args": _arguments(generation, role, spec, model.path),
+                "args": _arguments(generation, role, spec, model.path, shown.flags),
                 "env": [
                     field("POD_IP", "status.podIP"),
                     field("POD_NAME", "metadata.name"),
@@ -106,16 +112,21 @@ def _pod(owner: Owner, generation: Generation, role: Role, spec: WorkerRole) -> 
                 "ports": _ports(generation, role),
                 "resources": _resources(spec.resources),
                 "securityContext": container_security(),
-                "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}, *mounts, *model.mounts],
+                "volumeMounts": [
+                    {"name": "shm", "mountPath": "/dev/shm"},
+                    *mounts,
+                    *model.mounts,
+                    *shown.mounts,
+                ],
                 **_probes(spec),
                 **_before_the_end(spec),
             }
         ],
-        "volumes": [{"name": "shm", "emptyDir": memory}, *volumes, *model.volumes],
+        "volumes": [{"name": "shm", "emptyDir": memory}, *volumes, *model.volumes, *shown.volumes],
     }
 
 
-def _arguments(generation: Generation, role: Role, spec: WorkerRole, model: str) -> list[str]:
+def _arguments(generation: Generation, role: Role, spec: WorkerRole, model: str, tls: list[str]) -> list[str]:
     blueprint = generation.blueprint
     engine = blueprint.engine
     flags = [
@@ -130,7 +141,11 @@ def _arguments(generation: Generation, role: Role, spec: WorkerRole, model: str)
         f"--drain-s={spec.drain.timeout_seconds}",
         f"--transfer-deadline-s={blueprint.transfer.timeout_seconds}",
         *(f"--served-model-name={name}" for name in blueprint.served_names),
+        *tls,
     ]
+    if blueprint.mutual_tls:
+        # Events are not encrypted; routers do without the tokens in them.
+        flags += [f"--health-port={names.HEALTH_PORT}", "--no-kv-tokens"]
     if role is Role.PREFILL:
         flags += ["--control-host=$(POD_IP)", f"--control-port={blueprint.transfer.control_port}"]
     if engine.max_model_len is not None:
@@ -148,13 +163,23 @@ def _network(generation: Generation) -> list[Variable]:
 
 def _ports(generation: Generation, role: Role) -> list[Manifest]:
     ports = [
-        {"name": "http", "containerPort": names.HTTP_PORT},
+        *_http_ports(generation),
         {"name": "kv-events", "containerPort": names.KV_EVENTS_PORT},
         {"name": "kv-replay", "containerPort": names.KV_REPLAY_PORT},
     ]
     if role is Role.PREFILL:
         ports.append({"name": "control", "containerPort": generation.blueprint.transfer.control_port})
     return ports
+
+
+def _http_ports(generation: Generation) -> list[Manifest]:
+    """Whoever probes or measures shows no certificate, and asks at the port `http` of any worker."""
+    if generation.blueprint.mutual_tls is None:
+        return [{"name": "http", "containerPort": names.HTTP_PORT}]
+    return [
+        {"name": "https", "containerPort": names.HTTP_PORT},
+        {"name": "http", "containerPort": names.HEALTH_PORT},
+    ]
 
 
 def _resources(wanted: Resources) -> Manifest:

@@ -56,13 +56,19 @@ class DnsWorkers:
         asked: DnsName,
         role: Role,
         interval_s: float,
+        secure: bool = False,
         resolver: dns.asyncresolver.Resolver | None = None,
     ) -> None:
-        """Without a `resolver` the machine's own settings say whom to ask."""
+        """
+        `secure`: the workers are spoken to by TLS, which DNS does not tell.
+
+        Without a `resolver` the machine's own settings say whom to ask.
+        """
         self.trouble = ""
         self._asked = asked
         self._role = role
         self._interval_s = interval_s
+        self._secure = secure
         self._resolver = resolver
 
     async def follow(self, tell: Callable[[frozenset[Listed]], None]) -> None:
@@ -70,7 +76,9 @@ class DnsWorkers:
         while True:
             if (found := await self._look()) is not None:
                 addresses = good.took(found)
-                tell(frozenset(Listed(host, port, self._role) for host, port in addresses))
+                tell(
+                    frozenset(Listed(host, port, self._role, secure=self._secure) for host, port in addresses)
+                )
             await asyncio.sleep(self._interval_s)
 
     async def _look(self) -> frozenset[Address] | None:

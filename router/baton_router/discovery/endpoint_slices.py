@@ -20,6 +20,9 @@ ROLE = "baton.dev/role"
 
 REVISION = "baton.dev/revision"
 
+HTTPS = "https"
+"""What a Service says as `appProtocol` of workers that are spoken to by TLS."""
+
 FAMILIES = ("IPv4", "IPv6")
 """In the order in which they are preferred. There are slices of host names too, which are no addresses."""
 
@@ -50,9 +53,14 @@ class Endpoint(msgspec.Struct, frozen=True, rename="camel"):
     target_ref: Target | None = None
 
 
-class Port(msgspec.Struct, frozen=True):
+class Port(msgspec.Struct, frozen=True, rename="camel"):
     name: str | None = None
     port: int | None = None
+    app_protocol: str | None = None
+
+    @property
+    def secure(self) -> bool:
+        return (self.app_protocol or "").lower() == HTTPS
 
 
 class Metadata(msgspec.Struct, frozen=True, rename="camel"):
@@ -76,27 +84,32 @@ def listed(slices: Iterable[Slice], port: str) -> frozenset[Listed]:
     for one in slices:
         labels = one.metadata.labels or {}
         role = ROLES.get(labels.get(ROLE, ""))
-        number = _number(one.ports or (), port)
-        if role is None or number is None or one.address_type not in FAMILIES:
+        there = _port(one.ports or (), port)
+        if role is None or there is None or there.port is None or one.address_type not in FAMILIES:
             continue
         family = FAMILIES.index(one.address_type)
         for endpoint in one.endpoints or ():
             if not endpoint.addresses:
                 continue
             worker = Listed(
-                endpoint.addresses[0], number, role, labels.get(REVISION, ""), endpoint.conditions.standing
+                endpoint.addresses[0],
+                there.port,
+                role,
+                labels.get(REVISION, ""),
+                endpoint.conditions.standing,
+                there.secure,
             )
             target = endpoint.target_ref
             pod = target.uid if target is not None and target.uid else worker.name
-            best, workers = found.get((pod, role, number), (family, []))
+            best, workers = found.get((pod, role, there.port), (family, []))
             if family < best:
                 best, workers = family, []
             if family == best:
                 workers.append(worker)
-            found[pod, role, number] = best, workers
+            found[pod, role, there.port] = best, workers
     return frozenset(worker for _, workers in found.values() for worker in workers)
 
 
-def _number(ports: Iterable[Port], name: str) -> int | None:
-    numbers = {one.name or "": one.port for one in ports if one.port is not None}
-    return next(iter(numbers.values())) if len(numbers) == 1 else numbers.get(name)
+def _port(ports: Iterable[Port], name: str) -> Port | None:
+    named = {one.name or "": one for one in ports if one.port is not None}
+    return next(iter(named.values())) if len(named) == 1 else named.get(name)

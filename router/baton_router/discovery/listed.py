@@ -36,6 +36,8 @@ class Listed:
     revision: str = ""
     """The generation that it belongs to; workers of different ones are never a pair."""
     standing: Standing = Standing.SERVING
+    secure: bool = False
+    """Whether it is spoken to by TLS."""
 
     @property
     def name(self) -> str:
@@ -43,7 +45,8 @@ class Listed:
 
     def same(self, other: Listed) -> bool:
         """Whether both are one worker. An address may be given to a pod of another role or generation."""
-        return (self.name, self.role, self.revision) == (other.name, other.role, other.revision)
+        mine, others = ((one.name, one.role, one.revision, one.secure) for one in (self, other))
+        return mine == others
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,4 +95,5 @@ def _agreed(one: Listed, other: Listed) -> Listed:
         min(one.role, other.role),
         max(one.revision, other.revision),
         max(one.standing, other.standing),
+        one.secure or other.secure,
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from baton_api.errors import SetupError
 from baton_api.workers import Role
 from baton_router.discovery.dns_name import DnsName
 from baton_router.discovery.kubernetes import Access, KubernetesWorkers
@@ -52,13 +53,21 @@ class Sources:
     def __init__(self, settings: RouterSettings, rng: random.Random) -> None:
         decode, prefill = _flags(settings.decode, Role.DECODE), _flags(settings.prefill, Role.PREFILL)
         self.flags = frozenset((*decode, *prefill))
+        secure = sorted(one.name for one in self.flags if one.secure)
+        if secure and not settings.tls_folder:
+            raise SetupError(
+                f"https://{secure[0]} wants a certificate of this router: name the folder that holds it with "
+                "--tls-folder."
+            )
         self._sources: dict[str, Source] = {}
         for role, names in ((Role.DECODE, settings.decode_dns), (Role.PREFILL, settings.prefill_dns)):
             for name in names:
                 from baton_router.discovery.dns import DnsWorkers  # its library is only for those who use it
 
                 asked = DnsName.parse(name)
-                self._sources[f"DNS: {role} {name}"] = DnsWorkers(asked, role, settings.dns_interval_s)
+                self._sources[f"DNS: {role} {name}"] = DnsWorkers(
+                    asked, role, settings.dns_interval_s, secure=bool(settings.tls_folder)
+                )
         if settings.kubernetes_selector:
             access = Access(
                 settings.kubernetes_api, Path(settings.kubernetes_account), settings.kubernetes_namespace
@@ -107,4 +116,11 @@ class Sources:
 def _flags(urls: Iterable[str], role: Role) -> Iterable[Listed]:
     for url in urls:
         parts = urlsplit(url)
-        yield Listed(parts.hostname or "", parts.port or 80, role)
+        secure = parts.scheme == "https"
+        port = parts.port or (443 if secure else 80)
+        yield Listed(parts.hostname or "", port, role, secure=secure)
+
+
+def access_of(settings: RouterSettings) -> Access:
+    """Where the API server is, and who asks it."""
+    return Access(settings.kubernetes_api, Path(settings.kubernetes_account), settings.kubernetes_namespace)

@@ -8,6 +8,7 @@ a worker that comes back at the same address is another one, and is met by a new
 from __future__ import annotations
 
 import logging
+import ssl
 from collections.abc import Callable
 from typing import Protocol
 
@@ -45,10 +46,17 @@ class Link:
 
     @classmethod
     async def open(
-        cls, address: str, ticket: str, request_id: str, me: Identity, transfer: Transfer, pace: Pace
+        cls,
+        address: str,
+        ticket: str,
+        request_id: str,
+        me: Identity,
+        transfer: Transfer,
+        pace: Pace,
+        tls: ssl.SSLContext | None = None,
     ) -> Link:
         """Raises TransferFailed if there is nobody, IncompatiblePeer if we are not wanted there."""
-        connection = await control.dial(address, pace)
+        connection = await control.dial(address, pace, tls=tls)
         try:
             hello = me.hello(request_id, ticket)
             welcome = await handshake.introduce(connection, me, hello, pace)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
+from baton_api import mutual_tls
 from baton_api.announcements import Announcer
 from baton_decode.prefills import Prefills
 from baton_engine import service
@@ -30,6 +31,7 @@ async def decode(worker: Worker) -> AsyncIterator[Duties]:
         worker.identity,
         vocab=worker.spec.vocab,
         transfer_deadline_s=worker.settings.transfer_deadline_s,
+        tls=mutual_tls.client(worker.settings.tls_folder, worker.settings.tls_name),
     )
     try:
         yield Duties(remote=prefills.remote)

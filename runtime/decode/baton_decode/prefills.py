@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import ssl
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +54,7 @@ class Prefills:
         transfer_deadline_s: float = 30.0,
         answer_deadline_s: float = ANSWER_DEADLINE_S,
         pace: Pace | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.outcomes: Counter[str] = Counter()
         """How fetches ended: `whole`, or a `Fallback`."""
@@ -62,6 +64,7 @@ class Prefills:
         )
         self._me = me
         self._pace = pace or Pace()
+        self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._links: dict[str, asyncio.Task[Link]] = {}
         self._fetches: dict[str, Fetching] = {}
@@ -149,6 +152,7 @@ class Prefills:
                     self._me,
                     self._means.transfer,
                     self._pace,
+                    self._tls,
                 )
             )
             self._links[address] = opening

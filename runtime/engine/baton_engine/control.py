@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
@@ -148,13 +149,16 @@ class Connection:
 
 
 async def dial(
-    address: str, pace: Pace, pong: Callable[[int], Pong] = lambda number: Pong(number=number)
+    address: str,
+    pace: Pace,
+    pong: Callable[[int], Pong] = lambda number: Pong(number=number),
+    tls: ssl.SSLContext | None = None,
 ) -> Connection:
     """A connection to `host:port`. Raises TransferFailed."""
     host, port = split_address(address)
     try:
         async with asyncio.timeout(pace.connect_s):
-            reader, writer = await asyncio.open_connection(host, port)
+            reader, writer = await asyncio.open_connection(host, port, ssl=tls)
     except TimeoutError as error:
         raise TransferFailed(f"{address} did not answer within {pace.connect_s:g} s.") from error
     except OSError as error:

@@ -100,6 +100,20 @@ class WorkerSettings(BaseSettings):
     """A decode worker computes a prompt itself if no more than this many tokens of it are missing
     from its own cache: asking would take longer."""
 
+    tls_folder: str = ""
+    """A folder with `tls.crt`, `tls.key` and `ca.crt`, as a Secret of cert-manager has them. With it the
+    OpenAI API and the control server speak TLS 1.3 only, and only with those who show a certificate of that
+    authority, and so does this worker with prefill workers. The files are read again within a second when
+    they change. KV blocks and KV events move beside it, as they are."""
+
+    tls_name: str = ""
+    """A DNS name that each peer's certificate must have, so that an authority may sign for others too. Empty:
+    whoever the authority has signed for."""
+
+    health_port: int = Field(default=0, ge=0, le=65535)
+    """A further port without TLS, for those who show no certificate: /health, /ready, /ping and /metrics, and
+    nothing else. 0: none."""
+
     ticket_secret: str = ""
     """Shared by router and prefill workers; with it, a prefill worker wants a signed ticket. Set it by
     environment, not by flag, where others can list processes."""

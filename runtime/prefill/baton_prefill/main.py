@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
+from baton_api import mutual_tls
 from baton_api.announcements import Announcer
 from baton_engine import service
 from baton_engine.model.progress import Progress
@@ -42,6 +43,7 @@ async def prefill(worker: Worker) -> AsyncIterator[Duties]:
         host=worker.settings.control_host,
         port=worker.settings.control_port,
         secret=worker.settings.ticket_secret.encode(),
+        tls=mutual_tls.server(worker.settings.tls_folder, worker.settings.tls_name),
     )
     await server.start()
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -65,6 +66,7 @@ class PrefillServer:
         advertise: str = "",
         secret: bytes = b"",
         pace: Pace | None = None,
+        tls: ssl.SSLContext | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """
@@ -82,6 +84,7 @@ class PrefillServer:
         self._advertise = advertise or host
         self._secret = secret
         self._pace = pace or Pace()
+        self._tls = tls
         self._wall_clock = wall_clock
         self._server: asyncio.Server | None = None
         self._connections: dict[Connection, asyncio.Task[None]] = {}
@@ -103,7 +106,7 @@ class PrefillServer:
 
     async def start(self) -> None:
         try:
-            self._server = await asyncio.start_server(self._serve, self._host, self._port)
+            self._server = await asyncio.start_server(self._serve, self._host, self._port, ssl=self._tls)
         except OSError as error:
             raise SetupError(
                 f"The control server cannot listen on {join_address(self._host, self._port)}: {error}. "

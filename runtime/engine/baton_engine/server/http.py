@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
@@ -28,8 +29,11 @@ KEEP_ALIVE_S = 75
 class HttpServer:
     """One app on one port: `async with HttpServer(app, host, port, drain) as server`."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, drain: Drain) -> None:
+    def __init__(
+        self, app: ASGIApp, host: str, port: int, drain: Drain, tls: ssl.SSLContext | None = None
+    ) -> None:
         self.host = host
+        self.scheme = "https" if tls else "http"
         self._drain = drain
         self._socket = _bind(host, port)
         self.port: int = self._socket.getsockname()[1]
@@ -45,6 +49,7 @@ class HttpServer:
             log_config=None,
             access_log=False,
             server_header=False,
+            ssl_context_factory=(lambda config, default: tls) if tls else None,
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None

@@ -1,0 +1,122 @@
+"""Certificates that workers and routers show to each other: what becomes of each way to ask for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton_operator.manifests.exposure import CERTIFICATE_API
+from baton_operator.manifests.mutual_tls import by_issuer
+from baton_operator.manifests.objects import Manifest
+from baton_operator.plan import Images, plan
+from tests.operator.fake_cluster import IMAGES, FakeCluster
+
+PAIR: dict[str, Any] = {"model": {"uri": "builtin://smollm2"}, "prefill": {}, "decode": {}}
+SECRET: dict[str, Any] = {**PAIR, "security": {"mutualTls": {"secretName": "mine"}}}
+ISSUED: dict[str, Any] = {**PAIR, "security": {"mutualTls": {"issuerRef": {"name": "own"}}}}
+
+FLAGS = ["--tls-folder=/etc/baton/mtls", "--tls-name=chat.models.svc.cluster.local"]
+
+
+def settled(spec: dict[str, Any]) -> FakeCluster:
+    cluster = FakeCluster(spec)
+    cluster.apis = frozenset({CERTIFICATE_API})
+    cluster.settle()
+    return cluster
+
+
+def deployments(cluster: FakeCluster) -> dict[str, Manifest]:
+    """Pods of each Deployment, by its name without a revision."""
+    found = {}
+    for key, manifest in cluster.objects.items():
+        if key[1] == "Deployment":
+            role = manifest["metadata"]["labels"]["baton.dev/role"]
+            found[role] = manifest["spec"]["template"]["spec"]
+    return found
+
+
+def secrets(pod: Manifest) -> list[str]:
+    """The Secrets that it mounts where certificates are looked for."""
+    (container,) = pod["containers"]
+    mounts = {one["name"]: one for one in container["volumeMounts"]}
+    return [
+        volume["secret"]["secretName"]
+        for volume in pod["volumes"]
+        if "secret" in volume and mounts[volume["name"]]["mountPath"] == "/etc/baton/mtls"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spec", "secret"), [(SECRET, "mine"), (ISSUED, "chat-mtls")], ids=["secret", "issuer"]
+)
+def test_all_pods_mount_the_one_secret_and_speak_tls(spec: dict[str, Any], secret: str) -> None:
+    cluster = settled(spec)
+    pods = deployments(cluster)
+    assert set(pods) == {"router", "prefill", "decode"}
+    for pod in pods.values():
+        assert secrets(pod) == [secret]
+        assert set(FLAGS) < set(pod["containers"][0]["args"])
+    for key, manifest in cluster.objects.items():
+        if key[1] == "Service" and key[2] != "chat":
+            (port,) = manifest["spec"]["ports"]
+            assert port["appProtocol"] == "https", "routers are told so by slices"
+            assert port["targetPort"] == "https"
+
+
+def test_kubelets_ask_at_a_port_where_they_need_no_certificate() -> None:
+    container = deployments(settled(SECRET))["decode"]["containers"][0]
+    ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+    assert f"--health-port={ports['http']}" in container["args"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["port"] == "http"
+
+
+def test_events_beside_it_have_no_tokens_in_them() -> None:
+    assert "--no-kv-tokens" in deployments(settled(SECRET))["prefill"]["containers"][0]["args"]
+
+
+def test_an_issuer_is_asked_for_the_services_own_name_and_a_secret_is_enough_without_one() -> None:
+    cluster = settled(ISSUED)
+    assert cluster.names("Certificate") == ["chat-mtls"]
+    (made,) = (one["spec"] for key, one in cluster.objects.items() if key[1] == "Certificate")
+    assert made["dnsNames"] == ["chat.models.svc.cluster.local"]
+    assert made["issuerRef"] == {"name": "own", "kind": "Issuer"}
+    assert made["secretName"] == "chat-mtls"
+    assert settled(SECRET).names("Certificate") == []
+
+
+def test_without_it_nothing_of_it_is_there() -> None:
+    cluster = settled(PAIR)
+    assert cluster.names("Certificate") == []
+    for pod in deployments(cluster).values():
+        assert secrets(pod) == []
+        assert not [one for one in pod["containers"][0]["args"] if one.startswith("--tls")]
+
+
+def test_routers_show_it_as_long_as_an_old_generation_wants_it() -> None:
+    cluster = settled(ISSUED)
+    cluster.change(PAIR)
+    cluster.reconcile()
+    assert secrets(deployments(cluster)["router"]) == ["chat-mtls"], "the old workers serve on"
+    assert cluster.names("Certificate") == ["chat-mtls"]
+    cluster.settle()
+    assert secrets(deployments(cluster)["router"]) == []
+    assert cluster.names("Certificate") == []
+
+
+def test_what_the_operator_was_told_holds_for_services_that_say_nothing() -> None:
+    told = Images(IMAGES.worker, IMAGES.router, by_issuer("ClusterIssuer/all"))
+    for spec, issuers in ((PAIR, [{"name": "all", "kind": "ClusterIssuer"}]), (SECRET, [])):
+        cluster = FakeCluster(spec)
+        cluster.apis = frozenset({CERTIFICATE_API})
+        made = plan(cluster.observe(), told, cluster.now).apply
+        assert [one["spec"]["issuerRef"] for one in made if one["kind"] == "Certificate"] == issuers
+
+
+def test_where_there_is_no_cert_manager_it_is_named_and_the_rest_is_made() -> None:
+    cluster = FakeCluster(ISSUED)
+    cluster.settle()
+    assert cluster.names("Certificate") == []
+    assert cluster.condition("SpecSupported")[0] == "False"
+    assert secrets(deployments(cluster)["decode"]) == ["chat-mtls"], "in the clear nobody is spoken to"
