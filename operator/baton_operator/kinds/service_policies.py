@@ -124,10 +124,6 @@ class Rollout(Part):
     """A rollout in steps; all at once, as workers become ready, if it is left out."""
 
 
-class Security(Part):
-    """Who may reach the pods, and what they may do."""
-
-    network_policy: bool = True
 @rules(
     Rule("has(self.secretName) != has(self.issuerRef)", "mutualTls has either secretName or issuerRef"),
 )
@@ -142,16 +138,20 @@ class MutualTls(Part):
     """Who issues it."""
 
 
+class Security(Part):
+    """Who may reach the pods, and what they may do."""
+
+    network_policy: bool = True
     """Whether workers may be reached only by their routers and by one another."""
+
+    mutual_tls: MutualTls | None = None
+    """Whether workers speak TLS only, and only with those who show this certificate; what the operator was
+    told otherwise, which is no by default. KV blocks and KV events move beside it, without."""
 
     ingress_namespace_labels: Annotated[dict[str, str], Field(max_length=16)] = {}
     """Labels of the namespaces from which routers may be reached; from all if it is empty."""
 
     service_account_name: Subdomain | None = None
-    mutual_tls: MutualTls | None = None
-    """Whether workers speak TLS only, and only with those who show this certificate; what the operator was
-    told otherwise, which is no by default. KV blocks and KV events move beside it, without."""
-
     """Account of the workers' pods; one without rights is made if it is left out."""
 
     image_pull_secrets: Annotated[list[Label], Field(max_length=8)] = []
