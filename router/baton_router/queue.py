@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import cast
@@ -24,8 +24,9 @@ from baton_router.asks import Ask
 from baton_router.dispatcher import Dispatch, Dispatcher
 from baton_router.line import Entry
 from baton_router.settings import RouterSettings
-from baton_router.spare import NEARLY_DONE_S, busy_s, has_spare_blocks, takes
+from baton_router.spare import NEARLY_DONE_S, has_spare_blocks, takes
 from baton_router.waiting_room import LEVELS, WaitingRoom
+from baton_router.wishes import Wishes
 
 REPLAN_S = 0.25
 """For so long a request that waits for a busy worker is believed to want no other."""
@@ -43,6 +44,9 @@ ENTRY_BYTES = 2048
 
 SHARE = 0.8
 """Of the room that it and those who are not there yet have together, that a tenant may fill."""
+
+BYTES_PER_TOKEN = 4
+"""Of prompts, as long as no worker is there to have said it."""
 
 INTERACTIVE = "interactive"
 BATCH = "batch"
@@ -64,10 +68,11 @@ class Waiting(Entry):
 class Pool:
     """Those who wait for the same workers."""
 
-    __slots__ = ("pace", "room", "tolerance")
+    __slots__ = ("pace", "room", "tolerance", "wishes")
 
     def __init__(self) -> None:
         self.room = WaitingRoom()
+        self.wishes = Wishes()
         self.pace = Pace()
         self.tolerance = Tolerance()
 
@@ -95,6 +100,8 @@ class Queue:
         """When it fires; uvloop's handle of what is due at once does not know."""
         self.rejects: Counter[str] = Counter()
         """Who was not served, by reason."""
+        self.demand: Counter[str] = Counter()
+        """Tokens that requests asked for when they came, by kind."""
 
     def __len__(self) -> int:
         return self._waiting
@@ -107,6 +114,20 @@ class Queue:
         """When the one of this class arrived that has waited for longest; None if there is none."""
         oldest = (pool.room.oldest(level) for pool in self._pools.values())
         return min((arrived for arrived in oldest if arrived is not None), default=None)
+
+    @property
+    def held(self) -> int:
+        """Requests that wait and could go nowhere when that was asked last."""
+        return sum(entry.plan is None for entry in self._all())
+
+    @property
+    def queued_tokens(self) -> int:
+        """Of the prompts that wait, not cached as far as one can tell."""
+        return sum(_prompt_tokens(entry.ask, entry.plan) for entry in self._all())
+
+    def _all(self) -> Iterator[Waiting]:
+        for pool in self._pools.values():
+            yield from (cast(Waiting, entry) for entry in pool.room)
 
     async def dispatch(self, ask: Ask) -> Dispatch:
         """
@@ -121,16 +142,31 @@ class Queue:
         try:
             made = self._dispatcher.plan(ask.model, ask.prompt, ask.tried, now)
         except NotReady:
-            if not self._settings.recovery_s:
+            if not self._settings.recovery_s and not self._settings.hold_s:
+                self._asked_for(ask, None)
                 raise
             made = None
+            self._asked_for(ask, made)
         else:
+            self._asked_for(ask, made)
             if made is None:
                 raise NotReady("Every worker that serves this model was tried for this request.")
             if not self._waiting and self._may_go(ask, made, now):
                 self._book(ask, made, now)
                 return made
         return await self._wait(ask, made, now)
+
+    def _asked_for(self, ask: Ask, plan: Dispatch | None) -> None:
+        """Count what a request wants when it comes for the first time, whatever becomes of it."""
+        if ask.again or ask.tried:
+            return
+        self.demand["prompt"] += _prompt_tokens(ask, plan)
+        self.demand["answer"] += round(self._answer_tokens(ask))
+
+    def _answer_tokens(self, ask: Ask) -> float:
+        """That its answer is expected to have."""
+        expected = self._dispatcher.answer_tokens
+        return expected if ask.answer_tokens is None else min(ask.answer_tokens, expected)
 
     def changed(self) -> None:
         """A worker may be free now that was not."""
@@ -144,6 +180,7 @@ class Queue:
         if not entry.again:
             self._admit(entry, pool, now)
         pool.room.add(entry)
+        _wish(pool.wishes, entry)
         self._count(entry, 1)
         self._look_in(0.0)
         try:
@@ -168,8 +205,7 @@ class Queue:
     def _entry(self, ask: Ask, plan: Dispatch | None, now: float) -> Waiting:
         settings = self._settings
         on = terms(ask.kind, ask.objective_s, settings.interactive_s, settings.wait_s)
-        expected = self._dispatcher.answer_tokens
-        answer = expected if ask.answer_tokens is None else min(ask.answer_tokens, expected)
+        answer = self._answer_tokens(ask)
         return Waiting(
             number=next(self._numbers),
             tenant=ask.tenant,
@@ -179,13 +215,21 @@ class Queue:
             cost=(plan.uncached if plan else 1) + ANSWER_COST * answer,
             size=ask.size + ENTRY_BYTES,
             objective_s=on.objective_s,
-            patience_s=on.patience_s if plan else min(on.patience_s, settings.recovery_s),
+            patience_s=on.patience_s if plan else self._patience_s(ask, on),
             again=ask.again,
             ask=ask,
             future=asyncio.get_running_loop().create_future(),
             plan=plan,
             planned=now,
         )
+
+    def _patience_s(self, ask: Ask, on: Terms) -> float:
+        """For how long a request waits that can go nowhere."""
+        settings = self._settings
+        if not settings.hold_s:
+            return min(on.patience_s, settings.recovery_s)
+        # Workers take as long to start for one class as for another; only who says so wants it sooner.
+        return settings.hold_s if ask.objective_s is None else min(on.patience_s, settings.hold_s)
 
     def _admit(self, entry: Waiting, pool: Pool, now: float) -> None:
         """Raise what tells the client that to wait is no use."""
@@ -240,34 +284,43 @@ class Queue:
                 self._give_up(cast(Waiting, entry), pool, now)
             if not pool.room:
                 continue
-            free_in = self._free_in(pool.room, now)
-            if free_in <= 0:
+            if pool.wishes.could_go(self._settings.prefill_tokens, now):
                 self._offer(pool, now)
-                free_in = self._free_in(pool.room, now) if pool.room else TICK_S
-            soonest = min(soonest, free_in if free_in > 0 else TICK_S, pool.room.alarm - now)
+            soonest = min(soonest, pool.wishes.free_in(now), pool.room.alarm - now)
         if self._waiting:
             due = self._silent[0][0] - now if self._silent else TICK_S
             self._look_in(max(LEAST_TICK_S, min(soonest, due)))
 
     def _offer(self, pool: Pool, now: float) -> None:
+        """Ask those who wait whether they go, for as long as there is one who could."""
         ahead: dict[int, float] = {}
-        busy: dict[int, bool] = {}
+        wishes, all_asked, most = Wishes(), True, self._settings.prefill_tokens
 
         def take(entry: Entry) -> bool:
             """Whether it goes; if not, what it is to take is in the way of those behind it."""
             assert isinstance(entry, Waiting)
             plan = entry.plan
-            if plan is not None and now < entry.planned + REPLAN_S:
+            if (
+                plan is None
+                or now >= entry.planned + REPLAN_S
+                or takes(plan.computing, plan.uncached, most, now)
+            ):
+                if self._take(entry, pool, ahead, now):
+                    return True
+            else:
                 slot = plan.computing.slot
-                if slot not in busy:
-                    busy[slot] = busy_s(plan.computing, now) > 0
-                if busy[slot]:
-                    ahead[slot] = ahead.get(slot, 0.0) + entry.best_s
-                    return False
-            busy.clear()
-            return self._take(entry, pool, ahead, now)
+                ahead[slot] = ahead.get(slot, 0.0) + entry.best_s
+            _wish(wishes, entry)
+            return False
 
-        pool.room.offer(take, now)
+        def more() -> bool:
+            nonlocal all_asked
+            all_asked = pool.wishes.could_go(most, now)
+            return all_asked
+
+        pool.room.offer(take, more, now)
+        if all_asked:
+            pool.wishes = wishes
 
     def _take(self, entry: Waiting, pool: Pool, ahead: dict[int, float], now: float) -> bool:
         if entry.future.done():  # its client has left
@@ -338,15 +391,14 @@ class Queue:
             return False  # to ask it again at once would be no use
         return ask.kind != BATCH or has_spare_blocks(made.generating)
 
-    def _free_in(self, room: WaitingRoom, now: float) -> float:
-        """Seconds until a worker is free for any who wait, if nothing else happens; 0 if one is."""
-        first = cast(Waiting, next(iter(room)))
-        try:
-            among = self._dispatcher.candidates(first.ask.model, now)
-        except NotReady:
-            return TICK_S
-        except BatonError:
-            return 0.0
-        if among is None:
-            return TICK_S
-        return max(0.0, min(busy_s(known, now) for known in (*among.known_prefills, *among.known_decodes)))
+
+def _wish(wishes: Wishes, entry: Waiting) -> None:
+    if entry.plan is None:
+        wishes.anywhere()
+    else:
+        wishes.add(entry.plan.computing, entry.plan.uncached, entry.planned + REPLAN_S)
+
+
+def _prompt_tokens(ask: Ask, plan: Dispatch | None) -> int:
+    """Tokens to compute, as far as one can tell."""
+    return plan.uncached if plan else max(1, ask.prompt.bytes // BYTES_PER_TOKEN)

@@ -75,8 +75,14 @@ class WaitingRoom:
         first = self._classes[level].arrivals.first
         return first and first[0]
 
-    def offer(self, take: Callable[[Entry], bool], now: float, most: int = WINDOW) -> int:
-        """Ask those who wait, in their order, each once, whether they go; gives how many went."""
+    def offer(
+        self, take: Callable[[Entry], bool], more: Callable[[], bool], now: float, most: int = WINDOW
+    ) -> int:
+        """
+        Ask those who wait, in their order, each once, whether they go; gives how many went.
+
+        `more` is asked after each that went: whether another one could.
+        """
         taken = 0
         walks = [one.walk(now) for one in self._classes]
         heads = [next(walk, None) for walk in walks]
@@ -94,6 +100,8 @@ class WaitingRoom:
                 self._strict_turns = 0 if self._starves(level, now) else self._strict_turns + 1
                 self._classes[level].turns.charge(entry.tenant, entry.cost)
                 self.discard(entry)
+                if not more():
+                    break
                 order = self._order(now)
             try:
                 heads[level] = walks[level].send(went)

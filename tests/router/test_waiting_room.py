@@ -23,6 +23,10 @@ def room_of(*entries: Entry) -> WaitingRoom:
     return room
 
 
+def always() -> bool:
+    return True
+
+
 def served(room: WaitingRoom, now: float, most: int = 10**6) -> list[Entry]:
     """Who goes if so many can."""
     order: list[Entry] = []
@@ -31,7 +35,7 @@ def served(room: WaitingRoom, now: float, most: int = 10**6) -> list[Entry]:
         order.append(one)
         return True
 
-    assert room.offer(take, now, most) == len(order)
+    assert room.offer(take, always, now, most) == len(order)
     return order
 
 
@@ -48,14 +52,27 @@ def test_higher_classes_first() -> None:
 def test_a_lower_class_gets_what_the_higher_ones_cannot_use() -> None:
     blocked, lower = entry(1, level=INTERACTIVE), entry(1, level=DEFAULT)
     room = room_of(blocked, lower)
-    assert room.offer(lambda one: one is lower, 0) == 1
+    assert room.offer(lambda one: one is lower, always, 0) == 1
     assert list(room) == [blocked]
+
+
+def test_nobody_is_asked_once_no_other_could_go() -> None:
+    first, second, third = (entry(seconds) for seconds in (1, 2, 3))
+    room = room_of(first, second, third)
+    asked: list[Entry] = []
+
+    def take(one: Entry) -> bool:
+        asked.append(one)
+        return one is second
+
+    assert room.offer(take, lambda: False, 0) == 1
+    assert (asked, list(room)) == ([first, second], [first, third])
 
 
 def test_batch_goes_only_while_nothing_else_waits() -> None:
     blocked, batch = entry(1, level=DEFAULT), entry(1, level=BATCH)
     room = room_of(blocked, batch)
-    assert room.offer(lambda one: one is batch, 0) == 0
+    assert room.offer(lambda one: one is batch, always, 0) == 0
     room.discard(blocked)
     assert served(room, 0) == [batch]
 
@@ -117,7 +134,7 @@ def test_no_more_are_asked_than_the_window_has() -> None:
         asked.append(one)
         return False
 
-    assert room.offer(refuse, 0) == 0
+    assert room.offer(refuse, always, 0) == 0
     assert len(asked) == len(set(asked)) == WINDOW
 
 
@@ -191,7 +208,7 @@ def test_everybody_leaves_exactly_once(seed: int) -> None:
                 return False
 
             others = [one for one in there if one.level != BATCH]
-            assert room.offer(take, now) == len(taken)
+            assert room.offer(take, always, now) == len(taken)
             assert len(offered) == len(set(offered))
             if any(one.level == BATCH for one in taken):
                 assert not set(others) & there, "batch went while others waited"
