@@ -172,6 +172,7 @@ REPEATED = {
     "decode_dns": "NAME",
     "prefill_dns": "NAME",
     "revision_weight": "REVISION=NUMBER",
+    "profile": "FILE",
 }
 """What the values of repeated flags are called, if not URL."""
 

@@ -4,14 +4,15 @@ What things take on one worker, in seconds, as its own answers have taught.
 Each worker is its own kind of machine, and a loaded one is another machine again, so nothing is
 configured: every first token tells how long its prompt took, every stream how long its steps took.
 Before the first measurement a worker is believed to be like others of its kind, and the first one of a kind
-to be like a small GPU.
+to be as a profile of its model says, or like a small GPU if nobody has made one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton_router.least_squares import LeastSquares
+from baton_api.profiles import Profile
+from baton_router.least_squares import LeastSquares, Triple
 
 NEVER = float("inf")
 
@@ -25,7 +26,27 @@ SMOOTHING = 0.1
 """What one measurement adds to an average that goes with the times."""
 
 
-A_SMALL_GPU = (0.02, 0.1, 0.005)
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """What is believed of a model before anything was measured here, in the units of the lines below."""
+
+    prefill: Triple = (0.02, 0.1, 0.005)
+    step: Triple = (0.01, 0.002, 0.002)
+    transfer_token_s: float = 2e-6
+    transfer_start_s: float = 0.001
+
+    @classmethod
+    def of(cls, profile: Profile) -> Prior:
+        prefill, step = profile.prefill, profile.step
+        return cls(
+            prefill=(prefill.base_s, prefill.token_s * 1e3, prefill.pair_s * 1e6),
+            step=(step.base_s, step.stream_s * 10, step.token_s * 1e4),
+            transfer_token_s=profile.transfer.token_s,
+            transfer_start_s=profile.transfer.start_s,
+        )
+
+
+A_SMALL_GPU = Prior()
 
 
 class Kind:
@@ -36,8 +57,9 @@ class Kind:
     it is not.
     """
 
-    def __init__(self) -> None:
-        self._typical = LeastSquares(A_SMALL_GPU)
+    def __init__(self, prior: Prior = A_SMALL_GPU) -> None:
+        self.prior = prior
+        self._typical = LeastSquares(prior.prefill)
         self._untried: list[LeastSquares] = []
 
     def newcomer(self) -> PrefillCost:
@@ -91,7 +113,7 @@ class PrefillCost:
 class StepCost:
     """Seconds from one token to the next, with `running` streams of `context` tokens in all."""
 
-    line: LeastSquares = field(default_factory=lambda: LeastSquares((0.01, 0.002, 0.002)))
+    line: LeastSquares = field(default_factory=lambda: LeastSquares(A_SMALL_GPU.step))
 
     def seconds(self, running: int, context: int) -> float:
         return self.beside(running, context, 0)[0]
@@ -121,8 +143,8 @@ class Average:
 class TransferCost:
     """Seconds to move a prompt's blocks between two workers."""
 
-    seconds_per_token: Average = field(default_factory=lambda: Average(2e-6))
-    start_s: float = 0.001
+    seconds_per_token: Average = field(default_factory=lambda: Average(A_SMALL_GPU.transfer_token_s))
+    start_s: float = A_SMALL_GPU.transfer_start_s
     apart_until: float = 0.0
     """Blocks did not come over between the two: until then they are no pair."""
 

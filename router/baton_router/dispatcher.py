@@ -11,10 +11,11 @@ import itertools
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import msgspec
 
+from baton_api.profiles import Profile
 from baton_api.reports import PromptReport
 from baton_router import choice
 from baton_router.candidates import Candidates, Field
@@ -110,7 +111,8 @@ class Dispatcher:
         weights: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         """
-        `alone_limit`: tokens that a decode worker computes beside its streams, at most.
+        `alone_limit`: tokens that a decode worker computes beside its streams, at most. `profiles`: of models
+        of which something is known beforehand.
 
         `weights`: of requests, by generation; without any, generations compete.
         """
@@ -118,10 +120,11 @@ class Dispatcher:
         self._shares = Shares()
         self._rng = rng
         self._alone_limit = alone_limit
+        profiles: Iterable[Profile] = (),
         self._numbers = itertools.count(1)
         self._answer_tokens = Average(EXPECTED_ANSWER_TOKENS)
         self.figures = DecisionFigures()
-        self.knowledge = Knowledge()
+        self.knowledge = Knowledge(profiles)
         self._field = Field(workers, self.knowledge)
         self.dispatches: deque[Dispatch] = deque(maxlen=DISPATCHES_LIMIT)
         """The last ones, the newest at the end."""

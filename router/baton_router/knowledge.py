@@ -13,11 +13,13 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from baton_api.profiles import Profile
 from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
 from baton_router.block_map import BlockMap
 from baton_router.bookings import PrefillBookings, StreamBookings
-from baton_router.costs import Average, Kind, PrefillCost, StepCost, TransferCost
+from baton_router.costs import A_SMALL_GPU, Average, Kind, PrefillCost, Prior, StepCost, TransferCost
+from baton_router.least_squares import LeastSquares
 from baton_router.parity import Parity
 from baton_router.prefix_index import PrefixIndex
 from baton_router.prompt_chunks import CHUNK_BYTES, Prompt
@@ -58,12 +60,12 @@ class Known:
         "total_blocks",
     )
 
-    def __init__(self, slot: int, epoch: str, prefill_cost: PrefillCost) -> None:
+    def __init__(self, slot: int, epoch: str, prefill_cost: PrefillCost, prior: Prior = A_SMALL_GPU) -> None:
         self.slot = slot
         """In the prefix index."""
         self.epoch = epoch
         self.prefill_cost = prefill_cost
-        self.step_cost = StepCost()
+        self.step_cost = StepCost(LeastSquares(prior.step))
         self.computing = PrefillBookings()
         self.streams = StreamBookings()
         self.parity = Parity()
@@ -97,7 +99,9 @@ class Known:
 class Knowledge:
     """Belongs to one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, profiles: Iterable[Profile] = ()) -> None:
+        """`profiles`: of the models of which anything is known beforehand."""
+        self._priors = {profile.model: Prior.of(profile) for profile in profiles}
         self._known: dict[Worker, Known] = {}
         self._free: list[int] = []
         """Slots of workers that were forgotten, the lowest first: a set of workers has a bit for each."""
@@ -136,7 +140,10 @@ class Knowledge:
         """Between two workers of these names."""
         cost = self._transfers.get((source, target))
         if cost is None:
-            cost = self._transfers[source, target] = TransferCost()
+            prior = next(iter(self._priors.values()), A_SMALL_GPU)
+            cost = self._transfers[source, target] = TransferCost(
+                Average(prior.transfer_token_s), prior.transfer_start_s
+            )
         return cost
 
     def bytes_per_token(self, model: str) -> Average:
@@ -220,8 +227,11 @@ class Knowledge:
             self._empty(slot)
         else:
             slot = heapq.heappop(self._free) if self._free else len(self._known)
-        kind = self._kinds.setdefault((worker.listed, worker.model), Kind())
-        known = self._known[worker] = Known(slot, epoch, kind.newcomer())
+        key = (worker.listed, worker.model)
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = Kind(self._priors.get(worker.model, A_SMALL_GPU))
+        known = self._known[worker] = Known(slot, epoch, kind.newcomer(), kind.prior)
         tokens = load.total_blocks * load.block_size if load else 0
         self._index.register(slot, max(64, int(GENEROSITY * tokens * BYTES_PER_TOKEN / CHUNK_BYTES)))
         return known

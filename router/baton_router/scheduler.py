@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Callable
 
+from baton_api import profiles
 from baton_api.reports import PromptReport
 from baton_router import checks
 from baton_router.asks import Ask, Grant
@@ -45,7 +46,8 @@ class Scheduler:
         """When a request last came that somebody waits for: one of any class but batch."""
         self.workers = workers = Workers()
         weights = RevisionWeights(settings.revision_weight, settings.revision_weights_file)
-        self.dispatcher = Dispatcher(workers, rng, settings.alone_tokens, weights)
+        measured = [profiles.read(one) for one in settings.profile]
+        self.dispatcher = Dispatcher(workers, rng, settings.alone_tokens, weights, measured)
         self.feeds = Feeds(workers, self.dispatcher.knowledge, settings, clock)
         self._verdicts = Verdicts(self.dispatcher.knowledge.transfer)
         self.queue = Queue(settings, self.dispatcher, clock)

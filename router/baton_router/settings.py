@@ -8,6 +8,7 @@ a flag of `baton router` (`--health-interval-s`) and the environment variable `B
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -229,6 +230,11 @@ class RouterSettings(BatchSettings):
     prefill worker for it. Whether it is asked for fewer depends on who would be done sooner."""
 
     health_interval_s: float = Field(default=2.0, gt=0)
+    profile: tuple[Path, ...] = ()
+    """A file that `baton bench --find` wrote, with what a model takes on these machines; repeated, for one
+    model each. With it the first requests go where they are answered soonest, too; later ones teach the
+    router better."""
+
     """Seconds from one look at a worker to the next, and the longest that a look may take."""
 
     health_misses: int = Field(default=3, ge=1)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
+from baton_api import profiles
+from baton_api.errors import SetupError
+from baton_api.profiles import Capacity, PrefillLine, Profile, StepLine, TransferLine
 from baton_router.bookings import PrefillBookings, StreamBookings
-from baton_router.costs import LEAST_S, NEVER, Kind, StepCost, TransferCost
+from baton_router.costs import LEAST_S, NEVER, Kind, Prior, StepCost, TransferCost
+from baton_router.knowledge import Knowledge
 from baton_router.least_squares import FORGETTING, LeastSquares
+from baton_router.scheduler import Scheduler
+from baton_router.settings import RouterSettings
+from baton_router.upstreams import Upstreams
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -184,3 +192,48 @@ def test_more_never_takes_less(seed: int) -> None:
         step.learn(rng.randint(1, 32), rng.randint(1, 10_000), rng.uniform(0.0, 0.05))
         assert cost.seconds(100, 100) <= cost.seconds(1000, 1000) <= cost.seconds(100_000, 100_000)
         assert step.seconds(1, 100) <= step.seconds(8, 800) <= step.seconds(64, 100_000)
+
+
+PROFILE = Profile(
+    model="measured",
+    machine="one core",
+    baton="0",
+    made=0.0,
+    prefill=PrefillLine(base_s=0.004, token_s=2e-5, pair_s=3e-9),
+    step=StepLine(base_s=0.006, stream_s=1e-4, token_s=5e-8),
+    transfer=TransferLine(start_s=0.002, token_s=4e-6),
+    kv_tokens=10_000,
+    capacity=Capacity(
+        prefill_tokens_per_s=0.0, decode_tokens_per_s=0.0, decode_streams=0, prefill_per_decode=0.0
+    ),
+)
+
+
+def test_a_profile_is_believed_until_something_is_measured() -> None:
+    prior = Prior.of(PROFILE)
+    cost = Kind(prior).newcomer()
+    for uncached, context in ((100, 100), (500, 4000)):
+        assert cost.seconds(uncached, context) == pytest.approx(PROFILE.prefill.seconds(uncached, context))
+    step = StepCost(LeastSquares(prior.step))
+    assert step.seconds(8, 5000) == pytest.approx(PROFILE.step.seconds(8, 5000))
+    assert not cost.taught
+    for _ in range(60):
+        cost.learn(100, 100, 1.0)
+    assert cost.seconds(100, 100) == pytest.approx(1.0, rel=0.1)
+
+
+def test_a_profile_is_for_the_model_that_it_names() -> None:
+    for knowledge, seconds in ((Knowledge([PROFILE]), PROFILE.transfer.seconds(1000)), (Knowledge(), 0.003)):
+        assert knowledge.transfer("a", "b").seconds(1000, 0.0) == pytest.approx(seconds)
+
+
+def test_a_router_begins_with_the_profiles_that_it_is_given(tmp_path: Path) -> None:
+    def scheduler(path: Path) -> Scheduler:
+        settings = RouterSettings(decode=("http://127.0.0.1:1",), profile=(path,))
+        return Scheduler(settings, Upstreams(1.0), random.Random(0), lambda: 0.0)
+
+    profiles.write(PROFILE, tmp_path / "there.json")
+    known = scheduler(tmp_path / "there.json").dispatcher.knowledge
+    assert known.transfer("a", "b").start_s == PROFILE.transfer.start_s
+    with pytest.raises(SetupError, match="cannot be read"):
+        scheduler(tmp_path / "none.json")
