@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from baton_api.errors import BatonError, SetupError
-from baton_cli import batch
+from baton_cli import batch, inspection
 
 FAILED = 1
 SETUP_FAILED = 2
@@ -191,6 +191,7 @@ def create_app(arguments: list[str]) -> typer.Typer:
             app.command(name, cls=kind)(_with_options(command))
         else:
             app.command(name)(command)
+    inspection.add_to(app)
     batch.add_to(app)
     return app
 
