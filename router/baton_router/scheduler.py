@@ -49,7 +49,7 @@ class Scheduler:
         measured = [profiles.read(one) for one in settings.profile]
         self.dispatcher = Dispatcher(workers, rng, settings.alone_tokens, weights, measured)
         self.feeds = Feeds(workers, self.dispatcher.knowledge, settings, clock)
-        self._verdicts = Verdicts(self.dispatcher.knowledge.transfer)
+        self.verdicts = Verdicts(self.dispatcher.knowledge.transfer)
         self.queue = Queue(settings, self.dispatcher, clock)
         self._quotas = Quotas(self.queue.rejects, lambda: self.dispatcher.answer_tokens)
         self._reserved: dict[int, Reservation] = {}
@@ -90,7 +90,7 @@ class Scheduler:
         if prefill is not None:
             prefill.in_flight += 1
         self._granted[made.number] = made
-        self._verdicts.sent(made.number, made.pair, made.decided)
+        self.verdicts.sent(made.number, made.pair, made.decided)
         return Grant(
             made.number,
             decode.name,
@@ -106,21 +106,21 @@ class Scheduler:
 
     def began(self, grant: Grant, report: PromptReport | None) -> None:
         made, now = self._granted[grant.number], self._clock()
-        self._verdicts.answered(made.number, made.pair, report, now)
+        self.verdicts.answered(made.number, made.pair, report, now)
         self._computed(made)
         self.dispatcher.began(made, report, now)
         self.queue.changed()
 
     def failed(self, grant: Grant) -> None:
         made = self._granted[grant.number]
-        self._verdicts.failed(made.number, made.pair, self._clock())
+        self.verdicts.failed(made.number, made.pair, self._clock())
 
     def full(self, grant: Grant) -> None:
-        self._verdicts.full(self._granted[grant.number].pair, self._clock())
+        self.verdicts.full(self._granted[grant.number].pair, self._clock())
 
     def let_go(self, grant: Grant, *, complete: bool, tokens: int | None = None) -> None:
         made = self._granted.pop(grant.number)
-        self._verdicts.let_go(made.number, made.pair)
+        self.verdicts.let_go(made.number, made.pair)
         made.pair.decode.in_flight -= 1
         self._computed(made)
         now = self._clock()

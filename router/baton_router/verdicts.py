@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from baton_api import metrics
 from baton_api.reports import Fallback, PromptReport
 from baton_router.breaker import Breaker
 from baton_router.costs import TransferCost
 from baton_router.policy import Pair
+from baton_router.tallies import Tally
 from baton_router.workers import Worker
 
 APART_S = 30.0
@@ -32,6 +34,9 @@ class Verdicts:
     def __init__(self, transfer: Callable[[str, str], TransferCost]) -> None:
         """`transfer` gives what is known of two workers, by their names, as a pair."""
         self._transfer = transfer
+        self._failed: set[int] = set()
+        """Requests on which their decode workers have failed, until they are let go."""
+        self.generations = Tally(metrics.ROUTER_GENERATION_REQUESTS)
 
     def sent(self, number: int, pair: Pair, now: float) -> None:
         for worker in (pair.decode, pair.prefill):
@@ -53,6 +58,7 @@ class Verdicts:
 
     def failed(self, number: int, pair: Pair, now: float) -> None:
         """The decode worker is to blame for an answer that did not come, or not to its end."""
+        self._failed.add(number)
         _judge(pair.decode, pair.decode.health.breaker.failed(number, now))
 
     def full(self, pair: Pair, now: float) -> None:
@@ -60,6 +66,10 @@ class Verdicts:
         pair.decode.health = pair.decode.health.full(now)
 
     def let_go(self, number: int, pair: Pair) -> None:
+        failed = number in self._failed
+        self._failed.discard(number)
+        if pair.decode.revision:
+            self.generations.add(pair.decode.revision, "failed" if failed else "passed")
         for worker in (pair.decode, pair.prefill):
             if worker is not None and worker.health.breaker.probe == number:
                 _judge(worker, worker.health.breaker.let_go(number))

@@ -16,8 +16,8 @@ from baton_router.verdicts import APART_S, Verdicts
 from baton_router.workers import FULL_S, State, Worker
 
 
-def worker(role: Role, port: int) -> Worker:
-    made = Worker(Upstream("127.0.0.1", port), role)
+def worker(role: Role, port: int, revision: str = "") -> Worker:
+    made = Worker(Upstream("127.0.0.1", port), role, revision)
     made.answered(Load(role=role, model="tiny", epoch="1", control="x:1" if role is Role.PREFILL else ""))
     return made
 
@@ -38,8 +38,8 @@ def report(fallback: str = "", remote: bool = False) -> PromptReport:
 class Court:
     """A pair whose requests are judged, at a time that the test moves."""
 
-    def __init__(self) -> None:
-        self.pair = Pair(worker(Role.DECODE, 1), worker(Role.PREFILL, 2))
+    def __init__(self, revision: str = "") -> None:
+        self.pair = Pair(worker(Role.DECODE, 1, revision), worker(Role.PREFILL, 2, revision))
         self.knowledge = Knowledge()
         self.verdicts = Verdicts(self.knowledge.transfer)
         self.now = 100.0
@@ -49,6 +49,12 @@ class Court:
     def prefill(self) -> Worker:
         assert self.pair.prefill is not None
         return self.pair.prefill
+
+    @property
+    def generations(self) -> dict[tuple[str, str], float]:
+        """Requests by generation and result."""
+        (family,) = self.verdicts.generations.collect()
+        return {(one.labels["revision"], one.labels["result"]): one.value for one in family.samples}
 
     def request(self, told: PromptReport | None = None, *, lost: bool = False) -> None:
         self.number += 1
@@ -141,6 +147,16 @@ def test_one_prompt_that_comes_over_clears_a_prefill_worker_on_trial() -> None:
     )
     court.request(report(remote=True))
     assert court.states == (State.READY, State.READY)
+
+
+def test_what_became_of_requests_is_counted_by_generation() -> None:
+    court = Court("6f1c2ab9")
+    for lost in (False, True, False, True, True):
+        court.request(report(), lost=lost)
+    assert court.generations == {("6f1c2ab9", "passed"): 2, ("6f1c2ab9", "failed"): 3}
+    nobodys = Court()
+    nobodys.request(report())
+    assert not nobodys.generations
 
 
 @pytest.mark.parametrize("seed", range(30))
