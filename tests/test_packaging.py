@@ -49,6 +49,13 @@ def test_the_wheel_holds_the_sources_of_the_native_kernels(wheel: list[str]) -> 
     assert sources <= set(wheel)
 
 
+def test_the_wheel_holds_the_files_of_the_page(wheel: list[str]) -> None:
+    folder = ROOT / "router"
+    files = {str(file.relative_to(folder)) for file in (folder / "baton_router/page/web").iterdir()}
+    assert any(name.endswith(".html") for name in files)
+    assert files <= set(wheel)
+
+
 def test_every_folder_with_a_package_is_in_the_wheel() -> None:
     found = {
         str(file.parent.relative_to(ROOT))

@@ -15,11 +15,11 @@ from baton_api import exposure
 from baton_api.announcements import Loading
 from baton_api.errors import SetupError
 from baton_cli.display import Bar, Display
+from baton_cli.front_settings import FrontSettings
 from baton_cli.options import read_settings
 from baton_cli.supervisor import Interrupted
 from baton_cli.up import Plan, Service, open_service
 from baton_engine.settings import WorkerSettings
-from baton_router.settings import RouterSettings
 
 Use = Callable[[Service], Awaitable[None]]
 
@@ -36,6 +36,7 @@ def up(prefill: int, decode: int, front: Mapping[str, Any], given: Mapping[str, 
         display.console.print(
             f"\n[bold green]Ready:[/] {plan.name} on {service.url}/v1 "
             f"({prefill} prefill, {decode} decode). Ctrl-C ends it.\n"
+            + (f"[bold]See it:[/] {service.url}/\n" if plan.router.page else "")
         )
         warning = exposure.without_a_key(plan.router.host, plan.router.port, bool(plan.key))
         if warning:
@@ -68,7 +69,7 @@ def make_plan(
     """What is to run, the model fetched. Raises SetupError."""
     from baton_engine.model.resolve import resolve
 
-    router = read_settings(RouterSettings, front)
+    router = read_settings(FrontSettings, front)
     worker = read_settings(WorkerSettings, given)
     if worker.transfer == "loopback" and prefill:
         raise SetupError(

@@ -199,7 +199,7 @@ def create_app(arguments: list[str]) -> typer.Typer:
 SERVERS = frozenset({"serve", "prefill", "decode", "router", "operator", "up", "demo"})
 """Commands whose options are settings."""
 
-FRONT_FIELDS = frozenset({"host", "port", "api_key", "api_key_file", "allowed_origins"})
+FRONT_FIELDS = frozenset({"host", "port", "page", "api_key", "api_key_file", "allowed_origins"})
 """Settings that `up` gives to its router."""
 
 WORKER_FIELDS = frozenset({"role", "name", "control_host", "control_port", "ticket_secret"})
@@ -214,12 +214,12 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
 
             return with_options(WorkerSettings, without={"model", "role"})(command)
         case "up" | "demo":
+            from baton_cli.front_settings import FrontSettings
             from baton_cli.options import with_options
             from baton_engine.settings import WorkerSettings
-            from baton_router.settings import RouterSettings
 
             every = with_options(WorkerSettings, without={"model"} | WORKER_FIELDS | FRONT_FIELDS)(command)
-            return with_options(RouterSettings, only=FRONT_FIELDS)(every) if command is up else every
+            return with_options(FrontSettings, only=FRONT_FIELDS)(every) if command is up else every
         case "router":
             from baton_cli.options import with_options
             from baton_router.settings import RouterSettings

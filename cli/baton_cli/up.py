@@ -20,6 +20,7 @@ import httpx
 from baton_api.errors import SetupError
 from baton_api.workers import Role
 from baton_cli.child import Command
+from baton_cli.front_settings import FrontSettings
 from baton_cli.restarts import threads_each
 from baton_cli.supervisor import Member, Supervisor, Watcher, supervise
 from baton_engine import machine
@@ -50,7 +51,7 @@ class Plan:
     """What clients may call the model; the first one stands in answers."""
     prefill: int = 1
     decode: int = 1
-    router: RouterSettings = field(default_factory=RouterSettings)
+    router: RouterSettings = field(default_factory=FrontSettings)
     worker: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `WorkerSettings` that were asked for."""
     secret: str = field(default_factory=lambda: secrets.token_hex(32))
@@ -100,7 +101,10 @@ class Plan:
         return Command(
             name="router",
             role="router",
-            arguments=("router", *_flags({**given, "prefill": prefill, "decode": decode})),
+            arguments=(
+                "router",
+                *_flags({**given, "page": self.router.page, "prefill": prefill, "decode": decode}),
+            ),
             port=self.router.port,
             environment={
                 "BATON_ROUTER_TICKET_SECRET": self.secret,

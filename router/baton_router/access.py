@@ -33,7 +33,7 @@ TENANT = "baton.tenant"
 FOR_TENANTS = frozenset(
     {
         "/generate", "/tokenize", "/detokenize", "/health_generate",
-        "/version", "/openapi.json", "/model_info", "/get_model_info",
+        "/version", "/openapi.json", "/model_info", "/get_model_info", "/page/now", "/page/events",
     }
 )  # fmt: skip
 """What is for every tenant besides /v1; the rest shows or changes what is others' too."""

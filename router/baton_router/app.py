@@ -46,6 +46,7 @@ from baton_router.figures import Figures, WorkerFigures
 from baton_router.forward import FORWARDED, REQUEST_ID, Trust, request_id
 from baton_router.kv_figures import CacheFigures
 from baton_router.link import Family
+from baton_router.page.page import DATA, Page
 from baton_router.policy import choose
 from baton_router.proxy import Proxy
 from baton_router.queue_figures import QueueFigures
@@ -98,6 +99,7 @@ class Router:
         secret = secret_of(settings, settings.ticket_secret)
         self.execution = Execution(self.storage, settings, secret, self.keeper.wake, self._beside)
         self._errands = Errands(settings, self.workers, choose, random.Random(), time.monotonic)
+        self.page = Page(self.scheduler, lambda: self.draining) if settings.page else None
         self._rest = _rest(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -107,6 +109,8 @@ class Router:
         path = scope["path"]
         if path.startswith(RUNNERS):
             await self.execution.api(scope, receive, send)
+            return
+        if self.page is not None and await self.page.serve_file(scope, send):
             return
         try:
             await self.access.enter(scope)
@@ -121,6 +125,8 @@ class Router:
             await self._proxy(scope, receive, send)
         elif scope["method"] == ERRANDS.get(path):
             await self._errands(scope, receive, send)
+        elif self.page is not None and path in DATA:
+            await self.page(scope, receive, send)
         else:
             await self._rest(scope, receive, _with_request_id(scope, send))
 

@@ -70,6 +70,16 @@ class Dispatch(msgspec.Struct, eq=False):
     first_byte: float | None = None
     ended: float | None = None
     report: PromptReport | None = None
+    arrived: float = 0.0
+    """When the request came to the router."""
+    tenant: str = ""
+    kind: str = ""
+    """The request's class."""
+    streams: bool = True
+    complete: bool = False
+    """Whether all of the answer was passed on."""
+    answered: int | None = None
+    """Tokens of the answer, if they were counted."""
 
     @property
     def computer(self) -> Worker:
@@ -188,7 +198,7 @@ class Dispatcher:
 
     def book(self, made: Dispatch, now: float) -> None:
         """The request goes where it was planned, which must have been in this same moment."""
-        made.decided = now
+        made.decided = made.arrived = now
         made.computing.computing.book(made.number, made.compute_s, made.uncached, now)
         made.generating.streams.book(made.number, made.tokens)
         sent = self.knowledge.sent
@@ -234,7 +244,7 @@ class Dispatcher:
         """
         if made.ended is not None:
             return
-        made.ended = now
+        made.ended, made.complete, made.answered = now, complete, tokens
         made.generating.streams.release(made.number)
         if made.first_byte is None:
             made.computing.computing.release(made.number, now)

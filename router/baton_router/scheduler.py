@@ -85,6 +85,8 @@ class Scheduler:
             raise
         if reserved is not None:
             self._reserved[made.number] = reserved
+        made.arrived, made.tenant = now - ask.waited_s, ask.tenant
+        made.kind, made.streams = ask.kind, ask.streams
         decode, prefill = made.pair.decode, made.pair.prefill
         decode.in_flight += 1
         if prefill is not None:

@@ -213,6 +213,11 @@ class RouterSettings(BatchSettings):
     tracing_ratio: float = Field(default=1.0, ge=0, le=1)
     """Share of the requests that are traced, of those whose `traceparent` does not say."""
 
+    page: bool = False
+    """Show a page at `/`: the workers and what they do, the last requests as timelines, and a place to talk
+    to the model. Anybody may load it; what it shows wants a key where keys are wanted, and a tenant who is no
+    admin sees its own requests and nobody's load. Costs nothing while nobody has it open."""
+
     worker_api_key: WorkerKey = Field(
         default=SecretStr(""), validation_alias=AliasChoices("BATON_ROUTER_WORKER_API_KEY", "BATON_API_KEY")
     )

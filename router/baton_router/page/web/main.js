@@ -1,0 +1,134 @@
+// The page: what the router tells is kept in `Requests` and shown by those who draw it.
+
+import { byId, html, say } from "./dom.js";
+import { Feed } from "./feed.js";
+import { keep, key } from "./key.js";
+import { labels } from "./names.js";
+import { Playground } from "./playground.js";
+import { Relay, stateOf } from "./relay.js";
+import { count, seconds, share } from "./sizes.js";
+import { Requests } from "./state.js";
+import { Timelines } from "./timelines.js";
+
+const AGAIN_MS = 250; // while a request runs, its timeline grows
+const APART_MS = 500; // between two moves of a request of which both are told at once
+const CONNECTIONS = {
+  connecting: "Connecting …",
+  live: "Live",
+  lost: "Connection lost, trying again …",
+  refused: "An API key is needed",
+};
+
+const requests = new Requests();
+const relay = new Relay(byId("relay"));
+const timelines = new Timelines(byId("requests"), byId("axis"));
+const playground = new Playground(askForKey);
+const feed = new Feed(told, connected);
+
+let service = null;
+let named = new Map();
+let ahead = 0; // milliseconds by which the router's clock is ahead of this one
+
+function told(kind, value) {
+  ahead = value.now - Date.now();
+  if (kind === "service") showService(value);
+  if (kind === "requests") {
+    const delays = new Map();
+    for (const move of requests.take(value.requests, value.now)) {
+      const { number } = move.record;
+      const after = delays.get(number) ?? 0;
+      delays.set(number, after + APART_MS);
+      relay.move(move, after);
+    }
+    showRequests();
+  }
+}
+
+function connected(state, reason) {
+  const element = byId("connection");
+  element.dataset.state = state;
+  say(element, CONNECTIONS[state]);
+  if (state === "live") {
+    requests.clear();
+    if (byId("key").open) byId("key").close();
+  }
+  byId("key-open").hidden = state !== "refused" && !key();
+  if (state === "refused") askForKey(reason);
+}
+
+function showService(value) {
+  service = value;
+  named = labels(service.workers);
+  const { pace } = service;
+  say(byId("figure-first"), seconds(pace.first_token_s));
+  say(byId("figure-tokens"), count(pace.tokens_s));
+  say(byId("figure-cache"), share(pace.cached_tokens, pace.prompt_tokens));
+  const waiting = service.waiting?.reduce((sum, one) => sum + one.count, 0);
+  say(byId("figure-waiting"), service.waiting ? count(waiting) : "–");
+  say(byId("figure-waiting-note"), service.waiting ? "requests, now" : "for admins to see");
+  say(byId("version"), `Baton ${service.version}${service.tenant ? ` · ${service.tenant}` : ""}`);
+  byId("refusal").hidden = !service.refusal;
+  say(byId("refusal"), service.refusal ?? "");
+  playground.offer(service.models);
+  relay.show(service);
+  byId("workers").replaceChildren(...service.workers.map(row));
+  if (service.workers_left_out) {
+    const text = `and ${service.workers_left_out} more`;
+    byId("workers").append(html("tr", {}, html("td", { colspan: 8 }, text)));
+  }
+  showRequests();
+}
+
+function row(worker) {
+  const { load } = worker;
+  const cells = [
+    worker.name,
+    worker.model,
+    worker.reason ? `${stateOf(worker)}: ${worker.reason}` : stateOf(worker),
+    count(worker.computing),
+    count(worker.generating),
+    load ? count(load.queued) : "–",
+    load ? `${count(load.used_blocks)} of ${count(load.total_blocks)}` : "–",
+  ];
+  const revision = worker.revision ? ` (${worker.revision})` : "";
+  return html(
+    "tr", {},
+    html("th", { scope: "row" }, named.get(worker.name) + revision),
+    ...cells.map((text) => html("td", {}, text)),
+  );
+}
+
+function showRequests() {
+  const now = Date.now() + ahead;
+  byId("no-requests").hidden = requests.all.length > 0;
+  timelines.show(requests.all, named, now);
+  playground.follow(requests, named, now);
+}
+
+function askForKey(reason) {
+  const dialog = byId("key");
+  if (reason) say(byId("key-reason"), `${reason} It is kept until you close this tab, and sent to this server only.`);
+  byId("key-open").hidden = false;
+  if (!dialog.open) dialog.showModal();
+  byId("key-field").focus();
+}
+
+byId("key-open").addEventListener("click", () => askForKey(""));
+byId("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  keep(byId("key-field").value.trim());
+  byId("key-field").value = "";
+  byId("key").close();
+  feed.start();
+});
+byId("key-forget").addEventListener("click", () => {
+  keep("");
+  byId("key").close();
+  feed.start();
+});
+
+setInterval(() => {
+  if (!document.hidden && service && requests.all.some((record) => record.outcome === "running")) showRequests();
+}, AGAIN_MS);
+
+feed.start();

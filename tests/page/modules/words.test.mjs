@@ -1,0 +1,49 @@
+import assert from "node:assert/strict";
+import test from "node:test";
+
+import { route, sentences } from "../../../router/baton_router/page/web/explain.js";
+import { labels } from "../../../router/baton_router/page/web/names.js";
+import { count, counted, seconds, share, shortened } from "../../../router/baton_router/page/web/sizes.js";
+import { record, running, worker } from "./records.mjs";
+
+const named = labels([worker("decode", "10.0.0.2:8000"), worker("prefill", "10.0.0.1:8000"), worker("decode", "10.0.0.3:8000")]);
+
+test("workers are called by role and number", () => {
+  assert.deepEqual([...named.values()], ["Decode 1", "Prefill 1", "Decode 2"]);
+});
+
+test("a route in words", () => {
+  assert.equal(route(record(), named), "Prefill 1 → Decode 1");
+  assert.equal(route(record({ prefill: null }), named), "Decode 1");
+  assert.equal(route(record({ remote: false }), named), "Decode 1, without Prefill 1");
+  assert.equal(route(record({ decode: "gone:1" }), named), "Prefill 1 → gone:1");
+});
+
+test("what happened and why, in sentences", () => {
+  const decision = { ...record().decision, others: [{ decode: "10.0.0.2:8000", prefill: null, cached: 0, price_s: 0.31 }] };
+  const said = sentences(record({ decision }), named);
+  assert.match(said[0], /Prefill 1 computed the prompt, 7 KV blocks moved, and Decode 1 wrote the answer/);
+  assert.match(said[1], /The cheapest way: 100 ms, against 310 ms by Decode 1 alone/);
+  assert.match(said[2], /40 of 100 prompt tokens came from a cache; about 32 were expected/);
+  assert.match(said[3], /after 100 ms at the workers; predicted were 90 ms/);
+});
+
+test("what went wrong is said", () => {
+  const last = (fields) => sentences(record(fields), named).at(-1);
+  assert.match(last({ outcome: "cut" }), /ended early/);
+  assert.match(last({ outcome: "lost" }), /another one was asked/);
+  assert.match(last({ outcome: "refused" }), /refused/);
+  assert.match(sentences(record({ remote: false, fallback: "busy" }), named)[0], /itself: it did not come from Prefill 1 \(busy\)/);
+  assert.match(sentences(running(record().phases), named)[0], /is to compute/);
+});
+
+test("figures as people read them", () => {
+  const cases = [[0, "0 ms"], [0.00002, "20 µs"], [0.0041, "4.1 ms"], [0.123, "123 ms"], [0.9999, "1.00 s"], [1.5, "1.50 s"],
+    [12.34, "12.3 s"], [61, "1 min 1 s"], [119.7, "2 min 0 s"], [null, "–"], [Infinity, "–"]];
+  for (const [value, expected] of cases) assert.equal(seconds(value), expected);
+  assert.deepEqual([3, 3.26, 12_345, 2_500_000, null].map(count), ["3", "3.3", "12.3 k", "2.5 M", "–"]);
+  assert.deepEqual([share(1, 3), share(0, 0)], ["33 %", "–"]);
+  assert.deepEqual([counted(1, "block"), counted(2, "block")], ["1 block", "2 blocks"]);
+  assert.equal(shortened("abcdef", 4), "abc…");
+  assert.equal(shortened("😀😀", 2), "😀😀");
+});
