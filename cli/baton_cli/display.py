@@ -53,6 +53,9 @@ class Display(Watcher):
         self._bars.update(self._tasks[key], completed=progress.done, total=total)
 
     def _line(self, name: str, line: str) -> None:
+        if line.startswith("{"):  # a log for machines, which says itself whose it is
+            self.console.print(Text(line), soft_wrap=True)
+            return
         colour = self._colours.setdefault(name, COLOURS[len(self._colours) % len(COLOURS)])
         prefix = Text(f"{name:<{NAME_WIDTH}} ", style=colour)
         # A log line is not markup, and wraps where the terminal wraps.

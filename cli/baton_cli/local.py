@@ -80,6 +80,9 @@ def make_plan(
     share = {"memory_share": worker.memory_share / (prefill + decode)} if worker.memory_share else {}
     # The router is on this machine and wants no tokens; nobody else on it is to read them.
     told = {} if "kv_events" in worker.model_fields_set else {"kv_events": KV_EVENTS, "kv_tokens": False}
+    # The processes write to pipes; what decides is where this one writes.
+    plain = "text" if display.console.is_terminal else "json"
+    logged = {"log_format": plain if worker.log_format == "auto" else worker.log_format}
     with display.bars():
         checkpoint = resolve(worker.model, Bar(display, "model"))
     return Plan(
@@ -88,7 +91,7 @@ def make_plan(
         prefill=prefill,
         decode=decode,
         router=router,
-        worker={name: value for name, value in given.items() if name != "model"} | share | told,
+        worker={name: value for name, value in given.items() if name != "model"} | share | told | logged,
     )
 
 

@@ -6,13 +6,13 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from baton_api import logs
 from baton_api.announcements import Announcer, Listening, Ready, Refused
 from baton_api.announcements import Bar as AnnouncedBar
 from baton_api.errors import SetupError
@@ -29,6 +29,7 @@ def worker(role: str, given: Mapping[str, Any], announce_fd: int | None) -> None
     announce = _begin(announce_fd)
     try:
         settings = read_settings(WorkerSettings, {**given, "role": role})
+        logs.begin(settings.log_format, settings.name or role)
         match settings.role:
             case Role.PREFILL:
                 from baton_prefill.main import run
@@ -73,6 +74,7 @@ def router(given: Mapping[str, Any], announce_fd: int | None) -> None:
 
     try:
         settings = read_settings(RouterSettings, given)
+        logs.begin(settings.log_format, "router")
         if not settings.decode and not settings.asks_for_workers:
             raise SetupError(
                 "A router needs workers to send requests to: give at least one --decode URL, such as "
@@ -100,22 +102,19 @@ def operator(given: Mapping[str, Any], announce_fd: int | None) -> None:
         announce(Listening(host=address.hostname or "", port=address.port or 0))
 
     try:
-        main.run(read_settings(OperatorSettings, given), listening)
+        settings = read_settings(OperatorSettings, given)
+        logs.begin(settings.log_format, "operator")
+        main.run(settings, listening)
     except SetupError as error:
         announce(Refused(reason=error.message))
         raise
 
 
 def _begin(announce_fd: int | None) -> Announcer:
-    """Logs, signals, and the tie to the supervisor."""
+    """Signals, and the tie to the supervisor."""
     if announce_fd is not None:
         die_with_parent()
         os.set_inheritable(announce_fd, False)  # nobody else holds the pipe open
     # Before a worker is ready there is nothing to drain, and loading cannot be interrupted any other way.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
-    )
-    for chatty in ("httpx", "uvicorn", "urllib3", "filelock"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
     return Announcer(announce_fd)

@@ -41,6 +41,10 @@ BY_ENVIRONMENT = {
 """Settings of the router that are no flags of its command: secrets, and the port, which may change."""
 
 
+FOR_ALL = ("log_format",)
+"""Settings of workers that the router gets too."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What is to run."""
@@ -97,6 +101,7 @@ class Plan:
 
     def router_command(self, prefill: list[str], decode: list[str], state: str) -> Command:
         given = self.router.model_dump(exclude_unset=True, exclude=BY_ENVIRONMENT)
+        given |= {name: self.worker[name] for name in FOR_ALL if name in self.worker}
         keys = [*(key.text for key in self.router.api_key), *([self.key] if self.key else [])]
         return Command(
             name="router",

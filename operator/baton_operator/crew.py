@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from kubernetes.aio.client.exceptions import ApiException
 
+from baton_api import logs
 from baton_operator.leadership import NotLeader
 from baton_operator.reconciler import Reconciler
 from baton_operator.work_queue import WorkQueue
@@ -31,8 +32,9 @@ async def work(
         began = clock()
         result = "error"
         try:
-            async with asyncio.timeout(LIMIT_S):
-                again_s = await reconcilers[kind].reconcile(namespace, name)
+            with logs.during(object=f"{kind} {namespace}/{name}"):
+                async with asyncio.timeout(LIMIT_S):
+                    again_s = await reconcilers[kind].reconcile(namespace, name)
         except NotLeader:
             raise
         except (ApiException, TimeoutError) as error:

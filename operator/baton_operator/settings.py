@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from baton_api.logs import Format
 from baton_api.texts import Names
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -36,7 +37,11 @@ class OperatorSettings(BaseSettings):
     """One operator."""
 
     model_config = SettingsConfigDict(
-        env_prefix="BATON_OPERATOR_", frozen=True, use_attribute_docstrings=True, extra="forbid"
+        env_prefix="BATON_OPERATOR_",
+        frozen=True,
+        use_attribute_docstrings=True,
+        extra="forbid",
+        populate_by_name=True,
     )
 
     worker_image: str = ""
@@ -49,6 +54,29 @@ class OperatorSettings(BaseSettings):
     """Who issues certificates by which the workers and routers of each service show each other that they
     belong together, such as ClusterIssuer/NAME or Issuer/NAME of cert-manager. A service may name another one
     in spec.security.mutualTls. Empty: only services that do have any."""
+
+    log_format: Format = Field(
+        default="auto", validation_alias=AliasChoices("BATON_OPERATOR_LOG_FORMAT", "BATON_LOG_FORMAT")
+    )
+    """auto: one JSON object to a line, unless the log goes to a terminal. text or json: that one in any case.
+    A line that belongs to an object of the cluster has its kind, namespace and name."""
+
+    prometheus_url: str = ""
+    """Where the metrics are of services that are scaled by the operator and name no other server, such as
+    http://prometheus.monitoring:9090."""
+
+    prometheus_token_file: str = ""
+    """File with a token for that server, read for each question. It is shown to no other."""
+
+    prometheus_ca_file: str = ""
+    """File with the certificate of who vouches for that server, if it is not generally known."""
+
+    gpu_budget: int = Field(default=0, ge=0)
+    """Most accelerators of all services that the operator scales together; 0: as many as there are."""
+
+    scaling_window_s: int = Field(default=120, ge=5)
+    """Seconds over which rates are taken to decide how many workers a role needs: at least four times as many
+    as Prometheus takes from one scrape to the next."""
 
     namespaces: Names = ()
     """Namespaces whose services it runs, with commas between; all if there are none. The account needs its

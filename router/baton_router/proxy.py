@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 
-from baton_api import headers
+from baton_api import headers, logs
 from baton_api.errors import BatonError, InternalError, NotReady
 from baton_api.resuming import with_resumption
 from baton_router.access import tenant_of
@@ -33,6 +33,7 @@ from baton_router.forward import (
 )
 from baton_router.patience import OVERDUE, Patience, first_byte_s
 from baton_router.picker import Picker
+from baton_router.request_line import request_line
 from baton_router.retries import RetryBudget
 from baton_router.settings import RouterSettings
 from baton_router.stall import Stall
@@ -78,6 +79,7 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         relay = Relay(Client(scope, receive, send), request_id(scope["headers"]))
+        logs.about(request_id=relay.id.decode())
         if self._tracing is not None:
             relay.trace = self._tracing.begin(scope["headers"], scope["path"])
         self._figures.in_flight += 1
@@ -97,6 +99,8 @@ class Proxy:
                 relay.attempt.close()
             self._figures.in_flight -= 1
             self._account(scope["path"], relay)
+            if self._settings.log_requests:
+                log.info("%s", request_line(scope["path"], relay, time.perf_counter()))
             if relay.trace is not None:
                 relay.trace.end(relay)
 

@@ -17,8 +17,9 @@ from pydantic_settings import SettingsConfigDict
 
 from baton_api import limits
 from baton_api.keys import KeyDigests
+from baton_api.logs import Format
 from baton_api.sizes import Bytes
-from baton_api.texts import Origins
+from baton_api.texts import Names, Origins
 from baton_router import revision_weights
 from baton_router.batches.settings import BatchSettings
 from baton_router.discovery.dns_name import DnsName
@@ -205,6 +206,13 @@ class RouterSettings(BatchSettings):
     jwt_classes_claim: str = ""
     """The claim that lists the classes that a token is good for, in the same way."""
 
+    log_format: Format = Field(default="auto", validation_alias=_either("LOG_FORMAT"))
+    """auto: one JSON object to a line, unless the log goes to a terminal. text or json: that one in any case.
+    A line that belongs to a request has its id, and no line has a prompt."""
+
+    log_requests: bool = False
+    """Log each request to generate when it has ended: its status, workers, tokens and times."""
+
     tracing_endpoint: str = ""
     """Where spans of requests are sent by OTLP over HTTP, such as http://collector:4318. Empty: none are
     made, and a client's `traceparent` passes as it is. Needs `baton[tracing]`. OpenTelemetry's own variables
@@ -230,16 +238,16 @@ class RouterSettings(BatchSettings):
     repeated or with commas between. Empty: all if an API key is wanted, else none, because every page that
     somebody opens on this machine could use a server without a key."""
 
-    alone_tokens: int = Field(default=512, ge=0)
-    """Most tokens of a prompt that a decode worker is asked to compute beside its streams while there is a
-    prefill worker for it. Whether it is asked for fewer depends on who would be done sooner."""
-
-    health_interval_s: float = Field(default=2.0, gt=0)
     profile: tuple[Path, ...] = ()
     """A file that `baton bench --find` wrote, with what a model takes on these machines; repeated, for one
     model each. With it the first requests go where they are answered soonest, too; later ones teach the
     router better."""
 
+    alone_tokens: int = Field(default=512, ge=0)
+    """Most tokens of a prompt that a decode worker is asked to compute beside its streams while there is a
+    prefill worker for it. Whether it is asked for fewer depends on who would be done sooner."""
+
+    health_interval_s: float = Field(default=2.0, gt=0)
     """Seconds from one look at a worker to the next, and the longest that a look may take."""
 
     health_misses: int = Field(default=3, ge=1)
@@ -268,6 +276,14 @@ class RouterSettings(BatchSettings):
     recovery_s: float = Field(default=5.0, ge=0)
     """Seconds for which a request waits at most if no worker is ready: one that was restarted may be soon. 0
     refuses at once."""
+
+    hold_s: float = Field(default=0.0, ge=0)
+    """Seconds for which a request waits at most if no worker is ready, where workers are started only when
+    they are needed: it goes before --recovery-s, and the router is ready without workers."""
+
+    hold_models: Names = ()
+    """Names of the models that such workers have, with commas between: a request for any other is told that
+    there is no such model. Without names, requests for any wait while no worker is there to say its own."""
 
     queue_requests: int = Field(default=10_000, ge=1)
     """Requests that may wait in the router. A tenant may fill four fifths of what the others leave."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
 import sys
 import time
 from collections import Counter
@@ -26,6 +28,7 @@ from baton_operator.observer import KINDS, Observer
 from baton_operator.plan import Images
 from baton_operator.reconciler import ServiceReconciler
 from baton_operator.scalers import API
+from tests.charts.helm import of_kind, render
 from tests.router.real_kubernetes import RealKubernetes, real_kubernetes
 
 IMAGES = Images("registry.example/worker:1", "registry.example/router:1")
@@ -56,9 +59,9 @@ class Asked:
     agent: str
 
     @classmethod
-    def of(cls, entry: dict[str, Any]) -> Asked | None:
+    def of(cls, entry: dict[str, Any], user: str) -> Asked | None:
         there = entry.get("objectRef")
-        if entry["user"]["username"] != "operator" or there is None:
+        if entry["user"]["username"] != user or there is None:
             return None
         kind = there.get("resource", "")
         resource = f"{kind}/{there['subresource']}" if "subresource" in there else kind
@@ -78,6 +81,11 @@ class Asked:
         own = self.resource == "leases" or self.name == "baton-operator"
         return self.verb in WRITES and not own
 
+    @property
+    def who(self) -> str:
+        """Which operator, by its identity."""
+        return self.agent.partition("baton-operator/")[2]
+
 
 class RealCluster:
     """With namespaces `models` and `baton`, the CRDs, and the operator's account."""
@@ -87,6 +95,8 @@ class RealCluster:
         self.admin = api.admin
         self.folder = folder
         self.kubeconfig = folder / "operator.kubeconfig"
+        self.user = "operator"
+        """Who the operator is, for the API server."""
 
     async def prepare(self) -> None:
         for name in ("models", OPERATOR):
@@ -94,11 +104,36 @@ class RealCluster:
         for one in RESOURCES:
             await self.api.post(CRDS, one.definition)
         await self.served(*(f"/apis/{API}/{one.plural}" for one in RESOURCES))
-        await self.allow()
-        self.kubeconfig.write_text(self._kubeconfig())
+        assets = os.environ.get("KUBEBUILDER_ASSETS")
+        if shutil.which("helm", path=assets) or shutil.which("helm"):
+            self.kubeconfig.write_text(self._kubeconfig(await self.install()))
+        else:
+            await self.allow()
+            self.kubeconfig.write_text(self._kubeconfig("token-of-the-operator"))
+
+    async def install(self) -> str:
+        """The chart's own account and rights, as helm renders them; gives a token of that account."""
+        manifests = render({}, f"--namespace={OPERATOR}")
+        (account,) = of_kind(manifests, "ServiceAccount")
+        kinds = ("ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding")
+        for one in (manifest for kind in kinds for manifest in of_kind(manifests, kind)):
+            namespace = "" if one["kind"].startswith("Cluster") else OPERATOR
+            await self.api.post(path(one["apiVersion"], one["kind"], namespace), one)
+        name = account["metadata"]["name"]
+        self.user = f"system:serviceaccount:{OPERATOR}:{name}"
+        return await self.token(OPERATOR, name)
+
+    async def token(self, namespace: str, account: str) -> str:
+        """What a pod of this account would be given."""
+        asked = await self.admin.post(
+            f"{path('v1', 'ServiceAccount', namespace, account)}/token",
+            json={"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}},
+        )
+        token: str = asked.raise_for_status().json()["status"]["token"]
+        return token
 
     async def allow(self) -> None:
-        """Just what the operator's rules say."""
+        """Just what the operator's rules say, where there is no helm to render them."""
         group, user = "rbac.authorization.k8s.io", {"kind": "User", "name": "operator"}
         subjects = [{"apiGroup": group, **user}]
         name = {"metadata": {"name": "operator"}}
@@ -198,8 +233,12 @@ class RealCluster:
 
     def asked(self, since: int = 0) -> list[Asked]:
         """What the operator's account has asked for, from that entry on."""
+        return self.asked_by(self.user, since)
+
+    def asked_by(self, user: str, since: int = 0) -> list[Asked]:
+        """What this account has asked for."""
         lines = self.api.audit.read_text().splitlines() if self.api.audit.exists() else []
-        entries = [Asked.of(json.loads(line)) for line in lines]
+        entries = [Asked.of(json.loads(line), user) for line in lines]
         return [one for one in entries if one is not None][since:]
 
     async def until(self, claim: Callable[[], Any], limit_s: float = 30.0) -> None:
@@ -208,12 +247,12 @@ class RealCluster:
     async def _is_served(self, where: str) -> bool:
         return (await self.admin.get(where)).status_code == 200
 
-    def _kubeconfig(self) -> str:
+    def _kubeconfig(self, token: str) -> str:
         named = {
             "clusters": {
                 "cluster": {"server": self.api.url, "certificate-authority": str(self.api.account / "ca.crt")}
             },
-            "users": {"user": {"token": "token-of-the-operator"}},
+            "users": {"user": {"token": token}},
             "contexts": {"context": {"cluster": "main", "user": "main"}},
         }
         lists = {name: [{"name": "main", **value}] for name, value in named.items()}
@@ -321,7 +360,7 @@ async def started(folder: Path, kubeconfig: Path, name: str, *options: str) -> A
     try:
         await until(lambda: process.returncode is not None or "Health and metrics" in log.read_text())
         assert process.returncode is None, log.read_text()
-        url = log.read_text().rpartition("Health and metrics at ")[2].split()[0].rstrip(".")
+        url = log.read_text().rpartition("Health and metrics at ")[2].partition('"')[0].rstrip(".")
         yield Process(process, url, log)
     finally:
         if process.returncode is None:

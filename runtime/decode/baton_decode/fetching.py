@@ -13,6 +13,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton_api import logs
 from baton_api.errors import TransferFailed
 from baton_api.hashing import chain_hash
 from baton_api.messages import Chunk, Commit, Failed
@@ -73,6 +74,7 @@ class Fetching:
         self.answered = False
         self.epoch = 0
         self._name = name
+        self._of = logs.of(errand.request_id)
         self._means = means
         self._on_change = on_change
         self._loop = asyncio.get_running_loop()
@@ -110,7 +112,7 @@ class Fetching:
         try:
             self._do(self._room.begin(errand.request_id, errand.ticket, left))
         except TransferFailed as error:  # a prompt too long for one frame
-            log.warning("request %s cannot be asked for: %s", errand.fetch.request_id, error)
+            log.warning("request %s cannot be asked for: %s", errand.fetch.request_id, error, extra=self._of)
             self._do(self._room.lost())
 
     def fail(self, reason: Fallback) -> None:
@@ -127,7 +129,8 @@ class Fetching:
             case Commit():
                 self._do(self._room.commit(message))
             case Failed(reason=reason):
-                log.warning("prefill of %s failed: %s", self.errand.fetch.request_id, reason[:500])
+                said = self.errand.fetch.request_id, reason[:500]
+                log.warning("prefill of %s failed: %s", *said, extra=self._of)
                 self._do(self._room.failed(message))
 
     def lost(self) -> None:
@@ -196,7 +199,8 @@ class Fetching:
 
     def _read_failed(self, number: int, error: BaseException) -> None:
         assert self._room is not None
-        log.warning("reading blocks of %s failed: %s", self.errand.fetch.request_id, error)
+        said = self.errand.fetch.request_id, error
+        log.warning("reading blocks of %s failed: %s", *said, extra=self._of)
         self._do(self._room.pull_failed(number, self._loop.time()))
 
     def _verify(self, ask: Verify) -> None:
@@ -211,8 +215,8 @@ class Fetching:
             else:
                 good = [mine == told for mine, told in zip(found.result(), ask.checksums, strict=True)]
             if not all(good):
-                name = self.errand.fetch.request_id
-                log.error("%d of %d KV blocks of %s arrived damaged", good.count(False), len(good), name)
+                said = good.count(False), len(good), self.errand.fetch.request_id
+                log.error("%d of %d KV blocks of %s arrived damaged", *said, extra=self._of)
             self._do(self._room.verified(ask.number, good))
 
         found.add_done_callback(compared)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from baton_api import logs
 from baton_api.errors import IncompatiblePeer, TransferFailed
 from baton_api.messages import Pong
 from baton_api.reports import Fallback
@@ -126,6 +127,7 @@ class Prefills:
 
     async def _run(self, fetching: Fetching) -> None:
         errand = fetching.errand
+        logs.about(request_id=errand.request_id)
         try:
             # Hashing a long prompt takes milliseconds that the event loop does not have.
             tail = await asyncio.to_thread(whole_hash, errand.fetch, self._means.cache.block_size)

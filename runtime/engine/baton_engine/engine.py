@@ -14,11 +14,12 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 
 import torch
 
+from baton_api import logs
 from baton_api.errors import (
     BatonError,
     InternalError,
@@ -251,7 +252,9 @@ class Engine:
             reading, job.reading = job.reading, None
             result = None if reading is None else reading.result
             if (share.draws and choice is None) or (reading is not None and result is None):
-                log.error("Request %s ends: the model's logits are not finite.", job.request.id)
+                log.error(
+                    "Request %s ends: the model's logits are not finite.", job.request.id, extra=_of(job)
+                )
                 self._end(job, FinishReason.ERROR, InternalError())
             elif isinstance(choice, BatonError):
                 self._end(job, FinishReason.ERROR, choice)
@@ -281,7 +284,7 @@ class Engine:
         try:
             job.draw.push(choice.token)
         except Exception as error:  # one request's guide is not the other requests' end
-            log.error("Request %s ends.", request.id, exc_info=error)
+            log.error("Request %s ends.", request.id, exc_info=error, extra=_of(job))
             known = error if isinstance(error, BatonError) else InternalError()
             self._end(job, FinishReason.ERROR, known)
             return
@@ -359,7 +362,9 @@ class Engine:
             self._token(job, fetched.first, fetched.relay)
         else:
             reason = job.request.fallback = fetched.reason or TRANSFER_FAILED
-            log.warning("Request %s is computed here after all: %s", fetched.request_id, reason)
+            log.warning(
+                "Request %s is computed here after all: %s", fetched.request_id, reason, extra=_of(job)
+            )
             self._figures.fetch_failed(fetched)
             self._scheduler.requeue(job)
 
@@ -372,7 +377,7 @@ class Engine:
         try:
             request.remote.start(fetch)
         except Exception:
-            log.exception("The fetch for request %s could not be started.", request.id)
+            log.exception("The fetch for request %s could not be started.", request.id, extra=_of(job))
             self._fetched(Fetched(request.id, arrived=0, reason=TRANSFER_FAILED))
 
     def _note_admission(self, job: Job) -> None:
@@ -392,7 +397,7 @@ class Engine:
         try:
             request.export.computed(request.id, request.computed, request.blocks)
         except Exception:
-            log.exception("The blocks of request %s could not be announced.", request.id)
+            log.exception("The blocks of request %s could not be announced.", request.id, extra=_of(job))
             self._end(job, FinishReason.ERROR, InternalError())
 
     def _starvation(self, job: Job) -> BatonError:
@@ -451,3 +456,8 @@ class Engine:
             self._on_outputs(outputs)
         if self._kv_events is not None:
             self._kv_events.flush()
+
+
+def _of(job: Job) -> dict[str, Mapping[str, str]]:
+    """What a line of the log belongs to."""
+    return logs.of(job.request.client_id or job.request.id)

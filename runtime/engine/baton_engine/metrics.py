@@ -148,9 +148,7 @@ class EngineCollector(Collector):
             metrics.WORKER_LOCAL_PREFILLS,
             {(reason,): count for reason, count in totals.local_prefills.items()},
         )
-        yield _counter(
-            metrics.WORKER_TRANSFER_FAILURES, dict(totals.transfer_failures.items())
-        )
+        yield _counter(metrics.WORKER_TRANSFER_FAILURES, dict(totals.transfer_failures.items()))
         yield _counter(
             metrics.WORKER_QUARANTINES,
             {(transport,): count for transport, count in totals.quarantined.items()},

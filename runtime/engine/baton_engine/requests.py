@@ -287,6 +287,8 @@ class Request:
     """Keeps to `sampling.constraint` and `sampling.thinking`; there if and only if one of them is."""
     pooling: Pooling | None = None
     """With it, the prompt's vector is the whole answer, and no token is drawn."""
+    client_id: str = ""
+    """What its client calls the request that this belongs to: for the log."""
     patient: bool = False
     """Nobody waits for its answer: all others go before it, and it makes room for them."""
     remote: RemotePrefill | None = None

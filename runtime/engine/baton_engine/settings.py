@@ -13,6 +13,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from baton_api.keys import KeyDigests
+from baton_api.logs import Format
 from baton_api.sizes import Bytes
 from baton_api.texts import JsonObject, Names, Origins
 from baton_api.workers import Role
@@ -212,6 +213,10 @@ class WorkerSettings(BaseSettings):
     tool_call_parser: str = ""
     """How the model writes tool calls, such as hermes, qwen, llama3, mistral or pythonic. Empty: as its chat
     template tells."""
+
+    log_format: Format = "auto"
+    """auto: one JSON object to a line, unless the log goes to a terminal. text or json: that one in any case.
+    A line that belongs to a request has its id. No line has a prompt, but for log_requests_level 2."""
 
     log_requests: bool = False
     """Log each request when it has been read and when it has ended, besides the line of the access log."""

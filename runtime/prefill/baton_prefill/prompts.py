@@ -15,6 +15,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton_api import logs
 from baton_api.errors import BatonError, InvalidRequest
 from baton_engine.cache import KVCache
 from baton_engine.control import Connection
@@ -33,6 +34,8 @@ from baton_prefill.rooms import Action, Checksum, Release, Room, Send, State, Su
 
 log = logging.getLogger(__name__)
 
+NAME_LENGTH = 200
+"""Characters of a peer's names that the log repeats."""
 
 GuideOf = Callable[[Constraint | None, Thinking | None], Guide]
 
@@ -83,6 +86,7 @@ class Prompt:
         self._asked_at = time.monotonic()
         self._started_at: float | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._of = logs.of((room.ask.request_id or request_id)[:NAME_LENGTH])
 
     def begin(self, deadline_s: float) -> None:
         self._deadline = self._loop.call_later(deadline_s, lambda: self.do(self.room.deadline()))
@@ -125,6 +129,7 @@ class Prompt:
                 sampling=sampling,
                 salt=ask.salt,
                 guide=guide,
+                client_id=ask.request_id,
                 export=self,
             )
             async for output in self._computer.client.generate(request):
@@ -145,6 +150,15 @@ class Prompt:
             first = output.tokens[0]
             queue_s, compute_s = started - self._asked_at, now - started
             self.do(self.room.finished(first, output.cached_tokens, queue_s, compute_s))
+            log.info(
+                "prompt %s is computed: tokens=%d cached=%d queue=%.3fs compute=%.3fs",
+                self.request_id[:NAME_LENGTH],
+                len(self.room.ask.tokens),
+                output.cached_tokens,
+                queue_s,
+                compute_s,
+                extra=self._of,
+            )
         else:
             reason = str(output.error or "the prefill worker's engine dropped the prompt")
             self.do(self.room.failed(reason, retry=not isinstance(output.error, InvalidRequest)))
@@ -165,5 +179,5 @@ class Prompt:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            log.error("prompt %s broke", self.request_id, exc_info=error)
+            log.error("prompt %s broke", self.request_id[:NAME_LENGTH], exc_info=error, extra=self._of)
             self.do(self.room.failed("internal error of the prefill worker", retry=True))

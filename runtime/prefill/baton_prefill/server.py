@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from baton_api import tickets
+from baton_api import logs, tickets
 from baton_api.errors import IncompatiblePeer, InvalidRequest, SetupError, TransferFailed
 from baton_api.messages import Abort, AnyMessage, Done, Drained, Failed, Hello, Pong, Prefill, Welcome
 from baton_engine import handshake
@@ -27,7 +27,7 @@ from baton_engine.transfer import Transfer
 from baton_prefill import admission
 from baton_prefill.admission import PromptLimits
 from baton_prefill.presence import Presence
-from baton_prefill.prompts import Client, Computer, GuideOf, Prompt, PromptEngine
+from baton_prefill.prompts import NAME_LENGTH, Client, Computer, GuideOf, Prompt, PromptEngine
 from baton_prefill.rooms import Room
 
 log = logging.getLogger(__name__)
@@ -198,7 +198,10 @@ class PrefillServer:
             except InvalidRequest as error:
                 reason = error.message
         if reason:
-            log.warning("refused prompt %s of %s: %s", ask.room[:200], connection.peer, reason)
+            said = logs.of(ask.request_id[:NAME_LENGTH])
+            log.warning(
+                "refused prompt %s of %s: %s", ask.room[:NAME_LENGTH], connection.peer, reason, extra=said
+            )
             connection.send(Failed(room=ask.room, epoch=ask.epoch, reason=reason, retry=busy, busy=busy))
             return
         self._attempts += 1

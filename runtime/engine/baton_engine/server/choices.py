@@ -59,6 +59,7 @@ class Choices:
                     sampling=work.parameters.choice(index % n, work.prompts[index // n].max_tokens),
                     salt=salt,
                     guide=None if work.guides is None else work.guides(),
+                    client_id=exchange.request_id,
                     patient=patient,
                     remote=remote if index % n == 0 else None,
                 ),

@@ -17,7 +17,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton_api import headers, limits
+from baton_api import headers, limits, logs
 from baton_api.errors import (
     BatonError,
     HeadTooLarge,
@@ -53,6 +53,7 @@ class Edge:
         scope["app"] = self  # routes raise HTTPException instead of answering in plain text
         given = dict(scope["headers"])
         exchange = open_exchange(scope, request_id(given.get(headers.REQUEST_ID.encode(), b"")))
+        logs.about(request_id=exchange.request_id)
         named = [(headers.REQUEST_ID.encode(), exchange.request_id.encode())]
 
         async def reply(message: Message) -> None:

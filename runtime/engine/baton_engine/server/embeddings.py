@@ -112,7 +112,7 @@ class Embeddings:
     def _record(self, exchange: Exchange, reason: FinishReason) -> None:
         exchange.ended = time.monotonic()
         exchange.finish_reasons.append(reason)
-        self._served.metrics.ended(reason, exchange.prompt_tokens, 0, exchange.ended - exchange.started)
+        self._served.metrics.ended(reason, exchange.prompt_tokens or 0, 0, exchange.ended - exchange.started)
         self._served.history.append(exchange)
 
 

@@ -1,0 +1,114 @@
+"""The log: what a line has, what it belongs to, and what is left out of it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from baton_api import logs
+from baton_api.errors import InvalidRequest, SetupError
+
+log = logging.getLogger("baton_test")
+SECRET = "the prompt of the canary"
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def begun(format: logs.Format = "auto") -> io.StringIO:
+    stream = io.StringIO()
+    logs.begin(format, "decode-0", stream)
+    return stream
+
+
+def lines(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_where_no_person_looks_each_line_is_an_object() -> None:
+    stream = begun()
+    log.info('All is "well"\nand %d', 7)
+    (line,) = lines(stream)
+    assert line.pop("time").endswith("+00:00")
+    assert line == {
+        "level": "info",
+        "process": "decode-0",
+        "logger": "baton_test",
+        "message": 'All is "well"\nand 7',
+    }
+
+
+def test_a_person_reads_a_short_line_with_the_request_once() -> None:
+    stream = begun("text")
+    log.info("Nobody's.")
+    log.warning("Refused.", extra=logs.of("req_1"))
+    log.warning("req_2 was refused.", extra=logs.of("req_2"))
+    said = [line.partition("] ")[2] for line in stream.getvalue().splitlines()]
+    assert said == ["Nobody's.", "Refused. (req_1)", "req_2 was refused."]
+
+
+async def test_what_is_done_for_a_request_belongs_to_it_and_to_no_other() -> None:
+    stream = begun()
+
+    async def deeper(name: str) -> None:
+        await asyncio.sleep(0)
+        await asyncio.to_thread(log.info, "for %s", name)
+
+    async def served(name: str) -> None:
+        logs.about(request_id=name)
+        await asyncio.create_task(deeper(name))
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(5):
+            group.create_task(served(f"req_{number}"))
+    log.info("for nobody")
+    with logs.during(object="InferenceService models/chat"):
+        log.info("for an object")
+    *mine, nobody, thing = lines(stream)
+    assert {line["message"]: line["request_id"] for line in mine} == {
+        f"for req_{number}": f"req_{number}" for number in range(5)
+    }
+    assert "request_id" not in nobody and "object" not in nobody
+    assert thing["object"] == "InferenceService models/chat"
+
+
+@pytest.mark.parametrize("format", ["json", "text"])
+def test_an_exception_of_a_request_tells_its_type_and_place_and_not_its_words(format: logs.Format) -> None:
+    stream = begun(format)
+    for error in (ValueError(SECRET), InvalidRequest("The field 'n' is no number.")):
+        try:
+            raise error
+        except Exception:
+            log.exception("It broke.", extra=logs.of("req_1"))
+    said = stream.getvalue()
+    assert SECRET not in said and "ValueError" in said and "test_logs.py" in said
+    assert "The field 'n' is no number." in said, "our own errors say nothing but names and numbers"
+
+
+def test_what_nobodys_request_broke_is_told_whole() -> None:
+    stream = begun()
+    try:
+        raise ValueError("the disk is gone")
+    except ValueError:
+        log.exception("It broke.")
+    assert "the disk is gone" in lines(stream)[0]["exception"]
+
+
+def test_children_write_as_their_parent_does() -> None:
+    begun("json")
+    assert logs.for_children() == {"BATON_LOG_FORMAT": "json"}
+    assert logs.read_format("text") == "text"
+    with pytest.raises(SetupError, match="'yaml' is none of auto, text, json"):
+        logs.read_format("yaml")
