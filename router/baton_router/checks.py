@@ -56,6 +56,8 @@ async def _watch_one(worker: Worker, settings: RouterSettings, clock: Callable[[
             async with asyncio.timeout(settings.health_interval_s):
                 load, refusal = await look(worker, trust)
         except (Lost, TimeoutError, msgspec.DecodeError) as error:
+            if isinstance(error, TimeoutError) and worker.upstream.heard >= started:
+                continue  # it is slow to answer this, but requests hear of it: it is alive
             reason = f"it does not answer: {_why(error)}"
             worker.health = worker.health.missed(settings.health_misses, reason)
             if worker.health.down:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import socket
 import ssl
 from functools import cache
@@ -60,6 +61,8 @@ class Upstream:
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
         self._closed = False
+        self.heard = -math.inf
+        """Loop time at which anything last came from the worker."""
 
     @property
     def secure(self) -> bool:
@@ -288,7 +291,7 @@ class Connection(asyncio.Protocol):
         if exchange is None:
             self.transport.abort()  # an answer that nobody asked for
             return
-        exchange.progress = self.loop.time()
+        exchange.progress = self.upstream.heard = self.loop.time()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):

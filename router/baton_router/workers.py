@@ -315,7 +315,12 @@ class Workers:
 
 
 def usable(workers: Sequence[Worker], now: float) -> Sequence[Worker]:
-    """Those that take requests; if more than half of those who could are put aside, these too."""
+    """
+    Those that take requests; if more than half of those who could are put aside, these too.
+
+    If that is nobody, those who take requests by what was seen of them, whoever has listed them as what: when
+    Kubernetes has lost a node, or ends the last worker, they can still be asked.
+    """
     states = [(worker, worker.state(now)) for worker in workers]
     taking = [worker for worker, state in states if state in TAKING]
     if len(taking) == len(workers):
@@ -324,7 +329,7 @@ def usable(workers: Sequence[Worker], now: float) -> Sequence[Worker]:
     full = [worker for worker, state in states if state is State.FULL]
     if 2 * aside > len(taking) + len(full) + aside:
         return [worker for worker, state in states if state in TAKING or state is State.EJECTED]
-    return taking or full
+    return taking or full or [worker for worker in workers if worker.health.state(now) in TAKING]
 
 
 def preferred(workers: Sequence[Worker], now: float) -> Sequence[Worker]:

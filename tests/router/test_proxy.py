@@ -223,6 +223,21 @@ async def test_requests_move_on_from_a_worker_that_fell_silent() -> None:
         assert router.metric("baton_router_retries_total", cause="hung") == len(silent.asked) > 0
 
 
+async def test_a_worker_of_which_requests_hear_is_not_down_because_it_does_not_say_how_it_is() -> None:
+    async with (
+        FakeWorker(fake_worker.flood) as worker,
+        running_router([worker], health_interval_s=0.1, health_misses=1) as router,
+        httpx.AsyncClient(base_url=router.url, trust_env=False) as client,
+        client.stream("POST", CHAT, json=STREAM) as answer,
+    ):
+        worker.silent = True
+        before = worker.connections
+        async for _ in answer.aiter_raw():
+            assert router.router.refusal() is None
+            if worker.connections > before + 5:  # each look that nothing came of has ended its own
+                break
+
+
 async def test_a_client_that_leaves_takes_its_request_along() -> None:
     for behaviour in (fake_worker.hang, fake_worker.hang_in_the_stream, fake_worker.flood):
         async with FakeWorker(behaviour) as worker, running_router([worker]) as router:

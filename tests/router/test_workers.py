@@ -11,6 +11,7 @@ import pytest
 from baton_api.errors import ModelNotFound, NotReady
 from baton_api.workers import Load, Role
 from baton_router.breaker import FAILURES_IN_A_ROW, PAUSE_LIMIT_S, PAUSE_S
+from baton_router.discovery.listed import Standing
 from baton_router.upstream import Upstream
 from baton_router.workers import Health, State, Worker, Workers, preferred, usable
 
@@ -124,6 +125,14 @@ def worker(listed: Role = Role.DECODE, port: int = 1, **load: object) -> Worker:
 
 def ports(workers: Sequence[Worker]) -> list[int]:
     return [one.upstream.port for one in workers]
+
+
+def test_where_nobody_else_is_what_was_seen_counts_whoever_is_listed_as_what() -> None:
+    lost, ending, unwell, well = (worker(port=number) for number in (1, 2, 3, 4))
+    lost.standing, ending.standing = Standing.UNREADY, Standing.TERMINATING
+    unwell.health = not_ready(unwell.health)
+    assert ports(usable([lost, ending, unwell], 100.0)) == [1, 2]
+    assert ports(usable([lost, ending, unwell, well], 100.0)) == [4]
 
 
 # R: ready; E: put aside; T: on trial; F: full; D: down. Who of them takes requests, and who one that failed.
