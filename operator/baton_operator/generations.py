@@ -12,7 +12,7 @@ from baton_operator.generation import Blueprint, Generation
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests.objects import Manifest, Owner, made
 from baton_operator.observed import Observed, Pod, seconds
-from baton_operator.rollout import RoleName, RoleState, Seen
+from baton_operator.rollout import RoleName, RoleState, Seen, Tried
 
 DATA = "generation.json"
 
@@ -73,6 +73,7 @@ def seen(observed: Observed, generation: Generation, weight: int, now: float) ->
         failed=note.get("phase") == "Failed",
         progressed=now if ready > note.get("peak", 0) else progressed,
         restarts=max((pod.restarts for pod in pods), default=0),
+        tried=observed.tried.get(revision, Tried()),
         step=note.get("step", 0),
         step_since=seconds(note["stepSince"]) if "stepSince" in note else None,
     )

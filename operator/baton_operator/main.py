@@ -23,7 +23,7 @@ import kopf
 from kubernetes.aio.client.exceptions import ApiException
 
 from baton_api.errors import SetupError
-from baton_operator import connection, crew, handlers
+from baton_operator import connection, crew, handlers, tries
 from baton_operator.adapters import AdapterReconciler
 from baton_operator.api_server import ApiServer
 from baton_operator.conditions import Transition
@@ -39,6 +39,7 @@ from baton_operator.plan import Images
 from baton_operator.reconciler import Reconciler, ServiceReconciler
 from baton_operator.scalers import API
 from baton_operator.settings import OperatorSettings
+from baton_operator.tries import RouterTries
 from baton_operator.work_queue import WorkQueue
 
 log = logging.getLogger(__name__)
@@ -128,7 +129,7 @@ def _reconcilers(
         events.tell(about, transition)
 
     images = Images(settings.worker_image, settings.router_image, by_issuer(settings.mutual_tls_issuer))
-    observer = Observer(api, time.monotonic)
+    observer = Observer(api, time.monotonic, RouterTries(tries.read, time.monotonic))
     return {
         "InferenceService": ServiceReconciler(
             api, observer, images, tell, figures.services.stands, time.time, settings.resync_s

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from baton_api import labels
 from baton_operator.manifests.objects import Manifest, Owner
+from baton_operator.rollout import Tried
 
 Key = tuple[str, str, str]
 """apiVersion, kind and name of an object in the service's namespace."""
@@ -31,6 +32,8 @@ class Pod:
     """Of its container."""
     trouble: str
     """Why it does not run, in Kubernetes' word and message; empty if it does."""
+    address: str = ""
+    """Its IP address; empty if it has none yet."""
 
     @classmethod
     def of(cls, manifest: Manifest) -> Pod:
@@ -46,6 +49,7 @@ class Pod:
             terminating="deletionTimestamp" in metadata,
             restarts=max((one.get("restartCount", 0) for one in containers), default=0),
             trouble=_trouble(conditions, [*status.get("initContainerStatuses", ()), *containers]),
+            address=status.get("podIP", ""),
         )
 
 
@@ -59,6 +63,8 @@ class Observed:
     pods: Sequence[Pod] = ()
     apis: frozenset[str] = frozenset()
     """Optional APIs that the cluster has, such as gateway.networking.k8s.io/v1."""
+    tried: Mapping[str, Tried] = field(default_factory=dict)
+    """What lately became of requests, by generation, if there are several."""
 
     @property
     def owner(self) -> Owner:

@@ -8,7 +8,7 @@ service in their spec.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from baton_api import labels
 from baton_operator import names, scalers
@@ -16,6 +16,8 @@ from baton_operator.api_server import ApiServer
 from baton_operator.manifests.exposure import CERTIFICATE_API, GATEWAY_API
 from baton_operator.manifests.objects import Manifest
 from baton_operator.observed import Key, Observed, Pod, key
+from baton_operator.rollout import Tried
+from baton_operator.tries import NoTries, Tries
 
 RBAC = "rbac.authorization.k8s.io/v1"
 
@@ -37,14 +39,18 @@ KINDS = (
 OPTIONAL = ((GATEWAY_API, "HTTPRoute"), (CERTIFICATE_API, "Certificate"))
 """What it makes where there are such kinds."""
 
+ALIVE = ("Warming", "Serving", "Draining")
+"""Phases of generations of which something is there."""
+
 APIS_S = 60.0
 """Seconds for which it is remembered which of those there are."""
 
 
 class Observer:
-    """Reads for all services. `clock` is monotonic."""
+    """Reads for all services. `clock` is monotonic; `tries` are asked while a rollout is under way."""
 
-    def __init__(self, api: ApiServer, clock: Callable[[], float]) -> None:
+    def __init__(self, api: ApiServer, clock: Callable[[], float], tries: Tries | None = None) -> None:
+        self._tries: Tries = tries or NoTries()
         self._api = api
         self._clock = clock
         self._apis: frozenset[str] = frozenset()
@@ -72,7 +78,17 @@ class Observer:
         )
         objects: dict[Key, Manifest] = {key(one): one for found in lists for one in found}
         objects |= {key(one): one for one in of_it if _is_bound(one, name)}
-        return Observed(service, objects, [Pod.of(one) for one in pods], apis)
+        there = [Pod.of(one) for one in pods]
+        return Observed(service, objects, there, apis, await self._tried(service, there))
+
+    async def _tried(self, service: Manifest, pods: Sequence[Pod]) -> Mapping[str, Tried]:
+        uid = service["metadata"]["uid"]
+        phases = [one["phase"] for one in service.get("status", {}).get("revisions", ())]
+        if sum(phase in ALIVE for phase in phases) < 2:
+            self._tries.forget(uid)
+            return {}
+        routers = {pod.name: pod.address for pod in pods if pod.role == names.ROUTER and pod.address}
+        return await self._tries.lately(uid, routers)
 
     async def _optional(self) -> frozenset[str]:
         now = self._clock()

@@ -5,8 +5,9 @@ A generation serves as far as both of its roles do: one ready prefill worker of 
 make half a generation. The new one gets requests by that share; the old one gives up workers for it, and
 never more than the new one has taken over. So the two roles of a generation come and go together.
 
-A generation that makes no progress, or whose workers crash, has failed; then the one that served before is
-brought back, and the failed one is not tried again until the spec asks for something else.
+A generation that makes no progress, whose workers crash, or on which requests fail that do not fail on the
+old one, has failed; then the one that served before is brought back, and the failed one is not tried again
+until the spec asks for something else.
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ Phase = Literal["Warming", "Serving", "Draining", "Retired", "Failed"]
 
 CRASHES = 3
 """Restarts of one worker of a new generation after which the generation has failed."""
+
+FAILURES = 5
+"""Requests that must have failed on a new generation before their share says anything."""
+
+TRIED_S = 5.0
+"""Seconds after which to look again at what becomes of requests."""
 
 ALL = 100
 """The sum of the weights."""
@@ -43,6 +50,19 @@ class RoleState:
 
 
 @dataclass(frozen=True, slots=True)
+class Tried:
+    """What became of the requests that a generation was lately given, whoever answered them in the end."""
+
+    requests: int = 0
+    failed: int = 0
+
+    @property
+    def failing(self) -> float:
+        """The share of them that failed, from 0 to 1."""
+        return self.failed / self.requests if self.requests else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Seen:
     """One generation as it is. Times are Unix seconds."""
 
@@ -54,6 +74,7 @@ class Seen:
     progressed: float = 0.0
     restarts: int = 0
     """Of that worker which has most."""
+    tried: Tried = Tried()
     step: int = 0
     step_since: float | None = None
 
@@ -111,7 +132,7 @@ def decide(wanted: Wanted, seen: Sequence[Seen], now: float) -> dict[str, Fate]:
         return {one.revision: _gone(one) for one in seen}
     new = next(one for one in seen if one.revision == wanted.revision)
     old = [one for one in seen if one is not new and not one.failed and one.there]
-    failure = _failure(wanted, new, now) if old and not new.failed else ""
+    failure = _failure(wanted, new, old, now) if old and not new.failed else ""
     if (new.failed or failure) and old and wanted.policy.auto_rollback:
         return _rolled_back(wanted, seen, new, failure)
     if wanted.policy.paused and old:
@@ -137,19 +158,26 @@ def next_look(wanted: Wanted, seen: Sequence[Seen], now: float) -> float | None:
     looks = []
     if not new.failed and new.share(wanted.targets) < 1:
         looks.append(new.progressed + wanted.policy.progress_deadline_seconds - now)
+    if new.weight and not new.failed and any(one.there for one in seen if one is not new):
+        looks.append(TRIED_S)
     steps = wanted.policy.canary.steps if wanted.policy.canary else []
     if new.step_since is not None and new.step < len(steps):
         looks.append(new.step_since + steps[new.step].pause_seconds - now)
     return max(0.0, min(looks)) if looks else None
 
 
-def _failure(wanted: Wanted, new: Seen, now: float) -> str:
+def _failure(wanted: Wanted, new: Seen, old: Sequence[Seen], now: float) -> str:
     """Why the new generation has failed; empty if it has not."""
     if new.restarts >= CRASHES:
         return f"a worker of it was started {new.restarts + 1} times"
     limit = wanted.policy.progress_deadline_seconds
     if new.there and new.share(wanted.targets) < 1 and now - new.progressed > limit:
         return f"it made no progress for {limit} s"
+    tried, most = new.tried, wanted.policy.max_failed_percent
+    # What fails on the old generation as well is not the new one's fault.
+    least = min((one.tried.failing for one in old), default=0.0)
+    if tried.failed >= FAILURES and ALL * tried.failing > most and tried.failing > least:
+        return f"{tried.failed} of {tried.requests} requests failed on it"
     return ""
 
 

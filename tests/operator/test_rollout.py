@@ -13,11 +13,14 @@ from baton_operator.kinds.service_policies import Canary, CanaryStep, Rollout
 from baton_operator.rollout import (
     ALL,
     CRASHES,
+    FAILURES,
+    TRIED_S,
     Bounds,
     Fate,
     RoleName,
     RoleState,
     Seen,
+    Tried,
     Wanted,
     decide,
     next_look,
@@ -150,6 +153,42 @@ def test_no_progress_for_too_long_is_a_failure_and_asked_for_in_time() -> None:
     assert decide(want, there, 599.0)["z"].phase == "Warming"
     failed = decide(want, there, 601.0)["z"]
     assert (failed.phase, failed.reason) == ("Failed", "it made no progress for 600 s")
+
+
+FAILING = [
+    pytest.param(Tried(100, 11), Tried(), True, id="more than may"),
+    pytest.param(Tried(100, 10), Tried(), False, id="as many as may"),
+    pytest.param(Tried(FAILURES, FAILURES), Tried(100, 0), True, id="all of the first ones"),
+    pytest.param(Tried(FAILURES - 1, FAILURES - 1), Tried(), False, id="too few to say anything"),
+    pytest.param(Tried(100, 40), Tried(100, 40), False, id="not more than on the old one"),
+    pytest.param(Tried(100, 40), Tried(900, 90), True, id="more than on the old one"),
+    pytest.param(Tried(), Tried(), False, id="none yet"),
+]
+
+
+@pytest.mark.parametrize(("of_new", "of_old", "failed"), FAILING)
+def test_requests_that_fail_on_the_new_one_alone_take_it_back(
+    of_new: Tried, of_old: Tried, failed: bool
+) -> None:
+    new, old = seen("z 1/1 1/1 25"), seen("a 2/2 3/3 75")
+    fates = decide(wanted(), [replace(new, tried=of_new), replace(old, tried=of_old)], 1.0)
+    assert (fates["z"].phase == "Failed") == failed
+    assert not failed or fates["z"].reason == f"{of_new.failed} of {of_new.requests} requests failed on it"
+    assert not failed or shown(fates)["a"] == "2 4 100 Serving"
+
+
+def test_how_many_requests_may_fail_can_be_said() -> None:
+    there = [replace(seen("z 1/1 1/1 25"), tried=Tried(100, 30)), seen("a 2/2 3/3 75")]
+    assert decide(wanted(maxFailedPercent=30), there, 1.0)["z"].phase == "Warming"
+    assert decide(wanted(maxFailedPercent=29), there, 1.0)["z"].phase == "Failed"
+    assert decide(wanted(maxFailedPercent=0, autoRollback=False), there, 1.0)["z"].phase == "Warming"
+
+
+def test_while_requests_go_to_two_generations_somebody_looks_often() -> None:
+    want, new, old = wanted(), seen("z 1/1 1/1 25"), seen("a 2/2 3/3 75")
+    assert next_look(want, [new, old], 0.0) == TRIED_S
+    assert next_look(want, [replace(new, weight=0), old], 0.0) == want.policy.progress_deadline_seconds
+    assert next_look(want, [seen("z 2/2 4/4 100"), seen("a 0/0 0/0")], 0.0) is None
 
 
 def test_what_failed_stays_failed() -> None:

@@ -111,6 +111,10 @@ class Rollout(Part):
     auto_rollback: bool = True
     """Whether a rollout that fails is undone."""
 
+    max_failed_percent: Annotated[int, Field(ge=0, le=100)] = 10
+    """Percent of its requests that may fail on a new generation, whoever answers them then. If more do, and
+    fewer on the old one, the rollout has failed."""
+
     revision_history_limit: Annotated[int, Field(ge=1, le=50)] = 5
     """Old generations that are remembered, to go back to."""
 

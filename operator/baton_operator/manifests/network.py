@@ -14,6 +14,12 @@ from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests.objects import Manifest, Owner, made
 from baton_operator.manifests.workers import files
 
+OPERATORS = {
+    "namespaceSelector": {},
+    "podSelector": {"matchLabels": {"app.kubernetes.io/name": "baton-operator"}},
+}
+"""The operator's pods, as its chart names them: they ask routers what becomes of requests."""
+
 DNS = {"ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]}
 
 
@@ -22,7 +28,7 @@ def routers(owner: Owner, spec: InferenceServiceSpec) -> Manifest:
     port = {"ports": [{"protocol": "TCP", "port": names.ROUTER_PORT}]}
     allowed = spec.security.ingress_namespace_labels
     if allowed:
-        port = {**port, "from": [{"namespaceSelector": {"matchLabels": dict(allowed)}}]}
+        port = {**port, "from": [{"namespaceSelector": {"matchLabels": dict(allowed)}}, OPERATORS]}
     body = {
         "podSelector": {"matchLabels": names.selecting(owner.name, names.ROUTER)},
         "policyTypes": ["Ingress"],
