@@ -14,7 +14,7 @@ from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests.objects import Manifest, Owner, made
 from baton_operator.manifests.workers import files
 
-OPERATORS = {
+OPERATORS: Manifest = {
     "namespaceSelector": {},
     "podSelector": {"matchLabels": {"app.kubernetes.io/name": "baton-operator"}},
 }
