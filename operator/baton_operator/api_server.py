@@ -151,7 +151,11 @@ class ApiServer:
         if method != "GET":
             self._guard()
         # The transport looks for this very spelling.
-        headers = {"Accept": "application/json", "Content-Type": kind}
+        headers = {
+            "Accept": "application/json",
+            "Content-Type": kind,
+            "User-Agent": self._client.user_agent,
+        }
         await self._client.update_params_for_auth(headers, [], ["BearerToken"], where, method, body)
         host: str = self._client.configuration.host
         url = host + where + (f"?{urlencode(query)}" if query else "")

@@ -69,6 +69,7 @@ async def _run(settings: OperatorSettings, listening: Listening) -> None:
     client = await connection.client(settings.kubeconfig)
     free = ApiServer(client, lambda: None, figures.answered)
     me = settings.identity or f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
+    client.user_agent = f"baton-operator/{me}"  # audit logs tell one operator from another
     leadership = Leadership(free, settings.lease_namespace, settings.lease_name, me, clock)
     api = ApiServer(client, leadership.guard, figures.answered)
     # It has to lie where watches look.

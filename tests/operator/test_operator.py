@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
+import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,8 @@ from baton_operator import rbac
 from baton_operator.api_server import path
 from baton_operator.lease import DURATION_S
 from baton_operator.scalers import API
+from baton_router.discovery.kubernetes import Access, KubernetesWorkers
+from baton_router.discovery.listed import Listed
 from tests.operator.real_cluster import OPERATOR, RealCluster, counted, real_cluster, running_operator
 
 pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]
@@ -31,7 +36,14 @@ EVERYTHING: dict[str, Any] = {
     "prefill": {},
     "decode": {"scaling": {"minReplicas": 1, "maxReplicas": 4}},
     "autoscaling": {"mode": "External"},
-    "router": {"replicas": 2},
+    "router": {
+        "replicas": 2,
+        "batches": {
+            "execution": "Jobs",
+            "databaseSecretRef": {"name": "ledger"},
+            "files": {"claimName": "files"},
+        },
+    },
     "exposure": {"type": "HTTPRoute", "gatewayRefs": [{"name": "gateway"}], **EXPOSED},
 }
 """A service that has one of everything but an Ingress."""
@@ -61,6 +73,7 @@ async def test_all_its_rights_are_used_and_none_is_missing(cluster: RealCluster)
         await reaches(cluster, "ModelReady", "True Present")
         await cluster.until(lambda: _serves(cluster))
         assert await cluster.condition("Active", "tune", "LoraAdapter") == "False NotImplemented"
+        await _batch_from_beginning_to_end(cluster)
         # A service without any of it, and then with an Ingress: what was made is pruned.
         await cluster.put({**PAIR, "security": {"networkPolicy": False}} | {"router": {"replicas": 1}})
         await cluster.until(
@@ -77,6 +90,10 @@ async def test_all_its_rights_are_used_and_none_is_missing(cluster: RealCluster)
         for replicas in (0, 1, 0, 1):
             await cluster.put({**PAIR, "suspend": not replicas})
             await reaches(cluster, "Ready", "False Suspended" if not replicas else "True Serving")
+        await _rolls_out_and_back(cluster)
+        await cluster.put({**PAIR, "decode": {"replicas": 3}})
+        await cluster.until(lambda: _serves(cluster, "3/3"))
+        await cluster.api.delete(path(API, "InferenceService", "models", "chat"))
         assert await operator.status("/healthz") == await operator.status("/readyz") == 200
     asked = cluster.asked()
     refused = [one for one in asked if one.code == 403]
@@ -99,13 +116,108 @@ def _implied() -> set[tuple[str, str, str]]:
         (rule.group, resource, "create")
         for rule in rbac.SERVICES
         for resource in rule.resources
-        if {"patch", "delete"} <= set(rule.verbs)  # server-side apply makes what is not there
+        if {"create", "patch", "delete"} <= set(rule.verbs)  # server-side apply makes what is not there
     }
     given_on = {("discovery.k8s.io", "endpointslices", verb) for verb in ("list", "watch")}
+    given_on.add(("baton.dev", "batchjobs", "create"))
     return applied | given_on | {("baton.dev", "inferenceservices/finalizers", "update")}
 
 
 IMPLIED = _implied()
+
+
+async def _batch_from_beginning_to_end(cluster: RealCluster) -> None:
+    """One that a router has made: its Job is made, rests, and is deleted; at last it is deleted itself."""
+    where = path(API, "BatchJob", "models")
+    spec = {"serviceName": "chat", "batchId": "batch_1", "ttlSecondsAfterFinished": 60}
+    by_router = {"app.kubernetes.io/managed-by": "baton-router"}
+    await cluster.api.post(
+        where,
+        {
+            "apiVersion": API,
+            "kind": "BatchJob",
+            "metadata": {"name": "night", "labels": by_router},
+            "spec": spec,
+        },
+    )
+
+    async def stands(wanted: str) -> None:
+        async def so() -> bool:
+            return await cluster.condition("Complete", "night", "BatchJob") == wanted
+
+        await cluster.until(so)
+
+    await stands("False Waiting")
+    await cluster.api.patch(f"{where}/night", {"spec": {"suspend": True}})
+    await stands("False Suspended")
+    failed = {"type": "Failed", "status": "True", "reason": "Cancelled", "message": "It was."}
+    long_ago = {"observedGeneration": 1, "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    ended = {"phase": "cancelled", "conditions": [{**failed, **long_ago}]}
+    await cluster.api.patch(f"{where}/night/status", {"status": ended})
+
+    async def gone() -> bool:
+        return (await cluster.admin.get(f"{where}/night")).status_code == 404
+
+    await cluster.until(gone)
+
+
+async def test_a_routers_account_may_do_what_routers_do_and_nothing_else(
+    cluster: RealCluster, tmp_path: Path
+) -> None:
+    async with running_operator(cluster, "accounts"):
+        await cluster.put(PAIR, "routed")
+        await reaches(cluster, "SpecSupported", "True Supported", "routed")
+    account = tmp_path / "account"
+    account.mkdir()
+    (account / "token").write_text(await cluster.token("models", "routed-router"))
+    (account / "namespace").write_text("models")
+    (account / "ca.crt").write_bytes((cluster.api.account / "ca.crt").read_bytes())
+    access = Access(cluster.api.url, account)
+    found: list[frozenset[Listed]] = []
+    workers = KubernetesWorkers(access, "baton.dev/service=routed", "http", random.Random(0), retry_s=0.1)
+    following = asyncio.create_task(workers.follow(found.append))
+    try:
+        await cluster.until(lambda: found)
+        await cluster.api.post(path("discovery.k8s.io/v1", "EndpointSlice", "models"), SLICE)
+        await cluster.until(lambda: any(found[-1]))
+    finally:
+        following.cancel()
+    name = "system:serviceaccount:models:routed-router"
+    asked = cluster.asked_by(name)
+    assert {one.code for one in asked} == {200}
+    role = path("rbac.authorization.k8s.io/v1", "Role", "models", "routed-router")
+    assert {(one.group, one.resource, one.verb) for one in asked} == {
+        (group, resource, verb)
+        for rule in (await cluster.admin.get(role)).json()["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    await _may_do_nothing(cluster, await cluster.token("models", "routed-workers"))
+
+
+async def _may_do_nothing(cluster: RealCluster, token: str) -> None:
+    """Beyond what everybody may: ask what it may, and what the API server is."""
+    review = {"apiVersion": "authorization.k8s.io/v1", "spec": {"namespace": "models"}}
+    answer = await cluster.admin.post(
+        "/apis/authorization.k8s.io/v1/selfsubjectrulesreviews",
+        json={**review, "kind": "SelfSubjectRulesReview"},
+        headers={"authorization": f"Bearer {token}"},
+    )
+    rules = answer.raise_for_status().json()["status"]["resourceRules"]
+    groups = {group for rule in rules for group in rule["apiGroups"]}
+    assert groups <= {"authorization.k8s.io", "authentication.k8s.io"}, rules
+
+
+SLICE: dict[str, Any] = {
+    "metadata": {
+        "name": "routed-decode",
+        "labels": {"baton.dev/service": "routed", "baton.dev/role": "both"},
+    },
+    "addressType": "IPv4",
+    "endpoints": [{"addresses": ["10.0.0.1"]}],
+    "ports": [{"name": "http", "port": 8000}],
+}
 
 STRAYS: tuple[tuple[tuple[str, str], dict[str, Any]], ...] = (
     (("v1", "ServiceAccount"), {}),
@@ -137,9 +249,26 @@ async def _stray(cluster: RealCluster, kind: tuple[str, str], body: dict[str, An
     await cluster.api.post(path(*kind, "models"), {"metadata": {"name": "stray", "labels": labels}, **body})
 
 
-async def _serves(cluster: RealCluster) -> bool:
+async def _serves(cluster: RealCluster, decode: str = "") -> bool:
     await cluster.ready_pods()
-    return await cluster.condition("Ready") == "True Serving"
+    there = (await cluster.service())["status"].get("decodeSummary", "")
+    return await cluster.condition("Ready") == "True Serving" and there.endswith(decode)
+
+
+async def _rolls_out_and_back(cluster: RealCluster) -> None:
+    """By a canary to other workers, and by name to those from before."""
+    first = (await cluster.service())["status"]["currentRevision"]
+    changed = {**PAIR, "engine": {"image": "registry.example/worker:2"}}
+    canary = {"canary": {"steps": [{"weight": 10, "pauseSeconds": 1}]}}
+
+    async def is_first(wanted: bool) -> bool:
+        await cluster.ready_pods()
+        return ((await cluster.service())["status"]["currentRevision"] == first) == wanted
+
+    await cluster.put({**changed, "rollout": canary})
+    await cluster.until(lambda: is_first(False), 60)
+    await cluster.put({**changed, "rollout": {"rollbackTo": first}})
+    await cluster.until(lambda: is_first(True), 60)
 
 
 async def _gone(cluster: RealCluster, *parts: str) -> bool:
@@ -160,25 +289,49 @@ async def test_of_two_operators_one_writes_and_the_other_goes_on_when_it_is_kill
             await reaches(cluster, "SpecSupported", "True Supported", "one")
             first.process.kill()
             await first.process.wait()
-            died = len(cluster.asked())
             await cluster.put(PAIR, "two")
-            await asyncio.wait_for(cluster.until(lambda: _leads(second)), DURATION_S + 10)
+            await cluster.until(lambda: _leads(second), DURATION_S + 30)
             await reaches(cluster, "SpecSupported", "True Supported", "two")
             holder = (await cluster.admin.get(LEASE)).json()["spec"]["holderIdentity"]
             assert holder == "second"
-            before = [one for one in cluster.asked(since)[: died - since] if one.is_work]
-            assert {one.name.partition("-")[0] for one in before if one.verb == "patch"} == {"one"}
-            await _never_at_once(cluster, since)
+    assert writers(cluster, since) == ["first", "second"]
 
 
-async def _never_at_once(cluster: RealCluster, since: int) -> None:
-    """Each write was made by whom the Lease named: nobody wrote from the one's death to the other's Lease."""
-    asked = cluster.asked(since)
-    holders = [
-        number for number, one in enumerate(asked) if one.resource == "leases" and one.verb == "update"
-    ]
-    work = [number for number, one in enumerate(asked) if one.is_work]
-    assert work and holders[0] < work[0]
+def writers(cluster: RealCluster, since: int) -> list[str]:
+    """
+    Who wrote, one after the other; fails if anybody did whom the Lease did not name then.
+
+    The API server's log is in the order of its answers, and a Lease is written before anything else is.
+    """
+    held, found = "", []
+    for one in cluster.asked(since):
+        if one.resource == "leases" and one.verb in ("create", "update") and one.code < 300:
+            held = one.who
+        elif one.is_work and one.code < 300:
+            assert one.who == held, f"{one} while the Lease was {held}'s"
+            found += [one.who] if found[-1:] != [one.who] else []
+    return found
+
+
+async def test_one_that_was_stopped_and_comes_back_finds_itself_replaced_and_writes_nothing(
+    cluster: RealCluster,
+) -> None:
+    since = len(cluster.asked())
+    async with running_operator(cluster, "frozen") as frozen, running_operator(cluster, "next") as other:
+        await cluster.until(lambda: _leads(frozen))
+        await cluster.until(lambda: _is(other, "/readyz"))
+        await cluster.put(PAIR, "before")
+        await reaches(cluster, "SpecSupported", "True Supported", "before")
+        frozen.process.send_signal(signal.SIGSTOP)
+        await cluster.put(PAIR, "meanwhile")  # it will hear of that when it goes on
+        await cluster.until(lambda: _leads(other), DURATION_S + 30)
+        await reaches(cluster, "SpecSupported", "True Supported", "meanwhile")
+        frozen.process.send_signal(signal.SIGCONT)
+        assert await asyncio.wait_for(frozen.process.wait(), 60) == 1
+        assert "is lost" in frozen.log.read_text()
+        await cluster.put(PAIR, "after")
+        await reaches(cluster, "SpecSupported", "True Supported", "after")
+    assert writers(cluster, since) == ["frozen", "next"]
 
 
 async def _leads(operator: Any) -> bool:
