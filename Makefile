@@ -31,6 +31,7 @@ check: $(VENV)/dev ## what a change must pass besides the tests
 	$(VENV)/bin/lint-imports
 	$(PYTHON) -m baton_operator.crd --check
 	$(PYTHON) -m baton_operator.chart --check
+	$(PYTHON) -m baton_observing --check
 	$(PYTHON) -m baton_cli.reference --check
 
 fix: $(VENV)/dev ## format, repair what can be repaired, write the generated pages
@@ -38,6 +39,7 @@ fix: $(VENV)/dev ## format, repair what can be repaired, write the generated pag
 	$(VENV)/bin/ruff format .
 	$(PYTHON) -m baton_operator.crd
 	$(PYTHON) -m baton_operator.chart
+	$(PYTHON) -m baton_observing
 	$(PYTHON) -m baton_cli.reference
 
 e2e: $(VENV)/dev ## run the stories on a real Kubernetes: the one of KUBECONFIG, or one started here (Linux, root, Go)

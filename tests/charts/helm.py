@@ -76,6 +76,12 @@ VALUES: Mapping[str, Mapping[str, Any]] = {
             "apiServerPorts": [8443],
         },
         "metrics": {"port": 9000, "serviceMonitor": {"labels": {"release": "prometheus"}, "interval": "10s"}},
+        "observing": {
+            "podMonitor": {"labels": {"release": "prometheus"}, "interval": "5s"},
+            "rules": {"labels": {"release": "prometheus"}},
+            "dashboards": {"enabled": True, "annotations": {"grafana_folder": "Serving"}},
+            "runbooks": "https://wiki.example/baton",
+        },
     },
 }
 """Sets of values that are tried."""

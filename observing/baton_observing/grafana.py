@@ -1,0 +1,151 @@
+"""
+Dashboards as Grafana reads them, built by its own SDK, so that there is no field that it does not know.
+
+Data comes from whichever Prometheus is chosen at the top. Panels link to the runbook that tells more.
+"""
+
+from __future__ import annotations
+
+import json
+from string import ascii_uppercase
+from typing import Any
+
+from grafana_foundation_sdk.builders import common as common_builders
+from grafana_foundation_sdk.builders import dashboard as builders
+from grafana_foundation_sdk.builders import prometheus, stat, timeseries
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import common, dashboard
+
+from baton_observing.alerts.alert import runbook
+from baton_observing.panels import Board, Panel, Query, Variable
+
+TAG = "baton"
+"""All dashboards have it, and link to all that have it."""
+
+HEIGHT = 8
+NUMBER_HEIGHT = 5
+SOURCE = dashboard.DataSourceRef(type_val="prometheus", uid="${datasource}")
+EVERYTHING = dashboard.VariableOption(selected=True, text="All", value="$__all")
+
+
+def text(board: Board) -> str:
+    """The JSON of a dashboard."""
+    built = _board(board).build()
+    for number, panel in enumerate(built.panels or (), start=1):
+        panel.id_val = number  # links to one panel stay right as long as none comes before it
+    for variable in (built.templating.list_val or ()) if built.templating else ():
+        variable.auto = variable.auto_min = variable.auto_count = None  # of intervals only
+    return json.dumps(json.loads(JSONEncoder().encode(built)), indent=1, sort_keys=True) + "\n"
+
+
+def _board(board: Board) -> builders.Dashboard:
+    made = (
+        builders.Dashboard(board.title)
+        .uid(f"baton-{board.name}")
+        .description(board.about)
+        .tags([TAG])
+        .refresh("30s")
+        .time("now-1h", "now")
+        .timezone(common.TimeZoneBrowser)
+        .tooltip(dashboard.DashboardCursorSync.CROSSHAIR)
+        .readonly()
+        .link(
+            builders.DashboardLink("Baton")
+            .type(dashboard.DashboardLinkType.DASHBOARDS)
+            .tags([TAG])
+            .as_dropdown(True)
+            .include_vars(True)
+            .keep_time(True)
+        )
+        .with_variable(builders.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+    )
+    for variable in board.variables:
+        made = made.with_variable(_variable(variable))
+    for row in board.rows:
+        made = made.with_row(builders.Row(row.title))
+        for panel in row.panels:
+            made = made.with_panel(_panel(panel))
+    return made
+
+
+def _variable(variable: Variable) -> builders.QueryVariable:
+    return (
+        builders.QueryVariable(variable.name)
+        .label(variable.label)
+        .datasource(SOURCE)
+        .query(variable.query)
+        .refresh(dashboard.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(dashboard.VariableSort.ALPHABETICAL_ASC)
+        .multi(True)
+        .include_all(True)
+        .all_value(".*")
+        .current(EVERYTHING)
+    )
+
+
+def _panel(panel: Panel) -> timeseries.Panel | stat.Panel:
+    made = _number(panel) if panel.kind == "number" else _lines(panel)
+    made = (
+        made.title(panel.title)
+        .description(panel.meaning)
+        .unit(panel.unit)
+        .datasource(SOURCE)
+        .span(panel.width)
+        .targets(
+            [_query(letter, query) for letter, query in zip(ascii_uppercase, panel.queries, strict=False)]
+        )
+        .thresholds(_thresholds(panel.limit))
+    )
+    if panel.runbook:
+        link: Any = builders.DashboardLink("What to do").url(runbook(panel.runbook)).target_blank(True)
+        made = made.links([link])
+    return made
+
+
+def _number(panel: Panel) -> stat.Panel:
+    return (
+        stat.Panel()
+        .height(NUMBER_HEIGHT)
+        .graph_mode(common.BigValueGraphMode.AREA)
+        .color_mode(common.BigValueColorMode.VALUE)
+        .reduce_options(common_builders.ReduceDataOptions().calcs(["lastNotNull"]))
+    )
+
+
+def _lines(panel: Panel) -> timeseries.Panel:
+    made = (
+        timeseries.Panel()
+        .height(HEIGHT)
+        .min(0)
+        .fill_opacity(30 if panel.kind == "stacked" else 5)
+        .show_points(common.VisibilityMode.NEVER)
+        .legend(
+            common_builders.VizLegendOptions()
+            .display_mode(common.LegendDisplayMode.LIST)
+            .placement(common.LegendPlacement.BOTTOM)
+            .show_legend(True)
+        )
+        .tooltip(
+            common_builders.VizTooltipOptions()
+            .mode(common.TooltipDisplayMode.MULTI)
+            .sort(common.SortOrder.DESCENDING)
+        )
+    )
+    if panel.kind == "stacked":
+        made = made.stacking(common_builders.StackingConfig().mode(common.StackingMode.NORMAL))
+    if panel.limit is not None:
+        style = common_builders.GraphThresholdsStyleConfig().mode(common.GraphThresholdsStyleMode.DASHED)
+        made = made.thresholds_style(style)
+    return made
+
+
+def _query(letter: str, query: Query) -> prometheus.Dataquery:
+    made = prometheus.Dataquery().ref_id(letter).expr(query.expression).range()
+    return made.legend_format(query.legend) if query.legend else made
+
+
+def _thresholds(limit: float | None) -> builders.ThresholdsConfig:
+    steps = [dashboard.Threshold(value=None, color="green")]
+    if limit is not None:
+        steps.append(dashboard.Threshold(value=limit, color="red"))
+    return builders.ThresholdsConfig().mode(dashboard.ThresholdsMode.ABSOLUTE).steps(steps)

@@ -1,0 +1,84 @@
+"""What the chart brings along for Prometheus and Grafana."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from baton_api import labels
+from baton_observing.alerts.alert import RUNBOOKS
+from tests.charts.helm import CHART, NAMESPACE, VALUES, Manifest, of_kind, render
+
+API = "monitoring.coreos.com/v1"
+KINDS = tuple(f"--api-versions={API}/{kind}" for kind in ("PodMonitor", "PrometheusRule", "ServiceMonitor"))
+BOARDS = sorted((CHART / "dashboards").glob("*.json"))
+RULES = sorted((CHART / "rules").glob("*.yaml"))
+
+
+def dashboards(manifests: list[Manifest]) -> list[Manifest]:
+    return [
+        one for one in of_kind(manifests, "ConfigMap") if "grafana_dashboard" in one["metadata"]["labels"]
+    ]
+
+
+def relabelled(endpoint: dict[str, Any], pod: dict[str, str]) -> dict[str, str]:
+    """What Prometheus makes of a pod."""
+    found = {}
+    for step in endpoint["relabelings"]:
+        value = ";".join(pod.get(name, "") for name in step["sourceLabels"])
+        matched = re.fullmatch(step.get("regex", "(.*)"), value)
+        if matched:
+            found[step["targetLabel"]] = matched.expand(step.get("replacement", "$1").replace("$", "\\"))
+    return {name: value for name, value in found.items() if value}
+
+
+def test_without_a_word_there_are_no_dashboards_and_nothing_that_the_cluster_does_not_know() -> None:
+    manifests = render({})
+    assert not dashboards(manifests)
+    assert not [one for one in manifests if one["apiVersion"] == API]
+
+
+def test_dashboards_come_as_the_files_are_with_the_label_that_the_sidecar_looks_for() -> None:
+    made = dashboards(render({"observing": {"dashboards": {"enabled": True}}}))
+    assert len(made) == len(BOARDS) == 6
+    for one, path in zip(made, BOARDS, strict=True):
+        assert one["metadata"]["labels"]["grafana_dashboard"] == "1"
+        assert one["metadata"]["namespace"] == NAMESPACE
+        ((name, text),) = one["data"].items()
+        assert name == f"baton-{path.name}"
+        assert json.loads(text) == json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("values", [VALUES["none"], VALUES["everything"]], ids=["none", "everything"])
+def test_rules_are_the_files_and_link_to_where_the_pages_are(values: dict[str, Any]) -> None:
+    where = values.get("observing", {}).get("runbooks", RUNBOOKS)
+    made = of_kind(render(values, *KINDS), "PrometheusRule")
+    assert len(made) == len(RULES) == 2
+    for one, path in zip(made, RULES, strict=True):
+        assert one["spec"] == yaml.safe_load(path.read_text().replace(RUNBOOKS, where))
+
+
+@pytest.mark.parametrize("role", ["decode", "router"])
+def test_pods_are_scraped_under_the_names_that_dashboards_go_by(role: str) -> None:
+    (monitor,) = of_kind(render({}, *KINDS), "PodMonitor")
+    assert monitor["spec"]["namespaceSelector"] == {"any": True}
+    assert monitor["spec"]["selector"]["matchLabels"] == {labels.MANAGED_BY: labels.OPERATOR}
+    pod = {
+        "__meta_kubernetes_pod_name": "chat-1",
+        "__meta_kubernetes_pod_label_baton_dev_service": "chat",
+        "__meta_kubernetes_pod_label_baton_dev_role": role,
+        "__meta_kubernetes_pod_label_baton_dev_revision": "1a" if role == "decode" else "",
+    }
+    own = {"worker": "chat-1", "revision": "1a"} if role == "decode" else {}
+    for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+        assert endpoint["honorLabels"] is True
+        assert relabelled(endpoint, pod) == {"service": "chat", "role": role, **own}
+
+
+def test_only_the_namespaces_that_are_watched_are_scraped() -> None:
+    (monitor,) = of_kind(render(VALUES["two namespaces"], *KINDS), "PodMonitor")
+    assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["models", "more-models"]}

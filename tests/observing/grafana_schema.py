@@ -1,0 +1,39 @@
+"""
+Grafana's own description of dashboards, as a JSON schema: made of the types that its project publishes.
+
+`@grafana/schema` holds types for TypeScript, of dashboards and of each kind of panel; npm brings them along.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PACKAGES = ("@grafana/schema@11.6.16", "ts-json-schema-generator@2.4.0", "typescript@5.9.3")
+FETCH_S = 300.0
+TYPES = Path(__file__).parent / "grafana" / "types.ts"
+
+
+def grafana_schema(folder: Path) -> dict[str, Any]:
+    """Made in `folder`. Skips the test where npm is missing, or has no packages to give."""
+    if shutil.which("npm") is None:
+        pytest.skip("npm is not installed")
+    (folder / "package.json").write_text("{}")
+    done = _run(folder, "npm", "install", "--no-audit", "--no-fund", *PACKAGES)
+    if done.returncode:
+        pytest.skip(f"npm has no {', '.join(PACKAGES)}: {done.stderr[-300:]}")
+    (folder / "types.ts").write_text(TYPES.read_text())
+    flags = ("--type", "Checked", "--no-type-check", "--expose", "none", "--no-top-ref")
+    done = _run(folder, "npx", "ts-json-schema-generator", "--path", "types.ts", *flags)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def _run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=FETCH_S)

@@ -1,0 +1,121 @@
+"""Rules and alerts by Prometheus' own tools: each alert fires once and stays silent once."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from baton_observing import rules
+from baton_observing.alerts import ALERTS
+from baton_observing.alerts.alert import runbook
+from baton_observing.boards import BOARDS
+from tests.observing.alert_cases import CASES, Series
+
+ROOT = Path(__file__).parents[2]
+RUNBOOKS = ROOT / "docs" / "runbooks"
+HEADINGS = ["What it means", "Who notices", "How to see it", "What to do"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the rules' files in it."""
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed (on Debian: apt install prometheus)")
+    made = tmp_path_factory.mktemp("rules")
+    for name, text in rules.files().items():
+        (made / name).write_text(text)
+    return made
+
+
+def promtool(*arguments: str, folder: Path) -> str:
+    """What it says; fails if it finds something wrong."""
+    done = subprocess.run(["promtool", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def firing(name: str, severity: str) -> str:
+    """How many there are."""
+    return f'count(ALERTS{{alertname="{name}", severity="{severity}", alertstate="firing"}}) or vector(0)'
+
+
+def scene(name: str, severity: str, series: Series, at: int, count: int) -> Mapping[str, Any]:
+    """One test of promtool's: of these series, so many alerts at that minute."""
+    return {
+        "interval": "1m",
+        "input_series": [{"series": one, "values": values.strip()} for one, values in series.items()],
+        "promql_expr_test": [
+            {
+                "expr": firing(name, severity),
+                "eval_time": f"{at}m",
+                "exp_samples": [{"labels": "{}", "value": count}],
+            }
+        ],
+    }
+
+
+def test_prometheus_finds_nothing_wrong(folder: Path) -> None:
+    said = promtool("check", "rules", *rules.files(), folder=folder)
+    found = sum(int(number) for number in re.findall(r"(\d+) rules found", said))
+    records = sum(text.count("record:") for text in rules.files().values())
+    assert found == len(ALERTS) + records
+
+
+def alone(name: str, severity: str) -> dict[str, Any]:
+    """The alert and what it is made of: promtool takes its time for each rule at each minute."""
+    groups = [group for text in rules.files().values() for group in yaml.safe_load(text)["groups"]]
+    found = [rule for group in groups for rule in group["rules"]]
+    (alert,) = (one for one in found if one.get("alert") == name and one["labels"]["severity"] == severity)
+    records = [one for one in found if "record" in one and one["record"] in alert["expr"]]
+    return {"groups": [{"name": "alone", "rules": [*records, alert]}]}
+
+
+def test_each_alert_fires_once_and_stays_silent_once(folder: Path) -> None:
+    files, scenes = [], 0
+    for number, case in enumerate(CASES):
+        (folder / f"{number}.rules.yaml").write_text(yaml.safe_dump(alone(case.name, case.severity)))
+        tests = [
+            scene(case.name, case.severity, case.fires, case.at, 1),
+            scene(case.name, case.severity, case.silent, case.at, 0),
+        ]
+        text = {"rule_files": [f"{number}.rules.yaml"], "evaluation_interval": "1m", "tests": tests}
+        (folder / f"{number}.yaml").write_text(yaml.safe_dump(text))
+        files.append(f"{number}.yaml")
+        scenes += len(tests)
+    counted = Counter((case.name, case.severity) for case in CASES)
+    assert counted == Counter((alert.name, alert.severity) for alert in ALERTS)
+    assert scenes == 2 * len(ALERTS)
+    assert promtool("test", "rules", *files, folder=folder).count("SUCCESS") == len(ALERTS)
+
+
+class TestRunbooks:
+    def test_each_alert_has_a_page_and_no_page_is_of_none(self) -> None:
+        pages = {path.stem for path in RUNBOOKS.glob("*.md")} - {"README"}
+        assert pages == {alert.name for alert in ALERTS}
+
+    @pytest.mark.parametrize("name", sorted({alert.name for alert in ALERTS}))
+    def test_each_page_says_what_one_has_to_know(self, name: str) -> None:
+        text = (RUNBOOKS / f"{name}.md").read_text()
+        assert text.startswith(f"# {name}\n")
+        assert re.findall(r"^## (.*)$", text, re.M) == HEADINGS
+        for part in re.split(r"^## .*$", text, flags=re.M)[1:]:
+            assert part.strip()
+
+    def test_the_contents_name_each_page(self) -> None:
+        named = re.findall(r"\]\((\w+)\.md\)", (RUNBOOKS / "README.md").read_text())
+        assert sorted(named) == sorted({alert.name for alert in ALERTS})
+
+    def test_panels_link_to_pages_that_there_are(self) -> None:
+        linked = {panel.runbook for board in BOARDS for panel in board.panels if panel.runbook}
+        assert linked <= {alert.name for alert in ALERTS}
+
+    def test_each_alert_links_to_its_page(self) -> None:
+        assert all(alert.runbook == runbook(alert.name) for alert in ALERTS)
