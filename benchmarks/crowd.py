@@ -1,22 +1,19 @@
 """
 The clients of a replay: they come when they come, and note what became of each request.
 
-They acknowledge what arrives at once (TCP_QUICKACK): a router that waits for that would otherwise be charged
-for it as many times as the replay is faster than meant.
+Their connections are those of `baton bench`, which acknowledge what arrives at once: a router that waits for
+that would otherwise be charged for it as many times as the replay is faster than meant.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
-import httptools
-
+from baton_cli.bench.connection import Connection
 from benchmarks.model_cluster import MODEL
 from benchmarks.workloads import Arrival, Asking, Message
 
@@ -35,55 +32,6 @@ class Asked:
     ok: bool = False
 
 
-@dataclass(slots=True)
-class Client(asyncio.Protocol):
-    """One connection, for one request after the other."""
-
-    transport: asyncio.Transport | None = None
-    parser: httptools.HttpResponseParser | None = None
-    first: float = 0.0
-    body: bytearray = field(default_factory=bytearray)
-    done: asyncio.Future[bool] | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's are none by class
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self.done is not None and not self.done.done():
-            self.done.set_result(False)
-
-    def data_received(self, data: bytes) -> None:
-        assert self.parser is not None
-        self._acknowledge()
-        self.parser.feed_data(data)
-
-    def on_body(self, body: bytes) -> None:
-        self.first = self.first or time.perf_counter()
-        self.body += body
-
-    def on_message_complete(self) -> None:
-        assert self.parser is not None and self.done is not None
-        if not self.done.done():
-            self.done.set_result(self.parser.get_status_code() == 200)
-
-    async def ask(self, request: bytes) -> bool:
-        """Whether the answer is whole and good; it is in `body`."""
-        assert self.transport is not None
-        self.parser = httptools.HttpResponseParser(self)
-        self.first = 0.0
-        self.body.clear()
-        self.done = asyncio.get_running_loop().create_future()
-        self._acknowledge()
-        self.transport.write(request)
-        return await self.done and bytes(self.body).rstrip().endswith(b"[DONE]")
-
-    def _acknowledge(self) -> None:
-        assert self.transport is not None
-        sock = self.transport.get_extra_info("socket")
-        if sock is not None and not self.transport.is_closing():
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
-
-
 class Crowd:
     """All clients of one run: `workloads.Asking` for every session."""
 
@@ -92,7 +40,7 @@ class Crowd:
         self.asked: list[Asked] = []
         self._port = port
         self.speed = speed
-        self._idle: list[Client] = []
+        self._idle: list[Connection] = []
 
     async def ask(self, messages: list[Message], tokens: int) -> str:
         options = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": tokens}
@@ -102,15 +50,15 @@ class Crowd:
         client = await self._connected()
         one = Asked()
         self.asked.append(one)
-        sent = time.perf_counter()
-        one.ok = await client.ask(request)
-        one.wait = client.first - sent
+        answer = await client.ask(request)
+        whole = answer.body.rstrip().endswith(b"[DONE]")
+        one.ok = answer.status == 200 and not answer.failure and whole
+        one.wait = answer.first - answer.sent
         if not one.ok:
-            assert client.transport is not None
-            client.transport.close()
+            client.close()
             return ""
         self._idle.append(client)
-        said, usage = _read(bytes(client.body))
+        said, usage = _read(answer.body)
         one.tokens = usage["prompt_tokens"]
         one.cached = usage["prompt_tokens_details"]["cached_tokens"]
         return said
@@ -118,12 +66,12 @@ class Crowd:
     async def pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds / self.speed)
 
-    async def _connected(self) -> Client:
+    async def _connected(self) -> Connection:
         while self._idle:
             client = self._idle.pop()
-            if client.transport is not None and not client.transport.is_closing():
+            if client.usable:
                 return client
-        _, client = await asyncio.get_running_loop().create_connection(Client, "127.0.0.1", self._port)
+        _, client = await asyncio.get_running_loop().create_connection(Connection, "127.0.0.1", self._port)
         return client
 
 

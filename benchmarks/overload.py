@@ -33,7 +33,7 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.crowd import Client
+from baton_cli.bench.connection import Connection
 from benchmarks.model_cluster import MODEL
 from benchmarks.model_worker import BYTES_PER_TOKEN, Timing
 from benchmarks.replay import Ports, running
@@ -78,7 +78,7 @@ class Clients:
     def __init__(self, port: int, seed: int) -> None:
         self._port = port
         self._rng = random.Random(seed)
-        self._idle: list[Client] = []
+        self._idle: list[Connection] = []
         self._seeds = random.Random(seed)
         self.asked: list[Asked] = []
 
@@ -109,17 +109,10 @@ class Clients:
 
     async def ask(self, load: Load) -> None:
         client = await self._connected()
-        sent = time.perf_counter()
-        try:
-            await client.ask(self._request(load))
-            assert client.parser is not None
-            status = client.parser.get_status_code()
-            self.asked.append(Asked(load.tenant, load.kind, sent, client.first - sent, status))
-            self._idle.append(client)
-        except asyncio.CancelledError:
-            assert client.transport is not None
-            client.transport.abort()
-            raise
+        answer = await client.ask(self._request(load))
+        waited = answer.first - answer.sent
+        self.asked.append(Asked(load.tenant, load.kind, answer.sent, waited, answer.status))
+        self._idle.append(client)
 
     def _request(self, load: Load) -> bytes:
         text = words(self._seeds.getrandbits(60), PROMPT_TOKENS)[: PROMPT_TOKENS * BYTES_PER_TOKEN - 8]
@@ -133,12 +126,12 @@ class Clients:
             head += f"x-slo-ttft-ms: {1000 * load.objective_s:.0f}\r\n"
         return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
-    async def _connected(self) -> Client:
+    async def _connected(self) -> Connection:
         while self._idle:
             client = self._idle.pop()
-            if client.transport is not None and not client.transport.is_closing():
+            if client.usable:
                 return client
-        _, client = await asyncio.get_running_loop().create_connection(Client, "127.0.0.1", self._port)
+        _, client = await asyncio.get_running_loop().create_connection(Connection, "127.0.0.1", self._port)
         return client
 
 

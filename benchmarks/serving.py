@@ -32,10 +32,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-import httptools
+from baton_cli.bench.connection import Answer, Connection
+from baton_cli.bench.outcomes import events
 
 START_LIMIT_S = 300
 SETTLE_S = 0.3
@@ -66,65 +67,42 @@ class Case:
 
 
 @dataclass(slots=True)
-class Stream(asyncio.Protocol):
-    """One streamed completion. It keeps arrival times and raw bytes; parsing waits for the end."""
+class Stream:
+    """One streamed completion: `baton bench`'s connection keeps arrival times and bytes; parsing waits."""
 
-    host: str
-    port: int
-    request: bytes
-    sent: float = 0.0
-    arrivals: list[tuple[float, bytes]] = field(default_factory=list)
-    first: asyncio.Event = field(default_factory=asyncio.Event)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    failure: str = ""
-    parser: httptools.HttpResponseParser | None = None
-    transport: asyncio.Transport | None = None
+    connection: Connection
+    task: asyncio.Task[Answer]
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        self.parser = httptools.HttpResponseParser(self)
-        self.sent = time.perf_counter()
-        transport.write(self.request)
+    @property
+    def sent(self) -> float:
+        return self.connection.answer.sent
 
-    def data_received(self, data: bytes) -> None:
-        assert self.parser is not None
-        self.parser.feed_data(data)
+    @property
+    def ended(self) -> bool:
+        return self.task.done()
 
-    def on_headers_complete(self) -> None:
-        assert self.parser is not None
-        if (status := self.parser.get_status_code()) != 200:
-            self.failure = f"status {status}"
+    async def begun(self) -> None:
+        """A first token has come, or none will."""
+        await self.connection.begun.wait()
 
-    def on_body(self, body: bytes) -> None:
-        self.arrivals.append((time.perf_counter(), body))
-        if b'"choices"' in body:
-            self.first.set()
-
-    def on_message_complete(self) -> None:
-        self.finish()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.finish()
+    async def whole(self) -> None:
+        await asyncio.wait([self.task])
 
     def finish(self) -> None:
-        if self.transport is not None:
-            self.transport.close()
-        self.first.set()
-        self.ended.set()
+        self.connection.close()
 
     def token_times(self) -> list[float]:
         """When each event with a token came; a closing event without text is not one."""
-        if self.failure:
-            raise SystemExit(f"{self.failure}: {b''.join(body for _, body in self.arrivals)[:500]!r}")
+        answer = self.connection.answer
+        if answer.status != 200:
+            raise SystemExit(f"status {answer.status}: {answer.body[:500]!r}")
         times: list[float] = []
-        for moment, body in self.arrivals:
-            for line in body.split(b"\n"):
-                if not line.startswith(b"data: {"):
-                    continue
-                choices = json.loads(line[6:]).get("choices")
-                if choices and (choices[0].get("text") or not choices[0].get("finish_reason")):
-                    times.append(moment)
+        for moment, data in events(answer):
+            if not data.startswith(b"{"):
+                continue
+            choices = json.loads(data).get("choices")
+            if choices and (choices[0].get("text") or not choices[0].get("finish_reason")):
+                times.append(moment)
         return times
 
 
@@ -151,8 +129,10 @@ class Target:
             f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{self.port}\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
-        stream = Stream("127.0.0.1", self.port, head.encode() + body)
-        await asyncio.get_running_loop().create_connection(lambda: stream, "127.0.0.1", self.port)
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(Connection, "127.0.0.1", self.port)
+        stream = Stream(connection, loop.create_task(connection.ask(head.encode() + body)))
+        await asyncio.sleep(0)  # now it is sent
         return stream
 
 
@@ -162,7 +142,7 @@ def _milliseconds(seconds: float) -> float:
 
 async def _throughput(target: Target, case: Case) -> dict[str, float]:
     streams = [await target.stream(case.prompt, case.output) for _ in range(case.streams)]
-    await asyncio.gather(*(stream.ended.wait() for stream in streams))
+    await asyncio.gather(*(stream.whole() for stream in streams))
     times = [stream.token_times() for stream in streams]
     begun, all_decode, first_ends = (
         streams[0].sent,
@@ -183,12 +163,12 @@ async def _throughput(target: Target, case: Case) -> dict[str, float]:
 
 async def _interference(target: Target, case: Case) -> dict[str, float]:
     streams = [await target.stream(case.prompt, case.output) for _ in range(case.streams)]
-    await asyncio.gather(*(stream.first.wait() for stream in streams))
+    await asyncio.gather(*(stream.begun() for stream in streams))
     await asyncio.sleep(SETTLE_S)
     big = await target.stream(case.big, 1)
-    await big.ended.wait()
+    await big.whole()
     await asyncio.sleep(SETTLE_S)
-    if any(stream.ended.is_set() for stream in streams):
+    if any(stream.ended for stream in streams):
         raise SystemExit(f"case {case}: a stream ended before the big prompt was answered; use more OUTPUT")
     for stream in streams:
         stream.finish()

@@ -8,7 +8,6 @@ workload, which whoever plays it may let pass faster. All chance comes from the 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -18,8 +17,7 @@ from typing import Protocol
 
 import xxhash
 
-TRACE_BLOCK_TOKENS = 512
-"""Of the Mooncake traces: each of a prompt's hash_ids stands for so many tokens."""
+from baton_cli.bench import traces
 
 Message = dict[str, str]
 
@@ -53,22 +51,14 @@ def words(seed: int, tokens: int) -> str:
 
 
 def mooncake(path: Path, minutes: float) -> Iterator[Arrival]:
-    """The first minutes of a Mooncake trace, each hash_id as a text of its own."""
-    for line in path.open():
-        row = json.loads(line)
-        if row["timestamp"] >= minutes * 60_000:
-            return
+    """The first minutes of a Mooncake trace, each block as a text of its own."""
+    for row in traces.rows(path, minutes):
 
-        async def session(
-            asking: Asking,
-            ids: list[int] = row["hash_ids"],
-            size: int = row["input_length"],
-            tokens: int = row["output_length"],
-        ) -> None:
-            text = "".join(words(one, TRACE_BLOCK_TOKENS) for one in ids)
-            await asking.ask([user(text[: 4 * size])], tokens)
+        async def session(asking: Asking, row: traces.Row = row) -> None:
+            text = "".join(words(one, traces.BLOCK_TOKENS) for one in row.blocks)
+            await asking.ask([user(text[: 4 * row.prompt_tokens])], row.output_tokens)
 
-        yield Arrival(row["timestamp"] / 1e3, session)
+        yield Arrival(row.at_s, session)
 
 
 def system_prompts(rng: random.Random, minutes: float, per_s: float = 8.0) -> Iterator[Arrival]:

@@ -41,7 +41,8 @@ CACHED = "x-cached-tokens"
 """Router to client: tokens of the prompt that were in a cache."""
 
 TIMING = "server-timing"
-"""Router to client, as browsers show it: milliseconds in which the prompt waited, and was computed."""
+"""Router to client, as browsers show it: milliseconds in which the prompt waited, was computed, and in which
+its blocks were moved, if they were: mostly while it was computed."""
 
 STATE = "x-baton-state"
 """Router to worker, with `/v1/responses`: the router keeps responses. The number says how many items at the

@@ -178,7 +178,10 @@ def answer_headers(
     told: Headers = []
     if report is not None:
         times = 1000 * (queued_s + report.queue_s), 1000 * report.compute_s
-        told = [(CACHED, b"%d" % report.cached), (TIMING, b"queue;dur=%.1f, prefill;dur=%.1f" % times)]
+        took = b"queue;dur=%.1f, prefill;dur=%.1f" % times
+        if report.transfer_s:
+            took += b", transfer;dur=%.2f" % (1000 * report.transfer_s)
+        told = [(CACHED, b"%d" % report.cached), (TIMING, took)]
     return [
         *_passing(given, _OF_THE_ANSWER),
         (REQUEST_ID, request_id),

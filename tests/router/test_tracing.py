@@ -71,7 +71,8 @@ async def test_a_request_is_a_trace_of_where_its_time_went() -> None:
             answer = await router.client.post(CHAT, json=asking, headers=headers)
             assert answer.status_code == 200
             assert answer.headers["x-cached-tokens"] == "240"
-            queue, prefilling = answer.headers["server-timing"].split(", ")
+            queue, prefilling, moving = answer.headers["server-timing"].split(", ")
+            assert moving.startswith("transfer;dur=")
             assert prefilling == "prefill;dur=20.0" and 2.0 <= float(queue.removeprefix("queue;dur=")) < 1000
     (route,) = collector.named("route")
     assert (route.trace, route.parent) == (TRACE, SPAN) and not route.failed

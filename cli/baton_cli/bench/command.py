@@ -1,0 +1,231 @@
+"""`baton bench`: loads one after the other, a table of what they came to, a file and a picture."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import platform
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from baton_api import __version__
+from baton_api.errors import SetupError
+from baton_api.profiles import Objectives
+from baton_cli.bench import picture
+from baton_cli.bench.endpoint import Endpoint
+from baton_cli.bench.prompts import Shape
+from baton_cli.bench.report import Level, Objective, Spread, level
+from baton_cli.bench.session import Session, open_session
+from baton_cli.bench.started import target
+
+SOME_FAILED = 3
+"""The exit status if requests failed: as of `baton batch`."""
+
+WIDE = 200
+
+Say = Callable[[str], object]
+"""Is told what is being done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """What is measured."""
+
+    url: str
+    api_key: str
+    model: str
+    """As the service calls it; its first one if empty."""
+    started: str = ""
+    """A model for which a service is started on this machine, instead of `url`."""
+
+    @property
+    def shown(self) -> str:
+        return f"a pair of workers started here for {self.started}" if self.started else self.url
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is to be measured: by clients, by rates, or by a trace."""
+
+    shape: Shape
+    objective: Objective
+    clients: Sequence[int]
+    rates: Sequence[float]
+    trace: Path | None
+    minutes: float
+    speed: float
+    requests: int
+    warm_up: int
+    seed: int
+    timeout_s: float
+
+    @property
+    def objectives(self) -> Objectives:
+        """For a profile: what is not said is as usual."""
+        usual, shape, said = Objectives(), self.shape, self.objective
+        return Objectives(
+            ttft_s=usual.ttft_s if said.ttft_s is None else said.ttft_s,
+            itl_s=usual.itl_s if said.tpot_s is None else said.tpot_s,
+            prompt_tokens=shape.prompt,
+            output_tokens=shape.output,
+            cached_share=min(1.0, shape.shared / shape.prompt),
+        )
+
+    @property
+    def axis(self) -> str:
+        return "times the trace's speed" if self.trace else "requests per second" if self.rates else "clients"
+
+
+def bench(where: Where, wanted: Wanted, save: Path | None, drawn: Path | None, as_json: bool) -> None:
+    """Measure, show, keep; ends with `SOME_FAILED` if a request failed."""
+    if drawn is not None:
+        picture.check(drawn)
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDE
+    with Console(stderr=True).status("") as status:
+        model, levels = asyncio.run(_measure(where, wanted, status.update))
+    data = as_data(where.shown, model, wanted, levels)
+    if save is not None:
+        _save(save, data)
+    if drawn is not None:
+        picture.draw(levels, f"{model}: {_shaped(wanted)}", wanted.axis, drawn)
+    if as_json:
+        sys.stdout.write(json.dumps(data, indent=1) + "\n")
+    else:
+        show(console, where.shown, model, wanted, levels)
+    if any(one.failed for one in levels):
+        raise typer.Exit(SOME_FAILED)
+
+
+async def _measure(where: Where, wanted: Wanted, say: Say) -> tuple[str, list[Level]]:
+    say("starting" if where.started else f"asking {where.url} for its model")
+    async with target(where.started, where.url, where.api_key, apart=False) as (url, key):
+        endpoint = Endpoint(url, key, wanted.timeout_s)
+        try:
+            session = await open_session(endpoint, where.model, wanted.seed)
+            if wanted.warm_up:
+                say("warming up")
+                await session.closed(wanted.shape, max(1, min(4, wanted.warm_up)), wanted.warm_up)
+            return session.model, [one async for one in _levels(session, wanted, say)]
+        finally:
+            endpoint.close()
+
+
+async def _levels(session: Session, wanted: Wanted, say: Say) -> AsyncIterator[Level]:
+    if wanted.trace is not None:
+        say(f"playing {wanted.trace.name}")
+        played = await session.trace(wanted.trace, wanted.minutes, wanted.speed)
+        yield level(f"{wanted.trace.name} x {wanted.speed:g}", wanted.speed, played, wanted.objective)
+    elif wanted.rates:
+        for rate in wanted.rates:
+            say(f"{rate:g} requests/s")
+            played = await session.open(wanted.shape, rate, wanted.requests)
+            yield level(f"{rate:g} requests/s", rate, played, wanted.objective)
+    else:
+        for clients in wanted.clients:
+            name = f"{clients} client{'s' * (clients != 1)}"
+            say(name)
+            played = await session.closed(wanted.shape, clients, max(wanted.requests, clients))
+            yield level(name, clients, played, wanted.objective)
+
+
+def as_data(url: str, model: str, wanted: Wanted, levels: Sequence[Level]) -> dict[str, Any]:
+    """What a script gets, and what is kept."""
+    return {
+        "format": 1,
+        "made": time.time(),
+        "baton": __version__,
+        "client": platform.node(),
+        "url": url,
+        "model": model,
+        "shape": dataclasses.asdict(wanted.shape) if wanted.trace is None else None,
+        "trace": str(wanted.trace) if wanted.trace else None,
+        "objective": dataclasses.asdict(wanted.objective),
+        "seed": wanted.seed,
+        "levels": [dataclasses.asdict(one) for one in levels],
+    }
+
+
+def show(console: Console, url: str, model: str, wanted: Wanted, levels: Sequence[Level]) -> None:
+    """A line for each load, and what is to be said of the client and of errors."""
+    console.print(Text.assemble((model, "bold"), f" at {url}: {_shaped(wanted)}\n"))
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("load", no_wrap=True)
+    for name in (
+        "requests/s",
+        "tokens/s",
+        "TTFT p50",
+        "p95",
+        "p99 ms",
+        "per token p50",
+        "p95",
+        "p99 ms",
+        "whole p50",
+        "p99 ms",
+        "cached",
+        "failed",
+        "good",
+        "good/s",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in levels:
+        table.add_row(
+            one.load,
+            f"{one.requests_per_s:.2f}",
+            f"{one.output_tokens_per_s:.1f}",
+            *_shares(one.ttft, ("p50", "p95", "p99")),
+            *_shares(one.tpot, ("p50", "p95", "p99")),
+            *_shares(one.total, ("p50", "p99")),
+            f"{100 * one.cached_share:.0f} %",
+            Text(str(one.failed), style="bold red" if one.failed else ""),
+            f"{100 * one.good_share:.0f} %",
+            f"{one.goodput_per_s:.2f}",
+        )
+    console.print(table)
+    for one in levels:
+        if one.errors:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in one.errors.items())
+            console.print(Text(f"\n{one.load}: {kinds}. The first said: {one.example}", style="red"))
+        if one.client_is_bottleneck:
+            console.print(Text(f"\n{one.load}: {blamed(one)}", style="yellow"))
+
+
+def blamed(one: Level) -> str:
+    """Why a load's figures are about the client."""
+    return (
+        f"the client itself was busy ({100 * one.client.cpu_share:.0f} % of a core, its loop "
+        f"{1e3 * one.client.lag_p99_s:.0f} ms late at worst, requests {1e3 * one.client.late_p99_s:.0f} ms): "
+        "these times are too long. Ask from another machine, or with fewer clients."
+    )
+
+
+def _shares(spread: Spread | None, names: Sequence[str]) -> list[str]:
+    if spread is None:
+        return ["-"] * len(names)
+    return [f"{1e3 * getattr(spread, name):.4g}" for name in names]
+
+
+def _shaped(wanted: Wanted) -> str:
+    if wanted.trace is not None:
+        return f"{wanted.trace.name}, {wanted.minutes:g} minutes"
+    shape = wanted.shape
+    shared = f", {shape.shared} of them shared by {shape.groups} groups" if shape.shared else ""
+    return f"{shape.prompt} tokens in{shared}, {shape.output} out"
+
+
+def _save(path: Path, data: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(data, indent=1) + "\n")
+    except OSError as error:
+        raise SetupError(f"The figures cannot be written to {path}: {error.strerror}.") from error

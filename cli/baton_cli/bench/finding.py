@@ -1,0 +1,252 @@
+"""
+What a model takes on the machines of a Baton service: prompts, steps and transfers, and lines through them.
+
+All of it is asked through the router, whose answers say what a prompt took (`server-timing`), so that nothing
+is measured that clients do not get. The service should have nothing else to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import platform
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton_api import __version__, headers, metrics, profiles
+from baton_api.errors import SetupError
+from baton_api.profiles import Objectives, Point, PrefillLine, Profile, StepLine, TransferLine
+from baton_api.workers import Role
+from baton_cli.bench import prompts
+from baton_cli.bench.connection import Answer
+from baton_cli.bench.lines import fit
+from baton_cli.bench.outcomes import Outcome, read
+from baton_cli.bench.prompts import Asked
+from baton_cli.bench.session import Session
+from baton_cli.top.looks import Look
+
+LENGTHS = (64, 256, 1024, 4096)
+"""Tokens of prompts."""
+
+AT_ONCE = (1, 4)
+"""Prompts that are sent together."""
+
+STREAMS = (1, 2, 4, 8, 16, 32)
+CONTEXTS = (64, 1024)
+ANSWER_TOKENS = 32
+LEAST_STEPS = 8
+"""In which all streams generate, for a measurement."""
+
+LONGEST_ANSWER = 256
+"""Streams whose tokens do not overlap are asked for twice as many, up to this."""
+
+USED_SHARE = 0.7
+"""Of the KV cache, at most: beyond it requests would wait for room."""
+
+DEFAULT_STREAMS = 64
+"""That a worker runs at a time, if it does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What one decode worker has room for."""
+
+    kv_tokens: int
+    context: int
+    """Tokens of prompt and answer together."""
+    streams: int
+
+    @classmethod
+    def of(cls, look: Look) -> Room:
+        """Raises SetupError if there is no worker that is ready."""
+        decodes = [one for one in look.workers if one["role"] != Role.PREFILL and one["load"]]
+        if not decodes:
+            raise SetupError("No decode worker is ready, so that nothing can be measured.")
+        load = decodes[0]["load"]
+        own = look.exposed.get(decodes[0]["worker"])
+        limit = own.total(metrics.WORKER_RUNNING_LIMIT) if own else None
+        return cls(
+            load["total_blocks"] * load["block_size"],
+            load["max_model_len"] or max(LENGTHS),
+            round(limit or DEFAULT_STREAMS),
+        )
+
+    def holds(self, streams: int, tokens: int) -> bool:
+        return (
+            streams <= self.streams
+            and tokens <= self.context
+            and streams * tokens <= USED_SHARE * self.kv_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What the router says that a prompt took, in seconds."""
+
+    prefill_s: float
+    transfer_s: float
+
+    @classmethod
+    def of(cls, answer: Answer) -> Timing:
+        """
+        >>> answer = Answer(0.0, headers={"server-timing": "queue;dur=0.5, prefill;dur=14.0"})
+        >>> Timing.of(answer)
+        Timing(prefill_s=0.014, transfer_s=0.0)
+        """
+        parts = [one.strip().partition(";dur=") for one in answer.headers.get(headers.TIMING, "").split(",")]
+        took = {name: float(value) / 1e3 for name, separator, value in parts if separator}
+        return cls(took.get("prefill", 0.0), took.get("transfer", 0.0))
+
+
+class Finder:
+    """Measures one service. `say` is told what is being done."""
+
+    def __init__(self, session: Session, room: Room, repeats: int, say: Callable[[str], object]) -> None:
+        self._session = session
+        self._room = room
+        self._repeats = repeats
+        self._say = say
+
+    async def find(self, objectives: Objectives) -> Profile:
+        """Raises SetupError if a request fails."""
+        points = [point async for point in self._prompts()]
+        points += [point async for point in self._steps()]
+        prefill, step, transfer = drawn(points)
+        room = self._room
+        return Profile(
+            model=self._session.model,
+            machine=machine(),
+            baton=__version__,
+            made=time.time(),
+            prefill=prefill,
+            step=step,
+            transfer=transfer,
+            kv_tokens=room.kv_tokens,
+            max_streams=room.streams,
+            objectives=objectives,
+            capacity=profiles.capacity(prefill, step, transfer, room.kv_tokens, room.streams, objectives),
+            points=tuple(points),
+        )
+
+    async def _prompts(self) -> AsyncIterator[Point]:
+        """Of each length, alone and together; what was moved between workers comes along."""
+        for length, count in itertools.product(LENGTHS, AT_ONCE):
+            if not self._room.holds(count, length + ANSWER_TOKENS):
+                continue
+            self._say(f"prompts of {length} tokens, {count} at once")
+            rounds = [await self._round(length, count) for _ in range(self._repeats + 1)][1:]
+            tokens = round(statistics.median(one[0] for one in rounds))
+            seconds = statistics.median(one[1] for one in rounds)
+            yield Point(what="prefill", tokens=tokens, streams=count, seconds=seconds)
+            moved = statistics.median(one[2] for one in rounds)
+            if count == 1 and moved:
+                yield Point(what="transfer", tokens=tokens, streams=1, seconds=moved)
+
+    async def _round(self, length: int, count: int) -> tuple[int, float, float]:
+        """Tokens of one prompt, seconds until all were computed, and seconds of the last one's transfer."""
+        asked = [Asked(self._text(length), 1) for _ in range(count)]
+        began = time.perf_counter()
+        answers = await asyncio.gather(*map(self._ask, asked))
+        timings = [Timing.of(answer) for answer, _ in answers]
+        together = max(answer.sent + outcome.ttft_s for answer, outcome in answers) - began
+        alone = timings[0].prefill_s or answers[0][1].ttft_s
+        tokens = round(statistics.mean(outcome.prompt_tokens for _, outcome in answers))
+        return tokens, alone if count == 1 else together, timings[-1].transfer_s
+
+    async def _steps(self) -> AsyncIterator[Point]:
+        for context, count in itertools.product(CONTEXTS, STREAMS):
+            if not self._room.holds(count, context + LONGEST_ANSWER):
+                continue
+            self._say(f"{count} streams with {context} tokens each")
+            rounds = [one for _ in range(self._repeats) if (one := await self._stream(context, count))]
+            if rounds:
+                tokens = round(statistics.median(tokens for tokens, _ in rounds))
+                seconds = statistics.median(seconds for _, seconds in rounds)
+                yield Point(what="step", tokens=tokens, streams=count, seconds=seconds)
+
+    async def _stream(self, context: int, count: int) -> tuple[int, float] | None:
+        """Tokens of a stream's context and seconds of a step; None if streams would not overlap."""
+        texts = [self._text(context) for _ in range(count)]
+        # Once for the caches: then all generate at about the same time.
+        await asyncio.gather(*(self._ask(Asked(text, 1)) for text in texts))
+        length = ANSWER_TOKENS
+        while length <= LONGEST_ANSWER:
+            answers = await asyncio.gather(*(self._ask(Asked(text, length)) for text in texts))
+            seconds = step_s([(answer.sent, outcome) for answer, outcome in answers])
+            if seconds is not None:
+                tokens = statistics.mean(one.prompt_tokens + one.output_tokens / 2 for _, one in answers)
+                return round(tokens), seconds
+            length *= 2
+        return None
+
+    async def _ask(self, asked: Asked) -> tuple[Answer, Outcome]:
+        answer = await self._session.ask(asked)
+        outcome = read(answer, 0.0, 0.0)
+        if outcome.error:
+            raise SetupError(
+                f"A request failed ({outcome.error}), so that nothing can be measured: {outcome.message}"
+            )
+        return answer, outcome
+
+    def _text(self, tokens: int) -> str:
+        measure = self._session.measure
+        words = measure.words(max(1.0, tokens - measure.template))
+        return prompts.text(self._session.rng.getrandbits(48), words)
+
+
+def drawn(points: Sequence[Point]) -> tuple[PrefillLine, StepLine, TransferLine]:
+    """Lines through the points."""
+    of = {what: [one for one in points if one.what == what] for what in ("prefill", "step", "transfer")}
+    prefill = (
+        fit(
+            [(1.0, one.streams * one.tokens, one.streams * one.tokens**2 / 2) for one in of["prefill"]],
+            [one.seconds for one in of["prefill"]],
+        )
+        or [0.0] * 3
+    )
+    step = (
+        fit(
+            [(1.0, one.streams, one.streams * one.tokens) for one in of["step"]],
+            [one.seconds for one in of["step"]],
+        )
+        or [0.0] * 3
+    )
+    transfer = (
+        fit([(1.0, one.tokens) for one in of["transfer"]], [one.seconds for one in of["transfer"]])
+        or [0.0] * 2
+    )
+    return (
+        PrefillLine(base_s=prefill[0], token_s=prefill[1], pair_s=prefill[2]),
+        StepLine(base_s=step[0], stream_s=step[1], token_s=step[2]),
+        TransferLine(start_s=transfer[0], token_s=transfer[1]),
+    )
+
+
+def step_s(streams: Sequence[tuple[float, Outcome]]) -> float | None:
+    """
+    From one token to the next while all streams generate; each stream with the time at which it was sent.
+
+    Several tokens may arrive together, so they are counted over the whole time. None if that is too short.
+    """
+    begin = max(sent + one.ttft_s for sent, one in streams)
+    end = min(sent + one.total_s for sent, one in streams)
+    moments = itertools.chain.from_iterable(
+        itertools.accumulate(one.gaps_s, initial=sent + one.ttft_s) for sent, one in streams
+    )
+    tokens = sum(begin < moment <= end for moment in moments)
+    if end <= begin or tokens < LEAST_STEPS * len(streams):
+        return None
+    return (end - begin) * len(streams) / tokens
+
+
+def machine() -> str:
+    """The processor, in the words of the system."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} x {names[0]}" if names else f"{platform.machine()} {platform.processor()}".strip()

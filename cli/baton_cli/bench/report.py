@@ -1,0 +1,136 @@
+"""From outcomes to figures: percentiles, throughput, errors by kind, and what share kept the objectives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from baton_cli.bench.load import ClientCost, Played
+from baton_cli.bench.outcomes import Outcome
+
+SHARES = (0.5, 0.9, 0.95, 0.99)
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """Seconds that a good answer takes at most; None is any."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    total_s: float | None = None
+
+    def kept(self, outcome: Outcome) -> bool:
+        if outcome.error:
+            return False
+        pairs = (
+            (outcome.ttft_s, self.ttft_s),
+            (outcome.tpot_s, self.tpot_s),
+            (outcome.total_s, self.total_s),
+        )
+        return all(limit is None or measured <= limit for measured, limit in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Of one quantity, in seconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread | None:
+        """None of nothing."""
+        ordered = sorted(values)
+        if not ordered:
+            return None
+        p50, p90, p95, p99 = (percentile(ordered, share) for share in SHARES)
+        return cls(sum(ordered) / len(ordered), p50, p90, p95, p99, ordered[-1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """What one load came to."""
+
+    load: str
+    """Such as `8 clients`, `2 requests/s`."""
+    value: float
+    """Clients, requests a second, or times a trace's own speed."""
+    seconds: float
+    requests: int
+    failed: int
+    errors: Mapping[str, int]
+    """By kind, how many."""
+    example: str
+    """What the first of them said."""
+    requests_per_s: float
+    """Answered whole."""
+    output_tokens_per_s: float
+    prompt_tokens_per_s: float
+    prompt_tokens: float
+    """Of a request, on average."""
+    output_tokens: float
+    cached_share: float
+    """Of the prompts' tokens."""
+    ttft: Spread | None
+    tpot: Spread | None
+    """Of each request, the mean time per token after the first."""
+    gap: Spread | None
+    """Between two arrivals of text."""
+    total: Spread | None
+    good_share: float
+    """Of all requests, those that kept the objectives."""
+    goodput_per_s: float
+    """Requests a second that kept them."""
+    client: ClientCost
+    client_is_bottleneck: bool
+
+
+def level(load: str, value: float, played: Played, objective: Objective) -> Level:
+    """All figures of one load."""
+    outcomes, seconds = played.outcomes, played.seconds
+    whole = [one for one in outcomes if not one.error]
+    failed = [one for one in outcomes if one.error]
+    good = sum(map(objective.kept, outcomes))
+    prompt = sum(one.prompt_tokens for one in whole)
+    output = sum(one.output_tokens for one in whole)
+    return Level(
+        load=load,
+        value=value,
+        seconds=seconds,
+        requests=len(outcomes),
+        failed=len(failed),
+        errors=dict(Counter(one.error for one in failed).most_common()),
+        example=failed[0].message if failed else "",
+        requests_per_s=len(whole) / seconds,
+        output_tokens_per_s=output / seconds,
+        prompt_tokens_per_s=prompt / seconds,
+        prompt_tokens=prompt / len(whole) if whole else 0.0,
+        output_tokens=output / len(whole) if whole else 0.0,
+        cached_share=sum(one.cached_tokens for one in whole) / prompt if prompt else 0.0,
+        ttft=Spread.of(one.ttft_s for one in whole),
+        tpot=Spread.of(one.tpot_s for one in whole if one.output_tokens > 1),
+        gap=Spread.of(gap for one in whole for gap in one.gaps_s),
+        total=Spread.of(one.total_s for one in whole),
+        good_share=good / len(outcomes) if outcomes else 0.0,
+        goodput_per_s=good / seconds,
+        client=played.client,
+        client_is_bottleneck=played.client.is_bottleneck,
+    )
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """
+    Between the two values that lie nearest; `ordered` is not empty.
+
+    >>> percentile([1.0, 2.0, 3.0, 4.0], 0.5)
+    2.5
+    """
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
