@@ -11,7 +11,8 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from baton_operator.crd import RESOURCES
+from baton_operator.crd import RESOURCES, Resource
+from tests.operator.bounds import Breach, breaches, broken
 from tests.router.real_kubernetes import RealKubernetes, real_kubernetes
 
 pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]
@@ -73,6 +74,11 @@ LONG = [
 CASES = [(case["it has"], case["spec"], case["refused with"]) for case in REFUSED] + LONG
 
 
+async def test_there_are_enough_cases_and_each_names_a_field() -> None:
+    assert len(CASES) > 40
+    assert not [case for case in CASES if "spec" not in case[2]]
+
+
 @pytest.mark.parametrize(("spec", "named"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 async def test_it_is_refused_and_the_field_named(api: RealKubernetes, spec: Any, named: str) -> None:
     made = service(spec)
@@ -123,3 +129,54 @@ async def test_the_other_kinds_are_checked_too(
     assert answer.status_code == 201, answer.text
     answer = await create(api, {**made, "spec": {**spec, field: value}}, plural)
     assert answer.status_code == 422 and named in answer.json()["message"], answer.text
+
+
+LEAST: dict[str, dict[str, Any]] = {
+    "InferenceService": MINIMAL,
+    **{next(one.kind for one in RESOURCES if one.plural == plural): spec for plural, spec, *_ in OTHERS},
+}
+
+
+@pytest.mark.parametrize("kind", RESOURCES, ids=lambda one: one.kind)
+async def test_every_bound_of_a_schema_is_kept_and_named(api: RealKubernetes, kind: Resource) -> None:
+    """More than anybody would write down: every field of today's schema, with values that are none."""
+    schema = kind.definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    cases = list(breaches(("spec",), schema))
+    few = asyncio.Semaphore(8)
+
+    async def refused(breach: Breach) -> str:
+        made = broken(LEAST[kind.kind], schema, breach)
+        named = {"apiVersion": "baton.dev/v1alpha1", "kind": kind.kind, "metadata": {"name": "one"}}
+        async with few:
+            answer = await create(api, {**named, **made}, kind.plural)
+        text = answer.text.replace('\\"', '"')
+        return "" if answer.status_code in (400, 422) and breach.named in text else f"{breach}: {text[:300]}"
+
+    taken = [said for said in await asyncio.gather(*map(refused, cases)) if said]
+    assert not taken, taken[:3]
+    print(f"{kind.kind}: {len(cases)} values refused")
+
+
+async def test_what_kubectl_explains_is_described_to_the_last_field(api: RealKubernetes) -> None:
+    """It reads what the API server publishes, which is not the file that was applied."""
+    published = (await api.admin.get("/openapi/v3/apis/baton.dev/v1alpha1")).raise_for_status().json()
+    schemas = published["components"]["schemas"]
+    silent: list[str] = []
+
+    def walk(path: str, schema: dict[str, Any]) -> None:
+        if not schema.get("description", "").endswith("."):
+            silent.append(path)
+        for name, below in schema.get("properties", {}).items():
+            walk(f"{path}.{name}", below)
+        for name, below in schema.get("items", {}).get("properties", {}).items():
+            walk(f"{path}[].{name}", below)
+
+    for kind in RESOURCES:
+        found = next(
+            schema
+            for schema in schemas.values()
+            if {"kind": kind.kind}.items() <= schema.get("x-kubernetes-group-version-kind", [{}])[0].items()
+        )
+        for part in ("spec", "status"):
+            walk(f"{kind.kind}.{part}", found["properties"][part])
+    assert not silent
