@@ -67,6 +67,13 @@ def test_a_pair_becomes_workers_routers_and_what_lies_around_them() -> None:
     assert status["modelName"] == "chat"
 
 
+@pytest.mark.parametrize("page", [False, True])
+def test_routers_show_a_page_only_where_it_is_wanted(page: bool) -> None:
+    cluster = settled(changed(PAIR, "router.page", page))
+    pod = cluster.objects["apps/v1", "Deployment", "chat-router"]["spec"]["template"]["spec"]
+    assert ("--page" in pod["containers"][0]["args"]) is page
+
+
 def test_without_prefill_workers_decode_workers_do_both() -> None:
     cluster = settled(MINIMAL)
     (worker,) = [name for name in cluster.names("Deployment") if name != "chat-router"]

@@ -44,6 +44,9 @@ class Router(Part):
     hold_for_scale_from_zero_seconds: Annotated[int, Field(ge=0, le=3600)] = 0
     """Seconds for which requests wait while there is no worker at all."""
 
+    page: bool = False
+    """Whether routers show a page at `/`: workers, the last requests, and a place to talk to the model."""
+
     args: Arguments = []
     """Further flags of `baton router`."""
 

@@ -135,6 +135,8 @@ def _arguments(owner: Owner, spec: InferenceServiceSpec, tls: list[str]) -> list
     ]
     if wanted.hold_for_scale_from_zero_seconds:
         flags.append(f"--recovery-s={wanted.hold_for_scale_from_zero_seconds}")
+    if wanted.page:
+        flags.append("--page")
     if auth.api_keys_secret_ref is not None:
         flags.append(f"--api-key-file={KEYS_FOLDER}/{KEYS_FILE}")
     if auth.tenants_secret_ref is not None:
