@@ -80,24 +80,48 @@ def download(
 
 def run(
     router: Annotated[str, typer.Option(help="The router's address.", metavar="URL")],
-    batch: Annotated[str, typer.Option(help="Which batch.", metavar="BATCH")],
+    batch: Annotated[str, typer.Option(help="Which batch.", metavar="BATCH")] = "",
     token: Annotated[
         str, typer.Option(help="The router's word for it.", envvar="BATON_BATCH_TOKEN", hidden=True)
     ] = "",
     runner: Annotated[str, typer.Option(hidden=True)] = "",
     leash: Annotated[bool, typer.Option("--leash", hidden=True)] = False,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="In a pod: the file with its token, in place of BATON_BATCH_TOKEN.", metavar="FILE"
+        ),
+    ] = None,
+    input_file: Annotated[
+        str,
+        typer.Option(help="In a pod: the file of which a batch is made, in place of --batch.", metavar="ID"),
+    ] = "",
+    endpoint: Annotated[str, typer.Option(help="What the requests of --input-file are for.")] = ENDPOINTS[0],
+    batch_job: Annotated[
+        str, typer.Option(help="In a pod: the BatchJob, by which its batch is known.", metavar="NAME/UID")
+    ] = "",
+    concurrency: Annotated[
+        int | None, typer.Option(help="Most requests at once; as many as help if not said.", min=1)
+    ] = None,
+    api_key: Annotated[str, typer.Option(envvar="BATON_API_KEY", hidden=True)] = "",
 ) -> None:
-    """Work through BATCH for a router, who starts this by itself; BATON_BATCH_TOKEN is its word for it."""
+    """Work through BATCH for a router, who starts this by itself, or as a Job of Kubernetes."""
     import logging
     import sys
 
+    from baton_router.batches import job
     from baton_router.batches.run import run
+    from baton_router.batches.submission import Submission
 
-    if not token:
-        raise SetupError("A runner needs the router's token: set BATON_BATCH_TOKEN.")
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
     )
+    if token_file is not None:
+        made = Submission(router, api_key, input_file, endpoint, batch_job) if input_file else None
+        work = job.Work(router=router, token=token_file, batch=batch, submission=made, widest=concurrency)
+        raise typer.Exit(job.run(work))
+    if not token or not batch:
+        raise SetupError("A runner needs --batch and the router's token: set BATON_BATCH_TOKEN.")
     raise typer.Exit(run(router, batch, token, runner, leash))
 
 

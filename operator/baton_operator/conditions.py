@@ -38,7 +38,10 @@ class Transition:
 
 
 GOOD = frozenset({"Ready", "ModelReady", "PrefillReady", "DecodeReady", "RouterReady", "SpecSupported"})
-"""Conditions that should be true; Progressing and Degraded should not for long."""
+"""Conditions that should be true; Progressing should not for long."""
+
+BAD = frozenset({"Degraded", "Failed"})
+"""Conditions that should not."""
 
 
 def written(
@@ -62,6 +65,6 @@ def written(
             }
         )
         if not same and fact.true is not None and (old is not None or fact.true):
-            bad = fact.true if fact.type == "Degraded" else not fact.true and fact.type in GOOD
+            bad = fact.true if fact.type in BAD else not fact.true and fact.type in GOOD
             transitions.append(Transition(fact, bad))
     return conditions, transitions

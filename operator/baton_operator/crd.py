@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from baton_api import batch_jobs
 from baton_operator.kinds.batch_job import BatchJobSpec, BatchJobStatus
 from baton_operator.kinds.inference_service import InferenceServiceSpec, InferenceServiceStatus
 from baton_operator.kinds.lora_adapter import LoraAdapterSpec, LoraAdapterStatus
@@ -176,8 +177,15 @@ RESOURCES = (
             Column("Service", ".spec.serviceName"),
             Column("Phase", ".status.phase"),
             Column("Progress", ".status.progress"),
+            Column("Reason", _condition("Complete", "reason"), wide=True),
             Column("Batch", ".status.batchId", wide=True),
             AGE,
+        ),
+        rules=(
+            Rule(
+                f"size(self.metadata.name) <= {batch_jobs.NAME_LIMIT} && !self.metadata.name.contains('.')",
+                f"the name has at most {batch_jobs.NAME_LIMIT} characters and no dots: its pods' are longer",
+            ),
         ),
     ),
     Resource(

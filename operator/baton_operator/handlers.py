@@ -8,21 +8,22 @@ name into the queue; what is to be done is found out from what is there when its
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import kopf
 
-from baton_api import labels
+from baton_api import batch_jobs, labels
 from baton_operator.crd import GROUP, VERSION
 from baton_operator.heartbeat import Heartbeat
 from baton_operator.work_queue import WorkQueue
 
 SERVICES, SCALERS, ADAPTERS = "inferenceservices", "rolescalers", "loraadapters"
+BATCHES = "batchjobs"
 
 SERVICE = labels.SERVICE
 
-CUSTOM = tuple((GROUP, VERSION, plural) for plural in (SERVICES, SCALERS, ADAPTERS))
+CUSTOM = tuple((GROUP, VERSION, plural) for plural in (SERVICES, SCALERS, ADAPTERS, BATCHES))
 """What users write."""
 
 OWNED = (
@@ -31,11 +32,20 @@ OWNED = (
     ("networking.k8s.io", "v1", "ingresses"),
     ("networking.k8s.io", "v1", "networkpolicies"),
     ("policy", "v1", "poddisruptionbudgets"),
+    ("rbac.authorization.k8s.io", "v1", "rolebindings"),
+    ("rbac.authorization.k8s.io", "v1", "roles"),
     ("", "v1", "configmaps"),
     ("", "v1", "pods"),
+    ("", "v1", "serviceaccounts"),
     ("", "v1", "services"),
 )
 """What the operator has made, and wants to hear of at once."""
+
+OPTIONAL = (
+    ("cert-manager.io", "v1", "certificates"),
+    ("gateway.networking.k8s.io", "v1", "httproutes"),
+)
+"""The same where the cluster knows them when the operator starts."""
 
 GATHER_S = 0.5
 """Seconds for which changes of what was made are gathered: they come in showers."""
@@ -47,8 +57,10 @@ Seen = Callable[[str], None]
 """Told of each event by the plural of its kind."""
 
 
-def registry(login: Login, queue: WorkQueue, heartbeat: Heartbeat, seen: Seen) -> kopf.OperatorRegistry:
-    """What kopf is to call."""
+def registry(
+    login: Login, queue: WorkQueue, heartbeat: Heartbeat, seen: Seen, apis: Collection[str] = ()
+) -> kopf.OperatorRegistry:
+    """What kopf is to call; `apis` are those of OPTIONAL that the cluster has, as group/version."""
     made = kopf.OperatorRegistry()
 
     async def log_in(**_: Any) -> kopf.ConnectionInfo:
@@ -64,6 +76,8 @@ def registry(login: Login, queue: WorkQueue, heartbeat: Heartbeat, seen: Seen) -
                 queue.add(("InferenceService", namespace, name))
             case "rolescalers":
                 queue.add(("InferenceService", namespace, body["spec"]["serviceName"]), GATHER_S)
+            case "batchjobs":
+                queue.add(("BatchJob", namespace, name), GATHER_S)
             case "loraadapters":
                 queue.add(("LoraAdapter", namespace, name))
 
@@ -79,13 +93,16 @@ def registry(login: Login, queue: WorkQueue, heartbeat: Heartbeat, seen: Seen) -
         seen(resource.plural)
         if (resource.plural, namespace, name) == ("configmaps", heartbeat.namespace, heartbeat.name):
             heartbeat.seen(annotations)
+        elif batch_jobs.LABEL in labels:
+            queue.add(("BatchJob", namespace, labels[batch_jobs.LABEL]), GATHER_S)
         elif SERVICE in labels:
             queue.add(("InferenceService", namespace, labels[SERVICE]), GATHER_S)
 
     kopf.on.login(registry=made)(log_in)
     for group, version, plural in CUSTOM:
         kopf.on.event(group, version, plural, registry=made)(asked)
-    for group, version, plural in OWNED:
+    there = [one for one in OPTIONAL if f"{one[0]}/{one[1]}" in apis]
+    for group, version, plural in (*OWNED, *there):
         kopf.on.event(group, version, plural, registry=made)(changed)
     return made
 
@@ -98,7 +115,7 @@ def settings(silence_s: float) -> kopf.OperatorSettings:
     made.peering.standalone = True
     made.watching.chunk_size = PAGE
     made.watching.inactivity_timeout = silence_s
-    for group, version, plural in OWNED:
+    for group, version, plural in (*OWNED, *OPTIONAL):
         # The server sends only what is ours.
         made.watching.label_selectors[group, version, plural] = f"{labels.MANAGED_BY}={labels.OPERATOR}"
     return made

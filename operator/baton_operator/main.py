@@ -26,6 +26,7 @@ from baton_api.errors import SetupError
 from baton_operator import connection, crew, handlers, tries
 from baton_operator.adapters import AdapterReconciler
 from baton_operator.api_server import ApiServer
+from baton_operator.batch_reconciler import BatchReconciler
 from baton_operator.conditions import Transition
 from baton_operator.events import Events
 from baton_operator.figures import Figures, Process
@@ -98,8 +99,9 @@ async def _run(settings: OperatorSettings, listening: Listening) -> None:
             return
         heartbeat.restart()
         health.led = True
+        login = partial(connection.for_kopf, settings.kubeconfig)
         registry = handlers.registry(
-            partial(connection.for_kopf, settings.kubeconfig), queue, heartbeat, figures.watches.seen
+            login, queue, heartbeat, figures.watches.seen, await _optional(free)
         )
         watching = asyncio.create_task(
             kopf.operator(
@@ -135,6 +137,7 @@ def _reconcilers(
         "InferenceService": ServiceReconciler(
             api, observer, images, tell, figures.services.stands, time.time, settings.resync_s
         ),
+        "BatchJob": BatchReconciler(api, settings.router_image, tell, time.time, settings.resync_s),
         "LoraAdapter": AdapterReconciler(api, time.time, settings.resync_s),
     }
 
@@ -169,6 +172,16 @@ async def _served(api: ApiServer) -> None:
         except ApiException as error:
             log.warning("The API server does not say what it serves: %s %s", error.status, error.reason)
         await asyncio.sleep(CRDS_S)
+
+
+async def _optional(api: ApiServer) -> list[str]:
+    """Which optional APIs the cluster has now; those that come later are heard of at the next start."""
+    names = [f"{group}/{version}" for group, version, _ in handlers.OPTIONAL]
+    try:
+        return [name for name in names if await api.has(name)]
+    except ApiException as error:
+        log.warning("The API server does not say what it serves: %s %s", error.status, error.reason)
+        return []
 
 
 def _end_if_broken(watching: asyncio.Task[None], tasks: list[asyncio.Task[None]]) -> None:

@@ -18,7 +18,15 @@ from baton_operator.drift import is_so, mark
 from baton_operator.generation import Generation
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.service_policies import MutualTls
-from baton_operator.manifests import disruption, exposure, mutual_tls, network, routers, workers
+from baton_operator.manifests import (
+    batches,
+    disruption,
+    exposure,
+    mutual_tls,
+    network,
+    routers,
+    workers,
+)
 from baton_operator.manifests.exposure import CERTIFICATE_API, GATEWAY_API
 from baton_operator.manifests.objects import Manifest, made
 from baton_operator.observed import Key, Observed, key
@@ -190,7 +198,7 @@ def _shared(observed: Observed, state: State, images: Images) -> list[Manifest]:
     weights = {name: fate.weight for name, fate in state.fates.items() if fate.weight}
     shown = _mutual_tls(state)
     wished = [
-        *routers.account(owner),
+        *routers.account(owner, spec),
         routers.weights(owner, weights),
         routers.service(owner),
         routers.router(owner, spec, images.router, replicas, mutual_tls.shown(owner, shown)),
@@ -198,6 +206,8 @@ def _shared(observed: Observed, state: State, images: Images) -> list[Manifest]:
     if not spec.security.service_account_name:
         body = {"automountServiceAccountToken": False}
         wished.append(made(owner, "v1", "ServiceAccount", names.workers_account(owner.name), body))
+    if batches.by_jobs(spec.router.batches):
+        wished += batches.of_runners(owner, spec.security.network_policy)
     if replicas > 1:
         wished.append(disruption.budget(owner, names.ROUTER, 1))
     for name, role in scalers.roles(spec).items():

@@ -39,12 +39,14 @@ class Rule:
 OWNED = ("list", "watch", "create", "patch", "delete")
 """What server-side apply, pruning and hearing of others' changes take."""
 
-UNWATCHED = ("list", "create", "patch", "delete")
-"""The same for what is only looked at when a service is, and every ten minutes."""
-
-
 SERVICES = (
     Rule(GROUP, ("inferenceservices", "loraadapters"), ("get", "list", "watch"), "What users ask for."),
+    Rule(
+        GROUP,
+        ("batchjobs",),
+        ("get", "list", "watch", "create", "delete"),
+        "To make them is given on to routers; what a router has made is deleted some time after its end.",
+    ),
     Rule(
         GROUP,
         ("rolescalers",),
@@ -53,7 +55,7 @@ SERVICES = (
     ),
     Rule(
         GROUP,
-        ("inferenceservices/status", "loraadapters/status", "rolescalers/status"),
+        ("inferenceservices/status", "batchjobs/status", "loraadapters/status", "rolescalers/status"),
         ("patch",),
         "What has become of it.",
     ),
@@ -67,12 +69,12 @@ SERVICES = (
     Rule("", ("configmaps", "services"), OWNED, "Generations, weights, addresses; the heartbeat."),
     Rule("networking.k8s.io", ("ingresses", "networkpolicies"), OWNED, "Who reaches whom."),
     Rule("policy", ("poddisruptionbudgets",), OWNED, "How many may be missing at once."),
-    Rule("", ("serviceaccounts",), UNWATCHED, "Accounts of workers and routers."),
+    Rule("", ("serviceaccounts",), OWNED, "Accounts of workers, routers and runners of batches."),
     Rule(
         "rbac.authorization.k8s.io",
         ("roles", "rolebindings"),
-        UNWATCHED,
-        "A router's right to see its workers.",
+        OWNED,
+        "A router's right to see its workers, and to make BatchJobs.",
     ),
     Rule(
         "discovery.k8s.io",
@@ -80,9 +82,15 @@ SERVICES = (
         ("list", "watch"),
         "Given on to routers: nobody can give what he has not.",
     ),
-    Rule("gateway.networking.k8s.io", ("httproutes",), UNWATCHED, "Exposure by the Gateway API."),
-    Rule("cert-manager.io", ("certificates",), UNWATCHED, "Certificates of an issuer."),
-    Rule("batch", ("jobs",), ("list", "watch", "create"), "Fetching models; they end by themselves."),
+    Rule("gateway.networking.k8s.io", ("httproutes",), OWNED, "Exposure by the Gateway API."),
+    Rule("cert-manager.io", ("certificates",), OWNED, "Certificates of an issuer."),
+    Rule("batch", ("jobs",), ("list", "watch", "create"), "Fetching models, running batches."),
+    Rule(
+        "batch",
+        ("jobs",),
+        ("get", "patch", "delete"),
+        "Batches that rest, go on, or have ended; models' Jobs end by themselves.",
+    ),
     Rule("", ("persistentvolumeclaims",), ("list", "create"), "Models' files, which are never deleted."),
     Rule("", ("pods",), ("list", "watch"), "How workers and routers are."),
     Rule("", ("events",), ("create", "patch"), "What has happened to a service."),

@@ -34,12 +34,14 @@ from baton_api.response_store import ResponseStore, StoreLimits, owner
 from baton_router import about, front_figures, responses
 from baton_router.access import Access, authorization, tenant_of
 from baton_router.answers import Receive, Scope, Send, send_error
+from baton_router.batches.cluster import Cluster
 from baton_router.batches.execution import Execution
 from baton_router.batches.keeper import Keeper
 from baton_router.batches.routes import routes
 from baton_router.batches.runners_access import OWNER, owner_of, secret_of
 from baton_router.batches.storage import Storage
 from baton_router.batches.wire import PATH as RUNNERS
+from baton_router.discovery.sources import access_of
 from baton_router.dispatcher import explained
 from baton_router.errands import ERRANDS, Errands
 from baton_router.figures import Figures, WorkerFigures
@@ -97,7 +99,9 @@ class Router:
         self.storage = Storage(settings, settings.port)
         self.keeper = Keeper(self.storage)
         secret = secret_of(settings, settings.ticket_secret)
-        self.execution = Execution(self.storage, settings, secret, self.keeper.wake, self._beside)
+        self.execution = Execution(
+            self.storage, settings, secret, self.keeper.wake, self._beside, Cluster(access_of(settings))
+        )
         self._errands = Errands(settings, self.workers, choose, random.Random(), time.monotonic)
         self.page = Page(self.scheduler, lambda: self.draining) if settings.page else None
         self._rest = _rest(self)

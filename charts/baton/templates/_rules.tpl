@@ -5,13 +5,17 @@
 - apiGroups: [baton.dev]
   resources: [inferenceservices, loraadapters]
   verbs: [get, list, watch]
+# To make them is given on to routers; what a router has made is deleted some time after its end.
+- apiGroups: [baton.dev]
+  resources: [batchjobs]
+  verbs: [get, list, watch, create, delete]
 # Made once; their numbers are written by whoever scales.
 - apiGroups: [baton.dev]
   resources: [rolescalers]
   verbs: [list, watch, create, delete]
 # What has become of it.
 - apiGroups: [baton.dev]
-  resources: [inferenceservices/status, loraadapters/status, rolescalers/status]
+  resources: [inferenceservices/status, batchjobs/status, loraadapters/status, rolescalers/status]
   verbs: [patch]
 # Children that block their owner's deletion, where OwnerReferencesPermissionEnforcement is on.
 - apiGroups: [baton.dev]
@@ -33,14 +37,14 @@
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [list, watch, create, patch, delete]
-# Accounts of workers and routers.
+# Accounts of workers, routers and runners of batches.
 - apiGroups: [""]
   resources: [serviceaccounts]
-  verbs: [list, create, patch, delete]
-# A router's right to see its workers.
+  verbs: [list, watch, create, patch, delete]
+# A router's right to see its workers, and to make BatchJobs.
 - apiGroups: [rbac.authorization.k8s.io]
   resources: [roles, rolebindings]
-  verbs: [list, create, patch, delete]
+  verbs: [list, watch, create, patch, delete]
 # Given on to routers: nobody can give what he has not.
 - apiGroups: [discovery.k8s.io]
   resources: [endpointslices]
@@ -48,15 +52,19 @@
 # Exposure by the Gateway API.
 - apiGroups: [gateway.networking.k8s.io]
   resources: [httproutes]
-  verbs: [list, create, patch, delete]
+  verbs: [list, watch, create, patch, delete]
 # Certificates of an issuer.
 - apiGroups: [cert-manager.io]
   resources: [certificates]
-  verbs: [list, create, patch, delete]
-# Fetching models; they end by themselves.
+  verbs: [list, watch, create, patch, delete]
+# Fetching models, running batches.
 - apiGroups: [batch]
   resources: [jobs]
   verbs: [list, watch, create]
+# Batches that rest, go on, or have ended; models' Jobs end by themselves.
+- apiGroups: [batch]
+  resources: [jobs]
+  verbs: [get, patch, delete]
 # Models' files, which are never deleted.
 - apiGroups: [""]
   resources: [persistentvolumeclaims]

@@ -1,4 +1,8 @@
-"""`BatchJob`: a file of requests, answered by a service with what interactive requests leave over."""
+"""
+`BatchJob`: a file of requests, answered by a service with what interactive requests leave over.
+
+A Job runs it whose pod template cannot be changed, so what goes into the template cannot be either.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +17,40 @@ from baton_operator.kinds.status import Conditions
 Count = Annotated[int, Field(ge=0)]
 
 
+def _fixed(field: str) -> Rule:
+    """It is as it was, or was not given and is not."""
+    same = f"(!has(self.{field}) || self.{field} == oldSelf.{field})"
+    return Rule(
+        f"has(self.{field}) == has(oldSelf.{field}) && {same}", f"{field} cannot be changed", f".{field}"
+    )
+
+
 @rules(
     Rule(
         "has(self.batchId) != has(self.inputFileId)",
         "a BatchJob has either batchId (a batch of the API) or inputFileId (a file, of which one is made)",
     ),
-    Rule("self.serviceName == oldSelf.serviceName", "serviceName cannot be changed", ".serviceName"),
     Rule(
-        "has(self.batchId) == has(oldSelf.batchId) && "
-        "(!has(self.batchId) || self.batchId == oldSelf.batchId)",
-        "batchId cannot be changed",
-        ".batchId",
+        "has(self.inputFileId) || !has(self.apiKeySecretRef)",
+        "apiKeySecretRef is for inputFileId: a batch of the API has an owner already",
+        ".apiKeySecretRef",
     ),
-    Rule(
-        "has(self.inputFileId) == has(oldSelf.inputFileId) && "
-        "(!has(self.inputFileId) || self.inputFileId == oldSelf.inputFileId)",
-        "inputFileId cannot be changed",
-        ".inputFileId",
+    *map(
+        _fixed,
+        (
+            *("serviceName", "batchId", "inputFileId", "endpoint", "apiKeySecretRef"),
+            *("concurrency", "maxRetries", "queueName"),
+        ),
     ),
 )
 class BatchJobSpec(Part):
     """What is to be answered, and with how much haste."""
 
     service_name: Label
-    """The InferenceService that answers."""
+    """The InferenceService that answers; its spec.router.batches.execution has to be Jobs."""
 
     batch_id: Annotated[str, Field(max_length=64, pattern=r"^batch_[A-Za-z0-9]+$")] | None = None
-    """A batch that was made by POST /v1/batches."""
+    """A batch that was made by POST /v1/batches. Routers make such BatchJobs by themselves."""
 
     input_file_id: Annotated[str, Field(max_length=64, pattern=r"^file-[A-Za-z0-9]+$")] | None = None
     """A file that was uploaded by POST /v1/files, of which a batch is made."""
@@ -56,16 +67,18 @@ class BatchJobSpec(Part):
     """Most requests at once."""
 
     max_retries: Annotated[int, Field(ge=0, le=100)] = 6
-    """How often its pod may fail."""
+    """How often its pod may fail; one that was evicted, preempted or told to end does not count."""
 
     completion_window_seconds: Annotated[int, Field(ge=60, le=2_592_000)] = 86_400
-    """Seconds after which what is not answered expires."""
+    """Seconds after which the Job is given up, those in which it rests not counted. The batch itself expires
+    24 hours after it was made."""
 
-    ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=31_536_000)] = 604_800
-    """Seconds after which the Job is deleted; the batch and its files stay."""
+    ttl_seconds_after_finished: Annotated[int, Field(ge=60, le=31_536_000)] = 604_800
+    """Seconds after the end until the Job is deleted, and a BatchJob that a router has made with it; the
+    batch and its files stay."""
 
     suspend: bool = False
-    """Whether it rests. What is answered stays answered."""
+    """Whether it rests. What is answered stays answered, and the batch's time runs on."""
 
     queue_name: Label | None = None
     """A LocalQueue of Kueue that admits it."""
@@ -107,4 +120,5 @@ class BatchJobStatus(Part):
     """The file of requests that failed."""
 
     conditions: Conditions = []
-    """Complete, Failed and Suspended."""
+    """Complete: the batch is. Failed: it has come to another end, or nobody will run it any more; the reason
+    says why. Suspended: it rests, by `suspend` or in its queue."""

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from baton_operator.kinds.batch_settings import BatchSettings
 from baton_operator.kinds.engine import Arguments, Environment, Image
 from baton_operator.kinds.model import SecretReference
 from baton_operator.kinds.part import Annotations, Anything, Label, Part, Quantity, Rule, Subdomain, rules
@@ -22,6 +23,13 @@ class RouterResources(Part):
     """Memory, requested and the limit."""
 
 
+@rules(
+    Rule(
+        "self.batches.execution != 'Jobs' || self.replicas == 1 || has(self.batches.databaseSecretRef)",
+        "several routers whose batches are run by Jobs need batches.databaseSecretRef: any of them is asked",
+        ".batches.databaseSecretRef",
+    ),
+)
 class Router(Part):
     """The routers."""
 
@@ -46,6 +54,9 @@ class Router(Part):
 
     page: bool = False
     """Whether routers show a page at `/`: workers, the last requests, and a place to talk to the model."""
+
+    batches: BatchSettings = BatchSettings()
+    """Files and batches."""
 
     args: Arguments = []
     """Further flags of `baton router`."""

@@ -7,7 +7,7 @@ border is the fabric's partition.
 
 from __future__ import annotations
 
-from baton_api import labels
+from baton_api import batch_jobs, labels
 from baton_operator import names
 from baton_operator.generation import Generation
 from baton_operator.kinds.inference_service import InferenceServiceSpec
@@ -24,11 +24,12 @@ DNS = {"ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53
 
 
 def routers(owner: Owner, spec: InferenceServiceSpec) -> Manifest:
-    """Routers are reached from the namespaces that the spec names, or from all."""
-    port = {"ports": [{"protocol": "TCP", "port": names.ROUTER_PORT}]}
+    """Routers are reached from the namespaces that the spec names, or from all, and by their runners."""
+    port: Manifest = {"ports": [{"protocol": "TCP", "port": names.ROUTER_PORT}]}
     allowed = spec.security.ingress_namespace_labels
     if allowed:
-        port = {**port, "from": [{"namespaceSelector": {"matchLabels": dict(allowed)}}, OPERATORS]}
+        runners = {"podSelector": {"matchLabels": names.selecting(owner.name, batch_jobs.ROLE)}}
+        port = {**port, "from": [{"namespaceSelector": {"matchLabels": dict(allowed)}}, runners, OPERATORS]}
     body = {
         "podSelector": {"matchLabels": names.selecting(owner.name, names.ROUTER)},
         "policyTypes": ["Ingress"],

@@ -8,6 +8,7 @@ from baton_api import labels
 from baton_operator import names
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.router_spec import Authentication
+from baton_operator.manifests import batches
 from baton_operator.manifests.mutual_tls import Shown
 from baton_operator.manifests.objects import Manifest, Owner, given, made, merged
 from baton_operator.manifests.pods import (
@@ -64,16 +65,20 @@ def weights(owner: Owner, by_revision: Mapping[str, int]) -> Manifest:
     return made(owner, "v1", "ConfigMap", names.router(owner.name), {"data": {WEIGHTS_FILE: lines}})
 
 
-def account(owner: Owner) -> list[Manifest]:
-    """A ServiceAccount that may list and watch EndpointSlices in its namespace, and nothing else."""
+def account(owner: Owner, spec: InferenceServiceSpec) -> list[Manifest]:
+    """
+    A ServiceAccount that may list and watch EndpointSlices in its namespace, and nothing else; where Jobs run
+    batches, make BatchJobs and say how far they are, too.
+    """
     name = names.router(owner.name)
     rule = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}
     group = "rbac.authorization.k8s.io"
     role = {"apiGroup": group, "kind": "Role", "name": name}
     subject = {"kind": "ServiceAccount", "name": name, "namespace": owner.namespace}
+    more = batches.RULES if batches.by_jobs(spec.router.batches) else []
     return [
         made(owner, "v1", "ServiceAccount", name, {"automountServiceAccountToken": False}),
-        made(owner, f"{group}/v1", "Role", name, {"rules": [rule]}),
+        made(owner, f"{group}/v1", "Role", name, {"rules": [rule, *more]}),
         made(owner, f"{group}/v1", "RoleBinding", name, {"roleRef": role, "subjects": [subject]}),
     ]
 
@@ -96,7 +101,12 @@ def _pod(owner: Owner, spec: InferenceServiceSpec, image: str, shown: Shown) -> 
                 "name": names.MAIN,
                 "image": wanted.image or image,
                 "args": _arguments(owner, spec, shown.flags),
-                "env": [field("POD_NAME", "metadata.name"), *environment(wanted.env)],
+                "env": [
+                    field("POD_NAME", "metadata.name"),
+                    *batches.environment(wanted.batches),
+                    *environment(wanted.env),
+                ],
+                **given(envFrom=batches.environment_sources(wanted.batches)),
                 "ports": [{"name": "http", "containerPort": names.ROUTER_PORT}],
                 "resources": {
                     "requests": {"cpu": wanted.resources.cpu, "memory": wanted.resources.memory},
@@ -107,6 +117,7 @@ def _pod(owner: Owner, spec: InferenceServiceSpec, image: str, shown: Shown) -> 
                     {"name": "weights", "mountPath": WEIGHTS_FOLDER, "readOnly": True},
                     *mounts,
                     *secret_mounts,
+                    *batches.mounts(wanted.batches),
                     *shown.mounts,
                 ],
                 "startupProbe": _probe("/health", period=2, failures=60),
@@ -114,7 +125,13 @@ def _pod(owner: Owner, spec: InferenceServiceSpec, image: str, shown: Shown) -> 
                 "livenessProbe": _probe("/health", period=10, failures=6),
             }
         ],
-        "volumes": [{"name": "weights", "configMap": configuration}, *volumes, *secrets, *shown.volumes],
+        "volumes": [
+            {"name": "weights", "configMap": configuration},
+            *volumes,
+            *secrets,
+            *batches.volumes(wanted.batches),
+            *shown.volumes,
+        ],
     }
 
 
@@ -131,10 +148,12 @@ def _arguments(owner: Owner, spec: InferenceServiceSpec, tls: list[str]) -> list
         f"--queue-requests={wanted.queue_limit}",
         f"--drain-notice-s={NOTICE_S}",
         f"--drain-s={DRAIN_S}",
+        *batches.flags(owner, wanted.batches),
         *tls,
     ]
     if wanted.hold_for_scale_from_zero_seconds:
-        flags.append(f"--recovery-s={wanted.hold_for_scale_from_zero_seconds}")
+        flags.append(f"--hold-s={wanted.hold_for_scale_from_zero_seconds}")
+        flags.append(f"--hold-models={','.join((spec.model.name or owner.name, *spec.model.aliases))}")
     if wanted.page:
         flags.append("--page")
     if auth.api_keys_secret_ref is not None:

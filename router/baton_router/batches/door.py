@@ -39,6 +39,10 @@ class Dismissed(Exception):
     """The batch is another's now, or nobody's: what this runner does counts no more."""
 
 
+class Missing(Dismissed):
+    """There is no such batch."""
+
+
 class Refused(Exception):
     """The token is not good (any more)."""
 
@@ -72,10 +76,7 @@ class Door:
 
     def __init__(self, url: str, batch: str, token: str, rng: random.Random) -> None:
         """Raises SetupError if `url` is no router's."""
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
-            raise SetupError(f"{url!r} is no router's address; one looks like http://127.0.0.1:8080.")
-        self._upstream = Upstream(parts.hostname, parts.port or 80, CONNECT_S)
+        self._upstream = upstream_of(url)
         self._path = f"{wire.PATH}{batch}"
         self._token = token
         self._rng = rng
@@ -117,7 +118,7 @@ class Door:
                         self._head(method, self._path + path, len(body), wire.MSGPACK), body
                     )
                     try:
-                        answer = await _whole(exchange)
+                        answer = await whole(exchange)
                     finally:
                         exchange.close()
             except (Lost, NotReady, TimeoutError):
@@ -127,7 +128,9 @@ class Door:
                     return answer
                 if exchange.status == UNAUTHORIZED:
                     raise Refused(answer.decode(errors="replace"))
-                if exchange.status in (CONFLICT, NOT_FOUND):
+                if exchange.status == NOT_FOUND:
+                    raise Missing(answer.decode(errors="replace"))
+                if exchange.status == CONFLICT:
                     raise Dismissed(answer.decode(errors="replace"))
             await asyncio.sleep(retrying.wait_s(tries, self._rng) / 5)
             tries += 1
@@ -141,7 +144,7 @@ class Door:
             async with asyncio.timeout(seconds):
                 exchange = await self._upstream.request(head, body)
                 try:
-                    answer = await _whole(exchange)
+                    answer = await whole(exchange)
                 finally:
                     exchange.close()
         except TimeoutError:
@@ -173,7 +176,16 @@ class Door:
         return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
-async def _whole(exchange: Exchange) -> bytes:
+def upstream_of(url: str) -> Upstream:
+    """Connections to a router. Raises SetupError if `url` is none's."""
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
+        raise SetupError(f"{url!r} is no router's address; one looks like http://127.0.0.1:8080.")
+    return Upstream(parts.hostname, parts.port or 80, CONNECT_S)
+
+
+async def whole(exchange: Exchange) -> bytes:
+    """The body of an answer. Raises Lost."""
     pieces = []
     size = 0
     while piece := await exchange.read():

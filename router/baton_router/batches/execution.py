@@ -2,16 +2,21 @@
 How a router has its batches run: the API for runners, and their supervisor.
 
 With `--batch-execution subprocess` this router starts runners itself; with `external` somebody else does,
-such as a Job in Kubernetes, and brings them a token; with `off` there are none, and batches wait.
+such as Jobs in Kubernetes for which the router makes BatchJobs; with `off` nobody does, and batches wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
+from baton_api.errors import SetupError
+from baton_router.batches.announcer import Announcer
+from baton_router.batches.cluster import Cluster
+from baton_router.batches.pod_tokens import pod_tokens
 from baton_router.batches.runner_api import RunnerApi, Terms
 from baton_router.batches.settings import BatchSettings
 from baton_router.batches.storage import Storage
@@ -31,19 +36,27 @@ class Execution:
         secret: bytes,
         ended: Callable[[], None],
         beside: Callable[[], int],
+        cluster: Cluster,
     ) -> None:
         """
         `ended` hears of it when a batch needs no runner any more. `beside` is how many workers there are if
-        others have sent requests to them lately, and 0 if none have.
+        others have sent requests to them lately, and 0 if none have. Raises SetupError for settings that do
+        not go together.
         """
         self._beside = beside
         terms = Terms(settings.batch_lease_s, settings.batch_line_s, self._window)
-        self.api = RunnerApi(storage, secret, terms, ended)
+        if settings.batch_jobs and settings.batch_execution != "external":
+            raise SetupError("--batch-jobs is for --batch-execution external: else this router runs batches.")
+        self._pods = pod_tokens(cluster, settings.batch_jobs) if settings.batch_jobs else None
+        self.api = RunnerApi(storage, secret, terms, ended, self._pods)
         self.url = ""
         """Where this router listens. Runners are started only if somebody has said so."""
         self._settings = settings
         self._supervisor = Supervisor(storage, secret, settings.batch_parallel, settings.batch_lease_s)
-        self._supervising: asyncio.Task[None] | None = None
+        self._announcer = Announcer(
+            storage, cluster, settings.batch_jobs, settings.batch_jobs_uid, time.monotonic
+        )
+        self._task: asyncio.Task[None] | None = None
 
     def _window(self) -> int:
         workers = self._beside()
@@ -51,16 +64,20 @@ class Execution:
         return min(widest, workers * self._settings.batch_window_beside) if workers else widest
 
     def start(self) -> None:
-        """Begin to start runners, if that is this router's to do."""
+        """Begin to start runners, or to have them started, if that is this router's to do."""
         if self.url and self._settings.batch_execution == "subprocess":
-            self._supervising = asyncio.create_task(self._supervisor.run(reachable(self.url)))
+            self._task = asyncio.create_task(self._supervisor.run(reachable(self.url)))
+        elif self.url and self._settings.batch_jobs:
+            self._task = asyncio.create_task(self._announcer.run())
 
     async def close(self) -> None:
-        """End all runners; they post what is done."""
-        if self._supervising is not None:
-            self._supervising.cancel()
+        """End all runners that this router has started; they post what is done."""
+        if self._task is not None:
+            self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._supervising
+                await self._task
+        if self._pods is not None:
+            await self._pods.close()
 
 
 def reachable(url: str) -> str:

@@ -89,6 +89,7 @@ class Ledger:
             "runner": "",
             "epoch": 0,
             "leased_until": 0.0,
+            "job": "",
         }
         lasting = select(files.c.object).where(files.c.seq == file.seq, files.c.deleted_at.is_(None))
         with self._database.writing() as connection:

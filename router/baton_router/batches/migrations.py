@@ -46,6 +46,10 @@ STEPS: tuple[tuple[str, ...], ...] = (
         )
         """,
     ),
+    (
+        "ALTER TABLE batches ADD COLUMN job TEXT NOT NULL DEFAULT ''",
+        "CREATE INDEX batches_of_job ON batches (job)",
+    ),
 )
 
 VERSION = len(STEPS)

@@ -42,16 +42,21 @@ class Ended(enum.IntEnum):
 
 def run(url: str, batch: str, token: str, name: str = "", leashed: bool = False) -> Ended:
     """Run what is left of a batch. Raises SetupError if `url` is no router's."""
+    rng = random.Random()
+    door = Door(url, batch, token, rng)
+    return in_a_loop(_leashed(_run(door, batch, name or default_name(), rng), leashed))
+
+
+def in_a_loop(work: Coroutine[Any, Any, Ended]) -> Ended:
+    """The work, by the fastest event loop there is."""
     try:
         import uvloop
     except ModuleNotFoundError:  # not on Windows; asyncio's own loop does it more slowly
         factory = None
     else:
         factory = uvloop.new_event_loop
-    rng = random.Random()
-    door = Door(url, batch, token, rng)
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(_leashed(_run(door, batch, name or default_name(), rng), leashed))
+        return runner.run(work)
 
 
 def default_name() -> str:
@@ -77,33 +82,11 @@ async def _leashed(work: Coroutine[Any, Any, Ended], leashed: bool) -> Ended:
 
 
 async def _run(door: Door, batch: str, name: str, rng: random.Random) -> Ended:
-    loop = asyncio.get_running_loop()
-    told = asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, told.set)
+    told = ending()
     # A Ctrl-C in the terminal is for the router, who ends its runners.
-    loop.add_signal_handler(signal.SIGINT, lambda: None)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)
     try:
-        lease = await door.lease(name)
-        if lease is None:
-            return Ended.THROUGH
-        log.info("%s runs %s: %d of %d lines are done.", name, batch, lease.done, lease.total)
-        runner = Runner(batch, door, lease, rng)
-        running = asyncio.ensure_future(runner.run())
-        telling = asyncio.ensure_future(told.wait())
-        await asyncio.wait((running, telling), return_when=asyncio.FIRST_COMPLETED)
-        telling.cancel()
-        if running.done():
-            running.result()
-            await door.release()
-            return Ended.THROUGH
-        runner.stop()
-        try:
-            async with asyncio.timeout(PARTING_S):
-                await running
-                await door.release()
-        except TimeoutError:
-            pass
-        return Ended.TOLD_TO
+        return await attempt(door, batch, name, rng, told)
     except Dismissed as error:
         log.info("%s lets go of %s: %s", name, batch, error)
         return Ended.DISMISSED
@@ -112,3 +95,54 @@ async def _run(door: Door, batch: str, name: str, rng: random.Random) -> Ended:
         return Ended.REFUSED
     finally:
         door.close()
+
+
+def ending() -> asyncio.Event:
+    """Set once somebody asks this process to end."""
+    told = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
+    return told
+
+
+async def attempt(
+    door: Door, batch: str, name: str, rng: random.Random, told: asyncio.Event, widest: int | None = None
+) -> Ended:
+    """
+    One lease's work, until the batch needs no runner or until `told`. Raises Dismissed and Refused.
+
+    `widest`: lines under way at once, at most.
+    """
+    leasing = asyncio.ensure_future(door.lease(name))
+    if not await first(leasing, told):
+        return Ended.TOLD_TO
+    lease = leasing.result()
+    if lease is None:
+        return Ended.THROUGH
+    log.info("%s runs %s: %d of %d lines are done.", name, batch, lease.done, lease.total)
+    runner = Runner(batch, door, lease, rng, widest)
+    running = asyncio.ensure_future(runner.run())
+    telling = asyncio.ensure_future(told.wait())
+    await asyncio.wait((running, telling), return_when=asyncio.FIRST_COMPLETED)
+    telling.cancel()
+    if running.done():
+        running.result()
+        await door.release()
+        return Ended.THROUGH
+    runner.stop()
+    try:
+        async with asyncio.timeout(PARTING_S):
+            await running
+            await door.release()
+    except TimeoutError:
+        pass
+    return Ended.TOLD_TO
+
+
+async def first(work: asyncio.Future[Any], told: asyncio.Event) -> bool:
+    """Whether it is done before somebody asks this process to end; else it is broken off."""
+    telling = asyncio.ensure_future(told.wait())
+    await asyncio.wait((work, telling), return_when=asyncio.FIRST_COMPLETED)
+    telling.cancel()
+    if not work.done():
+        work.cancel()
+    return work.done()

@@ -38,13 +38,17 @@ PATIENCE = 2
 class Runner:
     """One run of one batch, from its lease to its end."""
 
-    def __init__(self, batch: str, door: Door, lease: Lease, rng: random.Random) -> None:
+    def __init__(
+        self, batch: str, door: Door, lease: Lease, rng: random.Random, widest: int | None = None
+    ) -> None:
+        """`widest`: lines under way at once, at most, whatever the router would allow."""
         self._batch = batch
         self._door = door
         self._lease = lease
         self._rng = rng
         self._clock = asyncio.get_running_loop().time
-        self._window = Window(self._clock(), most=lease.window)
+        self._widest = widest
+        self._window = Window(self._clock(), most=self._bounded(lease.window))
         self._waiting = Waiting()
         self._outbox = Outbox(door.record)
         self._answered_at = -math.inf
@@ -91,7 +95,7 @@ class Runner:
         while True:
             await asyncio.sleep(min(HEARTBEAT_S, self._lease.lease_s / 3))
             renewal = await self._door.renew()
-            self._window.bound(renewal.window)
+            self._window.bound(self._bounded(renewal.window))
             self._obey(renewal.order)
 
     async def _fetch(self) -> None:
@@ -165,9 +169,12 @@ class Runner:
         self._wake()
 
     def _posted(self, receipt: Receipt) -> None:
-        self._window.bound(receipt.window)
+        self._window.bound(self._bounded(receipt.window))
         self._obey(receipt.order)
         self._wake()
+
+    def _bounded(self, window: int) -> int:
+        return window if self._widest is None else min(window, self._widest)
 
     def _obey(self, order: Order) -> None:
         if order is Order.STOP:

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import parse_qs
 
 import msgspec
@@ -23,6 +23,7 @@ from baton_api.errors import (
     InternalError,
     InvalidRequest,
     MethodNotAllowed,
+    NotReady,
     RouteNotFound,
     StaleLease,
     Unauthorized,
@@ -30,6 +31,7 @@ from baton_api.errors import (
 from baton_api.runner_tokens import RunnerToken
 from baton_router.answers import Receive, Scope, Send, send_error
 from baton_router.batches import slices, wire
+from baton_router.batches.pod_tokens import PodTokens
 from baton_router.batches.slices import Cursor, Done
 from baton_router.batches.storage import Storage
 from baton_router.batches.values import Batch, Result, Status
@@ -72,9 +74,14 @@ class RunnerApi:
         secret: bytes,
         terms: Terms,
         recorded: Callable[[], None],
+        pods: PodTokens | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`recorded` hears of it when a batch needs no runner any more. `clock`: of the Unix epoch."""
+        """
+        `recorded` hears of it when a batch needs no runner any more. `pods` knows runners that come with a
+        token of Kubernetes. `clock`: of the Unix epoch.
+        """
+        self._pods = pods
         self._storage = storage
         self._recorded = recorded
         self._secret = secret
@@ -87,7 +94,9 @@ class RunnerApi:
         client = Client(scope, receive, send)
         try:
             batch, _, call = scope["path"].removeprefix(wire.PATH).partition("/")
-            token = self._token(scope, batch)
+            given = _bearer(scope)
+            job = await self._pods.job(given) if self._pods and _is_foreign(given) else ""
+            token = self._token(given, batch) if not job else RunnerToken(batch, runner_tokens.START, "", 0)
             method = CALLS.get(call)
             if method is None:
                 raise RouteNotFound(scope["method"], scope["path"])
@@ -97,7 +106,7 @@ class RunnerApi:
                 raise Unauthorized
             body = await client.body(BODY_LIMIT, BODY_S)
             query = scope["query_string"]
-            answer = await self._storage.run(lambda: self._answer(call, token, body, query))
+            answer = await self._storage.run(lambda: self._answer(call, token, body, query, job))
             if call == "results" and isinstance(answer, Receipt) and answer.order is Order.STOP:
                 self._recorded()
         except ClientGone:
@@ -110,21 +119,20 @@ class RunnerApi:
         else:
             await _send(send, answer, name)
 
-    def _token(self, scope: Scope, batch: str) -> RunnerToken:
+    def _token(self, given: str, batch: str) -> RunnerToken:
         """Raises Unauthorized, also for a token of another batch."""
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, text = given.decode("latin-1").partition(" ")
-        token = runner_tokens.read(self._secret, text.strip(), self._clock())
-        if scheme.lower() != "bearer" or token is None or token.batch != batch:
+        token = runner_tokens.read(self._secret, given, self._clock())
+        if token is None or token.batch != batch:
             raise Unauthorized
         return token
 
-    def _answer(self, call: str, token: RunnerToken, body: bytes, query: bytes) -> object:
-        """In a thread."""
+    def _answer(self, call: str, token: RunnerToken, body: bytes, query: bytes, job: str) -> object:
+        """In a thread. `job` is the BatchJob whose pod asks, if one does."""
         try:
             match call:
                 case "lease":
-                    return self._lease(token, wire.apply(body).runner)
+                    runner = wire.apply(body).runner
+                    return self._lease(self._claimed(token, job) if job else token, runner)
                 case "renew":
                     return self._renew(token)
                 case "lines":
@@ -137,6 +145,13 @@ class RunnerApi:
                     return None
         except (ValueError, msgspec.MsgspecError) as error:
             raise InvalidRequest(f"This is no call of a runner's: {error}.") from error
+
+    def _claimed(self, token: RunnerToken, job: str) -> RunnerToken:
+        """With the batch's owner. Raises Unauthorized, and NotReady for a batch that is being validated."""
+        batch = self._storage.jobs.claim(token.batch, job)
+        if batch.status is Status.VALIDATING:
+            raise NotReady(f"{batch.id} is being validated.")
+        return replace(token, owner=batch.owner)
 
     def _lease(self, token: RunnerToken, runner: str) -> Lease | None:
         """None if there is nothing to run (any more). Raises StaleLease if another has the lease."""
@@ -212,6 +227,18 @@ class RunnerApi:
 
 
 CALLS = {"lease": "POST", "renew": "POST", "lines": "GET", "results": "POST", "release": "POST"}
+
+
+def _bearer(scope: Scope) -> str:
+    """The token that a call comes with; empty if there is none."""
+    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    scheme, _, text = given.decode("latin-1").partition(" ")
+    return text.strip() if scheme.lower() == "bearer" else ""
+
+
+def _is_foreign(token: str) -> bool:
+    """Whether somebody else has signed it, if anybody has."""
+    return not token.startswith(runner_tokens.PREFIX)
 
 
 def _order(status: Status) -> Order:

@@ -43,8 +43,9 @@ def secret_of(settings: BatchSettings, ticket_secret: str) -> bytes:
     """Signs runners' tokens."""
     if given := settings.batch_secret.get_secret_value():
         return given.encode()
-    if ticket_secret:
-        return hmac.new(ticket_secret.encode(), b"baton-batch-runners", hashlib.sha256).digest()
+    # Whoever shares the database shares what is in its URL, a password, too.
+    if shared := ticket_secret or settings.database.get_secret_value():
+        return hmac.new(shared.encode(), b"baton-batch-runners", hashlib.sha256).digest()
     return _MADE
 
 

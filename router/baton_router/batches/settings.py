@@ -62,6 +62,15 @@ class BatchSettings(BaseSettings):
     """Who runs the lines of batches: processes that this router starts, somebody else, such as Jobs that an
     operator starts in Kubernetes, or nobody: then batches are taken and wait."""
 
+    batch_jobs: str = ""
+    """Name of the InferenceService whose router this is, in a pod of Kubernetes with `--batch-execution
+    external`: for each batch a BatchJob is made, and its pods are let in. The router's account must be
+    allowed to create batchjobs of baton.dev and to patch their status, in its namespace, and nothing else.
+    Empty: whoever runs batches brings a token of `--batch-secret`."""
+
+    batch_jobs_uid: str = ""
+    """The uid of that InferenceService: with it, Kubernetes deletes its BatchJobs when it is deleted."""
+
     batch_parallel: int = Field(default=2, ge=1)
     """Most batches that this router runs at a time. The others wait; owners take turns."""
 
@@ -81,4 +90,5 @@ class BatchSettings(BaseSettings):
 
     batch_secret: SecretStr = SecretStr("")
     """Signs the tokens of runners; routers that share a database share it too if their runners are started by
-    somebody else. Empty: it is made of --ticket-secret, or by chance. Set it by environment."""
+    somebody else. Empty: it is made of --ticket-secret or of --database, or by chance. Set it by
+    environment."""

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from baton_router.batches.database import Database
 from baton_router.batches.files import Files
+from baton_router.batches.jobs import Jobs
 from baton_router.batches.ledger import Ledger
 from baton_router.batches.objects import Folder, Objects
 from baton_router.batches.settings import BatchSettings
@@ -45,6 +46,7 @@ class Storage:
         self._database = Database(url or f"sqlite:///{self._folder / LEDGER}")
         self.files = Files(self._database)
         self.ledger = Ledger(self._database)
+        self.jobs = Jobs(self._database)
         self.objects = self._objects()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="ledger")
 

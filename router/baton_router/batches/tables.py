@@ -63,6 +63,7 @@ batches = Table(
     Column("runner", Text, nullable=False),
     Column("epoch", BigInteger, nullable=False),
     Column("leased_until", Double, nullable=False),
+    Column("job", Text, nullable=False),
 )
 
 results = Table(

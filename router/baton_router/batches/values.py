@@ -115,6 +115,8 @@ class Batch:
     runner: str
     epoch: int
     leased_until: float
+    job: str
+    """The BatchJob of Kubernetes that runs it, or is to hear of its end; empty if there is none."""
 
     @property
     def done(self) -> int:

@@ -70,9 +70,12 @@ class Access:
     namespace: str = ""
     """Empty: the account's own."""
 
+    def where(self) -> str:
+        """The namespace. Raises Unanswered if nobody says which."""
+        return self.namespace or self._text("namespace")
+
     def path(self, selector: str) -> str:
-        namespace = self.namespace or self._text("namespace")
-        slices = f"/apis/discovery.k8s.io/v1/namespaces/{quote(namespace, safe='')}/endpointslices"
+        slices = f"/apis/discovery.k8s.io/v1/namespaces/{quote(self.where(), safe='')}/endpointslices"
         return f"{slices}?labelSelector={quote(selector, safe='')}"
 
     def open(self) -> Connected:

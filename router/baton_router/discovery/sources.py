@@ -69,11 +69,8 @@ class Sources:
                     asked, role, settings.dns_interval_s, secure=bool(settings.tls_folder)
                 )
         if settings.kubernetes_selector:
-            access = Access(
-                settings.kubernetes_api, Path(settings.kubernetes_account), settings.kubernetes_namespace
-            )
             self._sources["Kubernetes"] = KubernetesWorkers(
-                access, settings.kubernetes_selector, settings.kubernetes_port, rng
+                access_of(settings), settings.kubernetes_selector, settings.kubernetes_port, rng
             )
         self._silent = set(self._sources)
         """Those that have not told anything yet."""

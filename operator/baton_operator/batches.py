@@ -1,0 +1,169 @@
+"""
+What is to be done for one BatchJob, decided from what is there: a pure function.
+
+How far the batch is, a router says in the BatchJob's status; how its pods fare, the Job says. Made once, a
+Job is changed only in what may change; one that has ended is never made again, whatever has become of it.
+Whoever wants another try deletes the BatchJob.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton_api import batch_jobs, labels
+from baton_operator.conditions import Fact
+from baton_operator.kinds.batch_job import BatchJobSpec
+from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.manifests import batch_job as manifests
+from baton_operator.manifests.objects import Manifest
+from baton_operator.merge_patch import difference
+from baton_operator.observed import seconds
+
+ENDS = {
+    "completed": ("Completed", "Every request has its answer or its error."),
+    "failed": ("InvalidInput", "The file is no batch; the batch's errors name the lines."),
+    "expired": ("Expired", "The batch's time was over. What was answered before can be fetched."),
+    "cancelled": ("Cancelled", "It was cancelled by the API. What was answered before can be fetched."),
+}
+"""Phases after which nothing is run any more, with their reason."""
+
+PARTING_S = 30.0
+"""Seconds from the end of a batch until a Job that has not noticed is deleted."""
+
+SERVICE_S = 30.0
+"""Seconds until it is looked again whether the service can have it run."""
+
+HINTS = {
+    "PodFailurePolicy": "The log of its pod says why: kubectl logs job/{name}. ",
+    "FailedIndexes": "Its pod failed {failures} times: kubectl logs job/{name}. ",
+    "DeadlineExceeded": "It ran for longer than spec.completionWindowSeconds. ",
+}
+"""What to look at, by the reason for which a Job has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is to be done, and what is so."""
+
+    facts: Sequence[Fact]
+    create: Manifest | None = None
+    patch: Manifest | None = None
+    """To be merged into the Job."""
+    delete_job: bool = False
+    forget: bool = False
+    """Delete the BatchJob itself."""
+    again_s: float | None = None
+    """Seconds after which to decide again although nothing has changed."""
+
+
+def decide(
+    batch_job: Manifest, job: Manifest | None, service: Manifest | None, image: str, now: float
+) -> Verdict:
+    """
+    `job`: what there is of the BatchJob's name, whoever has made it. `service`: its InferenceService. `now`:
+    Unix seconds. Raises ValueError if the spec cannot be carried out.
+    """
+    status = batch_job.get("status", {})
+    before = {one["type"]: one for one in status.get("conditions", ())}
+    ours = job is None or _is_of(job, batch_job)
+    if status.get("phase") in ENDS:
+        return _ended(batch_job, job if ours else None, before, now)
+    if not ours:
+        return Verdict(_failed("NameTaken", "There is a Job of that name that is not this BatchJob's."))
+    if job is None:
+        return _begin(batch_job, before, service, image)
+    return _going_on(batch_job, job)
+
+
+def _begin(batch_job: Manifest, before: Mapping[str, Any], service: Manifest | None, image: str) -> Verdict:
+    spec = BatchJobSpec.model_validate(batch_job["spec"])
+    failed = before.get("Failed")
+    if failed is not None and failed["status"] == "True" and failed["reason"] != "NameTaken":
+        # Its Job was, and is deleted.
+        return Verdict(_failed(failed["reason"], failed.get("message", "")))
+    name = spec.service_name
+    if service is None:
+        message = f"There is no InferenceService {name}."
+        return Verdict(_open("NoService", message), again_s=SERVICE_S)
+    serving = InferenceServiceSpec.model_validate(service["spec"])
+    if serving.router.batches.execution != "Jobs":
+        message = f"Routers of {name} run batches themselves: its spec.router.batches.execution is not Jobs."
+        return Verdict(_open("NotByJobs", message), again_s=SERVICE_S)
+    made = manifests.job(batch_job, serving, image)
+    return Verdict(_open("Suspended" if made["spec"]["suspend"] else "Waiting"), create=made)
+
+
+def _going_on(batch_job: Manifest, job: Manifest) -> Verdict:
+    spec = BatchJobSpec.model_validate(batch_job["spec"])
+    state = job.get("status", {})
+    ended = {one["type"]: one for one in state.get("conditions", ()) if one["status"] == "True"}
+    if "Failed" in ended:
+        why = ended["Failed"].get("reason") or "Failed"
+        failures = spec.max_retries + 1
+        hint = HINTS.get(why, "").format(name=job["metadata"]["name"], failures=failures)
+        return Verdict(_failed(why, hint + ended["Failed"].get("message", "")))
+    if "Complete" in ended:
+        return Verdict(_open("Finishing", "All requests are through, and the files are being written."))
+    changes = difference(
+        {name: job["spec"].get(name) for name in manifests.changeable(spec)}, manifests.changeable(spec)
+    )
+    rests = changes.get("suspend", job["spec"].get("suspend", False))
+    reason = "Suspended" if rests else "Running" if state.get("active") else "Waiting"
+    return Verdict(_open(reason), patch={"spec": changes} if changes else None)
+
+
+def _ended(batch_job: Manifest, job: Manifest | None, before: Mapping[str, Any], now: float) -> Verdict:
+    phase = batch_job["status"]["phase"]
+    reason, message = ENDS[phase]
+    good = phase == "completed"
+    facts = [
+        Fact("Complete", good, reason, message),
+        Fact("Failed", not good, reason, "" if good else message),
+        Fact("Suspended", False, reason),
+    ]
+    told = before.get("Complete" if good else "Failed")
+    known = told is not None and told["status"] == "True"
+    since = seconds(told["lastTransitionTime"]) if told is not None and known else now
+    waits = []
+    unaware = job is not None and not _is_finished(job)
+    if unaware:
+        waits.append(since + PARTING_S - now)
+    by_router = batch_job["metadata"].get("labels", {}).get(labels.MANAGED_BY) == batch_jobs.ROUTER
+    kept_s = BatchJobSpec.model_validate(batch_job["spec"]).ttl_seconds_after_finished
+    if by_router:
+        waits.append(since + kept_s - now)
+    return Verdict(
+        facts,
+        delete_job=unaware and waits[0] <= 0,
+        forget=by_router and waits[-1] <= 0,
+        again_s=min((one for one in waits if one > 0), default=None),
+    )
+
+
+def _open(reason: str, message: str = "") -> list[Fact]:
+    """It is to be run, or would be."""
+    return [
+        Fact("Complete", False, reason, message),
+        Fact("Failed", False, reason),
+        Fact("Suspended", reason == "Suspended", reason),
+    ]
+
+
+def _failed(reason: str, message: str) -> list[Fact]:
+    return [
+        Fact("Complete", False, reason, message),
+        Fact("Failed", True, reason, message),
+        Fact("Suspended", False, reason),
+    ]
+
+
+def _is_of(job: Manifest, batch_job: Manifest) -> bool:
+    uid = batch_job["metadata"]["uid"]
+    return any(owner["uid"] == uid for owner in job["metadata"].get("ownerReferences", ()))
+
+
+def _is_finished(job: Manifest) -> bool:
+    ended = job.get("status", {}).get("conditions", ())
+    return any(one["type"] in ("Complete", "Failed") and one["status"] == "True" for one in ended)

@@ -1,0 +1,128 @@
+"""
+Batches as BatchJobs of Kubernetes: a router makes one for each batch, and says in its status how far it is.
+
+What comes of a BatchJob is the operator's. The router needs two rights for this, to make BatchJobs and to
+write their status, and reads nothing: a BatchJob is called like its batch, so that of several routers that
+make it one does, and who has deleted one is heard of by the next word about it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from baton_api import batch_jobs, labels
+from baton_api.errors import BatonError
+from baton_router.batches.cluster import Cluster
+from baton_router.batches.storage import Storage
+from baton_router.batches.values import Batch
+
+log = logging.getLogger(__name__)
+
+TELL_S = 2.0
+"""Seconds between two words about one batch, unless its phase has changed."""
+
+RETRY_LIMIT_S = 30.0
+
+MADE, THERE, GONE = 201, 409, 404
+
+
+def batch_job(batch: Batch, service: str, uid: str) -> dict[str, Any]:
+    """What the operator is to run; it goes with the service whose `uid` is given."""
+    metadata: dict[str, Any] = {
+        "name": batch_jobs.name_of(batch.id),
+        "labels": {labels.MANAGED_BY: batch_jobs.ROUTER, labels.SERVICE: service},
+    }
+    if uid:
+        owner = {"apiVersion": "baton.dev/v1alpha1", "kind": "InferenceService", "name": service, "uid": uid}
+        metadata["ownerReferences"] = [owner]
+    return {
+        "apiVersion": "baton.dev/v1alpha1",
+        "kind": "BatchJob",
+        "metadata": metadata,
+        "spec": {"serviceName": service, "batchId": batch.id},
+    }
+
+
+def status(batch: Batch) -> dict[str, Any]:
+    """What the status of a BatchJob says of its batch; the rest of it is the operator's."""
+    return {
+        "batchId": batch.id,
+        "phase": str(batch.status),
+        "total": batch.total,
+        "completed": batch.completed,
+        "failed": batch.failed,
+        "progress": f"{batch.done}/{batch.total}",
+        "outputFileId": batch.output_file or "",
+        "errorFileId": batch.error_file or "",
+    }
+
+
+class Announcer:
+    """One router's. `clock` is monotonic."""
+
+    def __init__(
+        self, storage: Storage, cluster: Cluster, service: str, uid: str, clock: Callable[[], float]
+    ) -> None:
+        self._storage = storage
+        self._cluster = cluster
+        self._service = service
+        self._uid = uid
+        self._clock = clock
+        self._told: dict[str, tuple[dict[str, Any], float]] = {}
+        """What was last said of a batch, and when."""
+
+    async def run(self) -> None:
+        """Until cancelled. While the cluster or the database is away, batches wait."""
+        failed_s = 0.0
+        while True:
+            try:
+                if self._storage.in_use:
+                    await self.round()
+                failed_s = 0.0
+            except (OSError, BatonError) as error:
+                failed_s = min(RETRY_LIMIT_S, max(1.0, 2 * failed_s))
+                log.warning("No BatchJobs can be made or told of now: %s Next try in %g s.", error, failed_s)
+            await asyncio.sleep(failed_s or self._storage.settings.batch_poll_s)
+
+    async def round(self) -> None:
+        """Make what is missing, tell what has changed. Raises OSError and BatonError."""
+        jobs = self._storage.jobs
+        for batch in await self._storage.run(jobs.missing):
+            await self._make(batch)
+        there = await self._storage.run(jobs.there)
+        for batch in there:
+            await self._tell(batch)
+        gone = self._told.keys() - {batch.id for batch in there}
+        for id in gone:
+            del self._told[id]
+
+    async def _make(self, batch: Batch) -> None:
+        made = batch_job(batch, self._service, self._uid)
+        name = made["metadata"]["name"]
+        answer = await self._cluster.make(made)
+        if answer not in (MADE, THERE):
+            raise OSError(f"The BatchJob {name} was refused with status {answer}.")
+        await self._storage.run(partial(self._storage.jobs.claim, batch.id, name))
+        if answer == MADE:
+            log.info("%s is run by the BatchJob %s.", batch.id, name)
+
+    async def _tell(self, batch: Batch) -> None:
+        wanted, now = status(batch), self._clock()
+        said, when = self._told.get(batch.id, ({}, 0.0))
+        if wanted != said and (now - when >= TELL_S or wanted["phase"] != said.get("phase")):
+            answer = await self._cluster.tell(batch.job, wanted)
+            if answer == GONE:
+                log.info("The BatchJob %s of %s is gone.", batch.job, batch.id)
+                await self._storage.run(partial(self._storage.jobs.disown, batch.id, batch.job))
+                return
+            if answer != 200:
+                raise OSError(f"The status of the BatchJob {batch.job} was refused: {answer}.")
+            self._told[batch.id] = wanted, now
+        elif wanted != said:
+            return
+        if batch.status.ended:
+            await self._storage.run(partial(self._storage.jobs.disown, batch.id, batch.job))

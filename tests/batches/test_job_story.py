@@ -1,0 +1,250 @@
+"""
+A batch carried by pods of its Job: the very container that the operator would have run, as a process.
+
+What a cluster does beside it stands still: whoever is killed here is followed by the next pod of the Job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from baton_api import batch_jobs
+from baton_cli.batch_service import BatchService
+from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.manifests import batch_job as manifests
+from baton_router.batches.run import Ended
+from tests.batches import chaos
+from tests.batches.batch_cluster import NAMESPACE, SERVICE, BatchCluster
+from tests.batches.chaos import Program, Router
+
+LINES = 200
+SPEC: Mapping[str, Any] = {
+    "model": {"uri": "builtin://smollm2"},
+    "decode": {},
+    "router": {"batches": {"execution": "Jobs"}},
+}
+
+
+class Story:
+    """A router in external mode with a slow worker, and pods that the test starts."""
+
+    def __init__(self, folder: Path, cluster: BatchCluster, router: Router) -> None:
+        self.folder = folder
+        self.cluster = cluster
+        self.router = router
+        self.service = BatchService(router.url, "", lambda reason: None)
+        self.pods: list[subprocess.Popen[bytes]] = []
+
+    def submit(self, lines: int = LINES) -> str:
+        source = self.folder / "input.jsonl"
+        chaos.write_lines(source, lines)
+        return chaos.submit(self.service, source)
+
+    def batch_job(self, name: str) -> dict[str, Any]:
+        chaos.await_true(lambda: name in self.cluster.jobs, chaos.START_S, f"there is a BatchJob {name}")
+        return self.cluster.jobs[name]
+
+    def pod(self, job: dict[str, Any], pod: str, **environment: str) -> subprocess.Popen[bytes]:
+        """Starts one as a kubelet would: the Job's arguments, its environment and its token."""
+        made = manifests.job(job, InferenceServiceSpec.model_validate(SPEC), "image")
+        (container,) = made["spec"]["template"]["spec"]["containers"]
+        token = self.folder / pod
+        token.write_text(self.cluster.token(pod))
+        there = {
+            f"http://{SERVICE}": self.router.url,
+            f"{manifests.TOKEN_FOLDER}/{manifests.TOKEN_FILE}": str(token),
+        }
+        arguments = [_replaced(one, there) for one in container["args"]]
+        with (self.folder / f"{pod}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "baton_cli.main", *arguments],
+                stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=chaos.ROOT,
+                env={**os.environ, **environment},
+            )  # fmt: skip
+        self.pods.append(process)
+        return process
+
+    def ended(self, pod: subprocess.Popen[bytes]) -> int:
+        return pod.wait(chaos.END_S)
+
+    def some_done(self, id: str, least: int) -> None:
+        def so() -> bool:
+            return bool(self.service.batch(id)["request_counts"]["completed"] >= least)
+
+        chaos.await_true(so, chaos.END_S, f"{least} lines of {id} are done")
+
+    def check(self, id: str, lines: int = LINES) -> None:
+        """Every line was answered, and once."""
+        batch = chaos.ended(self.service, id)
+        assert batch["status"] == "completed"
+        assert batch["request_counts"] == {"total": lines, "completed": lines, "failed": 0}
+        output = chaos.output_of(self.service, batch, self.folder)
+        report = chaos.Report()
+        report.add(id, output, chaos.anonymous(id, output))
+        assert (report.lines, report.lost, report.doubled) == (lines, 0, 0)
+
+    def told(self, name: str, phase: str) -> None:
+        def so() -> bool:
+            return bool(self.cluster.jobs[name].get("status", {}).get("phase") == phase)
+
+        chaos.await_true(so, chaos.END_S, f"{name} has heard that it is {phase}")
+
+    def close(self) -> None:
+        for pod in self.pods:
+            pod.kill()
+            pod.wait()
+        self.service.close()
+
+
+def _replaced(flag: str, there: Mapping[str, str]) -> str:
+    name, _, value = flag.partition("=")
+    return f"{name}={there[value]}" if value in there else flag
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    folder = tmp_path_factory.mktemp("story")
+    ports = chaos.free_ports(2)
+    arguments = ["tests.batches.mock_worker", f"--port={ports[0]}", "--seconds=0.1", "--places=8"]
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(BatchCluster())
+        stack.callback(Program(arguments, folder / "worker.log", {}).kill)
+        flags = ["--batch-execution=external", f"--batch-jobs={SERVICE}", "--batch-jobs-uid=uid-1"]
+        flags += [f"--kubernetes-api={cluster.url}", f"--kubernetes-namespace={NAMESPACE}"]
+        router = Router(folder, ports[1], ports[:1], {}, "router", *flags)
+        stack.callback(router.program.kill)
+        router.await_ready()
+        made = Story(folder, cluster, router)
+        stack.callback(made.close)
+        yield made
+
+
+@pytest.mark.processes
+def test_a_killed_pod_is_followed_by_the_next_and_each_line_is_answered_once(story: Story) -> None:
+    id = story.submit()
+    name = batch_jobs.name_of(id)
+    job = story.batch_job(name)
+    assert not story.router.runners(), "the router starts none itself"
+    first = story.pod(job, f"{name}-0-aaaaa")
+    story.some_done(id, 20)
+    first.kill()
+    first.wait()
+    assert story.service.batch(id)["status"] == "in_progress"
+    # The lease of the dead has still to run out; the next pod waits for it.
+    second = story.pod(job, f"{name}-0-bbbbb")
+    # Two at once, as after a node that was taken for dead: one has the lease, the other waits.
+    third = story.pod(job, f"{name}-0-ccccc")
+    assert story.ended(second) == story.ended(third) == Ended.THROUGH
+    story.check(id)
+    story.told(name, "completed")
+
+
+@pytest.mark.processes
+def test_a_router_that_is_killed_and_knows_nobody_any_more_lets_the_same_pod_in_again(story: Story) -> None:
+    """Its secret is another one then: what the pod had from it is of no use, Kubernetes' own token is."""
+    id = story.submit()
+    name = batch_jobs.name_of(id)
+    pod = story.pod(story.batch_job(name), f"{name}-0-aaaaa")
+    story.some_done(id, 20)
+    story.router.program.kill()
+    story.router.program.start()
+    story.router.await_ready()
+    assert story.ended(pod) == Ended.THROUGH
+    story.check(id)
+    story.told(name, "completed")
+
+
+@pytest.mark.processes
+def test_one_that_is_told_to_end_records_what_is_done(story: Story) -> None:
+    """As when the BatchJob is suspended, or its node drained."""
+    id = story.submit()
+    name = batch_jobs.name_of(id)
+    job = story.batch_job(name)
+    first = story.pod(job, f"{name}-0-aaaaa")
+    story.some_done(id, 20)
+    first.terminate()
+    assert story.ended(first) == manifests.TOLD_TO
+    assert story.ended(story.pod(job, f"{name}-0-bbbbb")) == Ended.THROUGH
+    story.check(id)
+
+
+@pytest.mark.processes
+def test_a_batch_that_is_cancelled_ends_its_pod(story: Story) -> None:
+    id = story.submit(3000)
+    name = batch_jobs.name_of(id)
+    pod = story.pod(story.batch_job(name), f"{name}-0-aaaaa")
+    story.some_done(id, 20)
+    assert httpx.post(f"{story.router.url}/v1/batches/{id}/cancel", trust_env=False).is_success
+    assert story.ended(pod) == Ended.THROUGH
+    assert chaos.ended(story.service, id)["status"] == "cancelled"
+    story.told(name, "cancelled")
+
+
+@pytest.mark.processes
+def test_a_file_is_made_a_batch_of_once_however_often_its_pod_starts(story: Story) -> None:
+    source = story.folder / "mine.jsonl"
+    chaos.write_lines(source, LINES)
+    with source.open("rb") as content:
+        sent = httpx.post(
+            f"{story.router.url}/v1/files",
+            data={"purpose": "batch"},
+            files={"file": content},
+            trust_env=False,
+            timeout=60,
+        )
+    job = {
+        "metadata": {"name": "mine", "namespace": NAMESPACE, "uid": "uid-2"},
+        "spec": {"serviceName": SERVICE, "inputFileId": sent.json()["id"], "concurrency": 4},
+    }
+    story.cluster.put(job)
+    before = {one["id"] for one in _batches(story)}
+    first = story.pod(job, "mine-0-aaaaa")
+    chaos.await_true(lambda: len(_batches(story)) > len(before), chaos.END_S, "there is a batch")
+    first.kill()
+    first.wait()
+    assert story.ended(story.pod(job, "mine-0-bbbbb")) == Ended.THROUGH
+    (id,) = {one["id"] for one in _batches(story)} - before
+    story.check(id)
+    story.told("mine", "completed")
+    assert batch_jobs.name_of(id) not in story.cluster.jobs
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("spec", "pod", "said"),
+    [
+        ({"batchId": "batch_0"}, "gone-0-aaaaa", "batch_0"),
+        ({"inputFileId": "file-0"}, "gone-0-aaaaa", "file-0"),
+        ({"batchId": "ANOTHERS"}, "gone-0-aaaaa", "is for the BatchJob"),
+    ],
+    ids=["no such batch", "no such file", "the batch of another"],
+)
+def test_what_cannot_be_run_ends_with_the_status_that_fails_its_job(
+    story: Story, spec: dict[str, Any], pod: str, said: str
+) -> None:
+    if spec.get("batchId") == "ANOTHERS":
+        id = story.submit(1)
+        story.batch_job(batch_jobs.name_of(id))
+        story.told(batch_jobs.name_of(id), "in_progress")
+        spec = {"batchId": id}
+    job = {
+        "metadata": {"name": "gone", "namespace": NAMESPACE, "uid": "uid-3"},
+        "spec": {"serviceName": SERVICE, **spec},
+    }
+    assert story.ended(story.pod(job, pod)) == manifests.REFUSED == Ended.REFUSED
+    assert said in (story.folder / f"{pod}.log").read_text()
+
+
+def _batches(story: Story) -> list[dict[str, Any]]:
+    answer = httpx.get(f"{story.router.url}/v1/batches?limit=100", trust_env=False)
+    found: list[dict[str, Any]] = answer.json()["data"]
+    return found

@@ -1,0 +1,262 @@
+"""Batches that Jobs of Kubernetes run: each gets its BatchJob, hears of it, and lets in its pods alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import httpx
+import pytest
+
+from baton_api import batch_jobs
+from baton_api.errors import SetupError, Unauthorized
+from baton_router.app import create_app
+from baton_router.batches import wire
+from baton_router.batches.announcer import Announcer
+from baton_router.batches.cluster import Cluster
+from baton_router.batches.database import Database
+from baton_router.batches.files import NewFile, add
+from baton_router.batches.jobs import Jobs
+from baton_router.batches.ledger import Ledger
+from baton_router.batches.values import Batch
+from baton_router.batches.wire import Apply
+from baton_router.discovery.sources import access_of
+from baton_router.settings import RouterSettings
+from tests.batches.batch_cluster import NAMESPACE, SERVICE, BatchCluster
+from tests.batches.serving import (
+    answered,
+    bearer,
+    create,
+    created,
+    line,
+    reaching,
+    run_lines,
+    serving,
+    uploaded,
+)
+from tests.router.running import RunningRouter
+
+THREE = b"".join(line(f"c{number}") for number in (1, 2, 3))
+
+
+@pytest.fixture
+def cluster() -> Iterator[BatchCluster]:
+    with BatchCluster() as made:
+        yield made
+
+
+def in_a_pod(cluster: BatchCluster, **more: Any) -> AbstractAsyncContextManager[RunningRouter]:
+    return serving(
+        batch_execution="external",
+        batch_jobs=SERVICE,
+        batch_jobs_uid="uid-of-the-service",
+        kubernetes_api=cluster.url,
+        kubernetes_namespace=NAMESPACE,
+        **more,
+    )
+
+
+def announcer(router: RunningRouter) -> Announcer:
+    """One whose rounds the test calls for, as if time flew between them."""
+    times = iter(range(0, 10**9, 3600))
+    access = Cluster(access_of(router.router.settings))
+    return Announcer(router.router.storage, access, SERVICE, "uid-of-the-service", lambda: float(next(times)))
+
+
+async def lease(router: RunningRouter, batch: str, token: str) -> httpx.Response:
+    return await router.client.post(
+        f"{wire.PATH}{batch}/lease",
+        headers=bearer(token),
+        content=wire.encode(Apply(f"runner {time.time_ns()}")),
+    )
+
+
+async def test_a_batch_gets_its_batch_job_and_its_end_is_told_there(cluster: BatchCluster) -> None:
+    async with in_a_pod(cluster) as router:
+        telling = announcer(router)
+        id = await created(router, THREE)
+        await reaching(router, id, "in_progress")
+        name = batch_jobs.name_of(id)
+        await telling.round()
+        made = cluster.jobs[name]
+        assert made["spec"] == {"serviceName": SERVICE, "batchId": id}
+        assert made["metadata"]["ownerReferences"][0]["uid"] == "uid-of-the-service"
+        assert (made["status"]["phase"], made["status"]["progress"]) == ("in_progress", "0/3")
+        ledger = router.router.storage.ledger
+        run_lines(ledger, id, [answered(1), answered(2)], time.time())
+        await telling.round()
+        assert made["status"]["progress"] == "2/3"
+        run_lines(ledger, id, [answered(3)], time.time())
+        shown = await reaching(router, id, "completed")
+        await telling.round()
+        assert (made["status"]["phase"], made["status"]["completed"]) == ("completed", 3)
+        assert made["status"]["outputFileId"] == shown["output_file_id"]
+        asked = len(cluster.asked)
+        await telling.round()
+        assert len(cluster.asked) == asked, "an end is told once"
+
+
+async def test_one_that_was_deleted_is_made_anew_while_there_is_something_to_run(
+    cluster: BatchCluster,
+) -> None:
+    async with in_a_pod(cluster) as router:
+        telling = announcer(router)
+        id = await created(router, THREE)
+        await reaching(router, id, "in_progress")
+        await telling.round()
+        cluster.jobs.clear()
+        run_lines(router.router.storage.ledger, id, [answered(1)], time.time())
+        await telling.round()
+        assert not cluster.jobs
+        await telling.round()
+        assert cluster.jobs[batch_jobs.name_of(id)]["status"]["progress"] == "1/3"
+
+
+async def test_two_routers_make_one(cluster: BatchCluster) -> None:
+    async with in_a_pod(cluster) as router:
+        one, other = announcer(router), announcer(router)
+        id = await created(router, THREE)
+        await reaching(router, id, "in_progress")
+        await one.round()
+        await other.round()
+        assert len(cluster.jobs) == 1 and router.router.storage.ledger.find(id).job
+
+
+async def test_a_cluster_that_does_not_answer_is_asked_again(cluster: BatchCluster) -> None:
+    async with in_a_pod(cluster) as router:
+        telling = announcer(router)
+        id = await created(router, THREE)
+        await reaching(router, id, "in_progress")
+        for status in (403, 500, 404):
+            cluster.status = status
+            with pytest.raises(OSError, match=str(status)):
+                await telling.round()
+        cluster.status = 0
+        await telling.round()
+        assert batch_jobs.name_of(id) in cluster.jobs
+
+
+async def test_a_batch_that_a_batch_job_has_made_waits_for_its_pod(cluster: BatchCluster) -> None:
+    async with in_a_pod(cluster) as router:
+        file = await uploaded(router, THREE)
+        answer = await create(router, file, metadata={batch_jobs.METADATA: "mine/uid-1"})
+        id = answer.json()["id"]
+        await reaching(router, id, "in_progress")
+        await announcer(router).round()
+        assert not cluster.jobs
+        assert (await lease(router, id, cluster.token("other-0-abcde"))).status_code == 401
+        assert (await lease(router, id, cluster.token("mine-0-abcde"))).status_code == 200
+        cluster.put({"metadata": {"name": "mine"}})
+        await announcer(router).round()
+        assert cluster.jobs["mine"]["status"]["batchId"] == id
+
+
+async def test_a_pod_gets_its_own_batchs_lease_and_nothing_else(cluster: BatchCluster) -> None:
+    async with in_a_pod(cluster) as router:
+        telling = announcer(router)
+        ids = [await created(router, THREE) for _ in range(2)]
+        for id in ids:
+            await reaching(router, id, "in_progress")
+        await telling.round()
+        mine, other = ids
+        token = cluster.token(f"{batch_jobs.name_of(mine)}-0-abcde")
+        assert (await lease(router, other, token)).status_code == 401
+        held = wire.lease((await lease(router, mine, token)).content)
+        # The pod's own token opens nothing but leases: all else is for the one of this epoch.
+        path = f"{wire.PATH}{mine}/renew"
+        assert (await router.client.post(path, headers=bearer(token))).status_code == 401
+        assert (await router.client.post(path, headers=bearer(held.token))).status_code == 200
+        path = f"{wire.PATH}{other}/renew"
+        assert (await router.client.post(path, headers=bearer(held.token))).status_code == 401
+        assert (await lease(router, mine, token)).status_code == 409, "it is held"
+
+
+def _wrong(cluster: BatchCluster, pod: str) -> dict[str, str]:
+    bound = {"namespace": NAMESPACE, "serviceaccount": {"name": "chat-batches"}}
+    good = cluster.token(pod)
+    return {
+        "nothing": "",
+        "no token": "abc",
+        "cut off": good[:-10],
+        "of another service": cluster.token(pod, "other"),
+        "for the API server": cluster.token(pod, aud=["https://kubernetes.default.svc"]),
+        "of another account": cluster.token(pod, sub=f"system:serviceaccount:{NAMESPACE}:default"),
+        "of another namespace": cluster.token(pod, sub="system:serviceaccount:other:chat-batches"),
+        "over": cluster.token(pod, exp=time.time() - 60),
+        "without an end": cluster.token(pod, exp=None),
+        "of no pod": cluster.token(pod, **{"kubernetes.io": bound}),
+        "of a pod of no Job": cluster.token("chat-router-7d9f8-x2k4p2"),
+        "signed by somebody": _forged(cluster, pod),
+    }
+
+
+def _forged(cluster: BatchCluster, pod: str) -> str:
+    """With a key that has the name of the API server's."""
+    kept = dict(cluster.issuer.keys)
+    cluster.issuer.add("rsa", "ES256")
+    token = cluster.token(pod)
+    cluster.issuer.keys = kept
+    return token
+
+
+async def test_other_tokens_open_nothing(cluster: BatchCluster) -> None:
+    async with in_a_pod(cluster) as router:
+        id = await created(router, THREE)
+        await reaching(router, id, "in_progress")
+        await announcer(router).round()
+        pod = f"{batch_jobs.name_of(id)}-0-abcde"
+        for what, token in _wrong(cluster, pod).items():
+            assert (await lease(router, id, token)).status_code == 401, what
+        assert (await lease(router, id, cluster.token(pod))).status_code == 200
+
+
+async def test_a_router_that_is_told_nothing_of_kubernetes_believes_no_pod(cluster: BatchCluster) -> None:
+    async with serving(batch_execution="external") as router:
+        id = await created(router, THREE)
+        await reaching(router, id, "in_progress")
+        assert (
+            await lease(router, id, cluster.token(f"{batch_jobs.name_of(id)}-0-abcde"))
+        ).status_code == 401
+    assert not cluster.asked
+
+
+def test_batch_jobs_are_for_batches_that_others_run() -> None:
+    with pytest.raises(SetupError, match="external"):
+        create_app(RouterSettings(decode=("http://127.0.0.1:1",), batch_jobs="chat"))
+
+
+def _batch(database: Database, **more: Any) -> Batch:
+    new = NewFile(owner="a", purpose="batch", filename="in", bytes=1, sha256="", object="o", expires_at=None)
+    with database.writing() as connection:
+        file = add(connection, new, 1)
+    return Ledger(database).create("a", "/v1/chat/completions", file, 1, **more)
+
+
+def _begun(database: Database, **more: Any) -> Batch:
+    ledger, batch = Ledger(database), _batch(database, **more)
+    epoch = ledger.lease(batch.id, "validator", 1.0, 10)
+    assert epoch is not None
+    return ledger.validated(batch.id, epoch, 2, total=3, model="m")
+
+
+def test_the_first_who_claims_a_batch_keeps_it(database: Database) -> None:
+    jobs, batch = Jobs(database), _begun(database)
+    assert [one.id for one in jobs.missing()] == [batch.id]
+    assert jobs.claim(batch.id, "one").job == "one" == jobs.claim(batch.id, "one").job
+    with pytest.raises(Unauthorized, match="BatchJob one"):
+        jobs.claim(batch.id, "two")
+    assert not jobs.missing() and [one.job for one in jobs.there()] == ["one"]
+    jobs.disown(batch.id, "two")
+    assert jobs.there()
+    jobs.disown(batch.id, "one")
+    assert not jobs.there() and jobs.claim(batch.id, "two").job == "two"
+
+
+def test_whose_it_is_may_stand_in_its_metadata(database: Database) -> None:
+    jobs, batch = Jobs(database), _begun(database, metadata={batch_jobs.METADATA: "one/uid"})
+    assert not jobs.missing()
+    with pytest.raises(Unauthorized):
+        jobs.claim(batch.id, "two")
+    assert jobs.claim(batch.id, "one").job == "one"

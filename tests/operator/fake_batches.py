@@ -1,0 +1,121 @@
+"""A BatchJob in a cluster that behaves: its Job, and a router that says how far the batch is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from baton_operator.batches import Verdict, decide
+from baton_operator.conditions import written
+from baton_operator.manifests.objects import Manifest
+
+IMAGE = "registry.example/router:1"
+SERVICE: Manifest = {
+    "metadata": {"name": "chat"},
+    "spec": {
+        "model": {"uri": "builtin://smollm2"},
+        "decode": {},
+        "router": {"batches": {"execution": "Jobs"}},
+    },
+}
+BY_ROUTER = {"app.kubernetes.io/managed-by": "baton-router"}
+
+
+class FakeBatch:
+    """One BatchJob. Its ledger's batch has ten lines."""
+
+    def __init__(self, spec: dict[str, Any] | None = None, by_router: bool = False, seed: int = 0) -> None:
+        metadata = {"name": "night", "namespace": "models", "uid": "uid-1", "generation": 1}
+        if by_router:
+            metadata["labels"] = dict(BY_ROUTER)  # type: ignore[assignment]
+        given = {"serviceName": "chat", "batchId": "batch_1", **(spec or {})}
+        self.there: Manifest | None = {"metadata": metadata, "spec": given, "status": {}}
+        self.job: Manifest | None = None
+        self.service: Manifest | None = SERVICE
+        self.now = 1_800_000_000.0
+        self.writes = 0
+        self.jobs_made = 0
+        self.done = 0
+        self.phase = "in_progress"
+        self._rng = random.Random(seed)
+
+    @property
+    def batch_job(self) -> Manifest:
+        assert self.there is not None
+        return self.there
+
+    def decide(self) -> Verdict:
+        return decide(self.batch_job, self.job, self.service, IMAGE, self.now)
+
+    def reconcile(self) -> Verdict | None:
+        """Decide, carry it out, write conditions if they differ."""
+        if self.there is None:
+            return None
+        verdict = self.decide()
+        if verdict.create is not None:
+            assert self.job is None
+            self.job = {**verdict.create, "status": {}}
+            self.jobs_made += 1
+        if verdict.patch is not None:
+            assert self.job is not None
+            self.job["spec"] = {**self.job["spec"], **verdict.patch["spec"]}
+        if verdict.delete_job:
+            assert self.job is not None
+            self.job = None
+        self.writes += sum(map(bool, (verdict.create, verdict.patch, verdict.delete_job, verdict.forget)))
+        if verdict.forget:
+            self.there = self.job = None
+            return verdict
+        status = self.there["status"]
+        conditions, _ = written(verdict.facts, status.get("conditions", ()), 1, self.now)
+        if conditions != status.get("conditions"):
+            status["conditions"] = conditions
+            self.writes += 1
+        return verdict
+
+    def condition(self, type: str) -> tuple[str, str]:
+        """Status and reason."""
+        found = next(one for one in self.batch_job["status"]["conditions"] if one["type"] == type)
+        return found["status"], found["reason"]
+
+    def says(self, phase: str) -> None:
+        """What a router says of the batch."""
+        self.phase = phase
+        self.batch_job["status"] |= {"phase": phase, "batchId": "batch_1"}
+
+    def starts(self) -> None:
+        assert self.job is not None
+        self.job["status"] = {"active": 1}
+
+    def ends(self, type: str = "Complete", reason: str = "") -> None:
+        """The Job does."""
+        assert self.job is not None
+        self.job["status"] = {"conditions": [{"type": type, "status": "True", "reason": reason}]}
+
+    def suspend(self, so: bool) -> None:
+        self.batch_job["spec"]["suspend"] = so
+
+    def happen(self) -> None:
+        """One thing that somebody else does, by chance."""
+        self.now += self._rng.choice((1, 10, 1000))
+        if self.there is None:
+            return
+        moves: list[Callable[[], None]] = [lambda: None]
+        ended = self.phase in ("completed", "expired", "cancelled", "failed")
+        if not ended:
+            moves += [partial(self.says, "cancelled"), partial(self.says, "expired")]
+            moves += [partial(self.suspend, so) for so in (True, False)]
+            moves += [partial(setattr, self, "service", one) for one in (None, SERVICE)]
+        if self.job is not None:
+            finished = bool(self.job["status"].get("conditions"))
+            if finished:
+                moves.append(partial(setattr, self, "job", None))  # its time to live is over
+                if not ended and self.job["status"]["conditions"][0]["type"] == "Complete":
+                    moves = [partial(self.says, "completed")]
+            elif self.job["status"].get("active"):
+                moves += [self.ends, partial(self.ends, "Failed", "FailedIndexes")]
+            elif not self.job["spec"]["suspend"]:
+                moves += [self.starts] * 3
+        self._rng.choice(moves)()

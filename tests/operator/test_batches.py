@@ -1,0 +1,335 @@
+"""What is done for a BatchJob: a table of what there is and what follows, then the laws that always hold."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from baton_api import batch_jobs
+from baton_operator.batches import PARTING_S
+from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.manifests import batch_job as manifests
+from baton_operator.manifests.objects import Manifest
+from baton_operator.manifests.pods import USER
+from tests.operator.fake_batches import IMAGE, SERVICE, FakeBatch
+from tests.operator.fake_cluster import FakeCluster
+
+JOBS: dict[str, Any] = SERVICE["spec"]
+
+
+def job_of(spec: dict[str, Any], service: dict[str, Any] | None = None) -> Manifest:
+    batch_job = {
+        "metadata": {"name": "night", "namespace": "models", "uid": "uid-1"},
+        "spec": {"serviceName": "chat", **spec},
+    }
+    return manifests.job(batch_job, InferenceServiceSpec.model_validate(service or JOBS), IMAGE)
+
+
+def test_the_job_of_a_batch() -> None:
+    made = job_of({"batchId": "batch_1", "concurrency": 8})
+    owner = {"apiVersion": "baton.dev/v1alpha1", "kind": "BatchJob", "name": "night", "uid": "uid-1"}
+    assert made["metadata"]["ownerReferences"] == [{**owner, "controller": True}]
+    assert made["metadata"]["labels"][batch_jobs.LABEL] == "night"
+    spec = made["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 1, 1)
+    assert spec["backoffLimitPerIndex"] == 6 and spec["podReplacementPolicy"] == "Failed"
+    assert [rule["action"] for rule in spec["podFailurePolicy"]["rules"]] == ["FailJob", "Ignore", "Ignore"]
+    pod = spec["template"]["spec"]
+    assert (pod["restartPolicy"], pod["serviceAccountName"]) == ("Never", "chat-batches")
+    assert pod["automountServiceAccountToken"] is False and pod["securityContext"]["runAsUser"] == USER
+    (container,) = pod["containers"]
+    assert container["args"] == [
+        "batch",
+        "run",
+        "--router=http://chat",
+        "--token-file=/var/run/secrets/baton/token",
+        "--concurrency=8",
+        "--batch=batch_1",
+    ]
+    token = pod["volumes"][0]["projected"]["sources"][0]["serviceAccountToken"]
+    assert token["audience"] == batch_jobs.audience("models", "chat") == "baton-batches:models:chat"
+    assert "env" in container and "BATON_API_KEY" not in str(container["env"])
+
+
+def test_the_job_of_a_file_has_its_owners_key_by_reference() -> None:
+    made = job_of(
+        {"inputFileId": "file-1", "endpoint": "/v1/embeddings", "apiKeySecretRef": {"name": "mine"}}
+    )
+    (container,) = made["spec"]["template"]["spec"]["containers"]
+    assert container["args"][-3:] == [
+        "--input-file=file-1",
+        "--endpoint=/v1/embeddings",
+        "--batch-job=night/uid-1",
+    ]
+    reference = {"secretKeyRef": {"name": "mine", "key": "key"}}
+    assert {"name": "BATON_API_KEY", "valueFrom": reference} in container["env"]
+
+
+def test_a_job_for_kueue_is_born_at_rest_and_left_to_it() -> None:
+    queued = FakeBatch({"queueName": "night"})
+    queued.reconcile()
+    assert queued.job is not None
+    assert queued.job["metadata"]["labels"][manifests.QUEUE] == "night" and queued.job["spec"]["suspend"]
+    assert queued.condition("Suspended") == ("True", "Suspended")
+    queued.job["spec"]["suspend"] = False  # Kueue admits it
+    queued.reconcile()
+    assert queued.job["spec"]["suspend"] is False and queued.condition("Complete") == ("False", "Waiting")
+
+
+def test_a_pod_template_is_merged_over_it_and_the_service_chooses_its_image() -> None:
+    over = {"spec": {"nodeSelector": {"pool": "cheap"}, "containers": [{"name": "main", "tty": True}]}}
+    service = {**JOBS, "router": {"image": "mine:2"}, "security": {"imagePullSecrets": ["registry"]}}
+    pod = job_of({"batchId": "batch_1", "podTemplate": over}, service)["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (pod["nodeSelector"], container["tty"], container["image"]) == ({"pool": "cheap"}, True, "mine:2")
+    assert pod["imagePullSecrets"] == [{"name": "registry"}]
+
+
+def _nothing(batch: FakeBatch) -> None:
+    pass
+
+
+def _suspended(batch: FakeBatch) -> None:
+    batch.suspend(True)
+
+
+def _no_service(batch: FakeBatch) -> None:
+    batch.service = None
+
+
+def _other_execution(batch: FakeBatch) -> None:
+    batch.service = {**SERVICE, "spec": {**JOBS, "router": {}}}
+
+
+def _taken(batch: FakeBatch) -> None:
+    batch.job = {"metadata": {"name": "night", "ownerReferences": [{"uid": "another"}]}, "spec": {}}
+
+
+def _running(batch: FakeBatch) -> None:
+    batch.reconcile()
+    batch.starts()
+
+
+def _rests(batch: FakeBatch) -> None:
+    _running(batch)
+    batch.suspend(True)
+
+
+def _through(batch: FakeBatch) -> None:
+    _running(batch)
+    batch.ends()
+
+
+def _failing(reason: str) -> Callable[[FakeBatch], None]:
+    def so(batch: FakeBatch) -> None:
+        _running(batch)
+        batch.ends("Failed", reason)
+
+    return so
+
+
+def _failed_long_ago(batch: FakeBatch) -> None:
+    _failing("FailedIndexes")(batch)
+    batch.reconcile()
+    batch.job = None  # its time to live is over
+
+
+def _phase(phase: str) -> Callable[[FakeBatch], None]:
+    def so(batch: FakeBatch) -> None:
+        _through(batch)
+        batch.says(phase)
+
+    return so
+
+
+@pytest.mark.parametrize(
+    ("there", "complete", "failed", "suspended", "makes"),
+    [
+        (_nothing, "False Waiting", "False", "False", 1),
+        (_suspended, "False Suspended", "False", "True", 1),
+        (_no_service, "False NoService", "False", "False", 0),
+        (_other_execution, "False NotByJobs", "False", "False", 0),
+        (_taken, "False NameTaken", "True", "False", 0),
+        (_running, "False Running", "False", "False", 1),
+        (_rests, "False Suspended", "False", "True", 1),
+        (_through, "False Finishing", "False", "False", 1),
+        (_failing("FailedIndexes"), "False FailedIndexes", "True", "False", 1),
+        (_failing("PodFailurePolicy"), "False PodFailurePolicy", "True", "False", 1),
+        (_failing("DeadlineExceeded"), "False DeadlineExceeded", "True", "False", 1),
+        (_failed_long_ago, "False FailedIndexes", "True", "False", 1),
+        (_phase("completed"), "True Completed", "False", "False", 1),
+        (_phase("expired"), "False Expired", "True", "False", 1),
+        (_phase("cancelled"), "False Cancelled", "True", "False", 1),
+        (_phase("failed"), "False InvalidInput", "True", "False", 1),
+    ],
+    ids=[
+        "new",
+        "new and suspended",
+        "no service",
+        "a service that runs batches itself",
+        "a name that is taken",
+        "running",
+        "told to rest",
+        "through",
+        "its pod failed too often",
+        "its pod may not",
+        "it took too long",
+        "failed, and the Job is gone",
+        "completed",
+        "expired",
+        "cancelled",
+        "no batch",
+    ],
+)
+def test_what_is_said_of_it(
+    there: Callable[[FakeBatch], None], complete: str, failed: str, suspended: str, makes: int
+) -> None:
+    batch = FakeBatch()
+    there(batch)
+    batch.reconcile()
+    assert " ".join(batch.condition("Complete")) == complete
+    assert (batch.condition("Failed")[0], batch.condition("Suspended")[0]) == (failed, suspended)
+    assert batch.jobs_made == makes
+
+
+def test_what_may_change_of_a_job_is_changed_and_nothing_else() -> None:
+    batch = FakeBatch()
+    _running(batch)
+    batch.batch_job["spec"] |= {"suspend": True, "completionWindowSeconds": 600, "maxRetries": 1}
+    verdict = batch.reconcile()
+    assert verdict is not None and verdict.patch == {"spec": {"suspend": True, "activeDeadlineSeconds": 600}}
+    batch.suspend(False)
+    verdict = batch.reconcile()
+    assert verdict is not None and verdict.patch == {"spec": {"suspend": False}}
+
+
+def test_a_job_that_does_not_notice_the_end_is_deleted_after_a_while() -> None:
+    batch = FakeBatch()
+    _running(batch)
+    batch.says("cancelled")
+    verdict = batch.reconcile()
+    assert verdict is not None and not verdict.delete_job and verdict.again_s == PARTING_S
+    batch.now += PARTING_S
+    verdict = batch.reconcile()
+    assert verdict is not None and verdict.delete_job and batch.job is None
+    assert batch.there is not None, "a person has made it, and may look at it"
+
+
+def test_what_a_router_has_made_goes_some_time_after_its_end() -> None:
+    batch = FakeBatch({"ttlSecondsAfterFinished": 3600}, by_router=True)
+    _phase("completed")(batch)
+    verdict = batch.reconcile()
+    assert verdict is not None and not verdict.forget and verdict.again_s == 3600
+    batch.now += 3600
+    batch.reconcile()
+    assert batch.there is None
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_however_things_go_there_is_one_job_and_nothing_is_written_twice(seed: int) -> None:
+    batch = FakeBatch(by_router=bool(seed % 2), seed=seed)
+    ended = False
+    for _ in range(60):
+        batch.reconcile()
+        before = batch.writes
+        batch.reconcile()
+        assert batch.writes == before, "what was done is not done again"
+        if batch.there is not None:
+            failed = batch.condition("Failed")[0] == "True"
+            assert failed or not ended or batch.condition("Complete")[0] == "True", "an end is the end"
+            ended = failed or batch.condition("Complete")[0] == "True"
+            assert not (failed and batch.condition("Complete")[0] == "True")
+        batch.happen()
+    assert batch.jobs_made <= 1
+
+
+def test_a_decision_changes_nothing_that_it_is_made_from() -> None:
+    for there in (_nothing, _rests, _phase("completed")):
+        batch = FakeBatch()
+        there(batch)
+        before = copy.deepcopy((batch.there, batch.job, batch.service))
+        batch.decide()
+        assert (batch.there, batch.job, batch.service) == before
+
+
+# --- What the service has for it ---
+
+KEPT: dict[str, Any] = {
+    **JOBS,
+    "router": {
+        "replicas": 2,
+        "batches": {
+            "execution": "Jobs",
+            "databaseSecretRef": {"name": "ledger"},
+            "files": {"uri": "s3://bucket/files", "endpoint": "http://minio:9000"}
+            | {"credentialsSecretRef": {"name": "bucket"}},
+        },
+    },
+}
+
+
+def _router(cluster: FakeCluster) -> dict[str, Any]:
+    deployment = cluster.objects["apps/v1", "Deployment", "chat-router"]
+    pod: dict[str, Any] = deployment["spec"]["template"]["spec"]
+    return pod
+
+
+def _rules(cluster: FakeCluster) -> list[dict[str, Any]]:
+    role = cluster.objects["rbac.authorization.k8s.io/v1", "Role", "chat-router"]
+    rules: list[dict[str, Any]] = role["rules"]
+    return rules
+
+
+def test_routers_make_batch_jobs_only_where_jobs_run_batches() -> None:
+    cluster = FakeCluster({**JOBS, "router": {}})
+    cluster.settle()
+    plain = _router(cluster)["containers"][0]["args"]
+    assert not [flag for flag in plain if "batch" in flag] and len(_rules(cluster)) == 1
+    assert cluster.names("ServiceAccount") == ["chat-router", "chat-workers"]
+    cluster.change(JOBS)
+    cluster.settle()
+    flags = _router(cluster)["containers"][0]["args"]
+    assert [flag for flag in flags if flag not in plain] == [
+        "--batch-execution=external",
+        "--batch-jobs=chat",
+        "--batch-jobs-uid=uid-1",
+    ]
+    more = [(rule["resources"], rule["verbs"]) for rule in _rules(cluster)[1:]]
+    assert more == [(["batchjobs"], ["create"]), (["batchjobs/status"], ["patch"])]
+    assert cluster.names("ServiceAccount") == ["chat-batches", "chat-router", "chat-workers"]
+    border = cluster.objects["networking.k8s.io/v1", "NetworkPolicy", "chat-batches"]["spec"]
+    assert border["ingress"] == [] and len(border["egress"]) == 2
+    cluster.change({**JOBS, "router": {}})
+    cluster.settle()
+    assert cluster.names("ServiceAccount") == ["chat-router", "chat-workers"]
+    assert "chat-batches" not in cluster.names("NetworkPolicy")
+
+
+def test_runners_reach_routers_whoever_else_does() -> None:
+    cluster = FakeCluster({**JOBS, "security": {"ingressNamespaceLabels": {"team": "a"}}})
+    cluster.settle()
+    policy = cluster.objects["networking.k8s.io/v1", "NetworkPolicy", "chat-router"]["spec"]
+    (rule,) = policy["ingress"]
+    runners = {"matchLabels": {"baton.dev/service": "chat", "baton.dev/role": "batch"}}
+    assert {"podSelector": runners} in rule["from"]
+
+
+def test_where_batches_are_kept_is_told_to_routers_by_reference() -> None:
+    cluster = FakeCluster(KEPT)
+    cluster.settle()
+    (container,) = _router(cluster)["containers"]
+    assert {"--files-store=s3://bucket/files", "--files-endpoint=http://minio:9000"} <= set(container["args"])
+    assert container["envFrom"] == [{"secretRef": {"name": "bucket"}}]
+    env = {one["name"]: one.get("valueFrom", {}).get("secretKeyRef") for one in container["env"]}
+    assert env["BATON_ROUTER_DATABASE"] == {"name": "ledger", "key": "url"}
+    assert env["BATON_ROUTER_BATCH_SECRET"] == {"name": "ledger", "key": "runners", "optional": True}
+    batches = {**KEPT["router"]["batches"], "files": {"claimName": "files"}}
+    cluster.change({**KEPT, "router": {"replicas": 2, "batches": batches}})
+    cluster.settle()
+    pod = _router(cluster)
+    assert {"name": "files", "persistentVolumeClaim": {"claimName": "files"}} in pod["volumes"]
+    assert {"name": "files", "mountPath": "/var/lib/baton-files"} in pod["containers"][0]["volumeMounts"]
+    assert "--files-store=/var/lib/baton-files" in pod["containers"][0]["args"]

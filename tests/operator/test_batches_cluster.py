@@ -1,0 +1,296 @@
+"""BatchJobs on a real API server: what it admits, what becomes of them, and whose tokens it signs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from kubernetes.aio.client import ApiClient
+
+from baton_api import batch_jobs
+from baton_api.errors import Unauthorized
+from baton_operator.api_server import ApiServer, path
+from baton_operator.batch_reconciler import BatchReconciler
+from baton_operator.conditions import Transition
+from baton_operator.manifests.objects import Manifest
+from baton_operator.scalers import API
+from baton_router.batches.announcer import batch_job
+from baton_router.batches.cluster import Cluster
+from baton_router.batches.pod_tokens import pod_tokens
+from baton_router.discovery.kubernetes import Access
+from tests.operator.fake_batches import IMAGE, SERVICE
+from tests.operator.real_cluster import Inside, RealCluster, client, counted, real_cluster
+
+pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]
+
+WHERE = path(API, "BatchJob", "models")
+JOBS = path("batch/v1", "Job", "models")
+BATCH: dict[str, Any] = {"serviceName": "chat", "batchId": "batch_1"}
+FILE: dict[str, Any] = {"serviceName": "chat", "inputFileId": "file-1"}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RealCluster]:
+    async with real_cluster(tmp_path_factory.mktemp("kubernetes")) as made:
+        restricted = {"pod-security.kubernetes.io/enforce": "restricted"}
+        await made.api.patch("/api/v1/namespaces/models", {"metadata": {"labels": restricted}})
+        await made.put(SERVICE["spec"])
+        yield made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def api(cluster: RealCluster) -> AsyncIterator[ApiClient]:
+    async with client(cluster) as made:
+        yield made
+
+
+class Batches:
+    """The operator's reconciler of BatchJobs in the test's own process."""
+
+    def __init__(self, client: ApiClient, now: float = 1_800_000_000.0) -> None:
+        self.now = now
+        self.told: list[str] = []
+        server = ApiServer(client, lambda: None, lambda method, code: None)
+        self._reconciler = BatchReconciler(server, IMAGE, self._tell, lambda: self.now, 600.0)
+
+    async def reconcile(self, name: str) -> float | None:
+        return await self._reconciler.reconcile("models", name)
+
+    def _tell(self, about: Manifest, transition: Transition) -> None:
+        self.told.append(f"{transition.fact.type} {transition.fact.status} {transition.fact.reason}")
+
+
+async def get(cluster: RealCluster, where: str, name: str) -> Manifest | None:
+    answer = await cluster.admin.get(f"{where}/{name}")
+    found: Manifest = answer.json()
+    return found if answer.status_code == 200 else None
+
+
+async def stands(cluster: RealCluster, name: str) -> str:
+    return await cluster.condition("Complete", name, "BatchJob")
+
+
+REFUSED: list[tuple[str, Any, str]] = [
+    ("no service", {"batchId": "batch_1"}, "spec.serviceName: Required"),
+    ("neither batch nor file", {"serviceName": "chat"}, "has either batchId"),
+    ("both", {**BATCH, "inputFileId": "file-1"}, "has either batchId"),
+    ("an id that is none", {"serviceName": "chat", "batchId": "../etc"}, "spec.batchId"),
+    ("a file that is none", {"serviceName": "chat", "inputFileId": "batch_1"}, "spec.inputFileId"),
+    (
+        "a key for a batch that has an owner",
+        {**BATCH, "apiKeySecretRef": {"name": "k"}},
+        "spec.apiKeySecretRef",
+    ),
+    ("another endpoint", {**FILE, "endpoint": "/v1/images"}, "spec.endpoint"),
+    ("no concurrency", {**BATCH, "concurrency": 0}, "spec.concurrency"),
+    ("too many retries", {**BATCH, "maxRetries": 101}, "spec.maxRetries"),
+    ("a window of no time", {**BATCH, "completionWindowSeconds": 1}, "spec.completionWindowSeconds"),
+    ("gone at once", {**BATCH, "ttlSecondsAfterFinished": 0}, "spec.ttlSecondsAfterFinished"),
+    ("a field that is none", {**BATCH, "shards": 4}, 'unknown field "spec.shards"'),
+    ("a queue's name that is none", {**BATCH, "queueName": "A B"}, "spec.queueName"),
+]
+
+
+@pytest.mark.parametrize(("spec", "named"), [one[1:] for one in REFUSED], ids=[one[0] for one in REFUSED])
+async def test_it_is_refused_and_the_field_named(cluster: RealCluster, spec: Any, named: str) -> None:
+    answer = await create(cluster, spec)
+    assert answer[0] == 422 or (answer[0] == 400 and "unknown field" in named), answer
+    assert named in answer[1], answer
+
+
+@pytest.mark.parametrize("name", ["a" * 51, "a.b"], ids=["a long name", "a name with a dot"])
+async def test_names_of_which_no_pods_name_could_be_made_are_refused(cluster: RealCluster, name: str) -> None:
+    status, said = await create(cluster, BATCH, name)
+    assert status == 422 and "at most 50 characters" in said
+
+
+async def create(cluster: RealCluster, spec: Any, name: str = "night") -> tuple[int, str]:
+    body = {"apiVersion": API, "kind": "BatchJob", "metadata": {"name": name}, "spec": spec}
+    answer = await cluster.admin.post(f"{WHERE}?dryRun=All&fieldValidation=Strict", json=body)
+    return answer.status_code, answer.json().get("message", "")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("serviceName", "other"),
+        ("inputFileId", "file-2"),
+        ("endpoint", "/v1/completions"),
+        ("apiKeySecretRef", {"name": "another"}),
+        ("apiKeySecretRef", None),
+        ("concurrency", 7),
+        ("maxRetries", 7),
+        ("queueName", "night"),
+        ("suspend", True),
+        ("completionWindowSeconds", 600),
+        ("ttlSecondsAfterFinished", 600),
+        ("podTemplate", {"spec": {"nodeSelector": {"a": "b"}}}),
+    ],
+)
+async def test_what_a_job_could_not_follow_cannot_be_changed(
+    cluster: RealCluster, field: str, value: Any
+) -> None:
+    await cluster.put({**FILE, "apiKeySecretRef": {"name": "mine"}}, "fixed", kind="BatchJob")
+    headers = {"content-type": "application/merge-patch+json"}
+    answer = await cluster.admin.patch(
+        f"{WHERE}/fixed?dryRun=All", json={"spec": {field: value}}, headers=headers
+    )
+    follows = field in ("suspend", "completionWindowSeconds", "ttlSecondsAfterFinished", "podTemplate")
+    assert answer.status_code == (200 if follows else 422), answer.text
+    assert follows or f"{field} cannot be changed" in answer.text
+
+
+async def test_from_a_batch_to_its_end(cluster: RealCluster, api: ApiClient) -> None:
+    """The API server takes each thing that is done on the way, and nothing is done twice."""
+    batches = Batches(api)
+    await cluster.put({**BATCH, "concurrency": 8}, "way", kind="BatchJob")
+    await batches.reconcile("way")
+    job = await get(cluster, JOBS, "way")
+    assert job is not None and job["spec"]["completionMode"] == "Indexed"
+    (owner,) = job["metadata"]["ownerReferences"]
+    there = await get(cluster, WHERE, "way")
+    assert there is not None and owner["uid"] == there["metadata"]["uid"] and owner["controller"]
+    assert await stands(cluster, "way") == "False Waiting"
+    since = len(cluster.asked())
+    await batches.reconcile("way")
+    await Batches(api, now=batches.now + 1000).reconcile("way")
+    assert counted([one for one in cluster.asked(since) if one.is_work]) == {}
+    # The pod that would be made of it is admitted under `restricted`.
+    pod = {"metadata": {"name": "way-0-abcde"}, "spec": job["spec"]["template"]["spec"]}
+    answer = await cluster.admin.post(path("v1", "Pod", "models"), params={"dryRun": "All"}, json=pod)
+    assert answer.status_code == 201, answer.text
+
+    await cluster.put({**BATCH, "concurrency": 8, "suspend": True}, "way", kind="BatchJob")
+    await batches.reconcile("way")
+    job = await get(cluster, JOBS, "way")
+    assert job is not None and job["spec"]["suspend"] is True
+    assert await stands(cluster, "way") == "False Suspended"
+    await cluster.put({**BATCH, "concurrency": 8}, "way", kind="BatchJob")
+    await batches.reconcile("way")
+
+    # Cancelled by the API, while no pod can be scheduled that would hear of it.
+    told = {"phase": "cancelled", "batchId": "batch_1", "total": 3, "completed": 1, "progress": "1/3"}
+    await cluster.api.patch(f"{WHERE}/way/status", {"status": told})
+    assert await batches.reconcile("way") == 30
+    assert await stands(cluster, "way") == "False Cancelled"
+    batches.now += 30
+    await batches.reconcile("way")
+    job = await get(cluster, JOBS, "way")
+    assert job is None or "deletionTimestamp" in job["metadata"]
+    there = await get(cluster, WHERE, "way")
+    assert there is not None and there["status"]["completed"] == 1, "what routers say stays theirs"
+    assert "Failed True Cancelled" in batches.told
+
+
+async def test_a_job_of_another_is_left_alone(cluster: RealCluster, api: ApiClient) -> None:
+    pod = {"restartPolicy": "Never", "containers": [{"name": "main", "image": "none"}]}
+    body = {"metadata": {"name": "taken"}, "spec": {"template": {"spec": pod}}}
+    await cluster.api.post(JOBS, body)
+    await cluster.put(BATCH, "taken", kind="BatchJob")
+    batches = Batches(api)
+    await batches.reconcile("taken")
+    assert await stands(cluster, "taken") == "False NameTaken"
+    job = await get(cluster, JOBS, "taken")
+    assert job is not None and "ownerReferences" not in job["metadata"]
+
+
+async def test_a_pod_template_that_is_none_is_said_in_status(cluster: RealCluster, api: ApiClient) -> None:
+    spec = {**BATCH, "podTemplate": {"spec": {"restartPolicy": "Always"}}}
+    await cluster.put(spec, "wrong", kind="BatchJob")
+    batches = Batches(api)
+    with pytest.raises(Exception, match="restartPolicy"):
+        await batches.reconcile("wrong")
+    assert await stands(cluster, "wrong") == "False Refused"
+
+
+@pytest.fixture
+def router(cluster: RealCluster) -> Cluster:
+    """As a router's pod has it: an account that may do what its service's Role says."""
+    return Cluster(Access(cluster.api.url, cluster.api.account, "models"))
+
+
+async def test_a_router_may_make_batch_jobs_and_tell_of_them_and_no_more(
+    cluster: RealCluster, api: ApiClient, router: Cluster
+) -> None:
+    await Inside(api).reconcile()  # makes the service's Role
+    group = "rbac.authorization.k8s.io"
+    binding = {
+        "metadata": {"name": "the-test"},
+        "roleRef": {"apiGroup": group, "kind": "Role", "name": "chat-router"},
+        "subjects": [{"apiGroup": group, "kind": "User", "name": "router"}],
+    }
+    await cluster.api.post(path(f"{group}/v1", "RoleBinding", "models"), binding)
+    service = await cluster.service()
+
+    class Named:
+        id = "batch_0a1b"
+
+    made = batch_job(Named, "chat", service["metadata"]["uid"])  # type: ignore[arg-type]
+    assert await router.make(made) == 201 and await router.make(made) == 409
+    status = {"phase": "in_progress", "batchId": Named.id, "progress": "1/3", "completed": 1, "total": 3}
+    assert await router.tell("batch-0a1b", status) == 200
+    assert await router.tell("batch-none", status) == 404
+    there = await get(cluster, WHERE, "batch-0a1b")
+    assert there is not None and there["status"]["progress"] == "1/3"
+    token = (cluster.api.account / "token").read_text()
+    for method, where in (
+        ("GET", WHERE),
+        ("GET", f"{WHERE}/batch-0a1b"),
+        ("DELETE", f"{WHERE}/batch-0a1b"),
+        ("PATCH", f"{WHERE}/batch-0a1b"),
+        ("GET", JOBS),
+        ("GET", path("v1", "Secret", "models")),
+    ):
+        headers = {"authorization": f"Bearer {token}", "content-type": "application/merge-patch+json"}
+        answer = await cluster.admin.request(method, where, headers=headers, json={})
+        assert answer.status_code == 403, f"{method} {where}"
+
+
+async def test_the_token_that_kubernetes_signs_for_a_pod_is_believed(
+    cluster: RealCluster, api: ApiClient, router: Cluster
+) -> None:
+    """And no other that it signs."""
+    await Inside(api).reconcile()
+    await cluster.put(BATCH, "signed", kind="BatchJob")
+    await Batches(api).reconcile("signed")
+    job = await get(cluster, JOBS, "signed")
+    assert job is not None
+    template = job["spec"]["template"]
+    asked = template["spec"]["volumes"][0]["projected"]["sources"][0]["serviceAccountToken"]
+    pod = {"metadata": {"name": "signed-0-abcde", "labels": template["metadata"]["labels"]}}
+    made = (
+        await cluster.admin.post(path("v1", "Pod", "models"), json={**pod, "spec": template["spec"]})
+    ).json()
+    tokens = pod_tokens(router, "chat")
+    # Every account may read the keys; this one is no account, so the test lets it.
+    who = {"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": "router"}
+    role = {**who, "kind": "ClusterRole", "name": "system:service-account-issuer-discovery"}
+    bound = {"metadata": {"name": "router-keys"}, "roleRef": role, "subjects": [who]}
+    await cluster.api.post("/apis/rbac.authorization.k8s.io/v1/clusterrolebindings", bound)
+
+    async def signed(audience: str, bound: bool = True) -> str:
+        spec: dict[str, Any] = {"audiences": [audience], "expirationSeconds": 3600}
+        if bound:
+            reference = {"apiVersion": "v1", "kind": "Pod", "name": "signed-0-abcde"}
+            spec["boundObjectRef"] = {**reference, "uid": made["metadata"]["uid"]}
+        where = f"{path('v1', 'ServiceAccount', 'models', template['spec']['serviceAccountName'])}/token"
+        answer = await cluster.admin.post(
+            where, json={"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
+        )
+        assert answer.status_code == 201, answer.text
+        token: str = answer.json()["status"]["token"]
+        return token
+
+    try:
+        assert await tokens.job(await signed(asked["audience"])) == "signed"
+        for wrong in (
+            await signed("https://kubernetes.default.svc"),
+            await signed(batch_jobs.audience("models", "other")),
+            await signed(asked["audience"], bound=False),
+        ):
+            with pytest.raises(Unauthorized):
+                await tokens.job(wrong)
+    finally:
+        await tokens.close()
