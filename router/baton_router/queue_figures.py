@@ -34,9 +34,19 @@ class QueueFigures(Collector):
         rejects = CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
         for reason in REASONS:
             rejects.add_metric([reason], self._queue.rejects[reason])
-        yield depth
-        yield age
-        yield rejects
+        yield from (depth, age, rejects)
+        metric = metrics.ROUTER_DEMAND
+        demand = CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
+        for kind in ("prompt", "answer"):
+            demand.add_metric([kind], self._queue.demand[kind])
+        yield demand
+        for one, value in (
+            (metrics.ROUTER_HELD, self._queue.held),
+            (metrics.ROUTER_QUEUED_TOKENS, self._queue.queued_tokens),
+        ):
+            family = _gauge(one)
+            family.add_metric([], value)
+            yield family
 
 
 def _gauge(metric: metrics.Metric) -> GaugeMetricFamily:

@@ -61,6 +61,8 @@ class Scheduler:
         self.enrolment.told(FLAGS, self._sources.flags)
         workers.unlisted = self._sources.why_none
         workers.complete = self._sources.complete
+        workers.holding = settings.hold_s > 0
+        workers.hold_models = settings.hold_models
 
     async def watch(self) -> None:
         """Look at the workers and hear their events, until cancelled."""

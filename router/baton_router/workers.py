@@ -210,6 +210,10 @@ class Workers:
         """Why there is no decode worker at all, if there is none."""
         self.complete: Callable[[], bool] = lambda: True
         """Whether all who list workers have done so; until then a model may only seem to be unknown."""
+        self.holding = False
+        """Whether requests wait while nobody can serve them: workers are started when they are needed."""
+        self.hold_models: tuple[str, ...] = ()
+        """Names of the models that such workers have, as far as somebody says."""
         self._gone_models: dict[str, float] = {}
         """Names that are served no more -> since when."""
         self._changed = asyncio.Event()
@@ -262,7 +266,8 @@ class Workers:
 
     def models(self) -> tuple[str, ...]:
         """The names of models that listed workers have, whether or not one can serve them now."""
-        return tuple(sorted({name for worker in self.decode for name in worker.names}))
+        there = {name for worker in self.decode for name in worker.names}
+        return tuple(sorted(there | set(self.hold_models)))
 
     def context(self, model: str) -> int | None:
         """Tokens that every worker of this name has room for; None if they do not say."""
@@ -277,6 +282,10 @@ class Workers:
             return None
         states = ", ".join(f"{worker.name} is {worker.state(now)}" for worker in self.decode)
         return f"No decode worker is ready: {states}."
+
+    def unready(self, now: float) -> str | None:
+        """Why no request is to be sent here now; None if one can be served, or will wait for a worker."""
+        return None if self.holding and self.complete() else self.refusal(now)
 
     def serving(self, model: str | None, tried: Collection[str], now: float) -> Sequence[Worker]:
         """
@@ -303,6 +312,8 @@ class Workers:
 
     def _surely_unknown(self, model: str | None, now: float) -> bool:
         """Whether no worker serves this, none that has yet to speak may, and none did lately."""
+        if self.hold_models:
+            return model is not None and model not in self.hold_models
         if not self.decode or not self.complete() or any(one.health.load is None for one in self.decode):
             return False
         return model is not None and now - self._gone_models.get(model, -MISSED_S) >= MISSED_S

@@ -395,3 +395,49 @@ async def test_nothing_is_lost_whatever_happens(seed: int) -> None:
             assert one.done()
             assert one.cancelled() or one.exception() is None or isinstance(one.exception(), BatonError)
         assert cluster.booked == 0
+
+
+async def test_a_request_is_held_until_the_first_worker_has_been_started() -> None:
+    async with cluster_of(0, 0, hold_s=120.0, recovery_s=5.0) as cluster:
+        held = [await cluster.send(kind, SHORT, kind=kind) for kind in ("interactive", "default")]
+        await cluster.pass_time(100.0)
+        assert (cluster.queue.held, cluster.gone) == (2, [])
+        assert cluster.queue.queued_tokens == 2 * SHORT // 4
+        assert cluster.queue.demand["prompt"] == 2 * SHORT // 4
+        cluster.workers.come(cluster.worker(Role.DECODE, 8100))
+        await cluster.pass_time(0.1)
+        assert cluster.gone == ["interactive", "default"]
+        assert cluster.queue.held == 0
+        assert all(one.done() for one in held)
+
+
+async def test_who_is_held_in_vain_is_told_so() -> None:
+    async with cluster_of(0, 0, hold_s=60.0) as cluster:
+        waits = await cluster.send("waits")
+        hasty = await cluster.send("hasty", objective_s=2.0)
+        await cluster.pass_time(3.0)
+        assert isinstance(hasty.exception(), NotReady)
+        await cluster.pass_time(58.0)
+        assert isinstance(waits.exception(), NotReady)
+        assert cluster.queue.rejects["unready"] == 2
+
+
+async def test_a_model_that_no_worker_will_have_wakes_nobody() -> None:
+    async with cluster_of(0, 0, hold_s=60.0) as cluster:
+        cluster.workers.hold_models = ("tiny",)
+        unknown = await cluster.send("unknown", model="other")
+        assert isinstance(unknown.exception(), ModelNotFound)
+        assert cluster.queue.held == 0
+        assert cluster.workers.models() == ("tiny",)
+
+
+async def test_what_is_asked_for_counts_once_and_also_when_it_is_refused() -> None:
+    async with cluster_of(queue_requests=1) as cluster:
+        await cluster.send("first", LONG, answer_tokens=10)
+        refused = await cluster.send("refused", LONG, answer_tokens=10)
+        assert isinstance(refused.exception(), Overloaded)
+        assert cluster.queue.demand["answer"] == 20
+        before = cluster.queue.demand["prompt"]
+        assert before > LONG / 4
+        await cluster.send("again", LONG, again=True)
+        assert cluster.queue.demand["prompt"] == before

@@ -52,3 +52,19 @@ AUTOSCALER_METRICS_AGE = Metric(
     "Time since the metrics of a service were last had.",
     SERVICE,
 )
+AUTOSCALER_INPUT = Metric(
+    "baton_autoscaler_input",
+    "gauge",
+    "events",
+    "What decisions are made from, as far as it is known: demand and rate in tokens a second, backlog in "
+    "tokens, latency in seconds, utilisation from 0 to 1, requests and held in requests.",
+    (*SCALED, Label("input", bound="the autoscaler's inputs, some ten")),
+)
+AUTOSCALER_CAPACITY = Metric(
+    "baton_autoscaler_capacity_tokens_per_second",
+    "gauge",
+    "tokens per second",
+    "What one worker of a role can do, as far as was learned: prompt tokens of prefill, generated tokens "
+    "of decode.",
+    SCALED,
+)

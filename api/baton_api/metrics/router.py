@@ -158,8 +158,8 @@ ROUTER_DEMAND = Metric(
     "baton_router_demand_tokens_total",
     "counter",
     "tokens",
-    "What requests asked for when they came, those too that were refused: prompt tokens that are not expected "
-    "to be cached, and tokens that their answers are expected to have.",
+    "What requests asked for when they came, those too that were refused: prompt tokens that are not "
+    "expected to be cached, and tokens that their answers are expected to have.",
     (Label("kind", ("prompt", "answer")),),
 )
 ROUTER_REJECTS = Metric(
