@@ -36,6 +36,34 @@ def top(
     top(url, api_key, interval, once, as_json)
 
 
+def status(
+    name: Annotated[
+        str, typer.Argument(help="An InferenceService; all of the namespace if empty.", metavar="[NAME]")
+    ] = "",
+    url: Url = URL,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Services of a cluster, instead of --url; as NAME does.")
+    ] = False,
+    kubeconfig: Annotated[
+        str,
+        typer.Option(
+            help="The cluster's, which is looked at then. kubectl's own if not said.", metavar="FILE"
+        ),
+    ] = "",
+    namespace: Annotated[str, typer.Option(help="Of the InferenceService.")] = "default",
+    api_key: Key = "",
+    output: Output = "text",
+) -> None:
+    """Say whether a service answers, what is wrong with it, and the way out; 1 if something is wrong."""
+    as_json = _as_json(output)
+    with _needing("chat"):
+        from baton_cli.status import command
+    if name or cluster or kubeconfig:
+        command.of_services(name, kubeconfig, namespace, as_json)
+    else:
+        command.of_url(url, api_key, as_json)
+
+
 def doctor(
     url: Annotated[
         list[str] | None,
@@ -163,9 +191,18 @@ def bench(
         bench(where, wanted, save, picture, as_json)
 
 
+def completion(
+    shell: Annotated[str, typer.Argument(help="bash, zsh or fish.", metavar="SHELL")],
+) -> None:
+    """Print what makes SHELL complete baton's commands and flags: `source <(baton completion bash)`."""
+    from baton_cli import completing
+
+    typer.echo(completing.script(shell))
+
+
 def add_to(app: typer.Typer) -> None:
     """All of them."""
-    for command in (top, doctor, bench):
+    for command in (top, status, doctor, bench, completion):
         app.command(command.__name__)(command)
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from baton_api.errors import BatonError, SetupError
-from baton_cli import batch, inspection
+from baton_cli import batch, completing, inspection
 
 FAILED = 1
 SETUP_FAILED = 2
@@ -181,7 +181,8 @@ def create_app(arguments: list[str]) -> typer.Typer:
         rich_markup_mode="rich",
         help="Serves large language models with prefill and decode on separate workers.",
     )
-    named = next((argument for argument in arguments if not argument.startswith("-")), "")
+    typed = arguments or completing.words()
+    named = next((argument for argument in typed if not argument.startswith("-")), "")
     for command in (serve, up, chat, demo, router, prefill, decode, operator, fetch, version):
         name = command.__name__
         if name == named and name in SERVERS:

@@ -1,0 +1,126 @@
+"""Ask, and show how a service stands."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from baton_api import labels
+from baton_api.errors import SetupError
+from baton_cli.doctor.cluster import account
+from baton_cli.status import of_cluster, of_router
+from baton_cli.status.standing import Standing
+from baton_cli.top.reading import ANSWER_S, Reader
+
+WRONG = 1
+"""The exit status if a service is not well."""
+
+WIDE = 200
+CLUSTER_S = 15.0
+
+
+def of_url(url: str, api_key: str, as_json: bool) -> None:
+    """The service behind a router. Raises SetupError if there is none."""
+    reader = Reader(url, api_key)
+    try:
+        look = reader.look()
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        answer = httpx.get(f"{reader.url}/server_info", headers=headers, trust_env=False, timeout=ANSWER_S)
+        info = answer.raise_for_status().json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise SetupError(f"{url} does not say how it is: {error}.") from error
+    finally:
+        reader.close()
+    _end([of_router.standing(reader.url, info, look.workers)], as_json)
+
+
+def of_services(name: str, kubeconfig: str, namespace: str, as_json: bool) -> None:
+    """An InferenceService, or all of a namespace. Raises SetupError if there is none of that name."""
+    _end(asyncio.run(_services(name, account(kubeconfig, os.environ), namespace)), as_json)
+
+
+async def _services(name: str, kubeconfig: str, namespace: str) -> list[Standing]:
+    try:
+        from aiohttp import ClientError
+        from kubernetes.aio.client import CoreV1Api, CustomObjectsApi
+        from kubernetes.aio.client.exceptions import ApiException
+
+        from baton_operator import connection
+        from baton_operator.crd import GROUP, VERSION
+    except ModuleNotFoundError as error:
+        raise SetupError(f"This needs {error.name}: pip install 'baton[operator]'.") from error
+    try:
+        async with asyncio.timeout(CLUSTER_S), await connection.client(kubeconfig) as client:
+            custom = CustomObjectsApi(client)
+            listed = await custom.list_namespaced_custom_object(
+                GROUP, VERSION, namespace, "inferenceservices"
+            )
+            services = [one for one in listed["items"] if name in ("", one["metadata"]["name"])]
+            if name and not services:
+                raise SetupError(
+                    f"There is no InferenceService {name} in {namespace}. Name another --namespace, or see "
+                    "which there are: kubectl get isvc -A."
+                )
+            found = []
+            for service in services:
+                selector = f"{labels.SERVICE}={service['metadata']['name']}"
+                pods = await CoreV1Api(client).list_namespaced_pod(namespace, label_selector=selector)
+                plain: list[Any] = client.sanitize_for_serialization(pods.items)
+                found.append(of_cluster.standing(service, plain))
+            return found
+    except ApiException as error:
+        raise SetupError(
+            f"The cluster refuses ({error.status} {error.reason}): `baton doctor --cluster` says why."
+        ) from error
+    except (ClientError, OSError) as error:  # a timeout is one
+        raise SetupError(f"The cluster does not answer: {str(error) or 'no answer in time'}.") from error
+
+
+def _end(standings: Sequence[Standing], as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps([dataclasses.asdict(one) for one in standings], indent=1) + "\n")
+    else:
+        console = Console()
+        if not console.is_terminal:
+            console.width = WIDE
+        for one in standings:
+            show(console, one)
+        if not standings:
+            console.print("There is no service.")
+    if not all(one.well for one in standings):
+        raise typer.Exit(WRONG)
+
+
+def show(console: Console, one: Standing) -> None:
+    """A head, a line for each part, and what is wrong with the way out."""
+    sign, colour = ("✓", "green") if one.well else ("!", "yellow") if one.serving else ("✗", "bold red")
+    console.print(Text.assemble((f"{sign} ", colour), (one.name, "bold"), f"  {one.url}\n  {one.summary}\n"))
+    table = Table.grid(padding=(0, 2))
+    for wraps in (False, False, False, True):
+        table.add_column(no_wrap=not wraps, overflow="fold")
+    for part in one.parts:
+        shade = {True: "green", False: "bold red", None: ""}[part.well]
+        table.add_row(
+            Text(f"  {part.kind}", style="dim"),
+            Text(part.name),
+            Text(part.state, style=shade),
+            Text(part.detail, style="dim"),
+        )
+    console.print(table)
+    for trouble in one.troubles:
+        console.print(
+            Text.assemble(("\n✗ ", "bold red"), trouble.what, (f"\n→ {trouble.way_out}", "default")),
+            soft_wrap=True,
+        )
+    console.print()

@@ -1,0 +1,130 @@
+"""An InferenceService and its pods, as the API server has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from baton_cli.status.standing import Part, Standing, Trouble
+
+GOOD = frozenset({"Ready", "ModelReady", "PrefillReady", "DecodeReady", "RouterReady", "SpecSupported"})
+"""Conditions that should be true."""
+
+BAD = frozenset({"Degraded", "Failed", "ScalingLimited"})
+"""Conditions that should not."""
+
+ROLES = ("prefill", "decode", "router")
+
+INTENDED = frozenset({"Suspended", "ScaledToZero"})
+"""Reasons for not being ready that somebody wanted."""
+
+WAYS_OUT = {
+    "Suspended": 'Let it run: kubectl patch isvc {name} --type=merge -p \'{{"spec": {{"suspend": false}}}}\'',
+    "Invalid": "Change the spec as the message says, and apply it again.",
+    "ModelMissing": "See how far fetching is: kubectl get jobs,pods -l baton.dev/service={name}.",
+    "RolledBack": "Mend the spec: what serves now is the generation before it.",
+    "ApiMissing": "Install what it names in the cluster, or take the field out of the spec.",
+}
+LOOK = (
+    "Look at its pods and events: kubectl describe pods -l baton.dev/service={name}; "
+    "kubectl events --for isvc/{name}."
+)
+
+POD_WAYS_OUT = {
+    "ImagePullBackOff": "Check the image's name and spec.security.imagePullSecrets.",
+    "ErrImagePull": "Check the image's name and spec.security.imagePullSecrets.",
+    "CrashLoopBackOff": "Read what it said last: kubectl logs {pod} --previous.",
+    "OOMKilled": "Give the role more memory, or say less with spec.engine.kvCache.",
+    "Unschedulable": "Free or add what the message names, or ask for less in the role's resources.",
+    "CreateContainerConfigError": "Make the Secret or ConfigMap that the message names.",
+}
+
+
+def standing(service: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> Standing:
+    """`pods` are those of the service."""
+    name = service["metadata"]["name"]
+    status = service.get("status") or {}
+    conditions = {one["type"]: one for one in status.get("conditions") or ()}
+    ready = conditions.get("Ready")
+    troubles = list(_troubles(name, service, status, conditions))
+    for pod in pods:
+        troubles += _of_pod(pod)
+    parts = (*_roles(status), *_generations(status), *map(_condition, conditions.values()))
+    said = f"{ready['reason']}: {ready['message']}" if ready else "The operator has not looked at it yet."
+    return Standing(
+        name=f"{service['metadata'].get('namespace', '')}/{name}",
+        serving=ready is not None and (ready["status"] == "True" or ready["reason"] == "RollingOut"),
+        summary=said,
+        url=status.get("url") or "",
+        parts=parts,
+        troubles=tuple(troubles),
+    )
+
+
+def _troubles(
+    name: str, service: Mapping[str, Any], status: Mapping[str, Any], conditions: Mapping[str, Any]
+) -> Iterator[Trouble]:
+    generation = service["metadata"].get("generation", 0)
+    if not conditions or status.get("observedGeneration", 0) < generation:
+        yield Trouble(
+            f"The operator has seen generation {status.get('observedGeneration', 0)} of {generation}.",
+            "See that an operator runs: kubectl get pods -A -l app.kubernetes.io/name=baton.",
+        )
+    for condition in conditions.values():
+        kind, reason = condition["type"], condition["reason"]
+        wrong = condition["status"] != "True" if kind in GOOD else condition["status"] == "True"
+        if kind not in GOOD | BAD or not wrong or reason in INTENDED or reason == "RollingOut":
+            continue
+        if kind == "Ready" and any(
+            conditions.get(other, {}).get("status") == "False" for other in GOOD - {"Ready"}
+        ):
+            continue  # what is missing says so itself
+        yield Trouble(
+            f"{kind} is {condition['status']} ({reason}). {condition['message']}".rstrip(),
+            WAYS_OUT.get(reason, LOOK).format(name=name),
+        )
+
+
+def _of_pod(pod: Mapping[str, Any]) -> Iterator[Trouble]:
+    name, status = pod["metadata"]["name"], pod.get("status") or {}
+    for condition in status.get("conditions") or ():
+        if condition.get("reason") == "Unschedulable":
+            yield _pod_trouble(name, "Unschedulable", condition.get("message", ""))
+    for container in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
+        waiting = (container.get("state") or {}).get("waiting") or {}
+        ended = (container.get("lastState") or {}).get("terminated") or {}
+        if ended.get("reason") == "OOMKilled":
+            yield _pod_trouble(name, "OOMKilled", f"killed {container.get('restartCount', 1)} times")
+        elif waiting.get("reason") in POD_WAYS_OUT:
+            yield _pod_trouble(name, waiting["reason"], waiting.get("message", ""))
+
+
+def _pod_trouble(pod: str, reason: str, message: str) -> Trouble:
+    said = f": {message[:300].rstrip('.')}" if message else ""
+    return Trouble(f"The pod {pod} is not well ({reason}){said}.", POD_WAYS_OUT[reason].format(pod=pod))
+
+
+def _roles(status: Mapping[str, Any]) -> Iterator[Part]:
+    for role in ROLES:
+        there = status.get(role)
+        if there is not None:
+            ready, desired = there.get("ready", 0), there.get("desired", 0)
+            what = "routers" if role == "router" else f"{role} workers"
+            yield Part("role", what, f"{ready} of {desired} ready", ready >= desired, there.get("reason", ""))
+
+
+def _generations(status: Mapping[str, Any]) -> Iterator[Part]:
+    for one in status.get("revisions") or ():
+        said = f"{one.get('weight', 0)} % of the requests, {one.get('prefillReady', 0)} prefill and "
+        said += f"{one.get('decodeReady', 0)} decode workers ready"
+        if one.get("reason"):
+            said += f"; {one['reason']}"
+        well = {"Serving": True, "Failed": False}.get(one["phase"])
+        yield Part("generation", one["name"], one["phase"], well, said)
+
+
+def _condition(condition: Mapping[str, Any]) -> Part:
+    kind, status = condition["type"], condition["status"]
+    well = status == "True" if kind in GOOD else status != "True" if kind in BAD else None
+    said = ": ".join(filter(None, (condition["reason"], condition["message"])))
+    return Part("condition", kind, status, well, said)

@@ -1,0 +1,154 @@
+"""How services stand, by what a router or an API server says of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton_cli.status import of_cluster, of_router
+
+LOAD = {"running": 2, "queued": 0}
+INFO = {"version": "1", "status": "ready", "models": [{"id": "tiny"}]}
+
+
+def worker(role: str, state: str = "ready", reason: str | None = None) -> dict[str, Any]:
+    named = {"worker": f"{role}:1", "role": role, "revision": None, "model": "tiny"}
+    return {**named, "state": state, "reason": reason, "load": LOAD if state == "ready" else None}
+
+
+def test_a_service_that_answers_is_well() -> None:
+    found = of_router.standing("http://r", INFO, [worker("prefill"), worker("decode")])
+    assert found.well and found.name == "tiny" and found.url == "http://r/v1"
+    assert [part.state for part in found.parts] == ["ready", "ready"]
+
+
+@pytest.mark.parametrize(
+    ("info", "workers", "serving", "words"),
+    [
+        (
+            "ready",
+            [worker("prefill", "down", "no answer"), worker("decode")],
+            True,
+            ["no answer", "No prefill"],
+        ),
+        ("ready", [worker("decode"), worker("decode", "ejected")], True, ["is ejected"]),
+        ("No worker is ready.", [worker("decode", "down")], False, ["No worker is ready.", "is down"]),
+        ("The router has no workers.", [], False, ["no workers"]),
+    ],
+)
+def test_what_is_wrong_with_workers_is_said_with_the_way_out(
+    info: str, workers: list[dict[str, Any]], serving: bool, words: list[str]
+) -> None:
+    found = of_router.standing("http://r", {**INFO, "status": info}, workers)
+    assert found.serving == serving and not found.well
+    assert len(found.troubles) == len(words)
+    for trouble in found.troubles:
+        assert any(one in trouble.what for one in words), trouble
+        assert trouble.way_out
+
+
+def condition(kind: str, status: str, reason: str, message: str = "") -> dict[str, str]:
+    return {"type": kind, "status": status, "reason": reason, "message": message}
+
+
+def service(*conditions: dict[str, str], seen: int = 3, **status: Any) -> dict[str, Any]:
+    return {
+        "metadata": {"name": "chat", "namespace": "models", "generation": 3},
+        "status": {"observedGeneration": seen, "conditions": list(conditions), **status},
+    }
+
+
+SERVING = condition("Ready", "True", "Serving", "Requests are answered.")
+REVISIONS = [
+    {"name": "1a2b3c4d", "phase": "Serving", "weight": 100, "prefillReady": 1, "decodeReady": 2},
+    {"name": "5e6f7a8b", "phase": "Failed", "weight": 0, "reason": "CrashLoopBackOff"},
+]
+
+
+def pod(reason: str, message: str = "") -> dict[str, Any]:
+    waiting = {"state": {"waiting": {"reason": reason, "message": message}}}
+    return {"metadata": {"name": "chat-0"}, "status": {"containerStatuses": [waiting]}}
+
+
+def test_a_service_of_a_cluster_is_shown_with_its_roles_generations_and_conditions() -> None:
+    found = of_cluster.standing(
+        service(SERVING, decode={"ready": 2, "desired": 2}, revisions=REVISIONS, url="http://chat"), []
+    )
+    assert found.well and found.name == "models/chat"
+    kinds = [(part.kind, part.state, part.well) for part in found.parts]
+    assert ("role", "2 of 2 ready", True) in kinds
+    assert ("generation", "Serving", True) in kinds and ("generation", "Failed", False) in kinds
+    assert ("condition", "True", True) in kinds
+
+
+TROUBLES: list[tuple[str, dict[str, Any], list[Any], list[str]]] = [
+    ("nobody looked", service(seen=0), [], ["has seen generation 0 of 3"]),
+    ("an older one was seen", service(SERVING, seen=2), [], ["has seen generation 2 of 3"]),
+    (
+        "no worker",
+        service(condition("Ready", "False", "NoDecode"), condition("DecodeReady", "False", "NoneReady")),
+        [],
+        ["DecodeReady is False (NoneReady)"],
+    ),
+    (
+        "rolled back",
+        service(SERVING, condition("Degraded", "True", "RolledBack", "x.")),
+        [],
+        ["Degraded is True"],
+    ),
+    (
+        "no room",
+        service(SERVING, condition("ScalingLimited", "True", "Budget")),
+        [],
+        ["ScalingLimited is True"],
+    ),
+    ("no image", service(SERVING), [pod("ImagePullBackOff", "not found")], ["(ImagePullBackOff): not found"]),
+    (
+        "killed",
+        service(SERVING),
+        [
+            {
+                "metadata": {"name": "p"},
+                "status": {
+                    "containerStatuses": [
+                        {"lastState": {"terminated": {"reason": "OOMKilled"}}, "restartCount": 4, "state": {}}
+                    ]
+                },
+            }
+        ],
+        ["(OOMKilled): killed 4 times"],
+    ),
+    (
+        "no node",
+        service(SERVING),
+        [
+            {
+                "metadata": {"name": "p"},
+                "status": {
+                    "conditions": [{"reason": "Unschedulable", "message": "0/1 nodes: no nvidia.com/gpu."}]
+                },
+            }
+        ],
+        ["(Unschedulable): 0/1 nodes"],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("given", "pods", "words"), [case[1:] for case in TROUBLES], ids=[c[0] for c in TROUBLES]
+)
+def test_what_is_wrong_in_a_cluster_is_said_with_the_way_out(
+    given: dict[str, Any], pods: list[Any], words: list[str]
+) -> None:
+    found = of_cluster.standing(given, pods)
+    assert len(found.troubles) == len(words), found.troubles
+    for trouble, expected in zip(found.troubles, words, strict=True):
+        assert expected in trouble.what and trouble.way_out
+
+
+@pytest.mark.parametrize("reason", ["Suspended", "ScaledToZero"])
+def test_what_somebody_wanted_is_no_trouble(reason: str) -> None:
+    found = of_cluster.standing(service(condition("Ready", "False", reason)), [])
+    assert not found.troubles and not found.serving
+    assert of_cluster.standing(service(condition("Ready", "False", "RollingOut")), []).well
