@@ -22,7 +22,11 @@ def status(scaler: Manifest, state: State | None, now: float) -> dict[str, Any]:
     before = scaler.get("status", {}).get("conditions", ())
     conditions, _ = written([_bound(scaler, state)], before, metadata.get("generation", 0), now)
     there = [one.roles[role] for one in state.seen if role in one.roles] if state else []
+    scaled = state is not None and state.spec.autoscaling.mode != "Disabled"
+    kept = ("scaling",) if scaled else ()
     return {
+        # The autoscaler's to write.
+        **{name: value for name, value in scaler.get("status", {}).items() if name in kept},
         "replicas": sum(one.pods for one in there),
         "selector": ",".join(f"{name}={value}" for name, value in sorted(selecting.items())),
         "conditions": conditions,

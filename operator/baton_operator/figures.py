@@ -16,6 +16,7 @@ from baton_operator.heartbeat import Heartbeat
 from baton_operator.leadership import Leadership
 from baton_operator.manifests.objects import Manifest
 from baton_operator.report import Status
+from baton_operator.scaling.figures import ScalingFigures
 from baton_operator.work_queue import WorkQueue
 
 ROLES = ("prefill", "decode", "router")
@@ -28,6 +29,8 @@ class Figures:
         self.registry = CollectorRegistry()
         self.services = Services()
         self.watches = Watches(clock)
+        self.scaling = ScalingFigures(clock)
+        self.registry.register(self.scaling)
         self.registry.register(self.services)
         self.registry.register(self.watches)
         self._api = self._counter(metrics.OPERATOR_API)

@@ -58,9 +58,18 @@ Seen = Callable[[str], None]
 
 
 def registry(
-    login: Login, queue: WorkQueue, heartbeat: Heartbeat, seen: Seen, apis: Collection[str] = ()
+    login: Login,
+    queue: WorkQueue,
+    scaling: WorkQueue,
+    heartbeat: Heartbeat,
+    seen: Seen,
+    apis: Collection[str] = (),
 ) -> kopf.OperatorRegistry:
-    """What kopf is to call; `apis` are those of OPTIONAL that the cluster has, as group/version."""
+    """
+    What kopf is to call; `apis` are those of OPTIONAL that the cluster has, as group/version.
+
+    Who is scaled comes into a queue of its own: to ask for metrics may take long.
+    """
     made = kopf.OperatorRegistry()
 
     async def log_in(**_: Any) -> kopf.ConnectionInfo:
@@ -74,6 +83,7 @@ def registry(
         match resource.plural:
             case "inferenceservices":
                 queue.add(("InferenceService", namespace, name))
+                scaling.add(("Scaling", namespace, name))
             case "rolescalers":
                 queue.add(("InferenceService", namespace, body["spec"]["serviceName"]), GATHER_S)
             case "batchjobs":

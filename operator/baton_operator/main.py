@@ -39,6 +39,9 @@ from baton_operator.observer import Observer
 from baton_operator.plan import Images
 from baton_operator.reconciler import Reconciler, ServiceReconciler
 from baton_operator.scalers import API
+from baton_operator.scaling.autoscaler import Autoscaler
+from baton_operator.scaling.prometheus import Prometheus
+from baton_operator.scaling.settings import ScalingSettings
 from baton_operator.settings import OperatorSettings
 from baton_operator.tries import RouterTries
 from baton_operator.work_queue import WorkQueue
@@ -76,7 +79,7 @@ async def _run(settings: OperatorSettings, listening: Listening) -> None:
     # It has to lie where watches look.
     where = settings.namespaces[0] if settings.namespaces else settings.lease_namespace
     heartbeat = Heartbeat(api, where, settings.lease_name, clock)
-    queue = WorkQueue(clock, random.Random())
+    queue, scaling = (WorkQueue(clock, random.Random()) for _ in range(2))
     figures.watch(Process(queue, leadership, heartbeat))
     health = Health(leadership, heartbeat, figures.text, clock)
     runner = await health.start(settings.host, settings.port)
@@ -85,12 +88,19 @@ async def _run(settings: OperatorSettings, listening: Listening) -> None:
         if not await _until_signal(leadership.take()):
             return
         events = Events(api, time.time)
-        reconcilers = _reconcilers(settings, api, figures, events)
+        prometheus = Prometheus(
+            settings.prometheus_url, settings.prometheus_token_file, settings.prometheus_ca_file
+        )
+        reconcilers = _reconcilers(settings, api, figures, events, prometheus)
         work = [
             leadership.keep(),
             heartbeat.run(),
             events.run(),
-            *(crew.work(queue, reconcilers, figures.reconciled, clock) for _ in range(settings.concurrency)),
+            *(
+                crew.work(one, reconcilers, figures.reconciled, clock)
+                for one in (queue, scaling)
+                for _ in range(settings.concurrency)
+            ),
         ]
         # kopf ends whatever was begun after it, so all of this is begun before.
         tasks = [asyncio.create_task(one) for one in work]
@@ -101,7 +111,7 @@ async def _run(settings: OperatorSettings, listening: Listening) -> None:
         health.led = True
         login = partial(connection.for_kopf, settings.kubeconfig)
         registry = handlers.registry(
-            login, queue, heartbeat, figures.watches.seen, await _optional(free)
+            login, queue, scaling, heartbeat, figures.watches.seen, await _optional(free)
         )
         watching = asyncio.create_task(
             kopf.operator(
@@ -116,6 +126,7 @@ async def _run(settings: OperatorSettings, listening: Listening) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+        await prometheus.close()
         await leadership.release()
     finally:
         await runner.cleanup()
@@ -123,7 +134,7 @@ async def _run(settings: OperatorSettings, listening: Listening) -> None:
 
 
 def _reconcilers(
-    settings: OperatorSettings, api: ApiServer, figures: Figures, events: Events
+    settings: OperatorSettings, api: ApiServer, figures: Figures, events: Events, prometheus: Prometheus
 ) -> dict[str, Reconciler]:
     """Who looks after each kind."""
 
@@ -133,12 +144,14 @@ def _reconcilers(
 
     images = Images(settings.worker_image, settings.router_image, by_issuer(settings.mutual_tls_issuer))
     observer = Observer(api, time.monotonic, RouterTries(tries.read, time.monotonic))
+    scaling = ScalingSettings(settings.prometheus_url, settings.gpu_budget, settings.scaling_window_s)
     return {
         "InferenceService": ServiceReconciler(
             api, observer, images, tell, figures.services.stands, time.time, settings.resync_s
         ),
         "BatchJob": BatchReconciler(api, settings.router_image, tell, time.time, settings.resync_s),
         "LoraAdapter": AdapterReconciler(api, time.time, settings.resync_s),
+        "Scaling": Autoscaler(api, observer, prometheus, scaling, tell, figures.scaling, time.time),
     }
 
 

@@ -32,6 +32,8 @@ class Pod:
     """Of its container."""
     trouble: str
     """Why it does not run, in Kubernetes' word and message; empty if it does."""
+    created: float = 0.0
+    """Unix seconds."""
     address: str = ""
     """Its IP address; empty if it has none yet."""
 
@@ -49,6 +51,7 @@ class Pod:
             terminating="deletionTimestamp" in metadata,
             restarts=max((one.get("restartCount", 0) for one in containers), default=0),
             trouble=_trouble(conditions, [*status.get("initContainerStatuses", ()), *containers]),
+            created=seconds(metadata["creationTimestamp"]) if "creationTimestamp" in metadata else 0.0,
             address=status.get("podIP", ""),
         )
 

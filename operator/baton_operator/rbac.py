@@ -50,8 +50,8 @@ SERVICES = (
     Rule(
         GROUP,
         ("rolescalers",),
-        ("list", "watch", "create", "delete"),
-        "Made once; their numbers are written by whoever scales.",
+        ("list", "watch", "create", "patch", "delete"),
+        "Made once; their numbers are written by whoever scales, who may be the operator.",
     ),
     Rule(
         GROUP,
@@ -93,6 +93,7 @@ SERVICES = (
     ),
     Rule("", ("persistentvolumeclaims",), ("list", "create"), "Models' files, which are never deleted."),
     Rule("", ("pods",), ("list", "watch"), "How workers and routers are."),
+    Rule("", ("pods",), ("patch",), "Which of several workers is to go: their deletion cost."),
     Rule("", ("events",), ("create", "patch"), "What has happened to a service."),
 )
 """Wherever there are services: in a ClusterRole, or in a Role of each namespace that is watched."""

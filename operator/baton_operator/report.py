@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton_operator import generations, names, scalers
@@ -38,7 +38,7 @@ def report(observed: Observed, state: State, now: float) -> tuple[Status, list[T
             "cacheClaim": files.claim,
             "downloadJob": names.model_job(owner.name, files.key) if files.job_needed else "",
         },
-        "autoscaling": _autoscaling(state),
+        "autoscaling": _autoscaling(observed, state),
     }
     return status, transitions
 
@@ -74,12 +74,12 @@ def _facts(observed: Observed, state: State) -> list[Fact]:
     facts.append(Fact("RouterReady", routers > 0, "SomeReady" if routers else "NoneReady"))
     if state.unsupported:
         message = (
-            f"The cluster has no {' and no '.join(state.unsupported)}: install it, or change spec.exposure."
+            f"The cluster has no {' and no '.join(state.unsupported)}: install it, or ask for none of it."
         )
         facts.append(Fact("SpecSupported", False, "ApiMissing", message))
     else:
         facts.append(Fact("SpecSupported", True, "Supported"))
-    return [*facts, _scaling(state)]
+    return [*facts, _scaling(observed, state), _limit(observed, state)]
 
 
 def _readiness(state: State, ready: dict[RoleName, int], routers: int) -> Fact:
@@ -132,18 +132,44 @@ def _degradation(state: State, failed: Sequence[Fate]) -> Fact:
     return Fact("Degraded", False, "AsExpected")
 
 
-def _scaling(state: State) -> Fact:
+def _scaling(observed: Observed, state: State) -> Fact:
     mode = state.spec.autoscaling.mode
-    if mode == "Internal":
-        return Fact(
-            "ScalingActive", False, "NotImplemented",
-            "This release does not scale by itself: use mode External and write the RoleScalers.",
-        )  # fmt: skip
-    return Fact("ScalingActive", mode == "External", mode)
+    if mode != "Internal":
+        return Fact("ScalingActive", mode == "External", mode)
+    said = _said(observed, state)
+    if not said:
+        return Fact("ScalingActive", False, "NotScaled", "No role has scaling.")
+    for name, one in said.items():
+        if one is None:
+            return Fact("ScalingActive", False, "Starting", f"Nothing was decided yet of {name}.")
+        if one["source"] != "Measured":
+            return Fact("ScalingActive", False, one["reason"], f"{name}: {one.get('message', '')}")
+    words = ", ".join(f"{name} {one['reason']}" for name, one in said.items() if one)
+    return Fact("ScalingActive", True, "Measured", f"{words}.")
 
 
-def _autoscaling(state: State) -> Status:
-    fact = _scaling(state)
+def _limit(observed: Observed, state: State) -> Fact:
+    """What keeps a role from having what it needs."""
+    for name, one in _said(observed, state).items():
+        if one and one.get("limited"):
+            return Fact("ScalingLimited", True, one["limited"], f"{name}: {one.get('message', '')}")
+    return Fact("ScalingLimited", False, "NotLimited")
+
+
+def _said(observed: Observed, state: State) -> dict[RoleName, Mapping[str, Any] | None]:
+    """What the autoscaler has last said of each role that it scales; None if nothing yet."""
+    if state.spec.autoscaling.mode == "Disabled":
+        return {}
+    said: dict[RoleName, Mapping[str, Any] | None] = {}
+    for name, role in scalers.roles(state.spec).items():
+        if role.scaling is not None:
+            there = observed.find(scalers.API, scalers.KIND, names.role(observed.owner.name, name))
+            said[name] = there.get("status", {}).get("scaling") if there else None
+    return said
+
+
+def _autoscaling(observed: Observed, state: State) -> Status:
+    fact = _scaling(observed, state)
     return {"active": bool(fact.true), "reason": fact.reason}
 
 
@@ -205,6 +231,7 @@ def _revision(observed: Observed, one: Seen, fate: Fate) -> Status:
         "decodeReady": one.roles["decode"].ready,
         "createdAt": timestamp(one.created),
         "progressedAt": timestamp(one.progressed),
+        "settled": not one.waiting,
         "peak": generations.peak(observed, one),
         "step": fate.step,
         "reason": fate.reason

@@ -9,10 +9,10 @@
 - apiGroups: [baton.dev]
   resources: [batchjobs]
   verbs: [get, list, watch, create, delete]
-# Made once; their numbers are written by whoever scales.
+# Made once; their numbers are written by whoever scales, who may be the operator.
 - apiGroups: [baton.dev]
   resources: [rolescalers]
-  verbs: [list, watch, create, delete]
+  verbs: [list, watch, create, patch, delete]
 # What has become of it.
 - apiGroups: [baton.dev]
   resources: [inferenceservices/status, batchjobs/status, loraadapters/status, rolescalers/status]
@@ -73,6 +73,10 @@
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch]
+# Which of several workers is to go: their deletion cost.
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [patch]
 # What has happened to a service.
 - apiGroups: [""]
   resources: [events]

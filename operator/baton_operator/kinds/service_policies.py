@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from baton_operator.kinds.model import SecretReference
 from baton_operator.kinds.part import Duration, Label, Part, Rule, Seconds, Subdomain, rules
 from baton_operator.kinds.router_spec import Issuer
 
@@ -28,13 +27,8 @@ class Prometheus(Part):
     """Where the metrics are."""
 
     url: Annotated[str, Field(max_length=1024, pattern=r"^https?://")]
-    """Of the server."""
-
-    bearer_token_secret_ref: SecretReference | None = None
-    """A Secret with the file `token`."""
-
-    ca_secret_ref: SecretReference | None = None
-    """A Secret with the file `ca.crt`."""
+    """Of the server, which wants no token: the operator reads no Secrets, and shows the one that it may have
+    been given to its own default server alone."""
 
 
 class MetricsLoss(Part):
@@ -51,8 +45,8 @@ class Autoscaling(Part):
     """Who scales the roles that have `scaling`."""
 
     mode: Literal["Disabled", "Internal", "External"] = "Disabled"
-    """Disabled: nobody. Internal: the operator, by the objectives; not active in this release, status says
-    so. External: whoever writes the RoleScalers, such as a HorizontalPodAutoscaler."""
+    """Disabled: nobody. Internal: the operator, by the objectives. External: whoever writes the RoleScalers,
+    such as a HorizontalPodAutoscaler; the operator publishes what it would do."""
 
     interval_seconds: Annotated[int, Field(ge=5, le=300)] = 15
     """Seconds from one decision to the next."""

@@ -1,0 +1,322 @@
+"""
+The loop around the decisions: one service looked at, both roles decided, and what changes written down.
+
+Numbers are written into RoleScalers, and by nobody else's hand into Deployments, so that a rollout never
+forgets them. With mode External nothing is written: what would be is published, for whoever scales. What a
+role can do and how long it takes to start are kept in its RoleScaler's status, for the next operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from baton_api import labels
+from baton_operator import names, scalers
+from baton_operator.api_server import ApiServer
+from baton_operator.conditions import Fact, Transition
+from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.manifests.objects import Manifest
+from baton_operator.observed import Pod, timestamp
+from baton_operator.observer import Observer
+from baton_operator.reconciler import Tell
+from baton_operator.rollout import RoleName
+from baton_operator.scaling import routers, settings
+from baton_operator.scaling.budget import Wish, granted
+from baton_operator.scaling.capacity import Capacity
+from baton_operator.scaling.figures import Decided, ScalingFigures, Service
+from baton_operator.scaling.observation import STARTUP_S, Decision, Memory
+from baton_operator.scaling.prometheus import Metrics, MetricsLost
+from baton_operator.scaling.questions import FIGURE, Question
+from baton_operator.scaling.service import Role, decide_all
+from baton_operator.scaling.signals import Figures, Pods, observed
+from baton_operator.scaling.startups import Startups
+
+AWAKE_S = 2.0
+"""Between two looks at a service that sleeps: its first request waits for as long."""
+
+PENDING = "Unschedulable"
+
+COST = "controller.kubernetes.io/pod-deletion-cost"
+"""Of several workers Kubernetes ends the one with the least."""
+
+
+@dataclass(slots=True)
+class Known:
+    """What is remembered of one service between two looks."""
+
+    revision: str = ""
+    memories: dict[RoleName, Memory] = field(default_factory=dict)
+    startups: dict[RoleName, Startups] = field(default_factory=dict)
+    wishes: tuple[Wish, ...] = ()
+    until: float = 0.0
+    """When its wishes are too old to count."""
+
+
+class Autoscaler:
+    """The reconciler of the kind Scaling. `clock` gives Unix seconds."""
+
+    def __init__(
+        self,
+        api: ApiServer,
+        observer: Observer,
+        metrics: Metrics,
+        own: settings.ScalingSettings,
+        tell: Tell,
+        figures: ScalingFigures,
+        clock: Callable[[], float],
+    ) -> None:
+        self._api = api
+        self._observer = observer
+        self._metrics = metrics
+        self._own = own
+        self._tell = tell
+        self._figures = figures
+        self._clock = clock
+        self._known: dict[Service, Known] = {}
+
+    async def reconcile(self, namespace: str, name: str) -> float | None:
+        service = await self._observer.service(namespace, name)
+        spec = _scaled(service) if service is not None else None
+        if service is None or spec is None:
+            self._known.pop((namespace, name), None)
+            self._figures.forget((namespace, name))
+            return None
+        interval = float(spec.autoscaling.interval_seconds)
+        there = await self._observer.scalers(namespace, name)
+        bound: dict[RoleName, Manifest] = {
+            role: one
+            for one in there
+            if one["metadata"]["name"] == names.role(name, role := one["spec"]["role"])
+            and (wanted := scalers.roles(spec).get(role)) is not None
+            and wanted.scaling is not None
+        }
+        if not bound:
+            return interval
+        pods = await self._pods(namespace, name)
+        asleep = all(one["spec"]["replicas"] == 0 for one in bound.values())
+        await self._look(service, spec, bound, pods, asleep=asleep)
+        return min(interval, AWAKE_S) if asleep else interval
+
+    async def _look(
+        self,
+        service: Manifest,
+        spec: InferenceServiceSpec,
+        bound: Mapping[RoleName, Manifest],
+        pods: Sequence[Pod],
+        *,
+        asleep: bool,
+    ) -> None:
+        metadata = service["metadata"]
+        key: Service = (metadata["namespace"], metadata["name"])
+        now = self._clock()
+        known = self._known.setdefault(key, Known())
+        _learn_generation(known, service)
+        question = Question(*key, spec.autoscaling.slo.percentile, self._own.window_s)
+        figures = await self._asleep(pods) if asleep else await self._asked(spec, question)
+        roles: dict[RoleName, Role] = {}
+        for name, scaler in bound.items():
+            of_role = _of_role(name, pods)
+            memory = known.memories.get(name) or _remembered(scaler, now)
+            starts = known.startups.setdefault(name, Startups())
+            starts.look(of_role, now)
+            memory = replace(memory, startup_s=starts.most_s or memory.startup_s)
+            policy = settings.policy(spec, name)
+            there = Pods(
+                replicas=scalers.scaled(scalers.roles(spec)[name], scaler["spec"]["replicas"]),
+                ready=sum(pod.ready and not pod.terminating for pod in of_role),
+                routers=len(_routers(pods)),
+                pending_s=max((now - pod.created for pod in of_role if PENDING in pod.trouble), default=0.0),
+                rolling=_rolls(service),
+            )
+            roles[name] = Role(policy, memory, observed(name, figures, there, policy.objective_s))
+
+        def grant(decisions: Mapping[RoleName, Decision]) -> Mapping[RoleName, int]:
+            return self._grant(key, spec, pods, roles, decisions, now)
+
+        made = decide_all(roles, grant, now)
+        known.memories = {name: memory for name, (_, memory) in made.items()}
+        self._figures.decided(
+            key,
+            {
+                name: Decided(roles[name].seen, one, memory.capacity.value)
+                for name, (one, memory) in made.items()
+            },
+            measured=not figures.lost,
+        )
+        costs = False
+        for name, (decision, memory) in made.items():
+            scaler = bound[name]
+            before = scaler["spec"]["replicas"]
+            if spec.autoscaling.mode == "Internal" and decision.replicas != before:
+                if decision.replicas < before and not costs:
+                    costs = True
+                    await self._weigh(spec, question, pods)
+                await self._write(service, scaler, name, decision)
+            await self._say(scaler, decision, memory, now)
+
+    async def _pods(self, namespace: str, name: str) -> list[Pod]:
+        selector = f"{labels.SERVICE}={name}"
+        return [Pod.of(one) for one in await self._api.list("v1", "Pod", namespace, selector)]
+
+    async def _asked(self, spec: InferenceServiceSpec, question: Question) -> Figures:
+        try:
+            return Figures(await self._metrics.ask(self._url(spec), question.text, FIGURE))
+        except MetricsLost as lost:
+            return Figures({}, str(lost))
+
+    async def _asleep(self, pods: Sequence[Pod]) -> Figures:
+        """Nobody works, so that all there is to know is who waits, and routers know that."""
+        there = _routers(pods)
+        held = await routers.held([f"http://{_host(pod.address)}:{names.ROUTER_PORT}" for pod in there])
+        if held.value is None:
+            return Figures({}, held.why)
+        nothing = ("demand_prompt", "demand_answer", "queued_prompt", "in_flight", "waiting", "age")
+        return Figures({**dict.fromkeys(nothing, 0.0), "routers": len(there), "held": held.value})
+
+    def _url(self, spec: InferenceServiceSpec) -> str:
+        named = spec.autoscaling.prometheus
+        return named.url if named is not None else self._own.prometheus_url
+
+    def _grant(
+        self,
+        key: Service,
+        spec: InferenceServiceSpec,
+        pods: Sequence[Pod],
+        roles: Mapping[RoleName, Role],
+        decisions: Mapping[RoleName, Decision],
+        now: float,
+    ) -> dict[RoleName, int]:
+        wishes: dict[RoleName, Wish] = {}
+        for name, role in scalers.roles(spec).items():
+            gpus = role.resources.gpu.count if role.resources.gpu else 0
+            there = roles[name].seen.replicas if name in roles else (role.replicas or 0)
+            wished = decisions[name].replicas if name in decisions else there
+            pressure = decisions[name].pressure if name in decisions else 0.0
+            holder = "/".join((*key, name))
+            wishes[name] = Wish(holder, gpus, there, len(_of_role(name, pods)), wished, pressure)
+        allowed = {one.holder: one.wished for one in wishes.values()}
+        if spec.autoscaling.gpu_budget is not None:
+            allowed |= granted(wishes.values(), spec.autoscaling.gpu_budget)
+        known = self._known[key]
+        known.wishes = tuple(replace(one, wished=allowed[one.holder]) for one in wishes.values())
+        known.until = now + 3 * spec.autoscaling.interval_seconds
+        if self._own.gpu_budget:
+            # Who was not looked at lately wishes for nothing, and still has what it has.
+            all_of_them = [
+                one if other.until >= now else replace(one, wished=min(one.wished, one.there))
+                for other in self._known.values()
+                for one in other.wishes
+            ]
+            allowed = dict(granted(all_of_them, self._own.gpu_budget))
+        return {name: allowed[wishes[name].holder] for name in decisions}
+
+    async def _weigh(self, spec: InferenceServiceSpec, question: Question, pods: Sequence[Pod]) -> None:
+        """Have the worker go that has least to do. Without metrics Kubernetes takes the youngest."""
+        try:
+            running = await self._metrics.ask(self._url(spec), question.running, "pod")
+        except MetricsLost:
+            return
+        for pod in pods:
+            if pod.name not in running or pod.terminating:
+                continue
+            cost = {"metadata": {"annotations": {COST: f"{running[pod.name]:.0f}"}}}
+            await self._api.merge("v1", "Pod", question.namespace, pod.name, cost)
+
+    async def _write(self, service: Manifest, scaler: Manifest, name: RoleName, decision: Decision) -> None:
+        metadata = scaler["metadata"]
+        before = scaler["spec"]["replicas"]
+        body = {
+            # Whoever has written it in the meantime is not written over: it is looked at again.
+            "metadata": {"resourceVersion": metadata["resourceVersion"]},
+            "spec": {"replicas": decision.replicas},
+        }
+        await self._api.merge(scalers.API, scalers.KIND, metadata["namespace"], metadata["name"], body)
+        up = decision.replicas > before
+        key = metadata["namespace"], service["metadata"]["name"]
+        self._figures.changed(key, name, "up" if up else "down")
+        message = f"{name}: from {before} to {decision.replicas} workers. {decision.message}"
+        fact = Fact(f"{name.capitalize()}Scaled", True, "ScaledUp" if up else "ScaledDown", message)
+        self._tell(service, Transition(fact, warning=False))
+
+    async def _say(self, scaler: Manifest, decision: Decision, memory: Memory, now: float) -> None:
+        before: dict[str, Any] = scaler.get("status", {}).get("scaling", {})
+        status: dict[str, Any] = {
+            "recommended": decision.replicas,
+            "reason": decision.reason,
+            "source": decision.source,
+            "limited": decision.limited,
+        }
+        if memory.capacity.samples:
+            status["capacity"] = _rounded(memory.capacity.value or 0.0)
+        if memory.startup_s != STARTUP_S:
+            status["startupSeconds"] = max(1, round(memory.startup_s))
+        same = all(before.get(one) == value for one, value in status.items() if one not in ("capacity",))
+        if same and _near(before.get("capacity"), status.get("capacity")):
+            return
+        # What it says in words has numbers in it, which always change: it is said anew with the rest.
+        status["message"] = decision.message[:1024]
+        if decision.replicas != scaler["spec"]["replicas"]:
+            status["lastScaleTime"] = timestamp(now)
+        await self._api.write_status(scaler, {"scaling": status})
+
+
+def _scaled(service: Manifest) -> InferenceServiceSpec | None:
+    """The spec, if it is one of a service that is scaled."""
+    try:
+        spec = InferenceServiceSpec.model_validate(service["spec"])
+    except ValidationError:
+        return None  # the service's own reconciler says so
+    return None if spec.autoscaling.mode == "Disabled" or spec.suspend else spec
+
+
+def _learn_generation(known: Known, service: Manifest) -> None:
+    """What was learned of one generation is where the next one begins."""
+    revision = service.get("status", {}).get("currentRevision", "")
+    if known.revision and revision and revision != known.revision:
+        known.memories = {
+            name: replace(one, capacity=Capacity(seed=one.capacity.value))
+            for name, one in known.memories.items()
+        }
+    known.revision = revision or known.revision
+
+
+def _remembered(scaler: Manifest, now: float) -> Memory:
+    """As another operator has left it."""
+    noted = scaler.get("status", {}).get("scaling", {})
+    return Memory.new(now, noted.get("capacity"), noted.get("startupSeconds", STARTUP_S))
+
+
+def _rolls(service: Manifest) -> bool:
+    """Whether the generation that serves is not the one that is wanted."""
+    status = service.get("status", {})
+    current = status.get("currentRevision", "")
+    return bool(current) and current != status.get("updateRevision", current)
+
+
+def _of_role(name: RoleName, pods: Sequence[Pod]) -> list[Pod]:
+    those = ("decode", "both") if name == "decode" else (name,)
+    return [pod for pod in pods if pod.role in those]
+
+
+def _routers(pods: Sequence[Pod]) -> list[Pod]:
+    return [pod for pod in pods if pod.role == names.ROUTER and pod.ready and not pod.terminating]
+
+
+def _host(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+def _rounded(value: float) -> float:
+    """To three digits."""
+    return float(f"{value:.3g}")
+
+
+def _near(before: float | None, now: float | None) -> bool:
+    """Whether a new figure is not worth a write."""
+    if before is None or now is None:
+        return before is None and now is None
+    return abs(now - before) <= 0.1 * before

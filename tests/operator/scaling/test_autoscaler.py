@@ -1,0 +1,218 @@
+"""The loop against a real API server: what it writes, what it says, and whom it tells."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from baton_operator.api_server import ApiServer, path
+from baton_operator.conditions import Transition
+from baton_operator.manifests.objects import Manifest
+from baton_operator.observer import Observer
+from baton_operator.scalers import API
+from baton_operator.scaling.autoscaler import COST, Autoscaler
+from baton_operator.scaling.figures import ScalingFigures
+from baton_operator.scaling.prometheus import MetricsLost
+from baton_operator.scaling.settings import ScalingSettings
+from tests.operator.real_cluster import Inside, RealCluster, client, real_cluster
+
+pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]
+
+URL = "http://prometheus.example.org"
+SCALING = {"minReplicas": 1, "maxReplicas": 6}
+SPEC: dict[str, Any] = {
+    "model": {"uri": "builtin://smollm2"},
+    "prefill": {"scaling": SCALING},
+    "decode": {"scaling": SCALING},
+    "autoscaling": {"mode": "Internal", "prometheus": {"url": URL}},
+}
+NOTHING = {
+    "age": 1.0, "demand_prompt": 0.0, "demand_answer": 0.0, "queued_prompt": 0.0, "in_flight": 0.0,
+    "waiting": 0.0, "held": 0.0,
+    "prefill_queued_tokens": 0.0, "decode_queued_tokens": 0.0, "decode_queued": 0.0, "decode_fullest": 0.0,
+}  # fmt: skip
+
+
+class Told:
+    """Prometheus, as far as the scaler sees it: it says what the test has it say, or nothing."""
+
+    def __init__(self) -> None:
+        self.figures: dict[str, float] = {}
+        self.running: dict[str, float] = {}
+        self.lost = ""
+        self.asked: list[str] = []
+
+    async def ask(self, url: str, query: str, label: str) -> Mapping[str, float]:
+        self.asked.append(url)
+        if self.lost:
+            raise MetricsLost(self.lost)
+        return self.running if label == "pod" else self.figures
+
+
+class Scaled:
+    """One service, its operator's two halves in the test's own process, and a clock that the test moves."""
+
+    def __init__(self, cluster: RealCluster, api: ApiServer, inside: Inside, name: str) -> None:
+        self.cluster = cluster
+        self.inside = inside
+        self.name = name
+        self.prometheus = Told()
+        self.events: list[str] = []
+        self.shown = ScalingFigures(lambda: inside.now)
+        self.autoscaler = Autoscaler(
+            api, Observer(api, time.monotonic), self.prometheus, ScalingSettings(), self._tell, self.shown,
+            lambda: inside.now,
+        )  # fmt: skip
+
+    def _tell(self, about: Manifest, transition: Transition) -> None:
+        self.events.append(transition.fact.message)
+
+    async def settle(self) -> None:
+        """All pods that are wanted are there and ready, and the service says so."""
+        for _ in range(4):
+            await self.inside.reconcile(self.name)
+            await self.cluster.ready_pods(self.name)
+
+    async def look(self, seconds: float = 15.0) -> float | None:
+        self.inside.now += seconds
+        return await self.autoscaler.reconcile("models", self.name)
+
+    async def wanted(self, role: str) -> tuple[int, dict[str, Any]]:
+        """The number that is asked for, and what is said of it."""
+        answer = await self.cluster.admin.get(path(API, "RoleScaler", "models", f"{self.name}-{role}"))
+        there = answer.raise_for_status().json()
+        return there["spec"]["replicas"], there.get("status", {}).get("scaling", {})
+
+    async def scale(self, role: str, replicas: int) -> None:
+        where = path(API, "RoleScaler", "models", f"{self.name}-{role}")
+        await self.cluster.api.patch(where, {"spec": {"replicas": replicas}})
+
+    def see(self, prefill: int, decode: int, **figures: float) -> None:
+        there = {"routers": 1.0, "prefill_workers": float(prefill), "decode_workers": float(decode)}
+        self.prometheus.figures = {**NOTHING, **there, **figures}
+
+    def gauge(self, name: str, role: str = "prefill") -> list[float]:
+        found = [one for family in self.shown.collect() for one in family.samples if one.name == name]
+        return [one.value for one in found if one.labels["role"] == role]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RealCluster]:
+    async with real_cluster(tmp_path_factory.mktemp("kubernetes")) as made:
+        yield made
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def service(cluster: RealCluster, request: pytest.FixtureRequest) -> AsyncIterator[Scaled]:
+    name = f"s{abs(hash(request.node.name)) % 10**8}"
+    async with client(cluster) as asking:
+        made = Scaled(
+            cluster, ApiServer(asking, lambda: None, lambda method, code: None), Inside(asking), name
+        )
+        await cluster.put(SPEC, name)
+        await made.settle()
+        yield made
+        await cluster.api.delete(path(API, "InferenceService", "models", name))
+        for kind in ("Deployment",):
+            for one in (await cluster.admin.get(path("apps/v1", kind, "models"))).json()["items"]:
+                await cluster.api.delete(path("apps/v1", kind, "models", one["metadata"]["name"]))
+        await cluster.ready_pods(name)
+
+
+async def test_a_role_grows_by_its_own_load_and_everybody_is_told_once(service: Scaled) -> None:
+    service.see(1, 1, demand_prompt=3000.0, prefill_speed=1000.0, in_flight=2.0)
+    assert await service.look() == 15.0
+    assert (await service.wanted("prefill"))[0] == 4
+    decode, said = await service.wanted("decode")
+    assert (decode, said["reason"]) == (1, "Steady")
+    assert [one.split(".")[0] for one in service.events] == ["prefill: from 1 to 4 workers"]
+    await service.settle()
+    assert await service.cluster.condition("ScalingActive", service.name) == "True Measured"
+    deployments = (await service.cluster.admin.get(path("apps/v1", "Deployment", "models"))).json()["items"]
+    replicas = {one["metadata"]["labels"]["baton.dev/role"]: one["spec"]["replicas"] for one in deployments}
+    assert (replicas["prefill"], replicas["decode"]) == (4, 1)
+    assert service.gauge("baton_autoscaler_desired_replicas") == [4]
+    assert service.gauge("baton_autoscaler_capacity_tokens_per_second") == [1000.0]
+    writes = service.inside.writes
+    service.see(4, 1, demand_prompt=3000.0, prefill_speed=1000.0, in_flight=2.0)
+    for _ in range(4):
+        await service.look()
+        await service.inside.reconcile(service.name)
+    assert len(service.events) == 1
+    first = service.inside.writes
+    for _ in range(4):
+        await service.look()
+        await service.inside.reconcile(service.name)
+    assert service.inside.writes == first >= writes, "nothing is written where nothing changes"
+
+
+async def test_without_metrics_nothing_shrinks_and_status_says_so(service: Scaled) -> None:
+    await service.scale("prefill", 3)
+    await service.settle()
+    service.prometheus.lost = f"{URL} does not answer within 5 s"
+    for _ in range(30):
+        await service.look()
+    replicas, said = await service.wanted("prefill")
+    assert (replicas, said["reason"], said["source"]) == (3, "MetricsHeld", "Held")
+    await service.settle()
+    assert await service.cluster.condition("ScalingActive", service.name) == "False MetricsHeld"
+    assert service.events == []
+    assert set(service.gauge("baton_autoscaler_inputs_unknown")) == {1.0}
+
+
+async def test_the_worker_goes_that_has_least_to_do(service: Scaled) -> None:
+    await service.scale("prefill", 3)
+    await service.settle()
+    service.see(3, 1, demand_prompt=500.0, prefill_speed=1000.0, first_token=0.1)
+    pods = (await service.cluster.admin.get(path("v1", "Pod", "models"))).json()["items"]
+    workers = [
+        one["metadata"]["name"] for one in pods if f"{service.name}-prefill" in one["metadata"]["name"]
+    ]
+    service.prometheus.running = {name: float(number) for number, name in enumerate(workers)}
+    for _ in range(18):
+        await service.look()
+    assert (await service.wanted("prefill"))[0] == 3
+    for _ in range(2):
+        await service.look()
+    assert (await service.wanted("prefill"))[0] == 2
+    pods = (await service.cluster.admin.get(path("v1", "Pod", "models"))).json()["items"]
+    costs = {
+        one["metadata"]["name"]: one["metadata"].get("annotations", {}).get(COST)
+        for one in pods
+        if one["metadata"]["name"] in workers
+    }
+    assert costs == {name: str(number) for number, name in enumerate(workers)}
+
+
+async def test_whoever_scales_from_outside_is_told_and_not_written_over(service: Scaled) -> None:
+    await service.cluster.put(
+        {**SPEC, "autoscaling": {"mode": "External", "prometheus": {"url": URL}}}, service.name
+    )
+    await service.settle()
+    service.see(1, 1, demand_prompt=3000.0, prefill_speed=1000.0, in_flight=2.0)
+    await service.look()
+    replicas, said = await service.wanted("prefill")
+    assert (replicas, said["recommended"]) == (1, 4)
+    assert service.gauge("baton_autoscaler_desired_replicas") == [4]
+    assert service.events == []
+
+
+async def test_what_was_learned_outlives_the_operator(service: Scaled) -> None:
+    service.see(1, 1, demand_prompt=500.0, prefill_speed=1000.0, in_flight=1.0, first_token=0.1)
+    await service.look()
+    another = Scaled(service.cluster, service.autoscaler._api, service.inside, service.name)
+    another.see(1, 1, demand_prompt=500.0, in_flight=1.0, first_token=0.1)
+    await another.look()
+    assert another.gauge("baton_autoscaler_capacity_tokens_per_second") == [1000.0]
+
+
+async def test_who_is_not_scaled_is_not_looked_at(service: Scaled) -> None:
+    await service.cluster.put(
+        {**SPEC, "prefill": {}, "decode": {}, "autoscaling": {"mode": "Disabled"}}, service.name
+    )
+    assert await service.look() is None
+    assert service.prometheus.asked == []

@@ -1,0 +1,182 @@
+"""Prometheus' HTTP API: what an answer means, and what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from baton_operator.scaling import prometheus
+from baton_operator.scaling.decision import decide
+from baton_operator.scaling.observation import Memory
+from baton_operator.scaling.prometheus import MetricsLost, Prometheus
+from baton_operator.scaling.questions import FIGURE, Question
+from baton_operator.scaling.signals import Figures, Pods, observed
+from tests.operator.scaling.test_decision import PREFILL
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def server(answer: Answer) -> AsyncIterator[str]:
+    app = web.Application()
+    app.router.add_post("/api/v1/query", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def said(**figures: str) -> bytes:
+    result = [{"metric": {FIGURE: name}, "value": [1.0, value]} for name, value in figures.items()]
+    return json.dumps({"status": "success", "data": {"resultType": "vector", "result": result}}).encode()
+
+
+async def asked(body: bytes, status: int = 200) -> dict[str, float]:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=body, status=status)
+
+    asking = Prometheus()
+    try:
+        async with server(answer) as url:
+            return dict(await asking.ask(url, "up", FIGURE))
+    finally:
+        await asking.close()
+
+
+async def test_figures_come_by_their_names() -> None:
+    found = await asked(said(demand="3.5", queued="0", latency="NaN"))
+    assert (found["demand"], found["queued"]) == (3.5, 0.0)
+    figures = Figures({**found, "age": 1.0, "routers": 1.0})
+    assert figures.read("queued").zero
+    assert not figures.read("latency").known
+    assert not figures.read("nowhere").known
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b'{"status": "error", "error": "parse error"}', 400, "parse error"),
+        (b"<html>", 200, "no answer"),
+        (b'{"status": "success", "data": {}}', 200, "no answer"),
+        (b'[{"status": "success"}]', 200, "no answer"),
+        (b"busy", 503, "no answer"),
+    ],
+)
+async def test_what_is_no_answer_is_a_loss(body: bytes, status: int, words: str) -> None:
+    with pytest.raises(MetricsLost, match=words):
+        await asked(body, status)
+
+
+async def test_a_server_that_is_away_silent_or_not_named_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    forever = asyncio.Event()
+
+    async def silent(request: web.Request) -> web.Response:
+        await forever.wait()
+        return web.Response()
+
+    monkeypatch.setattr(prometheus, "TIMEOUT_S", 0.2)
+    asking = Prometheus()
+    try:
+        with pytest.raises(MetricsLost, match="no Prometheus is named"):
+            await asking.ask("", "up", FIGURE)
+        with pytest.raises(MetricsLost, match="cannot be asked"):
+            await asking.ask("http://127.0.0.1:9", "up", FIGURE)
+        async with server(silent) as url:
+            with pytest.raises(MetricsLost, match="does not answer"):
+                await asking.ask(url, "up", FIGURE)
+            forever.set()
+    finally:
+        await asking.close()
+
+
+async def test_the_token_is_shown_to_the_operators_own_server_alone(tmp_path: Path) -> None:
+    shown: list[str | None] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        shown.append(request.headers.get("Authorization"))
+        return web.Response(body=said())
+
+    (tmp_path / "token").write_text("secret\n")
+    async with server(answer) as own, server(answer) as other:
+        asking = Prometheus(own, str(tmp_path / "token"))
+        await asking.ask(own, "up", FIGURE)
+        await asking.ask(other, "up", FIGURE)
+        await asking.close()
+    assert shown == ["Bearer secret", None]
+
+
+# --- What the figures of an answer mean ---
+
+SEEN = {
+    "routers": 2.0, "age": 5.0, "demand_prompt": 3000.0, "demand_answer": 500.0, "queued_prompt": 100.0,
+    "in_flight": 4.0, "waiting": 0.0, "held": 0.0, "first_token": 0.5, "prefill_workers": 3.0,
+    "prefill_queued_tokens": 50.0, "prefill_speed": 1000.0, "decode_workers": 2.0, "decode_queued": 1.0,
+    "decode_generated": 480.0, "decode_answer": 100.0, "decode_fullest": 0.7, "decode_usage": 0.6,
+    "decode_token": 0.02,
+}  # fmt: skip
+THERE = Pods(replicas=3, ready=3, routers=2)
+
+
+def test_each_role_is_seen_by_its_own_figures() -> None:
+    prefill = observed("prefill", Figures(SEEN), THERE, 2.0)
+    assert (prefill.demand.value, prefill.backlog.value, prefill.latency.value) == (3000.0, 150.0, 0.5)
+    decode = observed("decode", Figures(SEEN), Pods(replicas=2, ready=2, routers=2), 0.05)
+    assert (decode.demand.value, decode.backlog.value, decode.utilisation.value) == (500.0, 100.0, 0.7)
+    assert decode.rate.value == pytest.approx(240 * 1.25), "what a worker would do if it were full enough"
+    assert (prefill.silent, decode.silent) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "pods", "silent"),
+    [
+        ({"prefill_workers": 2.0}, THERE, 1),
+        ({"routers": 1.0}, THERE, 1),
+        ({}, Pods(replicas=3, ready=4, routers=2), 1),
+    ],
+)
+def test_of_whom_nothing_is_heard_is_counted(changed: dict[str, float], pods: Pods, silent: int) -> None:
+    assert observed("prefill", Figures({**SEEN, **changed}), pods, 2.0).silent == silent
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"age": 600.0}, {"routers": 0.0}, {"age": None}, {"routers": None}],
+    ids=["stale", "no router", "no age", "no routers"],
+)
+def test_what_is_old_or_comes_from_nobody_is_unknown(changed: dict[str, Any]) -> None:
+    figures = {name: value for name, value in {**SEEN, **changed}.items() if value is not None}
+    seen = observed("prefill", Figures(figures), THERE, 2.0)
+    decision, _ = decide(PREFILL, Memory.new(0.0), seen, 0.0)
+    assert decision.reason == "MetricsHeld"
+
+
+def test_any_figure_that_is_missing_makes_no_role_smaller() -> None:
+    quiet = {**SEEN, "demand_prompt": 100.0, "queued_prompt": 0.0, "prefill_queued_tokens": 0.0}
+    needed = {"demand_prompt", "queued_prompt", "prefill_queued_tokens", "first_token", "prefill_workers"}
+    for missing in [None, *needed]:
+        figures = {name: value for name, value in quiet.items() if name != missing}
+        memory, replicas = Memory.new(0.0, 1000.0), 3
+        for tick in range(40):
+            seen = observed("prefill", Figures(figures), THERE, 2.0)
+            decision, memory = decide(PREFILL, memory, seen, 15.0 * tick)
+            replicas = min(replicas, decision.replicas)
+        assert replicas == (3 if missing else 2), missing
+
+
+def test_one_question_has_every_figure_under_its_name() -> None:
+    question = Question("models", "chat", 95)
+    assert len(question.figures) == 27
+    for name in question.figures:
+        assert f'"{FIGURE}", "{name}"' in question.text
+    assert 'namespace="models", service="chat"' in question.figures["demand_prompt"]
