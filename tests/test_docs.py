@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 CONTRACT = ROOT / "docs/failure-contract.md"
+OPERATOR = ROOT / "docs/operator-defects.md"
 TESTS = "\n".join(path.read_text() for path in sorted(ROOT.glob("tests/**/*.py")))
 
 
@@ -26,6 +27,14 @@ def test_every_row_of_the_failure_contract_names_its_tests() -> None:
     rows = [row for row in rows if not row.startswith("| what happens")]
     assert len(rows) > 20
     assert not [row for row in rows if "`test_" not in row.rpartition(" | ")[2]]
+
+
+def test_every_row_of_the_operators_defects_names_its_tests_or_says_why_there_is_none() -> None:
+    rows = [line.split(" | ") for line in OPERATOR.read_text().splitlines() if re.match(r"\| \d", line)]
+    numbers = [int(number) for row in rows for number in row[0].removeprefix("| ").split(", ")]
+    assert sorted(numbers) == list(range(1, 41))
+    for row in rows:
+        assert "`test_" in row[-1] or row[-1].startswith(("does not apply: ", "measured: ")), row
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,0 +1,114 @@
+"""What users of other operators complain about, where no other test is about it: docs/operator-defects.md."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from baton_operator.crd import RESOURCES, Resource
+from baton_operator.manifests.exposure import GATEWAY_API
+from baton_operator.manifests.objects import Manifest
+from tests.charts.helm import VALUES, render
+from tests.operator.fake_cluster import FakeCluster
+
+PAIR: dict[str, Any] = {"model": {"uri": "builtin://smollm2"}, "prefill": {}, "decode": {}}
+ROUTED: dict[str, Any] = {
+    **PAIR,
+    "exposure": {"type": "HTTPRoute", "hosts": ["a.example"], "gatewayRefs": [{"name": "gateway"}]},
+}
+SPREAD: dict[str, Any] = {
+    **PAIR,
+    "decode": {"placement": {"topologySpread": [{"topologyKey": "kubernetes.io/hostname"}]}},
+}
+
+ANNOTATIONS_LIMIT = 262_144
+"""Bytes that all annotations of an object may have: `kubectl apply` writes the whole object into one."""
+
+
+def settled(spec: dict[str, Any]) -> FakeCluster:
+    cluster = FakeCluster(spec)
+    cluster.apis = frozenset({GATEWAY_API})
+    cluster.settle()
+    return cluster
+
+
+def of(cluster: FakeCluster, kind: str) -> list[Manifest]:
+    return [one for key, one in sorted(cluster.objects.items()) if key[1] == kind]
+
+
+def test_a_route_comes_after_the_service_that_it_leads_to() -> None:
+    """Row 3: a route with nobody behind it is never written."""
+    cluster = FakeCluster(ROUTED)
+    cluster.apis = frozenset({GATEWAY_API})
+    order = [(one["kind"], one["metadata"]["name"]) for one in cluster.plan().apply]
+    (route,) = (one for one in cluster.plan().apply if one["kind"] == "HTTPRoute")
+    for rule in route["spec"]["rules"]:
+        assert rule["backendRefs"]
+        for backend in rule["backendRefs"]:
+            assert order.index(("Service", backend["name"])) < order.index(("HTTPRoute", "chat"))
+
+
+@pytest.mark.parametrize("values", list(VALUES.values()), ids=list(VALUES))
+def test_nobody_is_asked_before_an_object_is_admitted(values: dict[str, Any]) -> None:
+    """Row 6: without webhooks no deadline of one stands in the way of `kubectl apply`."""
+    assert not [one["kind"] for one in render(values) if "Webhook" in one["kind"]]
+
+
+@pytest.mark.parametrize("kind", RESOURCES, ids=lambda one: one.kind)
+def test_a_definition_can_be_applied_by_kubectl(kind: Resource) -> None:
+    """Row 7: far from the limit, so that it stays so."""
+    assert len(json.dumps(kind.definition)) < ANNOTATIONS_LIMIT / 2
+
+
+def test_old_pods_that_are_ready_make_no_new_generation_so() -> None:
+    """Row 13."""
+    cluster = settled(PAIR)
+    assert cluster.condition("Ready") == ("True", "Serving")
+    cluster.change({**PAIR, "engine": {"image": "registry.example/worker:2"}})
+    cluster.reconcile()
+    assert cluster.condition("Ready") == ("False", "RollingOut")
+    cluster.settle()
+    assert cluster.condition("Ready") == ("True", "Serving")
+
+
+def test_a_generation_is_known_without_its_annotations() -> None:
+    """Row 15: its name is in names and labels, so what strips annotations brings forth no other one."""
+    cluster = settled(PAIR)
+    there = set(cluster.objects)
+    for one in cluster.objects.values():
+        one["metadata"].pop("annotations", None)
+    cluster.settle()
+    assert set(cluster.objects) == there
+    assert len(cluster.service["status"]["revisions"]) == 1
+
+
+def test_pods_of_an_old_generation_do_not_count_when_new_ones_are_spread() -> None:
+    """Row 16."""
+    (decode,) = (one for one in of(settled(SPREAD), "Deployment") if "decode" in one["metadata"]["name"])
+    (spread,) = decode["spec"]["template"]["spec"]["topologySpreadConstraints"]
+    assert spread["matchLabelKeys"] == ["baton.dev/revision"]
+
+
+def test_a_change_of_one_role_makes_a_generation_of_both() -> None:
+    """Row 24, as it is meant: only the two that were started together are a pair."""
+    cluster = settled(PAIR)
+    (before,) = cluster.service["status"]["revisions"]
+    cluster.change({**copy.deepcopy(PAIR), "decode": {"image": "registry.example/worker:2"}})
+    cluster.settle()
+    after = cluster.service["status"]["currentRevision"]
+    assert after != before["name"]
+    names = {one["metadata"]["name"] for one in of(cluster, "Deployment") if one["spec"]["replicas"]}
+    assert names == {"chat-router", f"chat-prefill-{after}", f"chat-decode-{after}"}
+
+
+def test_a_prefill_worker_says_where_it_is_by_its_pods_address() -> None:
+    """Row 37: at the port that its container declares."""
+    (prefill,) = (one for one in of(settled(PAIR), "Deployment") if "prefill" in one["metadata"]["name"])
+    (container,) = prefill["spec"]["template"]["spec"]["containers"]
+    (control,) = (one["containerPort"] for one in container["ports"] if one["name"] == "control")
+    assert {"--control-host=$(POD_IP)", f"--control-port={control}"} <= set(container["args"])
+    (address,) = (one for one in container["env"] if one["name"] == "POD_IP")
+    assert address["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
