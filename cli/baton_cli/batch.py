@@ -104,18 +104,17 @@ def run(
         int | None, typer.Option(help="Most requests at once; as many as help if not said.", min=1)
     ] = None,
     api_key: Annotated[str, typer.Option(envvar="BATON_API_KEY", hidden=True)] = "",
+    log_format: Annotated[
+        str, typer.Option(help="How the log is written.", metavar="auto|text|json", envvar="BATON_LOG_FORMAT")
+    ] = "auto",
 ) -> None:
     """Work through BATCH for a router, who starts this by itself, or as a Job of Kubernetes."""
-    import logging
-    import sys
-
+    from baton_api import logs
     from baton_router.batches import job
     from baton_router.batches.run import run
     from baton_router.batches.submission import Submission
 
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
-    )
+    logs.begin(logs.read_format(log_format), runner or "runner")
     if token_file is not None:
         made = Submission(router, api_key, input_file, endpoint, batch_job) if input_file else None
         work = job.Work(router=router, token=token_file, batch=batch, submission=made, widest=concurrency)

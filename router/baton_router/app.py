@@ -97,6 +97,7 @@ class Router:
         )
         self._responses = Responses(settings, self.responses, self.whose, self._proxy)
         self.storage = Storage(settings, settings.port)
+        self.figures.registry.register(self.storage.figures)
         self.keeper = Keeper(self.storage)
         secret = secret_of(settings, settings.ticket_secret)
         self.execution = Execution(

@@ -25,6 +25,7 @@ from baton_api.errors import (
 from baton_router.batches.database import Database
 from baton_router.batches.files import Files, NewFile, Quota
 from baton_router.batches.ledger import Ledger
+from baton_router.batches.summary import Summary, summarize
 from baton_router.batches.tables import METADATA
 from baton_router.batches.values import Batch, LineError, Recorded, Result, Status, StoredFile
 
@@ -187,8 +188,8 @@ def test_batches_are_listed_newest_first(database: Database) -> None:
 def test_from_validation_to_the_end(database: Database) -> None:
     ledger, id, epoch = running(database, total=3)
     assert ledger.find(id).status is Status.IN_PROGRESS
-    assert ledger.record(id, epoch, [good(1), bad(2)], NOW + 1) == Recorded(2, Status.IN_PROGRESS)
-    assert ledger.record(id, epoch, [good(4)], NOW + 2) == Recorded(1, Status.FINALIZING)
+    assert ledger.record(id, epoch, [good(1), bad(2)], NOW + 1) == Recorded(2, Status.IN_PROGRESS, 1)
+    assert ledger.record(id, epoch, [good(4)], NOW + 2) == Recorded(1, Status.FINALIZING, 1)
     batch = ledger.find(id)
     assert (batch.completed, batch.failed, batch.total) == (2, 1, 3)
     assert batch.finalizing_at == NOW + 2
@@ -296,6 +297,20 @@ def test_ended_batches_keep_no_rows_that_stand_in_their_files(database: Database
 
 
 # --- Leases ---
+
+
+def test_a_summary_counts_batches_lines_runners_and_who_is_behind(database: Database) -> None:
+    assert summarize(database, NOW) == Summary()
+    ledger, id, epoch = running(database, total=10)
+    running(database, total=4)
+    new_batch(database)
+    ledger.record(id, epoch, [good(1), bad(2)], NOW)
+    statuses = {Status.IN_PROGRESS: 2, Status.VALIDATING: 1}
+    assert summarize(database, NOW) == Summary(statuses, lines_left=12, runners=2, late=0)
+    later = ledger.find(id).expires_at - 60
+    ledger.record(id, epoch, [good(line) for line in range(3, 11)], later)
+    statuses = {Status.IN_PROGRESS: 1, Status.FINALIZING: 1, Status.VALIDATING: 1}
+    assert summarize(database, later) == Summary(statuses, lines_left=4, runners=0, late=1)
 
 
 def test_only_one_lease_is_live_and_a_new_one_is_higher(database: Database) -> None:

@@ -13,7 +13,7 @@ from baton_router.batches.door import Answer, Dismissed, Door
 from baton_router.batches.retrying import LOSSES, LOSSES_ALONE, Outcome
 from baton_router.batches.runner import Runner
 from baton_router.batches.values import Result
-from baton_router.batches.wire import Lease, Line, Order, Receipt, Renewal, Slice
+from baton_router.batches.wire import Lease, Line, Order, Progress, Receipt, Renewal, Slice
 from tests.batches import virtual_time
 
 GOOD = b'{"choices": []}'
@@ -40,6 +40,7 @@ class FakeRouter(Door):
         self.posts = 0
         self.tries: Counter[int] = Counter()
         self.names: set[str] = set()
+        self.retried: Counter[str] = Counter()
         self.under_way: dict[int, asyncio.Future[Answer]] = {}
         self.widest = 0
         self.away_until = 0.0
@@ -47,7 +48,8 @@ class FakeRouter(Door):
         self.order = Order.GO_ON
         self.taken = False
 
-    async def renew(self) -> Renewal:
+    async def renew(self, progress: Progress) -> Renewal:
+        self.retried.update(progress.retries)
         if self.taken:
             raise Dismissed
         return Renewal("t", self.order, self.window)
@@ -197,6 +199,10 @@ def test_a_service_that_fails_for_everybody_is_waited_for() -> None:
     router.broken_until = 300.0
     found = served(router, 399)
     assert {result.status for result in found.values()} == {200}
+    again = sum(router.tries.values()) - 399
+    told = sum(router.retried.values())
+    assert 0.8 * again < told <= again, "but for those after the last heartbeat"
+    assert set(router.retried) == {"fault", "outage"}
 
 
 def test_a_line_that_fails_alone_is_given_up_soon() -> None:

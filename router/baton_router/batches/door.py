@@ -20,7 +20,7 @@ from baton_api.errors import NotReady, SetupError
 from baton_router.batches import retrying, wire
 from baton_router.batches.retrying import Outcome
 from baton_router.batches.values import Result
-from baton_router.batches.wire import Apply, Lease, Receipt, Renewal, Slice
+from baton_router.batches.wire import Apply, Lease, Progress, Receipt, Renewal, Slice
 from baton_router.upstream import Exchange, Headers, Lost, Upstream
 
 CONNECT_S = 5.0
@@ -95,8 +95,8 @@ class Door:
         self._token = lease.token
         return lease
 
-    async def renew(self) -> Renewal:
-        renewal = wire.renewal(await self._ask("POST", "/renew"))
+    async def renew(self, progress: Progress) -> Renewal:
+        renewal = wire.renewal(await self._ask("POST", "/renew", wire.encode(progress)))
         self._token = renewal.token
         return renewal
 

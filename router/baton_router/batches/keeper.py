@@ -78,6 +78,7 @@ class Keeper:
                 if self._storage.in_use:
                     try:
                         await self._round()
+                        await self._storage.look(self._now())
                         if self._now() - swept >= SWEEP_S:
                             await self._storage.run(self._sweep)
                             swept = self._now()

@@ -242,6 +242,7 @@ class Ledger:
             if batch.status not in RECORDING:
                 return Recorded(0, batch.status)
             new = keep(connection, batch.seq, first.values())
+            completed = 0
             if new:
                 completed = sum(200 <= status < 300 for status in new)
                 batch = change(
@@ -250,7 +251,7 @@ class Ledger:
                     completed=batch.completed + completed,
                     failed=batch.failed + len(new) - completed,
                 )
-            return Recorded(len(new), finalizing(connection, batch, now).status)
+            return Recorded(len(new), finalizing(connection, batch, now).status, completed)
 
     def done(self, id: str, after: int = 0, limit: int = 10_000) -> list[tuple[int, int]]:
         """

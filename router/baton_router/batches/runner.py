@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import math
 import random
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 
@@ -23,7 +24,7 @@ from baton_router.batches.retrying import Outcome
 from baton_router.batches.values import Result
 from baton_router.batches.waiting import Pending, Waiting
 from baton_router.batches.window import Window
-from baton_router.batches.wire import Lease, Order, Receipt
+from baton_router.batches.wire import Lease, Order, Progress, Receipt
 
 HEARTBEAT_S = 1.0
 """Seconds between two heartbeats at most: a cancellation is to be heard soon."""
@@ -55,6 +56,8 @@ class Runner:
         """When a line last came back well."""
         self._under_way: set[asyncio.Task[None]] = set()
         self._held = 0
+        self._retried: Counter[str] = Counter()
+        """Lines that were tried again since the last heartbeat, by how they came back."""
         self._sends = itertools.count()
         self._stopping = False
         self._to_send = asyncio.Event()
@@ -94,7 +97,8 @@ class Runner:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(min(HEARTBEAT_S, self._lease.lease_s / 3))
-            renewal = await self._door.renew()
+            told, self._retried = self._retried, Counter()
+            renewal = await self._door.renew(Progress(dict(told)))
             self._window.bound(self._bounded(renewal.window))
             self._obey(renewal.order)
 
@@ -157,6 +161,7 @@ class Runner:
 
     def _again(self, pending: Pending, outcome: Outcome, sent: float, retry_s: float) -> None:
         now, tries = pending.failed_at, pending.tries
+        self._retried[outcome.value] += 1
         if outcome in (Outcome.BUSY, Outcome.AWAY):
             wait = max(retry_s, retrying.wait_s(min(tries.refusals, PATIENCE), self._rng))
             self._window.refused(sent, now, wait)

@@ -134,7 +134,7 @@ class RunnerApi:
                     runner = wire.apply(body).runner
                     return self._lease(self._claimed(token, job) if job else token, runner)
                 case "renew":
-                    return self._renew(token)
+                    return self._renew(token, body)
                 case "lines":
                     after = parse_qs(query.decode("latin-1")).get("after", [""])[0]
                     return self._lines(token, Cursor.read(after))
@@ -175,7 +175,9 @@ class RunnerApi:
             line_s=terms.line_s,
         )
 
-    def _renew(self, token: RunnerToken) -> Renewal:
+    def _renew(self, token: RunnerToken, body: bytes) -> Renewal:
+        if body:
+            self._storage.figures.retried(wire.progress(body).retries)
         ledger = self._storage.ledger
         batch = ledger.renew(token.batch, token.epoch, self._clock(), self._terms.lease_s)
         if batch.status not in RUNNING:
@@ -185,6 +187,7 @@ class RunnerApi:
 
     def _record(self, token: RunnerToken, found: list[Result]) -> Receipt:
         kept = self._storage.ledger.record(token.batch, token.epoch, found, int(self._clock()))
+        self._storage.figures.recorded(kept.completed, kept.new - kept.completed)
         return Receipt(kept.new, _order(kept.status), self._terms.window())
 
     def _lines(self, token: RunnerToken, cursor: Cursor) -> Slice:

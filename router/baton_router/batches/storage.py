@@ -16,12 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from baton_api.errors import BatonError
+from baton_router.batches.batch_figures import BatchFigures
 from baton_router.batches.database import Database
 from baton_router.batches.files import Files
 from baton_router.batches.jobs import Jobs
 from baton_router.batches.ledger import Ledger
 from baton_router.batches.objects import Folder, Objects
 from baton_router.batches.settings import BatchSettings
+from baton_router.batches.summary import summarize
 
 Answer = TypeVar("Answer")
 
@@ -38,6 +41,7 @@ class Storage:
     def __init__(self, settings: BatchSettings, port: int) -> None:
         """Touches nothing yet. Raises SetupError for a setting that cannot be one."""
         self.settings = settings
+        self.figures = BatchFigures()
         folder = state_folder(settings.state, port, os.environ)
         self._temporary = folder is None
         self._folder = folder or Path(tempfile.gettempdir()) / f"baton-router-{secrets.token_hex(16)}"
@@ -57,7 +61,15 @@ class Storage:
 
     async def run(self, call: Callable[[], Answer]) -> Answer:
         """In a thread; it goes on to its end also if nobody waits for it any more."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        except BatonError as error:
+            self.figures.failed(error)
+            raise
+
+    async def look(self, now: float) -> None:
+        """See how many batches there are and how far, for the figures. Raises StorageUnavailable."""
+        self.figures.summary = await self.run(lambda: summarize(self._database, now))
 
     def close(self) -> None:
         self._threads.shutdown(wait=True)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from baton_api import runner_tokens
+from baton_api import logs, runner_tokens
 from baton_api.errors import BatonError
 from baton_router.batches.run import Ended, default_name
 from baton_router.batches.storage import Storage
@@ -152,7 +152,7 @@ class Supervisor:
             *(f"--router={url}", f"--batch={batch.id}", f"--runner={name}", "--leash"),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            env={**os.environ, TOKEN: token},
+            env={**os.environ, **logs.for_children(), TOKEN: token},
         )
         try:
             return await child.wait()

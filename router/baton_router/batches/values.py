@@ -130,3 +130,5 @@ class Recorded(msgspec.Struct, frozen=True):
     """How many lines had no result before."""
     status: Status
     """Of the batch now: finalizing once every line has a result."""
+    completed: int = 0
+    """Of the new ones, how many were answered well."""

@@ -2,7 +2,7 @@
 What a runner and the router say to one another about a batch, as msgpack over HTTP.
 
     POST /internal/batches/{id}/lease     Apply      -> Lease      with the token it was started with
-    POST /internal/batches/{id}/renew                -> Renewal    all others with the lease's token
+    POST /internal/batches/{id}/renew     Progress   -> Renewal    all others with the lease's token
     GET  /internal/batches/{id}/lines?after={cursor} -> Slice
     POST /internal/batches/{id}/results   [Result]   -> Receipt
     POST /internal/batches/{id}/release              -> nothing
@@ -57,6 +57,13 @@ class Lease(msgspec.Struct, frozen=True):
     """Seconds that one try at a line may take."""
 
 
+class Progress(msgspec.Struct, frozen=True):
+    """What a runner tells of itself, since it told so last."""
+
+    retries: dict[str, int]
+    """Lines that were tried again, by the `retrying.Outcome` of the try before."""
+
+
 class Renewal(msgspec.Struct, frozen=True):
     token: str
     order: Order
@@ -89,6 +96,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 apply = msgspec.msgpack.Decoder(Apply).decode
 lease = msgspec.msgpack.Decoder(Lease).decode
+progress = msgspec.msgpack.Decoder(Progress).decode
 renewal = msgspec.msgpack.Decoder(Renewal).decode
 slice = msgspec.msgpack.Decoder(Slice).decode
 results = msgspec.msgpack.Decoder(list[Result]).decode
