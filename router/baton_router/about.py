@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -73,3 +73,14 @@ def view(worker: Worker, now: float) -> dict[str, Any]:
         "strikes": health.breaker.failures,
         "load": msgspec.to_builtins(health.load) if health.load else None,
     }
+
+
+def targets(workers: Iterable[Worker]) -> list[dict[str, Any]]:
+    """The workers as Prometheus is told of them by HTTP, so that a router is all that it has to know."""
+    return [
+        {
+            "targets": [worker.name],
+            "labels": {"worker": worker.name, "role": str(worker.listed), "revision": worker.revision},
+        }
+        for worker in workers
+    ]

@@ -237,6 +237,10 @@ def _rest(router: Router) -> FastAPI:
         now = time.monotonic()
         return JSONResponse({"data": [about.view(worker, now) for worker in router.workers.all]})
 
+    @app.get("/workers/targets")
+    async def targets() -> JSONResponse:
+        return JSONResponse(about.targets(router.workers.all))
+
     @app.get("/version")
     async def version() -> JSONResponse:
         return JSONResponse(about.version())

@@ -103,6 +103,7 @@ async def test_a_tenant_sees_and_asks_for_its_own_models_only(file: str) -> None
 
 ADMIN = (
     ("GET", "/workers"),
+    ("GET", "/workers/targets"),
     ("GET", "/server_info"),
     ("GET", "/get_server_info"),
     ("GET", "/debug/decisions"),

@@ -82,6 +82,15 @@ async def test_the_view_of_the_workers_shows_role_state_and_load() -> None:
         assert views[1]["load"]["control"] == "127.0.0.1:7001"
 
 
+async def test_prometheus_is_told_of_the_workers_by_the_router() -> None:
+    prefill = FakeWorker(role=Role.PREFILL, control="127.0.0.1:7001")
+    async with FakeWorker() as decode, prefill, running_router([decode], [prefill]) as router:
+        assert (await router.client.get("/workers/targets")).json() == [
+            {"targets": [one.name], "labels": {"worker": one.name, "role": role, "revision": ""}}
+            for one, role in ((decode, "decode"), (prefill, "prefill"))
+        ]
+
+
 @pytest.mark.parametrize("how", ["silent", "nonsense"])
 async def test_a_worker_that_answers_nothing_or_nonsense_is_down(how: str) -> None:
     async with FakeWorker() as worker, running_router([worker], health_interval_s=0.1) as router:
