@@ -99,7 +99,7 @@ def _belongs(record: logging.LogRecord) -> bool:
 
 
 class Json(logging.Formatter):
-    """`time`, `level`, `process`, `logger`, `message`, what it belongs to, and `exception` if there is one."""
+    """An object with `time`, `level`, `process`, `logger`, `message`, what it belongs to, and `exception`."""
 
     def __init__(self, process: str) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ import msgspec
 
 from baton_api.errors import TransferFailed
 
-PROTOCOL = 3
+PROTOCOL = 4
 FRAME_LIMIT = 8 * 1024 * 1024
 """Bytes of one frame. A prompt of a million tokens is 5 MB."""
 
@@ -140,6 +140,8 @@ class Prefill(Message, frozen=True, tag="prefill"):
     salt: str = ""
     ticket: str = ""
     request_id: str = ""
+    trace: str = ""
+    """`traceparent` of the request, if it is traced."""
     deadline_s: float = 60.0
     """Seconds from now after which nobody wants the answer."""
 

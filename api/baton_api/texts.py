@@ -11,18 +11,20 @@ from pydantic import AfterValidator, BeforeValidator
 from pydantic_settings import NoDecode
 
 
-def _split(value: object) -> tuple[str, ...]:
+def split(value: object) -> tuple[str, ...]:
     """
-    >>> _split("a, b"), _split(["a,b", "c"]), _split('["a", "b"]')
+    Several names that were written as one text, or as several.
+
+    >>> split("a, b"), split(["a,b", "c"]), split('["a", "b"]')
     (('a', 'b'), ('a', 'b', 'c'), ('a', 'b'))
     """
     if isinstance(value, str):
         if value.lstrip().startswith("["):
-            return _split(json.loads(value))
+            return split(json.loads(value))
         return tuple(part.strip() for part in value.split(",") if part.strip())
     if not isinstance(value, Iterable):
         raise ValueError("a list of names is text with commas between them")
-    return tuple(part for one in value for part in _split(str(one)))
+    return tuple(part for one in value for part in split(str(one)))
 
 
 def _origin(origin: str) -> str:
@@ -36,10 +38,10 @@ def _object(value: object) -> object:
     return json.loads(value) if isinstance(value, str) else value
 
 
-Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split)]
 """Several names: repeated, or with commas between, or a JSON array."""
 
-Origins = Annotated[tuple[Annotated[str, AfterValidator(_origin)], ...], NoDecode, BeforeValidator(_split)]
+Origins = Annotated[tuple[Annotated[str, AfterValidator(_origin)], ...], NoDecode, BeforeValidator(split)]
 """Origins of web pages, written like `Names`."""
 
 JsonObject = Annotated[dict[str, Any], NoDecode, BeforeValidator(_object)]

@@ -30,10 +30,14 @@ class TraceContext:
     state: bytes = b""
 
     @property
+    def parent(self) -> bytes:
+        """What `traceparent` says of it."""
+        return b"00-%032x-%016x-%02x" % (self.trace, self.span, self.sampled)
+
+    @property
     def lines(self) -> bytes:
         """The headers for whoever is asked next."""
-        parent = b"00-%032x-%016x-%02x" % (self.trace, self.span, self.sampled)
-        told = b"%b: %b\r\n" % (TRACEPARENT, parent)
+        told = b"%b: %b\r\n" % (TRACEPARENT, self.parent)
         return told + b"%b: %b\r\n" % (TRACESTATE, self.state) if self.state else told
 
 

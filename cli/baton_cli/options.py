@@ -171,6 +171,7 @@ REPEATED = {
     "namespaces": "NAMES",
     "decode_dns": "NAME",
     "prefill_dns": "NAME",
+    "metrics_names": "vllm|sglang",
     "revision_weight": "REVISION=NUMBER",
     "profile": "FILE",
 }

@@ -1,5 +1,5 @@
 """
-The reference pages, written from the code itself: settings, modules, errors and limits.
+The reference pages, written from the code itself: settings, modules, errors, limits and metrics.
 
     python -m baton_cli.reference           writes docs/reference/
     python -m baton_cli.reference --check   fails if a page is not what would be written
@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings
 
 from baton_cli import peers
 from baton_cli.api_reference import errors_page, limits_page
+from baton_cli.metrics_reference import metrics_page
 from baton_cli.options import Option, options_of
 from baton_cli.refusals import REFUSALS
 from baton_engine.settings import WorkerSettings
@@ -32,6 +33,7 @@ PACKAGES = (
     "runtime/decode/baton_decode",
     "router/baton_router",
     "operator/baton_operator",
+    "observing/baton_observing",
     "cli/baton_cli",
 )
 """From what all know to what knows all."""
@@ -70,6 +72,7 @@ def pages() -> dict[str, str]:
         "modules.md": "\n".join([MODULES, *modules]),
         "errors.md": errors_page(),
         "limits.md": limits_page(),
+        "metrics.md": metrics_page(),
     }
 
 

@@ -41,7 +41,7 @@ BY_ENVIRONMENT = {
 """Settings of the router that are no flags of its command: secrets, and the port, which may change."""
 
 
-FOR_ALL = ("log_format",)
+FOR_ALL = ("log_format", "tracing_endpoint")
 """Settings of workers that the router gets too."""
 
 

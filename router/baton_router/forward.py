@@ -14,9 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from baton_api import headers, tickets
+from baton_api import headers, tickets, trace_context
 from baton_api.reports import PromptReport
-from baton_router import trace_context
 from baton_router.asks import Grant
 from baton_router.settings import RouterSettings
 from baton_router.upstream import Headers

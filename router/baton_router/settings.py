@@ -213,7 +213,7 @@ class RouterSettings(BatchSettings):
     log_requests: bool = False
     """Log each request to generate when it has ended: its status, workers, tokens and times."""
 
-    tracing_endpoint: str = ""
+    tracing_endpoint: str = Field(default="", validation_alias=_either("TRACING_ENDPOINT"))
     """Where spans of requests are sent by OTLP over HTTP, such as http://collector:4318. Empty: none are
     made, and a client's `traceparent` passes as it is. Needs `baton[tracing]`. OpenTelemetry's own variables
     say what else there is to say, such as OTEL_EXPORTER_OTLP_HEADERS and OTEL_RESOURCE_ATTRIBUTES."""

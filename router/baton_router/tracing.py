@@ -21,13 +21,12 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
-from baton_api import __version__
-from baton_api.errors import SetupError
-from baton_router import trace_context
+from baton_api import __version__, trace_context
+from baton_api.spans import Attributes, beneath, open_provider
+from baton_api.trace_context import TraceContext
 from baton_router.asked import Asked
 from baton_router.attempt import Attempt
 from baton_router.settings import RouterSettings
-from baton_router.trace_context import TraceContext
 from baton_router.upstream import Headers
 
 if TYPE_CHECKING:
@@ -35,14 +34,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 SERVICE = "baton-router"
-PATH = "/v1/traces"
-"""Where collectors take them."""
-
-PATIENCE_S = 2.0
-"""For one batch of spans; a collector that is away must not hold up the end of the process."""
-
 FAILED = 500
-Attributes = dict[str, str | int | float | bool]
 
 
 class Traced(Protocol):
@@ -62,22 +54,7 @@ def tracing_of(settings: RouterSettings) -> Tracing | None:
     """What makes spans, as the settings want; None if they want none. Raises SetupError."""
     if not settings.tracing_endpoint:
         return None
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
-    except ModuleNotFoundError as error:
-        raise SetupError("--tracing-endpoint needs packages more: pip install 'baton[tracing]'.") from error
-    endpoint = settings.tracing_endpoint.rstrip("/")
-    provider = TracerProvider(
-        sampler=ParentBased(TraceIdRatioBased(settings.tracing_ratio)),
-        resource=Resource.create({"service.name": SERVICE, "service.version": __version__}),
-        shutdown_on_exit=False,
-    )
-    exporter = OTLPSpanExporter(endpoint if endpoint.endswith(PATH) else endpoint + PATH, timeout=PATIENCE_S)
-    provider.add_span_processor(BatchSpanProcessor(exporter))
+    provider = open_provider(SERVICE, settings.tracing_endpoint, settings.tracing_ratio)
     return Tracing(provider)
 
 
@@ -108,9 +85,7 @@ class RequestTrace:
         self._epoch_ns = time.time_ns() - int(self._began * 1e9)
         self._kinds = trace.SpanKind
         self._resumed: list[tuple[float, Attributes]] = []
-        context = trace.set_span_in_context(
-            trace.NonRecordingSpan(_remote(parent)) if parent else trace.INVALID_SPAN
-        )
+        context = beneath(parent)
         self._route: Any = tracer.start_span(
             "route", context, trace.SpanKind.SERVER, {"url.path": path}, start_time=self._ns(self._began)
         )
@@ -176,12 +151,6 @@ class RequestTrace:
 
     def _ns(self, seconds: float) -> int:
         return self._epoch_ns + int(seconds * 1e9)
-
-
-def _remote(parent: TraceContext) -> Any:
-    from opentelemetry.trace import SpanContext, TraceFlags
-
-    return SpanContext(parent.trace, parent.span, True, TraceFlags(int(parent.sampled)))
 
 
 def _about(request: Traced) -> Attributes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton_router.trace_context import STATE_LIMIT, TraceContext, read
+from baton_api.trace_context import STATE_LIMIT, TraceContext, read
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

@@ -109,6 +109,7 @@ class Order:
             salt=fetch.salt,
             ticket=ticket,
             request_id=request_id,
+            trace=fetch.trace,
             deadline_s=deadline_s,
         )
 

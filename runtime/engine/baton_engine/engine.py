@@ -126,6 +126,8 @@ class Engine:
         longest = min(len(request.prompt) + request.sampling.max_tokens, longest)
         job = Job(request, size, min(-(-longest // size), blocks))
         job.arrived_at = self._clock()
+        if request.notes is not None:
+            request.notes.arrived = job.arrived_at
         with self._intake:
             queued = len(self._scheduler.waiting) + self._arriving
             if queued >= self.limits.max_queued:
@@ -243,6 +245,8 @@ class Engine:
         choices = iter(drawn)
         for share in shares:
             job = share.job
+            if job.request.notes is not None:
+                job.request.notes.passed(self._clock(), seconds, share.tokens, generates=share.generates)
             choice = next(choices) if share.draws else None
             self._scheduler.advance(job, share.tokens)
             if job.request.export is not None:

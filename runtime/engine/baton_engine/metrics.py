@@ -8,7 +8,7 @@ is this worker's own, so that two workers of one process do not mix.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -17,6 +17,8 @@ from prometheus_client.registry import Collector
 
 from baton_api import __version__, metrics
 from baton_api.metrics import Metric
+from baton_api.metrics.peers import Peer
+from baton_engine.peer_metrics import PeerMetrics
 from baton_engine.requests import RelayRecord
 from baton_engine.snapshot import EngineSnapshot, Times
 
@@ -41,8 +43,12 @@ class WorkerMetrics:
         snapshot: Callable[[], EngineSnapshot],
         kv_batches: Callable[[], int] = lambda: 0,
         whose: Whose = Whose(),
+        peers: Sequence[Peer] = (),
     ) -> None:
-        """`kv_batches`: how many batches of KV events were published."""
+        """
+        `kv_batches`: how many batches of KV events were published; `peers`: whose names are shown as well.
+        """
+        self._peers = CollectorRegistry(auto_describe=False)
         self.registry = CollectorRegistry(auto_describe=False)
         self._requests = self._counter(metrics.WORKER_REQUESTS)
         self._tokens = self._counter(metrics.WORKER_GENERATION_TOKENS)
@@ -55,6 +61,8 @@ class WorkerMetrics:
         self._transfer_bytes = self._counter(metrics.WORKER_TRANSFER_BYTES)
         self._transfer_seconds = self._histogram(metrics.WORKER_TRANSFER_SECONDS)
         self.registry.register(EngineCollector(snapshot, kv_batches, whose))
+        if peers:
+            self._peers.register(PeerMetrics(self.registry, peers, whose.model))
 
     def first_token(self, seconds: float) -> None:
         """A choice's first token came `seconds` after its request."""
@@ -87,7 +95,7 @@ class WorkerMetrics:
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        return generate_latest(self.registry) + generate_latest(self._peers)
 
     def _counter(self, metric: Metric) -> Counter:
         return Counter(metric.name, metric.help, metric.labels, registry=self.registry)

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton_api.messages import TokenChoice
+from baton_engine.pass_notes import PassNotes
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +224,8 @@ class Fetch:
     """Local blocks for positions `start_block` on; all of them are to be filled."""
     sampling: SamplingParams
     salt: str
+    trace: str = ""
+    """`traceparent` of the request, if it has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +292,10 @@ class Request:
     """With it, the prompt's vector is the whole answer, and no token is drawn."""
     client_id: str = ""
     """What its client calls the request that this belongs to: for the log."""
+    trace: str = ""
+    """Its `traceparent`, for whoever is asked to compute its prompt."""
+    notes: PassNotes | None = None
+    """Gets what its passes take, if somebody wants to know."""
     patient: bool = False
     """Nobody waits for its answer: all others go before it, and it makes room for them."""
     remote: RemotePrefill | None = None

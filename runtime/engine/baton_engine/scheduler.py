@@ -300,6 +300,7 @@ class Scheduler:
             blocks=tuple(request.blocks[start:]),
             sampling=request.sampling,
             salt=request.salt,
+            trace=request.trace,
         )
         self.pool.pin(job.fetch.blocks)
         job.stage = Stage.FETCHING

@@ -7,16 +7,19 @@ a flag of `baton serve` (`--kv-cache-memory`) and the environment variable `BATO
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BeforeValidator, Field
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from baton_api.keys import KeyDigests
 from baton_api.logs import Format
+from baton_api.metrics.peers import Peer
 from baton_api.sizes import Bytes
-from baton_api.texts import JsonObject, Names, Origins
+from baton_api.texts import JsonObject, Names, Origins, split
 from baton_api.workers import Role
+
+PeerNames = Annotated[tuple[Peer, ...], NoDecode, BeforeValidator(split)]
 
 
 class WorkerSettings(BaseSettings):
@@ -214,9 +217,18 @@ class WorkerSettings(BaseSettings):
     """How the model writes tool calls, such as hermes, qwen, llama3, mistral or pythonic. Empty: as its chat
     template tells."""
 
+    metrics_names: PeerNames = ()
+    """Whose names `/metrics` shows besides Baton's, repeated or with commas between: vllm and sglang, for
+    dashboards that were made for those."""
+
     log_format: Format = "auto"
     """auto: one JSON object to a line, unless the log goes to a terminal. text or json: that one in any case.
     A line that belongs to a request has its id. No line has a prompt, but for log_requests_level 2."""
+
+    tracing_endpoint: str = ""
+    """Where to send OpenTelemetry spans by OTLP over HTTP, such as http://127.0.0.1:4318, of requests whose
+    router sends spans too: this worker's queue and passes, beneath the router's. Empty: none are made; a
+    request's trace is passed on to the prefill worker all the same. Needs `baton[tracing]`."""
 
     log_requests: bool = False
     """Log each request when it has been read and when it has ended, besides the line of the access log."""

@@ -42,6 +42,7 @@ from baton_engine.model.tokenizer import Tokenizer, load_tokenizer
 from baton_engine.ops.processor import preferred_dtype
 from baton_engine.requests import Request, SamplingParams
 from baton_engine.settings import WorkerSettings
+from baton_engine.tracing import WorkerTracing, tracing_of
 from baton_engine.transfer import Transfer, create_transfer
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,8 @@ class Worker:
     """None for role `both`, which has nobody to move blocks to or from."""
     publisher: KvPublisher | None
     """Tells routers what is in the cache, if that was asked for."""
+    tracing: WorkerTracing | None
+    """Makes spans, if any are wanted."""
     fatal: asyncio.Future[str]
     """Done, with the reason, when only a new process can help."""
 
@@ -154,6 +157,9 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
         loop.call_soon_threadsafe(_settle, fatal, reason)
 
     async with contextlib.AsyncExitStack() as stack:
+        tracing = tracing_of(settings.tracing_endpoint, name)
+        if tracing is not None:
+            stack.push_async_callback(tracing.close)
         publisher = _publisher(settings, cache)
         if publisher is not None:
             publisher.start()
@@ -183,6 +189,7 @@ async def open_worker(settings: WorkerSettings, progress: Progress = SILENT) -> 
             compatibility=Compatibility.of(spec, dtype, digest),
             transfer=transfer,
             publisher=publisher,
+            tracing=tracing,
             fatal=fatal,
         )
         await worker.warm_up()

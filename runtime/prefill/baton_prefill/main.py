@@ -44,6 +44,7 @@ async def prefill(worker: Worker) -> AsyncIterator[Duties]:
         port=worker.settings.control_port,
         secret=worker.settings.ticket_secret.encode(),
         tls=mutual_tls.server(worker.settings.tls_folder, worker.settings.tls_name),
+        tracing=worker.tracing,
     )
     await server.start()
     try:

@@ -15,8 +15,9 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton_api import logs
+from baton_api import logs, trace_context
 from baton_api.errors import BatonError, InvalidRequest
+from baton_api.spans import Attributes
 from baton_engine.cache import KVCache
 from baton_engine.control import Connection
 from baton_engine.requests import (
@@ -28,6 +29,7 @@ from baton_engine.requests import (
     SamplingParams,
     Thinking,
 )
+from baton_engine.tracing import WorkerTrace, WorkerTracing
 from baton_engine.transfer.checksums import block_checksums
 from baton_engine.wire import sampling_params
 from baton_prefill.rooms import Action, Checksum, Release, Room, Send, State, Submit
@@ -63,6 +65,8 @@ class Computer:
     """One thread: answers come in the order of the questions."""
     guide: GuideOf
     """What keeps a prompt's first token to its constraint; may take a while."""
+    tracing: WorkerTracing | None = None
+    """Makes this worker's spans, if any are wanted."""
 
 
 class Prompt:
@@ -86,7 +90,14 @@ class Prompt:
         self._asked_at = time.monotonic()
         self._started_at: float | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._spans = self._traced(room.ask.trace)
         self._of = logs.of((room.ask.request_id or request_id)[:NAME_LENGTH])
+
+    def _traced(self, trace: str) -> WorkerTrace | None:
+        if self._computer.tracing is None or not trace:
+            return None
+        parent = trace_context.read([(trace_context.TRACEPARENT, trace.encode())])
+        return self._computer.tracing.begin("prefill worker", parent, self._asked_at)
 
     def begin(self, deadline_s: float) -> None:
         self._deadline = self._loop.call_later(deadline_s, lambda: self.do(self.room.deadline()))
@@ -102,10 +113,23 @@ class Prompt:
                 case Send(message):
                     self._connection.send(message)
                 case Release():
+                    self._end_spans()
                     if self._deadline is not None:
                         self._deadline.cancel()
                     self._computer.engine.abort(self.request_id)
                     self._on_released(self)
+
+    def _end_spans(self) -> None:
+        """The prompt's blocks are not needed any more."""
+        if self._spans is None:
+            return
+        ask = self.room.ask
+        told: Attributes = {
+            "baton.request_id": ask.request_id[:NAME_LENGTH],
+            "baton.tokens.prompt": len(ask.tokens),
+        }
+        self._spans.end(told)
+        self._spans = None
 
     def computed(self, request_id: str, tokens: int, blocks: Sequence[int]) -> None:
         """`Export`: called on the engine's thread, whose list may grow later."""
@@ -130,6 +154,7 @@ class Prompt:
                 salt=ask.salt,
                 guide=guide,
                 client_id=ask.request_id,
+                notes=None if self._spans is None else self._spans.noted(),
                 export=self,
             )
             async for output in self._computer.client.generate(request):

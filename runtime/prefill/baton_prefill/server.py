@@ -23,6 +23,7 @@ from baton_engine import handshake
 from baton_engine.cache import KVCache
 from baton_engine.control import Connection, Pace, join_address
 from baton_engine.handshake import Identity
+from baton_engine.tracing import WorkerTracing
 from baton_engine.transfer import Transfer
 from baton_prefill import admission
 from baton_prefill.admission import PromptLimits
@@ -67,6 +68,7 @@ class PrefillServer:
         secret: bytes = b"",
         pace: Pace | None = None,
         tls: ssl.SSLContext | None = None,
+        tracing: WorkerTracing | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """
@@ -74,7 +76,7 @@ class PrefillServer:
         `advertise` is the host that others use.
         """
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checksums")
-        self._computer = Computer(client, engine, cache, self._executor, guide)
+        self._computer = Computer(client, engine, cache, self._executor, guide, tracing)
         self._transfer = transfer
         self._presence = Presence(transfer)
         self._me = me

@@ -60,6 +60,8 @@ class Choices:
                     salt=salt,
                     guide=None if work.guides is None else work.guides(),
                     client_id=exchange.request_id,
+                    trace=exchange.onward,
+                    notes=None if exchange.spans is None else exchange.spans.noted(),
                     patient=patient,
                     remote=remote if index % n == 0 else None,
                 ),

@@ -17,7 +17,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton_api import headers, limits, logs
+from baton_api import headers, limits, logs, trace_context
 from baton_api.errors import (
     BatonError,
     HeadTooLarge,
@@ -54,6 +54,8 @@ class Edge:
         given = dict(scope["headers"])
         exchange = open_exchange(scope, request_id(given.get(headers.REQUEST_ID.encode(), b"")))
         logs.about(request_id=exchange.request_id)
+        if trace_context.TRACEPARENT in given:
+            exchange.trace = trace_context.read(scope["headers"])
         named = [(headers.REQUEST_ID.encode(), exchange.request_id.encode())]
 
         async def reply(message: Message) -> None:

@@ -16,7 +16,9 @@ from typing import Any
 from starlette.types import Scope
 
 from baton_api.reports import PromptReport
+from baton_api.trace_context import TraceContext
 from baton_engine.requests import RelayRecord
+from baton_engine.tracing import WorkerTrace
 
 HISTORY_LIMIT = 100
 _KEY = "baton.exchange"
@@ -55,6 +57,17 @@ class Exchange:
     relays: list[RelayRecord] = field(default_factory=list)
     report: PromptReport | None = None
     """Of the first prompt, from its first token on."""
+    trace: TraceContext | None = None
+    """Where it stands in the trace that it came with, if it did."""
+    spans: WorkerTrace | None = None
+    """Those that this worker makes of it."""
+
+    @property
+    def onward(self) -> str:
+        """`traceparent` for whom this worker asks; empty if there is no trace."""
+        if self.spans is not None:
+            return self.spans.parent
+        return "" if self.trace is None else self.trace.parent.decode()
 
     @property
     def ttft_s(self) -> float | None:

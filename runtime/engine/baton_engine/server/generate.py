@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton_api import headers
 from baton_api.errors import InvalidRequest, ModelNotFound, RequestAborted
+from baton_api.spans import Attributes
 from baton_engine.requests import FinishReason, RemotePrefill
 from baton_engine.server import bodies
 from baton_engine.server.choices import Choices
@@ -106,6 +107,8 @@ class Generate:
             exchange.answer_id = work.shape.id
             exchange.stream = work.parameters.streaming.wanted
             scope[FAILURE] = work.failure
+            if self._served.tracing is not None:
+                exchange.spans = self._served.tracing.begin("worker", exchange.trace, exchange.started)
             remote = named_remote(scope, self._served, exchange.request_id)
             followed = headers.FOLLOW.encode() in dict(scope["headers"]) and resumable(work)
             told = self._log.read(exchange, work)
@@ -201,8 +204,23 @@ class Generate:
                 choice.decode_s,
             )
         self._served.history.append(exchange)
+        if exchange.spans is not None:
+            exchange.spans.end(_told(exchange), failed=otherwise is FinishReason.ERROR)
         if choices.told is not None:
             choices.told.ended(exchange.finish_reasons, choices.usage.completion_tokens)
+
+
+def _told(exchange: Exchange) -> Attributes:
+    """What is said of a request in its span."""
+    return {
+        "baton.request_id": exchange.request_id,
+        "url.path": exchange.path,
+        "baton.tokens.prompt": exchange.prompt_tokens or 0,
+        "baton.tokens.cached": exchange.cached_tokens,
+        "baton.tokens.answer": exchange.completion_tokens,
+        "baton.finish_reasons": ",".join(exchange.finish_reasons),
+        "baton.relays": len(exchange.relays),
+    }
 
 
 _GONE = (ClientGone, RequestAborted, asyncio.CancelledError)

@@ -20,6 +20,7 @@ from baton_engine.server.exchange import History, new_history
 from baton_engine.server.parameters import Defaults, Vocabulary
 from baton_engine.server.running import Running
 from baton_engine.settings import WorkerSettings
+from baton_engine.tracing import WorkerTracing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,8 @@ class Served:
     """None, or why this worker should get no requests."""
     remote: Callable[[str, str, str], RemotePrefill] | None = None
     """(prefill address, ticket, request id) -> what brings the prompt; None where there is no such role."""
+    tracing: WorkerTracing | None = None
+    """Makes this worker's spans, if any are wanted."""
     keys: Keys = field(default_factory=Keys)
     """Who may use it."""
     defaults: Defaults = field(default_factory=Defaults)

@@ -1,0 +1,79 @@
+"""
+Names under which dashboards for vLLM and SGLang look for what workers measure here: a table, theirs to ours.
+
+Whoever brings such a dashboard along has workers show these names too (`--metrics-names`). Ours are meant to
+be read; these are read off them when somebody asks, and cost nothing otherwise. Routers show none: each of
+these is of one engine, and the same request would be counted twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from baton_api.metrics import worker
+from baton_api.metrics.metric import Metric
+
+Peer = Literal["vllm", "sglang"]
+
+MODEL = "model_name"
+"""The label by which their dashboards tell models apart; all of these have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerName:
+    """One of theirs. What has more labels here than `labels` keeps is added up."""
+
+    name: str
+    metric: Metric
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels that are kept, and what they are called there."""
+    over: Metric | None = None
+    """With it, the quotient of the two is meant, 0 while this one is."""
+
+
+def _vllm(name: str, metric: Metric, **labels: str) -> PeerName:
+    return PeerName(f"vllm:{name}", metric, labels)
+
+
+def _sglang(name: str, metric: Metric, over: Metric | None = None) -> PeerName:
+    return PeerName(f"sglang:{name}", metric, over=over)
+
+
+PEER_NAMES: Mapping[Peer, tuple[PeerName, ...]] = {
+    "vllm": (
+        _vllm("e2e_request_latency_seconds", worker.WORKER_REQUEST_TIME),
+        _vllm("time_to_first_token_seconds", worker.WORKER_FIRST_TOKEN),
+        _vllm("inter_token_latency_seconds", worker.WORKER_TOKEN),
+        _vllm("request_queue_time_seconds", worker.WORKER_QUEUE_TIME),
+        _vllm("request_prefill_time_seconds", worker.WORKER_PREFILL_TIME),
+        _vllm("request_decode_time_seconds", worker.WORKER_DECODE_TIME),
+        _vllm("request_prompt_tokens", worker.WORKER_PROMPT_LENGTH),
+        _vllm("request_generation_tokens", worker.WORKER_GENERATION_LENGTH),
+        # Of several choices of one request theirs takes the longest.
+        _vllm("request_max_num_generation_tokens", worker.WORKER_GENERATION_LENGTH),
+        _vllm("request_success_total", worker.WORKER_REQUESTS, finish_reason="finished_reason"),
+        _vllm("prompt_tokens_total", worker.WORKER_PROMPT_TOKENS),
+        _vllm("generation_tokens_total", worker.WORKER_GENERATION_TOKENS),
+        _vllm("num_requests_running", worker.WORKER_RUNNING),
+        _vllm("num_requests_waiting", worker.WORKER_QUEUED),
+        _vllm("num_preemptions_total", worker.WORKER_RETRACTIONS),
+        _vllm("kv_cache_usage_perc", worker.WORKER_KV_USAGE),
+        _vllm("prefix_cache_queries_total", worker.WORKER_CACHE_QUERIES),
+        _vllm("prefix_cache_hits_total", worker.WORKER_CACHE_HITS),
+    ),
+    "sglang": (
+        _sglang("e2e_request_latency_seconds", worker.WORKER_REQUEST_TIME),
+        _sglang("time_to_first_token_seconds", worker.WORKER_FIRST_TOKEN),
+        _sglang("inter_token_latency_seconds", worker.WORKER_TOKEN),
+        _sglang("num_requests_total", worker.WORKER_REQUESTS),
+        _sglang("prompt_tokens_total", worker.WORKER_PROMPT_TOKENS),
+        _sglang("generation_tokens_total", worker.WORKER_GENERATION_TOKENS),
+        _sglang("num_running_reqs", worker.WORKER_RUNNING),
+        _sglang("num_queue_reqs", worker.WORKER_QUEUED),
+        _sglang("gen_throughput", worker.WORKER_GENERATION_RATE),
+        _sglang("token_usage", worker.WORKER_KV_USAGE),
+        _sglang("cache_hit_rate", worker.WORKER_CACHE_HITS, worker.WORKER_CACHE_QUERIES),
+    ),
+}
