@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from baton_api import labels
@@ -63,15 +64,14 @@ def seen(observed: Observed, generation: Generation, weight: int, now: float) ->
         replicas = there["spec"].get("replicas", 1) if there else 0
         of_role = [pod for pod in pods if pod.role == role]
         roles[name] = RoleState(replicas, _ready(of_role), len(of_role))
+    one = Seen(revision, generation.created, roles, weight)
     ready = sum(role.ready for role in roles.values())
-    progressed = seconds(note["progressedAt"]) if "progressedAt" in note else now
-    return Seen(
-        revision,
-        generation.created,
-        roles,
-        weight,
+    begins = one.waiting and note.get("settled", True)
+    goes_on = begins or ready > note.get("peak", 0) or not note
+    return replace(
+        one,
         failed=note.get("phase") == "Failed",
-        progressed=now if ready > note.get("peak", 0) else progressed,
+        progressed=now if goes_on else seconds(note["progressedAt"]),
         restarts=max((pod.restarts for pod in pods), default=0),
         tried=observed.tried.get(revision, Tried()),
         step=note.get("step", 0),

@@ -72,6 +72,7 @@ class Seen:
     weight: int = 0
     failed: bool = False
     progressed: float = 0.0
+    """When one more of its workers got ready, or it began to wait for one."""
     restarts: int = 0
     """Of that worker which has most."""
     tried: Tried = Tried()
@@ -82,6 +83,11 @@ class Seen:
     def there(self) -> bool:
         """Whether anything of it is left."""
         return any(role.replicas or role.pods for role in self.roles.values())
+
+    @property
+    def waiting(self) -> bool:
+        """Whether workers of it that were asked for are not ready."""
+        return any(role.ready < role.replicas for role in self.roles.values())
 
     def share(self, targets: Mapping[RoleName, int]) -> float:
         """How much of the service it could carry, from 0 to 1."""
@@ -156,7 +162,7 @@ def next_look(wanted: Wanted, seen: Sequence[Seen], now: float) -> float | None:
     """Seconds after which a decision may change although nothing else does; None if it cannot."""
     new = next(one for one in seen if one.revision == wanted.revision)
     looks = []
-    if not new.failed and new.share(wanted.targets) < 1:
+    if not new.failed and new.waiting and new.share(wanted.targets) < 1:
         looks.append(new.progressed + wanted.policy.progress_deadline_seconds - now)
     if new.weight and not new.failed and any(one.there for one in seen if one is not new):
         looks.append(TRIED_S)
@@ -171,7 +177,7 @@ def _failure(wanted: Wanted, new: Seen, old: Sequence[Seen], now: float) -> str:
     if new.restarts >= CRASHES:
         return f"a worker of it was started {new.restarts + 1} times"
     limit = wanted.policy.progress_deadline_seconds
-    if new.there and new.share(wanted.targets) < 1 and now - new.progressed > limit:
+    if new.waiting and new.share(wanted.targets) < 1 and now - new.progressed > limit:
         return f"it made no progress for {limit} s"
     tried, most = new.tried, wanted.policy.max_failed_percent
     # What fails on the old generation as well is not the new one's fault.

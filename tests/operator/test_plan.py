@@ -309,6 +309,42 @@ def test_a_generation_that_crashes_is_taken_back_and_not_tried_again() -> None:
     assert cluster.condition("Degraded")[0] == "False" and cluster.condition("Ready") == ("True", "Serving")
 
 
+def test_time_in_which_nobody_is_waited_for_is_no_delay() -> None:
+    """Neither a long pause nor a canary's long step makes a generation fail once more of it is asked for."""
+    policy = {"canary": {"steps": [{"weight": 10, "pauseSeconds": 100}]}, "progressDeadlineSeconds": 60}
+    cluster = settled(changed(PAIR, "rollout", policy))
+    old = cluster.service["status"]["currentRevision"]
+    next_one = changed(changed(PAIR, "engine.maxModelLen", 1024), "rollout", {**policy, "paused": True})
+    cluster.change(next_one)
+    cluster.settle()
+    assert cluster.condition("Progressing") == ("False", "Paused")
+    cluster.later(86_400)
+    cluster.change(changed(next_one, "rollout.paused", False))
+    cluster.settle()
+    status = cluster.service["status"]
+    assert status["currentRevision"] == old and status["revisions"][0]["weight"] == 10, (
+        "it stands on its step"
+    )
+    cluster.later(101)
+    cluster.settle()
+    assert cluster.condition("Degraded")[0] == "False"
+    assert cluster.condition("Ready") == ("True", "Serving")
+    assert cluster.service["status"]["currentRevision"] != old
+
+
+def test_who_is_waited_for_too_long_has_failed() -> None:
+    cluster = settled(changed(PAIR, "rollout", {"progressDeadlineSeconds": 60}))
+    old = cluster.service["status"]["currentRevision"]
+    cluster.change(changed(changed(PAIR, "engine.maxModelLen", 1024), "rollout.progressDeadlineSeconds", 60))
+    for _ in range(3):  # its Deployments are there; none of its pods gets ready
+        cluster.reconcile()
+    cluster.later(61)
+    cluster.reconcile()
+    assert cluster.condition("Degraded") == ("True", "RolledBack")
+    cluster.settle()
+    assert cluster.service["status"]["currentRevision"] == old
+
+
 def test_a_generation_can_be_gone_back_to_by_name() -> None:
     cluster = settled(PAIR)
     first = cluster.service["status"]["currentRevision"]

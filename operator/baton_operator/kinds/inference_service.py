@@ -132,7 +132,10 @@ class RevisionStatus(Part):
     """When it was first made."""
 
     progressed_at: Time
-    """When it last had more workers that take requests than ever before."""
+    """When it last had more workers that take requests than ever before, or began to wait for one."""
+
+    settled: bool = True
+    """Whether all of its workers that were asked for take requests."""
 
     peak: Count = 0
     """Most workers that took requests at once."""
