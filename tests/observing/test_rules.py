@@ -69,6 +69,14 @@ def test_prometheus_finds_nothing_wrong(folder: Path) -> None:
     assert found == len(ALERTS) + records
 
 
+def test_prometheus_understands_each_panels_query(folder: Path) -> None:
+    queries = [query.expression for board in BOARDS for panel in board.panels for query in panel.queries]
+    expressions = [query.replace("$__rate_interval", "1m") for query in queries]
+    recorded = [{"record": f"panel:{number}", "expr": one} for number, one in enumerate(expressions)]
+    (folder / "panels.yaml").write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": recorded}]}))
+    assert f"{len(queries)} rules found" in promtool("check", "rules", "panels.yaml", folder=folder)
+
+
 def alone(name: str, severity: str) -> dict[str, Any]:
     """The alert and what it is made of: promtool takes its time for each rule at each minute."""
     groups = [group for text in rules.files().values() for group in yaml.safe_load(text)["groups"]]
