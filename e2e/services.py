@@ -14,6 +14,9 @@ NAME = "relay"
 
 TINY = "tiny-model"
 DRAIN = {"timeoutSeconds": 60, "preStopSeconds": 5}
+RESOURCES = {"cpu": "150m"}
+"""What a worker has of a machine on which others are busy; those that ask for nothing get what is left."""
+
 LESS = {"kvCacheMemory": "256Mi", "env": [{"name": "OMP_NUM_THREADS", "value": "1"}]}
 """What a story's workers take of a machine that all of them share."""
 
@@ -27,8 +30,8 @@ def service(prefill: int = 1, decode: int = 1, routers: int = 1) -> dict[str, An
         "spec": {
             "model": {"uri": "builtin://smollm2"},
             "engine": LESS,
-            "prefill": {"replicas": prefill, "drain": DRAIN},
-            "decode": {"replicas": decode, "drain": DRAIN},
+            "prefill": {"replicas": prefill, "drain": DRAIN, "resources": RESOURCES},
+            "decode": {"replicas": decode, "drain": DRAIN, "resources": RESOURCES},
             "router": {"replicas": routers, "resources": {"cpu": "100m"}},
         },
     }

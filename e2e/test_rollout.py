@@ -1,4 +1,4 @@
-"""A change of the workers under load: the new generation comes, the old one goes, and nobody notices."""
+"""Changes of the workers under load: generations come, wait, fail and come back, and nobody notices."""
 
 from __future__ import annotations
 
@@ -47,9 +47,50 @@ def test_a_generation_that_never_gets_ready_is_taken_back(cluster: Kubernetes) -
     assert failed and _status(cluster)["currentRevision"] == old
 
 
+def test_a_change_waits_while_the_rollout_is_paused(cluster: Kubernetes) -> None:
+    old = _status(cluster)["currentRevision"]
+    with cluster.reach(NAME) as url, Traffic(url, PER_SECOND) as traffic:
+        watch = Stopwatch("a rollout that is paused")
+        policy = {"paused": True, "progressDeadlineSeconds": 3600}
+        change = {"engine": {"args": [], "maxModelLen": 192}, "rollout": policy}
+        cluster.patch(f"isvc/{NAME}", {"spec": change})
+        until("the change is seen to wait", lambda: _reason(cluster, "Progressing") == "Paused", READY_S)
+        waiting = _status(cluster)["updateRevision"]
+        answered = traffic.outcome.answered
+        until("a hundred answers meanwhile", lambda: traffic.outcome.answered > answered + 100, 120)
+        assert _status(cluster)["currentRevision"] == old != waiting
+        assert not _pods(cluster, waiting)
+        watch.note("changed -> a hundred answers by the generation that is there")
+        cluster.patch(f"isvc/{NAME}", {"spec": {"rollout": {"paused": False}}})
+        until("it serves", lambda: _status(cluster)["currentRevision"] == waiting, READY_S)
+        watch.note("goes on -> the new generation serves")
+        until("the old generation is gone", lambda: not _pods(cluster, old), READY_S)
+    assert not traffic.outcome.failures
+
+
+def test_an_earlier_generation_is_brought_back(cluster: Kubernetes) -> None:
+    before = _status(cluster)["currentRevision"]
+    retired = [one["name"] for one in _status(cluster)["revisions"] if one["phase"] == "Retired"]
+    with cluster.reach(NAME) as url, Traffic(url, PER_SECOND) as traffic:
+        watch = Stopwatch("rollbackTo")
+        cluster.patch(f"isvc/{NAME}", {"spec": {"rollout": {"rollbackTo": retired[0]}}})
+        until("it serves", lambda: _status(cluster)["currentRevision"] == retired[0], READY_S)
+        watch.note("set -> the earlier generation serves")
+        until("the other is gone", lambda: not _pods(cluster, before), READY_S)
+        watch.note("-> the other is gone")
+        answered = traffic.outcome.of_generation(retired[0])
+        until("it answers", lambda: traffic.outcome.of_generation(retired[0]) > answered + 20, 60)
+    assert not traffic.outcome.failures
+
+
 def _status(cluster: Kubernetes) -> Any:
     return cluster.object("isvc", NAME)["status"]
 
 
 def _pods(cluster: Kubernetes, revision: str) -> list[Any]:
     return cluster.objects("pods", f"baton.dev/revision={revision}")
+
+
+def _reason(cluster: Kubernetes, condition: str) -> str:
+    there = {one["type"]: one["reason"] for one in _status(cluster)["conditions"]}
+    return str(there.get(condition, ""))

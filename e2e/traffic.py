@@ -2,7 +2,8 @@
 People who go on asking while something happens to the cluster: so many requests a second, whole or failed.
 
 They come by the clock, not when the one before is done, so a stall shows. Each is a stream, and fails unless
-it ends as a stream ends: with a reason and `[DONE]`. Nothing is tried twice, so nothing is forgiven.
+it ends as a stream ends: with a reason and `[DONE]`. Nothing is tried twice, so nothing is forgiven, unless a
+story is about clients that do: as the OpenAI SDK does, these try again as long as no answer has begun.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from e2e.services import NAME
 
 PATIENCE_S = 120.0
 TOKENS = 4
+RETRY_S = 0.5
+"""Before the next try, as with the SDK."""
 
 
 @dataclass(slots=True)
@@ -28,8 +31,16 @@ class Outcome:
     """What became of the requests."""
 
     answered: int = 0
+    by_worker: Counter[str] = field(default_factory=Counter)
+    """Answers by the worker that gave them."""
     failures: Counter[str] = field(default_factory=Counter)
+    failed_at: list[float] = field(default_factory=list)
+    """On the monotonic clock."""
     longest_s: float = 0.0
+
+    def of_generation(self, revision: str) -> int:
+        """Answers of its workers, whose pods have its name in theirs."""
+        return sum(count for worker, count in self.by_worker.items() if f"-{revision}-" in worker)
 
     def __str__(self) -> str:
         failed = sum(self.failures.values())
@@ -40,8 +51,10 @@ class Outcome:
 class Traffic:
     """Within its `with`, requests go to `url`; after it all of them have ended."""
 
-    def __init__(self, url: str, per_second: float) -> None:
+    def __init__(self, url: str, per_second: float, retries: int = 0) -> None:
+        """`retries`: how often a client that gets no answer at all tries again."""
         self.outcome = Outcome()
+        self._retries = retries
         self._url = f"{url}/v1/chat/completions"
         self._pause_s = 1 / per_second
         self._over = threading.Event()
@@ -81,16 +94,26 @@ class Traffic:
             "stream": True,
         }
         began = time.monotonic()
-        try:
-            async with client.stream("POST", self._url, json=body) as answer:
-                lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
-                why = _wrong(answer.status_code, lines)
-        except httpx.HTTPError as error:
-            why = f"{type(error).__name__}: {error}"
+        why, worker = "", ""
+        for left in reversed(range(self._retries + 1)):
+            begun = False
+            try:
+                async with client.stream("POST", self._url, json=body) as answer:
+                    begun = True
+                    worker = answer.headers.get("x-baton-worker", "")
+                    lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
+                    why = _wrong(answer.status_code, lines)
+            except httpx.HTTPError as error:
+                why = f"{'in the stream' if begun else 'before it'}: {type(error).__name__}: {error}"
+            if begun or not why:
+                break
+            await asyncio.sleep(RETRY_S if left else 0.0)
         if why:
             self.outcome.failures[why] += 1
+            self.outcome.failed_at.append(time.monotonic())
             return
         self.outcome.answered += 1
+        self.outcome.by_worker[worker] += 1
         self.outcome.longest_s = max(self.outcome.longest_s, time.monotonic() - began)
 
 

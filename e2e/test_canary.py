@@ -1,0 +1,108 @@
+"""A new generation that gets a few requests first: as many as its step says, and none if it does badly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from e2e.kubernetes import Kubernetes
+from e2e.patience import until
+from e2e.services import NAME, READY_S, tiny_service
+from e2e.stopwatch import Stopwatch
+from e2e.traffic import Traffic
+
+PER_SECOND = 20
+WEIGHT = 20
+"""Of a hundred requests, for the new generation."""
+
+SAMPLE = 400
+"""Answers of which its share is taken."""
+
+BROKEN = """
+import http.server, json
+
+LOAD = {"role": "decode", "model": "NAME", "epoch": "1", "compatibility": "none",
+        "total_blocks": 1000, "free_blocks": 1000, "block_size": 16}
+
+class Worker(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self.answer(200, LOAD)
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        self.answer(500, {"error": {"message": "broken", "type": "server_error"}})
+
+    def answer(self, status, body):
+        text = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+http.server.ThreadingHTTPServer(("", 8000), Worker).serve_forever()
+""".replace("NAME", NAME)
+"""A decode worker that is ready, and fails whatever it is asked."""
+
+STAYS = {"canary": {"steps": [{"weight": WEIGHT, "pauseSeconds": 3600}]}}
+
+
+def test_it_gets_the_share_that_its_step_says(cluster: Kubernetes, tmp_path: Path) -> None:
+    cluster.apply(tiny_service(cluster, tmp_path))
+    cluster.wait(f"isvc/{NAME}", "condition=Ready", READY_S)
+    old = _status(cluster)["currentRevision"]
+
+    with cluster.reach(NAME) as url, Traffic(url, PER_SECOND) as traffic:
+        until("twenty answers before the change", lambda: traffic.outcome.answered > 20, 60)
+        watch = Stopwatch("a canary")
+        cluster.patch(f"isvc/{NAME}", {"spec": {"engine": {"maxModelLen": 256}, "rollout": STAYS}})
+        until("there is another generation", lambda: _status(cluster)["updateRevision"] != old, READY_S)
+        new = _status(cluster)["updateRevision"]
+        until("the new generation answers", lambda: traffic.outcome.of_generation(new), READY_S)
+        watch.note("changed -> its first answer")
+
+        answered, of_new = traffic.outcome.answered, traffic.outcome.of_generation(new)
+        until("a sample", lambda: traffic.outcome.answered >= answered + SAMPLE, READY_S)
+        sample = traffic.outcome.answered - answered
+        share = (traffic.outcome.of_generation(new) - of_new) / sample
+        watch.note(f"-> {sample} answers later")
+        print(f"\n{share:.1%} of {sample} answers were the canary's, {WEIGHT} % are wanted")
+        assert _status(cluster)["currentRevision"] == old
+        assert WEIGHT / 2 < 100 * share < 2 * WEIGHT
+
+        cluster.patch(f"isvc/{NAME}", {"spec": {"rollout": {"canary": None}}})
+        until("it gets all", lambda: _status(cluster)["currentRevision"] == new, READY_S)
+        until("the old generation is gone", lambda: not _pods(cluster, old), READY_S)
+        watch.note("no steps any more -> the old one is gone")
+    assert not traffic.outcome.failures
+
+
+def test_one_that_is_ready_and_fails_its_requests_is_taken_back(cluster: Kubernetes) -> None:
+    old = _status(cluster)["currentRevision"]
+    template = cluster.object("isvc", NAME)["spec"]["decode"]["podTemplate"]
+    template["spec"]["containers"][0]["command"] = ["python", "-c", BROKEN]
+    with cluster.reach(NAME) as url, Traffic(url, PER_SECOND) as traffic:
+        until("twenty answers before the change", lambda: traffic.outcome.answered > 20, 60)
+        watch = Stopwatch("a canary that fails its requests")
+        cluster.patch(f"isvc/{NAME}", {"spec": {"decode": {"podTemplate": template}, "rollout": STAYS}})
+        cluster.wait(f"isvc/{NAME}", "condition=Degraded", READY_S)
+        watch.note("changed -> taken back")
+        (failed,) = [one for one in _status(cluster)["revisions"] if one["phase"] == "Failed"]
+        print(f"\n{failed['reason']}")
+        until("it is gone", lambda: not _pods(cluster, failed["name"]), READY_S)
+        answered = traffic.outcome.answered
+        until("a hundred answers after it", lambda: traffic.outcome.answered > answered + 100, 120)
+    assert not traffic.outcome.failures
+    assert not traffic.outcome.of_generation(failed["name"])
+    assert "requests failed on it" in failed["reason"]
+    assert _status(cluster)["currentRevision"] == old
+
+
+def _status(cluster: Kubernetes) -> Any:
+    return cluster.object("isvc", NAME)["status"]
+
+
+def _pods(cluster: Kubernetes, revision: str) -> list[Any]:
+    return cluster.objects("pods", f"baton.dev/revision={revision}")
