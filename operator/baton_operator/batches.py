@@ -43,6 +43,17 @@ HINTS = {
 """What to look at, by the reason for which a Job has failed."""
 
 
+COUNTING_S = 30.0
+"""Seconds for which a BatchJob is left alone of which a router has only said how far it is."""
+
+
+def is_news(batch_job: Mapping[str, Any]) -> bool:
+    """Whether something may be to be done at once: its spec has changed, or its batch has ended."""
+    status = batch_job.get("status", {})
+    observed = status.get("observedGeneration") == batch_job["metadata"].get("generation")
+    return not observed or status.get("phase") in ENDS
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What is to be done, and what is so."""

@@ -14,6 +14,7 @@ from typing import Any
 import kopf
 
 from baton_api import batch_jobs, labels
+from baton_operator import batches
 from baton_operator.crd import GROUP, VERSION
 from baton_operator.heartbeat import Heartbeat
 from baton_operator.work_queue import WorkQueue
@@ -87,7 +88,8 @@ def registry(
             case "rolescalers":
                 queue.add(("InferenceService", namespace, body["spec"]["serviceName"]), GATHER_S)
             case "batchjobs":
-                queue.add(("BatchJob", namespace, name), GATHER_S)
+                pause = GATHER_S if batches.is_news(body) else batches.COUNTING_S
+                queue.add(("BatchJob", namespace, name), pause)
             case "loraadapters":
                 queue.add(("LoraAdapter", namespace, name))
 

@@ -174,7 +174,7 @@ async def test_a_pod_gets_its_own_batchs_lease_and_nothing_else(cluster: BatchCl
 
 
 def _wrong(cluster: BatchCluster, pod: str) -> dict[str, str]:
-    bound = {"namespace": NAMESPACE, "serviceaccount": {"name": "chat-batches"}}
+    no_pod: dict[str, Any] = {"kubernetes.io": {"namespace": NAMESPACE}}
     good = cluster.token(pod)
     return {
         "nothing": "",
@@ -186,7 +186,7 @@ def _wrong(cluster: BatchCluster, pod: str) -> dict[str, str]:
         "of another namespace": cluster.token(pod, sub="system:serviceaccount:other:chat-batches"),
         "over": cluster.token(pod, exp=time.time() - 60),
         "without an end": cluster.token(pod, exp=None),
-        "of no pod": cluster.token(pod, **{"kubernetes.io": bound}),
+        "of no pod": cluster.token(pod, **no_pod),
         "of a pod of no Job": cluster.token("chat-router-7d9f8-x2k4p2"),
         "signed by somebody": _forged(cluster, pod),
     }

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 
 from baton_api import runner_tokens
 from baton_api.errors import Unauthorized
@@ -79,5 +80,7 @@ async def test_a_token_of_another_router_opens_nothing(tmp_path: Path) -> None:
 def test_routers_with_the_same_settings_have_the_same_secret() -> None:
     plain, shared = RouterSettings(), RouterSettings(batch_secret="b" * 32)  # type: ignore[arg-type]
     assert secret_of(plain, "s") == secret_of(plain, "s") != secret_of(plain, "t")
+    one, other = (RouterSettings(database=SecretStr(f"postgresql://a:{word}@host/b")) for word in "xy")
+    assert secret_of(one, "") == secret_of(one, "") != secret_of(other, ""), "who shares a ledger shares it"
     assert secret_of(shared, "s") == b"b" * 32
     assert len(secret_of(plain, "")) == 32

@@ -27,9 +27,9 @@ class FakeBatch:
     """One BatchJob. Its ledger's batch has ten lines."""
 
     def __init__(self, spec: dict[str, Any] | None = None, by_router: bool = False, seed: int = 0) -> None:
-        metadata = {"name": "night", "namespace": "models", "uid": "uid-1", "generation": 1}
+        metadata: Manifest = {"name": "night", "namespace": "models", "uid": "uid-1", "generation": 1}
         if by_router:
-            metadata["labels"] = dict(BY_ROUTER)  # type: ignore[assignment]
+            metadata["labels"] = dict(BY_ROUTER)
         given = {"serviceName": "chat", "batchId": "batch_1", **(spec or {})}
         self.there: Manifest | None = {"metadata": metadata, "spec": given, "status": {}}
         self.job: Manifest | None = None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton_api import batch_jobs
-from baton_operator.batches import PARTING_S
+from baton_operator.batches import PARTING_S, is_news
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests import batch_job as manifests
 from baton_operator.manifests.objects import Manifest
@@ -244,6 +244,19 @@ def test_however_things_go_there_is_one_job_and_nothing_is_written_twice(seed: i
             assert not (failed and batch.condition("Complete")[0] == "True")
         batch.happen()
     assert batch.jobs_made <= 1
+
+
+def test_who_only_counts_brings_no_news() -> None:
+    """Routers say every two seconds how far a batch is, and that is nothing to look at Jobs for."""
+    batch = FakeBatch()
+    assert is_news(batch.batch_job)
+    batch.batch_job["status"] = {"observedGeneration": 1, "phase": "in_progress", "progress": "3/9"}
+    assert not is_news(batch.batch_job)
+    batch.batch_job["metadata"]["generation"] = 2
+    assert is_news(batch.batch_job)
+    batch.batch_job["metadata"]["generation"] = 1
+    batch.says("cancelled")
+    assert is_news(batch.batch_job)
 
 
 def test_a_decision_changes_nothing_that_it_is_made_from() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,14 @@ from baton_router.batches.cluster import Cluster
 from baton_router.batches.pod_tokens import pod_tokens
 from baton_router.discovery.kubernetes import Access
 from tests.operator.fake_batches import IMAGE, SERVICE
-from tests.operator.real_cluster import Inside, RealCluster, client, counted, real_cluster
+from tests.operator.real_cluster import (
+    Inside,
+    RealCluster,
+    client,
+    counted,
+    real_cluster,
+    running_operator,
+)
 
 pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]
 
@@ -205,23 +213,19 @@ async def test_a_pod_template_that_is_none_is_said_in_status(cluster: RealCluste
     assert await stands(cluster, "wrong") == "False Refused"
 
 
-@pytest.fixture
-def router(cluster: RealCluster) -> Cluster:
-    """As a router's pod has it: an account that may do what its service's Role says."""
-    return Cluster(Access(cluster.api.url, cluster.api.account, "models"))
+@pytest_asyncio.fixture(loop_scope="module")
+async def router(cluster: RealCluster, api: ApiClient, tmp_path: Path) -> Cluster:
+    """As a router's pod has it: with the account that the operator has made for it."""
+    await Inside(api).reconcile()
+    (tmp_path / "token").write_text(await cluster.token("models", "chat-router"))
+    (tmp_path / "namespace").write_text("models")
+    (tmp_path / "ca.crt").write_bytes((cluster.api.account / "ca.crt").read_bytes())
+    return Cluster(Access(cluster.api.url, tmp_path))
 
 
 async def test_a_router_may_make_batch_jobs_and_tell_of_them_and_no_more(
-    cluster: RealCluster, api: ApiClient, router: Cluster
+    cluster: RealCluster, router: Cluster, tmp_path: Path
 ) -> None:
-    await Inside(api).reconcile()  # makes the service's Role
-    group = "rbac.authorization.k8s.io"
-    binding = {
-        "metadata": {"name": "the-test"},
-        "roleRef": {"apiGroup": group, "kind": "Role", "name": "chat-router"},
-        "subjects": [{"apiGroup": group, "kind": "User", "name": "router"}],
-    }
-    await cluster.api.post(path(f"{group}/v1", "RoleBinding", "models"), binding)
     service = await cluster.service()
 
     class Named:
@@ -234,7 +238,7 @@ async def test_a_router_may_make_batch_jobs_and_tell_of_them_and_no_more(
     assert await router.tell("batch-none", status) == 404
     there = await get(cluster, WHERE, "batch-0a1b")
     assert there is not None and there["status"]["progress"] == "1/3"
-    token = (cluster.api.account / "token").read_text()
+    token = (tmp_path / "token").read_text()
     for method, where in (
         ("GET", WHERE),
         ("GET", f"{WHERE}/batch-0a1b"),
@@ -251,8 +255,7 @@ async def test_a_router_may_make_batch_jobs_and_tell_of_them_and_no_more(
 async def test_the_token_that_kubernetes_signs_for_a_pod_is_believed(
     cluster: RealCluster, api: ApiClient, router: Cluster
 ) -> None:
-    """And no other that it signs."""
-    await Inside(api).reconcile()
+    """By keys that every account may read, and no other that it signs."""
     await cluster.put(BATCH, "signed", kind="BatchJob")
     await Batches(api).reconcile("signed")
     job = await get(cluster, JOBS, "signed")
@@ -264,11 +267,6 @@ async def test_the_token_that_kubernetes_signs_for_a_pod_is_believed(
         await cluster.admin.post(path("v1", "Pod", "models"), json={**pod, "spec": template["spec"]})
     ).json()
     tokens = pod_tokens(router, "chat")
-    # Every account may read the keys; this one is no account, so the test lets it.
-    who = {"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": "router"}
-    role = {**who, "kind": "ClusterRole", "name": "system:service-account-issuer-discovery"}
-    bound = {"metadata": {"name": "router-keys"}, "roleRef": role, "subjects": [who]}
-    await cluster.api.post("/apis/rbac.authorization.k8s.io/v1/clusterrolebindings", bound)
 
     async def signed(audience: str, bound: bool = True) -> str:
         spec: dict[str, Any] = {"audiences": [audience], "expirationSeconds": 3600}
@@ -294,3 +292,34 @@ async def test_the_token_that_kubernetes_signs_for_a_pod_is_believed(
                 await tokens.job(wrong)
     finally:
         await tokens.close()
+
+
+async def test_what_is_taken_away_of_accounts_and_roles_is_put_back_at_once(cluster: RealCluster) -> None:
+    """Long before the operator would look at the service by itself."""
+    group = "rbac.authorization.k8s.io/v1"
+    there = [
+        path("v1", "ServiceAccount", "models", "chat-batches"),
+        path(group, "Role", "models", "chat-router"),
+        path(group, "RoleBinding", "models", "chat-router"),
+    ]
+
+    async def is_there(where: str) -> bool:
+        return (await cluster.admin.get(where)).status_code == 200
+
+    async with running_operator(cluster, "watching", "--resync-s=86400") as operator:
+
+        async def watches() -> bool:
+            return await operator.status("/readyz") == 200
+
+        await cluster.until(watches, 60)
+        for where in there:
+            await cluster.until(lambda where=where: is_there(where), 60)  # type: ignore[misc]
+        uids = [(await cluster.admin.get(where)).json()["metadata"]["uid"] for where in there]
+        for where, uid in zip(there, uids, strict=True):
+            await cluster.api.delete(where)
+
+            async def is_back(where: str = where, uid: str = uid) -> bool:
+                answer = await cluster.admin.get(where)
+                return answer.status_code == 200 and answer.json()["metadata"]["uid"] != uid
+
+            await cluster.until(is_back, 60)
