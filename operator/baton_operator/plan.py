@@ -54,12 +54,13 @@ class Images:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be done, in this order."""
+    """What is to be done."""
 
     apply: Sequence[Manifest]
-    """To be as they stand here."""
+    """To be as they stand here, after what is to be created."""
     create: Sequence[Manifest] = ()
-    """To be made if they are not there, and left alone otherwise."""
+    """To be made if they are not there, and left alone otherwise. First of all: a generation that is
+    remembered while the Job of its model is gone is one whose model has been fetched."""
     prune: Sequence[Key] = ()
     again_s: float | None = None
     """Seconds after which to plan again although nothing has changed."""

@@ -96,19 +96,19 @@ class ServiceReconciler:
         return min(self._resync_s, made.again_s if made.again_s is not None else self._resync_s)
 
     async def _carry_out(self, made: Plan, observed: Observed) -> None:
+        for manifest in made.create:
+            try:
+                await self._api.create(manifest)
+            except ApiException as error:
+                if error.status in REFUSED:
+                    raise Refusal(manifest, error) from error
+                raise
         for manifest in made.apply:
             ours = key(manifest) in observed.objects
             try:
                 await self._api.apply(manifest, ours=ours)
             except ApiException as error:
                 if error.status in REFUSED or (error.status == CONFLICT and not ours):
-                    raise Refusal(manifest, error) from error
-                raise
-        for manifest in made.create:
-            try:
-                await self._api.create(manifest)
-            except ApiException as error:
-                if error.status in REFUSED:
                     raise Refusal(manifest, error) from error
                 raise
         for gone in made.prune:

@@ -108,7 +108,7 @@ async def test_it_is_admitted_and_read_back_by_the_same_types(api: RealKubernete
     )
 
 
-OTHERS = [
+OTHERS: list[tuple[str, dict[str, Any], str, Any, str]] = [
     ("rolescalers", {"serviceName": "a", "role": "decode", "replicas": 1}, "replicas", -1, "spec.replicas"),
     ("rolescalers", {"serviceName": "a", "role": "decode", "replicas": 1}, "role", "router", "spec.role"),
     ("batchjobs", {"serviceName": "a", "batchId": "batch_1"}, "inputFileId", "file-1", "spec"),

@@ -257,13 +257,14 @@ async def _serves(cluster: RealCluster, decode: str = "") -> bool:
 
 async def _rolls_out_and_back(cluster: RealCluster) -> None:
     """By a canary to other workers, and by name to those from before."""
-    first = (await cluster.service())["status"]["currentRevision"]
+    first: str = (await cluster.service())["status"]["currentRevision"]
     changed = {**PAIR, "engine": {"image": "registry.example/worker:2"}}
     canary = {"canary": {"steps": [{"weight": 10, "pauseSeconds": 1}]}}
 
     async def is_first(wanted: bool) -> bool:
         await cluster.ready_pods()
-        return ((await cluster.service())["status"]["currentRevision"] == first) == wanted
+        there: str = (await cluster.service())["status"]["currentRevision"]
+        return (there == first) == wanted
 
     await cluster.put({**changed, "rollout": canary})
     await cluster.until(lambda: is_first(False), 60)
@@ -303,7 +304,8 @@ def writers(cluster: RealCluster, since: int) -> list[str]:
 
     The API server's log is in the order of its answers, and a Lease is written before anything else is.
     """
-    held, found = "", []
+    held = ""
+    found: list[str] = []
     for one in cluster.asked(since):
         if one.resource == "leases" and one.verb in ("create", "update") and one.code < 300:
             held = one.who

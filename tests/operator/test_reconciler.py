@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.exceptions import ApiException
 
 from baton_operator.api_server import path
+from baton_operator.manifests.objects import Manifest
 from baton_operator.scalers import API
 from tests.operator.real_cluster import Inside, RealCluster, client, counted, real_cluster
 
@@ -231,3 +232,61 @@ async def stages_from_there(cluster: RealCluster, inside: Inside, where: str) ->
     await settled(cluster, inside, where)
     await cluster.put(PAIR | {"engine": {"image": "registry.example/worker:2"}}, namespace=where)
     await settled(cluster, inside, where)
+
+
+async def whole_life(
+    cluster: RealCluster, where: str, settle: Callable[[], Awaitable[None]]
+) -> list[dict[str, Manifest]]:
+    """From a model that is fetched to a service that rests; what is there after each change."""
+    found = []
+    changed = HUB | {"decode": {"replicas": 2}, "engine": {"image": "registry.example/worker:2"}}
+    canary = {"rollout": {"canary": {"steps": [{"weight": 50, "pauseSeconds": 0}]}}}
+    exposed = {"exposure": {"type": "Ingress", "hosts": ["chat.example.org"]}}
+
+    async def change(spec: dict[str, Any]) -> None:
+        await cluster.put(spec, namespace=where)
+        await settle()
+        found.append(await cluster.objects(where))
+
+    await change(HUB)
+    first = (await cluster.service(namespace=where))["status"]["currentRevision"]
+    await change({**changed, **exposed, **canary})
+    await change({**changed, "rollout": {"rollbackTo": first}})
+    await change({**HUB, "suspend": True})
+    return found
+
+
+async def test_if_each_operator_is_killed_at_its_first_write_the_next_ones_get_there_all_the_same(
+    cluster: RealCluster, api: ApiClient
+) -> None:
+    """Through every state that a longer life leaves between two writes: before one, and after it."""
+    whole = await namespace(cluster, "life-of-one")
+    one = Inside(api)
+    wanted = await whole_life(cluster, whole, lambda: settled(cluster, one, whole))
+    where = await namespace(cluster, "life-of-many")
+    killed = 0
+
+    async def by_mortals() -> None:
+        nonlocal killed
+        quiet = 0
+        while quiet < 2:
+            before = killed
+            for after in (False, True):
+                killing = Killing(1, after)
+                try:
+                    await Inside(api, killing.guard, killing.answered).reconcile(namespace=where)
+                except Killed:
+                    killed += 1
+            if killed == before:  # nothing is to be written, unless the cluster does something
+                await cluster.ready_pods(namespace=where)
+                quiet += 1
+            else:
+                quiet = 0
+
+    found = await whole_life(cluster, where, by_mortals)
+    for number, (there, expected) in enumerate(zip(found, wanted, strict=True)):
+        assert set(there) == set(expected), f"after change {number}"
+        for name, made in there.items():
+            assert made == expected[name], f"{name} after change {number}"
+    assert killed > 2 * 40
+    print(f"{killed} operators were killed, half of them before their first write and half after it")
