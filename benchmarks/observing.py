@@ -8,7 +8,7 @@ share core 1 with the clients; each round measures one after the other, so that 
 falls on all of them alike. Ratios are to the way before it that they add to, of the same round:
 
     bare      the same router with all counting taken out: what there is to compare with, and nothing to run
-    metrics   as it comes, asked for its metrics every two seconds
+    metrics   as it comes; what a page of metrics costs, when somebody asks, is measured by itself
     logs      and a line for each request (`--log-requests`)
     sampled   metrics, and spans of one request in a hundred, which is how traces are run
     traced    metrics, and spans of every request
@@ -25,7 +25,6 @@ import socket
 import socketserver
 import statistics
 import sys
-import threading
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -37,7 +36,7 @@ from benchmarks import mock_worker, router_load
 from benchmarks.router import COMMANDS, OTHER_CORE, WARM_S, command, running
 
 PORT = 31950
-SCRAPE_S = 2.0
+PAGES = 50
 CASE = "short", True
 """Prompts, and whether answers are streams."""
 
@@ -110,23 +109,13 @@ def ways(collector: str) -> dict[str, list[str]]:
     return made
 
 
-@contextlib.contextmanager
-def scraped(port: int) -> Iterator[None]:
-    """Somebody asks for the metrics, as Prometheus would, but more often."""
-    over = threading.Event()
-
-    def ask() -> None:
-        while not over.wait(SCRAPE_S):
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
-                page.read()
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+def page_ms(process: psutil.Process, port: int) -> float:
+    """Milliseconds of processor time for one page of metrics."""
+    before = sum(process.cpu_times()[:2])
+    for _ in range(PAGES):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+            page.read()
+    return 1e3 * (sum(process.cpu_times()[:2]) - before) / PAGES
 
 
 def measure(process: psutil.Process, port: int, seconds: float, clients: int) -> dict[str, float]:
@@ -173,14 +162,14 @@ def main() -> None:
             for _ in range(options.rounds):
                 found = {}
                 for number, (name, process) in enumerate(routers.items()):
-                    port = PORT + number
-                    with scraped(port) if name != "bare" else contextlib.nullcontext():
-                        found[name] = measure(process, port, options.seconds, options.clients)
+                    found[name] = measure(process, PORT + number, options.seconds, options.clients)
                 rounds.append(found)
                 print(json.dumps(found), file=sys.stderr, flush=True)
+            page = page_ms(routers["metrics"], PORT + list(routers).index("metrics"))
     finally:
         mocks.terminate()
     print(table(rounds))
+    print(f"One page of metrics: {page:.1f} ms of CPU")
     print(f"load {os.getloadavg()[0]:.1f}, {options.rounds} rounds of {options.seconds:g} s")
 
 

@@ -121,11 +121,18 @@ class Api:
 
 @contextlib.asynccontextmanager
 async def open_api(
-    *, blocks: int = 512, max_running: int = 64, max_queued: int = 4096, **served_fields: Any
+    *,
+    blocks: int = 512,
+    max_running: int = 64,
+    max_queued: int = 4096,
+    chunk_tokens: int = 512,
+    **served_fields: Any,
 ) -> AsyncIterator[Api]:
     model = TalkingModel()
     cache = KVCache(model.spec, blocks, torch.float32, torch.device("cpu"), BLOCK_SIZE)
-    limits = EngineLimits(max_model_len=CONTEXT, max_running=max_running, max_queued=max_queued)
+    limits = EngineLimits(
+        max_model_len=CONTEXT, max_running=max_running, max_queued=max_queued, chunk_tokens=chunk_tokens
+    )
     engine = AsyncEngine(model, cache, limits)
     engine.start()
     fields: dict[str, Any] = {

@@ -205,7 +205,7 @@ class Generate:
             )
         self._served.history.append(exchange)
         if exchange.spans is not None:
-            exchange.spans.end(_told(exchange), failed=otherwise is FinishReason.ERROR)
+            exchange.spans.end(_told(exchange), failed=FinishReason.ERROR in exchange.finish_reasons)
         if choices.told is not None:
             choices.told.ended(exchange.finish_reasons, choices.usage.completion_tokens)
 
