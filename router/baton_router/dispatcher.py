@@ -119,6 +119,7 @@ class Dispatcher:
         rng: random.Random,
         alone_limit: int,
         weights: Callable[[], Mapping[str, float]] = dict,
+        profiles: Iterable[Profile] = (),
     ) -> None:
         """
         `alone_limit`: tokens that a decode worker computes beside its streams, at most. `profiles`: of models
@@ -130,7 +131,6 @@ class Dispatcher:
         self._shares = Shares()
         self._rng = rng
         self._alone_limit = alone_limit
-        profiles: Iterable[Profile] = (),
         self._numbers = itertools.count(1)
         self._answer_tokens = Average(EXPECTED_ANSWER_TOKENS)
         self.figures = DecisionFigures()
