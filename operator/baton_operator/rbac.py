@@ -50,7 +50,7 @@ SERVICES = (
     Rule(
         GROUP,
         ("rolescalers",),
-        ("list", "watch", "create", "patch", "delete"),
+        ("get", "list", "watch", "create", "patch", "delete"),
         "Made once; their numbers are written by whoever scales, who may be the operator.",
     ),
     Rule(

@@ -38,7 +38,20 @@ async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RealKub
         for one in RESOURCES:
             while (await made.admin.get(f"/apis/baton.dev/v1alpha1/{one.plural}")).status_code != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
+        await _define(made, "keda.sh", "v1alpha1", "ScaledObject", "scaledobjects")
         yield made
+
+
+async def _define(api: RealKubernetes, group: str, version: str, kind: str, plural: str) -> None:
+    """A kind of another project, which takes any object: its own schema is not ours to hold."""
+    anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    served = {"name": version, "served": True, "storage": True, "schema": {"openAPIV3Schema": anything}}
+    named = {"kind": kind, "plural": plural, "singular": kind.lower()}
+    spec = {"group": group, "names": named, "scope": "Namespaced", "versions": [served]}
+    body = {"metadata": {"name": f"{plural}.{group}"}, "spec": spec}
+    await api.post("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", body)
+    while (await api.admin.get(f"/apis/{group}/{version}/{plural}")).status_code != 200:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
 
 
 async def taken(api: RealKubernetes, manifest: Manifest, namespace: str) -> None:

@@ -360,7 +360,7 @@ async def started(folder: Path, kubeconfig: Path, name: str, *options: str) -> A
             sys.executable, "-m", "baton_cli.main", *arguments, stderr=writing
         )
     try:
-        await until(lambda: process.returncode is not None or "Health and metrics" in log.read_text())
+        await until(lambda: process.returncode is not None or "Health and metrics" in log.read_text(), 120.0)
         assert process.returncode is None, log.read_text()
         url = log.read_text().rpartition("Health and metrics at ")[2].partition('"')[0].rstrip(".")
         yield Process(process, url, log)

@@ -19,6 +19,7 @@ from baton_operator.lease import DURATION_S
 from baton_operator.scalers import API
 from baton_router.discovery.kubernetes import Access, KubernetesWorkers
 from baton_router.discovery.listed import Listed
+from tests.operator.fake_prometheus import NOTHING, fake_prometheus
 from tests.operator.real_cluster import OPERATOR, RealCluster, counted, real_cluster, running_operator
 
 pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]
@@ -74,6 +75,7 @@ async def test_all_its_rights_are_used_and_none_is_missing(cluster: RealCluster)
         await cluster.until(lambda: _serves(cluster))
         assert await cluster.condition("Active", "tune", "LoraAdapter") == "False NotImplemented"
         await _batch_from_beginning_to_end(cluster)
+        await _grows_and_shrinks(cluster)
         # A service without any of it, and then with an Ingress: what was made is pruned.
         await cluster.put({**PAIR, "security": {"networkPolicy": False}} | {"router": {"replicas": 1}})
         await cluster.until(
@@ -108,6 +110,32 @@ async def test_all_its_rights_are_used_and_none_is_missing(cluster: RealCluster)
     } - used
     assert unused - IMPLIED == set()
     assert IMPLIED & used == set(), "else they need no reason of their own"
+
+
+async def _grows_and_shrinks(cluster: RealCluster) -> None:
+    """By its own decisions, which have a Prometheus to ask."""
+
+    async def desired(replicas: int) -> bool:
+        await cluster.ready_pods()
+        return bool((await cluster.service())["status"]["decode"]["desired"] == replicas)
+
+    async with fake_prometheus() as prometheus:
+        windows = {
+            "scaleUp": {"stabilizationWindowSeconds": 0},
+            "scaleDown": {"stabilizationWindowSeconds": 0},
+        }
+        asked = {"mode": "Internal", "intervalSeconds": 5, "prometheus": {"url": prometheus.url}}
+        decode = {"scaling": {"minReplicas": 1, "maxReplicas": 2, **windows}}
+        # Of nine workers each does a hundred tokens a second, and a thousand are asked for.
+        full = {"demand_answer": 1000.0, "decode_generated": 900.0, "decode_usage": 0.8, "in_flight": 9.0}
+        prometheus.figures |= full
+        await cluster.put({**EVERYTHING, "decode": decode, "autoscaling": asked})
+        await cluster.until(lambda: desired(2))
+        await reaches(cluster, "ScalingActive", "True Measured")
+        pods = (await cluster.admin.get(path("v1", "Pod", "models"))).json()["items"]
+        prometheus.running = {one["metadata"]["name"]: 1.0 for one in pods}
+        prometheus.figures = dict(NOTHING)
+        await cluster.until(lambda: desired(1), 120.0)
 
 
 def _implied() -> set[tuple[str, str, str]]:

@@ -12,7 +12,7 @@
 # Made once; their numbers are written by whoever scales, who may be the operator.
 - apiGroups: [baton.dev]
   resources: [rolescalers]
-  verbs: [list, watch, create, patch, delete]
+  verbs: [get, list, watch, create, patch, delete]
 # What has become of it.
 - apiGroups: [baton.dev]
   resources: [inferenceservices/status, batchjobs/status, loraadapters/status, rolescalers/status]

@@ -86,18 +86,18 @@ class Autoscaler:
             self._figures.forget((namespace, name))
             return None
         interval = float(spec.autoscaling.interval_seconds)
-        there = await self._observer.scalers(namespace, name)
-        bound: dict[RoleName, Manifest] = {
-            role: one
-            for one in there
-            if one["metadata"]["name"] == names.role(name, role := one["spec"]["role"])
-            and (wanted := scalers.roles(spec).get(role)) is not None
-            and wanted.scaling is not None
-        }
+        bound: dict[RoleName, Manifest] = {}
+        for role, wanted in scalers.roles(spec).items():
+            if wanted.scaling is None:
+                continue
+            there = await self._api.get(scalers.API, scalers.KIND, namespace, names.role(name, role))
+            if there is not None:
+                bound[role] = there
         if not bound:
             return interval
         pods = await self._pods(namespace, name)
-        asleep = all(one["spec"]["replicas"] == 0 for one in bound.values())
+        awake = len(scalers.roles(spec)) > len(bound)
+        asleep = not awake and all(one["spec"]["replicas"] == 0 for one in bound.values())
         await self._look(service, spec, bound, pods, asleep=asleep)
         return min(interval, AWAKE_S) if asleep else interval
 

@@ -260,6 +260,9 @@ def _shrinkage(
         return Decision(policy.most, policy.most, "AtMaximum", "It has more than its maximum.")
     if seen.rolling:
         return Decision(there, there, "RollingOut", "A rollout is under way.")
+    if reason == "Idle":
+        # Nobody has asked for a whole window, and who comes next is held until he is served.
+        return Decision(policy.least, policy.least, reason, message)
     window = policy.down.stabilization_window_seconds
     lasting = memory.windows.lasting_fall(now, window)
     if lasting is None or lasting >= there:

@@ -200,6 +200,11 @@ def test_what_happens_when_nothing_is_measured_for_long(
     assert decision.source == ("Held" if reason == "MetricsHeld" else "Fallback")
 
 
+def test_when_nobody_has_asked_for_long_enough_all_go_at_once() -> None:
+    decision = settled(TO_ZERO, observation(4, **NOTHING), Memory.new(NOW, capacity=1000.0), 75)
+    assert (decision.replicas, decision.reason) == (0, "Idle")
+
+
 def test_too_full_workers_count_only_once_those_that_were_asked_for_are_there() -> None:
     full = {"utilisation": Reading.of(0.95), "demand": Reading.of(3000.0)}
     starting = observation(5, ready=4, **full)
@@ -265,7 +270,7 @@ def test_it_stays_within_its_bounds_and_unknown_lowers_nothing(seed: int) -> Non
         if seen.replicas > decision.replicas:
             assert all(one.known for one in needed), decision
         assert decision.replicas - replicas <= policy.up.max_step or seen.replicas == 0
-        assert replicas - decision.replicas <= 1
+        assert replicas - decision.replicas <= 1 or decision.reason == "Idle"
         replicas = decision.replicas
 
 
