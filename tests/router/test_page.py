@@ -29,6 +29,7 @@ from tests.router.fake_worker import (
     whole_stream,
 )
 from tests.router.running import CHAT, STREAM, RunningRouter, anew, running_router, until
+from tests.router.test_fronts import running_fronts
 
 REPORT = PromptReport(
     tokens=100, cached=40, held=0, queue_s=0.0, compute_s=0.0, transfer_s=0.0, remote=True, tail=""
@@ -234,6 +235,20 @@ async def test_there_are_only_so_many_pages_and_one_that_is_closed_makes_room() 
         await until(lambda: page.watched == 0, 60)
         async with events(router) as told:
             assert (await anext(told))[0] == "service"
+
+
+async def test_several_fronts_show_one_page() -> None:
+    async with FakeWorker(reporting) as worker, running_fronts(worker, page=True) as fronts:
+        assert (await fronts.client.get("/")).headers["content-type"] == "text/html; charset=utf-8"
+        for _ in range(4):  # whichever front they come to
+            assert (await fronts.post(anew(STREAM))).status_code == 200
+        numbers: list[int] = []
+        while len(numbers) < 4:
+            shown = (await fronts.client.get("/page/now")).json()
+            numbers = [one["number"] for one in shown["requests"] if one["outcome"] == "whole"]
+        async with fronts.client.stream("GET", "/page/events") as answer:
+            lines = answer.aiter_lines()
+            assert await anext(lines) == "event: service"
 
 
 async def test_an_open_page_does_not_hold_up_the_end() -> None:

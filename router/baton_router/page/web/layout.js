@@ -4,7 +4,7 @@ const CARD_HEIGHT = 106;
 const GAP = 16;
 const ROUTER_HEIGHT = 132;
 const TOP = 30; // for the captions
-const NARROW = 620; // below it the relay runs downwards
+const NARROW = 560; // below it the relay runs downwards
 const LANE = 12; // below the cards, for requests that pass the prefill workers by
 const FLOW = 76; // between two rows of a relay that runs downwards
 const MOST = 6; // cards of one role; the table has all
@@ -24,7 +24,7 @@ export function layout(width, workers) {
 function sideways(width, prefills, decodes) {
   const routerWidth = Math.round(0.19 * width);
   const cardWidth = Math.round(0.27 * width);
-  const decodeX = width - cardWidth;
+  const decodeX = width - cardWidth - 2; // for the stroke
   const prefillX = Math.round((routerWidth + decodeX - cardWidth) / 2 - 0.02 * width);
   const rows = Math.max(1, prefills.length, decodes.length);
   const inside = Math.max(ROUTER_HEIGHT, rows * (CARD_HEIGHT + GAP) - GAP);
@@ -50,17 +50,18 @@ function sideways(width, prefills, decodes) {
 }
 
 function downwards(width, prefills, decodes) {
-  const columns = width < 300 ? 1 : 2;
-  const cardWidth = (width - (columns - 1) * GAP) / columns;
+  const most = width < 300 ? 1 : 2;
   const captions = [{ text: "requests wait", kind: "queue", x: 0, y: 14 }];
   let y = TOP + ROUTER_HEIGHT;
   const rows = (workers, text, kind) => {
     if (!workers.length) return [];
     captions.push({ text, kind, x: 0, y: y + FLOW - 12 });
     y += FLOW;
+    const columns = Math.min(most, workers.length);
+    const cardWidth = (width - (columns - 1) * GAP) / columns - 2;
     const cards = workers.map((worker, index) => ({
       worker,
-      x: (index % columns) * (cardWidth + GAP),
+      x: (index % columns) * (cardWidth + GAP) + 1,
       y: y + Math.floor(index / columns) * (CARD_HEIGHT + GAP),
       width: cardWidth,
       height: CARD_HEIGHT,

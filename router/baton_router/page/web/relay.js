@@ -155,7 +155,7 @@ function worker(card, label) {
     ...pips(busy, x + width - 14, y + 20, kind, well),
     svg("text", { x: x + 14, y: y + 43, class: "small mono" }, shortened(one.name, Math.floor(inside / LETTER))),
     svg("text", { x: x + 14, y: y + 62, class: "small" }, shortened(work(one), Math.floor(inside / 5.6))),
-    ...memory(one, x + 14, y + height - 31, inside, kind),
+    ...memory(one, x + 14, y + height - 33, inside, kind),
   );
 }
 
@@ -183,6 +183,6 @@ function memory(one, x, y, width, kind) {
   return [
     svg("rect", { x, y, width, height: 4, rx: 2, class: "track" }),
     svg("rect", { x, y, width: used ? Math.max(3, filled) : 0, height: 4, rx: 2, class: `fill ${kind}` }),
-    svg("text", { x, y: y + 15, class: "tiny" }, `${count(used)} of ${count(total)}${short ? "" : " KV blocks in use"}`),
+    svg("text", { x, y: y + 18, class: "tiny" }, `${count(used)} of ${count(total)}${short ? "" : " KV blocks in use"}`),
   ];
 }
