@@ -16,7 +16,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from jsonschema import Draft7Validator
 
 from baton_api import metrics
-from baton_observing import grafana, promql
+from baton_observing import grafana, pictures, prometheus, promql
 from baton_observing.__main__ import generated, main
 from baton_observing.boards import BOARDS
 from baton_observing.panels import Board, Panel
@@ -64,7 +64,8 @@ class TestQueries:
             made()
 
     def test_the_examples_are_true(self) -> None:
-        assert doctest.testmod(promql).failed == 0
+        for module in (promql, pictures, prometheus):
+            assert doctest.testmod(module).failed == 0
 
     def test_runbooks_ask_for_what_there_is(self) -> None:
         pages = [*(ROOT / "docs/runbooks").glob("*.md"), ROOT / "docs/observing.md"]

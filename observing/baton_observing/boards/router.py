@@ -203,8 +203,8 @@ COST = Row(
             "counts.",
             unit="none",
             queries=(
-                Query(HERE.now(metrics.ROUTER_TENANTS, how="max"), "tenants"),
-                Query(HERE.now(metrics.ROUTER_TENANTS_STALE, how="max"), "file is wrong"),
+                Query(or_zero(HERE.now(metrics.ROUTER_TENANTS, how="max")), "tenants"),
+                Query(or_zero(HERE.now(metrics.ROUTER_TENANTS_STALE, how="max")), "file is wrong"),
             ),
             runbook="BatonTenantsStale",
         ),
