@@ -47,7 +47,10 @@ class Figures:
         Gauge(*_text(metric), registry=self.registry).set_function(value)
 
     def _counter(self, metric: Metric) -> Counter:
-        return Counter(*_text(metric), metric.labels, registry=self.registry)
+        counter = Counter(*_text(metric), metric.labels, registry=self.registry)
+        for value in metric.foreseen:
+            counter.labels(value)
+        return counter
 
 
 class BuildInfo(Collector):

@@ -23,7 +23,7 @@ class Tally(Collector):
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric
-        self._counts: dict[tuple[str | int, ...], int] = {}
+        self._counts: dict[tuple[str | int, ...], int] = {(value,): 0 for value in metric.foreseen}
 
     def add(self, *labels: str | int) -> None:
         self._counts[labels] = self._counts.get(labels, 0) + 1

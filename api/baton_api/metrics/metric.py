@@ -63,6 +63,14 @@ class Metric:
         """The labels' names, in their order."""
         return tuple(label.name for label in self.by)
 
+    @property
+    def foreseen(self) -> tuple[str, ...]:
+        """
+        The values of its only label, if they are known beforehand. Such series are there from the start: of one
+        that comes to be at its first event, Prometheus never sees that event.
+        """
+        return self.by[0].values if len(self.by) == 1 else ()
+
 
 # From a cached prompt on a GPU to a million tokens on a CPU.
 FIRST_TOKEN_BUCKETS = (

@@ -98,7 +98,10 @@ class WorkerMetrics:
         return generate_latest(self.registry) + generate_latest(self._peers)
 
     def _counter(self, metric: Metric) -> Counter:
-        return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
+        counter = Counter(metric.name, metric.help, metric.labels, registry=self.registry)
+        for value in metric.foreseen:
+            counter.labels(value)
+        return counter
 
     def _histogram(self, metric: Metric) -> Histogram:
         return Histogram(
