@@ -256,7 +256,7 @@ REFUSALS = (
     Refusal(
         "--ssl-* --tls-* --enable-ssl-refresh --root-path --ca-cert-paths --client-cert-path "
         "--client-key-path",
-        "put a proxy that ends TLS in front",
+        "put a proxy that ends TLS in front; between routers and workers there is --tls-folder",
     ),
     Refusal(
         "--skip-server-warmup --warmups",
