@@ -125,7 +125,7 @@ class Proxy:
         body = await client.body(settings.max_body, settings.body_s)
         arrived = relay.arrived = time.perf_counter()
         relay.asked = asked = Asked(scope, body, tenant_of(scope))
-        asked.explain = relay.trace is not None
+        asked.explain = relay.trace is not None and relay.trace.recorded
         with client:
             opening = await self._open(asked, relay, arrived)
             await self._pass_on(asked, relay, opening, arrived)

@@ -89,6 +89,8 @@ class RequestTrace:
         self._route: Any = tracer.start_span(
             "route", context, trace.SpanKind.SERVER, {"url.path": path}, start_time=self._ns(self._began)
         )
+        self.recorded: bool = self._route.is_recording()
+        """Whether anything of it is kept; its trace is passed on in any case."""
         made = self._route.get_span_context()
         self._context = trace.set_span_in_context(self._route)
         state = parent.state if parent else b""
@@ -107,7 +109,7 @@ class RequestTrace:
     def end(self, request: Traced) -> None:
         """The request has ended, one way or another."""
         now = time.perf_counter()
-        if self._route.is_recording():
+        if self.recorded:
             self._route.set_attributes(_about(request))
             if request.status >= FAILED or (request.attempt is not None and not request.attempt.ended):
                 from opentelemetry.trace import StatusCode
