@@ -72,6 +72,14 @@ def test_kubelets_ask_at_a_port_where_they_need_no_certificate() -> None:
         assert container[probe]["httpGet"]["port"] == "http"
 
 
+def test_at_that_port_and_no_other_anybody_may_ask() -> None:
+    for spec, ports in ((SECRET, [8001]), (PAIR, [])):
+        policies = [one for key, one in settled(spec).objects.items() if "workers" in key[2]]
+        (policy,) = (one for one in policies if one["kind"] == "NetworkPolicy")
+        open_to_all = [one for one in policy["spec"]["ingress"] if "from" not in one]
+        assert [port["port"] for one in open_to_all for port in one["ports"]] == ports
+
+
 def test_events_beside_it_have_no_tokens_in_them() -> None:
     assert "--no-kv-tokens" in deployments(settled(SECRET))["prefill"]["containers"][0]["args"]
 

@@ -50,6 +50,7 @@ def workers(owner: Owner, generation: Generation) -> Manifest:
     of_generation = {labels.SERVICE: owner.name, labels.REVISION: revision}
     each_other = [{"podSelector": {"matchLabels": of_generation}}]
     routers = [{"podSelector": {"matchLabels": names.selecting(owner.name, names.ROUTER)}}]
+    health = {"protocol": "TCP", "port": names.HEALTH_PORT}  # has nothing but health and metrics
     ports = (names.HTTP_PORT, names.KV_EVENTS_PORT, names.KV_REPLAY_PORT)
     body = {
         "podSelector": {"matchLabels": of_generation},
@@ -57,6 +58,7 @@ def workers(owner: Owner, generation: Generation) -> Manifest:
         "ingress": [
             {"from": routers, "ports": [{"protocol": "TCP", "port": port} for port in ports]},
             {"from": each_other},
+            *([{"ports": [health]}] if generation.blueprint.mutual_tls else []),
         ],
         "egress": [{}] if files(owner, generation).init_containers else [{"to": each_other}, DNS],
     }
