@@ -160,8 +160,19 @@ def as_data(url: str, model: str, wanted: Wanted, levels: Sequence[Level]) -> di
 def show(console: Console, url: str, model: str, wanted: Wanted, levels: Sequence[Level]) -> None:
     """A line for each load, and what is to be said of the client and of errors."""
     console.print(Text.assemble((model, "bold"), f" at {url}: {_shaped(wanted)}\n"))
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("load", no_wrap=True)
+    console.print(table(levels))
+    for one in levels:
+        if one.errors:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in one.errors.items())
+            console.print(Text(f"\n{one.load}: {kinds}. The first said: {one.example}", style="red"))
+        if one.client_is_bottleneck:
+            console.print(Text(f"\n{one.load}: {blamed(one)}", style="yellow"))
+
+
+def table(levels: Sequence[Level]) -> Table:
+    """A line for each load; times in milliseconds."""
+    made = Table(box=None, pad_edge=False, header_style="dim")
+    made.add_column("load", no_wrap=True)
     for name in (
         "requests/s",
         "tokens/s",
@@ -178,9 +189,9 @@ def show(console: Console, url: str, model: str, wanted: Wanted, levels: Sequenc
         "good",
         "good/s",
     ):
-        table.add_column(name, justify="right", no_wrap=True)
+        made.add_column(name, justify="right", no_wrap=True)
     for one in levels:
-        table.add_row(
+        made.add_row(
             one.load,
             f"{one.requests_per_s:.2f}",
             f"{one.output_tokens_per_s:.1f}",
@@ -192,13 +203,7 @@ def show(console: Console, url: str, model: str, wanted: Wanted, levels: Sequenc
             f"{100 * one.good_share:.0f} %",
             f"{one.goodput_per_s:.2f}",
         )
-    console.print(table)
-    for one in levels:
-        if one.errors:
-            kinds = ", ".join(f"{count} {kind}" for kind, count in one.errors.items())
-            console.print(Text(f"\n{one.load}: {kinds}. The first said: {one.example}", style="red"))
-        if one.client_is_bottleneck:
-            console.print(Text(f"\n{one.load}: {blamed(one)}", style="yellow"))
+    return made
 
 
 def blamed(one: Level) -> str:

@@ -22,7 +22,7 @@ from baton_cli.bench.load import Played
 from baton_cli.bench.outcomes import Outcome, read
 from baton_cli.bench.prompts import Asked, Measure, Prompts, Shape
 
-PROBE_WORDS = (16, 144)
+PROBE_WORDS = (8, 40)
 """Of the two prompts from which the tokens of a word are learned."""
 
 PROBE_TOKENS = 2

@@ -17,7 +17,8 @@ NEEDED = (
 )
 """What somebody who runs services has to be allowed: group, resource, verbs."""
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
+FORBIDDEN, NOT_FOUND = 403, 404
 
 
 def look(kubeconfig: str, namespace: str) -> Cluster:
@@ -36,7 +37,7 @@ async def _look(kubeconfig: str, namespace: str) -> Cluster:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 denied = [one async for one in _denied(client, namespace)]
-                return Cluster(server, denied=tuple(denied), crds=tuple([one async for one in _crds(client)]))
+                return Cluster(server, denied=tuple(denied), crds=await _allowed_crds(client))
         except ApiException as error:
             return Cluster(server, f"{error.status} {error.reason}")
         except (ClientError, OSError, TimeoutError) as error:
@@ -55,6 +56,18 @@ async def _denied(client: Any, namespace: str) -> Any:
                 yield f"{verb} {resource} in {namespace}"
 
 
+async def _allowed_crds(client: Any) -> tuple[Crd, ...] | None:
+    """None if this account may not see definitions: users of a namespace mostly may not."""
+    from kubernetes.aio.client.exceptions import ApiException
+
+    try:
+        return tuple([one async for one in _crds(client)])
+    except ApiException as error:
+        if error.status == FORBIDDEN:
+            return None
+        raise
+
+
 async def _crds(client: Any) -> Any:
     from kubernetes.aio.client import ApiextensionsV1Api
     from kubernetes.aio.client.exceptions import ApiException
@@ -68,7 +81,7 @@ async def _crds(client: Any) -> Any:
         try:
             there = client.sanitize_for_serialization(await api.read_custom_resource_definition(name))
         except ApiException as error:
-            if error.status == 404:
+            if error.status == NOT_FOUND:
                 yield Crd(name, ())
                 continue
             raise

@@ -51,7 +51,7 @@ def doctor(
     if as_json:
         sys.stdout.write(json.dumps(as_data(machine, findings), indent=1) + "\n")
     else:
-        show(console, machine, findings)
+        show(console, machine.name, findings)
     if any(finding.level is Level.ERROR for finding in findings):
         raise typer.Exit(FOUND)
 
@@ -66,9 +66,9 @@ def as_data(machine: Machine, findings: Sequence[Finding]) -> dict[str, object]:
     }
 
 
-def show(console: Console, machine: Machine, findings: Sequence[Finding]) -> None:
+def show(console: Console, machine: str, findings: Sequence[Finding]) -> None:
     """The good ones in a line each, the others with what to do."""
-    console.print(Text.assemble(("Baton ", "bold"), f"{__version__} on {machine.name}\n"))
+    console.print(Text.assemble(("Baton ", "bold"), f"on {machine}\n"))
     table = Table.grid(padding=(0, 2))
     table.add_column(width=1)
     table.add_column(no_wrap=True)

@@ -91,7 +91,8 @@ class Cluster:
     """Why nothing is known of it."""
     denied: tuple[str, ...] = ()
     """What a user of Baton has to be allowed and this account is not, such as `create inferenceservices`."""
-    crds: tuple[Crd, ...] = ()
+    crds: tuple[Crd, ...] | None = ()
+    """None if this account may not see them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,7 +115,12 @@ def cluster(machine: Machine) -> Iterator[Finding]:
             "Check --kubeconfig and your login: kubectl version.",
         )
         return
-    for crd in there.crds:
+    crds = there.crds or ()
+    if there.crds is None:
+        yield note(
+            "custom resources", "unknown", "This account may not read definitions; an administrator may."
+        )
+    for crd in crds:
         if not crd.versions:
             yield Finding(
                 "custom resources",
@@ -146,7 +151,5 @@ def cluster(machine: Machine) -> Iterator[Finding]:
             "Services cannot be made or looked at by this account.",
             "Have somebody bind it to a role that may: the chart aggregates them to edit and view.",
         )
-    if not there.denied and all(crd.versions and not crd.missing for crd in there.crds):
-        yield good(
-            "cluster", f"{there.server}: {len(there.crds)} custom resources of this version, all rights"
-        )
+    if not there.denied and crds and all(crd.versions and not crd.missing for crd in crds):
+        yield good("cluster", f"{there.server}: {len(crds)} custom resources of this version, all rights")

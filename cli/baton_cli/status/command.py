@@ -27,7 +27,7 @@ WRONG = 1
 """The exit status if a service is not well."""
 
 WIDE = 200
-CLUSTER_S = 15.0
+CLUSTER_S = 60.0
 
 
 def of_url(url: str, api_key: str, as_json: bool) -> None:
@@ -47,10 +47,10 @@ def of_url(url: str, api_key: str, as_json: bool) -> None:
 
 def of_services(name: str, kubeconfig: str, namespace: str, as_json: bool) -> None:
     """An InferenceService, or all of a namespace. Raises SetupError if there is none of that name."""
-    _end(asyncio.run(_services(name, account(kubeconfig, os.environ), namespace)), as_json)
+    _end(asyncio.run(services(name, account(kubeconfig, os.environ), namespace)), as_json)
 
 
-async def _services(name: str, kubeconfig: str, namespace: str) -> list[Standing]:
+async def services(name: str, kubeconfig: str, namespace: str) -> list[Standing]:
     try:
         from aiohttp import ClientError
         from kubernetes.aio.client import CoreV1Api, CustomObjectsApi
@@ -66,14 +66,14 @@ async def _services(name: str, kubeconfig: str, namespace: str) -> list[Standing
             listed = await custom.list_namespaced_custom_object(
                 GROUP, VERSION, namespace, "inferenceservices"
             )
-            services = [one for one in listed["items"] if name in ("", one["metadata"]["name"])]
-            if name and not services:
+            chosen = [one for one in listed["items"] if name in ("", one["metadata"]["name"])]
+            if name and not chosen:
                 raise SetupError(
                     f"There is no InferenceService {name} in {namespace}. Name another --namespace, or see "
                     "which there are: kubectl get isvc -A."
                 )
             found = []
-            for service in services:
+            for service in chosen:
                 selector = f"{labels.SERVICE}={service['metadata']['name']}"
                 pods = await CoreV1Api(client).list_namespaced_pod(namespace, label_selector=selector)
                 plain: list[Any] = client.sanitize_for_serialization(pods.items)

@@ -153,6 +153,11 @@ def test_what_a_machine_lacks_and_does_not_need_is_a_note() -> None:
     assert all(one.level in (Level.GOOD, Level.NOTE) for one in examine(plain))
 
 
+def test_an_account_that_may_not_see_definitions_is_told_so() -> None:
+    (said,) = [one for one in examine(but(cluster=Cluster("https://c", crds=None))) if one.why]
+    assert (said.check, said.level) == ("custom resources", Level.NOTE)
+
+
 def test_a_baton_that_runs_already_is_no_mistake() -> None:
     (said,) = [
         one for one in examine(but(ports=(Port(8080, "router", "python -m baton_cli.main up"),))) if one.why
@@ -164,7 +169,7 @@ def test_every_way_out_is_shown_and_in_the_json() -> None:
     everything = but(shm=None, open_files=256, nixl=Trial("", "no UCX plugin"), clock_synchronised=False)
     findings = examine(everything)
     screen = Console(file=io.StringIO(), width=300)
-    show(screen, everything, findings)
+    show(screen, everything.name, findings)
     shown = screen.file.getvalue()  # type: ignore[attr-defined]
     data = as_data(everything, findings)
     assert (data["errors"], data["warnings"]) == (3, 1)

@@ -1,0 +1,84 @@
+"""
+The captured screens of the docs, drawn by the commands' own code from figures of real runs.
+
+    python -m baton_cli.screens           writes docs/screens/*.svg
+    python -m baton_cli.screens --check   fails if one is not what would be written
+
+The figures lie beside them, as `--output json` printed them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from baton_cli.bench.command import table
+from baton_cli.bench.report import Level
+from baton_cli.doctor.command import show as show_findings
+from baton_cli.doctor.findings import Finding
+from baton_cli.top.command import screen
+from baton_cli.top.looks import ServiceFigures
+
+FOLDER = Path(__file__).parents[2] / "docs" / "screens"
+
+WIDTH = 132
+
+ELSEWHERE = re.compile(r"\s*@font-face \{.*?\}\n|<!--.*?-->\s*", re.DOTALL)
+"""Rich's picture fetches a font from another place and says where Rich is; a reader's own font will do."""
+
+
+def _top(console: Console, data: Any) -> None:
+    console.print(screen(msgspec.convert(data, ServiceFigures), "http://127.0.0.1:8080"))
+
+
+def _bench(console: Console, data: Any) -> None:
+    console.print(table(msgspec.convert(data["levels"], list[Level])))
+
+
+def _doctor(console: Console, data: Any) -> None:
+    show_findings(console, data["machine"], msgspec.convert(data["findings"], list[Finding]))
+
+
+SCREENS: Mapping[str, tuple[str, Callable[[Console, Any], None]]] = {
+    "top": ("baton top", _top),
+    "bench": ("baton bench", _bench),
+    "doctor": ("baton doctor", _doctor),
+}
+"""By the name of their files: the command and what draws it."""
+
+
+def drawn(name: str) -> str:
+    """The picture, as SVG that fetches nothing."""
+    title, draw = SCREENS[name]
+    console = Console(
+        record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor"
+    )
+    draw(console, json.loads((FOLDER / f"{name}.json").read_text()))
+    return ELSEWHERE.sub("\n", console.export_svg(title=title, unique_id=f"baton-{name}"))
+
+
+def main() -> None:
+    check = sys.argv[1:] == ["--check"]
+    stale = []
+    for name in SCREENS:
+        path, text = FOLDER / f"{name}.svg", drawn(name)
+        if check and (not path.exists() or path.read_text() != text):
+            stale.append(path.name)
+        elif not check:
+            path.write_text(text)
+    if stale:
+        raise SystemExit(
+            f"{', '.join(stale)}: not as the commands show it now. Run python -m baton_cli.screens."
+        )
+
+
+if __name__ == "__main__":
+    main()
