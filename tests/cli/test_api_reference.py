@@ -1,10 +1,12 @@
-"""The pages of errors and limits."""
+"""The pages of errors, limits and metrics."""
 
 from __future__ import annotations
 
 from baton_api import limits
 from baton_api.errors import CODES, BatonError
+from baton_api.metrics import CONTRACT
 from baton_cli.api_reference import descendants, errors_page, limits_page
+from baton_cli.metrics_reference import metrics_page
 
 KINDS = {"invalid_request_error", "server_error", "requests", "tokens", "insufficient_quota"}
 """What the field's clients know as an error's type."""
@@ -41,3 +43,18 @@ def test_every_limit_has_a_row_with_both_ends() -> None:
     assert seed[2:4] == ["-2^63", "2^63 - 1"]
     (penalty,) = (row for row in rows if row[0] == "`repetition_penalty`")
     assert penalty[2:4] == ["> 0", "10,000"]
+
+
+def test_the_page_of_metrics_has_each_one_with_its_labels_and_what_bounds_them() -> None:
+    page = metrics_page()
+    entries = page.split("### ")[1:]
+    assert sorted(entry.partition("\n")[0] for entry in entries) == sorted(
+        f"`{one.name}`" for one in CONTRACT
+    )
+    by_name = {entry.partition("\n")[0].strip("`"): entry for entry in entries}
+    for metric in CONTRACT:
+        told = by_name[metric.name]
+        assert metric.help in told
+        assert metric.kind in told or metric.unit == "yes or no"
+        assert all(f"- `{label}`: " in told for label in metric.labels)
+        assert ("Buckets: " in told) == (metric.kind == "histogram")
