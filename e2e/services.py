@@ -21,6 +21,12 @@ LESS = {"kvCacheMemory": "256Mi", "env": [{"name": "OMP_NUM_THREADS", "value": "
 """What a story's workers take of a machine that all of them share."""
 
 
+def addresses(cluster: Kubernetes, revision: str) -> set[str]:
+    """Of a generation's pods."""
+    pods = cluster.objects("pods", f"baton.dev/revision={revision}")
+    return {pod["status"].get("podIP", "") for pod in pods}
+
+
 def service(prefill: int = 1, decode: int = 1, routers: int = 1) -> dict[str, Any]:
     """Of the built-in model, with so many pods of each kind."""
     return {

