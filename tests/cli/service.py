@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-START_S = 120.0
+START_S = 300.0
 END_S = 30.0
 
 TINY = ("--kv-cache-memory=4MiB", "--dtype=float32", "--port=0", "--local-prefill-tokens=8", "--drain-s=5")

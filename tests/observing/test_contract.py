@@ -1,0 +1,144 @@
+"""The metrics contract, held against what real processes expose, both ways."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton_api import metrics
+from baton_api.metrics import CONTRACT, Metric
+from tests.observing.whole_service import SECRET, Told
+from tests.operator.real_cluster import real_cluster, running_operator
+
+OF_LIBRARIES = ("python_", "process_")
+"""Figures of a process that prometheus-client adds by itself."""
+
+PEERS = ("vllm:", "sglang:")
+
+SUFFIXES = {"seconds": "_seconds", "bytes": "_bytes", "ratio": "_ratio"}
+COUNTED_BY_PROCESS = {"process"}
+
+
+def of(*begins: str) -> dict[str, Metric]:
+    """Metrics by the name that a parser gives their family."""
+    return {one.name.removesuffix("_total"): one for one in CONTRACT if one.name.startswith(begins)}
+
+
+def ours(families: dict[str, Any]) -> dict[str, Any]:
+    left = (*OF_LIBRARIES, *PEERS)
+    return {
+        name: family
+        for name, family in families.items()
+        if not name.startswith(left) and not name.endswith("_created")
+    }
+
+
+def agree(families: dict[str, Any], contract: dict[str, Metric]) -> None:
+    """What is exposed is in the contract, of that type, with those labels and only values that it names."""
+    assert families.keys() <= contract.keys()
+    for name, family in families.items():
+        metric = contract[name]
+        assert (family.type, family.documentation) == (metric.kind, metric.help), name
+        values = {label.name: label.values for label in metric.by}
+        for sample in family.samples:
+            if sample.name.endswith("_created"):
+                continue
+            labels = {key: value for key, value in sample.labels.items() if key != "le"}
+            assert labels.keys() - COUNTED_BY_PROCESS == set(metric.labels), sample
+            for key, value in labels.items():
+                assert not values.get(key) or value in values[key], sample
+            if metric.unit == "ratio" and metric.kind == "gauge" and sample.value == sample.value:
+                assert sample.value >= 0, sample
+            if metric.unit == "yes or no":
+                assert sample.value in (0, 1), sample
+        if metric.kind == "histogram" and family.samples:
+            bounds = {float(one.labels["le"]) for one in family.samples if "le" in one.labels}
+            assert bounds == {*metric.buckets, float("inf")}, name
+
+
+@pytest.mark.parametrize("metric", CONTRACT, ids=lambda metric: metric.name)
+def test_a_metric_is_named_as_prometheus_asks(metric: Metric) -> None:
+    assert re.fullmatch(r"baton(_[a-z0-9]+)+", metric.name)
+    assert metric.name.endswith("_total") == (metric.kind == "counter")
+    assert bool(metric.buckets) == (metric.kind == "histogram")
+    assert list(metric.buckets) == sorted(set(metric.buckets))
+    stem = metric.name.removesuffix("_total")
+    for unit, suffix in SUFFIXES.items():
+        assert stem.endswith(suffix) == (metric.unit == unit), "a name ends in its base unit"
+    assert metric.help.endswith(".") and not metric.help[0].islower()
+    assert len(set(metric.labels)) == len(metric.labels) and "le" not in metric.labels
+    for label in metric.by:
+        assert bool(label.values) != bool(label.bound), f"what bounds {label.name} is said once"
+
+
+def test_no_two_are_called_the_same_and_latencies_are_told_apart_where_it_matters() -> None:
+    assert not [name for name, count in Counter(one.name for one in CONTRACT).items() if count > 1]
+    for first in (metrics.WORKER_FIRST_TOKEN, metrics.ROUTER_FIRST_BYTE):
+        assert first.buckets[0] <= 0.001 and first.buckets[-1] >= 300
+    for token in (metrics.WORKER_TOKEN, metrics.ROUTER_OUTPUT_TOKEN, metrics.WORKER_STEP):
+        assert token.buckets[0] <= 0.0001
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("process", ["prefill", "decode"])
+def test_workers_expose_their_part_of_it_and_nothing_else(told: Told, process: str) -> None:
+    contract = of("baton_worker_", "baton_build_")
+    families = ours(told.families(process))
+    agree(families, contract)
+    assert families.keys() == contract.keys()
+
+
+@pytest.mark.processes
+def test_routers_expose_theirs(told: Told) -> None:
+    contract = of("baton_router_", "baton_batch", "baton_build_")
+    several, one = ours(told.families("router")), ours(told.families("alone"))
+    agree(several, contract)
+    agree(one, contract)
+    assert several.keys() | one.keys() == contract.keys()
+    fronts = {metrics.ROUTER_ROSTER_WORKERS.name, metrics.ROUTER_UNASKED.name.removesuffix("_total")}
+    assert several.keys() - one.keys() <= fronts, "but for what only fronts have, one process shows it all"
+
+
+@pytest.mark.processes
+def test_figures_say_what_happened(told: Told) -> None:
+    def total(process: str, metric: Metric, **labels: str) -> float:
+        family = told.families(process)[metric.name.removesuffix("_total")]
+        name = metric.name + ("_count" if metric.kind == "histogram" else "")
+        found = [one for one in family.samples if one.name == name]
+        return float(sum(one.value for one in found if labels.items() <= one.labels.items()))
+
+    assert total("decode", metrics.WORKER_TRANSFER_SECONDS) >= 2
+    assert total("prefill", metrics.WORKER_PREFILL_TIME) >= 2
+    assert total("decode", metrics.WORKER_DECODE_TIME) >= 3
+    assert total("decode", metrics.WORKER_CACHE_QUERIES) > total("decode", metrics.WORKER_CACHE_HITS) >= 0
+    assert total("router", metrics.BATCH_LINES, result="completed") == 1
+    assert total("router", metrics.BATCHES, status="completed") == 1
+    assert total("router", metrics.ROUTER_REQUEST_TIME, **{"class": "batch"}) == 1
+    assert total("decode", metrics.WORKER_INFO, role="decode", model="tiny", worker="decode-0") == 1
+    for page in told.pages.values():
+        assert SECRET not in page
+
+
+@pytest.mark.processes
+async def test_the_operator_exposes_its_part(tmp_path: Path) -> None:
+    contract = of("baton_operator_", "baton_autoscaler_", "baton_build_")
+    async with real_cluster(tmp_path) as cluster, running_operator(cluster, "shown") as operator:
+        await cluster.until(lambda: leads(operator))
+        page = (await operator.get("/metrics")).text
+    families = ours({family.name: family for family in text_string_to_metric_families(page)})
+    agree(families, contract)
+    assert families.keys() == contract.keys()
+
+
+async def leads(operator: Any) -> bool:
+    return bool(await operator.figure("baton_operator_leader") == 1)
+
+
+def test_every_metric_is_some_processs() -> None:
+    begins = ("baton_worker_", "baton_router_", "baton_batch", "baton_operator_", "baton_autoscaler_")
+    assert of(*begins, "baton_build_").keys() == of("baton_").keys()

@@ -1,0 +1,83 @@
+"""Dashboards for vLLM and SGLang find what they ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton_api.metrics.peers import PEER_NAMES
+from tests.observing.whole_service import Told
+
+# What the panels of the dashboards ask for that those projects ship:
+# examples/observability/prometheus_grafana/grafana.json of vLLM,
+# examples/monitoring/grafana/dashboards/json/sglang-dashboard.json of SGLang.
+ASKED = {
+    "vllm": """
+        vllm:e2e_request_latency_seconds_bucket vllm:e2e_request_latency_seconds_sum
+        vllm:e2e_request_latency_seconds_count vllm:prompt_tokens_total vllm:generation_tokens_total
+        vllm:inter_token_latency_seconds_bucket vllm:inter_token_latency_seconds_sum
+        vllm:inter_token_latency_seconds_count vllm:num_requests_running vllm:num_requests_waiting
+        vllm:time_to_first_token_seconds_bucket vllm:time_to_first_token_seconds_sum
+        vllm:time_to_first_token_seconds_count vllm:kv_cache_usage_perc vllm:request_prompt_tokens_bucket
+        vllm:request_generation_tokens_bucket vllm:request_success_total vllm:request_queue_time_seconds_sum
+        vllm:request_prefill_time_seconds_sum vllm:request_decode_time_seconds_sum
+        vllm:request_max_num_generation_tokens_sum
+    """,
+    "sglang": """
+        sglang:e2e_request_latency_seconds_bucket sglang:e2e_request_latency_seconds_sum
+        sglang:e2e_request_latency_seconds_count sglang:time_to_first_token_seconds_bucket
+        sglang:time_to_first_token_seconds_sum sglang:time_to_first_token_seconds_count
+        sglang:num_running_reqs sglang:gen_throughput sglang:cache_hit_rate sglang:num_queue_reqs
+    """,
+}
+
+LABELS = {"vllm:request_success_total": {"model_name", "finished_reason"}}
+"""By which panels tell more apart than models."""
+
+
+def samples(told: Told, process: str) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for family in told.families(process).values():
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append(sample)
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("peer", ASKED)
+def test_each_name_that_a_panel_asks_for_is_there_with_the_models_label(told: Told, peer: str) -> None:
+    found = samples(told, "decode")
+    for name in ASKED[peer].split():
+        assert name in found, name
+        for sample in found[name]:
+            assert sample.labels["model_name"] == "tiny"
+            assert sample.labels.keys() - {"le"} == LABELS.get(name, {"model_name"}), name
+
+
+@pytest.mark.processes
+def test_what_they_show_is_what_ours_show(told: Told) -> None:
+    found = samples(told, "decode")
+
+    def total(name: str, **labels: str) -> float:
+        return float(sum(one.value for one in found[name] if labels.items() <= one.labels.items()))
+
+    for theirs, ours in (
+        ("vllm:prompt_tokens_total", "baton_worker_prompt_tokens_total"),
+        ("vllm:generation_tokens_total", "baton_worker_generation_tokens_total"),
+        ("vllm:e2e_request_latency_seconds_count", "baton_worker_request_seconds_count"),
+        ("sglang:time_to_first_token_seconds_sum", "baton_worker_time_to_first_token_seconds_sum"),
+        ("sglang:token_usage", "baton_worker_kv_usage_ratio"),
+    ):
+        assert total(theirs) == total(ours), theirs
+    assert total("vllm:request_success_total", finished_reason="length") == total(
+        "baton_worker_requests_total", finish_reason="length"
+    )
+    queries = total("baton_worker_prefix_cache_queries_total")
+    assert total("sglang:cache_hit_rate") == total("baton_worker_prefix_cache_hits_total") / queries
+
+
+@pytest.mark.processes
+def test_nobody_shows_them_unasked(told: Told) -> None:
+    names = {name.name for of_peer in PEER_NAMES.values() for name in of_peer}
+    assert not names & samples(told, "router").keys()
