@@ -115,7 +115,7 @@ def page_ms(process: psutil.Process, port: int) -> float:
     for _ in range(PAGES):
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
             page.read()
-    return 1e3 * (sum(process.cpu_times()[:2]) - before) / PAGES
+    return float(1e3 * (sum(process.cpu_times()[:2]) - before) / PAGES)
 
 
 def measure(process: psutil.Process, port: int, seconds: float, clients: int) -> dict[str, float]:
