@@ -55,4 +55,5 @@ def _target(observed: Observed, name: RoleName, role: WorkerRole) -> int:
     if role.scaling is None:
         return 1 if role.replicas is None else role.replicas
     there = observed.find(API, KIND, names.role(observed.owner.name, name))
-    return scaled(role, there["spec"]["replicas"] if there else role.scaling.min_replicas)
+    # A new service shows what it is, even one that goes to zero when nobody asks for it.
+    return scaled(role, there["spec"]["replicas"] if there else 1)

@@ -157,7 +157,7 @@ class Router:
 
     def refusal(self) -> str | None:
         """Why no new request should come here now; None if it may."""
-        return "The router is draining." if self.draining else self.workers.refusal(time.monotonic())
+        return "The router is draining." if self.draining else self.workers.unready(time.monotonic())
 
 
 def create_app(settings: RouterSettings) -> Router:

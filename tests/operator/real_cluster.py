@@ -165,7 +165,7 @@ class RealCluster:
         body = {"apiVersion": API, "kind": kind, "metadata": {"name": name}, "spec": spec}
         where = path(API, kind, namespace)
         answer = await self.admin.post(where, json=body)
-        if answer.status_code == 409:
+        while answer.status_code == 409:  # it is there, or the operator wrote its status meanwhile
             there = await self.admin.get(f"{where}/{name}")
             body = {**there.json(), "spec": spec}
             answer = await self.admin.put(f"{where}/{name}", json=body)
@@ -243,7 +243,7 @@ class RealCluster:
         entries = [Asked.of(json.loads(line), user) for line in lines]
         return [one for one in entries if one is not None][since:]
 
-    async def until(self, claim: Callable[[], Any], limit_s: float = 30.0) -> None:
+    async def until(self, claim: Callable[[], Any], limit_s: float = 90.0) -> None:
         await until(claim, limit_s)
 
     async def _is_served(self, where: str) -> bool:
@@ -370,7 +370,7 @@ async def started(folder: Path, kubeconfig: Path, name: str, *options: str) -> A
         await process.wait()
 
 
-async def until(claim: Callable[[], Any], limit_s: float = 30.0) -> None:
+async def until(claim: Callable[[], Any], limit_s: float = 90.0) -> None:
     """Ask again and again; a claim that fails, or cannot be answered, is not true yet."""
     deadline = time.monotonic() + limit_s
     while True:

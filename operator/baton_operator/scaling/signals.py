@@ -113,7 +113,9 @@ def _decode(
         backlog = Reading.of(queued.value * tokens)
     latency = figures.read("decode_token")
     used = figures.read("decode_fullest") if pods.ready else ZERO
-    demand = figures.read("demand_answer")
+    demand, generated = figures.read("demand_answer"), figures.read("decode_generated")
+    if demand.known and generated.above(demand.value or 0.0):
+        demand = generated  # answers are longer than was expected of them
     return demand, backlog, latency, used, _decode_rate(figures, latency, objective_s)
 
 
