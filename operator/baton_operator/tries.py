@@ -2,7 +2,7 @@
 What lately became of requests at each generation, as the service's routers count it.
 
 It is asked while two generations are there, and counts what was added in the last two minutes: what a router
-has seen before says nothing of now. A router that does not answer is left out, and if none does, nobody fails.
+has seen before says nothing of now. A router that does not answer is left out; if none does, all is well.
 """
 
 from __future__ import annotations
