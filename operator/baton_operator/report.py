@@ -232,7 +232,6 @@ def _revision(observed: Observed, one: Seen, fate: Fate) -> Status:
         "createdAt": timestamp(one.created),
         "progressedAt": timestamp(one.progressed),
         "settled": not one.waiting,
-        "settled": not one.waiting,
         "peak": generations.peak(observed, one),
         "step": fate.step,
         "reason": fate.reason
