@@ -207,7 +207,7 @@ def test_a_checksum_that_differs_cuts_the_prefix_before_it() -> None:
     made.pulled(1, pulled(), 1.0)
     abort, report = made.verified(1, [True, False, True])
     assert abort == ABORT
-    assert reported([report]) == Fetched("q", arrived=1, reason=Fallback.CHECKSUM)
+    assert reported([report]) == Fetched("q", arrived=1, reason=Fallback.CHECKSUM, transport="loopback")
 
 
 def test_blocks_of_an_unsettled_read_are_unsafe_until_it_settles() -> None:
@@ -219,7 +219,7 @@ def test_blocks_of_an_unsettled_read_are_unsafe_until_it_settles() -> None:
     abort, report = made.cancel()
     assert abort == ABORT
     assert reported([report]) == Fetched(
-        "q", arrived=0, unsafe=frozenset({21, 22}), reason=Fallback.CANCELLED
+        "q", arrived=0, unsafe=frozenset({21, 22}), reason=Fallback.CANCELLED, transport="loopback"
     )
     assert not made.settled
     assert made.pulled(1, pulled(), 9.0) == [Settled((21, 22))]
@@ -249,7 +249,7 @@ def test_when_the_peer_gives_up_the_reads_under_way_still_count() -> None:
     assert made.chunk(chunk(4, [7]), 0.0) == [], "nothing new is begun"
     done, report = bring(made, 1, 2)
     assert done == DONE
-    assert reported([report]) == Fetched("q", arrived=2, reason=Fallback.FAILED)
+    assert reported([report]) == Fetched("q", arrived=2, reason=Fallback.FAILED, transport="loopback")
 
 
 def test_a_peer_without_room_is_not_one_that_failed() -> None:
