@@ -46,7 +46,7 @@ def kubeconfig(api: RealKubernetes, folder: Path, token: str) -> str:
 async def answers(api: RealKubernetes, path: str) -> None:
     """A custom resource is served a moment after it was defined."""
     async with asyncio.timeout(PATIENCE_S):
-        while (await api.admin.get(path)).status_code != 200:
+        while (await api.admin.get(path)).status_code != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 
 

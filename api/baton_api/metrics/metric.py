@@ -66,8 +66,8 @@ class Metric:
     @property
     def foreseen(self) -> tuple[str, ...]:
         """
-        The values of its only label, if they are known beforehand. Such series are there from the start: of one
-        that comes to be at its first event, Prometheus never sees that event.
+        The values of its only label, if they are known beforehand. Such series are there from the start: of
+        one that comes to be at its first event, Prometheus never sees that event.
         """
         return self.by[0].values if len(self.by) == 1 else ()
 

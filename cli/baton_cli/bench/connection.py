@@ -137,6 +137,6 @@ class Connection(asyncio.Protocol):
             self._done.set_result(None)
 
     def _acknowledge(self) -> None:
-        if QUICK is not None and self._socket is not None and self._transport is not None:
-            if not self._transport.is_closing():
-                self._socket.setsockopt(socket.IPPROTO_TCP, QUICK, 1)
+        if QUICK is None or self._socket is None or self._transport is None or self._transport.is_closing():
+            return
+        self._socket.setsockopt(socket.IPPROTO_TCP, QUICK, 1)

@@ -6,6 +6,7 @@ An answer counts only if it is whole: a stream that ends without `[DONE]` was cu
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ def read(answer: Answer, due_s: float, late_s: float) -> Outcome:
         late_s=late_s,
         ttft_s=(times[0] if times else last) - answer.sent,
         total_s=last - answer.sent,
-        gaps_s=tuple(b - a for a, b in zip(times, times[1:], strict=False)),
+        gaps_s=tuple(later - before for before, later in itertools.pairwise(times)),
         prompt_tokens=usage.get("prompt_tokens") or 0,
         cached_tokens=details.get("cached_tokens") or 0,
         output_tokens=usage.get("completion_tokens") or len(times),

@@ -10,14 +10,18 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-WORDS = (
-    "time person year way day thing man world life hand part child eye woman place work week case "
-    "point government company number group problem fact water room mother area money story month lot "
-    "right study book word business issue side kind head house service friend father power hour game "
-    "line end member law car city community name president team minute idea body information back "
-    "parent face level office door health art war history party result change morning reason research "
-    "girl guy moment air teacher force education"
-).split()
+# fmt: off
+WORDS = [
+    "time", "person", "year", "way", "day", "thing", "man", "world", "life", "hand", "part", "child",
+    "eye", "woman", "place", "work", "week", "case", "point", "government", "company", "number", "group",
+    "problem", "fact", "water", "room", "mother", "area", "money", "story", "month", "lot", "right",
+    "study", "book", "word", "business", "issue", "side", "kind", "head", "house", "service", "friend",
+    "father", "power", "hour", "game", "line", "end", "member", "law", "car", "city", "community", "name",
+    "president", "team", "minute", "idea", "body", "information", "back", "parent", "face", "level",
+    "office", "door", "health", "art", "war", "history", "party", "result", "change", "morning", "reason",
+    "research", "girl", "guy", "moment", "air", "teacher", "force", "education",
+]
+# fmt: on
 
 PREFIX_SEED = 1_000_003
 """Keeps what prefixes and traces' blocks are made of apart from what requests are made of."""
