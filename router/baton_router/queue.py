@@ -14,22 +14,20 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import cast
 
 from baton_api.errors import BatonError, NotInTime, NotReady, Overloaded
-from baton_router.admission import Pace, Terms, Tolerance, terms, too_late
+from baton_router.admission import Terms, terms, too_late
 from baton_router.asks import Ask
 from baton_router.dispatcher import Dispatch, Dispatcher
 from baton_router.line import Entry
+from baton_router.places import Places
 from baton_router.settings import RouterSettings
 from baton_router.spare import NEARLY_DONE_S, has_spare_blocks, takes
-from baton_router.waiting_room import LEVELS, WaitingRoom
+from baton_router.waiting import Pool, Waiting, prompt_tokens
+from baton_router.waiting_room import LEVELS
 from baton_router.wishes import Wishes
-
-REPLAN_S = 0.25
-"""For so long a request that waits for a busy worker is believed to want no other."""
 
 TICK_S = 0.1
 """The longest time that passes between two looks while somebody waits: workers change without a word."""
@@ -42,39 +40,8 @@ ANSWER_COST = 3.0
 ENTRY_BYTES = 2048
 """Of memory for a request that waits, beside its body."""
 
-SHARE = 0.8
-"""Of the room that it and those who are not there yet have together, that a tenant may fill."""
-
-BYTES_PER_TOKEN = 4
-"""Of prompts, as long as no worker is there to have said it."""
-
 INTERACTIVE = "interactive"
 BATCH = "batch"
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Waiting(Entry):
-    """One request that waits, and who waits for it."""
-
-    ask: Ask
-    future: asyncio.Future[Dispatch]
-    plan: Dispatch | None
-    """Where it would have gone when that was asked last; None if nowhere."""
-    planned: float
-    predicted_s: float = 0.0
-    """Until it goes, uncorrected."""
-
-
-class Pool:
-    """Those who wait for the same workers."""
-
-    __slots__ = ("pace", "room", "tolerance", "wishes")
-
-    def __init__(self) -> None:
-        self.room = WaitingRoom()
-        self.wishes = Wishes()
-        self.pace = Pace()
-        self.tolerance = Tolerance()
 
 
 class Queue:
@@ -87,12 +54,7 @@ class Queue:
         self._numbers = itertools.count()
         self._pools: dict[Hashable, Pool] = {}
         """By the decode workers that they can go to; by the model for those who can go to none."""
-        self._waiting = 0
-        self._bytes = 0
-        self._counts: Counter[str] = Counter()
-        """How many wait, by tenant."""
-        self._held: Counter[str] = Counter()
-        """Bytes of those who wait, by tenant."""
+        self._places = Places(settings.queue_requests, settings.queue_bytes)
         self._silent: list[tuple[float, int, Dispatch]] = []
         """Requests of whose prompt nobody says when it is computed, by when that should be; a heap."""
         self._timer: asyncio.Handle | None = None
@@ -104,7 +66,7 @@ class Queue:
         """Tokens that requests asked for when they came, by kind."""
 
     def __len__(self) -> int:
-        return self._waiting
+        return len(self._places)
 
     def count(self, level: int) -> int:
         """How many of one class wait."""
@@ -123,7 +85,7 @@ class Queue:
     @property
     def queued_tokens(self) -> int:
         """Of the prompts that wait, not cached as far as one can tell."""
-        return sum(_prompt_tokens(entry.ask, entry.plan) for entry in self._all())
+        return sum(entry.prompt_tokens for entry in self._all())
 
     def _all(self) -> Iterator[Waiting]:
         for pool in self._pools.values():
@@ -151,7 +113,7 @@ class Queue:
             self._asked_for(ask, made)
             if made is None:
                 raise NotReady("Every worker that serves this model was tried for this request.")
-            if not self._waiting and self._may_go(ask, made, now):
+            if not self._places and self._may_go(ask, made, now):
                 self._book(ask, made, now)
                 return made
         return await self._wait(ask, made, now)
@@ -160,7 +122,7 @@ class Queue:
         """Count what a request wants when it comes for the first time, whatever becomes of it."""
         if ask.again or ask.tried:
             return
-        self.demand["prompt"] += _prompt_tokens(ask, plan)
+        self.demand["prompt"] += prompt_tokens(ask, plan)
         self.demand["answer"] += round(self._answer_tokens(ask))
 
     def _answer_tokens(self, ask: Ask) -> float:
@@ -170,7 +132,7 @@ class Queue:
 
     def changed(self) -> None:
         """A worker may be free now that was not."""
-        if self._waiting:
+        if self._places:
             self._look_in(0.0)
 
     async def _wait(self, ask: Ask, plan: Dispatch | None, now: float) -> Dispatch:
@@ -180,8 +142,8 @@ class Queue:
         if not entry.again:
             self._admit(entry, pool, now)
         pool.room.add(entry)
-        _wish(pool.wishes, entry)
-        self._count(entry, 1)
+        entry.wish(pool.wishes)
+        self._places.take(entry)
         self._look_in(0.0)
         try:
             return await entry.future
@@ -193,7 +155,7 @@ class Queue:
             raise
         finally:
             pool.room.discard(entry)
-            self._count(entry, -1)
+            self._places.leave(entry)
 
     def _pool(self, key: Hashable) -> Pool:
         pool = self._pools.get(key)
@@ -233,16 +195,11 @@ class Queue:
 
     def _admit(self, entry: Waiting, pool: Pool, now: float) -> None:
         """Raise what tells the client that to wait is no use."""
-        settings = self._settings
-        count, held = self._counts[entry.tenant], self._held[entry.tenant]
-        places = settings.queue_requests - self._waiting + count
-        room = settings.queue_bytes - self._bytes + held
-        if count + 1 > SHARE * places:
+        try:
+            self._places.refuse(entry)
+        except Overloaded:
             self.rejects["full"] += 1
-            raise Overloaded(count, int(SHARE * places))
-        if held + entry.size > SHARE * room:
-            self.rejects["full"] += 1
-            raise Overloaded(held, int(SHARE * room), what="bytes")
+            raise
         if entry.plan is None:
             return
         computers = entry.plan.among.known_prefills or entry.plan.among.known_decodes
@@ -254,14 +211,6 @@ class Queue:
         if too_late(entry.ask.kind, on, predicted, room_s, pool.tolerance.times):
             self.rejects["late"] += 1
             raise NotInTime(predicted, min(entry.objective_s, entry.patience_s))
-
-    def _count(self, entry: Entry, by: int) -> None:
-        self._waiting += by
-        self._bytes += by * entry.size
-        self._counts[entry.tenant] += by
-        self._held[entry.tenant] += by * entry.size
-        if not self._counts[entry.tenant]:
-            del self._counts[entry.tenant], self._held[entry.tenant]
 
     def _look_in(self, seconds: float) -> None:
         """Look who can go, in so many seconds or before."""
@@ -287,7 +236,7 @@ class Queue:
             if pool.wishes.could_go(self._settings.prefill_tokens, now):
                 self._offer(pool, now)
             soonest = min(soonest, pool.wishes.free_in(now), pool.room.alarm - now)
-        if self._waiting:
+        if self._places:
             due = self._silent[0][0] - now if self._silent else TICK_S
             self._look_in(max(LEAST_TICK_S, min(soonest, due)))
 
@@ -300,17 +249,13 @@ class Queue:
             """Whether it goes; if not, what it is to take is in the way of those behind it."""
             assert isinstance(entry, Waiting)
             plan = entry.plan
-            if (
-                plan is None
-                or now >= entry.planned + REPLAN_S
-                or takes(plan.computing, plan.uncached, most, now)
-            ):
+            if plan is None or now >= entry.replan_at or takes(plan.computing, plan.uncached, most, now):
                 if self._take(entry, pool, ahead, now):
                     return True
             else:
                 slot = plan.computing.slot
                 ahead[slot] = ahead.get(slot, 0.0) + entry.best_s
-            _wish(wishes, entry)
+            entry.wish(wishes)
             return False
 
         def more() -> bool:
@@ -390,15 +335,3 @@ class Queue:
         if ask.again and made.pair.decode.health.full_until > now:
             return False  # to ask it again at once would be no use
         return ask.kind != BATCH or has_spare_blocks(made.generating)
-
-
-def _wish(wishes: Wishes, entry: Waiting) -> None:
-    if entry.plan is None:
-        wishes.anywhere()
-    else:
-        wishes.add(entry.plan.computing, entry.plan.uncached, entry.planned + REPLAN_S)
-
-
-def _prompt_tokens(ask: Ask, plan: Dispatch | None) -> int:
-    """Tokens to compute, as far as one can tell."""
-    return plan.uncached if plan else max(1, ask.prompt.bytes // BYTES_PER_TOKEN)
