@@ -14,6 +14,7 @@ ON_THE_WALL = {
     "app.py": "since when models are there, for a client to read",
     "errands.py": "when a ticket expires",
     "kv_subscriber.py": "a figure: how late events come",
+    "page/page.py": "a figure: when requests were asked, for a person to read",
     "proxy.py": "when a ticket expires",
     "tracing.py": "a figure: where spans lie, among those of other services",
 }

@@ -103,7 +103,7 @@ def test_port_0_takes_a_free_one_and_its_url_says_which() -> None:
         assert listening.proto == socket.IPPROTO_TCP
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "https://a:1", "http://a:1/v1", "http://", ""])
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://a:1", "http://a:1/v1", "http://", ""])
 def test_what_is_no_workers_address_is_refused(url: str) -> None:
     with pytest.raises(ValidationError, match="looks like http"):
         RouterSettings(decode=(url,))
