@@ -359,7 +359,8 @@ async def test_one_that_was_stopped_and_comes_back_finds_itself_replaced_and_wri
         await reaches(cluster, "SpecSupported", "True Supported", "meanwhile")
         frozen.process.send_signal(signal.SIGCONT)
         assert await asyncio.wait_for(frozen.process.wait(), 60) == 1
-        assert "is lost" in frozen.log.read_text()
+        said = frozen.log.read_text()
+        assert "is lost" in said or "is not held by" in said, "whether renewing or writing noticed it first"
         await cluster.put(PAIR, "after")
         await reaches(cluster, "SpecSupported", "True Supported", "after")
     assert writers(cluster, since) == ["frozen", "next"]
@@ -440,4 +441,5 @@ async def test_each_transition_has_one_event_and_what_comes_back_counts(cluster:
     of_chat = [one for one in events if one["involvedObject"]["name"] == "chat"]
     suspended = [one for one in of_chat if one["reason"] == "Suspended"]
     assert [(one["count"], one["type"]) for one in suspended] == [(2, "Warning")], suspended
-    assert counted(cluster.asked())["create events"] == len(events)
+    created = counted(cluster.asked())["create events"]
+    assert 0 < created <= len(events), "of what a server did in its last moment, the log may not tell"
