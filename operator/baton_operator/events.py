@@ -18,7 +18,6 @@ from kubernetes.aio.client.exceptions import ApiException
 
 from baton_operator.api_server import ApiServer
 from baton_operator.conditions import Transition
-from baton_operator.leadership import NotLeader
 from baton_operator.manifests.objects import Manifest
 from baton_operator.observed import timestamp
 
@@ -61,13 +60,11 @@ class Events:
             log.warning("An Event of %s is lost: %d wait.", about["metadata"]["name"], WAITING)
 
     async def run(self) -> None:
-        """Post what comes, one after the other."""
+        """Post what comes, one after the other. Raises NotLeader when the Lease is lost."""
         while True:
             about, transition, when = await self._waiting.get()
             try:
                 await self._post(about, transition, when)
-            except NotLeader:
-                return
             except ApiException as error:
                 log.warning("An Event of %s is lost: %s", about["metadata"]["name"], error.reason)
 
