@@ -18,6 +18,10 @@ from baton_api.errors import SetupError
 Url = Annotated[str, typer.Option(help="Where the router answers.")]
 Key = Annotated[str, typer.Option("--api-key", help="The service's API key.", envvar="BATON_API_KEY")]
 Output = Annotated[str, typer.Option(help="text, or json for scripts.", metavar="text|json")]
+Kubeconfig = Annotated[
+    str,
+    typer.Option(help="The cluster's, which is looked at then. kubectl's own if not said.", metavar="FILE"),
+]
 
 URL = "http://127.0.0.1:8080"
 
@@ -44,12 +48,7 @@ def status(
     cluster: Annotated[
         bool, typer.Option("--cluster", help="Services of a cluster, instead of --url; as NAME does.")
     ] = False,
-    kubeconfig: Annotated[
-        str,
-        typer.Option(
-            help="The cluster's, which is looked at then. kubectl's own if not said.", metavar="FILE"
-        ),
-    ] = "",
+    kubeconfig: Kubeconfig = "",
     namespace: Annotated[str, typer.Option(help="Of the InferenceService.")] = "default",
     api_key: Key = "",
     output: Output = "text",
@@ -81,12 +80,7 @@ def doctor(
     cluster: Annotated[
         bool, typer.Option("--cluster", help="Look at the cluster too: rights, custom resources.")
     ] = False,
-    kubeconfig: Annotated[
-        str,
-        typer.Option(
-            help="The cluster's, which is looked at then. kubectl's own if not said.", metavar="FILE"
-        ),
-    ] = "",
+    kubeconfig: Kubeconfig = "",
     namespace: Annotated[str, typer.Option(help="In which services are to run.")] = "default",
     api_key: Key = "",
     output: Output = "text",
