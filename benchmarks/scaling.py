@@ -451,7 +451,7 @@ async def _played(
     watching = asyncio.create_task(cluster.watch())
     while not all(one.ready for one in cluster.workers) or not await _is_up(base):  # noqa: ASYNC110
         await asyncio.sleep(0.2)
-    await asyncio.sleep(3)
+    await asyncio.sleep(3)  # Prometheus, which looks every 2 s, has seen all of them once by then
     began, cluster.hours = time.monotonic(), 0.0
     policy: Scaler = Baton(0.0) if kind == "baton" else Hpa() if kind == "hpa" else Static()
     asking = asyncio.create_task(_clients(base, scale, began, seed))

@@ -335,7 +335,7 @@ def writers(cluster: RealCluster, since: int) -> list[str]:
     Who wrote, one after the other; fails if anybody did whom the Lease did not name then.
 
     The API server's log is in the order of its answers, and a Lease is written before anything else is.
-    One Event, which was on its way when an operator was stopped, tells of what was done before and may be late.
+    One Event, on its way when an operator was stopped, tells of what was done before and may be late.
     """
     held, late = "", 0
     found: list[str] = []
