@@ -214,12 +214,15 @@ class FakeWorker:
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        if not self._server.is_serving():  # it was on its way while the worker died
+            writer.transport.abort()
+            return
+        self._writers.add(writer)  # here: a task that is ended before its first step closes nothing
         task = asyncio.ensure_future(self._serve(reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
         try:
             while not writer.is_closing():
                 asked = await _read(reader)
