@@ -409,7 +409,9 @@ async def test_the_access_log_has_one_line_with_the_figures(
         await api.chat(max_tokens=3)
         await api.chat(n=0)
         await api.http.get("/health")
-    good, bad = (record.getMessage() for record in caplog.records if record.name == "baton_engine.server.edge")
+    good, bad = (
+        record.getMessage() for record in caplog.records if record.name == "baton_engine.server.edge"
+    )
     assert good.startswith("POST /v1/chat/completions 200 request=req_")
     assert "prompt=5 cached=0 completion=3 ttft=0." in good
     assert bad.startswith("POST /v1/chat/completions 400 ")
