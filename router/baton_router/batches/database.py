@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -153,7 +154,7 @@ def _sqlite(url: sqlalchemy.URL, busy_s: float) -> Engine:
 
     @event.listens_for(engine, "connect")
     def connected(connection: sqlite3.Connection, _: object) -> None:
-        connection.execute("PRAGMA journal_mode = WAL")
+        _write_ahead(connection, busy_s)
         connection.execute("PRAGMA synchronous = FULL")  # what was acknowledged outlives a loss of power
 
     @event.listens_for(engine, "begin")
@@ -163,3 +164,21 @@ def _sqlite(url: sqlalchemy.URL, busy_s: float) -> Engine:
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
     return engine
+
+
+def _write_ahead(connection: sqlite3.Connection, busy_s: float) -> None:
+    """
+    Have readers and a writer not wait for each other.
+
+    SQLite itself does not wait while two first users of an empty file both want this: one hears
+    SQLITE_BUSY at once, whatever its timeout is.
+    """
+    until = time.monotonic() + busy_s
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                raise
+        time.sleep(0.01)
