@@ -9,7 +9,7 @@ from e2e.kubernetes import Kubernetes, Refused
 
 VIEWS = {
     "objects.txt": ("get", "all,configmaps,endpointslices,networkpolicies,pdb", "--output=wide"),
-    "services.yaml": ("get", "inferenceservices", "--output=yaml"),
+    "services.yaml": ("get", "inferenceservices,batchjobs", "--output=yaml"),
     "pods.txt": ("describe", "pods"),
     "events.txt": ("get", "events", "--sort-by=.lastTimestamp"),
 }

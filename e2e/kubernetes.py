@@ -75,14 +75,28 @@ class Kubernetes:
         if services_are_near():
             yield f"http://{there['clusterIP']}:{port}"
             return
-        forward = ["kubectl", "--namespace", self.namespace, "port-forward", f"service/{service}", f":{port}"]
+        with self._forwarded(f"service/{service}", port) as address:
+            yield f"http://{address}"
+
+    @contextmanager
+    def reach_pod(self, pod: str, port: int) -> Iterator[str]:
+        """ADDRESS:PORT of a pod: its own, or else what kubectl forwards to it."""
+        if services_are_near():
+            yield f"{self.object('pod', pod)['status']['podIP']}:{port}"
+            return
+        with self._forwarded(f"pod/{pod}", port) as address:
+            yield address
+
+    @contextmanager
+    def _forwarded(self, what: str, port: int) -> Iterator[str]:
+        forward = ["kubectl", "--namespace", self.namespace, "port-forward", what, f":{port}"]
         with subprocess.Popen(forward, stdout=subprocess.PIPE, text=True) as process:
             try:
                 assert process.stdout is not None
                 said = process.stdout.readline()
                 found = re.search(r"127\.0\.0\.1:(\d+)", said)
                 assert found, f"kubectl port-forward said {said!r}"
-                yield f"http://127.0.0.1:{found[1]}"
+                yield f"127.0.0.1:{found[1]}"
             finally:
                 process.terminate()
 

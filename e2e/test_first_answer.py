@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import re
-
 import openai
 
 from e2e.installation import ROOT
 from e2e.kubernetes import Kubernetes
+from e2e.relays import QUESTION, pulled_bytes
 from e2e.stopwatch import Stopwatch
 
 MINIMAL = ROOT / "examples" / "minimal.yaml"
 READY_S = 300
-WORDS = "The baton goes from hand to hand, and nobody runs the whole way alone. "
-PROMPT = WORDS * 60 + "\nWhat goes from hand to hand? Answer in one short sentence."
-"""Longer than what a decode worker computes by itself."""
-
-PULLED = r'^baton_worker_transfer_bytes_total\{transport="([^"]+)"\} (\S+)'
 
 
 def test_a_service_of_ten_lines_answers(cluster: Kubernetes) -> None:
@@ -27,12 +21,12 @@ def test_a_service_of_ten_lines_answers(cluster: Kubernetes) -> None:
 
     with cluster.reach("smollm2") as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         answer = client.chat.completions.create(
-            model="smollm2", messages=[{"role": "user", "content": PROMPT}], max_tokens=32, temperature=0
+            model="smollm2", messages=[{"role": "user", "content": QUESTION}], max_tokens=32, temperature=0
         )
         watch.note("Ready -> first answer")
         stream = client.chat.completions.create(
             model="smollm2",
-            messages=[{"role": "user", "content": PROMPT}],
+            messages=[{"role": "user", "content": QUESTION}],
             max_tokens=32,
             temperature=0,
             stream=True,
@@ -51,13 +45,7 @@ def test_its_prompt_was_computed_by_another_pod(cluster: Kubernetes) -> None:
     roles = {pod["metadata"]["labels"]["baton.dev/role"]: pod for pod in cluster.objects("pods")}
     assert {"prefill", "decode", "router"} <= roles.keys()
 
-    decode = roles["decode"]["metadata"]["name"]
-    metrics = cluster.kubectl(
-        "get", "--raw", f"/api/v1/namespaces/{cluster.namespace}/pods/{decode}:8000/proxy/metrics"
-    )
-    moved = re.findall(PULLED, metrics, re.MULTILINE)
-    print(f"\nKV blocks pulled by the decode pod: {moved}")
-    assert sum(float(size) for _, size in moved) > 0
+    assert pulled_bytes(cluster, roles["decode"]["metadata"]["name"]) > 0
 
 
 def test_its_columns_say_what_is_there(cluster: Kubernetes) -> None:
