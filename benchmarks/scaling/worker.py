@@ -1,7 +1,7 @@
 """
 One worker without a model in a process of its own: it starts slowly, drains, and shows a worker's metrics.
 
-    python -m benchmarks.scaled_worker --role prefill --port 9301 --scale 15 --startup-s 240
+    python -m benchmarks.scaling.worker --role prefill --port 9301 --scale 15
 
 What it computes takes as long as `model_worker` says, so many times faster than meant. A decode worker asks a
 prefill worker by HTTP, and tells it when it has pulled the blocks. With SIGTERM it takes nothing new, and
@@ -14,122 +14,58 @@ import argparse
 import asyncio
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 import aiohttp
 import msgspec
 import uvloop
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from baton_api import metrics
-from baton_api.metrics import Metric
 from baton_api.workers import Load, Role
 from benchmarks.model_cluster import Body, Cluster, ServedWorker
 from benchmarks.model_server import Connection, _answer, _body
-from benchmarks.model_worker import Computed, Text, Timing
+from benchmarks.model_worker import Computed, ModelWorker, Text
+from benchmarks.scaling.case import BLOCK_TOKENS, BLOCKS, TIMING
+from benchmarks.scaling.worker_figures import WorkerFigures
 
-MEANT = Timing(
-    start_s=0.02, token_s=1 / 2000, move_s=0.01, step_s=0.03, stream_step_s=0.003, context_step_s=1e-7
-)
-"""About a model of 70 billion parameters."""
-
-BLOCK_TOKENS, BLOCKS = 512, 640
 TICK_S = 0.02
 
 
-class Figures:
-    """The metrics of one worker under their contract's names. Times from token to token are as meant."""
+class CountedModel(ModelWorker):
+    """A model whose tokens are counted."""
 
-    def __init__(self, worker: Worker, scale: float) -> None:
-        self._worker = worker
-        self.registry = CollectorRegistry()
-        self.generated = self._counter(metrics.WORKER_GENERATION_TOKENS)
-        self.ended = self._counter(metrics.WORKER_REQUESTS).labels("length")
-        self.tokens = Histogram(
-            metrics.WORKER_TOKEN.name, "x", buckets=metrics.WORKER_TOKEN.buckets, registry=self.registry
-        )
-        self._computed = self._counter(metrics.WORKER_PROMPT_TOKENS).labels("computed")
-        self.step = Histogram(metrics.WORKER_STEP.name, "x", registry=self.registry)
-        model = worker.model
-        for metric, value in (
-            (metrics.WORKER_RUNNING, lambda: worker.running),
-            (metrics.WORKER_QUEUED, lambda: 0),
-            (metrics.WORKER_HELD, lambda: worker.held),
-            (metrics.WORKER_QUEUED_TOKENS, lambda: model.queued_tokens),
-            (metrics.WORKER_KV_USAGE, lambda: min(1.0, model.context / (BLOCKS * BLOCK_TOKENS))),
-        ):
-            Gauge(metric.name, "x", registry=self.registry).set_function(value)
-        self._scale = scale
-        self._seen = 0
+    shown: WorkerFigures
 
-    def _counter(self, metric: Metric) -> Counter:
-        return Counter(metric.name, "x", metric.labels, registry=self.registry)
+    async def generate(self, text: Text, tokens: int, emit: Callable[[int], None]) -> None:
+        first = True
 
-    def text(self) -> bytes:
-        model = self._worker.model
-        computed = model.prompt_tokens - model.cached_tokens
-        self._computed.inc(computed - self._seen)
-        self._seen = computed
-        return generate_latest(self.registry)
+        def emitted(count: int) -> None:
+            nonlocal first
+            # As the model has it: how late a busy machine's timers are is no worker's.
+            self.shown.generated(count, None if first else self.step_s)
+            first = False
+            emit(count)
 
-    def generating(self, tokens: int, step_s: float) -> None:
-        self.generated.inc(tokens)
-        for _ in range(tokens):
-            self.tokens.observe(step_s * self._scale)
-
-
-class Remote:
-    """A prefill worker in another process."""
-
-    def __init__(self, session: aiohttp.ClientSession, control: str, move_s: float) -> None:
-        self._session = session
-        self._url = f"http://{control}"
-        self._move_s = move_s
-        self.model = self
-
-    async def compute(self, text: Text) -> Computed:
-        given = msgspec.json.encode({"tokens": text.tokens, "blocks": text.blocks})
-        async with self._session.post(f"{self._url}/compute", data=given) as answer:
-            answer.raise_for_status()
-            made = msgspec.json.decode(await answer.read())
-        await asyncio.sleep(self._move_s)
-        async with self._session.post(f"{self._url}/pulled") as answer:
-            answer.raise_for_status()
-        return Computed(made["cached"], made["queue_s"], made["compute_s"])
+        await super().generate(text, tokens, emitted)
+        self.shown.ended()
 
 
 class Worker(ServedWorker):
     """With its way to others, and what it has under way."""
 
     def __init__(self, cluster: Cluster, role: Role, port: int, scale: float) -> None:
-        timing = MEANT.faster(scale)
-        super().__init__(cluster, role, port, timing, BLOCKS, BLOCK_TOKENS)
+        self._scale = scale
         self.draining = False
         self.running = 0
         self.held = 0
-        """Prompts that were computed and not pulled."""
-        self.figures_ = Figures(self, scale)
-        generate = self.model.generate
+        super().__init__(cluster, role, port, TIMING.faster(scale), BLOCKS, BLOCK_TOKENS)
 
-        async def counted(text: Text, tokens: int, emit: Any) -> None:
-            made, at = 0, time.perf_counter()
-
-            def emitted(count: int) -> None:
-                nonlocal made, at
-                now = time.perf_counter()
-                if made:
-                    # As the model has it: how late a busy machine's timers are is no worker's.
-                    self.figures_.generating(count, self.model.step_s)
-                else:
-                    self.figures_.generated.inc(count)
-                made, at = made + count, now
-                emit(count)
-
-            await generate(text, tokens, emitted)
-            self.figures_.ended.inc()
-
-        self.model.generate = counted  # type: ignore[method-assign]
+    def begin(self) -> None:
+        super().begin()
+        model = CountedModel(self._timing, self._capacity, self._block_tokens, self._tell)
+        self.model = model
+        self.shown = model.shown = WorkerFigures(self, self._scale)
 
     @property
     def load(self) -> Load:
@@ -142,9 +78,9 @@ class Worker(ServedWorker):
             await asyncio.sleep(TICK_S)
             now = time.perf_counter()
             if self.model.streams:
-                self.figures_.step.observe(now - at)
+                self.shown.worked(now - at)
             elif self.model.busy_s > busy:
-                self.figures_.step.observe(self.model.busy_s - busy)
+                self.shown.worked(self.model.busy_s - busy)
             busy, at = self.model.busy_s, now
 
 
@@ -157,7 +93,7 @@ class Served(Connection):
         worker = self._worker
         match self._parser.get_method(), self._path:
             case b"GET", b"/metrics":
-                self._transport.write(_answer(worker.figures_.text(), b"text/plain; version=0.0.4"))
+                self._transport.write(_answer(worker.shown.text, b"text/plain; version=0.0.4"))
             case b"GET", b"/ready" if worker.draining:
                 self._transport.write(_answer(b"{}", status=b"503 Service Unavailable"))
             case b"POST", b"/compute":
@@ -197,6 +133,26 @@ class Served(Connection):
             worker.running -= 1
 
 
+class Remote:
+    """A prefill worker in another process."""
+
+    def __init__(self, session: aiohttp.ClientSession, control: str, move_s: float) -> None:
+        self._session = session
+        self._url = f"http://{control}"
+        self._move_s = move_s
+        self.model = self
+
+    async def compute(self, text: Text) -> Computed:
+        given = msgspec.json.encode({"tokens": text.tokens, "blocks": text.blocks})
+        async with self._session.post(f"{self._url}/compute", data=given) as answer:
+            answer.raise_for_status()
+            made = msgspec.json.decode(await answer.read())
+        await asyncio.sleep(self._move_s)
+        async with self._session.post(f"{self._url}/pulled") as answer:
+            answer.raise_for_status()
+        return Computed(made["cached"], made["queue_s"], made["compute_s"])
+
+
 class Alone(Cluster):
     """Of one worker; all others are elsewhere."""
 
@@ -209,13 +165,14 @@ class Alone(Cluster):
         return Remote(self._session, control, self._move_s)
 
 
-async def serve(role: Role, port: int, scale: float, startup_s: float) -> None:
-    await asyncio.sleep(startup_s / scale)
+async def serve(role: Role, port: int, scale: float, ready_at: float) -> None:
+    """From when the machine's steady clock says `ready_at` on, until SIGTERM."""
+    await asyncio.sleep(ready_at - time.monotonic())
     ends = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, ends.set)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        cluster = Alone(session, MEANT.faster(scale).move_s)
+        cluster = Alone(session, TIMING.move_s / scale)
         worker = Worker(cluster, role, port, scale)
         cluster.workers.append(worker)
         server = await loop.create_server(lambda: Served(worker), "127.0.0.1", port)
@@ -234,9 +191,11 @@ def main() -> None:
     parser.add_argument("--role", type=Role, choices=list(Role), required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--scale", type=float, default=1.0, help="times faster than meant")
-    parser.add_argument("--startup-s", type=float, default=240.0, help="as meant")
+    parser.add_argument(
+        "--ready-at", type=float, default=0.0, help="of the machine's steady clock, in seconds"
+    )
     options = parser.parse_args()
-    uvloop.run(serve(options.role, options.port, options.scale, options.startup_s))
+    uvloop.run(serve(options.role, options.port, options.scale, options.ready_at))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,204 @@
+"""
+The same cluster without processes, in virtual time: three hours in a second, to see what a change would do.
+
+Workers are `model_worker`'s, as in the processes. The router is one line of requests before whichever prefill
+worker is free, and gives each to the decode worker with the fewest. Nothing is late or lost on the way, so
+that processes do a little worse.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton_operator.rollout import RoleName
+from baton_operator.scaling.signals import Figures
+from benchmarks.model_worker import ModelWorker, Text
+from benchmarks.scaling.case import BLOCK_TOKENS, BLOCKS, NOTICE_S, ROLES, STARTUP_S, TIMING
+from benchmarks.scaling.day import Request
+from benchmarks.scaling.imagined_figures import Counter, Counters
+from benchmarks.scaling.score import Answer, Ends
+from benchmarks.scaling.world import Life, Pod, Sight, replica_hours
+
+PULSE_S = 5.0
+"""How often it is looked at who works."""
+
+BUSY_S = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class Imagined:
+    """A worker."""
+
+    role: RoleName
+    name: str
+    model: ModelWorker
+    started_s: float
+    ready_s: float | None = None
+    ends: bool = False
+    requests: int = 0
+    """That it was given and has not done."""
+    busy: Counter = field(default_factory=lambda: Counter(BUSY_S))
+
+    @property
+    def usage(self) -> float:
+        """Of its KV blocks."""
+        return min(1.0, self.model.context / (BLOCKS * BLOCK_TOKENS))
+
+
+Pair = tuple[Imagined, Imagined]
+"""Prefill and decode."""
+
+
+class ImaginedWorld:
+    """A `World`. Belongs to the loop of virtual time that runs when it is made: `async with` it."""
+
+    def __init__(self) -> None:
+        self.ends = Ends()
+        self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
+        self._workers: list[Imagined] = []
+        self._lives: dict[Imagined, Life] = {}
+        self._made = 0
+        self._line: deque[tuple[Request, asyncio.Future[Pair]]] = deque()
+        self._counters = Counters()
+        self._lit = True
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> ImaginedWorld:
+        self._do(self._pulse())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def replica_hours(self) -> float:
+        return replica_hours(self._lives.values(), self._now)
+
+    async def ready(self) -> None:
+        await asyncio.sleep(STARTUP_S)
+
+    def begin(self) -> None:
+        self._began = self._loop.time()
+        self._lives = {one: Life(0.0) for one in self._workers}
+
+    async def darken(self) -> None:
+        self._lit = False
+
+    async def lighten(self) -> None:
+        self._lit = True
+
+    async def ask(self, request: Request) -> Answer:
+        phase, made = request.phase, Answer(request.phase.name)
+        counters, came = self._counters, self._now
+        counters.asked(came, phase.prompt, phase.answer)
+        given: asyncio.Future[Pair] = self._loop.create_future()
+        self._line.append((request, given))
+        self._give()
+        prefill, decode = await given
+        text = Text(phase.prompt, ())
+        done = await prefill.model.compute(text)
+        counters.computed.add(self._now, text.tokens)
+        counters.computing_s.add(self._now, done.compute_s)
+        self._done(prefill)
+        await asyncio.sleep(TIMING.move_s)
+        made.first = self._now - came
+        counters.first.add(self._now, made.first)
+
+        def emit(count: int) -> None:
+            counters.generated.add(self._now, count)
+            counters.token.add(self._now, decode.model.step_s)
+
+        await decode.model.generate(text, phase.answer, emit)
+        self._done(decode)
+        counters.answered(self._now, phase.answer)
+        made.token = (self._now - came - made.first) / (phase.answer - 1)
+        made.ok = True
+        return made
+
+    async def scale(self, role: RoleName, count: int) -> None:
+        there = self._wanted(role)
+        for _ in range(count - len(there)):
+            self._made += 1
+            model = ModelWorker(TIMING, BLOCKS, BLOCK_TOKENS, lambda changed: None)
+            worker = Imagined(role, f"{role}-{self._made}", model, self._now)
+            self._workers.append(worker)
+            self._lives[worker] = Life(self._now)
+            self._do(self._start(worker))
+        there.sort(key=lambda one: (one.ready_s is not None, one.requests))
+        for worker in there[: max(0, len(there) - count)]:
+            worker.ends = True
+            self._do(self._end(worker))
+
+    async def see(self) -> Sight:
+        pods = {
+            role: [Pod(one.name, one.started_s, one.ready_s) for one in self._wanted(role)] for role in ROLES
+        }
+        if any(pods.values()) and not self._lit:
+            return Sight(self._now, pods, Figures({}, "Prometheus is away"), {})
+        prefills, decodes = self._ready("prefill"), self._ready("decode")
+        figures = self._counters.figures(
+            self._now,
+            line=[request.phase.prompt for request, _ in self._line],
+            held=0 if prefills and decodes else len(self._line),
+            in_flight=sum(one.requests for one in self._workers),
+            prefill=len(prefills),
+            usages=[one.usage for one in decodes],
+        )
+        busy = {one.name: one.busy.rate(self._now) for one in self._workers}
+        return Sight(self._now, pods, figures, busy)
+
+    @property
+    def _now(self) -> float:
+        return self._loop.time() - self._began
+
+    def _wanted(self, role: RoleName) -> list[Imagined]:
+        return [one for one in self._workers if one.role == role and not one.ends]
+
+    def _ready(self, role: RoleName) -> list[Imagined]:
+        return [one for one in self._wanted(role) if one.ready_s is not None]
+
+    def _do(self, what: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(what)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _start(self, worker: Imagined) -> None:
+        await asyncio.sleep(STARTUP_S)
+        worker.ready_s = self._now
+        self._give()
+
+    async def _end(self, worker: Imagined) -> None:
+        await asyncio.sleep(NOTICE_S)
+        while worker.requests:  # noqa: ASYNC110  (it costs nothing in virtual time)
+            await asyncio.sleep(1)
+        if worker.ready_s is not None:
+            self.ends.count(well=True)
+        self._lives[worker].ended_s = self._now
+        self._workers.remove(worker)
+
+    async def _pulse(self) -> None:
+        while True:
+            await asyncio.sleep(PULSE_S)
+            for one in self._workers:
+                one.busy.add(self._now, PULSE_S * bool(one.requests))
+
+    def _give(self) -> None:
+        """Whoever has waited for longest goes first, to a prefill worker that computes nothing."""
+        decodes = self._ready("decode")
+        free = [one for one in self._ready("prefill") if not one.requests]
+        while self._line and free and decodes:
+            pair = free.pop(), min(decodes, key=lambda one: one.requests)
+            for worker in pair:
+                worker.requests += 1
+            self._line.popleft()[1].set_result(pair)
+
+    def _done(self, worker: Imagined) -> None:
+        worker.requests -= 1
+        self._give()

@@ -1,0 +1,98 @@
+"""What Prometheus would say of an imagined cluster: its figures, made from what was counted."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from baton_operator.scaling.signals import Figures
+from benchmarks.scaling.case import WINDOW_S
+
+PERCENTILE = 0.95
+EXPECTED = 200.0
+SMOOTHING = 0.05
+"""Of the length that answers are expected to have, and what the last one changes of it."""
+
+
+class Counter:
+    """What has happened within a time that ends now."""
+
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        self._window_s = window_s
+        self._events: deque[tuple[float, float]] = deque()
+
+    def add(self, now: float, value: float) -> None:
+        self._events.append((now, value))
+
+    def values(self, now: float) -> list[float]:
+        while self._events and self._events[0][0] <= now - self._window_s:
+            self._events.popleft()
+        return [value for _, value in self._events]
+
+    def rate(self, now: float) -> float:
+        return sum(self.values(now)) / self._window_s
+
+
+class Counters:
+    """Of a service."""
+
+    def __init__(self) -> None:
+        self.prompt, self.answer = Counter(), Counter()
+        """Tokens that were asked for."""
+        self.first = Counter()
+        """Seconds to the first token."""
+        self.token = Counter()
+        """Seconds from token to token, of about as many tokens each."""
+        self.computed, self.computing_s = Counter(), Counter()
+        self.generated, self.ended = Counter(), Counter()
+        self._expected = EXPECTED
+
+    def asked(self, now: float, prompt: int, answer: int) -> None:
+        self.prompt.add(now, prompt)
+        self.answer.add(now, min(answer, self._expected))
+
+    def answered(self, now: float, answer: int) -> None:
+        self.ended.add(now, 1)
+        self._expected += SMOOTHING * (answer - self._expected)
+
+    def figures(
+        self,
+        now: float,
+        *,
+        line: Sequence[int],
+        held: int,
+        in_flight: int,
+        prefill: int,
+        usages: Sequence[float],
+    ) -> Figures:
+        """`line`: tokens of prompts that wait. `prefill`: workers. `usages`: of decode workers' KV blocks."""
+        made = {
+            "routers": 1.0,
+            "age": 0.0,
+            "demand_prompt": self.prompt.rate(now),
+            "demand_answer": self.answer.rate(now),
+            "queued_prompt": sum(line),
+            "waiting": len(line),
+            "in_flight": in_flight,
+            "held": held,
+            "prefill_workers": prefill,
+            "prefill_queued_tokens": 0.0,
+            "decode_workers": len(usages),
+            "decode_queued": 0.0,
+            "decode_generated": self.generated.rate(now),
+        }
+        if firsts := self.first.values(now):
+            made["first_token"] = _percentile(firsts)
+        if busy_s := self.computing_s.rate(now):
+            made["prefill_speed"] = self.computed.rate(now) / busy_s
+        if tokens := self.token.values(now):
+            made["decode_token"] = _percentile(tokens)
+        if ended := self.ended.rate(now):
+            made["decode_answer"] = made["decode_generated"] / ended
+        if usages:
+            made |= {"decode_fullest": max(usages), "decode_usage": sum(usages) / len(usages)}
+        return Figures({name: float(value) for name, value in made.items()})
+
+
+def _percentile(values: Sequence[float]) -> float:
+    return sorted(values)[int(PERCENTILE * (len(values) - 1))]

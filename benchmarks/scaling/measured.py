@@ -1,0 +1,56 @@
+"""Prometheus' figures as meant: rates are slower, and times longer, than they pass here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from baton_api import metrics
+from baton_operator.scaling.prometheus import MetricsLost, Prometheus
+from baton_operator.scaling.questions import FIGURE, Question
+from baton_operator.scaling.signals import Figures
+from benchmarks.scaling.case import WINDOW_S
+
+RATES = {"demand_prompt", "demand_answer", "prefill_speed", "decode_generated"}
+TIMES = {"first_token", "age"}
+"""Times from token to token are reported as meant."""
+
+BUSY_S = 60.0
+LEAST_WINDOW_S = 4
+"""Of Prometheus' own time, which scrapes each second."""
+
+
+class Measured:
+    """Of one service. Close it at the end."""
+
+    def __init__(self, url: str, scale: float) -> None:
+        self._url = url
+        self._prometheus = Prometheus()
+        self._times = dict.fromkeys(TIMES, scale) | dict.fromkeys(RATES, 1 / scale)
+        self._busy_s = max(LEAST_WINDOW_S, round(BUSY_S / scale))
+        window_s = max(LEAST_WINDOW_S, round(WINDOW_S / scale))
+        self._question = Question("models", "chat", 95, window_s)
+
+    async def figures(self) -> Figures:
+        """Of the operator's one question."""
+        try:
+            found = await self._prometheus.ask(self._url, self._question.text, FIGURE)
+        except MetricsLost as lost:
+            return Figures({}, str(lost))
+        return Figures({name: value * self._times.get(name, 1.0) for name, value in found.items()})
+
+    async def running(self) -> Mapping[str, float]:
+        """Requests by worker."""
+        return await self._by_pod(self._question.running)
+
+    async def busy(self) -> Mapping[str, float]:
+        """Share of the last minute that a worker was at work: what its CPU would show."""
+        return await self._by_pod(f"sum by (pod) (rate({metrics.WORKER_STEP.name}_sum[{self._busy_s}s]))")
+
+    async def close(self) -> None:
+        await self._prometheus.close()
+
+    async def _by_pod(self, query: str) -> Mapping[str, float]:
+        try:
+            return await self._prometheus.ask(self._url, query, "pod")
+        except MetricsLost:
+            return {}

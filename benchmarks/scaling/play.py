@@ -1,0 +1,61 @@
+"""One policy over the whole load, in whatever world and however fast its time passes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import psutil
+
+from baton_operator.rollout import RoleName
+from baton_operator.scaling.autoscaler import AWAKE_S
+from benchmarks.scaling.case import INTERVAL_S
+from benchmarks.scaling.day import DARK, END, MINUTE, requests
+from benchmarks.scaling.score import Answer, Count, Score
+from benchmarks.scaling.world import Scaler, World
+
+PATIENCE_S = 120.0
+"""That clients have at the end."""
+
+
+async def play(
+    name: str, scaler: Scaler, first: Mapping[RoleName, int], world: World, scale: float, seed: int
+) -> Score:
+    """`first` are there at the begin. `scale`: times faster than meant."""
+    score = Score(name)
+    for role, count in first.items():
+        await world.scale(role, count)
+    await world.ready()
+    clock = asyncio.get_running_loop().time
+    began = next_look = clock()
+    world.begin()
+    asking = asyncio.create_task(_clients(world, began, scale, seed))
+    dark = False
+    while (minute := (clock() - began) * scale / MINUTE) < END:
+        if (DARK[0] <= minute < DARK[1]) != dark:
+            dark = not dark
+            await (world.darken() if dark else world.lighten())
+        seen = await world.see()
+        wanted = scaler.wanted(seen)
+        for role, count in wanted.items():
+            if count != len(seen.pods[role]):
+                await world.scale(role, count)
+        score.counts.append(Count(minute, wanted["prefill"], wanted["decode"]))
+        score.loads.append(psutil.getloadavg()[0])
+        # A service that sleeps is looked at as often as the operator does it.
+        next_look += (INTERVAL_S if any(seen.pods.values()) else AWAKE_S) / scale
+        await asyncio.sleep(max(0.0, next_look - clock()))
+    score.replica_hours = world.replica_hours
+    score.answers = await asking
+    score.ends = world.ends
+    return score
+
+
+async def _clients(world: World, began: float, scale: float, seed: int) -> list[Answer]:
+    clock = asyncio.get_running_loop().time
+    tasks = []
+    for request in requests(seed):
+        await asyncio.sleep(max(0.0, began + request.at_s / scale - clock()))
+        tasks.append(asyncio.create_task(world.ask(request)))
+    async with asyncio.timeout(PATIENCE_S):
+        return list(await asyncio.gather(*tasks))
