@@ -13,7 +13,8 @@ from baton_operator.generation import Blueprint, Generation
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests.objects import Manifest, Owner, made
 from baton_operator.observed import Observed, Pod, seconds
-from baton_operator.rollout import RoleName, RoleState, Seen, Tried
+from baton_operator.rollout import RoleName, RoleState, Seen
+from baton_operator.trial import Tried
 
 DATA = "generation.json"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from baton_api import labels
 from baton_operator.manifests.objects import Manifest, Owner
-from baton_operator.rollout import Tried
+from baton_operator.trial import Tried
 
 Key = tuple[str, str, str]
 """apiVersion, kind and name of an object in the service's namespace."""

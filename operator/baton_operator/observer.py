@@ -16,7 +16,7 @@ from baton_operator.api_server import ApiServer
 from baton_operator.manifests.exposure import CERTIFICATE_API, GATEWAY_API
 from baton_operator.manifests.objects import Manifest
 from baton_operator.observed import Key, Observed, Pod, key
-from baton_operator.rollout import Tried
+from baton_operator.trial import Tried
 from baton_operator.tries import NoTries, Tries
 
 RBAC = "rbac.authorization.k8s.io/v1"

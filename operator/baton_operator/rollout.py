@@ -5,9 +5,9 @@ A generation serves as far as both of its roles do: one ready prefill worker of 
 make half a generation. The new one gets requests by that share; the old one gives up workers for it, and
 never more than the new one has taken over. So the two roles of a generation come and go together.
 
-A generation that makes no progress, whose workers crash, or on which requests fail that do not fail on the
-old one, has failed; then the one that served before is brought back, and the failed one is not tried again
-until the spec asks for something else.
+A generation that makes no progress, whose workers crash, or against which its requests speak, has failed;
+then the one that served before is brought back, and the failed one is not tried again until the spec asks for
+something else.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from baton_operator.kinds.service_policies import Rollout
+from baton_operator.trial import Tried, fault
 
 RoleName = Literal["prefill", "decode"]
 Phase = Literal["Warming", "Serving", "Draining", "Retired", "Failed"]
 
 CRASHES = 3
 """Restarts of one worker of a new generation after which the generation has failed."""
-
-FAILURES = 5
-"""Requests that must have failed on a new generation before their share says anything."""
 
 TRIED_S = 5.0
 """Seconds after which to look again at what becomes of requests."""
@@ -50,19 +48,6 @@ class RoleState:
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
-    """What became of the requests that a generation was lately given, whoever answered them in the end."""
-
-    requests: int = 0
-    failed: int = 0
-
-    @property
-    def failing(self) -> float:
-        """The share of them that failed, from 0 to 1."""
-        return self.failed / self.requests if self.requests else 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Seen:
     """One generation as it is. Times are Unix seconds."""
 
@@ -75,7 +60,7 @@ class Seen:
     """When one more of its workers got ready, or it began to wait for one."""
     restarts: int = 0
     """Of that worker which has most."""
-    tried: Tried = Tried()
+    tried: Tried = field(default_factory=Tried)
     step: int = 0
     step_since: float | None = None
 
@@ -179,12 +164,7 @@ def _failure(wanted: Wanted, new: Seen, old: Sequence[Seen], now: float) -> str:
     limit = wanted.policy.progress_deadline_seconds
     if new.waiting and new.share(wanted.targets) < 1 and now - new.progressed > limit:
         return f"it made no progress for {limit} s"
-    tried, most = new.tried, wanted.policy.max_failed_percent
-    # What fails on the old generation as well is not the new one's fault.
-    least = min((one.tried.failing for one in old), default=0.0)
-    if tried.failed >= FAILURES and ALL * tried.failing > most and tried.failing > least:
-        return f"{tried.failed} of {tried.requests} requests failed on it"
-    return ""
+    return fault(wanted.policy, new.tried, [one.tried for one in old])
 
 
 def _rolled_back(wanted: Wanted, seen: Sequence[Seen], failed: Seen, reason: str) -> dict[str, Fate]:

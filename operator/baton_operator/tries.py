@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton_api import metrics
 from baton_operator import names
-from baton_operator.rollout import Tried
+from baton_operator.trial import Tried
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +31,12 @@ ANSWER_S = 3.0
 Read = Callable[[str], Awaitable[str]]
 """Gives what is at a URL. Raises OSError, TimeoutError or aiohttp.ClientError."""
 
-Counts = Mapping[str, Mapping[tuple[str, str], float]]
-"""Of each router, by its pod's name: requests by revision and result."""
+Counted = tuple[str, str | float]
+"""A revision, and what is counted of it: requests by their result, `passed` or `failed`, and streams by the
+seconds within which their first token came."""
+
+Counts = Mapping[str, Mapping[Counted, float]]
+"""Of each router, by its pod's name."""
 
 
 class Tries(Protocol):
@@ -74,7 +78,7 @@ class RouterTries:
     def forget(self, service: str) -> None:
         self._seen.pop(service, None)
 
-    async def _counts(self, address: str) -> Mapping[tuple[str, str], float] | None:
+    async def _counts(self, address: str) -> Mapping[Counted, float] | None:
         host = f"[{address}]" if ":" in address else address
         url = f"http://{host}:{names.ROUTER_PORT}/metrics"
         try:
@@ -95,31 +99,37 @@ async def read(url: str) -> str:
         return text
 
 
-def counted(text: str) -> Counter[tuple[str, str]]:
+def counted(text: str) -> Counter[Counted]:
     """
-    Requests by revision and result, of all processes of a router. Raises ValueError.
+    What a router counts, all of its processes together. Raises ValueError.
 
     >>> name = "baton_router_generation_requests_total"
     >>> counted(f'{name}{{revision="6f1c2ab9",result="failed"}} 3.0\\n')
     Counter({('6f1c2ab9', 'failed'): 3.0})
     """
-    wanted = metrics.ROUTER_GENERATION_REQUESTS.name
-    found: Counter[tuple[str, str]] = Counter()
+    requests = metrics.ROUTER_GENERATION_REQUESTS.name
+    streams = f"{metrics.ROUTER_GENERATION_FIRST_TOKEN.name}_bucket"
+    found: Counter[Counted] = Counter()
     for family in text_string_to_metric_families(text):
         for one in family.samples:
-            if one.name == wanted:
+            if one.name == requests:
                 found[one.labels["revision"], one.labels["result"]] += one.value  # type: ignore[assignment]
+            elif one.name == streams:
+                found[one.labels["revision"], float(one.labels["le"])] += one.value  # type: ignore[assignment]
     return found
 
 
 def _added(readings: Sequence[Counts]) -> dict[str, Tried]:
     """What each router has counted since it was first read."""
-    added: Counter[tuple[str, str]] = Counter()
+    added: Counter[Counted] = Counter()
     for pod, latest in readings[-1].items():
         first = next(one[pod] for one in readings if pod in one)
         for which, count in latest.items():
             added[which] += round(max(0.0, count - first.get(which, 0.0)))
-    revisions = {revision for revision, _ in added}
-    return {
-        one: Tried(added[one, "passed"] + added[one, "failed"], added[one, "failed"]) for one in revisions
-    }
+    return {revision: _tried(revision, added) for revision, _ in added}
+
+
+def _tried(revision: str, added: Counter[Counted]) -> Tried:
+    failed = added[revision, "failed"]
+    begun = {what: added[one, what] for one, what in added if one == revision and isinstance(what, float)}
+    return Tried(added[revision, "passed"] + failed, failed, begun)

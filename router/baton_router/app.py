@@ -87,6 +87,7 @@ class Router:
         self.figures.registry.register(QueueFigures(self.scheduler.queue, time.monotonic))
         self.figures.registry.register(self.scheduler.dispatcher.figures)
         self.figures.registry.register(self.scheduler.verdicts.generations)
+        self.figures.registry.register(self.scheduler.verdicts.first_tokens)
         if self.access.tenants is not None:
             self.figures.registry.register(TenantFigures(self.access.tenants))
         self.tracing = tracing_of(settings)

@@ -111,6 +111,8 @@ class Scheduler:
     def began(self, grant: Grant, report: PromptReport | None) -> None:
         made, now = self._granted[grant.number], self._clock()
         self.verdicts.answered(made.number, made.pair, report, now)
+        if made.streams and made.first_byte is None:
+            self.verdicts.waited(made.pair, now - made.decided)
         self._computed(made)
         self.dispatcher.began(made, report, now)
         self.queue.changed()

@@ -16,7 +16,7 @@ from baton_api.reports import Fallback, PromptReport
 from baton_router.breaker import Breaker
 from baton_router.costs import TransferCost
 from baton_router.policy import Pair
-from baton_router.tallies import Tally
+from baton_router.tallies import Spread, Tally
 from baton_router.workers import Worker
 
 APART_S = 30.0
@@ -37,6 +37,7 @@ class Verdicts:
         self._failed: set[int] = set()
         """Requests on which their decode workers have failed, until they are let go."""
         self.generations = Tally(metrics.ROUTER_GENERATION_REQUESTS)
+        self.first_tokens = Spread(metrics.ROUTER_GENERATION_FIRST_TOKEN)
 
     def sent(self, number: int, pair: Pair, now: float) -> None:
         for worker in (pair.decode, pair.prefill):
@@ -55,6 +56,11 @@ class Verdicts:
             _judge(prefill, prefill.health.breaker.failed(number, now))
         elif report.fallback in _BETWEEN:
             self._transfer(prefill.name, decode.name).apart_until = now + APART_S
+
+    def waited(self, pair: Pair, seconds: float) -> None:
+        """A stream's first byte is there, so long after the pair was chosen for it."""
+        if pair.decode.revision:
+            self.first_tokens.observe(seconds, pair.decode.revision)
 
     def failed(self, number: int, pair: Pair, now: float) -> None:
         """The decode worker is to blame for an answer that did not come, or not to its end."""

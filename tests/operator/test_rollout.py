@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,18 +14,17 @@ from baton_operator.kinds.service_policies import Canary, CanaryStep, Rollout
 from baton_operator.rollout import (
     ALL,
     CRASHES,
-    FAILURES,
     TRIED_S,
     Bounds,
     Fate,
     RoleName,
     RoleState,
     Seen,
-    Tried,
     Wanted,
     decide,
     next_look,
 )
+from baton_operator.trial import FAILURES, Tried
 
 
 def role(text: str) -> RoleState:
@@ -182,6 +182,65 @@ def test_how_many_requests_may_fail_can_be_said() -> None:
     assert decide(wanted(maxFailedPercent=30), there, 1.0)["z"].phase == "Warming"
     assert decide(wanted(maxFailedPercent=29), there, 1.0)["z"].phase == "Failed"
     assert decide(wanted(maxFailedPercent=0, autoRollback=False), there, 1.0)["z"].phase == "Warming"
+
+
+def streams(quick: int, slow: int) -> Tried:
+    """Of which so many have their first token within 2 s, and the others within 4."""
+    return Tried(quick + slow, 0, {2.0: quick, 4.0: quick + slow, math.inf: quick + slow})
+
+
+SLOW = [
+    pytest.param("2s", streams(94, 6), Tried(), True, id="more than may"),
+    pytest.param("2s", streams(95, 5), Tried(), False, id="as many as may"),
+    pytest.param("2s", streams(0, FAILURES), streams(100, 0), True, id="all of the first ones"),
+    pytest.param("2s", streams(0, FAILURES - 1), Tried(), False, id="too few to say anything"),
+    pytest.param("2s", streams(60, 40), streams(60, 40), False, id="not more than on the old one"),
+    pytest.param("2s", streams(60, 40), streams(90, 10), True, id="more than on the old one"),
+    pytest.param("1s", streams(60, 40), Tried(), True, id="slower than counts are exact"),
+    pytest.param("3s", streams(0, 100), Tried(), False, id="perhaps not slower"),
+    pytest.param("1h", streams(0, 100), Tried(), False, id="nothing is counted beyond"),
+    pytest.param("2s", Tried(100, 0), Tried(), False, id="no streams"),
+    pytest.param(None, streams(0, 100), Tried(), False, id="no limit"),
+]
+
+
+@pytest.mark.parametrize(("limit", "of_new", "of_old", "failed"), SLOW)
+def test_streams_that_wait_long_on_the_new_one_alone_take_it_back(
+    limit: str | None, of_new: Tried, of_old: Tried, failed: bool
+) -> None:
+    new, old = replace(seen("z 1/1 1/1 25"), tried=of_new), replace(seen("a 2/2 3/3 75"), tried=of_old)
+    fates = decide(wanted(maxTtft=limit), [new, old], 1.0)
+    assert (fates["z"].phase == "Failed") == failed
+    if failed:
+        slow = of_new.slow(2.0)
+        assert fates["z"].reason == (
+            f"{slow} of {of_new.streams} streams took longer than {limit} to their first token on it"
+        )
+        assert shown(fates)["a"] == "2 4 100 Serving"
+        told = decide(wanted(maxTtft=limit, autoRollback=False), [new, old], 1.0)
+        assert told["z"].phase == "Warming"
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_generation_no_worse_than_the_old_one_is_never_taken_back_for_its_requests(seed: int) -> None:
+    """Nor is one that gets better by the same number of requests."""
+    rng = random.Random(seed)
+    policy: dict[str, Any] = {
+        "maxTtft": rng.choice([None, "1s", "2s", "3s"]),
+        "maxFailedPercent": rng.randrange(101),
+    }
+    quick, slow, failed = (rng.randrange(100) for _ in range(3))
+    total = quick + slow + failed
+
+    def tried(better: int) -> Tried:
+        less = min(better, slow)
+        begun = {2.0: quick + less, 4.0: quick + slow, math.inf: quick + slow}
+        return Tried(total, max(0, failed - better), begun)
+
+    for better in (0, 1, rng.randrange(100)):
+        new = replace(seen("z 1/1 1/1 25"), tried=tried(better))
+        old = replace(seen("a 2/2 3/3 75"), tried=tried(0))
+        assert decide(wanted(**policy), [new, old], 1.0)["z"].phase != "Failed"
 
 
 def test_while_requests_go_to_two_generations_somebody_looks_often() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
-from baton_operator.rollout import Tried
+from baton_api import metrics
+from baton_operator.trial import Tried
 from baton_operator.tries import WINDOW_S, RouterTries
+from baton_router.tallies import Spread
 
 NAME = "baton_router_generation_requests_total"
+FIRST_TOKENS = "baton_router_generation_first_token_seconds"
 
 
 class Routers:
@@ -18,6 +23,9 @@ class Routers:
     def __init__(self) -> None:
         self.now = 0.0
         self.counts: dict[str, dict[tuple[str, str], int]] = {}
+        self.first_tokens: dict[str, Spread] = defaultdict(
+            lambda: Spread(metrics.ROUTER_GENERATION_FIRST_TOKEN)
+        )
         self.tries = RouterTries(self.read, lambda: self.now)
 
     async def read(self, url: str) -> str:
@@ -30,7 +38,9 @@ class Routers:
                 lines.append(
                     f'{NAME}{{revision="{revision}",result="{result}",process="{process}"}} {part}.0'
                 )
-        return "\n".join(lines) + "\n"
+        registry = CollectorRegistry()
+        registry.register(self.first_tokens[address])
+        return "\n".join(lines) + "\n" + generate_latest(registry).decode()
 
     async def lately(self, *addresses: str) -> Mapping[str, Tried]:
         return await self.tries.lately("uid", {f"pod-{one}": one for one in addresses})
@@ -57,6 +67,17 @@ async def test_all_routers_are_heard_and_one_that_is_silent_is_left_out(routers:
     assert await routers.lately("a", "b") == {"new": Tried(6, 0)}
     routers.counts.clear()
     assert await routers.lately("a", "b") == {}
+
+
+async def test_streams_are_known_by_how_long_their_first_token_took(routers: Routers) -> None:
+    routers.counts = {"a": {}, "b": {}}
+    routers.first_tokens["a"].observe(9.0, "new")
+    await routers.lately("a", "b")
+    for address, seconds in (("a", 0.5), ("a", 2.0), ("a", 2.1), ("b", 7.0), ("b", 1000.0)):
+        routers.first_tokens[address].observe(seconds, "new")
+    tried = (await routers.lately("a", "b"))["new"]
+    assert tried.streams == 5
+    assert [tried.slow(limit) for limit in (0.4, 0.5, 1.9, 2.0, 6.5, 300.0, 301.0)] == [5, 4, 3, 3, 1, 1, 0]
 
 
 async def test_what_is_long_ago_is_forgotten(routers: Routers) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -199,3 +199,17 @@ async def test_a_client_that_leaves_while_its_request_waits_leaves_nothing() -> 
     cluster.granted.clear()
     await cluster.settle()
     assert cluster.left() == dict.fromkeys(cluster.left(), 0)
+
+
+async def test_only_of_streams_the_first_bytes_time_is_counted_for_their_generation() -> None:
+    cluster = Cluster(random.Random(0))
+    cluster.listed = {replace(LISTED[0], revision="6f1c2ab9")}
+    cluster.told()
+    for streams, took in ((True, 0.4), (False, 9.0), (True, 2.4)):
+        grant = await cluster.scheduler.pick(Ask("tiny", of_text(b"a question", 7), streams=streams))
+        cluster.now += took
+        cluster.scheduler.began(grant, None)
+        cluster.scheduler.let_go(grant, complete=True)
+    (family,) = cluster.scheduler.verdicts.first_tokens.collect()
+    (total,) = (one.value for one in family.samples if one.name.endswith("_sum"))
+    assert total == pytest.approx(2.8)

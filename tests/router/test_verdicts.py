@@ -159,6 +159,19 @@ def test_what_became_of_requests_is_counted_by_generation() -> None:
     assert not nobodys.generations
 
 
+def test_how_long_first_tokens_took_is_counted_by_generation() -> None:
+    court, nobodys = Court("6f1c2ab9"), Court()
+    for seconds in (0.4, 2.0, 2.4):
+        court.verdicts.waited(court.pair, seconds)
+        nobodys.verdicts.waited(nobodys.pair, seconds)
+    (family,) = court.verdicts.first_tokens.collect()
+    within = {one.labels["le"]: one.value for one in family.samples if "le" in one.labels}
+    assert [within[bound] for bound in ("0.3", "0.4", "1.5", "2.0", "2.5", "+Inf")] == [0, 1, 1, 2, 3, 3]
+    assert {one.labels["revision"] for one in family.samples} == {"6f1c2ab9"}
+    (family,) = nobodys.verdicts.first_tokens.collect()
+    assert not family.samples
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_law_whatever_requests_come_to_no_trial_is_left_open(seed: int) -> None:
     rng = random.Random(seed)

@@ -77,6 +77,14 @@ FIRST_TOKEN_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
 )  # fmt: skip
 
+LIMIT_BUCKETS = tuple(
+    round(step * decade, 4)
+    for decade in (0.01, 0.1, 1.0, 10.0, 100.0)
+    for step in (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
+    if step * decade <= 300.0
+)
+"""Close enough to tell who keeps to a limit, wherever between 10 ms and 5 minutes somebody sets it."""
+
 # From a tiny model's step to the pause that a long prompt causes.
 TOKEN_BUCKETS = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0,

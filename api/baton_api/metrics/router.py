@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from baton_api.metrics.metric import (
     FIRST_TOKEN_BUCKETS,
+    LIMIT_BUCKETS,
     REQUEST_BUCKETS,
     STEP_BUCKETS,
     TOKEN_BUCKETS,
@@ -99,6 +100,14 @@ ROUTER_GENERATION_REQUESTS = Metric(
         Label("revision", bound="generations that were served: two or three at a time"),
         Label("result", ("passed", "failed")),
     ),
+)
+ROUTER_GENERATION_FIRST_TOKEN = Metric(
+    "baton_router_generation_first_token_seconds",
+    "histogram",
+    "seconds",
+    "From the choice of a generation's workers for a stream to the first byte of its answer.",
+    (Label("revision", bound="generations that were served: two or three at a time"),),
+    LIMIT_BUCKETS,
 )
 ROUTER_LOOP_LAG = Metric(
     "baton_router_loop_lag_seconds",

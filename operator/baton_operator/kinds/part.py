@@ -7,6 +7,7 @@ longest text that a schema admits, and refuses a schema without them.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -82,6 +83,19 @@ Seconds = Annotated[int, Field(ge=0, le=604_800)]
 
 Duration = Annotated[str, Field(max_length=32, pattern=r"^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$")]
 """Such as 2s, 50ms or 1m30s."""
+
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def duration_s(given: str) -> float:
+    """
+    Seconds of a Duration.
+
+    >>> duration_s("1m30s"), duration_s("50ms"), duration_s("2.5s")
+    (90.0, 0.05, 2.5)
+    """
+    return sum(float(number) * _UNITS[unit] for number, unit in re.findall(r"([0-9.]+)(ms|s|m|h)", given))
+
 
 Quantity = Annotated[
     str,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from baton_operator.kinds.part import Duration, Label, Part, Rule, Seconds, Subdomain, rules
+from baton_operator.kinds.part import Duration, Label, Part, Rule, Seconds, Subdomain, duration_s, rules
 from baton_operator.kinds.router_spec import Issuer
 
 
@@ -92,6 +92,14 @@ class Canary(Part):
     """In their order. After the last one all requests go to the new generation."""
 
 
+@rules(
+    Rule(
+        "!has(self.maxTtft) || (duration(self.maxTtft) > duration('0s') "
+        "&& duration(self.maxTtft) <= duration('5m'))",
+        "maxTtft is more than 0s and at most 5m",
+        ".maxTtft",
+    ),
+)
 class Rollout(Part):
     """How a change of the workers comes into service."""
 
@@ -109,6 +117,10 @@ class Rollout(Part):
     """Percent of its requests that may fail on a new generation, whoever answers them then. If more do, and
     fewer on the old one, the rollout has failed."""
 
+    max_ttft: Duration | None = None
+    """Time to the first token that 95 of 100 streams are to keep to on a new generation, such as 2s. If more
+    take longer, and fewer on the old one, the rollout has failed. Left out, nobody is too slow."""
+
     revision_history_limit: Annotated[int, Field(ge=1, le=50)] = 5
     """Old generations that are remembered, to go back to."""
 
@@ -120,6 +132,11 @@ class Rollout(Part):
 
     canary: Canary | None = None
     """A rollout in steps; all at once, as workers become ready, if it is left out."""
+
+    @property
+    def max_ttft_s(self) -> float | None:
+        """Seconds."""
+        return None if self.max_ttft is None else duration_s(self.max_ttft)
 
 
 @rules(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from baton_operator import scalers
 from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.kinds.part import duration_s
 from baton_operator.rollout import RoleName
 from baton_operator.scaling.observation import Policy
-
-UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 ZERO_AFTER_S = 300.0
 """Without a request, if nobody says otherwise."""
@@ -32,25 +30,15 @@ def policy(spec: InferenceServiceSpec, name: RoleName) -> Policy:
     scaling = scalers.roles(spec)[name].scaling
     assert scaling is not None
     wanted = spec.autoscaling
-    objective = wanted.slo.ttft if name == "prefill" else wanted.slo.itl
+    objective_s = duration_s(wanted.slo.ttft if name == "prefill" else wanted.slo.itl)
     return Policy(
         least=scaling.min_replicas,
         most=scaling.max_replicas,
         fallback=scaling.fallback_replicas,
-        objective_s=seconds(objective),
+        objective_s=objective_s,
         up=scaling.scale_up,
         down=scaling.scale_down,
         loss=wanted.on_metrics_loss,
         zero_after_s=float(wanted.scale_to_zero_after_seconds or ZERO_AFTER_S),
-        queue_s=seconds(objective) if name == "prefill" else None,
+        queue_s=objective_s if name == "prefill" else None,
     )
-
-
-def seconds(duration: str) -> float:
-    """
-    Of a duration as people write it.
-
-    >>> seconds("1m30s"), seconds("50ms"), seconds("2.5s")
-    (90.0, 0.05, 2.5)
-    """
-    return sum(float(number) * UNITS[unit] for number, unit in re.findall(r"([0-9.]+)(ms|s|m|h)", duration))
