@@ -78,6 +78,13 @@ _VISIBLE = re.compile(rb"[!-~]{1,128}")
 
 AUTHORIZATION = b"authorization"
 _OF_THE_KEYED_REQUEST = _OF_THE_REQUEST | {AUTHORIZATION}
+_KEPT_BACK = {
+    (False, False): _OF_THE_REQUEST,
+    (True, False): _OF_THE_KEYED_REQUEST,
+    (False, True): _OF_THE_REQUEST | trace_context.HEADERS,
+    (True, True): _OF_THE_KEYED_REQUEST | trace_context.HEADERS,
+}
+"""By whether clients' keys stay here, and whether the router says itself what it is of a trace."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +141,7 @@ def request_head(
     `control` is the control address of the prefill worker for it, empty without one; `trace` are lines in
     place of what the client said of its trace.
     """
-    kept_back = _OF_THE_REQUEST if trust.passes_keys else _OF_THE_KEYED_REQUEST
-    if trace:
-        kept_back = kept_back | trace_context.HEADERS
+    kept_back = _KEPT_BACK[not trust.passes_keys, bool(trace)]
     passing = b"".join([b"%b: %b\r\n" % header for header in _passing(given, kept_back)])
     ticket = b""
     if control and trust.secret:

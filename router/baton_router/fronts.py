@@ -8,6 +8,7 @@ scheduler's process is the whole router behind Unix sockets in a folder that onl
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from baton_api import logs
 from baton_router.access import Access
 from baton_router.app import create_app
 from baton_router.front import Front
@@ -40,14 +42,17 @@ def run(settings: RouterSettings, listening: socket.socket, ready: Callable[[str
     scheduler, control = str(folder / "scheduler"), str(folder / "control")
 
     def schedule(started: Started, life: int) -> None:
+        logs.called("router-scheduler")
         listening.close()
         _run(_scheduler(settings, url, scheduler, control, started), life)
 
-    def front(started: Started, life: int) -> None:
+    def front(name: str, started: Started, life: int) -> None:
+        logs.called(f"router-{name}")
         _run(_front(settings, listening, scheduler, control, started), life)
 
     members = [Member("scheduler", schedule)]
-    members += [Member(f"front-{number}", front) for number in range(settings.processes)]
+    names = [f"front-{number}" for number in range(settings.processes)]
+    members += [Member(name, functools.partial(front, name)) for name in names]
     url = address(listening)
     listening.listen(BACKLOG)
     try:

@@ -2,39 +2,48 @@
 Spans of requests, for whoever turns them on: where the time of one request went, across services.
 
     route                    the whole request, from its arrival to the last byte
-      queue                  it waits in the router
+      queue                  it waits, in the router and at the worker that computes its prompt
       prefill, kv_transfer   its prompt is computed, and moved
       decode                 tokens come
       continuation           tokens come from another worker, since that one was lost
 
-All are made here, when the request has ended: workers say with each answer how long its prompt waited, was
-computed and was moved (`baton_api.reports`). Those lengths are measured where it happened, by one clock
-each; where they lie between the router's own times is reckoned: the computation follows the wait, and the
-transfer, which goes on beside it, ends with the first token: `docs/adr/0024-the-router-makes-the-spans.md`.
+All are made here, when the request has ended and its client has all of it, from what is known by then
+(`baton_router.phases`): `docs/adr/0024-the-router-makes-the-spans.md`. They are written once, as the bytes
+that are sent (`baton_api.otlp`). Of a request that is not recorded there is only the line for its worker.
 
-Names and figures only, never text. The library is loaded where spans are wanted, and nowhere else.
+Names and figures only, never text.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
-from baton_api import __version__, trace_context
-from baton_api.spans import Attributes, beneath, open_provider
+from baton_api import otlp, trace_context
+from baton_api.otlp import Attributes
+from baton_api.spans import Spans, open_spans
 from baton_api.trace_context import TraceContext
 from baton_router.asked import Asked
 from baton_router.attempt import Attempt
+from baton_router.phases import Phase, Seen, phases
 from baton_router.settings import RouterSettings
 from baton_router.upstream import Headers
 
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.trace import Tracer
-
 SERVICE = "baton-router"
+OK = 200
 FAILED = 500
+
+_LOW = 2**64 - 1
+"""The part of a trace's number that decides whether it is recorded, as in OpenTelemetry's own sampler."""
+
+ENDED = "url.path", "http.response.status_code", "baton.resumes"
+ASKED = "gen_ai.request.model", "baton.tenant", "baton.class"
+GRANTED = "baton.worker.decode", "baton.worker.prefill"
+PROMPT = "baton.tokens.prompt", "baton.tokens.cached", "baton.worker"
+"""Attributes that come together."""
 
 
 class Traced(Protocol):
@@ -54,122 +63,150 @@ def tracing_of(settings: RouterSettings) -> Tracing | None:
     """What makes spans, as the settings want; None if they want none. Raises SetupError."""
     if not settings.tracing_endpoint:
         return None
-    provider = open_provider(SERVICE, settings.tracing_endpoint, settings.tracing_ratio)
-    return Tracing(provider)
+    return Tracing(open_spans(SERVICE, settings.tracing_endpoint), settings.tracing_ratio)
 
 
 class Tracing:
-    """Makes the spans of one process."""
+    """Makes the spans of one process: of all traces that others began and record, and a share of its own."""
 
-    def __init__(self, provider: TracerProvider) -> None:
-        self._provider = provider
-        self._tracer: Tracer = provider.get_tracer("baton.router", __version__)
+    def __init__(self, spans: Spans, ratio: float) -> None:
+        self._spans = spans
+        self._bound = round(ratio * 2**64)
 
     def begin(self, given: Headers, path: str) -> RequestTrace:
         """A request has arrived, with these headers."""
-        return RequestTrace(self._tracer, trace_context.read(given), path)
+        parent = trace_context.read(given)
+        if parent is None:
+            trace = random.getrandbits(128) or 1  # a name and no secret: no call of the system
+            recorded = trace & _LOW < self._bound
+        else:
+            trace, recorded = parent.trace, parent.sampled
+        here = TraceContext(trace, random.getrandbits(64) or 1, recorded, parent.state if parent else b"")
+        return RequestTrace(self._spans.take, here, parent.span if parent else 0, path)
 
     async def close(self) -> None:
         """Send what was not sent yet."""
-        await asyncio.to_thread(self._provider.shutdown)
+        await asyncio.to_thread(self._spans.close)
 
 
 class RequestTrace:
     """One request's."""
 
-    def __init__(self, tracer: Tracer, parent: TraceContext | None, path: str) -> None:
-        from opentelemetry import trace
+    __slots__ = (
+        "_began",
+        "_below",
+        "_epoch_ns",
+        "_events",
+        "_here",
+        "_parent",
+        "_path",
+        "_resumed",
+        "_take",
+        "recorded",
+    )
 
-        self._tracer = tracer
-        self._began = time.perf_counter()
-        self._epoch_ns = time.time_ns() - int(self._began * 1e9)
-        self._kinds = trace.SpanKind
-        self._resumed: list[tuple[float, Attributes]] = []
-        context = beneath(parent)
-        self._route: Any = tracer.start_span(
-            "route", context, trace.SpanKind.SERVER, {"url.path": path}, start_time=self._ns(self._began)
-        )
-        self.recorded: bool = self._route.is_recording()
+    def __init__(self, take: Callable[[bytes], None], here: TraceContext, parent: int, path: str) -> None:
+        self._take = take
+        self._here = here
+        self._parent = parent
+        self.recorded = here.sampled
         """Whether anything of it is kept; its trace is passed on in any case."""
-        made = self._route.get_span_context()
-        self._context = trace.set_span_in_context(self._route)
-        state = parent.state if parent else b""
-        self.lines = TraceContext(made.trace_id, made.span_id, made.trace_flags.sampled, state).lines
+        if self.recorded:
+            self._path = path
+            self._below = otlp.place(here.trace, here.span)
+            self._began = time.perf_counter()
+            self._epoch_ns = time.time_ns() - int(self._began * 1e9)
+            self._events = b""
+            self._resumed: list[tuple[float, Attributes]] = []
+
+    @property
+    def lines(self) -> bytes:
         """The headers for the worker, whose parent the router is."""
+        return self._here.lines
 
     def note(self, name: str, **attributes: str | int) -> None:
         """Something that happened on the way."""
-        self._route.add_event(name, attributes, self._ns(time.perf_counter()))
+        if self.recorded:
+            self._events += otlp.event(name, self._ns(time.perf_counter()), attributes)
 
     def resumed(self, worker: str, tokens: int) -> None:
         """Another worker goes on after so many tokens."""
-        about: Attributes = {"baton.worker.decode": worker, "baton.tokens.before": tokens}
-        self._resumed.append((time.perf_counter(), about))
+        if self.recorded:
+            about: Attributes = {"baton.worker.decode": worker, "baton.tokens.before": tokens}
+            self._resumed.append((time.perf_counter(), about))
 
     def end(self, request: Traced) -> None:
         """The request has ended, one way or another."""
+        if not self.recorded:
+            return
         now = time.perf_counter()
-        if self.recorded:
-            self._route.set_attributes(_about(request))
-            if request.status >= FAILED or (request.attempt is not None and not request.attempt.ended):
-                from opentelemetry.trace import StatusCode
-
-                self._route.set_status(StatusCode.ERROR)
-            self._children(request, now)
-        self._route.end(self._ns(now))
-
-    def _children(self, request: Traced, now: float) -> None:
-        if not request.granted:
-            return
-        self._span("queue", self._began, request.granted, {})
         attempt = request.attempt
-        if attempt is None or attempt.exchange is None:
-            return
-        report = attempt.report
-        begins = request.opened or request.sent
-        if report is not None:
-            told: Attributes = {"baton.tokens.prompt": report.tokens, "baton.tokens.cached": report.cached}
-            latest = request.opened or now
-            start = min(request.sent + report.queue_s, latest)
-            computed = min(start + report.compute_s, latest)
-            who = attempt.grant.prefill if report.remote else attempt.grant.decode
-            self._span(
-                "prefill", start, computed, {**told, "baton.worker": who, "baton.queue_s": report.queue_s}
-            )
-            begins = request.opened or computed
-            if report.remote:
-                moved: Attributes = {"baton.tokens.held": report.held}
-                self._span("kv_transfer", max(request.sent, begins - report.transfer_s), begins, moved)
-        ends = [at for at, _ in self._resumed] + [now]
-        self._span("decode", min(begins, ends[0]), ends[0], {"baton.tokens.answer": attempt.tokens})
-        for (at, about), until in zip(self._resumed, ends[1:], strict=True):
-            self._span("continuation", at, until, about)
+        failed = request.status >= FAILED or (attempt is not None and not attempt.ended)
+        here = self._here
+        above = otlp.place(here.trace, self._parent)
+        told = b"".join((*_about(request, self._path), self._events))
+        start, end = self._ns(self._began), self._ns(now)
+        route = otlp.span(above, here.span, "route", otlp.SERVER, start, end, told, failed=failed)
+        self._take(b"".join((route, *self._children(request, now))))
 
-    def _span(self, name: str, start: float, end: float, attributes: Attributes) -> None:
-        span = self._tracer.start_span(
-            name, self._context, self._kinds.INTERNAL, attributes, start_time=self._ns(start)
+    def _children(self, request: Traced, now: float) -> list[bytes]:
+        attempt = request.attempt
+        if not request.granted:
+            return []
+        if attempt is None or attempt.exchange is None:
+            return [self._span("queue", self._began, request.granted)]
+        ends = [at for at, _ in self._resumed] + [now]
+        first_byte = request.opened or (now if request.status == OK else None)
+        seen = Seen(self._began, request.sent, first_byte, ends[0], streams=bool(request.opened))
+        silent = not request.opened and not attempt.tokens  # vectors, or a refusal: no token comes
+        found = phases(seen, attempt.report)
+        made = [self._phase(one, attempt, now) for one in found if one.name != "decode" or not silent]
+        for (at, about), until in zip(self._resumed, ends[1:], strict=True):
+            made.append(self._span("continuation", at, until, otlp.attributes(about)))
+        return made
+
+    def _phase(self, one: Phase, attempt: Attempt, now: float) -> bytes:
+        name, told = one.name, b""
+        report = attempt.report
+        if name == "prefill" and report is not None:
+            who = attempt.grant.prefill if report.remote else attempt.grant.decode
+            told = otlp.known(PROMPT, report.tokens, report.cached, who)
+            told += otlp.attribute("baton.queue_s", report.queue_s)
+        elif name == "transfer" and report is not None:
+            name, told = "kv_transfer", otlp.known(("baton.tokens.held",), report.held)
+        elif name == "decode":
+            told = otlp.known(("baton.tokens.answer",), attempt.tokens)
+        return self._span(name, one.start, now if one.end is None else one.end, told)
+
+    def _span(self, name: str, start: float, end: float, told: bytes = b"") -> bytes:
+        return otlp.span(
+            self._below,
+            random.getrandbits(64) or 1,
+            name,
+            otlp.INTERNAL,
+            self._ns(start),
+            self._ns(end),
+            told,
         )
-        span.end(self._ns(max(start, end)))
 
     def _ns(self, seconds: float) -> int:
         return self._epoch_ns + int(seconds * 1e9)
 
 
-def _about(request: Traced) -> Attributes:
+def _about(request: Traced, path: str) -> list[bytes]:
     """What is said of the whole request."""
-    about: Attributes = {
-        "baton.request_id": request.id.decode(),
-        "http.response.status_code": request.status,
-        "baton.resumes": request.resumes,
-    }
+    about = [
+        otlp.attribute("baton.request_id", request.id.decode()),
+        otlp.known(ENDED, path, request.status, request.resumes),
+    ]
     if request.asked is not None:
-        about["gen_ai.request.model"] = request.asked.model or ""
-        about["baton.tenant"] = request.asked.tenant.name
-        about["baton.class"] = request.asked.urgency[0]
+        asked = request.asked
+        about.append(otlp.known(ASKED, asked.model or "", asked.tenant.name, asked.urgency[0]))
     if request.attempt is not None:
         grant = request.attempt.grant
-        about["baton.worker.decode"] = grant.decode
-        about["baton.worker.prefill"] = grant.prefill
-        about["baton.decision"] = grant.summary.decode()
-        about["baton.costs"] = grant.costs
+        about += [
+            otlp.known(GRANTED, grant.decode, grant.prefill),
+            otlp.attribute("baton.decision", grant.summary.decode()),
+            otlp.attribute("baton.costs", grant.costs),
+        ]
     return about

@@ -40,6 +40,20 @@ def test_where_no_person_looks_each_line_is_an_object() -> None:
     }
 
 
+def test_a_line_with_half_a_character_is_an_object_too() -> None:
+    stream = begun()
+    log.info("A file named %s.", "\udcff")
+    log.info("Grüße, %s.", "世界")
+    assert [line["message"] for line in lines(stream)] == ["A file named \udcff.", "Grüße, 世界."]
+
+
+def test_a_child_of_this_process_is_called_otherwise() -> None:
+    stream = begun()
+    logs.called("router-front-1")
+    log.info("It serves.")
+    assert lines(stream)[0]["process"] == "router-front-1"
+
+
 def test_a_person_reads_a_short_line_with_the_request_once() -> None:
     stream = begun("text")
     log.info("Nobody's.")

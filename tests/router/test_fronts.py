@@ -201,6 +201,20 @@ async def test_a_setting_that_cannot_be_is_said_and_nothing_is_started() -> None
     assert b"/nonexistent" in said
 
 
+async def test_each_process_writes_its_own_name_to_the_log() -> None:
+    program = f"from baton_api import logs; logs.begin('json', 'router')\n{PROGRAM}"
+    given = '{"port": 0, "processes": 2, "decode": ["http://127.0.0.1:1"]}'
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, given, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert await process.stdout.readline(), "it listens"
+    process.terminate()
+    _, log = await process.communicate()
+    said = {line["process"]: line["message"] for line in map(json.loads, log.splitlines())}
+    assert said.keys() == {"router", "router-scheduler", "router-front-0", "router-front-1"}
+
+
 def _asked(worker: FakeWorker, requests: int) -> bool:
     return len(worker.asked) == requests
 

@@ -145,6 +145,15 @@ async def test_a_retry_and_a_resume_are_told_of() -> None:
     assert failed.attributes["http.response.status_code"] == 503
 
 
+async def test_an_answer_without_tokens_has_no_span_of_them() -> None:
+    vectors = saying(200, b'{"object": "list"}', (PROMPT, REPORT.encode()))
+    async with Collector() as collector, FakeWorker(vectors) as worker:
+        async with running_router([worker], tracing_endpoint=collector.url) as router:
+            answer = await router.client.post("/v1/embeddings", json={"model": "tiny", "input": "Hi"})
+            assert answer.status_code == 200
+    assert sorted(span.name for span in collector.spans) == ["kv_transfer", "prefill", "queue", "route"]
+
+
 @pytest.mark.parametrize(
     ("headers", "ratio", "traced"),
     [

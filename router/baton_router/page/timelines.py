@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from baton_router.dispatcher import Dispatch, explained
-from baton_router.page.phases import Seen, phases
+from baton_router.phases import Seen, phases
 from baton_router.tenants import Tenant
 
 Epoch = Callable[[float], float]

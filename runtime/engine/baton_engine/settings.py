@@ -228,7 +228,7 @@ class WorkerSettings(BaseSettings):
     tracing_endpoint: str = ""
     """Where to send OpenTelemetry spans by OTLP over HTTP, such as http://127.0.0.1:4318, of requests whose
     router sends spans too: this worker's queue and passes, beneath the router's. Empty: none are made; a
-    request's trace is passed on to the prefill worker all the same. Needs `baton[tracing]`."""
+    request's trace is passed on to the prefill worker all the same."""
 
     log_requests: bool = False
     """Log each request when it has been read and when it has ended, besides the line of the access log."""

@@ -15,17 +15,14 @@ with a `traceparent` whose trace is recorded: a worker begins no trace.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
-from typing import TYPE_CHECKING, Any
 
-from baton_api import __version__
-from baton_api.spans import Attributes, beneath, open_provider
+from baton_api import otlp
+from baton_api.otlp import Attributes
+from baton_api.spans import Spans, open_spans
 from baton_api.trace_context import TraceContext
 from baton_engine.pass_notes import Passes, PassNotes
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.trace import Tracer
 
 SERVICE = "baton-worker"
 
@@ -33,42 +30,34 @@ SERVICE = "baton-worker"
 class WorkerTracing:
     """Makes the spans of one process."""
 
-    def __init__(self, provider: TracerProvider, worker: str) -> None:
-        self._provider = provider
-        self._tracer: Tracer = provider.get_tracer("baton.worker", __version__)
+    def __init__(self, spans: Spans, worker: str) -> None:
+        self._spans = spans
         self._worker = worker
 
     def begin(self, name: str, parent: TraceContext | None, began: float) -> WorkerTrace | None:
         """A request came at `began`, by `time.monotonic`; None if its trace is not recorded."""
         if parent is None or not parent.sampled:
             return None
-        return WorkerTrace(self._tracer, self._worker, name, parent, began)
+        return WorkerTrace(self._spans, self._worker, name, parent, began)
 
     async def close(self) -> None:
         """Send what was not sent yet."""
-        await asyncio.to_thread(self._provider.shutdown)
+        await asyncio.to_thread(self._spans.close)
 
 
 class WorkerTrace:
     """One request's."""
 
-    def __init__(self, tracer: Tracer, worker: str, name: str, parent: TraceContext, began: float) -> None:
-        from opentelemetry import trace
-
-        self._tracer = tracer
-        self._kinds = trace.SpanKind
+    def __init__(self, spans: Spans, worker: str, name: str, parent: TraceContext, began: float) -> None:
+        self._spans = spans
+        self._worker = worker
+        self._name = name
+        self._above = parent
+        self._began = began
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
-        self._span: Any = tracer.start_span(
-            name,
-            beneath(parent),
-            self._kinds.SERVER,
-            {"baton.worker": worker},
-            start_time=self._ns(began),
-        )
-        self._context = trace.set_span_in_context(self._span)
+        self._here = TraceContext(parent.trace, _identity(), True)
         self.notes: list[PassNotes] = []
-        made = self._span.get_span_context()
-        self.parent = TraceContext(made.trace_id, made.span_id, True).parent.decode()
+        self.parent = self._here.parent.decode()
         """`traceparent` for whom this worker asks."""
 
     def noted(self) -> PassNotes:
@@ -79,42 +68,50 @@ class WorkerTrace:
 
     def end(self, attributes: Attributes, *, failed: bool = False) -> None:
         """It has ended, now."""
-        self._span.set_attributes(attributes)
-        if failed:
-            from opentelemetry.trace import StatusCode
-
-            self._span.set_status(StatusCode.ERROR)
+        start, end = self._ns(self._began), self._ns(time.monotonic())
+        told = otlp.attributes({"baton.worker": self._worker, **attributes})
+        above = otlp.place(self._above.trace, self._above.span)
+        made = [otlp.span(above, self._here.span, self._name, otlp.SERVER, start, end, told, failed=failed)]
         for notes in self.notes:
-            self._of_the_engine(notes)
-        self._span.end(self._ns(time.monotonic()))
+            made += self._of_the_engine(notes)
+        self._spans.take(b"".join(made))
 
-    def _of_the_engine(self, notes: PassNotes) -> None:
-        from opentelemetry import trace
-
+    def _of_the_engine(self, notes: PassNotes) -> list[bytes]:
+        above, made = self._here.span, []
         if notes.prompt.count:
-            self._child("engine.queue", notes.arrived, notes.prompt.began, {}, self._context)
-            prefill = self._of("engine.prefill", notes.prompt, self._context)
-            self._of("engine.first_chunk", notes.first_chunk, trace.set_span_in_context(prefill))
+            prefill = _identity()
+            made = [
+                self._child("engine.queue", notes.arrived, notes.prompt.began, b"", above, _identity()),
+                self._passes("engine.prefill", notes.prompt, above, prefill),
+                self._passes("engine.first_chunk", notes.first_chunk, prefill, _identity()),
+            ]
         if notes.decode.count:
-            self._of("engine.decode", notes.decode, self._context)
+            made.append(self._passes("engine.decode", notes.decode, above, _identity()))
+        return made
 
-    def _of(self, name: str, passes: Passes, context: Any) -> Any:
-        told: Attributes = {
-            "baton.passes": passes.count,
-            "baton.tokens": passes.tokens,
-            "baton.forward_s": passes.forward_s,
-        }
-        return self._child(name, passes.began, passes.ended, told, context)
+    def _passes(self, name: str, passes: Passes, above: int, own: int) -> bytes:
+        told = otlp.attributes(
+            {
+                "baton.passes": passes.count,
+                "baton.tokens": passes.tokens,
+                "baton.forward_s": passes.forward_s,
+            }
+        )
+        return self._child(name, passes.began, passes.ended, told, above, own)
 
-    def _child(self, name: str, began: float, ended: float, told: Attributes, context: Any) -> Any:
-        span = self._tracer.start_span(name, context, self._kinds.INTERNAL, told, start_time=self._ns(began))
-        span.end(self._ns(max(began, ended)))
-        return span
+    def _child(self, name: str, began: float, ended: float, told: bytes, above: int, own: int) -> bytes:
+        start, end = self._ns(began), self._ns(ended)
+        return otlp.span(otlp.place(self._here.trace, above), own, name, otlp.INTERNAL, start, end, told)
 
     def _ns(self, seconds: float) -> int:
         return self._epoch_ns + int(seconds * 1e9)
 
 
+def _identity() -> int:
+    """Of one span; never 0, which is none."""
+    return random.getrandbits(64) or 1
+
+
 def tracing_of(endpoint: str, worker: str) -> WorkerTracing | None:
     """What makes spans and sends them to `endpoint`; None if it is empty. Raises SetupError."""
-    return WorkerTracing(open_provider(SERVICE, endpoint), worker) if endpoint else None
+    return WorkerTracing(open_spans(SERVICE, endpoint), worker) if endpoint else None

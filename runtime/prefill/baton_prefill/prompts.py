@@ -17,7 +17,7 @@ from typing import Protocol
 
 from baton_api import logs, trace_context
 from baton_api.errors import BatonError, InvalidRequest
-from baton_api.spans import Attributes
+from baton_api.otlp import Attributes
 from baton_engine.cache import KVCache
 from baton_engine.control import Connection
 from baton_engine.requests import (

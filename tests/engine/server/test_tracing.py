@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from baton_engine.model.embedder import Embedder
+from baton_engine.requests import Pooling
 from baton_engine.tracing import tracing_of
-from tests.engine.server.api import Api, open_api
+from tests.engine.server.api import TOKENIZER, Api, open_api
 from tests.router.collector import Collector, Span
 
 TRACE, ROUTER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -60,6 +62,26 @@ async def test_each_choice_has_passes_of_its_own() -> None:
         spans = await asked(collector, True, n=3, temperature=1.0)
     assert [span.name for span in spans].count("engine.decode") == 3
     assert [span.name for span in spans].count("worker") == 1
+
+
+async def test_vectors_have_a_span_for_each_text() -> None:
+    async with Collector() as collector:
+        tracing = tracing_of(collector.url, "worker-0")
+        embedder = Embedder(pooling=Pooling.MEAN)
+        async with open_api(tracing=tracing, embedder=embedder, hidden=TOKENIZER.vocab_size) as api:
+            given = {"traceparent": f"00-{TRACE}-{ROUTER}-01"}
+            asking = {"model": api.served.name, "input": [SECRET, SECRET * 2]}
+            assert (await api.http.post("/v1/embeddings", json=asking, headers=given)).status_code == 200
+        assert tracing is not None
+        await tracing.close()
+        assert SECRET.encode() not in collector.heard
+    (worker,) = collector.named("worker")
+    assert (worker.trace, worker.parent) == (TRACE, ROUTER)
+    assert worker.attributes["url.path"] == "/v1/embeddings"
+    assert worker.attributes["baton.tokens.answer"] == 0 < worker.attributes["baton.tokens.prompt"]  # type: ignore[operator]
+    prefills = collector.named("engine.prefill")
+    assert len(prefills) == 2 and {span.parent for span in prefills} == {worker.span}
+    assert not collector.named("engine.decode")
 
 
 async def test_a_trace_that_nobody_records_costs_nothing_and_leaves_nothing() -> None:

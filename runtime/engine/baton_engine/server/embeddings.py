@@ -27,7 +27,7 @@ from baton_engine.server import bodies
 from baton_engine.server.call import send_json
 from baton_engine.server.disconnect import ClientGone, until_disconnect
 from baton_engine.server.exchange import Exchange, exchange_of
-from baton_engine.server.generate import check_model, is_patient, salt_of
+from baton_engine.server.generate import check_model, is_patient, salt_of, told
 from baton_engine.server.prompts import read_prompts
 from baton_engine.server.running import read_names
 from baton_engine.server.served import Served
@@ -64,6 +64,8 @@ class Embeddings:
                 asked = await asyncio.to_thread(self._read, body)
             exchange.answer_id = f"embd-{uuid.uuid4().hex}"
             exchange.prompt_tokens = asked.tokens
+            if self._served.tracing is not None:
+                exchange.spans = self._served.tracing.begin("worker", exchange.trace, exchange.started)
             computation = Computation(
                 self._served, exchange, asked, salt_of(scope), patient=is_patient(scope)
             )
@@ -114,6 +116,8 @@ class Embeddings:
         exchange.finish_reasons.append(reason)
         self._served.metrics.ended(reason, exchange.prompt_tokens or 0, 0, exchange.ended - exchange.started)
         self._served.history.append(exchange)
+        if exchange.spans is not None:
+            exchange.spans.end(told(exchange), failed=reason is FinishReason.ERROR)
 
 
 def able(served: Served) -> Embedder:
@@ -173,6 +177,7 @@ class Computation:
             salt=self._salt,
             pooling=self._asked.pooling,
             patient=self._patient,
+            notes=None if self._exchange.spans is None else self._exchange.spans.noted(),
         )
         async with contextlib.aclosing(self._served.engine.generate(request)) as outputs:
             self._under_way.add(request.id)

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton_api import headers
 from baton_api.errors import InvalidRequest, ModelNotFound, RequestAborted
-from baton_api.spans import Attributes
+from baton_api.otlp import Attributes
 from baton_engine.requests import FinishReason, RemotePrefill
 from baton_engine.server import bodies
 from baton_engine.server.choices import Choices
@@ -205,12 +205,12 @@ class Generate:
             )
         self._served.history.append(exchange)
         if exchange.spans is not None:
-            exchange.spans.end(_told(exchange), failed=FinishReason.ERROR in exchange.finish_reasons)
+            exchange.spans.end(told(exchange), failed=FinishReason.ERROR in exchange.finish_reasons)
         if choices.told is not None:
             choices.told.ended(exchange.finish_reasons, choices.usage.completion_tokens)
 
 
-def _told(exchange: Exchange) -> Attributes:
+def told(exchange: Exchange) -> Attributes:
     """What is said of a request in its span."""
     return {
         "baton.request_id": exchange.request_id,
