@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
+import signal
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +19,14 @@ from typing import Any
 import pytest
 
 from baton_api import profiles
-from tests.cli.service import RunningUp, running_up
+from tests.cli.service import RunningUp, await_true, running_up
 from tests.engine.models import make_model
 
 pytestmark = pytest.mark.processes
 
 KEY = "a-key-of-the-test"
 PATIENCE_S = 300
+ENTER_SCREEN, LEAVE_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
 
 # No test here depends on how fast anything is.
 
@@ -109,6 +116,47 @@ def test_top_shows_what_was_done(service: RunningUp) -> None:
     assert len(decode["ttft_s"]) == len(now["ttft_s"]) == 3
     text = baton("top", f"--url={service.url}", "--once", "--interval=0.2").stdout
     assert "2 of 2 workers ready" in text and "\x1b" not in text
+
+
+def test_top_stays_on_a_terminal_until_it_is_told_to_end(service: RunningUp) -> None:
+    ours, theirs = pty.openpty()
+    os.set_blocking(ours, False)
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
+    top = subprocess.Popen(
+        [sys.executable, "-m", "baton_cli.main", "top", f"--url={service.url}", "--interval=0.1"],
+        env={**os.environ, "BATON_API_KEY": KEY, "TERM": "xterm-256color"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    shown = b""
+
+    def drawn(part: bytes, times: int) -> bool:
+        nonlocal shown
+        with contextlib.suppress(OSError):  # nothing now, or, as Linux says it, nobody any more
+            shown += os.read(ours, 1 << 16)
+        return shown.count(part) >= times
+
+    try:
+        await_true(lambda: drawn(b"2 of 2 workers", 3) or top.poll() is not None, PATIENCE_S, "it draws")
+        assert top.poll() is None, shown
+        top.send_signal(signal.SIGINT)
+        await_true(lambda: top.poll() is not None, PATIENCE_S, "it ends")
+        await_true(lambda: drawn(LEAVE_SCREEN, 1), PATIENCE_S, "it gives the terminal back")
+    finally:
+        if top.poll() is None:
+            top.kill()
+        top.wait()
+        os.close(ours)
+    assert top.returncode == 0
+    assert shown.startswith(ENTER_SCREEN) and b"Traceback" not in shown
+
+
+def test_a_model_is_measured_in_a_service_started_for_it(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "tiny")
+    (level,) = told("bench", str(model), *SMALL, "--requests=4", "--concurrency=2")["levels"]
+    assert (level["requests"], level["failed"], level["output_tokens"]) == (4, 0, 8)
 
 
 def test_status_says_that_all_is_well(service: RunningUp) -> None:
