@@ -49,10 +49,14 @@ class ApiServer:
         self._answered = answered
         """Told of each answer: method and status, 0 if there was none."""
 
-    async def list(self, api: str, kind: str, namespace: str = "", selector: str = "") -> list[Manifest]:
-        """All objects of a kind, in a namespace or in all, with these labels. Raises ApiException."""
+    async def list(
+        self, api: str, kind: str, namespace: str = "", selector: str = "", field: str = ""
+    ) -> list[Manifest]:
+        """All of a kind, in a namespace or in all, with these labels and this field. Raises ApiException."""
         found: list[Manifest] = []
-        query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
+        query = {"limit": str(PAGE)}
+        query |= {"labelSelector": selector} if selector else {}
+        query |= {"fieldSelector": field} if field else {}
         while True:
             answer = await self._request("GET", path(api, kind, namespace), query=query)
             # What a list holds does not say its kind again.

@@ -31,6 +31,16 @@ class Prometheus(Part):
     been given to its own default server alone."""
 
 
+class ProfileSource(Part):
+    """A profile that `baton bench --find` has written, in the service's namespace."""
+
+    config_map_name: Subdomain
+    """The ConfigMap that has it."""
+
+    key: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[-._a-zA-Z0-9]+$")] = "profile.json"
+    """Under which name."""
+
+
 class MetricsLoss(Part):
     """What happens while metrics are missing."""
 
@@ -41,6 +51,13 @@ class MetricsLoss(Part):
     """After that: they stay, become fallbackReplicas, or become that if it is more."""
 
 
+@rules(
+    Rule(
+        "!has(self.profile) || self.mode != 'Disabled'",
+        "a profile is for whoever scales: mode is Internal or External",
+        ".profile",
+    ),
+)
 class Autoscaling(Part):
     """Who scales the roles that have `scaling`."""
 
@@ -56,6 +73,9 @@ class Autoscaling(Part):
 
     prometheus: Prometheus | None = None
     """Where the metrics are; the operator's default if it is left out."""
+
+    profile: ProfileSource | None = None
+    """What a worker is taken to do until enough was seen of it; if it is left out, what was seen first."""
 
     on_metrics_loss: MetricsLoss = MetricsLoss()
     """What happens while metrics are missing."""

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from baton_api import labels
+from baton_api.errors import SetupError
 from baton_operator import names, scalers
 from baton_operator.api_server import ApiServer
 from baton_operator.conditions import Fact, Transition
@@ -24,7 +25,7 @@ from baton_operator.observed import Pod, timestamp
 from baton_operator.observer import Observer
 from baton_operator.reconciler import Tell
 from baton_operator.rollout import RoleName
-from baton_operator.scaling import routers, settings
+from baton_operator.scaling import routers, seeds, settings
 from baton_operator.scaling.budget import Wish, granted
 from baton_operator.scaling.capacity import Capacity
 from baton_operator.scaling.figures import Decided, ScalingFigures, Service
@@ -54,6 +55,8 @@ class Known:
     wishes: tuple[Wish, ...] = ()
     until: float = 0.0
     """When its wishes are too old to count."""
+    complaint: str = ""
+    """What is wrong with its profile, as it was told."""
 
 
 class Autoscaler:
@@ -117,10 +120,14 @@ class Autoscaler:
         _learn_generation(known, service)
         question = Question(*key, spec.autoscaling.slo.percentile, self._own.window_s)
         figures = await self._asleep(pods) if asleep else await self._asked(spec, question)
+        memories = {name: known.memories.get(name) or _remembered(one, now) for name, one in bound.items()}
+        seeded = await self._seeds(service, spec, known, memories)
         roles: dict[RoleName, Role] = {}
         for name, scaler in bound.items():
             of_role = _of_role(name, pods)
-            memory = known.memories.get(name) or _remembered(scaler, now)
+            memory = memories[name]
+            if memory.capacity.value is None:
+                memory = replace(memory, capacity=Capacity(seed=seeded.get(name)))
             starts = known.startups.setdefault(name, Startups())
             starts.look(of_role, now)
             memory = replace(memory, startup_s=starts.most_s or memory.startup_s)
@@ -157,6 +164,31 @@ class Autoscaler:
                     await self._weigh(spec, question, pods)
                 await self._write(service, scaler, name, decision)
             await self._say(scaler, decision, memory, now)
+
+    async def _seeds(
+        self,
+        service: Manifest,
+        spec: InferenceServiceSpec,
+        known: Known,
+        memories: Mapping[RoleName, Memory],
+    ) -> seeds.Seeds:
+        """What the service's profile says of its workers, if nothing else does."""
+        source = spec.autoscaling.profile
+        if source is None or all(one.capacity.value is not None for one in memories.values()):
+            return {}
+        complaint = ""
+        found: seeds.Seeds = {}
+        try:
+            found = await seeds.read(
+                self._api, service["metadata"]["namespace"], source, spec.autoscaling.slo
+            )
+        except SetupError as error:
+            complaint = error.message
+        if complaint and complaint != known.complaint:
+            fact = Fact("ProfileRead", False, "ProfileUnusable", complaint[:1024])
+            self._tell(service, Transition(fact, warning=True))
+        known.complaint = complaint
+        return found
 
     async def _pods(self, namespace: str, name: str) -> list[Pod]:
         selector = f"{labels.SERVICE}={name}"
@@ -250,8 +282,8 @@ class Autoscaler:
             "source": decision.source,
             "limited": decision.limited,
         }
-        if memory.capacity.samples:
-            status["capacity"] = _rounded(memory.capacity.value or 0.0)
+        if memory.capacity.learnt:
+            status["capacity"] = float(f"{memory.capacity.value or 0.0:.3g}")
         if memory.startup_s != STARTUP_S:
             status["startupSeconds"] = max(1, round(memory.startup_s))
         same = all(before.get(one) == value for one, value in status.items() if one not in ("capacity",))
@@ -310,13 +342,8 @@ def _host(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def _rounded(value: float) -> float:
-    """To three digits."""
-    return float(f"{value:.3g}")
-
-
 def _near(before: float | None, now: float | None) -> bool:
     """Whether a new figure is not worth a write."""
     if before is None or now is None:
-        return before is None and now is None
+        return now is None
     return abs(now - before) <= 0.1 * before

@@ -86,6 +86,17 @@ def used(policy: Policy, memory: Memory, seen: Observation) -> Reading:
     return Reading.of(seen.backlog.value / (capacity * policy.queue_s * seen.ready))
 
 
+def late(policy: Policy, seen: Observation) -> tuple[Reading, float]:
+    """What clients wait for the longest against its objective: the wait, and the objective, in seconds."""
+    if policy.first_token_s is None or not seen.first_token.known:
+        return seen.latency, policy.objective_s
+    first = seen.first_token, policy.first_token_s
+    if not seen.latency.known:
+        return first
+    token = seen.latency, policy.objective_s
+    return max(token, first, key=lambda one: (one[0].value or 0.0) / one[1])
+
+
 def _noted(memory: Memory, seen: Observation, now: float) -> Memory:
     """What is learned from this look."""
     capacity = memory.capacity.learned(seen.rate.value)
@@ -155,9 +166,11 @@ def _overload(
         more = 1 if need is not None else math.ceil(seen.replicas * min(full.value / HIGH - 1, 1.0))
         return seen.replicas + max(1, more), "Saturated", f"The workers are {full.value:.0%} full."
     # Where nothing waits, long prompts are slow by themselves, and another worker would not make them faster.
-    working = full.above(0.1) or (need is not None and need > seen.replicas / 2) or not full.known
-    if seen.latency.above(policy.objective_s) and working:
-        message = f"Clients wait for {seen.latency.value:.3g} s; {policy.objective_s:.3g} s is wished for."
+    least = HIGH if policy.queue_s is not None else 0.5
+    working = full.above(0.1) or (need is not None and need > least * seen.replicas) or not full.known
+    wait, objective_s = late(policy, seen)
+    if wait.above(objective_s) and working:
+        message = f"Clients wait for {wait.value:.3g} s; {objective_s:.3g} s is wished for."
         return seen.replicas + 1, "LatencyHigh", message
     return 0, "", ""
 
@@ -171,8 +184,10 @@ def _in_the_way(policy: Policy, seen: Observation, full: Reading, there: int) ->
     ):
         if not reading.known:
             return f"{name} is unknown ({reading.why})"
-    if not seen.latency.known and not seen.requests.zero:
-        return f"the latency is unknown ({seen.latency.why})"
+    waits = (seen.latency,) if policy.first_token_s is None else (seen.latency, seen.first_token)
+    for one in waits:
+        if not one.known and not seen.requests.zero:
+            return f"the latency is unknown ({one.why})"
     if seen.silent:
         return f"nothing is heard of {seen.silent}"
     if there == 1:
@@ -180,7 +195,8 @@ def _in_the_way(policy: Policy, seen: Observation, full: Reading, there: int) ->
     more = there / (there - 1)
     if not full.below(SHRINK / more):
         return "the others would be too full"
-    if seen.latency.known and not seen.latency.below(LATENCY_SHRINK * policy.objective_s / more):
+    wait, objective_s = late(policy, seen)
+    if wait.known and not wait.below(LATENCY_SHRINK * objective_s / more):
         return "clients would wait for too long"
     return ""
 
@@ -238,7 +254,8 @@ def _growth(
         return Decision(there, wished, "CapacityExhausted", waited, limited="CapacityExhausted")
     if seen.capped:
         return Decision(there, wished, "OtherRole", seen.capped, limited="OtherRole")
-    if seen.rolling and not seen.latency.above(policy.objective_s):
+    wait, objective_s = late(policy, seen)
+    if seen.rolling and not wait.above(objective_s):
         return Decision(there, wished, "RollingOut", "A rollout is under way; clients do not wait for long.")
     window = policy.up.stabilization_window_seconds
     lasting = memory.windows.lasting_rise

@@ -31,6 +31,8 @@ class Policy:
     loss: MetricsLoss = field(default_factory=MetricsLoss)
     zero_after_s: float = 300.0
     """Without any request, before a role whose `least` is 0 goes there."""
+    first_token_s: float | None = None
+    """The objective for first tokens, where the workers of this role compute prompts themselves."""
     queue_s: float | None = None
     """Of queued work that makes a worker wholly used; None: `Observation.utilisation` says how used it is."""
 
@@ -48,6 +50,8 @@ class Observation:
     """Tokens that wait, in routers and workers."""
     latency: Reading
     """Seconds, at the objective's percentile."""
+    first_token: Reading = ZERO
+    """Likewise, where `Policy.first_token_s` has an objective for it."""
     utilisation: Reading
     """Of the fullest worker, 0 to 1. Unused where `Policy.queue_s` tells it from the backlog."""
     rate: Reading

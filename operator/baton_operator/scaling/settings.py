@@ -41,4 +41,5 @@ def policy(spec: InferenceServiceSpec, name: RoleName) -> Policy:
         loss=wanted.on_metrics_loss,
         zero_after_s=float(wanted.scale_to_zero_after_seconds or ZERO_AFTER_S),
         queue_s=objective_s if name == "prefill" else None,
+        first_token_s=duration_s(wanted.slo.ttft) if name == "decode" and spec.prefill is None else None,
     )

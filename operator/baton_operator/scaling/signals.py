@@ -82,6 +82,7 @@ def observed(
         demand=demand,
         backlog=backlog,
         latency=latency,
+        first_token=figures.read("first_token") if name == "decode" else unknown("its latency says it"),
         utilisation=used,
         rate=rate,
         requests=requests,
@@ -97,7 +98,7 @@ def _prefill(figures: Figures, pods: Pods) -> tuple[Reading, Reading, Reading, R
     backlog = _sum(figures.read("queued_prompt"), in_workers)
     used = unknown("what waits says it")
     return (
-        figures.read("demand_prompt"), backlog, figures.read("first_token"), used,
+        _demand(figures, "demand_prompt"), backlog, figures.read("first_token"), used,
         figures.read("prefill_speed"),
     )  # fmt: skip
 
@@ -113,10 +114,16 @@ def _decode(
         backlog = Reading.of(queued.value * tokens)
     latency = figures.read("decode_token")
     used = figures.read("decode_fullest") if pods.ready else ZERO
-    demand, generated = figures.read("demand_answer"), figures.read("decode_generated")
+    demand, generated = _demand(figures, "demand_answer"), figures.read("decode_generated")
     if demand.known and generated.above(demand.value or 0.0):
         demand = generated  # answers are longer than was expected of them
     return demand, backlog, latency, used, _decode_rate(figures, latency, objective_s)
+
+
+def _demand(figures: Figures, name: str) -> Reading:
+    """As it was over the window, or lately, if that is more: a rise is seen as soon as it is there."""
+    demand, lately = figures.read(name), figures.read(f"{name}_lately")
+    return lately if demand.known and lately.above(demand.value or 0.0) else demand
 
 
 def _decode_rate(figures: Figures, latency: Reading, objective_s: float) -> Reading:

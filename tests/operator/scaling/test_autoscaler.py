@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -15,10 +17,12 @@ from baton_operator.manifests.objects import Manifest
 from baton_operator.observer import Observer
 from baton_operator.scalers import API
 from baton_operator.scaling.autoscaler import COST, Autoscaler
+from baton_operator.scaling.decision import HEADROOM
 from baton_operator.scaling.figures import ScalingFigures
 from baton_operator.scaling.prometheus import MetricsLost
 from baton_operator.scaling.settings import ScalingSettings
 from tests.operator.real_cluster import Inside, RealCluster, client, real_cluster
+from tests.operator.scaling.test_seeds import PROFILE
 
 pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]
 
@@ -208,6 +212,34 @@ async def test_what_was_learned_outlives_the_operator(service: Scaled) -> None:
     another.see(1, 1, demand_prompt=500.0, in_flight=1.0, first_token=0.1)
     await another.look()
     assert another.gauge("baton_autoscaler_capacity_tokens_per_second") == [1000.0]
+
+
+async def test_a_profile_says_what_a_worker_can_do_before_any_was_seen(service: Scaled) -> None:
+    profile = {"configMapName": "measured"}
+    autoscaling = {**SPEC["autoscaling"], "slo": {"ttft": "5s", "itl": "100ms"}, "profile": profile}
+    await service.cluster.put({**SPEC, "autoscaling": autoscaling}, service.name)
+    await service.settle()
+    service.see(1, 1, demand_prompt=2000.0, in_flight=1.0, first_token=0.1)
+    await service.look()
+    await service.look()
+    assert [one.split(";")[0] for one in service.events] == ["There is no ConfigMap measured"]
+    assert not service.gauge("baton_autoscaler_capacity_tokens_per_second")
+    body = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "measured", "namespace": "models"},
+        "data": {"profile.json": msgspec.json.encode(PROFILE).decode()},
+    }
+    made = await service.cluster.admin.post(path("v1", "ConfigMap", "models"), json=body)
+    made.raise_for_status()
+    await service.look()
+    capacity = PROFILE.capacity.prefill_tokens_per_s
+    assert service.gauge("baton_autoscaler_capacity_tokens_per_second") == [capacity]
+    for _ in range(2):
+        await service.look()
+    needed = math.ceil(2000.0 / (HEADROOM * capacity))
+    assert (await service.wanted("prefill"))[0] == needed > 1
+    assert "capacity" not in (await service.wanted("prefill"))[1], "nothing was learned yet"
 
 
 async def test_who_is_not_scaled_is_not_looked_at(service: Scaled) -> None:

@@ -17,6 +17,8 @@ from baton_operator.scaling.reading import ZERO, Reading, unknown
 LOST = unknown("Prometheus does not answer")
 PREFILL = Policy(least=1, most=8, objective_s=2.0, queue_s=2.0)
 DECODE = Policy(least=1, most=8, objective_s=0.05)
+ALONE = replace(DECODE, first_token_s=2.0)
+"""Decode workers that compute prompts themselves."""
 TO_ZERO = replace(PREFILL, least=0, zero_after_s=60.0)
 
 NOW = 100_000.0
@@ -75,6 +77,19 @@ CASES: dict[str, tuple[Policy, Observation, int, str]] = {
         PREFILL, observation(1, demand=Reading.of(6500.0)), 5, "Demand",
     ),
     "never above its maximum": (PREFILL, observation(7, demand=Reading.of(99_000.0)), 8, "Demand"),
+    "alone, it answers for first tokens too": (
+        ALONE, observation(first_token=Reading.of(3.0)), 5, "LatencyHigh",
+    ),
+    "beside prefill workers it does not": (DECODE, observation(first_token=Reading.of(3.0)), 4, "Steady"),
+    "alone, no worker goes that first tokens need": (
+        ALONE, observation(demand=Reading.of(2000.0), first_token=Reading.of(1.5)), 4, "Steady",
+    ),
+    "alone, one worker goes where first tokens come soon": (
+        ALONE, observation(demand=Reading.of(2000.0), first_token=Reading.of(0.5)), 3, "Spare",
+    ),
+    "alone, no worker goes while first tokens are not seen": (
+        ALONE, observation(demand=Reading.of(2000.0), first_token=LOST), 4, "Steady",
+    ),
     "never below its minimum": (replace(PREFILL, least=3), observation(3, **NOTHING), 3, "AtMinimum"),
     "noise is no need": (PREFILL, observation(demand=Reading.of(3550.0)), 4, "Steady"),
     "one worker less would do": (PREFILL, observation(demand=Reading.of(2000.0)), 3, "Spare"),

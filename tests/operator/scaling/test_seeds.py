@@ -1,0 +1,88 @@
+"""What a profile says of the workers of a service, and for how long that counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from baton_api.profiles import Objectives as Measured
+from baton_api.profiles import PrefillLine, Profile, StepLine, TransferLine, capacity
+from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.kinds.service_policies import Objectives
+from baton_operator.scaling.capacity import ENOUGH, Capacity
+from baton_operator.scaling.decision import decide
+from baton_operator.scaling.observation import Memory, Observation, Policy
+from baton_operator.scaling.reading import ZERO, Reading, unknown
+from baton_operator.scaling.seeds import seeds
+from baton_operator.scaling.settings import policy
+
+PREFILL = PrefillLine(base_s=0.01, token_s=1e-3, pair_s=0.0)
+STEP = StepLine(base_s=0.01, stream_s=0.001, token_s=0.0)
+TRANSFER = TransferLine(start_s=0.001, token_s=0.0)
+MEASURED = Measured(ttft_s=5.0, itl_s=0.1, prompt_tokens=500, output_tokens=100)
+PROFILE = Profile(
+    model="tiny",
+    machine="2 cores",
+    baton="0.1.0",
+    made=0.0,
+    prefill=PREFILL,
+    step=STEP,
+    transfer=TRANSFER,
+    kv_tokens=100_000,
+    objectives=MEASURED,
+    capacity=capacity(PREFILL, STEP, TRANSFER, 100_000, 64, MEASURED),
+)
+
+
+def test_a_profile_is_reckoned_for_the_services_own_objectives() -> None:
+    same = seeds(PROFILE, Objectives(ttft="5s", itl="100ms"))
+    assert same == {
+        "prefill": PROFILE.capacity.prefill_tokens_per_s,
+        "decode": PROFILE.capacity.decode_tokens_per_s,
+    }
+    harder = seeds(PROFILE, Objectives(ttft="1s", itl="30ms"))
+    assert 0 < harder["prefill"] < same["prefill"]
+    assert 0 < harder["decode"] < same["decode"]
+
+
+def test_a_role_that_cannot_keep_the_objectives_is_not_guessed_at() -> None:
+    assert seeds(PROFILE, Objectives(ttft="100ms", itl="1ms")) == {}
+
+
+@pytest.mark.parametrize("samples", [0, 1, ENOUGH - 1])
+def test_what_was_said_before_counts_until_enough_was_seen(samples: int) -> None:
+    known = Capacity((100.0,) * samples, seed=1000.0)
+    assert known.value == 1000.0 and not known.learnt
+    enough = replace(known, samples=(100.0,) * ENOUGH)
+    assert enough.value == 100.0 and enough.learnt
+    assert Capacity((100.0,)).learnt, "where nothing was said, the first one counts"
+
+
+def test_a_seeded_role_knows_at_once_how_many_workers_a_demand_needs() -> None:
+    wanted = Policy(least=1, most=8, objective_s=2.0, queue_s=2.0)
+    seen = Observation(
+        replicas=1, ready=1, demand=Reading.of(3000.0), backlog=ZERO, latency=Reading.of(0.1),
+        utilisation=ZERO, rate=unknown("nobody was at work"), requests=Reading.of(5.0),
+    )  # fmt: skip
+    now = 10_000.0
+    for seed, expected in ((None, 1), (1000.0, 4)):
+        memory = Memory.new(0.0, seed)
+        for tick in range(4):
+            decision, memory = decide(wanted, memory, seen, now + 15 * tick)
+            if decision.replicas > 1:
+                break
+        assert decision.replicas == expected
+
+
+@pytest.mark.parametrize(("prefill", "first_token_s"), [(None, 2.0), ({}, None)])
+def test_decode_workers_answer_for_first_tokens_where_there_are_no_others(
+    prefill: dict[str, str] | None, first_token_s: float | None
+) -> None:
+    given = {
+        "model": {"uri": "builtin://smollm2"},
+        "decode": {"scaling": {"maxReplicas": 4}},
+        "autoscaling": {"mode": "Internal"},
+        **({} if prefill is None else {"prefill": prefill}),
+    }
+    assert policy(InferenceServiceSpec.model_validate(given), "decode").first_token_s == first_token_s
