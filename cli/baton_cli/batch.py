@@ -21,15 +21,20 @@ if TYPE_CHECKING:
 Url = Annotated[str, typer.Option(help="Where the service answers.")]
 Key = Annotated[str, typer.Option("--api-key", help="The service's API key.", envvar="BATON_API_KEY")]
 Output = Annotated[str, typer.Option(help="text, or json for scripts.", metavar="text|json")]
+Window = Annotated[
+    str, typer.Option(help="How long the batch may take: from 60s to 30d, such as 90m.", metavar="TIME")
+]
 Id = Annotated[str, typer.Argument(help="Of the batch: batch_...", metavar="BATCH")]
 
 URL = "http://127.0.0.1:8080"
+DAY = "24h"
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 
 
 def submit(
     file: Annotated[Path, typer.Argument(help="Requests as OpenAI's Batch API has them.", metavar="FILE")],
     endpoint: Annotated[str, typer.Option(help="What all of them are for.")] = ENDPOINTS[0],
+    completion_window: Window = DAY,
     metadata: Annotated[
         list[str] | None, typer.Option(help="Kept with the batch; repeated for several.", metavar="KEY=VALUE")
     ] = None,
@@ -41,7 +46,7 @@ def submit(
     """Upload FILE and have its requests answered."""
     if endpoint not in ENDPOINTS:
         raise SetupError(f"--endpoint {endpoint!r} is none of {', '.join(ENDPOINTS)}.")
-    _service(url, api_key, output).submit(file, endpoint, _pairs(metadata or []), watch)
+    _service(url, api_key, output).submit(file, endpoint, completion_window, _pairs(metadata or []), watch)
 
 
 def watch(id: Id, url: Url = URL, api_key: Key = "", output: Output = "text") -> None:
@@ -97,6 +102,7 @@ def run(
         typer.Option(help="In a pod: the file of which a batch is made, in place of --batch.", metavar="ID"),
     ] = "",
     endpoint: Annotated[str, typer.Option(help="What the requests of --input-file are for.")] = ENDPOINTS[0],
+    completion_window: Window = DAY,
     batch_job: Annotated[
         str, typer.Option(help="In a pod: the BatchJob, by which its batch is known.", metavar="NAME/UID")
     ] = "",
@@ -116,7 +122,8 @@ def run(
 
     logs.begin(logs.read_format(log_format), runner or "runner")
     if token_file is not None:
-        made = Submission(router, api_key, input_file, endpoint, batch_job) if input_file else None
+        asked = (router, api_key, input_file, endpoint, batch_job, completion_window)
+        made = Submission(*asked) if input_file else None
         work = job.Work(router=router, token=token_file, batch=batch, submission=made, widest=concurrency)
         raise typer.Exit(job.run(work))
     if not token or not batch:

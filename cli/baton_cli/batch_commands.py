@@ -29,11 +29,11 @@ class Commands:
     api_key: str
     as_json: bool
 
-    def submit(self, path: Path, endpoint: str, metadata: dict[str, str], watched: bool) -> None:
+    def submit(self, path: Path, endpoint: str, window: str, metadata: dict[str, str], watched: bool) -> None:
         with self._open() as (service, display):
             with display.bytes(f"uploading {path.name}") as bar:
                 file = service.upload(path, bar.moved)
-            batch = service.create(file["id"], endpoint, metadata)
+            batch = service.create(file["id"], endpoint, metadata, window)
             if not watched:
                 display.result(batch, batch["id"])
                 return

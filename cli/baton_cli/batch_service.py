@@ -67,9 +67,9 @@ class BatchService:
                     return _body(answer)
         raise AssertionError
 
-    def create(self, file: str, endpoint: str, metadata: dict[str, str]) -> Shown:
+    def create(self, file: str, endpoint: str, metadata: dict[str, str], window: str = "24h") -> Shown:
         """A batch of that file, which has none yet."""
-        asked: Shown = {"input_file_id": file, "endpoint": endpoint, "completion_window": "24h"}
+        asked: Shown = {"input_file_id": file, "endpoint": endpoint, "completion_window": window}
         if metadata:
             asked["metadata"] = metadata
         for _ in self._attempts():

@@ -38,7 +38,7 @@ SERVICE_S = 30.0
 HINTS = {
     "PodFailurePolicy": "The log of its pod says why: kubectl logs job/{name}. ",
     "FailedIndexes": "Its pod failed {failures} times: kubectl logs job/{name}. ",
-    "DeadlineExceeded": "It ran for longer than spec.completionWindowSeconds. ",
+    "DeadlineExceeded": "Its batch's time is over, and no router has ended it: kubectl describe job/{name}. ",
 }
 """What to look at, by the reason for which a Job has failed."""
 
@@ -103,7 +103,8 @@ def _begin(batch_job: Manifest, before: Mapping[str, Any], service: Manifest | N
         message = f"Routers of {name} run batches themselves: its spec.router.batches.execution is not Jobs."
         return Verdict(_open("NotByJobs", message), again_s=SERVICE_S)
     made = manifests.job(batch_job, serving, image)
-    return Verdict(_open("Suspended" if made["spec"]["suspend"] else "Waiting"), create=made)
+    facts = _open("Suspended" if made["spec"]["suspend"] else "Waiting")
+    return Verdict([*facts, _currency(made, spec)], create=made)
 
 
 def _going_on(batch_job: Manifest, job: Manifest) -> Verdict:
@@ -122,7 +123,21 @@ def _going_on(batch_job: Manifest, job: Manifest) -> Verdict:
     )
     rests = changes.get("suspend", job["spec"].get("suspend", False))
     reason = "Suspended" if rests else "Running" if state.get("active") else "Waiting"
-    return Verdict(_open(reason), patch={"spec": changes} if changes else None)
+    facts = [*_open(reason), _currency(job, spec)]
+    return Verdict(facts, patch={"spec": changes} if changes else None)
+
+
+def _currency(job: Manifest, spec: BatchJobSpec) -> Fact:
+    """Whether the Job is by the template that is asked for now."""
+    made_by = job["metadata"].get("annotations", {}).get(manifests.TEMPLATE)
+    if made_by in (None, manifests.template_hash(spec)):
+        return Fact("UpToDate", True, "AsMade")
+    name = job["metadata"]["name"]
+    message = (
+        "spec.podTemplate has changed, and the template of a Job cannot: it goes on as it was made. To have "
+        f"it made anew: kubectl delete job/{name}; the batch goes on after the last recorded request."
+    )
+    return Fact("UpToDate", False, "TemplateChanged", message)
 
 
 def _ended(batch_job: Manifest, job: Manifest | None, before: Mapping[str, Any], now: float) -> Verdict:

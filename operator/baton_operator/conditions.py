@@ -37,7 +37,12 @@ class Transition:
     warning: bool
 
 
-GOOD = frozenset({"Ready", "ModelReady", "PrefillReady", "DecodeReady", "RouterReady", "SpecSupported"})
+GOOD = frozenset(
+    {
+        *("Ready", "ModelReady", "PrefillReady", "DecodeReady", "RouterReady", "SpecSupported"),
+        "UpToDate",
+    }
+)
 """Conditions that should be true; Progressing should not for long."""
 
 BAD = frozenset({"Degraded", "Failed"})

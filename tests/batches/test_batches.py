@@ -172,7 +172,9 @@ J9: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "an unknown file": ({"input_file_id": "file-none"}, 404, "input_file_id", ""),
     "no file": ({"input_file_id": None}, 400, "input_file_id", "missing_required_parameter"),
     "a number for a file": ({"input_file_id": 7}, 400, "input_file_id", "invalid_type"),
-    "another window": ({"completion_window": "1h"}, 400, "completion_window", "invalid_value"),
+    "a window that is none": ({"completion_window": "1 week"}, 400, "completion_window", "invalid_value"),
+    "a window of no time": ({"completion_window": "59s"}, 400, "completion_window", "invalid_value"),
+    "an endless window": ({"completion_window": "31d"}, 400, "completion_window", "invalid_value"),
     "no window": ({"completion_window": None}, 400, "completion_window", "missing_required_parameter"),
     "another endpoint": ({"endpoint": "/v1/foo"}, 400, "endpoint", "invalid_value"),
     "17 keys": ({"metadata": {str(n): "" for n in range(17)}}, 400, "metadata", "invalid_value"),
@@ -309,6 +311,15 @@ async def test_an_expired_batch_delivers_what_is_done_and_names_the_rest(tmp_pat
             ("a", "batch_expired"),
             ("c", "batch_expired"),
         ]
+
+
+async def test_a_batch_has_the_time_that_was_asked_for_it() -> None:
+    async with serving() as router:
+        for window, seconds in (("24h", 86_400), ("90m", 5400), ("60s", 60), ("30d", 2_592_000)):
+            id = await created(router, line("a"), completion_window=window)
+            shown = await get(router, id)
+            assert shown["completion_window"] == window
+            assert shown["expires_at"] == shown["created_at"] + seconds
 
 
 async def test_of_several_keepers_each_batch_is_ended_by_one(tmp_path: Path, urls: str) -> None:

@@ -198,12 +198,65 @@ def test_what_is_said_of_it(
 def test_what_may_change_of_a_job_is_changed_and_nothing_else() -> None:
     batch = FakeBatch()
     _running(batch)
-    batch.batch_job["spec"] |= {"suspend": True, "completionWindowSeconds": 600, "maxRetries": 1}
+    batch.batch_job["spec"] |= {"suspend": True, "ttlSecondsAfterFinished": 600, "maxRetries": 1}
     verdict = batch.reconcile()
-    assert verdict is not None and verdict.patch == {"spec": {"suspend": True, "activeDeadlineSeconds": 600}}
+    changed = {"suspend": True, "ttlSecondsAfterFinished": 600}
+    assert verdict is not None and verdict.patch == {"spec": changed}
     batch.suspend(False)
     verdict = batch.reconcile()
     assert verdict is not None and verdict.patch == {"spec": {"suspend": False}}
+
+
+def test_a_template_that_has_changed_is_said_to_wait_until_somebody_deletes_the_job() -> None:
+    batch = FakeBatch({"podTemplate": {"spec": {"nodeSelector": {"pool": "cheap"}}}})
+    _running(batch)
+    batch.reconcile()
+    assert batch.condition("UpToDate") == ("True", "AsMade")
+    batch.batch_job["spec"]["podTemplate"] = {"spec": {"nodeSelector": {"pool": "dear"}}}
+    verdict = batch.reconcile()
+    assert verdict is not None and verdict.patch is None and batch.jobs_made == 1
+    assert batch.condition("UpToDate") == ("False", "TemplateChanged")
+    (told,) = (one for one in batch.batch_job["status"]["conditions"] if one["type"] == "UpToDate")
+    assert "kubectl delete job/night" in told["message"]
+    assert batch.condition("Complete") == ("False", "Running"), "it goes on as it is"
+    batch.job = None
+    batch.reconcile()
+    assert batch.job is not None and batch.jobs_made == 2
+    assert batch.job["spec"]["template"]["spec"]["nodeSelector"] == {"pool": "dear"}
+    batch.reconcile()
+    assert batch.condition("UpToDate") == ("True", "AsMade")
+
+
+def test_a_template_that_is_written_otherwise_is_the_same() -> None:
+    batch = FakeBatch({"podTemplate": {"spec": {"hostNetwork": False, "nodeSelector": {"pool": "cheap"}}}})
+    _running(batch)
+    batch.batch_job["spec"]["podTemplate"] = {
+        "spec": {"nodeSelector": {"pool": "cheap"}, "hostNetwork": False}
+    }
+    batch.reconcile()
+    assert batch.condition("UpToDate")[0] == "True"
+    assert batch.job is not None
+    del batch.job["metadata"]["annotations"]  # made by an operator that noted nothing
+    batch.reconcile()
+    assert batch.condition("UpToDate")[0] == "True"
+
+
+@pytest.mark.parametrize(
+    ("spec", "flag", "deadline_s"),
+    [
+        ({"inputFileId": "file-1", "completionWindowSeconds": 600}, ["--completion-window=600s"], 1200),
+        ({"inputFileId": "file-1"}, [], 87_000),
+        ({"batchId": "batch_1"}, [], None),
+    ],
+    ids=["its own", "a day", "the batch's of the API"],
+)
+def test_the_time_is_the_batchs_and_its_job_is_given_up_later(
+    spec: dict[str, Any], flag: list[str], deadline_s: int | None
+) -> None:
+    made = job_of(spec)["spec"]
+    (container,) = made["template"]["spec"]["containers"]
+    assert [one for one in container["args"] if "window" in one] == flag
+    assert made.get("activeDeadlineSeconds") == deadline_s
 
 
 def test_a_job_that_does_not_notice_the_end_is_deleted_after_a_while() -> None:

@@ -94,7 +94,17 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("another endpoint", {**FILE, "endpoint": "/v1/images"}, "spec.endpoint"),
     ("no concurrency", {**BATCH, "concurrency": 0}, "spec.concurrency"),
     ("too many retries", {**BATCH, "maxRetries": 101}, "spec.maxRetries"),
-    ("a window of no time", {**BATCH, "completionWindowSeconds": 1}, "spec.completionWindowSeconds"),
+    ("a window of no time", {**FILE, "completionWindowSeconds": 1}, "spec.completionWindowSeconds"),
+    (
+        "a window of 60 days",
+        {**FILE, "completionWindowSeconds": 5_184_000},
+        "spec.completionWindowSeconds",
+    ),
+    (
+        "a window for a batch that has one",
+        {**BATCH, "completionWindowSeconds": 600},
+        "spec.completionWindowSeconds",
+    ),
     ("gone at once", {**BATCH, "ttlSecondsAfterFinished": 0}, "spec.ttlSecondsAfterFinished"),
     ("a field that is none", {**BATCH, "shards": 4}, 'unknown field "spec.shards"'),
     ("a queue's name that is none", {**BATCH, "queueName": "A B"}, "spec.queueName"),
@@ -145,7 +155,7 @@ async def test_what_a_job_could_not_follow_cannot_be_changed(
     answer = await cluster.admin.patch(
         f"{WHERE}/fixed?dryRun=All", json={"spec": {field: value}}, headers=headers
     )
-    follows = field in ("suspend", "completionWindowSeconds", "ttlSecondsAfterFinished", "podTemplate")
+    follows = field in ("suspend", "ttlSecondsAfterFinished", "podTemplate")
     assert answer.status_code == (200 if follows else 422), answer.text
     assert follows or f"{field} cannot be changed" in answer.text
 

@@ -32,6 +32,7 @@ TIMES = (
     *("in_progress_at", "finalizing_at", "completed_at", "failed_at"),
     *("expired_at", "cancelling_at", "cancelled_at"),
 )
+WINDOW: Schema = {"type": "string", "pattern": "^[1-9][0-9]{0,6}[smhd]$", "examples": ["24h"]}
 
 
 def schemas() -> dict[str, Schema]:
@@ -68,7 +69,7 @@ def schemas() -> dict[str, Schema]:
             {
                 "input_file_id": TEXT,
                 "endpoint": one_of(*ENDPOINTS),
-                "completion_window": exactly("24h"),
+                "completion_window": WINDOW,
             }
             | optional(metadata=metadata, output_expires_after=expiry),
             ["input_file_id", "endpoint", "completion_window"],
@@ -80,7 +81,7 @@ def schemas() -> dict[str, Schema]:
             "model": nullable(TEXT),
             "errors": nullable(whole({"object": exactly("list"), "data": array(_line_error(), least=1)})),
             "input_file_id": TEXT,
-            "completion_window": exactly("24h"),
+            "completion_window": WINDOW,
             "status": one_of(*STATUSES),
             "output_file_id": nullable(TEXT),
             "error_file_id": nullable(TEXT),

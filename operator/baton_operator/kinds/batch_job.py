@@ -35,11 +35,16 @@ def _fixed(field: str) -> Rule:
         "apiKeySecretRef is for inputFileId: a batch of the API has an owner already",
         ".apiKeySecretRef",
     ),
+    Rule(
+        "has(self.inputFileId) || !has(self.completionWindowSeconds)",
+        "completionWindowSeconds is for inputFileId: a batch of the API has its completion_window",
+        ".completionWindowSeconds",
+    ),
     *map(
         _fixed,
         (
             *("serviceName", "batchId", "inputFileId", "endpoint", "apiKeySecretRef"),
-            *("concurrency", "maxRetries", "queueName"),
+            *("concurrency", "maxRetries", "queueName", "completionWindowSeconds"),
         ),
     ),
 )
@@ -69,9 +74,10 @@ class BatchJobSpec(Part):
     max_retries: Annotated[int, Field(ge=0, le=100)] = 6
     """How often its pod may fail; one that was evicted, preempted or told to end does not count."""
 
-    completion_window_seconds: Annotated[int, Field(ge=60, le=2_592_000)] = 86_400
-    """Seconds after which the Job is given up, those in which it rests not counted. The batch itself expires
-    24 hours after it was made."""
+    completion_window_seconds: Annotated[int, Field(ge=60, le=2_592_000)] | None = None
+    """Seconds that the batch made of inputFileId has, from when it is made, also while it rests; 24 hours if
+    it is left out. Then it is expired: what was answered can be fetched, and the other requests are
+    errors."""
 
     ttl_seconds_after_finished: Annotated[int, Field(ge=60, le=31_536_000)] = 604_800
     """Seconds after the end until the Job is deleted, and a BatchJob that a router has made with it; the
@@ -85,7 +91,7 @@ class BatchJobSpec(Part):
 
     pod_template: Anything | None = None
     """A PodTemplateSpec that is merged over what the operator makes; the runner's container is called
-    main."""
+    main. What is changed here later holds for a Job that is made later: status says so."""
 
 
 class BatchJobStatus(Part):
@@ -121,4 +127,5 @@ class BatchJobStatus(Part):
 
     conditions: Conditions = []
     """Complete: the batch is. Failed: it has come to another end, or nobody will run it any more; the reason
-    says why. Suspended: it rests, by `suspend` or in its queue."""
+    says why. Suspended: it rests, by `suspend` or in its queue. UpToDate: its Job is by podTemplate as it
+    is now."""

@@ -7,6 +7,9 @@ next pod goes on is written down in the ledger, not in the Job: an index more wo
 
 from __future__ import annotations
 
+import hashlib
+import json
+
 from baton_api import batch_jobs
 from baton_operator import names
 from baton_operator.crd import GROUP, VERSION
@@ -24,6 +27,16 @@ REFUSED, TOLD_TO = 43, 76
 
 END_S = 30
 """Seconds for what is done to be recorded."""
+
+DAY_S = 86_400
+"""Of a batch that says nothing of its time."""
+
+LATE_S = 600
+"""Seconds beyond its batch's time after which a Job is given up. Routers end the batch before, and with it
+the Job; but not one that was never made, because no pod could start."""
+
+TEMPLATE = "baton.dev/pod-template"
+"""On a Job: what its BatchJob's podTemplate was when it was made, as a hash."""
 
 QUEUE = "kueue.x-k8s.io/queue-name"
 
@@ -56,6 +69,7 @@ def job(batch_job: Manifest, service: InferenceServiceSpec, image: str) -> Manif
                 _on_exit("Ignore", TOLD_TO),
             ]
         },
+        **given(activeDeadlineSeconds=_deadline_s(spec)),
         **changeable(spec),
         # Kueue admits what is at rest when it is made.
         "suspend": spec.suspend or spec.queue_name is not None,
@@ -68,6 +82,7 @@ def job(batch_job: Manifest, service: InferenceServiceSpec, image: str) -> Manif
             "name": name,
             "namespace": metadata["namespace"],
             "labels": there,
+            "annotations": {TEMPLATE: template_hash(spec)},
             "ownerReferences": [{**owner, "controller": True}],
         },
         "spec": body,
@@ -76,13 +91,21 @@ def job(batch_job: Manifest, service: InferenceServiceSpec, image: str) -> Manif
 
 def changeable(spec: BatchJobSpec) -> Manifest:
     """What of a Job's spec may be changed while it is there."""
-    made: Manifest = {
-        "activeDeadlineSeconds": spec.completion_window_seconds,
-        "ttlSecondsAfterFinished": spec.ttl_seconds_after_finished,
-    }
+    made: Manifest = {"ttlSecondsAfterFinished": spec.ttl_seconds_after_finished}
     if spec.queue_name is None or spec.suspend:
         made["suspend"] = spec.suspend
     return made
+
+
+def template_hash(spec: BatchJobSpec) -> str:
+    """Of podTemplate, of which API servers cannot tell whether it has changed."""
+    text = json.dumps(spec.pod_template, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _deadline_s(spec: BatchJobSpec) -> int | None:
+    """Of a Job that may never get as far as a batch."""
+    return (spec.completion_window_seconds or DAY_S) + LATE_S if spec.input_file_id else None
 
 
 def _pod(batch_job: Manifest, spec: BatchJobSpec, service: InferenceServiceSpec, image: str) -> Manifest:
@@ -132,7 +155,9 @@ def _arguments(batch_job: Manifest, spec: BatchJobSpec) -> list[str]:
     if spec.batch_id:
         return [*flags, f"--batch={spec.batch_id}"]
     whose = f"--batch-job={metadata['name']}/{metadata['uid']}"
-    return [*flags, f"--input-file={spec.input_file_id}", f"--endpoint={spec.endpoint}", whose]
+    flags += [f"--input-file={spec.input_file_id}", f"--endpoint={spec.endpoint}", whose]
+    window_s = spec.completion_window_seconds
+    return flags if window_s is None else [*flags, f"--completion-window={window_s}s"]
 
 
 def _on_exit(action: str, status: int) -> Manifest:

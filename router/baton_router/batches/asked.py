@@ -12,10 +12,10 @@ import msgspec
 from baton_api import limits
 from baton_api.errors import InvalidRequest
 from baton_api.limits import Limit
+from baton_router.batches import completion_window
 from baton_router.batches.files import PURPOSES
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-WINDOWS = ("24h",)
 ORDERS = ("desc", "asc")
 ANCHOR = "created_at"
 
@@ -41,6 +41,7 @@ class NewBatch:
 
     input_file_id: str
     endpoint: str
+    completion_window: str
     metadata: dict[str, str] | None
     output_seconds: int | None
 
@@ -88,10 +89,16 @@ def new_batch(body: bytes) -> NewBatch:
     endpoint = _text(fields, "endpoint")
     if endpoint not in ENDPOINTS:
         raise _none_of("endpoint", ENDPOINTS)
-    if _text(fields, "completion_window") not in WINDOWS:
-        raise _none_of("completion_window", WINDOWS)
+    window = _text(fields, "completion_window")
+    if completion_window.seconds(window) is None:
+        told = f"completion_window must be a time from 60s to 30d, such as 24h or 90m, not {window[:100]!r}."
+        raise InvalidRequest(told, param="completion_window", code="invalid_value")
     return NewBatch(
-        file, endpoint, _metadata(fields.get("metadata")), _expiry(fields.get("output_expires_after"))
+        file,
+        endpoint,
+        window,
+        _metadata(fields.get("metadata")),
+        _expiry(fields.get("output_expires_after")),
     )
 
 

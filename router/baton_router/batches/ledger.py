@@ -38,14 +38,12 @@ from typing import Any
 from sqlalchemy import Connection, delete, exists, func, insert, select, text
 
 from baton_api.errors import BatchEnded, BatchNotFound, FileNotFound, InvalidRequest, StaleLease
+from baton_router.batches import completion_window
 from baton_router.batches.batch_rows import as_json, batch_of, change, fetch, finalizing, held, keep
 from baton_router.batches.database import Database, bindable
 from baton_router.batches.files import NewFile, add, new_id
 from baton_router.batches.tables import batches, files, results
 from baton_router.batches.values import ENDED, Batch, LineError, Recorded, Result, Status, StoredFile
-
-WINDOW_S = 86_400
-"""Of `completion_window`, whose one value is 24h."""
 
 CANCELLABLE = frozenset({Status.VALIDATING, Status.IN_PROGRESS, Status.FINALIZING})
 RECORDING = frozenset({Status.VALIDATING, Status.IN_PROGRESS, Status.CANCELLING})
@@ -66,10 +64,17 @@ class Ledger:
         file: StoredFile,
         now: int,
         *,
+        window: str = completion_window.DAY,
         metadata: Mapping[str, str] | None = None,
         output_seconds: int | None = None,
     ) -> Batch:
-        """A batch that is to be validated. Raises FileNotFound if the file has just gone."""
+        """
+        A batch that is to be validated, and has so much time from now on, as in `completion_window`.
+
+        Raises FileNotFound if the file has just gone.
+        """
+        window_s = completion_window.seconds(window)
+        assert window_s is not None
         values = {
             "id": new_id("batch_"),
             "owner": owner,
@@ -77,12 +82,12 @@ class Ledger:
             "input_file": file.id,
             "input_object": file.object,
             "input_bytes": file.bytes,
-            "completion_window": "24h",
+            "completion_window": window,
             "metadata": None if metadata is None else as_json(metadata),
             "output_seconds": output_seconds,
             "status": Status.VALIDATING.value,
             "created_at": now,
-            "expires_at": now + WINDOW_S,
+            "expires_at": now + window_s,
             "total": 0,
             "completed": 0,
             "failed": 0,

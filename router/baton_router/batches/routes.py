@@ -129,7 +129,13 @@ def _create(storage: Storage, owner: str, wanted: NewBatch, now: int) -> Batch:
             code="invalid_value",
         )
     return storage.ledger.create(
-        owner, wanted.endpoint, file, now, metadata=wanted.metadata, output_seconds=wanted.output_seconds
+        owner,
+        wanted.endpoint,
+        file,
+        now,
+        window=wanted.completion_window,
+        metadata=wanted.metadata,
+        output_seconds=wanted.output_seconds,
     )
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from baton_api import batch_jobs
 from baton_api.errors import NotReady
-from baton_router.batches import retrying
+from baton_router.batches import completion_window, retrying
 from baton_router.batches.door import ASK_S, OK, upstream_of, whole
 from baton_router.upstream import Lost
 
@@ -41,7 +41,14 @@ class Submission:
     """What is asked for in the name of one BatchJob."""
 
     def __init__(
-        self, url: str, key: str, file: str, endpoint: str, job: str, rng: random.Random | None = None
+        self,
+        url: str,
+        key: str,
+        file: str,
+        endpoint: str,
+        job: str,
+        window: str = completion_window.DAY,
+        rng: random.Random | None = None,
     ) -> None:
         """`job` is the BatchJob's name and uid, as `name/uid`. Raises SetupError if `url` is no router's."""
         self._upstream = upstream_of(url)
@@ -49,6 +56,7 @@ class Submission:
         self._file = file
         self._endpoint = endpoint
         self._job = job
+        self._window = window
         self._rng = rng or random.Random()
 
     async def batch(self) -> str:
@@ -74,7 +82,7 @@ class Submission:
         body = {
             "input_file_id": self._file,
             "endpoint": self._endpoint,
-            "completion_window": "24h",
+            "completion_window": self._window,
             "metadata": {batch_jobs.METADATA: self._job},
         }
         return msgspec.json.decode(await self._ask("POST", "", msgspec.json.encode(body)), type=_Batch).id
