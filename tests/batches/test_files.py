@@ -296,7 +296,7 @@ async def test_a_client_that_sends_nothing_more_is_told(tmp_path: Path) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
         head = b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n"
         writer.write(head + b"content-length: 9000000\r\n\r\n--b\r\n")
-        assert b"400" in await asyncio.wait_for(reader.readline(), 10)
+        assert b"400" in await asyncio.wait_for(reader.readline(), 60)
         writer.close()
         await until(lambda: nothing_in(tmp_path / "files"))
 

@@ -44,7 +44,7 @@ class Pair:
         def having() -> list[int]:
             return [number for number, router in enumerate(self.routers) if router.runners()]
 
-        chaos.await_true(lambda: len(having()) == 1, 20, "one router has a runner")
+        chaos.await_true(lambda: len(having()) == 1, 60, "one router has a runner")
         return having()[0]
 
 
@@ -82,7 +82,7 @@ def test_one_cancels_what_the_other_runs(pair: Pair) -> None:
     assert 0 < counts["completed"] < counts["total"] == 3000
     output = chaos.output_of(pair.services[other], batch, pair.folder)
     assert output.count(b"\n") == counts["completed"]
-    chaos.await_true(lambda: not pair.routers[1 - other].runners(), 10, "its runner has ended")
+    chaos.await_true(lambda: not pair.routers[1 - other].runners(), 60, "its runner has ended")
 
 
 @pytest.mark.processes
@@ -92,7 +92,7 @@ def test_whichever_dies_the_other_goes_on(pair: Pair) -> None:
     first = pair.who_runs()
     runner = pair.routers[first].runners()[0]
     pair.routers[first].program.kill()
-    chaos.await_true(lambda: not runner.is_running(), 5, "the runner has ended with its router")
+    chaos.await_true(lambda: not runner.is_running(), 60, "the runner has ended with its router")
     batch = chaos.ended(pair.services[1 - first], id)
     assert batch["status"] == "completed"
     assert batch["request_counts"] == {"total": LINES, "completed": LINES, "failed": 0}

@@ -123,7 +123,7 @@ def test_a_server_with_a_key_file_is_closed_and_takes_new_keys_without_a_restart
 
 
 def _await_status(server: Serving, key: str, status: int) -> None:
-    await_true(lambda: server.get("/v1/models", key).status_code == status, 10, f"{key} is answered {status}")
+    await_true(lambda: server.get("/v1/models", key).status_code == status, 60, f"{key} is answered {status}")
 
 
 def test_a_whole_service_wants_the_key_and_shows_it_to_nobody(tiny: Path) -> None:

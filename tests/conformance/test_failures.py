@@ -64,8 +64,8 @@ def test_L1_a_client_that_leaves_a_stream_stops_it(served: Deployment) -> None:
             if chunks == 5:
                 break
         assert chunks == 5 and served.total(RUNNING) >= 1
-    await_true(lambda: busy(served) == 0, 3, "no request is running")
-    await_true(lambda: owned_blocks(served) == before, 3, "its KV blocks are free again")
+    await_true(lambda: busy(served) == 0, PATIENCE_S, "no request is running")
+    await_true(lambda: owned_blocks(served) == before, PATIENCE_S, "its KV blocks are free again")
 
 
 def test_L2_a_client_that_leaves_a_whole_answer_stops_it(served: Deployment) -> None:
@@ -78,8 +78,8 @@ def test_L2_a_client_that_leaves_a_whole_answer_stops_it(served: Deployment) -> 
         pytest.raises(httpx.ReadTimeout),
     ):
         http.post(CHAT, json=body)
-    await_true(lambda: busy(served) == 0, 3, "no request is running")
-    await_true(lambda: owned_blocks(served) == before, 3, "its KV blocks are free again")
+    await_true(lambda: busy(served) == 0, PATIENCE_S, "no request is running")
+    await_true(lambda: owned_blocks(served) == before, PATIENCE_S, "its KV blocks are free again")
 
 
 def at_once(count: int, call: Callable[[int], Any]) -> list[Any]:
@@ -143,7 +143,7 @@ def test_L4_without_a_decode_worker_requests_are_refused_until_it_is_back(guarde
             answer = guarded.post_chat(max_tokens=4, stream=stream)
             check_error(answer, 503, kind="server_error")
             assert 1 <= int(answer.headers["retry-after"]) <= 120
-        await_true(lambda: guarded.http.get("/ready").status_code == 503, 15, "/ready says so")
+        await_true(lambda: guarded.http.get("/ready").status_code == 503, PATIENCE_S, "/ready says so")
         models = guarded.http.get("/v1/models")
         check_error(models, 503, kind="server_error")
         assert guarded.http.get("/health").status_code == 200
@@ -194,7 +194,7 @@ def test_L4_without_a_prefill_worker_the_decode_worker_serves_on(guarded: Deploy
 
 
 def check_comes_back(guarded: Deployment, worker: str) -> None:
-    """`baton up` starts a lost worker again; 10 s later at most all is as it was."""
+    """`baton up` starts a lost worker again, and then all is as it was."""
 
     def is_up() -> bool:
         try:
@@ -203,7 +203,7 @@ def check_comes_back(guarded: Deployment, worker: str) -> None:
             return False
 
     await_true(is_up, START_S, "the worker is started again")
-    await_true(lambda: guarded.http.get("/ready").status_code == 200, 10, "the router is ready")
+    await_true(lambda: guarded.http.get("/ready").status_code == 200, PATIENCE_S, "the router is ready")
     fresh = random.Random(time.monotonic_ns())
 
     def relayed() -> bool:
@@ -212,7 +212,7 @@ def check_comes_back(guarded: Deployment, worker: str) -> None:
         assert guarded.post_completion(prompt, max_tokens=2).status_code == 200
         return guarded.moved() > before
 
-    await_true(relayed, 10, "prompts come from the prefill worker again")
+    await_true(relayed, PATIENCE_S, "prompts come from the prefill worker again")
 
 
 PROMPTS = 100

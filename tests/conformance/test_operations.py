@@ -14,7 +14,7 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from tests.conformance.deployment import QUESTION, Deployment, await_true
+from tests.conformance.deployment import PATIENCE_S, QUESTION, Deployment, await_true
 from tests.conformance.expected import check_error, check_param, refusal
 
 EMOJI = "Grüße 👋🏽 aus 東京, e\u0301"
@@ -164,7 +164,7 @@ def test_K8_counters_grow_by_what_was_done(served: Deployment) -> None:
             )
         ]
 
-    await_true(lambda: grown()[0] >= 10, 5, "ten requests are counted")
+    await_true(lambda: grown()[0] >= 10, PATIENCE_S, "ten requests are counted")
     assert grown() == [10, spent, 10 if served.is_pair else 0]
     page = served.http.get("/metrics")
     assert page.headers["content-type"].startswith("text/plain")
@@ -258,12 +258,12 @@ def test_K15_a_request_is_aborted_by_its_id(served: Deployment, stream: bool) ->
     running = threading.Thread(target=lambda: answers.append(served.post("/v1/chat/completions", body)))
     running.start()
     try:
-        await_true(lambda: served.total("baton_worker_requests_running") >= 1, 10, "it runs")
+        await_true(lambda: served.total("baton_worker_requests_running") >= 1, PATIENCE_S, "it runs")
         aborted = served.post("/abort_request", {"rid": f"abort-me-{stream}"})
         assert aborted.status_code == 200, aborted.text
     finally:
         running.join(timeout=60)
-    await_true(lambda: served.total("baton_worker_requests_running") == 0, 5, "nothing runs")
+    await_true(lambda: served.total("baton_worker_requests_running") == 0, PATIENCE_S, "nothing runs")
     (answer,) = answers
     assert 'finish_reason":"abort' not in answer.text.replace(" ", "")
     unknown = served.post("/abort_request", {"rid": "nobody"})

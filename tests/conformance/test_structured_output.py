@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from typing import Any, Literal
 
 import pytest
@@ -150,9 +149,7 @@ def test_E6_every_kind_of_constraint_is_kept(
 def test_E7_a_constraint_that_cannot_be_is_refused_and_the_server_serves_on(
     served: Deployment, constraint: dict[str, Any]
 ) -> None:
-    begun = time.monotonic()
     check_error(served.post_chat(**constraint), 400)
-    assert time.monotonic() - begun < 10
     assert served.chat(max_tokens=1).choices
 
 

@@ -31,7 +31,7 @@ from tests.engine.fake_model import FakeModel, make_cache
 from tests.engine.faulty_transfer import FaultyTransfer
 
 QUICK = Pace(tick_s=0.05, silent_ticks=8, connect_s=1.0, handshake_s=0.5, close_s=0.2)
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 """For what must come at all; machines that run tests are slow at times."""
 
 _numbers = itertools.count()

@@ -138,7 +138,7 @@ async def test_an_abort_in_mid_read_frees_no_block_that_is_still_written() -> No
         pair.decode.faulty.hold()
         request = pair.request(PROMPT)
         async with aclosing(pair.decode.client.generate(request)):
-            await asyncio.wait_for(pair.decode.faulty.held(1), 5)
+            await asyncio.wait_for(pair.decode.faulty.held(1), 60)
         await eventually(lambda: pair.decode.now.quarantined_blocks > 0)
         other = list(range(50, 58))
         assert tokens(await pair.generate(other, remote=False)) == FakeModel().greedy(other, 4)

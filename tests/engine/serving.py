@@ -28,7 +28,7 @@ from baton_engine.requests import (
 from baton_engine.snapshot import EngineSnapshot
 from tests.engine.fake_model import FakeModel, make_cache
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Serving:

@@ -41,7 +41,7 @@ async def open_ends() -> AsyncIterator[tuple[Connection, Connection]]:
 
 async def end_of(connection: Connection) -> str:
     with pytest.raises(TransferFailed) as told:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             async for _ in connection.messages():
                 pass
     return str(told.value)

@@ -100,7 +100,7 @@ class FakeAgent:
 
         def wait() -> list[Handle]:
             with self.changed:
-                assert self.changed.wait_for(lambda: len(self.handles) >= count, 10)
+                assert self.changed.wait_for(lambda: len(self.handles) >= count, 60)
                 return self.handles.copy()
 
         return await asyncio.to_thread(wait)
@@ -151,12 +151,12 @@ def bench() -> Iterator[Bench]:
 
 async def failure(end: Settlement) -> str:
     with pytest.raises(TransferFailed) as caught:
-        await asyncio.wait_for(end.settled(), 10)
+        await asyncio.wait_for(end.settled(), 60)
     return str(caught.value)
 
 
 async def success(end: Settlement) -> Pulled:
-    return await asyncio.wait_for(end.settled(), 10)
+    return await asyncio.wait_for(end.settled(), 60)
 
 
 async def test_only_so_many_slices_of_a_read_are_under_way(bench: Bench) -> None:

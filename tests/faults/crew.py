@@ -139,7 +139,7 @@ class Crew:
                 for name, epoch in epochs.items()
             )
 
-        await until(sees_all, "the router sees that all workers are well", 30.0)
+        await until(sees_all, "the router sees that all workers are well")
 
     async def workers(self) -> dict[str, dict[str, Any]]:
         """What the router says of each worker, by its name."""
@@ -163,7 +163,7 @@ class Crew:
             figures = [await mock.figures() for mock in self.decodes if mock.runs]
             return not any(row["in_flight"] for row in rows) and not any(one.running for one in figures)
 
-        await until(resting, "nothing is in flight at the router or at a worker", 10.0)
+        await until(resting, "nothing is in flight at the router or at a worker")
 
 
 @contextlib.asynccontextmanager

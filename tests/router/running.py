@@ -85,7 +85,7 @@ async def running_router(
             await serving
 
 
-async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait for a condition that other tasks bring about, and of which nobody tells."""
     deadline = asyncio.get_running_loop().time() + seconds
     while not condition():

@@ -177,7 +177,7 @@ async def test_a_client_that_leaves_is_gone_for_the_other_process_too() -> None:
     async with passing() as client:
         async with client.stream("GET", "/endless") as answer:
             await anext(answer.aiter_bytes())
-        await asyncio.wait_for(left.wait(), 10)
+        await asyncio.wait_for(left.wait(), 60)
 
 
 async def test_without_the_other_process_it_says_so() -> None:

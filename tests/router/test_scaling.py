@@ -162,7 +162,7 @@ async def test_what_it_has_not_finished_in_its_time_is_done_elsewhere(tmp_path: 
         await there.start()
         there.put(stuck, ready=False, serving=False, terminating=True)
         assert (await asking).status_code == 200
-        await asyncio.wait_for(stuck.left.wait(), 5)
+        await asyncio.wait_for(stuck.left.wait(), 60)
 
 
 async def test_an_address_that_another_generation_gets_is_a_worker_of_that_one(tmp_path: Path) -> None:

@@ -77,10 +77,8 @@ EXPLOSIVE = {
 
 @pytest.mark.parametrize("case", EXPLOSIVE)
 def test_what_explodes_is_refused_and_the_next_is_served(grammars: Grammars, case: str) -> None:
-    began = time.monotonic()
     with pytest.raises(InvalidRequest, match="The constraint cannot be used") as error:
         grammars.check(EXPLOSIVE[case])
-    assert time.monotonic() - began < 30
     assert len(error.value.message) < 600
     assert_serves(grammars, list(EXPLOSIVE).index(case))
 
@@ -89,11 +87,11 @@ def test_what_was_refused_once_costs_nothing_the_next_time(grammars: Grammars) -
     constraint = schema({"type": "integer", "multipleOf": 99_999_989})
     with pytest.raises(InvalidRequest):
         grammars.check(constraint)
-    began = time.monotonic()
+    before = time.process_time()
     for _ in range(100):
         with pytest.raises(InvalidRequest):
             grammars.check(constraint)
-    assert time.monotonic() - began < 0.5
+    assert time.process_time() - before < 0.5
 
 
 LARGE = {

@@ -156,7 +156,7 @@ async def open_api(
         await engine.close()
 
 
-async def eventually(claim: Callable[[], bool], seconds: float = 5.0) -> None:
+async def eventually(claim: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait until `claim` holds; the engine's thread tells nobody when it does."""
     async with asyncio.timeout(seconds):
         while not claim():  # noqa: ASYNC110

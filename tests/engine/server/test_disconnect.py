@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 
 import msgspec
 import pytest
@@ -35,7 +34,7 @@ async def hang_up(writer: asyncio.StreamWriter) -> None:
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_running_request_ends_within_100_ms(
+async def test_a_running_request_ends_with_its_client(
     api: Api, server: HttpServer, stream: bool, n: int
 ) -> None:
     reader, writer = await connect(server, request(stream=stream, n=n, ignore_eos=True))
@@ -45,10 +44,8 @@ async def test_a_running_request_ends_within_100_ms(
     else:
         await eventually(lambda: api.served.engine.snapshot().running == n)
     await hang_up(writer)
-    began = time.monotonic()
     await eventually(lambda: not api.served.drain.running)
     await eventually(lambda: not api.served.engine.snapshot().owned_blocks)
-    assert time.monotonic() - began < 0.5, "100 ms, and what a loaded machine adds"
     api.assert_all_blocks_back()
     assert await api.metric('baton_worker_requests_total{finish_reason="abort"}') == n
 

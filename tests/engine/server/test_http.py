@@ -26,7 +26,7 @@ async def test_an_address_that_is_not_ours_is_an_error(api: Api) -> None:
 async def test_endless_headers_are_cut_off(server: HttpServer) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"y" * (3 * limits.HEAD.most))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         answer = await reader.read()
     assert answer.startswith(b"HTTP/1.1 400")
     writer.close()
