@@ -113,9 +113,14 @@ class Api:
         values = [row.rpartition(" ")[2] for row in text.splitlines() if row.rpartition(" ")[0] == line]
         return float(values[0]) if values else 0.0
 
-    def assert_all_blocks_back(self) -> None:
+    def at_rest(self) -> bool:
+        """Nothing is left of any request."""
         now = self.served.engine.snapshot()
-        assert (now.running, now.queued, now.owned_blocks) == (0, 0, 0)
+        return (now.running, now.queued, now.owned_blocks) == (0, 0, 0)
+
+    def assert_all_blocks_back(self) -> None:
+        assert self.at_rest()
+        now = self.served.engine.snapshot()
         assert now.available_blocks == now.total_blocks
 
 

@@ -79,7 +79,7 @@ async def test_the_rest_of_a_prompt_list_is_not_computed(api: Api, server: HttpS
     await eventually(lambda: api.served.engine.snapshot().running > 0)
     await hang_up(writer)
     await eventually(lambda: not api.served.drain.running)
-    await eventually(lambda: api.served.engine.snapshot().running == 0)
+    await eventually(api.at_rest)
     assert api.served.engine.snapshot().queued == 0
     api.assert_all_blocks_back()
 

@@ -188,7 +188,7 @@ async def test_a_client_that_goes_away_ends_the_computation(api: Api) -> None:
         await task
     api.model.go.set()
     await api.served.engine.idle()
-    await eventually(lambda: api.served.engine.snapshot().running == 0)
+    await eventually(api.at_rest)
     api.assert_all_blocks_back()
 
 
