@@ -54,7 +54,7 @@ images: ## build the images of operator, router and worker by BUILDER (docker), 
 	@set -e; for name in operator router worker; do \
 	  DOCKER_BUILDKIT=1 $(BUILDER) build -f images/Dockerfile --target $$name -t $(if $(REGISTRY),$(REGISTRY)/)baton-$$name:$(TAG) \
 	    --build-arg VERSION=$(TAG) --build-arg REVISION="$$(git rev-parse HEAD 2>/dev/null)" \
-	    $(foreach name,BASE INDEX TORCH_INDEX,$(if $($(name)),--build-arg $(name)="$($(name))")) \
+	    $(foreach name,BASE INDEX TORCH_INDEX DEVICE,$(if $($(name)),--build-arg $(name)="$($(name))")) \
 	    $(if $(NETRC),--secret id=netrc$(comma)src="$(NETRC)") $(BUILD_FLAGS) .; \
 	done
 
