@@ -1,7 +1,9 @@
 """
 What services are held to, and how fast they may use up what is allowed to go wrong.
 
-The bounds are those of histograms' buckets: what lies between two of them is only guessed at.
+These are the objectives of services that no operator tells of; of others they are those of their spec
+(`spec.autoscaling.slo`). The bounds are those of histograms' buckets: what lies between two of them is only
+guessed at.
 """
 
 from __future__ import annotations
@@ -25,14 +27,10 @@ class Objective:
 AVAILABLE = Objective(0.999)
 """Of requests, those that neither failed nor were cut off; what clients did wrong does not count."""
 
-PROMPT = Objective(0.95)
-"""Of streams, those whose first byte came in time."""
+STREAMS = Objective(0.95)
+"""Of streams, those whose first byte came in time, and those whose tokens did, in the mean over each."""
 
 FIRST_TOKEN_S = 2.5
-
-FLUENT = Objective(0.95)
-"""Of streams, those whose tokens came in time, in the mean over each."""
-
 TOKEN_S = 0.05
 
 
@@ -49,6 +47,9 @@ class Burn:
 
 BURNS = (Burn(14.4, "1h", "5m", "page"), Burn(6, "6h", "30m", "ticket"))
 """2 % of the budget in an hour; 5 % in six: https://sre.google/workbook/alerting-on-slos/."""
+
+MOST = 0.9
+"""A share of streams that are late at which the budget is used up too fast, however large it is."""
 
 LEAST_REQUESTS = 20
 """Within the long window, so that one failure in a quiet night wakes nobody."""

@@ -89,6 +89,18 @@ class Scope:
         function = how if how in ("changes", "deriv") else f"{how}_over_time"
         return _grouped(of, by, f"{function}({self.series(metric, '', **labels)}[{self.window}])")
 
+    def by_bound(self, metric: Metric, *by: str, **labels: str) -> str:
+        """
+        Of a histogram, how many a second were at most each of its bounds.
+
+        >>> from baton_api import metrics
+        >>> Scope("5m").by_bound(metrics.WORKER_STEP, "worker")
+        'sum by (le, worker) (rate(baton_worker_step_seconds_bucket[5m]))'
+        """
+        _check(metric, "histogram", by)
+        buckets = f"rate({self.series(metric, '_bucket', **labels)}[{self.window}])"
+        return _grouped("sum", ("le", *by), buckets)
+
     def quantile(self, share: float, metric: Metric, *by: str, **labels: str) -> str:
         """
         Of a histogram.
@@ -97,9 +109,7 @@ class Scope:
         >>> Scope("5m").quantile(0.9, metrics.WORKER_STEP)
         'histogram_quantile(0.9, sum by (le) (rate(baton_worker_step_seconds_bucket[5m])))'
         """
-        _check(metric, "histogram", by)
-        buckets = f"rate({self.series(metric, '_bucket', **labels)}[{self.window}])"
-        return f"histogram_quantile({share:g}, {_grouped('sum', ('le', *by), buckets)})"
+        return f"histogram_quantile({share:g}, {self.by_bound(metric, *by, **labels)})"
 
     def mean(self, metric: Metric, *by: str, **labels: str) -> str:
         """Of a histogram."""

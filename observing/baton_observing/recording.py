@@ -1,7 +1,8 @@
 """
 Recording rules: shares of requests that were not well, over the windows that alerts and panels look at.
 
-Each is per service, and is nothing where there was no request.
+Each is per service, and is nothing where there was no request. Whether a stream was in time is judged by the
+objectives of its service, if an operator tells them, and else by those of `objectives`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from baton_api import metrics
 from baton_api.metrics import Metric
-from baton_observing.objectives import BURNS, FIRST_TOKEN_S, TOKEN_S
+from baton_observing.objectives import BURNS, FIRST_TOKEN_S, STREAMS, TOKEN_S
 from baton_observing.promql import Scope, ratio
 
 BY = ("namespace", "service")
@@ -50,9 +51,12 @@ def _failed(scope: Scope) -> str:
     return ratio(f"(({errors} or 0 * {whole}) + ({cut} or 0 * {whole}))", whole)
 
 
-def _beyond(scope: Scope, metric: Metric, bound: float) -> str:
-    """Of streams for which somebody sits and waits."""
-    well = scope.within(metric, bound, *BY, class_="!=batch")
+def _beyond(scope: Scope, metric: Metric, objective: Metric, bound: float) -> str:
+    """Of streams for which somebody sits and waits; `bound` where nobody tells the service's own."""
+    told = f'label_replace({scope.series(objective)}, "le", "$1", "bound", "(.+)")'
+    judged = f"{scope.by_bound(metric, *BY, class_='!=batch')} and on (namespace, service, le) {told}"
+    own = f"max by (namespace, service) ({judged})"
+    well = f"({own} or {scope.within(metric, bound, *BY, class_='!=batch')})"
     return f"1 - {ratio(well, scope.per_second(metric, *BY, part='_count', class_='!=batch'))}"
 
 
@@ -62,10 +66,25 @@ REQUESTS = Family("requests", lambda scope: scope.per_second(metrics.ROUTER_REQU
 FAILED = Family("requests_failed:ratio", _failed)
 """Of requests, those that ended with an error of ours or were cut off."""
 
-LATE = Family("first_byte_late:ratio", lambda scope: _beyond(scope, metrics.ROUTER_FIRST_BYTE, FIRST_TOKEN_S))
+LATE = Family(
+    "first_byte_late:ratio",
+    lambda scope: _beyond(
+        scope, metrics.ROUTER_FIRST_BYTE, metrics.OPERATOR_OBJECTIVE_FIRST_TOKEN, FIRST_TOKEN_S
+    ),
+)
 """Of streams outside of batches, those whose first byte came too late."""
 
-SLOW = Family("token_slow:ratio", lambda scope: _beyond(scope, metrics.ROUTER_OUTPUT_TOKEN, TOKEN_S))
+SLOW = Family(
+    "token_slow:ratio",
+    lambda scope: _beyond(scope, metrics.ROUTER_OUTPUT_TOKEN, metrics.OPERATOR_OBJECTIVE_TOKEN, TOKEN_S),
+)
 """Of streams outside of batches, those whose tokens came too slowly."""
+
+BUDGET = Record(
+    "baton:stream_budget:ratio",
+    f"1 - {Scope('').now(metrics.OPERATOR_OBJECTIVE_SHARE, *BY, how='max')} "
+    f"or 0 * {REQUESTS.over('1h')} + {STREAMS.budget:.4g}",
+)
+"""Of streams, those that may be late or slow."""
 
 FAMILIES = (REQUESTS, FAILED, LATE, SLOW)

@@ -13,7 +13,7 @@ import yaml
 
 from baton_observing.alerts import OPERATING, SERVING
 from baton_observing.alerts.alert import Alert
-from baton_observing.recording import FAMILIES
+from baton_observing.recording import BUDGET, FAMILIES
 
 LINE = 110
 HEAD = "# Written from baton_observing by `make fix`. Do not edit.\n"
@@ -29,8 +29,7 @@ def files() -> dict[str, str]:
         "interval": f"{RECORD_S}s",
         "rules": [
             {"record": record.name, "expr": record.expression}
-            for family in FAMILIES
-            for record in family.records
+            for record in (*(one for family in FAMILIES for one in family.records), BUDGET)
         ],
     }
     return {

@@ -13,6 +13,8 @@ from baton_api import __version__, metrics
 from baton_api.metrics import Metric
 from baton_operator.conditions import Transition
 from baton_operator.heartbeat import Heartbeat
+from baton_operator.kinds.part import duration_s
+from baton_operator.kinds.service_policies import Objectives
 from baton_operator.leadership import Leadership
 from baton_operator.manifests.objects import Manifest
 from baton_operator.report import Status
@@ -68,12 +70,19 @@ class Services(Collector):
 
     def __init__(self) -> None:
         self._status: dict[tuple[str, str], Status] = {}
+        self._objectives: dict[tuple[str, str], Objectives] = {}
 
-    def stands(self, namespace: str, name: str, status: Status | None) -> None:
-        if status is None:
-            self._status.pop((namespace, name), None)
-        else:
-            self._status[namespace, name] = status
+    def stands(
+        self, namespace: str, name: str, status: Status | None, objectives: Objectives | None = None
+    ) -> None:
+        """`objectives` are those of its spec; None if that cannot be read, or is gone."""
+        service = namespace, name
+        self._status.pop(service, None)
+        self._objectives.pop(service, None)
+        if status is not None:
+            self._status[service] = status
+        if objectives is not None:
+            self._objectives[service] = objectives
 
     def collect(self) -> Iterator[Family]:
         condition = _family(metrics.OPERATOR_CONDITION)
@@ -89,7 +98,27 @@ class Services(Collector):
                     ready.add_metric([*service, role], there["ready"])
             for revision in status.get("revisions", ()):
                 weight.add_metric([*service, revision["name"]], revision["weight"])
-        yield from (condition, desired, ready, weight)
+        first, token = (
+            _family(metrics.OPERATOR_OBJECTIVE_FIRST_TOKEN),
+            _family(metrics.OPERATOR_OBJECTIVE_TOKEN),
+        )
+        share = _family(metrics.OPERATOR_OBJECTIVE_SHARE)
+        for service, wanted in self._objectives.items():
+            ttft_s, itl_s = duration_s(wanted.ttft), duration_s(wanted.itl)
+            first.add_metric([*service, _bound(metrics.ROUTER_FIRST_BYTE, ttft_s)], ttft_s)
+            token.add_metric([*service, _bound(metrics.ROUTER_OUTPUT_TOKEN, itl_s)], itl_s)
+            share.add_metric(service, wanted.percentile / 100)
+        yield from (condition, desired, ready, weight, first, token, share)
+
+
+def _bound(metric: Metric, seconds: float) -> str:
+    """
+    The bucket by which so many seconds are judged, as Prometheus writes it.
+
+    >>> _bound(metrics.ROUTER_FIRST_BYTE, 2.0), _bound(metrics.ROUTER_FIRST_BYTE, 9999.0)
+    ('2.5', '300.0')
+    """
+    return str(float(next((one for one in metric.buckets if one >= seconds), metric.buckets[-1])))
 
 
 class Watches(Collector):

@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kubernetes.aio.client.exceptions import ApiException
+from pydantic import ValidationError
 
 from baton_operator import bindings, report
 from baton_operator.api_server import CONFLICT, ApiServer
 from baton_operator.conditions import Transition
 from baton_operator.kinds.inference_service import InferenceServiceStatus
+from baton_operator.kinds.service_policies import Objectives
 from baton_operator.manifests.objects import Manifest
 from baton_operator.merge_patch import difference
 from baton_operator.observed import Observed, key
@@ -40,8 +42,8 @@ class Reconciler(Protocol):
 Tell = Callable[[Manifest, Transition], None]
 """Tells people what has happened to an object; returns at once, and never raises."""
 
-Stands = Callable[[str, str, "report.Status | None"], None]
-"""Takes the status of a service, by its namespace and name, as it is now; None if there is none."""
+Stands = Callable[[str, str, "report.Status | None", Objectives | None], None]
+"""Takes the status and the objectives of a service, by its namespace and name; None if there are none."""
 
 
 class ServiceReconciler:
@@ -69,7 +71,7 @@ class ServiceReconciler:
         service = await self._observer.service(namespace, name)
         scalers = await self._observer.scalers(namespace, name)
         if service is None:
-            self._stands(namespace, name, None)
+            self._stands(namespace, name, None, None)
             await self._bind(scalers, None)
             return None
         observed = await self._observer.around(service, scalers)
@@ -122,7 +124,8 @@ class ServiceReconciler:
         # Once it is written down: who is interrupted before tells it again, and nobody tells it twice.
         for transition in transitions:
             self._tell(observed.service, transition)
-        self._stands(observed.owner.namespace, observed.owner.name, status)
+        owner = observed.owner
+        self._stands(owner.namespace, owner.name, status, _objectives(observed.service))
 
     async def _bind(self, scalers: Sequence[Manifest], state: State | None) -> None:
         now = self._clock()
@@ -131,6 +134,13 @@ class ServiceReconciler:
                 continue
             if patch := difference(scaler.get("status", {}), bindings.status(scaler, state, now)):
                 await self._api.write_status(scaler, patch)
+
+
+def _objectives(service: Manifest) -> Objectives | None:
+    try:
+        return Objectives.model_validate(service["spec"].get("autoscaling", {}).get("slo", {}))
+    except ValidationError:
+        return None
 
 
 class Refusal(ValueError):

@@ -6,18 +6,20 @@ import re
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from baton_api import metrics
 from baton_observing import rules
 from baton_observing.alerts import ALERTS
 from baton_observing.alerts.alert import runbook
 from baton_observing.boards import BOARDS
-from tests.observing.alert_cases import CASES, Series
+from tests.observing.alert_cases import CASES
+from tests.observing.told_series import Series, level, rise
 
 ROOT = Path(__file__).parents[2]
 RUNBOOKS = ROOT / "docs" / "runbooks"
@@ -82,8 +84,13 @@ def alone(name: str, severity: str) -> dict[str, Any]:
     groups = [group for text in rules.files().values() for group in yaml.safe_load(text)["groups"]]
     found = [rule for group in groups for rule in group["rules"]]
     (alert,) = (one for one in found if one.get("alert") == name and one["labels"]["severity"] == severity)
-    records = [one for one in found if "record" in one and one["record"] in alert["expr"]]
-    return {"groups": [{"name": "alone", "rules": [*records, alert]}]}
+    records = [one for one in found if "record" in one]
+    needed, before = alert["expr"], ""
+    while needed != before:
+        before = needed
+        needed = " ".join([alert["expr"], *(one["expr"] for one in records if one["record"] in needed)])
+    made_of = [one for one in records if one["record"] in needed]
+    return {"groups": [{"name": "alone", "rules": [*made_of, alert]}]}
 
 
 def test_each_alert_fires_once_and_stays_silent_once(folder: Path) -> None:
@@ -102,6 +109,57 @@ def test_each_alert_fires_once_and_stays_silent_once(folder: Path) -> None:
     assert counted == Counter((alert.name, alert.severity) for alert in ALERTS)
     assert scenes == 2 * len(ALERTS)
     assert promtool("test", "rules", *files, folder=folder).count("SUCCESS") == len(ALERTS)
+
+
+def test_each_service_is_held_to_its_own_objectives(folder: Path) -> None:
+    """Of the same streams, most of which take more than half a second, one service alone has to complain."""
+    streams: Series = {}
+    for service in ("hasty", "calm", "patient", "untold"):
+        of: dict[str, Any] = {"namespace": "models", "service": service}
+        labels: dict[str, Any] = {**of, "class_": "default"}
+        for bound, well in (("0.5", 2), ("1.0", 5), ("2.5", 8), ("10.0", 10)):
+            streams |= rise(metrics.ROUTER_FIRST_BYTE, well, "_bucket", le=bound, **labels)
+        streams |= rise(metrics.ROUTER_FIRST_BYTE, 10, "_count", **labels)
+        streams |= rise(metrics.ROUTER_REQUESTS, 60, code="200", class_="default", **of)
+    told = (
+        *objective("hasty", seconds=0.5, bound="0.5", share=0.95),
+        *objective("calm", seconds=8.0, bound="10.0", share=0.95),
+        *objective("patient", seconds=0.5, bound="0.5", share=0.5),  # half of them may be late
+    )
+    firing = 'sum by (service) (ALERTS{alertname="BatonFirstByteBurn", alertstate="firing"})'
+    name = "BatonFirstByteBurn"
+    test = {
+        "interval": "1m",
+        "input_series": [
+            {"series": one, "values": values} for one, values in {**streams, **dict(told)}.items()
+        ],
+        "promql_expr_test": [
+            {
+                "expr": firing,
+                "eval_time": "65m",
+                "exp_samples": [{"labels": '{service="hasty"}', "value": 1}],
+            },
+            {
+                "expr": "round(100 * baton:first_byte_late:ratio_rate5m)",
+                "eval_time": "65m",
+                "exp_samples": [
+                    {"labels": f'{{namespace="models", service="{one}"}}', "value": late}
+                    for one, late in (("calm", 0), ("hasty", 80), ("patient", 80), ("untold", 20))
+                ],
+            },
+        ],
+    }
+    (folder / "own.rules.yaml").write_text(yaml.safe_dump(alone(name, "page")))
+    text = {"rule_files": ["own.rules.yaml"], "evaluation_interval": "1m", "tests": [test]}
+    (folder / "own.yaml").write_text(yaml.safe_dump(text))
+    assert "SUCCESS" in promtool("test", "rules", "own.yaml", folder=folder)
+
+
+def objective(service: str, seconds: float, bound: str, share: float) -> Iterable[tuple[str, str]]:
+    """What the operator tells of a service."""
+    of = {"namespace": "models", "service": service}
+    yield from level(metrics.OPERATOR_OBJECTIVE_FIRST_TOKEN, seconds, bound=bound, **of).items()
+    yield from level(metrics.OPERATOR_OBJECTIVE_SHARE, share, **of).items()
 
 
 class TestRunbooks:

@@ -302,7 +302,7 @@ class Inside:
             Observer(api, time.monotonic),
             IMAGES,
             lambda about, transition: self.told.append(f"{transition.fact.type} {transition.fact.status}"),
-            lambda namespace, name, status: None,
+            lambda namespace, name, status, objectives: None,
             lambda: self.now,
             600.0,
         )

@@ -79,6 +79,30 @@ OPERATOR_WEIGHT = Metric(
     "How many of a hundred requests a generation of workers gets.",
     (*SERVICE, Label("revision", bound="generations that have workers, two or three")),
 )
+BOUND = Label("bound", bound="one of the router's buckets for a service")
+"""The least bucket of the router's histogram that holds the objective: by that it is judged."""
+
+OPERATOR_OBJECTIVE_FIRST_TOKEN = Metric(
+    "baton_operator_objective_first_token_seconds",
+    "gauge",
+    "seconds",
+    "What a service's spec wants of the time to the first token, and the bucket by which that is judged.",
+    (*SERVICE, BOUND),
+)
+OPERATOR_OBJECTIVE_TOKEN = Metric(
+    "baton_operator_objective_token_seconds",
+    "gauge",
+    "seconds",
+    "What a service's spec wants of the time from token to token, and the bucket by which that is judged.",
+    (*SERVICE, BOUND),
+)
+OPERATOR_OBJECTIVE_SHARE = Metric(
+    "baton_operator_objective_ratio",
+    "gauge",
+    "ratio",
+    "Share of its streams that a service's spec wants to be in time.",
+    SERVICE,
+)
 OPERATOR_ROLLBACKS = Metric(
     "baton_operator_rollbacks_total",
     "counter",

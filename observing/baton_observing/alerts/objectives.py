@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from baton_observing.alerts.alert import WHICH, Alert
-from baton_observing.objectives import AVAILABLE, BURNS, FLUENT, LEAST_REQUESTS, PROMPT, Objective
-from baton_observing.recording import FAILED, LATE, REQUESTS, SLOW, Family
+from baton_observing.objectives import AVAILABLE, BURNS, LEAST_REQUESTS, MOST, Objective
+from baton_observing.recording import BUDGET, FAILED, LATE, REQUESTS, SLOW, Family
+
+Limit = Callable[[float], str]
+"""How a share is compared with so many times what may go wrong."""
 
 SECONDS = {"5m": 300, "30m": 1800, "1h": 3600, "6h": 21600}
 
@@ -19,24 +22,34 @@ def enough(window: str) -> str:
     return f"{REQUESTS.over(window)} * {SECONDS[window]} > {LEAST_REQUESTS}"
 
 
-def _burns(name: str, share: Family, objective: Objective, what: str) -> Iterator[Alert]:
+def within(objective: Objective) -> Limit:
+    """The same of all services."""
+    return lambda times: f"> {times * objective.budget:.4g}"
+
+
+def within_its_own(times: float) -> str:
+    """As each service's spec says."""
+    return f"> on (namespace, service) clamp_max({times:g} * {BUDGET.name}, {MOST})"
+
+
+def _burns(name: str, share: Family, limited: Limit, what: str) -> Iterator[Alert]:
     for burn in BURNS:
-        limit = f"{burn.times * objective.budget:.4g}"
+        limit = limited(burn.times)
         yield Alert(
             name=name,
             severity=burn.severity,
             summary=f"{WHICH}: {{{{ $value | humanizePercentage }}}} of {what} within {burn.long}, "
             f"{burn.times:g} times of what the objective allows.",
-            expression=f"{share.over(burn.long)} > {limit} and {share.over(burn.short)} > {limit}"
+            expression=f"{share.over(burn.long)} {limit} and {share.over(burn.short)} {limit}"
             f" and {enough(burn.long)}",
             lasting="2m",
         )
 
 
 ALERTS = (
-    *_burns("BatonAvailabilityBurn", FAILED, AVAILABLE, "requests failed or were cut off"),
-    *_burns("BatonFirstByteBurn", LATE, PROMPT, "streams began too late"),
-    *_burns("BatonTokenTimeBurn", SLOW, FLUENT, "streams were too slow"),
+    *_burns("BatonAvailabilityBurn", FAILED, within(AVAILABLE), "requests failed or were cut off"),
+    *_burns("BatonFirstByteBurn", LATE, within_its_own, "streams began too late"),
+    *_burns("BatonTokenTimeBurn", SLOW, within_its_own, "streams were too slow"),
     Alert(
         name="BatonErrors",
         severity="page",

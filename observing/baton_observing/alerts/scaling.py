@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton_api import metrics
 from baton_observing.alerts.alert import WHICH, Alert
-from baton_observing.objectives import FLUENT, PROMPT
+from baton_observing.alerts.objectives import within_its_own
 from baton_observing.promql import Scope
 from baton_observing.recording import LATE, SLOW
 
@@ -36,7 +36,7 @@ ALERTS = (
         summary=f"{WHICH}: the load asks for more {{{{ $labels.role }}}} workers than there may be, and "
         f"clients wait.",
         expression=f"{RECOMMENDED} > {DECIDED} and on (namespace, service) "
-        f"({LATE.over('5m')} > {PROMPT.budget:.4g} or {SLOW.over('5m')} > {FLUENT.budget:.4g})",
+        f"({LATE.over('5m')} {within_its_own(1)} or {SLOW.over('5m')} {within_its_own(1)})",
         lasting="10m",
     ),
     Alert(

@@ -13,7 +13,10 @@ CHOSEN = "{" + ", ".join(HERE.chosen) + "}"
 REQUESTS = HERE.per_second(metrics.ROUTER_REQUESTS, model="=~$model")
 
 
-def _budget(title: str, meaning: str, share: recording.Family, budget: float, alert: str) -> Panel:
+OWN = f"on (namespace, service) {recording.BUDGET.name}"
+
+
+def _budget(title: str, meaning: str, share: recording.Family, budget: str, alert: str) -> Panel:
     """How fast the budget of an objective is used: at 1, thirty days last thirty days."""
     return Panel(
         title=title,
@@ -21,7 +24,7 @@ def _budget(title: str, meaning: str, share: recording.Family, budget: float, al
         f"is called.",
         unit="none",
         queries=tuple(
-            Query(or_zero(f"max({share.over(window)}{CHOSEN}) / {budget:.4g}"), f"over {window}")
+            Query(or_zero(f"max({share.over(window)}{CHOSEN} / {budget})"), f"over {window}")
             for window in ("5m", "1h")
         ),
         limit=14.4,
@@ -103,22 +106,23 @@ BUDGETS = Row(
             "Availability: use of the budget",
             f"{objectives.AVAILABLE.share:.1%} of requests are to be answered whole.",
             recording.FAILED,
-            objectives.AVAILABLE.budget,
+            f"{objectives.AVAILABLE.budget:.4g}",
             "BatonAvailabilityBurn",
         ),
         _budget(
             "First byte: use of the budget",
-            f"{objectives.PROMPT.share:.0%} of streams are to begin within {objectives.FIRST_TOKEN_S:g} s.",
+            f"As many streams as spec.autoscaling.slo says are to begin in time; "
+            f"{objectives.STREAMS.share:.0%} within {objectives.FIRST_TOKEN_S:g} s where no operator tells.",
             recording.LATE,
-            objectives.PROMPT.budget,
+            OWN,
             "BatonFirstByteBurn",
         ),
         _budget(
             "Time per token: use of the budget",
-            f"{objectives.FLUENT.share:.0%} of streams are to take at most {objectives.TOKEN_S:g} s per "
-            f"token.",
+            f"As many streams as spec.autoscaling.slo says are to be fluent; {objectives.STREAMS.share:.0%} "
+            f"take at most {objectives.TOKEN_S:g} s per token where no operator tells.",
             recording.SLOW,
-            objectives.FLUENT.budget,
+            OWN,
             "BatonTokenTimeBurn",
         ),
     ),
