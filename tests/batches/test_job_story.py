@@ -6,125 +6,23 @@ What a cluster does beside it stands still: whoever is killed here is followed b
 
 from __future__ import annotations
 
-import contextlib
-import os
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from baton_api import batch_jobs
-from baton_cli.batch_service import BatchService
-from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests import batch_job as manifests
 from baton_router.batches.run import Ended
 from tests.batches import chaos
-from tests.batches.batch_cluster import NAMESPACE, SERVICE, BatchCluster
-from tests.batches.chaos import Program, Router
-
-LINES = 200
-SPEC: Mapping[str, Any] = {
-    "model": {"uri": "builtin://smollm2"},
-    "decode": {},
-    "router": {"batches": {"execution": "Jobs"}},
-}
-
-
-class Story:
-    """A router in external mode with a slow worker, and pods that the test starts."""
-
-    def __init__(self, folder: Path, cluster: BatchCluster, router: Router) -> None:
-        self.folder = folder
-        self.cluster = cluster
-        self.router = router
-        self.service = BatchService(router.url, "", lambda reason: None)
-        self.pods: list[subprocess.Popen[bytes]] = []
-
-    def submit(self, lines: int = LINES) -> str:
-        source = self.folder / "input.jsonl"
-        chaos.write_lines(source, lines)
-        return chaos.submit(self.service, source)
-
-    def batch_job(self, name: str) -> dict[str, Any]:
-        chaos.await_true(lambda: name in self.cluster.jobs, chaos.START_S, f"there is a BatchJob {name}")
-        return self.cluster.jobs[name]
-
-    def pod(self, job: dict[str, Any], pod: str, **environment: str) -> subprocess.Popen[bytes]:
-        """Starts one as a kubelet would: the Job's arguments, its environment and its token."""
-        made = manifests.job(job, InferenceServiceSpec.model_validate(SPEC), "image")
-        (container,) = made["spec"]["template"]["spec"]["containers"]
-        token = self.folder / pod
-        token.write_text(self.cluster.token(pod))
-        there = {
-            f"http://{SERVICE}": self.router.url,
-            f"{manifests.TOKEN_FOLDER}/{manifests.TOKEN_FILE}": str(token),
-        }
-        arguments = [_replaced(one, there) for one in container["args"]]
-        with (self.folder / f"{pod}.log").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "baton_cli.main", *arguments],
-                stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=chaos.ROOT,
-                env={**os.environ, **environment},
-            )  # fmt: skip
-        self.pods.append(process)
-        return process
-
-    def ended(self, pod: subprocess.Popen[bytes]) -> int:
-        return pod.wait(chaos.END_S)
-
-    def some_done(self, id: str, least: int) -> None:
-        def so() -> bool:
-            return bool(self.service.batch(id)["request_counts"]["completed"] >= least)
-
-        chaos.await_true(so, chaos.END_S, f"{least} lines of {id} are done")
-
-    def check(self, id: str, lines: int = LINES) -> None:
-        """Every line was answered, and once."""
-        batch = chaos.ended(self.service, id)
-        assert batch["status"] == "completed"
-        assert batch["request_counts"] == {"total": lines, "completed": lines, "failed": 0}
-        output = chaos.output_of(self.service, batch, self.folder)
-        report = chaos.Report()
-        report.add(id, output, chaos.anonymous(id, output))
-        assert (report.lines, report.lost, report.doubled) == (lines, 0, 0)
-
-    def told(self, name: str, phase: str) -> None:
-        def so() -> bool:
-            return bool(self.cluster.jobs[name].get("status", {}).get("phase") == phase)
-
-        chaos.await_true(so, chaos.END_S, f"{name} has heard that it is {phase}")
-
-    def close(self) -> None:
-        for pod in self.pods:
-            pod.kill()
-            pod.wait()
-        self.service.close()
-
-
-def _replaced(flag: str, there: Mapping[str, str]) -> str:
-    name, _, value = flag.partition("=")
-    return f"{name}={there[value]}" if value in there else flag
+from tests.batches.batch_cluster import NAMESPACE, SERVICE
+from tests.batches.pods import LINES, Story, story_of
 
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    folder = tmp_path_factory.mktemp("story")
-    ports = chaos.free_ports(2)
-    arguments = ["tests.batches.mock_worker", f"--port={ports[0]}", "--seconds=0.1", "--places=8"]
-    with contextlib.ExitStack() as stack:
-        cluster = stack.enter_context(BatchCluster())
-        stack.callback(Program(arguments, folder / "worker.log", {}).kill)
-        flags = ["--batch-execution=external", f"--batch-jobs={SERVICE}", "--batch-jobs-uid=uid-1"]
-        flags += [f"--kubernetes-api={cluster.url}", f"--kubernetes-namespace={NAMESPACE}"]
-        router = Router(folder, ports[1], ports[:1], {}, "router", *flags)
-        stack.callback(router.program.kill)
-        router.await_ready()
-        made = Story(folder, cluster, router)
-        stack.callback(made.close)
+    with story_of(tmp_path_factory.mktemp("story"), 1, {}) as made:
         yield made
 
 
@@ -133,7 +31,7 @@ def test_a_killed_pod_is_followed_by_the_next_and_each_line_is_answered_once(sto
     id = story.submit()
     name = batch_jobs.name_of(id)
     job = story.batch_job(name)
-    assert not story.router.runners(), "the router starts none itself"
+    assert not story.routers[0].runners(), "the router starts none itself"
     first = story.pod(job, f"{name}-0-aaaaa")
     story.some_done(id, 20)
     first.kill()
@@ -155,9 +53,10 @@ def test_a_router_that_is_killed_and_knows_nobody_any_more_lets_the_same_pod_in_
     name = batch_jobs.name_of(id)
     pod = story.pod(story.batch_job(name), f"{name}-0-aaaaa")
     story.some_done(id, 20)
-    story.router.program.kill()
-    story.router.program.start()
-    story.router.await_ready()
+    (router,) = story.routers
+    router.program.kill()
+    router.program.start()
+    router.await_ready()
     assert story.ended(pod) == Ended.THROUGH
     story.check(id)
     story.told(name, "completed")
@@ -183,7 +82,7 @@ def test_a_batch_that_is_cancelled_ends_its_pod(story: Story) -> None:
     name = batch_jobs.name_of(id)
     pod = story.pod(story.batch_job(name), f"{name}-0-aaaaa")
     story.some_done(id, 20)
-    assert httpx.post(f"{story.router.url}/v1/batches/{id}/cancel", trust_env=False).is_success
+    assert httpx.post(f"{story.url}/v1/batches/{id}/cancel", trust_env=False).is_success
     assert story.ended(pod) == Ended.THROUGH
     assert chaos.ended(story.service, id)["status"] == "cancelled"
     story.told(name, "cancelled")
@@ -195,7 +94,7 @@ def test_a_file_is_made_a_batch_of_once_however_often_its_pod_starts(story: Stor
     chaos.write_lines(source, LINES)
     with source.open("rb") as content:
         sent = httpx.post(
-            f"{story.router.url}/v1/files",
+            f"{story.url}/v1/files",
             data={"purpose": "batch"},
             files={"file": content},
             trust_env=False,
@@ -245,6 +144,6 @@ def test_what_cannot_be_run_ends_with_the_status_that_fails_its_job(
 
 
 def _batches(story: Story) -> list[dict[str, Any]]:
-    answer = httpx.get(f"{story.router.url}/v1/batches?limit=100", trust_env=False)
+    answer = httpx.get(f"{story.url}/v1/batches?limit=100", trust_env=False)
     found: list[dict[str, Any]] = answer.json()["data"]
     return found

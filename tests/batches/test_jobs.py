@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
@@ -93,9 +94,11 @@ async def test_a_batch_gets_its_batch_job_and_its_end_is_told_there(cluster: Bat
         await telling.round()
         assert (made["status"]["phase"], made["status"]["completed"]) == ("completed", 3)
         assert made["status"]["outputFileId"] == shown["output_file_id"]
+        await telling.round()
         asked = len(cluster.asked)
         await telling.round()
-        assert len(cluster.asked) == asked, "an end is told once"
+        assert len(cluster.asked) == asked, "an end is told once more, and then never again"
+        assert not router.router.storage.jobs.there()
 
 
 async def test_one_that_was_deleted_is_made_anew_while_there_is_something_to_run(
@@ -122,6 +125,45 @@ async def test_two_routers_make_one(cluster: BatchCluster) -> None:
         await one.round()
         await other.round()
         assert len(cluster.jobs) == 1 and router.router.storage.ledger.find(id).job
+
+
+class Late(Cluster):
+    """What is told by it comes when the test lets it."""
+
+    def __init__(self, router: RunningRouter) -> None:
+        super().__init__(access_of(router.router.settings))
+        self.told, self.comes = asyncio.Event(), asyncio.Event()
+
+    async def tell(self, name: str, status: object) -> int:
+        self.told.set()
+        await self.comes.wait()
+        return await super().tell(name, status)
+
+
+async def test_a_word_that_comes_after_another_routers_word_of_the_end_is_made_good(
+    cluster: BatchCluster,
+) -> None:
+    async with in_a_pod(cluster) as router:
+        late, storage = Late(router), router.router.storage
+        other = announcer(router)
+        one = Announcer(storage, late, SERVICE, "uid-of-the-service", lambda: 0.0)
+        id = await created(router, THREE)
+        await reaching(router, id, "in_progress")
+        await other.round()
+        told = cluster.jobs[batch_jobs.name_of(id)]["status"]
+        telling = asyncio.create_task(one.round())
+        await late.told.wait()
+        run_lines(storage.ledger, id, [answered(number) for number in (1, 2, 3)], time.time())
+        await reaching(router, id, "completed")
+        await other.round()
+        assert told["phase"] == "completed"
+        late.comes.set()
+        await telling
+        assert told["phase"] == "in_progress", "as it was when that was said"
+        await one.round()
+        assert told["phase"] == "completed"
+        await other.round()
+        assert not storage.jobs.there()
 
 
 async def test_a_cluster_that_does_not_answer_is_asked_again(cluster: BatchCluster) -> None:

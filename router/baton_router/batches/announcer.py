@@ -4,6 +4,9 @@ Batches as BatchJobs of Kubernetes: a router makes one for each batch, and says 
 What comes of a BatchJob is the operator's. The router needs two rights for this, to make BatchJobs and to
 write their status, and reads nothing: a BatchJob is called like its batch, so that of several routers that
 make it one does, and who has deleted one is heard of by the next word about it.
+
+All routers of a service tell, and none knows what another has just said: a word that was long under way may
+come after that of the batch's end. So the end stays to be told for a while, in which each router says it.
 """
 
 from __future__ import annotations
@@ -26,6 +29,10 @@ TELL_S = 2.0
 """Seconds between two words about one batch, unless its phase has changed."""
 
 RETRY_LIMIT_S = 30.0
+
+PARTING_S = 120.0
+"""Seconds after which the end of a batch is said once more, and for the last time: every router that knew
+less has said it too by then."""
 
 MADE, THERE, GONE = 201, 409, 404
 
@@ -113,7 +120,9 @@ class Announcer:
     async def _tell(self, batch: Batch) -> None:
         wanted, now = status(batch), self._clock()
         said, when = self._told.get(batch.id, ({}, 0.0))
-        if wanted != said and (now - when >= TELL_S or wanted["phase"] != said.get("phase")):
+        news = wanted != said and (now - when >= TELL_S or wanted["phase"] != said.get("phase"))
+        last = batch.status.ended and wanted == said and now - when >= PARTING_S
+        if news or last:
             answer = await self._cluster.tell(batch.job, wanted)
             if answer == GONE:
                 log.info("The BatchJob %s of %s is gone.", batch.job, batch.id)
@@ -122,7 +131,5 @@ class Announcer:
             if answer != 200:
                 raise OSError(f"The status of the BatchJob {batch.job} was refused: {answer}.")
             self._told[batch.id] = wanted, now
-        elif wanted != said:
-            return
-        if batch.status.ended:
+        if last:
             await self._storage.run(partial(self._storage.jobs.disown, batch.id, batch.job))

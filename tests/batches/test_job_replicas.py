@@ -1,0 +1,104 @@
+"""
+Pods of Jobs and two routers on one Postgres: whichever of them a pod reaches, its batch goes on.
+
+As in a cluster, pods and clients know one address, and each of their connections is for the next router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from baton_api import batch_jobs
+from baton_router.batches.run import Ended
+from tests.batches import chaos
+from tests.batches.batch_cluster import JOBS, NAMESPACE, SERVICE
+from tests.batches.pods import LINES, Story, story_of
+from tests.batches.postgres import Postgres
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def story(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    environment = {"BATON_ROUTER_DATABASE": postgres.new_database()}
+    with story_of(tmp_path_factory.mktemp("story"), 2, environment) as made:
+        yield made
+
+
+def test_one_batch_job_is_made_and_its_pod_works_for_both(story: Story) -> None:
+    before = set(story.cluster.jobs)
+    id = story.submit()
+    name = batch_jobs.name_of(id)
+    job = story.batch_job(name)
+    assert story.ended(story.pod(job, f"{name}-0-aaaaa")) == Ended.THROUGH
+    story.check(id)
+    story.told(name, "completed")
+    assert set(story.cluster.jobs) - before == {name}
+    assert len(story.address.taken) == 2, "both were asked"
+    assert not [runner for router in story.routers for runner in router.runners()]
+    for router in story.routers:
+        shown = httpx.get(f"{router.url}/v1/batches/{id}", trust_env=False).json()
+        assert shown["status"] == "completed"
+
+
+def test_a_router_dies_and_its_pod_goes_on_with_the_other(story: Story) -> None:
+    id = story.submit()
+    name = batch_jobs.name_of(id)
+    pod = story.pod(story.batch_job(name), f"{name}-0-aaaaa")
+    story.some_done(id, 20)
+    router = story.routers[0]
+    router.program.kill()
+    try:
+        assert story.ended(pod) == Ended.THROUGH
+        story.check(id)
+        story.told(name, "completed")
+    finally:
+        router.program.start()
+        router.await_ready()
+
+
+def test_a_pod_that_follows_a_killed_one_is_let_in_by_either(story: Story) -> None:
+    id = story.submit()
+    name = batch_jobs.name_of(id)
+    job = story.batch_job(name)
+    killed = story.pod(job, f"{name}-0-aaaaa")
+    story.some_done(id, 20)
+    killed.kill()
+    killed.wait()
+    assert story.ended(story.pod(job, f"{name}-0-bbbbb")) == Ended.THROUGH
+    story.check(id)
+
+
+def test_what_one_router_cancels_ends_the_pod_that_was_let_in_by_any(story: Story) -> None:
+    id = story.submit(3000)
+    name = batch_jobs.name_of(id)
+    pod = story.pod(story.batch_job(name), f"{name}-0-aaaaa")
+    story.some_done(id, 20)
+    url = f"{story.routers[1].url}/v1/batches/{id}/cancel"
+    assert httpx.post(url, trust_env=False).is_success
+    assert story.ended(pod) == Ended.THROUGH
+    assert chaos.ended(story.service, id)["status"] == "cancelled"
+    story.told(name, "cancelled")
+
+
+def test_a_file_is_made_one_batch_of_with_the_time_that_its_batch_job_says(story: Story) -> None:
+    source = story.folder / "mine.jsonl"
+    chaos.write_lines(source, LINES)
+    file = story.service.upload(source, lambda sent, size: None)["id"]
+    job: dict[str, Any] = {
+        "metadata": {"name": "mine", "namespace": NAMESPACE, "uid": "uid-2"},
+        "spec": {"serviceName": SERVICE, "inputFileId": file, "completionWindowSeconds": 3600},
+    }
+    story.cluster.put(job)
+    made = len([one for one in story.cluster.asked if one == f"POST {JOBS}"])
+    for pod in ("mine-0-aaaaa", "mine-0-bbbbb"):
+        assert story.ended(story.pod(job, pod)) == Ended.THROUGH
+    (batch,) = (one for one in story.service.batches(100) if one["input_file_id"] == file)
+    assert batch["expires_at"] == batch["created_at"] + 3600
+    story.check(batch["id"])
+    story.told("mine", "completed")
+    assert len([one for one in story.cluster.asked if one == f"POST {JOBS}"]) == made
