@@ -9,6 +9,7 @@ from baton_operator.scaling.signals import Figures
 from benchmarks.scaling.case import WINDOW_S
 
 PERCENTILE = 0.95
+LATELY_S = WINDOW_S / 4
 EXPECTED = 200.0
 SMOOTHING = 0.05
 """Of the length that answers are expected to have, and what the last one changes of it."""
@@ -31,6 +32,10 @@ class Counter:
 
     def rate(self, now: float) -> float:
         return sum(self.values(now)) / self._window_s
+
+    def lately(self, now: float) -> float:
+        """The rate over a shorter time, as the operator asks for it too."""
+        return sum(value for at, value in self._events if at > now - LATELY_S) / LATELY_S
 
 
 class Counters:
@@ -71,6 +76,8 @@ class Counters:
             "age": 0.0,
             "demand_prompt": self.prompt.rate(now),
             "demand_answer": self.answer.rate(now),
+            "demand_prompt_lately": self.prompt.lately(now),
+            "demand_answer_lately": self.answer.lately(now),
             "queued_prompt": sum(line),
             "waiting": len(line),
             "in_flight": in_flight,

@@ -10,7 +10,8 @@ from baton_operator.scaling.questions import FIGURE, Question
 from baton_operator.scaling.signals import Figures
 from benchmarks.scaling.case import WINDOW_S
 
-RATES = {"demand_prompt", "demand_answer", "prefill_speed", "decode_generated"}
+DEMANDS = {f"demand_{kind}{when}" for kind in ("prompt", "answer") for when in ("", "_lately")}
+RATES = {*DEMANDS, "prefill_speed", "decode_generated"}
 TIMES = {"first_token", "age"}
 """Times from token to token are reported as meant."""
 

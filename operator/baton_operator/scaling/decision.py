@@ -28,6 +28,9 @@ SHRINK = 0.7
 LATENCY_SHRINK = 0.8
 """Of the objective, likewise."""
 
+AT_WORK = 0.5
+"""Of the workers that the demand needs, from which on slow tokens are the fault of their number."""
+
 TOLERANCE = 0.1
 """By which the need may exceed what is there: noise is no need."""
 
@@ -165,8 +168,9 @@ def _overload(
         # Where the need is known this only mends what it is wrong by.
         more = 1 if need is not None else math.ceil(seen.replicas * min(full.value / HIGH - 1, 1.0))
         return seen.replicas + max(1, more), "Saturated", f"The workers are {full.value:.0%} full."
-    # Where nothing waits, long prompts are slow by themselves, and another worker would not make them faster.
-    least = HIGH if policy.queue_s is not None else 0.5
+    # Where nothing waits, long prompts are slow by themselves, or those who waited have been served since:
+    # another worker would make none of them faster.
+    least = HIGH if policy.queue_s is not None else AT_WORK
     working = full.above(0.1) or (need is not None and need > least * seen.replicas) or not full.known
     wait, objective_s = late(policy, seen)
     if wait.above(objective_s) and working:

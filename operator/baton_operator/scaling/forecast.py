@@ -1,8 +1,8 @@
 """
-What the demand will be when a worker that is started now is ready: a straight line through ten minutes.
+What the demand will be when a worker that is started now is ready: a straight line through five minutes.
 
 Only upwards, since a fall can be waited for, and to one and a half times what is there at most. The line's
-own uncertainty is taken off it, so that noise around a constant demand forecasts nothing.
+own uncertainty is taken off it, so that noise around a constant demand forecasts next to nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ MOST = 1.5
 """Times the present demand that is believed."""
 
 LEAST_SAMPLES = 8
+
+DOUBT = 3.0
+"""Standard errors that are taken off. Rates over two minutes, looked at every 15 s, share most of what they
+count: eight say as much as one does, so that a line is less certain by about the root of eight."""
 
 Sample = tuple[float, float]
 """Time and value."""
@@ -36,7 +40,7 @@ def forecast(samples: Sequence[Sample], now_value: float, ahead_s: float) -> flo
 
 
 def slope(samples: Sequence[Sample]) -> float:
-    """By which the values rise each second, less one standard error; 0 of too few samples."""
+    """By which the values rise each second, less its uncertainty; 0 of too few samples."""
     count = len(samples)
     if count < LEAST_SAMPLES:
         return 0.0
@@ -47,4 +51,4 @@ def slope(samples: Sequence[Sample]) -> float:
         return 0.0
     rise = sum((time - mean_time) * (value - mean_value) for time, value in samples) / spread
     missed = sum((value - mean_value - rise * (time - mean_time)) ** 2 for time, value in samples)
-    return rise - math.sqrt(missed / (count - 2) / spread)
+    return rise - DOUBT * math.sqrt(missed / (count - 2) / spread)

@@ -34,6 +34,11 @@ class Question:
     """Over which rates are taken: at least four times as long as from one scrape to the next."""
 
     @property
+    def lately_s(self) -> int:
+        """The end of the window, in which a step is seen sooner. It may hold too few scrapes to say so."""
+        return -(-self.window_s // 4)
+
+    @property
     def figures(self) -> Mapping[str, str]:
         """An expression for each, which gives one sample without labels, or none."""
         made = {
@@ -41,6 +46,8 @@ class Question:
             "age": f'time() - max(timestamp(up{{{self._of}, role="router"}}))',
             "demand_prompt": self._rate(metrics.ROUTER_DEMAND, 'kind="prompt"'),
             "demand_answer": self._rate(metrics.ROUTER_DEMAND, 'kind="answer"'),
+            "demand_prompt_lately": self._rate(metrics.ROUTER_DEMAND, 'kind="prompt"', self.lately_s),
+            "demand_answer_lately": self._rate(metrics.ROUTER_DEMAND, 'kind="answer"', self.lately_s),
             "queued_prompt": f"sum({self._series(metrics.ROUTER_QUEUED_TOKENS)})",
             "in_flight": f"sum({self._series(metrics.ROUTER_IN_FLIGHT)})",
             "waiting": f"sum({self._series(metrics.ROUTER_QUEUE_DEPTH)})",
@@ -99,8 +106,8 @@ class Question:
     def _series(self, metric: Metric, more: str = "", part: str = "") -> str:
         return f"{metric.name}{part}{{{self._of}{', ' if more else ''}{more}}}"
 
-    def _rate(self, metric: Metric, more: str = "") -> str:
-        return f"sum(rate({self._series(metric, more)}[{self.window_s}s]))"
+    def _rate(self, metric: Metric, more: str = "", window_s: int = 0) -> str:
+        return f"sum(rate({self._series(metric, more)}[{window_s or self.window_s}s]))"
 
     def _quantile(self, metric: Metric, more: str = "") -> str:
         buckets = f"rate({self._series(metric, more, '_bucket')}[{self.window_s}s])"

@@ -24,6 +24,9 @@ ANSWER_TOKENS = 200.0
 STEEP = 1.25
 """Times what was seen that a worker may be believed to do when it is fuller."""
 
+STEP = 1.5
+"""Times the demand of the whole window that the end of it must have to be taken for what comes."""
+
 HALF = 0.5
 """Of its room, below which what a worker does says nothing of what it could."""
 
@@ -121,9 +124,9 @@ def _decode(
 
 
 def _demand(figures: Figures, name: str) -> Reading:
-    """As it was over the window, or lately, if that is more: a rise is seen as soon as it is there."""
+    """As it was over the window, or lately, if that is so much more that it is hardly chance."""
     demand, lately = figures.read(name), figures.read(f"{name}_lately")
-    return lately if demand.known and lately.above(demand.value or 0.0) else demand
+    return lately if demand.value is not None and lately.above(STEP * demand.value) else demand
 
 
 def _decode_rate(figures: Figures, latency: Reading, objective_s: float) -> Reading:

@@ -102,6 +102,12 @@ CASES: dict[str, tuple[Policy, Observation, int, str]] = {
     "long prompts are slow, and nothing waits": (
         PREFILL, observation(demand=Reading.of(800.0), latency=Reading.of(9.0)), 4, "Steady",
     ),
+    "clients waited for long, and nothing waits any more": (
+        PREFILL, observation(demand=Reading.of(2500.0), latency=Reading.of(9.0)), 4, "Steady",
+    ),
+    "clients wait for long, and the workers have hardly any room": (
+        PREFILL, observation(demand=Reading.of(3000.0), latency=Reading.of(9.0)), 5, "LatencyHigh",
+    ),
     "clients would wait for too long without one": (
         DECODE, observation(demand=Reading.of(1000.0), latency=Reading.of(0.045)), 4, "Steady",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -138,6 +139,24 @@ def test_each_role_is_seen_by_its_own_figures() -> None:
 
 
 @pytest.mark.parametrize(
+    ("lately", "demand"),
+    [
+        ({"demand_prompt_lately": 5000.0}, 5000.0),
+        ({"demand_prompt_lately": 4000.0}, 3000.0),
+        ({"demand_prompt_lately": 9.0}, 3000.0),
+        ({}, 3000.0),
+        ({"demand_prompt": math.nan, "demand_prompt_lately": 9.0}, None),
+    ],
+    ids=["a step", "chance", "less", "unknown", "only of lately"],
+)
+def test_a_step_is_taken_for_the_demand_as_soon_as_it_is_seen(
+    lately: dict[str, float], demand: float | None
+) -> None:
+    seen = observed("prefill", Figures({**SEEN, **lately}), THERE, 2.0)
+    assert seen.demand.value == demand
+
+
+@pytest.mark.parametrize(
     ("changed", "pods", "silent"),
     [
         ({"prefill_workers": 2.0}, THERE, 1),
@@ -176,7 +195,7 @@ def test_any_figure_that_is_missing_makes_no_role_smaller() -> None:
 
 def test_one_question_has_every_figure_under_its_name() -> None:
     question = Question("models", "chat", 95)
-    assert len(question.figures) == 27
+    assert len(question.figures) == 29
     for name in question.figures:
         assert f'"{FIGURE}", "{name}"' in question.text
     assert 'namespace="models", service="chat"' in question.figures["demand_prompt"]

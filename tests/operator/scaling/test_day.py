@@ -1,0 +1,65 @@
+"""
+A day of steps, sines and nothing, in virtual time: both roles, whole requests, and others to compare with.
+
+What processes do with it is measured by `python -m benchmarks.scaling`; this is the same without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from benchmarks import virtual_time
+from benchmarks.scaling.__main__ import imagined
+from benchmarks.scaling.policies import POLICIES
+from benchmarks.scaling.score import Count, Score
+
+Scores = Mapping[str, Score]
+
+
+@pytest.fixture(scope="module")
+def scores() -> Scores:
+    return {kind: virtual_time.run(imagined(kind, seed=1)) for kind in POLICIES}
+
+
+def test_nobody_loses_a_request_or_shrinks_in_the_dark(scores: Scores) -> None:
+    for kind, score in scores.items():
+        assert all(one.ok for one in score.answers), kind
+        assert score.ends.badly == 0, kind
+        assert score.fell_in_the_dark == 0, kind
+    assert scores["baton"].ends.well > 10
+
+
+def test_the_peaks_workers_show_what_can_be_attained(scores: Scores) -> None:
+    assert scores["static"].attained > 0.99
+
+
+def test_nearly_as_much_is_attained_for_two_thirds_of_the_workers(scores: Scores) -> None:
+    baton, static = scores["baton"], scores["static"]
+    assert baton.attained > static.attained - 0.06
+    assert baton.replica_hours < 0.67 * static.replica_hours
+
+
+def test_more_is_attained_than_by_an_hpa_for_fewer_workers(scores: Scores) -> None:
+    baton, hpa = scores["baton"], scores["hpa"]
+    assert baton.attained > hpa.attained
+    assert baton.replica_hours < 0.75 * hpa.replica_hours
+
+
+def test_each_role_grows_in_its_own_step(scores: Scores) -> None:
+    prompts, answers = (_during(scores["baton"], *minutes) for minutes in ((15, 30), (65, 80)))
+    assert min(one.prefill for one in prompts) >= 4 > max(one.decode for one in prompts)
+    assert min(one.decode for one in answers) >= 4 > max(one.prefill for one in answers)
+
+
+def test_it_sleeps_while_nobody_asks_and_wakes_by_the_first_who_does(scores: Scores) -> None:
+    asleep = _during(scores["baton"], 150, 160)
+    assert {(one.prefill, one.decode) for one in asleep} == {(0, 0)}
+    woken = [one for one in _during(scores["baton"], 160, 180) if one.prefill]
+    first = min(one.minute for one in woken)
+    assert first < 162 and all(one.prefill for one in _during(scores["baton"], first, 180))
+
+
+def _during(score: Score, start: float, end: float) -> list[Count]:
+    return [one for one in score.counts if start <= one.minute < end]
