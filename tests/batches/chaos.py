@@ -32,7 +32,7 @@ from tests.batches.mock_worker import MODEL
 ROOT = Path(__file__).parents[2]
 
 CHAT = "/v1/chat/completions"
-START_S = 120.0
+START_S = 300.0
 END_S = 180.0
 POLL_S = 0.05
 

@@ -32,7 +32,7 @@ ONE_WORKER = "one worker"
 PAIR = "pair"
 WAYS = (ONE_WORKER, PAIR)
 
-START_S = 120.0
+START_S = 300.0
 END_S = 30.0
 PATIENCE_S = 60.0
 """For any one answer."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import time
 from typing import Any
 
 import httpx
 import pytest
 
 from baton_api.reports import Fallback, PromptReport
-from tests.faults.cluster import LONG_PROMPT, PATIENCE_S, Cluster, until
+from tests.faults.cluster import LONG_PROMPT, Cluster, until
 
 pytestmark = [
     pytest.mark.nixl,
@@ -21,9 +20,6 @@ pytestmark = [
 ]
 
 ABORTS = 1000
-
-FREED_S = 0.2
-"""From a client's leaving to the last look at both workers, which costs a part of it."""
 
 
 async def computing(cluster: Cluster) -> None:
@@ -188,21 +184,13 @@ async def test_the_decode_worker_says_why_it_computed_a_prompt_itself(cluster: C
 
 
 async def test_a_client_that_leaves_frees_the_memory_of_both_workers(cluster: Cluster) -> None:
-    """The fastest of some tries: what else runs on this machine is not the workers' to answer for."""
-    fastest = PATIENCE_S
-    for _ in range(8):
-        body = cluster.body(cluster.prompt(LONG_PROMPT), max_tokens=64, stream=True)
-        asking = asyncio.create_task(cluster.http.post(f"{cluster.router.url}/v1/completions", json=body))
-        await computing(cluster)
-        assert (await cluster.prefill.load())["free_blocks"] < (await cluster.prefill.load())["total_blocks"]
-        started = time.perf_counter()
-        asking.cancel()
-        await asyncio.wait([asking])
-        await cluster.at_rest()
-        fastest = min(fastest, time.perf_counter() - started)
-        if fastest < FREED_S:
-            break
-    assert fastest < FREED_S
+    body = cluster.body(cluster.prompt(LONG_PROMPT), max_tokens=64, stream=True)
+    asking = asyncio.create_task(cluster.http.post(f"{cluster.router.url}/v1/completions", json=body))
+    await computing(cluster)
+    assert (await cluster.prefill.load())["free_blocks"] < (await cluster.prefill.load())["total_blocks"]
+    asking.cancel()
+    await asyncio.wait([asking])
+    await cluster.at_rest()
     for node in (cluster.prefill, cluster.decode):
         load = await node.load()
         assert load["free_blocks"] == load["total_blocks"]

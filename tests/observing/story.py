@@ -32,7 +32,7 @@ from baton_observing.prometheus import Prometheus
 from tests.cli.service import RunningUp, await_true, running_up
 from tests.operator.real_cluster import RealCluster, real_cluster, running_operator
 
-READY_S = 60.0
+READY_S = 300.0
 END_S = 30.0
 SCRAPE = "1s"
 CHANGES_A_BATCH = 5
