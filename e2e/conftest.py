@@ -12,6 +12,7 @@ import pytest
 from e2e import evidence
 from e2e.installation import ROOT, Installation
 from e2e.kubernetes import Kubernetes
+from e2e.stopwatch import Stopwatch
 
 EVIDENCE = ROOT / "build" / "e2e"
 SYSTEM = "baton-system"
@@ -50,7 +51,9 @@ def installation(tools: None) -> Iterator[Installation]:
     """The operator, ready."""
     system = _made(SYSTEM)
     made = Installation(system)
+    watch = Stopwatch("the chart")
     made.apply()
+    watch.note("helm install")
     yield made
     made.helm("uninstall", "baton", "--wait", "--ignore-not-found")
     _deleted(system)

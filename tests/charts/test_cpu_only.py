@@ -20,80 +20,77 @@ sys.modules[spec.name] = cpu_only
 spec.loader.exec_module(cpu_only)
 
 COMPILER = shutil.which("cc")
-CUDART = """
-int devices(int *count) { *count = 8; return 0; }
-int plain(void) { return 7; }
-long limits[3] = {1, 2, 3};
-"""
-VERSIONS = "libcudart.so.13 { global: devices; limits; };"
+CUDART = "int cudaGetDeviceCount(int *count) { *count = 8; return 0; }"
+NCCL = "int ncclGetVersion(int *version) { *version = 2; return 0; }"
 TORCH = """
-int devices(int *count); int plain(void); extern long limits[3];
-int counted(void) { int count = 0; return devices(&count) * 10 + count; }
-int plainly(void) { return plain(); }
-long limit(void) { return limits[1]; }
+#include <string.h>
+int cudaGetDeviceCount(int *count); int ncclGetVersion(int *version);
+int counted(void) { int count = 0; return cudaGetDeviceCount(&count) * 10 + count; }
+int version(void) { int version = 0; return ncclGetVersion(&version) * 10 + version; }
+int length(const char *text) { return strlen(text); }
 """
 
 
 @pytest.fixture
 def packages(tmp_path: Path) -> Path:
-    """As they are installed: a torch that is linked to one of CUDA's libraries, and more."""
+    """As they are installed: a torch that is linked to two of CUDA's libraries, and neither of them."""
     if COMPILER is None:
         pytest.skip("cc is not installed")
-    cuda, torch, triton = tmp_path / "nvidia/cu13/lib", tmp_path / "torch/lib", tmp_path / "triton"
-    for folder in (cuda, torch, triton):
+    cuda, torch, packages = tmp_path / "cuda", tmp_path / "packages/torch/lib", tmp_path / "packages"
+    for folder in (cuda, torch, packages / cpu_only.EXPERTS[0]):
         folder.mkdir(parents=True)
-    (tmp_path / "versions").write_text(VERSIONS)
-    _library(cuda / "libcudart.so.13", CUDART, f"-Wl,--version-script={tmp_path / 'versions'}")
-    _library(cuda / "libunused.so.13", "int unused(void) { return 1; }")
-    _library(
-        torch / "libtorch.so",
-        TORCH,
-        "-Wl,-rpath,$ORIGIN/../../nvidia/cu13/lib",
-        str(cuda / "libcudart.so.13"),
-    )
-    (triton / "libtriton.so").write_bytes(bytes(1000))
-    return tmp_path
+    (cuda / "versions").write_text("libcudart.so.13 { global: cudaGetDeviceCount; };")
+    _library(cuda / "libcudart.so.13", CUDART, f"-Wl,--version-script={cuda / 'versions'}")
+    _library(cuda / "libnccl.so.2", NCCL)
+    linked = [str(cuda / name) for name in ("libcudart.so.13", "libnccl.so.2")]
+    _library(torch / "libtorch.so", TORCH, "-Wl,-rpath,$ORIGIN", *linked)
+    return packages
 
 
 def test_what_is_linked_to_cuda_is_told_that_there_is_no_device(packages: Path) -> None:
+    path = packages / "torch/lib/libtorch.so"
+    with pytest.raises(OSError, match=r"libcudart\.so\.13"):
+        ctypes.CDLL(str(path))
     cpu_only.main(packages, [str(COMPILER)])
-    torch = ctypes.CDLL(str(packages / "torch/lib/libtorch.so"))
+    torch = ctypes.CDLL(str(path))
     assert torch.counted() == cpu_only.NO_DEVICE * 10
-    assert torch.plainly() == cpu_only.NO_DEVICE
-    assert torch.limit() == 0
+    assert torch.version() == cpu_only.NO_DEVICE * 10
+    assert torch.length(b"what the system has") == 19
 
 
-def test_a_stand_in_offers_what_the_library_did(packages: Path) -> None:
-    path = packages / "nvidia/cu13/lib/libcudart.so.13"
-    before = cpu_only.Library(path)
+def test_nothing_else_is_added_and_what_is_for_many_gpus_goes(packages: Path) -> None:
     cpu_only.main(packages, [str(COMPILER)])
-    after = cpu_only.Library(path)
-    assert after.soname == before.soname == path.name
-    assert set(after.symbols) == set(before.symbols)
-    assert {(one.name, one.version, one.size) for one in after.symbols} >= {
-        ("devices", "libcudart.so.13", 0),
-        ("limits", "libcudart.so.13", 24),
-        ("plain", "", 0),
-    }
+    there = {str(path.relative_to(packages)) for path in packages.rglob("*") if path.is_file()}
+    assert there == {f"torch/lib/{name}" for name in ("libtorch.so", "libcudart.so.13", "libnccl.so.2")}
+    assert not (packages / cpu_only.EXPERTS[0]).exists()
 
 
-def test_the_rest_of_cuda_and_triton_are_gone(packages: Path) -> None:
-    cpu_only.main(packages, [str(COMPILER)])
-    left = {str(path.relative_to(packages)) for path in packages.rglob("*.so*")}
-    assert left == {"nvidia/cu13/lib/libcudart.so.13", "torch/lib/libtorch.so"}
+def test_what_a_library_wants_is_known_with_its_version(packages: Path) -> None:
+    wanted = cpu_only.missing([cpu_only.Library(packages / "torch/lib/libtorch.so")])
+    nccl = cpu_only.Wanted("ncclGetVersion", "", "")
+    count = cpu_only.Wanted("cudaGetDeviceCount", "libcudart.so.13", "libcudart.so.13")
+    assert wanted == {"libcudart.so.13": {count, nccl}, "libnccl.so.2": {nccl}}
 
 
 def test_a_torch_for_cpus_stays_as_it_is(packages: Path) -> None:
-    shutil.rmtree(packages / "nvidia")
-    _library(packages / "torch/lib/libtorch.so", "int one(void) { return 1; }")
+    path = packages / "torch/lib/libtorch.so"
+    _library(path, "int one(void) { return 1; }")
     cpu_only.main(packages, [str(COMPILER)])
-    assert ctypes.CDLL(str(packages / "torch/lib/libtorch.so")).one() == 1
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
     (tmp_path / "libnot.so").write_text("INPUT(libc.so.6)")
     with pytest.raises(ValueError, match=r"libnot\.so is no 64-bit ELF file"):
         cpu_only.Library(tmp_path / "libnot.so")
+
+
+def test_all_of_cuda_that_is_pinned_is_spared_and_nothing_else() -> None:
+    pinned = (ROOT / "constraints.txt").read_text()
+    names = {line.partition("==")[0] for line in pinned.splitlines()}
+    spared = {line.partition(";")[0] for line in cpu_only.spared(pinned).splitlines()}
+    assert {"nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "triton"} <= spared <= names
+    assert not spared & {"torch", "nixl", "numpy"}
 
 
 def _library(path: Path, source: str, *options: str) -> None:
