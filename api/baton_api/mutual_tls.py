@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from baton_api import certificate_term
+from baton_api.certificate_term import Term
 from baton_api.errors import SetupError
 from baton_api.watched import WatchedFile
 
@@ -43,6 +45,11 @@ def client(folder: str, name: str, clock: Clock = time.monotonic) -> ssl.SSLCont
     return _Renewed(folder, name, ssl.PROTOCOL_TLS_CLIENT, clock) if folder else None
 
 
+def term(context: ssl.SSLContext | None) -> Term | None:
+    """Of the certificate that is shown with a context that was made here; None without one."""
+    return context.term if isinstance(context, _Renewed) else None
+
+
 class _Renewed(ssl.SSLContext):
     """A context that stands for the one made of the files as they are now."""
 
@@ -51,6 +58,7 @@ class _Renewed(ssl.SSLContext):
     _watched: tuple[WatchedFile, ...]
     _now: ssl.SSLContext
     _lock: threading.Lock
+    _term: Term | None
 
     def __new__(cls, folder: str, name: str, protocol: int, clock: Clock) -> _Renewed:
         made = super().__new__(cls, protocol)
@@ -67,6 +75,12 @@ class _Renewed(ssl.SSLContext):
                 f"{error}."
             ) from error
         return made
+
+    @property
+    def term(self) -> Term | None:
+        """Of the certificate that is in use now."""
+        self._current()
+        return self._term
 
     def wrap_bio(self, *arguments: object, **named: object) -> ssl.SSLObject:
         """What event loops make each connection's TLS with."""
@@ -96,6 +110,13 @@ class _Renewed(ssl.SSLContext):
         if self.protocol == ssl.PROTOCOL_TLS_SERVER:
             made.num_tickets = 0  # nobody comes back without showing a certificate
         made.sslobject_class = _named(self._name)
+        try:
+            self._term = certificate_term.term((self._folder / CERTIFICATE).read_text())
+        except (
+            ValueError
+        ) as error:  # OpenSSL understands more than we do: it serves, and nobody knows how long
+            log.warning("Until when the certificate in %s is good cannot be read: %s", self._folder, error)
+            self._term = None
         return made
 
 

@@ -44,7 +44,7 @@ from baton_router.batches.wire import PATH as RUNNERS
 from baton_router.discovery.sources import access_of
 from baton_router.dispatcher import explained
 from baton_router.errands import ERRANDS, Errands
-from baton_router.figures import Figures, WorkerFigures
+from baton_router.figures import CertificateFigures, Figures, WorkerFigures
 from baton_router.forward import FORWARDED, REQUEST_ID, Trust, request_id
 from baton_router.kv_figures import CacheFigures
 from baton_router.link import Family
@@ -79,6 +79,7 @@ class Router:
         self.workers = self.scheduler.workers
         self.figures = Figures()
         self.figures.registry.register(WorkerFigures(self.workers, time.monotonic))
+        self.figures.registry.register(CertificateFigures(lambda: mutual_tls.term(tls)))
         self.fronts: Callable[[], dict[str, list[Family]]] | None = None
         """What the fronts of this router have counted, if they are processes of their own."""
         self.access = Access(settings)

@@ -10,6 +10,7 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from baton_api import __version__, metrics
+from baton_api.certificate_term import Term
 from baton_api.metrics import Metric
 from baton_router.accounts import Accounts
 from baton_router.loop_lag import LoopLag
@@ -60,6 +61,20 @@ class BuildInfo(Collector):
         family = _family(metrics.BUILD_INFO)
         family.add_metric(["router", __version__], 1)
         yield family
+
+
+class CertificateFigures(Collector):
+    """Until when the certificate is good that workers are shown."""
+
+    def __init__(self, term: Callable[[], Term | None]) -> None:
+        self._term = term
+
+    def collect(self) -> Iterator[Family]:
+        end, life = _family(metrics.ROUTER_CERTIFICATE_END), _family(metrics.ROUTER_CERTIFICATE_LIFE)
+        if (term := self._term()) is not None:
+            end.add_metric([], term.end)
+            life.add_metric([], term.end - term.begin)
+        yield from (end, life)
 
 
 class WorkerFigures(Collector):

@@ -215,8 +215,8 @@ class RouterSettings(BatchSettings):
 
     tracing_endpoint: str = Field(default="", validation_alias=_either("TRACING_ENDPOINT"))
     """Where spans of requests are sent by OTLP over HTTP, such as http://collector:4318. Empty: none are
-    made, and a client's `traceparent` passes as it is. Of OpenTelemetry's own variables those that say more are
-    read: OTEL_EXPORTER_OTLP_HEADERS, OTEL_EXPORTER_OTLP_CERTIFICATE and OTEL_RESOURCE_ATTRIBUTES."""
+    made, and a client's `traceparent` passes as it is. Of OpenTelemetry's own variables those that say more
+    are read: OTEL_EXPORTER_OTLP_HEADERS, OTEL_EXPORTER_OTLP_CERTIFICATE and OTEL_RESOURCE_ATTRIBUTES."""
 
     tracing_ratio: float = Field(default=1.0, ge=0, le=1)
     """Share of the requests that are traced, of those whose `traceparent` does not say."""

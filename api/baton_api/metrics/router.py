@@ -303,3 +303,18 @@ ROUTER_KV_DEGRADED = Metric(
     "1 for a worker whose KV events do not come: what it is believed to hold counts half.",
     (WORKER,),
 )
+
+# --- Its certificate ---
+
+ROUTER_CERTIFICATE_END = Metric(
+    "baton_router_certificate_end_timestamp_seconds",
+    "gauge",
+    "seconds",
+    "Unix time at which the certificate ends that this process shows to workers; nothing without one.",
+)
+ROUTER_CERTIFICATE_LIFE = Metric(
+    "baton_router_certificate_life_seconds",
+    "gauge",
+    "seconds",
+    "From the begin to the end of that certificate.",
+)

@@ -238,3 +238,18 @@ WORKER_LOCAL_PREFILLS = Metric(
     "Prompts that a decode worker computed itself, by reason: chosen so, or because a transfer failed.",
     (Label("reason", (*CHOSEN, *FAILURES)),),
 )
+
+# --- Its certificate ---
+
+WORKER_CERTIFICATE_END = Metric(
+    "baton_worker_certificate_end_timestamp_seconds",
+    "gauge",
+    "seconds",
+    "Unix time at which the certificate ends that this process shows to routers; nothing without one.",
+)
+WORKER_CERTIFICATE_LIFE = Metric(
+    "baton_worker_certificate_life_seconds",
+    "gauge",
+    "seconds",
+    "From the begin to the end of that certificate.",
+)

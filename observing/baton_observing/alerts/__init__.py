@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from baton_observing.alerts import batches, objectives, operator, router, scaling, services, workers
+from baton_observing.alerts import (
+    batches,
+    certificates,
+    objectives,
+    operator,
+    router,
+    scaling,
+    services,
+    workers,
+)
 
-SERVING = (*objectives.ALERTS, *router.ALERTS, *workers.ALERTS, *batches.ALERTS)
+SERVING = (*objectives.ALERTS, *router.ALERTS, *workers.ALERTS, *certificates.ALERTS, *batches.ALERTS)
 """Of routers and workers, wherever they run."""
 
 OPERATING = (*services.ALERTS, *scaling.ALERTS, *operator.ALERTS)

@@ -40,6 +40,14 @@ ALERTS = (
         lasting="10m",
     ),
     Alert(
+        name="BatonGpuBudgetUsedUp",
+        severity="ticket",
+        summary=f"{WHICH}: {{{{ $labels.role }}}} needs more workers than the budget of accelerators allows.",
+        expression=NOW.over("max", metrics.AUTOSCALER_DECIDED_BY, *BY, "role", of="max", reason="GpuBudget")
+        + " == 1",
+        lasting="30m",
+    ),
+    Alert(
         name="BatonScalingFlapping",
         severity="ticket",
         summary=f"{WHICH}: the number of {{{{ $labels.role }}}} workers changed {{{{ $value }}}} times in "

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from baton_api import __version__, metrics
+from baton_api.certificate_term import Term
 from baton_api.metrics import Metric
 from baton_api.metrics.peers import Peer
 from baton_engine.peer_metrics import PeerMetrics
@@ -44,9 +45,11 @@ class WorkerMetrics:
         kv_batches: Callable[[], int] = lambda: 0,
         whose: Whose = Whose(),
         peers: Sequence[Peer] = (),
+        term: Callable[[], Term | None] = lambda: None,
     ) -> None:
         """
-        `kv_batches`: how many batches of KV events were published; `peers`: whose names are shown as well.
+        `kv_batches`: how many batches of KV events were published; `peers`: whose names are shown as well;
+        `term`: of the certificate that routers are shown, if there is one.
         """
         self._peers = CollectorRegistry(auto_describe=False)
         self.registry = CollectorRegistry(auto_describe=False)
@@ -61,6 +64,7 @@ class WorkerMetrics:
         self._transfer_bytes = self._counter(metrics.WORKER_TRANSFER_BYTES)
         self._transfer_seconds = self._histogram(metrics.WORKER_TRANSFER_SECONDS)
         self.registry.register(EngineCollector(snapshot, kv_batches, whose))
+        self.registry.register(CertificateCollector(term))
         if peers:
             self._peers.register(PeerMetrics(self.registry, peers, whose.model))
 
@@ -107,6 +111,18 @@ class WorkerMetrics:
         return Histogram(
             metric.name, metric.help, metric.labels, buckets=metric.buckets, registry=self.registry
         )
+
+
+class CertificateCollector(Collector):
+    """Until when the certificate is good that routers are shown."""
+
+    def __init__(self, term: Callable[[], Term | None]) -> None:
+        self._term = term
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        term = self._term()
+        yield _gauge(metrics.WORKER_CERTIFICATE_END, {} if term is None else {(): term.end})
+        yield _gauge(metrics.WORKER_CERTIFICATE_LIFE, {} if term is None else {(): term.end - term.begin})
 
 
 class EngineCollector(Collector):

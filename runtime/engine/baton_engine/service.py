@@ -14,6 +14,7 @@ import functools
 import logging
 import random
 import signal
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
@@ -93,7 +94,7 @@ async def run(
         settings = settings.model_copy(update={"port": http.port})
         async with open_worker(settings, progress) as worker, role(worker) as duties:
             with _signals() as (stop, force):
-                entrance.app = create_app(_served(worker, duties, drain, keys))
+                entrance.app = create_app(_served(worker, duties, drain, keys, tls))
                 url = f"{http.scheme}://{http.address}/v1"
                 log.info("%s serves %s on %s", worker.name, worker.model_name, url)
                 log.info("The server is fired up and ready to roll!")
@@ -124,7 +125,7 @@ async def _drain(worker: Worker, duties: Duties, drain: Drain) -> None:
             await asyncio.gather(drain.drain(seconds), others)
 
 
-def _served(worker: Worker, duties: Duties, drain: Drain, keys: Keys) -> Served:
+def _served(worker: Worker, duties: Duties, drain: Drain, keys: Keys, tls: ssl.SSLContext | None) -> Served:
     def load() -> Load:
         return worker.load(control=duties.control)
 
@@ -143,6 +144,7 @@ def _served(worker: Worker, duties: Duties, drain: Drain, keys: Keys) -> Served:
             worker.kv_batches,
             Whose(worker.name, worker.settings.role, worker.model_name),
             worker.settings.metrics_names,
+            lambda: mutual_tls.term(tls),
         ),
         load=load,
         ready=ready,

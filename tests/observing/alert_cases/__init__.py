@@ -6,12 +6,22 @@ A module here is one of `baton_observing.alerts`.
 
 from __future__ import annotations
 
-from tests.observing.alert_cases import batches, objectives, operator, router, scaling, services, workers
+from tests.observing.alert_cases import (
+    batches,
+    certificates,
+    objectives,
+    operator,
+    router,
+    scaling,
+    services,
+    workers,
+)
 
 CASES = (
     *objectives.CASES,
     *router.CASES,
     *workers.CASES,
+    *certificates.CASES,
     *batches.CASES,
     *services.CASES,
     *scaling.CASES,

@@ -36,6 +36,19 @@ CASES = (
         },
     ),
     Case(
+        "BatonGpuBudgetUsedUp",
+        "ticket",
+        level(metrics.AUTOSCALER_DECIDED_BY, 1, **OF, role="decode", reason="GpuBudget"),
+        {
+            # It was so for twenty minutes; since then the demand has what it needs.
+            Scope("").series(
+                metrics.AUTOSCALER_DECIDED_BY, **OF, role="decode", reason="GpuBudget"
+            ): "1x20 _x400",
+            **level(metrics.AUTOSCALER_DECIDED_BY, 1, **OF, role="decode", reason="Steady"),
+        },
+        at=40,
+    ),
+    Case(
         "BatonScalingFlapping",
         "ticket",
         {Scope("").series(metrics.OPERATOR_DESIRED, **OF, role="decode"): "1 2 " * 250},
