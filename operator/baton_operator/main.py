@@ -142,7 +142,8 @@ def _reconcilers(
         figures.happened(about, transition)
         events.tell(about, transition)
 
-    images = Images(settings.worker_image, settings.router_image, by_issuer(settings.mutual_tls_issuer))
+    issuer = by_issuer(settings.mutual_tls_issuer)
+    images = Images(settings.worker_image, settings.router_image, issuer, settings.metrics_namespace)
     observer = Observer(api, time.monotonic, RouterTries(tries.read, time.monotonic))
     scaling = ScalingSettings(settings.prometheus_url, settings.gpu_budget, settings.scaling_window_s)
     return {

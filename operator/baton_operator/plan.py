@@ -50,6 +50,8 @@ class Images:
     router: str
     mutual_tls: MutualTls | None = None
     """Of services that say nothing of it."""
+    metrics_namespace: str = ""
+    """Likewise: whose pods may read metrics; nobody's if it is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +130,9 @@ def plan(observed: Observed, images: Images, now: float) -> Plan:
 
 
 def _with_defaults(spec: InferenceServiceSpec, images: Images) -> InferenceServiceSpec:
-    if images.mutual_tls is None or spec.security.mutual_tls is not None:
-        return spec
-    security = spec.security.model_copy(update={"mutual_tls": images.mutual_tls})
-    return spec.model_copy(update={"security": security})
+    known = {"mutual_tls": images.mutual_tls, "metrics_namespace": images.metrics_namespace}
+    missing = {name: value for name, value in known.items() if getattr(spec.security, name) is None}
+    return spec.model_copy(update={"security": spec.security.model_copy(update=missing)})
 
 
 def _all_roles(spec: InferenceServiceSpec) -> Iterable[tuple[RoleName, Any]]:
@@ -240,7 +241,7 @@ def _workers(observed: Observed, state: State) -> list[Manifest]:
         if not there[revision] and not any(fate.replicas.values()):
             continue
         if state.spec.security.network_policy:
-            wished.append(network.workers(owner, generation))
+            wished.append(network.workers(owner, generation, state.spec.security.metrics_namespace or ""))
         for name, role in generations.role_names(generation).items():
             wished.append(workers.service(owner, generation, role))
             wished.append(workers.deployment(owner, generation, role, fate.replicas[name]))

@@ -55,6 +55,10 @@ class OperatorSettings(BaseSettings):
     belong together, such as ClusterIssuer/NAME or Issuer/NAME of cert-manager. A service may name another one
     in spec.security.mutualTls. Empty: only services that do have any."""
 
+    metrics_namespace: str = Field(default="monitoring", pattern=r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$")
+    """The namespace of the Prometheus that may read the metrics of workers and routers, of services whose
+    spec.security.metricsNamespace says nothing. Empty: none may."""
+
     log_format: Format = Field(
         default="auto", validation_alias=AliasChoices("BATON_OPERATOR_LOG_FORMAT", "BATON_LOG_FORMAT")
     )

@@ -183,6 +183,13 @@ class Security(Part):
     """Whether workers speak TLS only, and only with those who show this certificate; what the operator was
     told otherwise, which is no by default. KV blocks and KV events move beside it, without."""
 
+    metrics_namespace: (
+        Annotated[str, Field(max_length=63, pattern=r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$")] | None
+    ) = None
+    """The namespace of the Prometheus that may read the metrics of workers and routers; what the operator was
+    told if it is left out, which is monitoring by default; nobody if it is empty. Where workers want no
+    certificate, metrics are at the port of their API, which is open to that namespace with them."""
+
     ingress_namespace_labels: Annotated[dict[str, str], Field(max_length=16)] = {}
     """Labels of the namespaces from which routers may be reached; from all if it is empty."""
 

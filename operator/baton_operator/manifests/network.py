@@ -20,16 +20,31 @@ OPERATORS: Manifest = {
 }
 """The operator's pods, as its chart names them: they ask routers what becomes of requests."""
 
+
+def _namespace(name: str) -> Manifest:
+    """All pods of one."""
+    return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
+
+
 DNS = {"ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]}
 
 
 def routers(owner: Owner, spec: InferenceServiceSpec) -> Manifest:
-    """Routers are reached from the namespaces that the spec names, or from all, and by their runners."""
+    """
+    Routers are reached from the namespaces that the spec names, or from all, by their runners, and by who
+    reads metrics.
+    """
     port: Manifest = {"ports": [{"protocol": "TCP", "port": names.ROUTER_PORT}]}
     allowed = spec.security.ingress_namespace_labels
     if allowed:
         runners = {"podSelector": {"matchLabels": names.selecting(owner.name, batch_jobs.ROLE)}}
-        port = {**port, "from": [{"namespaceSelector": {"matchLabels": dict(allowed)}}, runners, OPERATORS]}
+        reading = spec.security.metrics_namespace
+        port["from"] = [
+            {"namespaceSelector": {"matchLabels": dict(allowed)}},
+            runners,
+            OPERATORS,
+            *([_namespace(reading)] if reading else []),
+        ]
     body = {
         "podSelector": {"matchLabels": names.selecting(owner.name, names.ROUTER)},
         "policyTypes": ["Ingress"],
@@ -39,9 +54,10 @@ def routers(owner: Owner, spec: InferenceServiceSpec) -> Manifest:
     return made(owner, "networking.k8s.io/v1", "NetworkPolicy", name, {"spec": body})
 
 
-def workers(owner: Owner, generation: Generation) -> Manifest:
+def workers(owner: Owner, generation: Generation, metrics_namespace: str = "") -> Manifest:
     """
-    Workers of one generation are reached by routers at their three ports, and by one another at all.
+    Workers of one generation are reached by routers at their three ports, and by one another at all; by
+    `metrics_namespace` where their metrics are.
 
     Between workers the ports are UCX's to choose. Outwards they speak to one another, and to the world only
     if they have to fetch their model themselves.
@@ -52,13 +68,17 @@ def workers(owner: Owner, generation: Generation) -> Manifest:
     routers = [{"podSelector": {"matchLabels": names.selecting(owner.name, names.ROUTER)}}]
     health = {"protocol": "TCP", "port": names.HEALTH_PORT}  # has nothing but health and metrics
     ports = (names.HTTP_PORT, names.KV_EVENTS_PORT, names.KV_REPLAY_PORT)
+    probed = [{"ports": [health]}] if generation.blueprint.mutual_tls else []
+    if metrics_namespace and not probed:
+        http = {"protocol": "TCP", "port": names.HTTP_PORT}
+        probed = [{"from": [_namespace(metrics_namespace)], "ports": [http]}]
     body = {
         "podSelector": {"matchLabels": of_generation},
         "policyTypes": ["Ingress", "Egress"],
         "ingress": [
             {"from": routers, "ports": [{"protocol": "TCP", "port": port} for port in ports]},
             {"from": each_other},
-            *([{"ports": [health]}] if generation.blueprint.mutual_tls else []),
+            *probed,
         ],
         "egress": [{}] if files(owner, generation).init_containers else [{"to": each_other}, DNS],
     }
