@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pydantic_settings import BaseSettings
 
+from baton_api import generated_files
 from baton_cli import peers
 from baton_cli.api_reference import errors_page, limits_page
 from baton_cli.metrics_reference import metrics_page
@@ -127,16 +128,8 @@ def flags_of_others() -> Iterator[str]:
 
 def main(arguments: list[str], folder: Path = ROOT / "docs" / "reference") -> int:
     """Write the pages, or say which are not current."""
-    current = True
-    for name, text in pages().items():
-        page = folder / name
-        if "--check" not in arguments:
-            folder.mkdir(parents=True, exist_ok=True)
-            page.write_text(text)
-        elif not page.is_file() or page.read_text() != text:
-            current = False
-            print(f"{name} is not current: run `make fix`.", file=sys.stderr)
-    return 0 if current else 1
+    texts = {folder / name: text for name, text in pages().items()}
+    return generated_files.settle(texts, folder.glob("*.md"), check="--check" in arguments)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from baton_api import generated_files
 from baton_observing import grafana, rules
 from baton_observing.boards import BOARDS
 
@@ -33,17 +34,8 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     texts = {given.folder / name: text for name, text in generated().items()}
     there = {path for folder in FOLDERS for path in (given.folder / folder).glob("*") if path.is_file()}
-    stale = [path for path, text in texts.items() if not path.is_file() or path.read_text() != text]
-    stale += sorted(there - set(texts))
-    if given.check:
-        for path in stale:
-            print(f"{path} is not what would be written: run `make fix`")
-        sys.exit(bool(stale))
-    for path in there - set(texts):
-        path.unlink()
-    for path, text in texts.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    if status := generated_files.settle(texts, there, check=given.check):
+        sys.exit(status)
 
 
 if __name__ == "__main__":

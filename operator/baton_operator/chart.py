@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from baton_api import generated_files
 from baton_operator.crd import GROUP, RESOURCES, files
 from baton_operator.rbac import SERVICES, Rule, own
 
@@ -71,17 +72,8 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     texts = {given.folder / name: text for name, text in generated().items()}
     there = set((given.folder / "files/crds").glob("*.yaml"))
-    stale = [path for path, text in texts.items() if not path.is_file() or path.read_text() != text]
-    stale += sorted(there - set(texts))
-    if given.check:
-        for path in stale:
-            print(f"{path} is not what would be written: run `make fix`")
-        sys.exit(bool(stale))
-    for path in there - set(texts):
-        path.unlink()
-    for path, text in texts.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    if status := generated_files.settle(texts, there, check=given.check):
+        sys.exit(status)
 
 
 if __name__ == "__main__":

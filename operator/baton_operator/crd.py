@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from baton_api import batch_jobs
+from baton_api import batch_jobs, generated_files
 from baton_operator.kinds.batch_job import BatchJobSpec, BatchJobStatus
 from baton_operator.kinds.inference_service import InferenceServiceSpec, InferenceServiceStatus
 from baton_operator.kinds.lora_adapter import LoraAdapterSpec, LoraAdapterStatus
@@ -227,16 +227,9 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     parser.add_argument("--folder", type=Path, default=Path("crds"))
     given = parser.parse_args()
-    made = files()
-    if not given.check:
-        given.folder.mkdir(exist_ok=True)
-        for name, text in made.items():
-            (given.folder / name).write_text(text)
-        return
-    there = {file.name: file.read_text() for file in given.folder.glob("*.yaml")}
-    stale = sorted(name for name in made.keys() | there.keys() if made.get(name) != there.get(name))
-    if stale:
-        sys.exit(f"Not current in {given.folder}: {', '.join(stale)}. Run `make fix`.")
+    texts = {given.folder / name: text for name, text in files().items()}
+    if status := generated_files.settle(texts, given.folder.glob("*.yaml"), check=given.check):
+        sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -133,6 +133,6 @@ def test_a_stale_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit) as ended:
         main(["--check", "--folder", str(tmp_path)])
     assert ended.value.code == 1
-    assert capsys.readouterr().out.count("make fix") == 2
+    assert capsys.readouterr().err.count("make fix") == 2
     main(["--folder", str(tmp_path)])
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*")} == set(generated())
