@@ -18,6 +18,7 @@ from jsonschema import Draft7Validator
 from baton_api import metrics
 from baton_observing import grafana, pictures, prometheus, promql
 from baton_observing.__main__ import generated, main
+from baton_observing.alerts.alert import RUNBOOKS
 from baton_observing.boards import BOARDS
 from baton_observing.panels import Board, Panel
 from baton_observing.promql import Scope
@@ -124,6 +125,13 @@ class TestJson:
         assert made["uid"] == f"baton-{board.name}"
         ids = [panel["id"] for panel in made["panels"]]
         assert len(ids) == len(set(ids))
+
+
+def test_links_to_runbooks_lead_where_they_are_told_to(tmp_path: Path) -> None:
+    main(["--folder", str(tmp_path), "--runbooks", "https://wiki.example/baton"])
+    written = "".join(path.read_text() for path in tmp_path.glob("*/*"))
+    assert "https://wiki.example/baton/BatonNoWorker.md" in written and RUNBOOKS not in written
+    assert all(text.count(f"{RUNBOOKS}/Baton") == text.count(RUNBOOKS) for text in generated().values())
 
 
 def test_a_stale_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,9 @@ from typing import Literal
 Severity = Literal["page", "ticket"]
 """Somebody is called; or somebody looks at it in the next days."""
 
-RUNBOOKS = "https://baton.dev/runbooks"
-"""Where the pages of docs/runbooks are read; the chart puts its value in its place."""
+RUNBOOKS = "docs/runbooks"
+"""Where the pages are, in the project's repository; whoever reads them elsewhere has that address put in its
+place, by a value of the chart or a flag of `python -m baton_observing`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
