@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,6 @@ AWAY_S = float(os.environ.get("BATON_TEST_API_AWAY_S", "20"))
 
 MODEL: dict[str, Any] = {"uri": "builtin://smollm2"}
 PAIR: dict[str, Any] = {"model": MODEL, "prefill": {}, "decode": {}}
-API_SERVER_STOPS = 2
-"""Of the tests here."""
-
 LEASE = path("coordination.k8s.io/v1", "Lease", OPERATOR, "baton-operator")
 
 EXPOSED: dict[str, Any] = {"hosts": ["chat.example.org"], "tls": {"issuerRef": {"name": "issuer"}}}
@@ -444,16 +442,32 @@ async def test_a_restart_of_the_api_server_is_survived(cluster: RealCluster) -> 
 
 
 async def test_each_transition_has_one_event_and_what_comes_back_counts(cluster: RealCluster) -> None:
-    events = (await cluster.admin.get(path("v1", "Event", "models"))).json()["items"]
-    of_chat = [one for one in events if one["involvedObject"]["name"] == "chat"]
-    suspended = [one for one in of_chat if one["reason"] == "Suspended"]
-    assert [(one["count"], one["type"]) for one in suspended] == [(2, "Warning")], suspended
-    there = {one["metadata"]["name"] for one in events}
-    created = [
-        one.name
-        for one in cluster.asked()
-        if (one.verb, one.resource) == ("create", "events") and one.code < 300
-    ]
-    assert len(created) == len(set(created)) and set(created) <= there
-    # They are posted one at a time, and of what a server did in its last moment its log may not tell.
-    assert len(there) - len(created) <= API_SERVER_STOPS
+    where, since = path("v1", "Event", "models"), len(cluster.asked())
+
+    async def events() -> list[dict[str, Any]]:
+        there = (await cluster.admin.get(where)).json()["items"]
+        return [one for one in there if one["involvedObject"]["name"] == "told"]
+
+    async def stands(wanted: str) -> bool:
+        await cluster.ready_pods("told")
+        return await cluster.condition("Ready", "told") == wanted
+
+    async def has_come_back() -> bool:
+        suspended = [one for one in await events() if one["reason"] == "Suspended"]
+        return [(one["count"], one["type"]) for one in suspended] == [(2, "Warning")]
+
+    async with running_operator(cluster, "telling"):
+        for suspend in (False, True, False, True):
+            await cluster.put({**PAIR, "suspend": suspend}, "told")
+            wanted = "False Suspended" if suspend else "True Serving"
+            await cluster.until(partial(stands, wanted))
+        await cluster.until(has_come_back)
+
+    there = await events()
+    sorts = {(one["reason"], one["message"].partition(".")[0]) for one in there}
+    assert len(sorts) == len(there), "what is the same is one Event"
+    done = [one for one in cluster.asked(since) if one.resource == "events" and one.code < 300]
+    of_it = [one for one in done if one.name.startswith("told.")]
+    created = [one.name for one in of_it if one.verb == "create"]
+    assert sorted(created) == sorted(one["metadata"]["name"] for one in there)
+    assert len(of_it) == sum(one["count"] for one in there)
