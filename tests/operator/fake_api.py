@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,12 @@ from aiohttp import web
 
 from baton_operator.api_server import PLURALS
 from baton_operator.crd import RESOURCES
+from baton_operator.handlers import GATHER_S
 from baton_operator.observer import KINDS
 from baton_operator.scalers import API
+
+LOOK = "GET inferenceservices"
+"""A request of who looks at a service."""
 
 SERVED = (
     *KINDS,
@@ -88,6 +93,14 @@ class FakeApi:
         metadata = {"name": name, "namespace": "models", "uid": f"uid-{name}", "generation": generation}
         made = {**(there or {}), "metadata": metadata, "spec": spec}
         await self._store(where, made, lose=lose)
+
+    async def at_rest(self) -> None:
+        """Nobody has looked at an InferenceService for as long as looks are gathered, several times over."""
+        looks, since = -1, time.monotonic()
+        while looks != self.requests[LOOK] or time.monotonic() - since < 6 * GATHER_S:
+            if looks != self.requests[LOOK]:
+                looks, since = self.requests[LOOK], time.monotonic()
+            await asyncio.sleep(0.05)
 
     async def expire(self) -> None:
         """All watches end with the news that their versions are too old."""

@@ -67,6 +67,7 @@ async def test_a_watch_that_fails_for_good_ends_the_process_which_is_no_zombie(t
 
 async def test_a_watch_that_stalls_is_begun_anew(tmp_path: Path) -> None:
     async with operated(tmp_path, "--watch-silence-s=2") as (api, operator):
+        await api.at_rest()  # what it made itself is looked at once more, and would find the change
         api.silent = True
         await api.put({**PAIR, "suspend": True})
         before = api.watches["inferenceservices"]
