@@ -8,9 +8,8 @@ is made from what there is then.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from baton_api import labels
 from baton_operator import generations, names, scalers
@@ -88,45 +87,60 @@ class State:
 def plan(observed: Observed, images: Images, now: float) -> Plan:
     """`now`: Unix seconds. Raises ValueError if the spec cannot be carried out."""
     spec = _with_defaults(InferenceServiceSpec.model_validate(observed.service["spec"]), images)
-    known = generations.remembered(observed)
-    try:
-        generation = generations.wanted(observed, spec, known, images.worker, now)
-    except KeyError as error:
-        there = ", ".join(sorted(known)) or "none"
-        raise ValueError(
-            f"spec.rollout.rollbackTo names the generation {error.args[0]}, which is not remembered "
-            f"(those that are: {there})."
-        ) from error
-    all_of_them = {**known, generation.revision: generation}
+    state, again_s = _decided(observed, spec, images, now)
+    wished = [mark(one) for one in (*_shared(observed, state, images), *_workers(observed, state))]
+    create = _created(observed, state)
+    return Plan(
+        apply=[one for one in wished if not is_so(observed.objects.get(key(one)), one)],
+        create=[one for one in create if key(one) not in observed.objects],
+        prune=_pruned(observed, [*wished, *create]),
+        again_s=again_s,
+        state=state,
+    )
+
+
+def _decided(
+    observed: Observed, spec: InferenceServiceSpec, images: Images, now: float
+) -> tuple[State, float | None]:
+    """What is to become of each generation, and seconds until that may be decided otherwise."""
+    remembered = generations.remembered(observed)
+    generation = _wanted(observed, spec, remembered, images, now)
+    known = {**remembered, generation.revision: generation}
     weights = {one["name"]: one.get("weight", 0) for one in observed.status.get("revisions", ())}
-    seen = [generations.seen(observed, one, weights.get(name, 0), now) for name, one in all_of_them.items()]
-    model_there = _model_there(observed, generation)
+    seen = [generations.seen(observed, one, weights.get(name, 0), now) for name, one in known.items()]
     targets = scalers.targets(observed, spec)
     want = Wanted(
         revision=generation.revision,
         targets=targets,
-        bounds={
-            name: Bounds(role.rollout.max_surge, role.rollout.max_unavailable)
-            for name, role in _all_roles(spec)
-        },
+        bounds=_bounds(spec),
         policy=spec.rollout,
         suspended=spec.suspend,
     )
     fates = decide(want, seen, now)
-    if not model_there and generation.revision not in known:
+    model_there = _model_there(observed, generation)
+    if not model_there and generation.revision not in remembered:
         # Nobody gives way to workers that would only wait for their model.
-        fates = _held(observed, seen, generation)
-    kept = _kept(spec, all_of_them, seen, fates, generation.revision)
+        fates = _held(seen, generation)
+    kept = _kept(spec, known, seen, fates, generation.revision)
     state = State(spec, generation, targets, seen, fates, kept, model_there, _unsupported(observed, spec))
-    wished = [*_shared(observed, state, images), *_workers(observed, state)]
-    create = _created(observed, state)
-    return Plan(
-        apply=[marked for one in wished if not is_so(observed.objects.get(key(one)), marked := mark(one))],
-        create=[one for one in create if key(one) not in observed.objects],
-        prune=_pruned(observed, [*wished, *create]),
-        again_s=next_look(want, seen, now),
-        state=state,
-    )
+    return state, next_look(want, seen, now)
+
+
+def _wanted(
+    observed: Observed,
+    spec: InferenceServiceSpec,
+    remembered: Mapping[str, Generation],
+    images: Images,
+    now: float,
+) -> Generation:
+    try:
+        return generations.wanted(observed, spec, remembered, images.worker, now)
+    except KeyError as error:
+        there = ", ".join(sorted(remembered)) or "none"
+        raise ValueError(
+            f"spec.rollout.rollbackTo names the generation {error.args[0]}, which is not remembered "
+            f"(those that are: {there})."
+        ) from error
 
 
 def _with_defaults(spec: InferenceServiceSpec, images: Images) -> InferenceServiceSpec:
@@ -135,10 +149,13 @@ def _with_defaults(spec: InferenceServiceSpec, images: Images) -> InferenceServi
     return spec.model_copy(update={"security": spec.security.model_copy(update=missing)})
 
 
-def _all_roles(spec: InferenceServiceSpec) -> Iterable[tuple[RoleName, Any]]:
-    """Bounds are needed of a role that only an old generation has, too."""
-    yield "prefill", spec.prefill or spec.decode
-    yield "decode", spec.decode
+def _bounds(spec: InferenceServiceSpec) -> dict[RoleName, Bounds]:
+    """Of both roles, for an old generation may have one that the spec has not any more."""
+    decode = Bounds(spec.decode.rollout.max_surge, spec.decode.rollout.max_unavailable)
+    if spec.prefill is None:
+        return {"prefill": decode, "decode": decode}
+    prefill = Bounds(spec.prefill.rollout.max_surge, spec.prefill.rollout.max_unavailable)
+    return {"prefill": prefill, "decode": decode}
 
 
 def _model_there(observed: Observed, generation: Generation) -> bool:
@@ -155,7 +172,7 @@ def _model_there(observed: Observed, generation: Generation) -> bool:
     return done or (job is None and generation.revision in generations.remembered(observed))
 
 
-def _held(observed: Observed, seen: Sequence[Seen], generation: Generation) -> dict[str, Fate]:
+def _held(seen: Sequence[Seen], generation: Generation) -> dict[str, Fate]:
     """All as it is, and nobody yet of the new generation."""
     fates = {}
     for one in seen:

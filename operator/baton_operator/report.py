@@ -60,7 +60,7 @@ def _facts(observed: Observed, state: State) -> list[Fact]:
     routers = sum(pod.ready for pod in observed.pods if pod.role == names.ROUTER)
     failed = [fate for fate in state.fates.values() if fate.phase == "Failed"]
     facts = [
-        _readiness(state, ready, routers),
+        _readiness(state, routers),
         _progress(observed, state),
         _degradation(state, failed),
         Fact("ModelReady", state.model_there, "Present" if state.model_there else "Fetching"),
@@ -82,7 +82,7 @@ def _facts(observed: Observed, state: State) -> list[Fact]:
     return [*facts, _scaling(observed, state), _limit(observed, state)]
 
 
-def _readiness(state: State, ready: dict[RoleName, int], routers: int) -> Fact:
+def _readiness(state: State, routers: int) -> Fact:
     if state.spec.suspend:
         return Fact("Ready", False, "Suspended", "spec.suspend is true.")
     serving = _current(state)
@@ -90,12 +90,9 @@ def _readiness(state: State, ready: dict[RoleName, int], routers: int) -> Fact:
         return Fact("Ready", False, "ScaledToZero", "No worker is wanted now.")
     if not routers:
         return Fact("Ready", False, "NoRouter", "No router is ready.")
-    if serving == state.wanted.revision or state.fates[state.wanted.revision].phase == "Failed":
-        for name in ready:
-            of_serving = next((one for one in state.seen if one.revision == serving), None)
-            role = of_serving.roles.get(name) if of_serving else None
-            if state.targets[name] and (role is None or not role.ready):
-                return Fact("Ready", False, f"No{name.capitalize()}", f"No {name} worker is ready.")
+    settled = serving == state.wanted.revision or state.fates[state.wanted.revision].phase == "Failed"
+    if settled and (name := _lacking(state, serving)):
+        return Fact("Ready", False, f"No{name.capitalize()}", f"No {name} worker is ready.")
     if serving == state.wanted.revision:
         return Fact("Ready", True, "Serving", f"Requests are answered by the generation {serving}.")
     if not serving:
@@ -103,6 +100,15 @@ def _readiness(state: State, ready: dict[RoleName, int], routers: int) -> Fact:
         return Fact("Ready", False, reason, "Nobody serves yet.")
     message = f"Requests are answered by the generation {serving}; {state.wanted.revision} is not ready yet."
     return Fact("Ready", False, "RollingOut", message)
+
+
+def _lacking(state: State, serving: str) -> RoleName | None:
+    """A role of which the generation that serves has no ready worker, although some are wanted."""
+    roles = next((one.roles for one in state.seen if one.revision == serving), {})
+    for name in scalers.roles(state.spec):
+        if state.targets[name] and (name not in roles or not roles[name].ready):
+            return name
+    return None
 
 
 def _progress(observed: Observed, state: State) -> Fact:
