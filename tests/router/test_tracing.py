@@ -147,10 +147,16 @@ async def test_a_retry_and_a_resume_are_told_of() -> None:
 
 async def test_an_answer_without_tokens_has_no_span_of_them() -> None:
     vectors = saying(200, b'{"object": "list"}', (PROMPT, REPORT.encode()))
-    async with Collector() as collector, FakeWorker(vectors) as worker:
-        async with running_router([worker], tracing_endpoint=collector.url) as router:
-            answer = await router.client.post("/v1/embeddings", json={"model": "tiny", "input": "Hi"})
-            assert answer.status_code == 200
+    async with (
+        Collector() as collector,
+        FakeWorker(vectors) as worker,
+        running_router([worker], tracing_endpoint=collector.url) as router,
+    ):
+        answer = await router.client.post("/v1/embeddings", json={"model": "tiny", "input": "Hi"})
+        assert answer.status_code == 200
+        tracing = router.router.tracing
+        assert tracing is not None
+        await tracing.close()
     assert sorted(span.name for span in collector.spans) == ["kv_transfer", "prefill", "queue", "route"]
 
 
