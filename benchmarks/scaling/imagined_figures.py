@@ -10,6 +10,7 @@ from benchmarks.scaling.case import WINDOW_S
 
 PERCENTILE = 0.95
 LATELY_S = WINDOW_S / 4
+"""A scrape less than the operator asks for, since a rate is from the first one to the last."""
 EXPECTED = 200.0
 SMOOTHING = 0.05
 """Of the length that answers are expected to have, and what the last one changes of it."""

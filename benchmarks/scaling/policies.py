@@ -37,7 +37,10 @@ class Baton:
         for name, (decision, memory) in made.items():
             self._memories[name] = memory
             if decision.replicas != roles[name].seen.replicas:
-                what = f"{name:7} -> {decision.replicas}  {decision.reason}: {decision.message}"
+                known = (
+                    f"{roles[name].seen.demand.value or 0:.0f} tokens/s by {memory.capacity.value or 0:.0f}"
+                )
+                what = f"{name:7} -> {decision.replicas}  {decision.reason}: {decision.message} ({known})"
                 self._say(f"  {seen.now / MINUTE:5.1f} min {what}")
         return {name: decision.replicas for name, (decision, _) in made.items()}
 

@@ -2,24 +2,28 @@
 The cluster of processes: workers that come, are listed, scraped and drained, before a real router.
 
 They end as Kubernetes has them end: least to do first, listed as terminating, then SIGTERM, and waited for.
+They are forked from a process that has loaded what they need: to load it takes seconds of a processor, which
+all others would lack whenever a role grows, and which on real nodes is no router's.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
+import multiprocessing
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from baton_api.workers import Role
 from baton_operator.rollout import RoleName
 from baton_operator.scaling import routers
 from baton_operator.scaling.signals import Figures
-from benchmarks.scaling import programs
+from benchmarks.scaling import programs, worker
 from benchmarks.scaling.asking import ask
 from benchmarks.scaling.case import NOTICE_S, ROLES, STARTUP_S
 from benchmarks.scaling.day import Request
@@ -27,6 +31,9 @@ from benchmarks.scaling.measured import Measured
 from benchmarks.scaling.score import Answer, Ends
 from benchmarks.scaling.world import Life, Pod, Sight, replica_hours
 from tests.router.fake_kubernetes import FakeKubernetes, a_slice
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["benchmarks.scaling.worker"])
 
 LOOK_S = 0.1
 """Between two looks whether something has become ready."""
@@ -41,7 +48,7 @@ class Process:
 
     role: RoleName
     port: int
-    process: asyncio.subprocess.Process
+    process: BaseProcess
     started: float
     ready: float | None = None
     ends: bool = False
@@ -49,6 +56,15 @@ class Process:
     @property
     def name(self) -> str:
         return f"{self.role}-{self.port}"
+
+    async def ended(self) -> int | None:
+        """Wait for its end, and give its status."""
+        loop, gone = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self.process.sentinel, gone.set)
+        await gone.wait()
+        loop.remove_reader(self.process.sentinel)
+        self.process.join()
+        return self.process.exitcode
 
 
 class ProcessWorld:
@@ -78,10 +94,13 @@ class ProcessWorld:
     async def __aexit__(self, *error: object) -> None:
         self._watching.cancel()
         await asyncio.gather(*self._tasks)
-        for process in (self._router, self._prometheus, *(one.process for one in self._workers)):
-            if process.returncode is None:
-                process.terminate()
-                await process.wait()
+        for one in self._workers:
+            one.process.terminate()
+            await one.ended()
+        for program in (self._router, self._prometheus):
+            if program.returncode is None:
+                program.terminate()
+                await program.wait()
         await self._measured.close()
         await self._session.close()
 
@@ -113,7 +132,7 @@ class ProcessWorld:
     async def scale(self, role: RoleName, count: int) -> None:
         there = self._wanted(role)
         for _ in range(count - len(there)):
-            await self._start(role)
+            self._start(role)
         if count < len(there):
             running = await self._measured.running()
             # The unready ones first, then those with least to do.
@@ -167,13 +186,12 @@ class ProcessWorld:
         seen = values.get("prefill_workers", 0.0) + values.get("decode_workers", 0.0)
         return bool(values.get("routers")) and seen == len(self._workers)
 
-    async def _start(self, role: RoleName) -> None:
+    def _start(self, role: RoleName) -> None:
         self._ports += 1
         started = time.monotonic()
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "benchmarks.scaling.worker", f"--role={role}", f"--port={self._ports}",
-            f"--scale={self._scale}", f"--ready-at={started + STARTUP_S / self._scale}",
-        )  # fmt: skip
+        ready_at = started + STARTUP_S / self._scale
+        process = FORKS.Process(target=worker.run, args=(Role(role), self._ports, self._scale, ready_at))
+        process.start()
         one = Process(role, self._ports, process, started)
         self._workers.append(one)
         self._lives[one] = Life(self._meant(started))
@@ -185,7 +203,7 @@ class ProcessWorld:
             one.process.terminate()
         else:
             one.process.kill()
-        status = await one.process.wait()
+        status = await one.ended()
         if one.ready is not None:
             self.ends.count(well=status == 0)
         self._lives[one].ended_s = self._now

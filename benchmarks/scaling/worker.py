@@ -1,8 +1,6 @@
 """
 One worker without a model in a process of its own: it starts slowly, drains, and shows a worker's metrics.
 
-    python -m benchmarks.scaling.worker --role prefill --port 9301 --scale 15
-
 What it computes takes as long as `model_worker` says, so many times faster than meant. A decode worker asks a
 prefill worker by HTTP, and tells it when it has pulled the blocks. With SIGTERM it takes nothing new, and
 ends when its streams have ended and its last blocks were pulled.
@@ -10,7 +8,6 @@ ends when its streams have ended and its last blocks were pulled.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import signal
 import time
@@ -186,17 +183,6 @@ async def serve(role: Role, port: int, scale: float, ready_at: float) -> None:
         worker.publisher.close()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--role", type=Role, choices=list(Role), required=True)
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--scale", type=float, default=1.0, help="times faster than meant")
-    parser.add_argument(
-        "--ready-at", type=float, default=0.0, help="of the machine's steady clock, in seconds"
-    )
-    options = parser.parse_args()
-    uvloop.run(serve(options.role, options.port, options.scale, options.ready_at))
-
-
-if __name__ == "__main__":
-    main()
+def run(role: Role, port: int, scale: float, ready_at: float) -> None:
+    """What a worker's process does."""
+    uvloop.run(serve(role, port, scale, ready_at))

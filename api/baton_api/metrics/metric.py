@@ -85,9 +85,11 @@ LIMIT_BUCKETS = tuple(
 )
 """Close enough to tell who keeps to a limit, wherever between 10 ms and 5 minutes somebody sets it."""
 
-# From a tiny model's step to the pause that a long prompt causes.
+# From a tiny model's step to the pause that a long prompt causes, and fine where objectives are: a percentile
+# is near the upper end of its bucket, and one twice as high as its lower end hides half of what workers do.
 TOKEN_BUCKETS = (
-    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0,
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.08,
+    0.1, 0.125, 0.15, 0.2, 0.25, 0.5, 1.0, 2.5, 10.0,
 )  # fmt: skip
 
 STEP_BUCKETS = (

@@ -35,8 +35,12 @@ class Question:
 
     @property
     def lately_s(self) -> int:
-        """The end of the window, in which a step is seen sooner. It may hold too few scrapes to say so."""
-        return -(-self.window_s // 4)
+        """
+        The end of the window, in which a step is seen sooner: of 120 s a rate over three scrapes of 15 s.
+
+        If scrapes are rarer it may hold too few to say anything.
+        """
+        return -(-3 * self.window_s // 8)
 
     @property
     def figures(self) -> Mapping[str, str]:
