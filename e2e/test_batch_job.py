@@ -20,6 +20,11 @@ TOKENS = 8
 DONE_S = 300
 ENDPOINT: Final = "/v1/chat/completions"
 
+KEY = "an-asker"
+"""Who shows it owns what comes of it, though this router lets everybody in."""
+
+KEY_SECRET = "asker"
+
 
 @pytest.fixture(scope="module")
 def client(cluster: Kubernetes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
@@ -27,10 +32,13 @@ def client(cluster: Kubernetes, tmp_path_factory: pytest.TempPathFactory) -> Ite
     wanted = tiny_service(cluster, tmp_path_factory.mktemp("model"))
     wanted["spec"]["router"]["batches"] = {"execution": "Jobs"}
     cluster.apply(wanted)
+    cluster.apply(
+        {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": KEY_SECRET}, "stringData": {"key": KEY}}
+    )
     cluster.wait(f"isvc/{NAME}", "condition=Ready", READY_S)
     with (
         cluster.reach(NAME) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made,
+        openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as made,
     ):
         yield made
 
@@ -106,11 +114,17 @@ def _upload(client: openai.OpenAI, file: Path) -> str:
 
 
 def _batch_job(name: str, uploaded: str, **spec: object) -> dict[str, Any]:
+    """Of the file of whoever has the key."""
     return {
         "apiVersion": "baton.dev/v1alpha1",
         "kind": "BatchJob",
         "metadata": {"name": name},
-        "spec": {"serviceName": NAME, "inputFileId": uploaded, **spec},
+        "spec": {
+            "serviceName": NAME,
+            "inputFileId": uploaded,
+            "apiKeySecretRef": {"name": KEY_SECRET},
+            **spec,
+        },
     }
 
 
