@@ -7,7 +7,7 @@ import time
 
 import aiohttp
 
-from benchmarks.scaling.case import MODEL
+from benchmarks.model_cluster import MODEL
 from benchmarks.scaling.day import Request
 from benchmarks.scaling.score import Answer
 from benchmarks.workloads import words

@@ -13,7 +13,6 @@ from baton_operator.rollout import RoleName
 from benchmarks.model_worker import Timing
 from benchmarks.scaling.day import PHASES, Phase
 
-MODEL = "m"
 TIMING = Timing(
     start_s=0.02, token_s=1 / 2000, move_s=0.01, step_s=0.03, stream_step_s=0.003, context_step_s=1e-7
 )

@@ -16,9 +16,9 @@ from benchmarks.scaling.world import Scaler, Sight
 
 
 class Baton:
-    """The operator's decisions, and a way to have them said. What a worker can do it has to learn."""
+    """The operator's decisions, each of which is said. What a worker can do it has to learn."""
 
-    def __init__(self, say: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
         self._policies: dict[RoleName, Policy] = {
             "prefill": Policy(least=0, most=MOST, objective_s=TTFT_S, queue_s=TTFT_S),
             "decode": Policy(least=0, most=MOST, objective_s=ITL_S),
@@ -36,10 +36,9 @@ class Baton:
         made = decide_all(roles, _all, seen.now)
         for name, (decision, memory) in made.items():
             self._memories[name] = memory
-            if decision.replicas != roles[name].seen.replicas:
-                known = (
-                    f"{roles[name].seen.demand.value or 0:.0f} tokens/s by {memory.capacity.value or 0:.0f}"
-                )
+            before = roles[name].seen
+            if decision.replicas != before.replicas:
+                known = f"{before.demand.value or 0:.0f} tokens/s by {memory.capacity.value or 0:.0f}"
                 what = f"{name:7} -> {decision.replicas}  {decision.reason}: {decision.message} ({known})"
                 self._say(f"  {seen.now / MINUTE:5.1f} min {what}")
         return {name: decision.replicas for name, (decision, _) in made.items()}

@@ -86,8 +86,8 @@ class ProcessWorld:
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
         )
         self._target()
-        self._router = await programs.router(self._folder, self._api, self._router_port)
         await self.lighten()
+        self._router = await programs.router(self._folder, self._api, self._router_port)
         self._watching = asyncio.create_task(self._watch())
         return self
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.scaling.case import MODEL
+from benchmarks.model_cluster import MODEL
 from tests.router.fake_kubernetes import SELECTOR, FakeKubernetes
 
 PATIENCE_S = 120.0
