@@ -22,7 +22,7 @@ demo: $(VENV)/demo ## fetch a small model, start everything, answer two question
 	$(VENV)/bin/baton demo
 
 test: $(VENV)/dev ## run the tests
-	$(PYTHON) -m pytest -q -rs -n logical --maxprocesses 4 --dist loadgroup
+	$(PYTHON) -m pytest -q -rs -n logical --maxprocesses 4 --dist loadfile
 
 check: $(VENV)/dev ## what a change must pass besides the tests
 	$(VENV)/bin/ruff check .

@@ -1,27 +1,13 @@
-"""What holds for every test, and which of them run in one process where several share the work."""
+"""What holds for every test."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from baton_api import logs
-
-HERE = Path(__file__).parent
-
-WHOLE = ("conformance", "observing")
-"""Folders whose tests share one service."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file's tests stay together (`--dist loadgroup`): what they share is started once."""
-    for item in items:
-        folder, *rest = item.path.relative_to(HERE).parts
-        group = folder if folder in WHOLE else "/".join((folder, *rest))
-        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(autouse=True)

@@ -87,4 +87,5 @@ BUDGET = Record(
 )
 """Of streams, those that may be late or slow."""
 
-FAMILIES = (REQUESTS, FAILED, LATE, SLOW)
+RECORDS = (*(record for family in (REQUESTS, FAILED, LATE, SLOW) for record in family.records), BUDGET)
+"""All of them, in the order in which they are made."""

@@ -13,7 +13,7 @@ import yaml
 
 from baton_observing.alerts import OPERATING, SERVING
 from baton_observing.alerts.alert import Alert
-from baton_observing.recording import BUDGET, FAMILIES
+from baton_observing.recording import RECORDS
 
 LINE = 110
 HEAD = "# Written from baton_observing by `make fix`. Do not edit.\n"
@@ -27,10 +27,7 @@ def files() -> dict[str, str]:
     recording = {
         "name": "baton-shares",
         "interval": f"{RECORD_S}s",
-        "rules": [
-            {"record": record.name, "expr": record.expression}
-            for record in (*(one for family in FAMILIES for one in family.records), BUDGET)
-        ],
+        "rules": [{"record": record.name, "expr": record.expression} for record in RECORDS],
     }
     return {
         "serving.yaml": _text([recording, _group("baton-serving", SERVING)]),

@@ -142,8 +142,9 @@ def test_top_stays_on_a_terminal_until_it_is_told_to_end(service: RunningUp) -> 
         await_true(lambda: drawn(b"2 of 2 workers", 3) or top.poll() is not None, PATIENCE_S, "it draws")
         assert top.poll() is None, shown
         top.send_signal(signal.SIGINT)
-        await_true(lambda: top.poll() is not None, PATIENCE_S, "it ends")
+        # It is read on meanwhile: who writes to a terminal that nobody reads waits for ever.
         await_true(lambda: drawn(LEAVE_SCREEN, 1), PATIENCE_S, "it gives the terminal back")
+        await_true(lambda: drawn(b"", 0) and top.poll() is not None, PATIENCE_S, "it ends")
     finally:
         if top.poll() is None:
             top.kill()

@@ -17,7 +17,7 @@ from baton_observing.alerts import ALERTS
 from baton_observing.boards import BOARDS
 from baton_observing.panels import Query
 from baton_observing.prometheus import Span
-from baton_observing.recording import FAMILIES
+from baton_observing.recording import RECORDS
 from baton_observing.variables import TENANT
 from tests.engine.models import make_model
 from tests.observing.story import Load, Watched, watched
@@ -30,9 +30,17 @@ LONG_S = 300.0
 NAMES = re.compile(r"\bbaton_[a-z_]+")
 RARE = frozenset(
     metric.name
-    for metric in (metrics.ROUTER_TENANTS_STALE, metrics.WORKER_TRANSFER_FAILURES, metrics.OPERATOR_ROLLBACKS)
+    for metric in (
+        metrics.ROUTER_TENANTS_STALE,
+        metrics.ROUTER_CERTIFICATE_END,
+        metrics.ROUTER_CERTIFICATE_LIFE,
+        metrics.WORKER_CERTIFICATE_END,
+        metrics.WORKER_CERTIFICATE_LIFE,
+        metrics.WORKER_TRANSFER_FAILURES,
+        metrics.OPERATOR_ROLLBACKS,
+    )
 )
-"""There only with a file of tenants, or once something has failed by some transport."""
+"""There only with a file of tenants, with certificates, or once something has failed by some transport."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -51,8 +59,8 @@ def queries() -> dict[str, Query]:
         for panel in board.panels
         for number, query in enumerate(panel.queries)
     }
-    found |= {record.name: Query(record.name) for family in FAMILIES for record in family.records}
-    found |= {record.expression: Query(record.expression) for family in FAMILIES for record in family.records}
+    found |= {record.name: Query(record.name) for record in RECORDS}
+    found |= {record.expression: Query(record.expression) for record in RECORDS}
     looked_at = {name for alert in ALERTS for name in NAMES.findall(alert.expression)}
     return found | {f"alerts: {name}": Query(f"count({name})") for name in looked_at - RARE}
 
@@ -83,7 +91,7 @@ def _judge(it: Watched) -> None:
     # No rule fails.
     groups = it.prometheus.get("rules", {})["groups"]
     said = [rule for group in groups for rule in group["rules"]]
-    assert len(said) == len(ALERTS) + sum(len(list(family.records)) for family in FAMILIES)
+    assert len(said) == len(ALERTS) + len(RECORDS)
     assert not [rule["name"] for rule in said if rule["health"] != "ok"]
 
     # What is chosen at the top of a dashboard has values.

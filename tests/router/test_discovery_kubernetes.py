@@ -143,7 +143,7 @@ async def test_those_that_were_known_stay_while_there_is_no_list(
 ) -> None:
     async with FakeKubernetes(tmp_path) as api:
         api.put(a_slice("one", A))
-        async with following(api, list_every_s=0.1, list_s=0.1) as follower:
+        async with following(api, list_every_s=0.1, list_s=2.0) as follower:
             await follower.sees(A)
             for name, value in failure.items():
                 setattr(api, name, value)

@@ -147,9 +147,9 @@ class Choices:
         try:
             async for piece in self._pieces_of(choice):
                 followers, choice.followers = choice.followers, []
-                self._behind -= len(followers)
                 for follower in followers:
                     follower.outputs = self._served.engine.generate(follower.request)
+                    self._behind -= 1  # only now: in the queue, others' pieces may be before a refusal
                     self._tasks.append(asyncio.create_task(self._drive(follower)))
                 self._queue.put_nowait((choice, piece))
             self._queue.put_nowait((choice, None))
