@@ -11,6 +11,12 @@ from baton_api import labels
 from baton_operator.manifests.objects import Manifest, Owner
 from baton_operator.trial import Tried
 
+FINISHED = frozenset({"Succeeded", "Failed"})
+"""Phases of pods that run nothing any more."""
+
+JOB = "batch.kubernetes.io/job-name"
+"""Label by which Kubernetes marks the pods of a Job."""
+
 Key = tuple[str, str, str]
 """apiVersion, kind and name of an object in the service's namespace."""
 
@@ -36,6 +42,17 @@ class Pod:
     """Unix seconds."""
     address: str = ""
     """Its IP address; empty if it has none yet."""
+    phase: str = ""
+    """Pending, Running, Succeeded, Failed or Unknown, as Kubernetes has it."""
+    job: str = ""
+    """Name of the Job that the pod belongs to; empty for pods of Deployments."""
+    note: str = ""
+    """What a container that succeeded wrote to its termination log; empty if none did."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether all containers have ended for good, as after an eviction. Only the object is left."""
+        return self.phase in FINISHED
 
     @classmethod
     def of(cls, manifest: Manifest) -> Pod:
@@ -43,6 +60,7 @@ class Pod:
         metadata, status = manifest["metadata"], manifest.get("status", {})
         conditions = {one["type"]: one for one in status.get("conditions", ())}
         containers = status.get("containerStatuses", ())
+        all_of_them = [*status.get("initContainerStatuses", ()), *containers]
         return cls(
             name=metadata["name"],
             role=metadata["labels"].get(labels.ROLE, ""),
@@ -50,9 +68,12 @@ class Pod:
             ready=conditions.get("Ready", {}).get("status") == "True",
             terminating="deletionTimestamp" in metadata,
             restarts=max((one.get("restartCount", 0) for one in containers), default=0),
-            trouble=_trouble(conditions, [*status.get("initContainerStatuses", ()), *containers]),
+            trouble=_trouble(status, conditions, all_of_them),
             created=seconds(metadata["creationTimestamp"]) if "creationTimestamp" in metadata else 0.0,
             address=status.get("podIP", ""),
+            phase=status.get("phase", ""),
+            job=metadata["labels"].get(JOB, ""),
+            note=next(filter(None, (_note(one) for one in all_of_them)), ""),
         )
 
 
@@ -111,12 +132,43 @@ def timestamp(time: float) -> str:
     return datetime.fromtimestamp(int(time), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _trouble(conditions: Mapping[str, Any], containers: Sequence[Mapping[str, Any]]) -> str:
+def refused_pods(deployment: Manifest | None) -> str:
+    """
+    Return why the API server refuses the pods of a Deployment; an empty string if it refuses none.
+
+    Such pods do not exist: quotas, Pod Security and missing accounts show only in this condition.
+    """
+    for one in (deployment or {}).get("status", {}).get("conditions", ()):
+        if one["type"] == "ReplicaFailure" and one["status"] == "True":
+            return _sentence(one.get("reason", "FailedCreate"), one.get("message", ""))
+    return ""
+
+
+def _trouble(
+    status: Mapping[str, Any], conditions: Mapping[str, Any], containers: Sequence[Mapping[str, Any]]
+) -> str:
+    if status.get("phase") == "Failed":
+        ended = [one.get("state", {}).get("terminated") or {} for one in containers]
+        failed = next((one for one in ended if one.get("exitCode")), {})
+        reason = status.get("reason") or failed.get("reason") or "Failed"
+        return _sentence(reason, status.get("message") or failed.get("message", ""))
     scheduled = conditions.get("PodScheduled", {})
     if scheduled.get("status") == "False":
-        return f"{scheduled.get('reason', 'Unschedulable')}: {scheduled.get('message', '')}".rstrip(": ")
+        return _sentence(scheduled.get("reason", "Unschedulable"), scheduled.get("message", ""))
     for one in containers:
         waiting = one.get("state", {}).get("waiting")
         if waiting and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
-            return f"{waiting['reason']}: {waiting.get('message', '')}".rstrip(": ")
+            # The last words of the container that failed say more than "back-off restarting".
+            last = one.get("lastState", {}).get("terminated") or {}
+            return _sentence(waiting["reason"], last.get("message") or waiting.get("message", ""))
     return ""
+
+
+def _sentence(reason: str, message: str) -> str:
+    return f"{reason}: {' '.join(message.split())}".rstrip(": ")
+
+
+def _note(container: Mapping[str, Any]) -> str:
+    ended = container.get("state", {}).get("terminated") or {}
+    words: str = ended.get("message", "")
+    return "" if ended.get("exitCode", 1) else words.strip()
