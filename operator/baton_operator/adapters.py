@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from baton_operator.api_resources import API
 from baton_operator.api_server import ApiServer
 from baton_operator.conditions import Fact, written
 from baton_operator.merge_patch import difference
-from baton_operator.scalers import API
 
 NOT_ACTIVE = Fact("Active", False, "NotImplemented", "This release does not load adapters.")
 

@@ -16,6 +16,7 @@ from aiohttp import ClientError
 from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.exceptions import ApiException
 
+from baton_operator.api_resources import plural
 from baton_operator.manifests.objects import Manifest
 from baton_operator.observed import Key
 
@@ -27,13 +28,6 @@ MERGE = "application/merge-patch+json"
 TIMEOUT_S = 30.0
 PAGE = 500
 """Objects of one answer to a list."""
-
-PLURALS = {
-    "NetworkPolicy": "networkpolicies",
-    "Ingress": "ingresses",
-    "Lease": "leases",
-}
-"""Those that are not the kind with an s."""
 
 NOT_FOUND, CONFLICT = 404, 409
 
@@ -190,7 +184,7 @@ def path(api: str, kind: str, namespace: str = "", name: str = "") -> str:
     parts = ["/apis" if "/" in api else "/api", api]
     if namespace:
         parts += ["namespaces", quote(namespace)]
-    parts.append(PLURALS.get(kind, f"{kind.lower()}s"))
+    parts.append(plural(kind))
     if name:
         parts.append(quote(name))
     return "/".join(parts)

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from kubernetes.aio.client.exceptions import ApiException
 
+from baton_operator.api_resources import API
 from baton_operator.api_server import ApiServer
 from baton_operator.batches import Verdict, decide
 from baton_operator.conditions import Fact, written
 from baton_operator.manifests.objects import Manifest
 from baton_operator.merge_patch import difference
 from baton_operator.reconciler import REFUSED, Tell
-from baton_operator.scalers import API
 
 KIND = "BatchJob"
 JOB = ("batch/v1", "Job")

@@ -15,38 +15,11 @@ import kopf
 
 from baton_api import batch_jobs, labels
 from baton_operator import batches
-from baton_operator.crd import GROUP, VERSION
+from baton_operator.api_resources import OWNED, WATCHED, ApiResource
 from baton_operator.heartbeat import Heartbeat
 from baton_operator.work_queue import WorkQueue
 
-SERVICES, SCALERS, ADAPTERS = "inferenceservices", "rolescalers", "loraadapters"
-BATCHES = "batchjobs"
-
 SERVICE = labels.SERVICE
-
-CUSTOM = tuple((GROUP, VERSION, plural) for plural in (SERVICES, SCALERS, ADAPTERS, BATCHES))
-"""What users write."""
-
-OWNED = (
-    ("apps", "v1", "deployments"),
-    ("batch", "v1", "jobs"),
-    ("networking.k8s.io", "v1", "ingresses"),
-    ("networking.k8s.io", "v1", "networkpolicies"),
-    ("policy", "v1", "poddisruptionbudgets"),
-    ("rbac.authorization.k8s.io", "v1", "rolebindings"),
-    ("rbac.authorization.k8s.io", "v1", "roles"),
-    ("", "v1", "configmaps"),
-    ("", "v1", "pods"),
-    ("", "v1", "serviceaccounts"),
-    ("", "v1", "services"),
-)
-"""What the operator has made, and wants to hear of at once."""
-
-OPTIONAL = (
-    ("cert-manager.io", "v1", "certificates"),
-    ("gateway.networking.k8s.io", "v1", "httproutes"),
-)
-"""The same where the cluster knows them when the operator starts."""
 
 GATHER_S = 0.5
 """Seconds for which changes of what was made are gathered: they come in showers."""
@@ -67,7 +40,7 @@ def registry(
     apis: Collection[str] = (),
 ) -> kopf.OperatorRegistry:
     """
-    What kopf is to call; `apis` are those of OPTIONAL that the cluster has, as group/version.
+    What kopf is to call; `apis`: the optional ones that the cluster has, as group/version.
 
     Who is scaled comes into a queue of its own: to ask for metrics may take long.
     """
@@ -111,11 +84,9 @@ def registry(
             queue.add(("InferenceService", namespace, labels[SERVICE]), GATHER_S)
 
     kopf.on.login(registry=made)(log_in)
-    for group, version, plural in CUSTOM:
-        kopf.on.event(group, version, plural, registry=made)(asked)
-    there = [one for one in OPTIONAL if f"{one[0]}/{one[1]}" in apis]
-    for group, version, plural in (*OWNED, *there):
-        kopf.on.event(group, version, plural, registry=made)(changed)
+    for one in WATCHED:
+        if not one.optional or one.api in apis:
+            kopf.on.event(*_selected(one), registry=made)(asked if one.custom else changed)
     return made
 
 
@@ -127,10 +98,15 @@ def settings(silence_s: float) -> kopf.OperatorSettings:
     made.peering.standalone = True
     made.watching.chunk_size = PAGE
     made.watching.inactivity_timeout = silence_s
-    for group, version, plural in (*OWNED, *OPTIONAL):
+    for one in OWNED:
         # The server sends only what is ours.
-        made.watching.label_selectors[group, version, plural] = f"{labels.MANAGED_BY}={labels.OPERATOR}"
+        made.watching.label_selectors[_selected(one)] = f"{labels.MANAGED_BY}={labels.OPERATOR}"
     return made
+
+
+def _selected(one: ApiResource) -> tuple[str, str, str]:
+    """Group, version and plural, as kopf wants them."""
+    return one.group, one.api.rpartition("/")[2], one.plural
 
 
 def quiet() -> None:

@@ -25,6 +25,7 @@ from kubernetes.aio.client.exceptions import ApiException
 from baton_api.errors import SetupError
 from baton_operator import connection, crew, handlers, tries
 from baton_operator.adapters import AdapterReconciler
+from baton_operator.api_resources import API, OPTIONAL_APIS
 from baton_operator.api_server import ApiServer
 from baton_operator.batch_reconciler import BatchReconciler
 from baton_operator.conditions import Transition
@@ -38,7 +39,6 @@ from baton_operator.manifests.objects import Manifest
 from baton_operator.observer import Observer
 from baton_operator.plan import Images
 from baton_operator.reconciler import Reconciler, ServiceReconciler
-from baton_operator.scalers import API
 from baton_operator.scaling.autoscaler import Autoscaler
 from baton_operator.scaling.prometheus import Prometheus
 from baton_operator.scaling.settings import ScalingSettings
@@ -190,7 +190,7 @@ async def _served(api: ApiServer) -> None:
 
 async def _optional(api: ApiServer) -> list[str]:
     """Which optional APIs the cluster has now; those that come later are heard of at the next start."""
-    names = [f"{group}/{version}" for group, version, _ in handlers.OPTIONAL]
+    names = sorted(OPTIONAL_APIS)
     try:
         return [name for name in names if await api.has(name)]
     except ApiException as error:

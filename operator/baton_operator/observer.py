@@ -12,32 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from baton_api import labels
 from baton_operator import names, scalers
+from baton_operator.api_resources import API, OPTIONAL_APIS, OWNED
 from baton_operator.api_server import ApiServer
-from baton_operator.manifests.exposure import CERTIFICATE_API, GATEWAY_API
 from baton_operator.manifests.objects import Manifest
 from baton_operator.observed import Key, Observed, Pod, key
 from baton_operator.trial import Tried
 from baton_operator.tries import NoTries, Tries
-
-RBAC = "rbac.authorization.k8s.io/v1"
-
-KINDS = (
-    ("apps/v1", "Deployment"),
-    ("batch/v1", "Job"),
-    ("networking.k8s.io/v1", "Ingress"),
-    ("networking.k8s.io/v1", "NetworkPolicy"),
-    ("policy/v1", "PodDisruptionBudget"),
-    (RBAC, "Role"),
-    (RBAC, "RoleBinding"),
-    ("v1", "ConfigMap"),
-    ("v1", "PersistentVolumeClaim"),
-    ("v1", "Service"),
-    ("v1", "ServiceAccount"),
-)
-"""What the operator makes, in every cluster."""
-
-OPTIONAL = ((GATEWAY_API, "HTTPRoute"), (CERTIFICATE_API, "Certificate"))
-"""What it makes where there are such kinds."""
 
 ALIVE = ("Warming", "Serving", "Draining")
 """Phases of generations of which something is there."""
@@ -58,12 +38,12 @@ class Observer:
 
     async def service(self, namespace: str, name: str) -> Manifest | None:
         """The InferenceService; None if there is none, or it is being deleted. Raises ApiException."""
-        there = await self._api.get(scalers.API, "InferenceService", namespace, name)
+        there = await self._api.get(API, "InferenceService", namespace, name)
         return None if there is None or "deletionTimestamp" in there["metadata"] else there
 
     async def scalers(self, namespace: str, name: str) -> list[Manifest]:
         """All RoleScalers that name the service. Raises ApiException."""
-        there = await self._api.list(scalers.API, scalers.KIND, namespace)
+        there = await self._api.list(API, scalers.KIND, namespace)
         return [one for one in there if one["spec"]["serviceName"] == name]
 
     async def around(self, service: Manifest, of_it: list[Manifest]) -> Observed:
@@ -72,13 +52,14 @@ class Observer:
         namespace, name = metadata["namespace"], metadata["name"]
         selector = f"{labels.SERVICE}={name}"
         apis = await self._optional()
-        kinds = [*KINDS, *(one for one in OPTIONAL if one[0] in apis), ("v1", "Pod")]
-        *lists, pods = await asyncio.gather(
-            *(self._api.list(api, kind, namespace, selector) for api, kind in kinds)
+        kinds = [one for one in OWNED if not one.optional or one.api in apis]
+        lists = await asyncio.gather(
+            *(self._api.list(one.api, one.kind, namespace, selector) for one in kinds)
         )
-        objects: dict[Key, Manifest] = {key(one): one for found in lists for one in found}
+        owned = [one for found in lists for one in found]
+        objects: dict[Key, Manifest] = {key(one): one for one in owned if one["kind"] != "Pod"}
         objects |= {key(one): one for one in of_it if _is_bound(one, name)}
-        there = [Pod.of(one) for one in pods]
+        there = [Pod.of(one) for one in owned if one["kind"] == "Pod"]
         return Observed(service, objects, there, apis, await self._tried(service, there))
 
     async def _tried(self, service: Manifest, pods: Sequence[Pod]) -> Mapping[str, Tried]:
@@ -93,7 +74,7 @@ class Observer:
     async def _optional(self) -> frozenset[str]:
         now = self._clock()
         if self._asked is None or now - self._asked > APIS_S:
-            apis = [api for api, _ in OPTIONAL]
+            apis = sorted(OPTIONAL_APIS)
             there = await asyncio.gather(*map(self._api.has, apis))
             self._apis = frozenset(api for api, has in zip(apis, there, strict=True) if has)
             self._asked = now

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from baton_api import labels
 from baton_operator import generations, names, scalers
+from baton_operator.api_resources import PRUNED
 from baton_operator.drift import is_so, mark
 from baton_operator.generation import Generation
 from baton_operator.kinds.inference_service import InferenceServiceSpec
@@ -30,15 +31,6 @@ from baton_operator.manifests.exposure import CERTIFICATE_API, GATEWAY_API
 from baton_operator.manifests.objects import Manifest, made
 from baton_operator.observed import Key, Observed, key
 from baton_operator.rollout import Bounds, Fate, RoleName, Seen, Wanted, decide, next_look
-
-PRUNED = frozenset(
-    {
-        "Deployment", "Service", "ConfigMap", "NetworkPolicy", "PodDisruptionBudget", "ServiceAccount",
-        "Role", "RoleBinding", "Ingress", "HTTPRoute", "Certificate", "RoleScaler",
-    }
-)  # fmt: skip
-"""Kinds of which what is not wanted any more is deleted. Claims hold files that are dear; Jobs end by
-themselves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,13 @@ the operator writes its number, and nobody but the operator writes those of the 
 from __future__ import annotations
 
 from baton_operator import names
-from baton_operator.crd import GROUP, VERSION
+from baton_operator.api_resources import API as API
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.worker_role import WorkerRole
 from baton_operator.manifests.objects import Manifest, made
 from baton_operator.observed import Observed
 from baton_operator.rollout import RoleName
 
-API = f"{GROUP}/{VERSION}"
 KIND = "RoleScaler"
 
 

@@ -17,19 +17,14 @@ from typing import Any
 import yaml
 from aiohttp import web
 
-from baton_operator.api_server import PLURALS
-from baton_operator.crd import RESOURCES
+from baton_operator.api_resources import API, WATCHED, plural
 from baton_operator.handlers import GATHER_S
-from baton_operator.observer import KINDS
-from baton_operator.scalers import API
 
 LOOK = "GET inferenceservices"
 """A request of who looks at a service."""
 
 SERVED = (
-    *KINDS,
-    *((API, one.kind) for one in RESOURCES),
-    ("v1", "Pod"),
+    *((one.api, one.kind) for one in WATCHED if not one.optional),
     ("v1", "Event"),
     ("coordination.k8s.io/v1", "Lease"),
     ("v1", "Namespace"),
@@ -39,10 +34,6 @@ SERVED = (
 
 Place = tuple[str, str]
 """API and plural."""
-
-
-def plural(kind: str) -> str:
-    return PLURALS.get(kind, f"{kind.lower()}s")
 
 
 class FakeApi:

@@ -21,13 +21,13 @@ import yaml
 from kubernetes.aio.client import ApiClient
 
 from baton_operator import connection, rbac
+from baton_operator.api_resources import API, WATCHED
 from baton_operator.api_server import ApiServer, path, path_of
 from baton_operator.crd import RESOURCES
 from baton_operator.manifests.objects import Manifest
-from baton_operator.observer import KINDS, Observer
+from baton_operator.observer import Observer
 from baton_operator.plan import Images
 from baton_operator.reconciler import ServiceReconciler
-from baton_operator.scalers import API
 from tests.charts.helm import of_kind, render
 from tests.router.real_kubernetes import RealKubernetes, real_kubernetes
 
@@ -185,8 +185,11 @@ class RealCluster:
     async def objects(self, namespace: str = "models") -> dict[str, Manifest]:
         """All that is there of the kinds that the operator makes, without what differs each time."""
         found: dict[str, Manifest] = {}
-        for api, kind in [*KINDS, (API, "RoleScaler"), (API, "InferenceService")]:
-            for one in (await self.admin.get(path(api, kind, namespace))).json()["items"]:
+        for there in WATCHED:
+            kind = there.kind
+            if there.optional or kind in ("Pod", "BatchJob", "LoraAdapter"):
+                continue
+            for one in (await self.admin.get(path(there.api, kind, namespace))).json()["items"]:
                 # Selectors of Jobs are made of their own uid.
                 same = json.loads(json.dumps(one).replace(one["metadata"]["uid"], "UID"))
                 found[f"{kind} {one['metadata']['name']}"] = _plain(same)

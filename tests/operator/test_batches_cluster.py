@@ -12,11 +12,11 @@ from kubernetes.aio.client import ApiClient
 
 from baton_api import batch_jobs
 from baton_api.errors import Unauthorized
+from baton_operator.api_resources import API
 from baton_operator.api_server import ApiServer, path
 from baton_operator.batch_reconciler import BatchReconciler
 from baton_operator.conditions import Transition
 from baton_operator.manifests.objects import Manifest
-from baton_operator.scalers import API
 from baton_router.batches.announcer import batch_job
 from baton_router.batches.cluster import Cluster
 from baton_router.batches.pod_tokens import pod_tokens

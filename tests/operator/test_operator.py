@@ -15,9 +15,9 @@ import pytest
 import pytest_asyncio
 
 from baton_operator import rbac
+from baton_operator.api_resources import API
 from baton_operator.api_server import path
 from baton_operator.lease import DURATION_S
-from baton_operator.scalers import API
 from baton_router.discovery.kubernetes import Access, KubernetesWorkers
 from baton_router.discovery.listed import Listed
 from tests.operator.fake_prometheus import NOTHING, fake_prometheus

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from baton_operator.api_server import path
-from baton_operator.plan import PRUNED
+from baton_operator.api_resources import OWNED, PRUNED, WATCHED, plural
+from baton_operator.crd import RESOURCES
 from baton_operator.rbac import SERVICES, own, rules
 
 EVERYTHING = [*SERVICES, *own("baton-operator")]
@@ -19,8 +19,7 @@ def granted() -> dict[str, set[str]]:
 
 def test_what_may_be_pruned_may_be_listed_and_deleted() -> None:
     for kind in PRUNED:
-        plural = path("v1", kind).rpartition("/")[2]
-        assert {"list", "delete"} <= granted()[plural], kind
+        assert {"list", "delete"} <= granted()[plural(kind)], kind
 
 
 def test_nothing_is_granted_that_leads_to_more() -> None:
@@ -51,3 +50,11 @@ def test_a_rule_stands_in_a_role_as_kubernetes_wants_it() -> None:
             "resourceNames": ["baton-operator"],
         },
     ]
+
+
+def test_kinds_table_matches_crds_and_grants_reading() -> None:
+    """The one table of kinds has all custom resources, with their own plurals, and each may be read."""
+    custom = {one.kind: one.plural for one in WATCHED if one.custom}
+    assert custom == {one.kind: one.plural for one in RESOURCES}
+    assert {one.kind for one in WATCHED} == {*custom, *(one.kind for one in OWNED)}
+    assert all("list" in granted()[one.plural] for one in WATCHED)

@@ -11,9 +11,9 @@ import pytest_asyncio
 from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.exceptions import ApiException
 
+from baton_operator.api_resources import API
 from baton_operator.api_server import path
 from baton_operator.manifests.objects import Manifest
-from baton_operator.scalers import API
 from tests.operator.real_cluster import Inside, RealCluster, client, counted, real_cluster
 
 pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]

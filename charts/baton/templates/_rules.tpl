@@ -3,52 +3,68 @@
 {{- define "baton.serviceRules" -}}
 # What users ask for.
 - apiGroups: [baton.dev]
-  resources: [inferenceservices, loraadapters]
+  resources: [inferenceservices]
   verbs: [get, list, watch]
-# To make them is given on to routers; what a router has made is deleted some time after its end.
+# What users ask for.
+- apiGroups: [baton.dev]
+  resources: [loraadapters]
+  verbs: [get, list, watch]
+# Routers may create BatchJobs, so the operator must hold that right to grant it. It deletes those that a router created some time after they end.
 - apiGroups: [baton.dev]
   resources: [batchjobs]
   verbs: [get, list, watch, create, delete]
-# Made once; their numbers are written by whoever scales, who may be the operator.
+# Created once. An autoscaler writes the numbers: the operator's own, or another.
 - apiGroups: [baton.dev]
   resources: [rolescalers]
   verbs: [get, list, watch, create, patch, delete]
-# What has become of it.
-- apiGroups: [baton.dev]
-  resources: [inferenceservices/status, batchjobs/status, loraadapters/status, rolescalers/status]
-  verbs: [patch]
-# Children that block their owner's deletion, where OwnerReferencesPermissionEnforcement is on.
-- apiGroups: [baton.dev]
-  resources: [inferenceservices/finalizers]
-  verbs: [update]
 # Workers and routers.
 - apiGroups: [apps]
   resources: [deployments]
   verbs: [list, watch, create, patch, delete]
-# Generations, weights, addresses; the heartbeat.
-- apiGroups: [""]
-  resources: [configmaps, services]
-  verbs: [list, watch, create, patch, delete]
-# Who reaches whom.
+# Fetching models, running batches. Jobs of batches are suspended, resumed and deleted.
+- apiGroups: [batch]
+  resources: [jobs]
+  verbs: [get, list, watch, create, patch, delete]
+# Exposure by an Ingress.
 - apiGroups: [networking.k8s.io]
-  resources: [ingresses, networkpolicies]
+  resources: [ingresses]
   verbs: [list, watch, create, patch, delete]
-# How many may be missing at once.
+# Which pods reach workers and routers.
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [list, watch, create, patch, delete]
+# How many pods may be missing at once.
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
+  verbs: [list, watch, create, patch, delete]
+# A router's rights to see its workers and to create BatchJobs.
+- apiGroups: [rbac.authorization.k8s.io]
+  resources: [roles]
+  verbs: [list, watch, create, patch, delete]
+# Binds a router's Role.
+- apiGroups: [rbac.authorization.k8s.io]
+  resources: [rolebindings]
+  verbs: [list, watch, create, patch, delete]
+# Generations and weights; the heartbeat.
+- apiGroups: [""]
+  resources: [configmaps]
+  verbs: [list, watch, create, patch, delete]
+# Models' files, which are never deleted.
+- apiGroups: [""]
+  resources: [persistentvolumeclaims]
+  verbs: [list, watch, create]
+# State of workers and routers. A deletion cost is written before a role shrinks.
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [list, watch, patch]
+# Addresses of routers and workers.
+- apiGroups: [""]
+  resources: [services]
   verbs: [list, watch, create, patch, delete]
 # Accounts of workers, routers and runners of batches.
 - apiGroups: [""]
   resources: [serviceaccounts]
   verbs: [list, watch, create, patch, delete]
-# A router's right to see its workers, and to make BatchJobs.
-- apiGroups: [rbac.authorization.k8s.io]
-  resources: [roles, rolebindings]
-  verbs: [list, watch, create, patch, delete]
-# Given on to routers: nobody can give what he has not.
-- apiGroups: [discovery.k8s.io]
-  resources: [endpointslices]
-  verbs: [list, watch]
 # Exposure by the Gateway API.
 - apiGroups: [gateway.networking.k8s.io]
   resources: [httproutes]
@@ -57,26 +73,18 @@
 - apiGroups: [cert-manager.io]
   resources: [certificates]
   verbs: [list, watch, create, patch, delete]
-# Fetching models, running batches.
-- apiGroups: [batch]
-  resources: [jobs]
-  verbs: [list, watch, create]
-# Batches that rest, go on, or have ended; models' Jobs end by themselves.
-- apiGroups: [batch]
-  resources: [jobs]
-  verbs: [get, patch, delete]
-# Models' files, which are never deleted.
-- apiGroups: [""]
-  resources: [persistentvolumeclaims]
-  verbs: [list, create]
-# How workers and routers are.
-- apiGroups: [""]
-  resources: [pods]
-  verbs: [list, watch]
-# Which of several workers is to go: their deletion cost.
-- apiGroups: [""]
-  resources: [pods]
+# What has become of it.
+- apiGroups: [baton.dev]
+  resources: [inferenceservices/status, loraadapters/status, batchjobs/status, rolescalers/status]
   verbs: [patch]
+# Children that block their owner's deletion, where OwnerReferencesPermissionEnforcement is on.
+- apiGroups: [baton.dev]
+  resources: [inferenceservices/finalizers]
+  verbs: [update]
+# Granted to routers: Kubernetes lets nobody grant a right that they lack.
+- apiGroups: [discovery.k8s.io]
+  resources: [endpointslices]
+  verbs: [list, watch]
 # What has happened to a service.
 - apiGroups: [""]
   resources: [events]

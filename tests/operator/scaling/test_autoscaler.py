@@ -11,11 +11,11 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from baton_operator.api_resources import API
 from baton_operator.api_server import ApiServer, path
 from baton_operator.conditions import Transition
 from baton_operator.manifests.objects import Manifest
 from baton_operator.observer import Observer
-from baton_operator.scalers import API
 from baton_operator.scaling.autoscaler import COST, Autoscaler
 from baton_operator.scaling.decision import HEADROOM
 from baton_operator.scaling.figures import ScalingFigures

@@ -1,0 +1,170 @@
+"""
+The kinds of objects that the operator works with: one table, from which all other lists of kinds follow.
+
+Paths, watches, reads, pruning and rights are read off this table. A kind that is added here is watched,
+observed with its service and, if `pruned`, deleted once the spec no longer asks for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton_operator.crd import GROUP, VERSION
+from baton_operator.manifests.exposure import CERTIFICATE_API, GATEWAY_API
+
+API = f"{GROUP}/{VERSION}"
+RBAC_API = "rbac.authorization.k8s.io/v1"
+NETWORKING_API = "networking.k8s.io/v1"
+
+READ = ("get", "list", "watch")
+ALL_VERBS = ("list", "watch", "create", "patch", "delete")
+"""Server-side apply, pruning, and watching for changes by others."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiResource:
+    """One kind, and the operator's rights to it."""
+
+    api: str
+    """Group and version, such as apps/v1."""
+    kind: str
+    plural: str
+    verbs: tuple[str, ...]
+    why: str
+    """Reason for the rights, as it stands in the chart and the documentation."""
+    pruned: bool = False
+    """Whether objects that the spec no longer asks for are deleted."""
+    optional: bool = False
+    """Whether a cluster may lack it."""
+
+    @property
+    def group(self) -> str:
+        """API group; empty for the core group."""
+        return self.api.rpartition("/")[0]
+
+    @property
+    def custom(self) -> bool:
+        """Whether the kind is one of Baton's own, which users write."""
+        return self.group == GROUP
+
+
+WATCHED = (
+    ApiResource(API, "InferenceService", "inferenceservices", READ, "What users ask for."),
+    ApiResource(API, "LoraAdapter", "loraadapters", READ, "What users ask for."),
+    ApiResource(
+        API,
+        "BatchJob",
+        "batchjobs",
+        ("get", "list", "watch", "create", "delete"),
+        "Routers may create BatchJobs, so the operator must hold that right to grant it. It deletes those "
+        "that a router created some time after they end.",
+    ),
+    ApiResource(
+        API,
+        "RoleScaler",
+        "rolescalers",
+        ("get", "list", "watch", "create", "patch", "delete"),
+        "Created once. An autoscaler writes the numbers: the operator's own, or another.",
+        pruned=True,
+    ),
+    ApiResource("apps/v1", "Deployment", "deployments", ALL_VERBS, "Workers and routers.", pruned=True),
+    ApiResource(
+        "batch/v1",
+        "Job",
+        "jobs",
+        ("get", *ALL_VERBS),
+        "Fetching models, running batches. Jobs of batches are suspended, resumed and deleted.",
+    ),
+    ApiResource(NETWORKING_API, "Ingress", "ingresses", ALL_VERBS, "Exposure by an Ingress.", pruned=True),
+    ApiResource(
+        NETWORKING_API,
+        "NetworkPolicy",
+        "networkpolicies",
+        ALL_VERBS,
+        "Which pods reach workers and routers.",
+        pruned=True,
+    ),
+    ApiResource(
+        "policy/v1",
+        "PodDisruptionBudget",
+        "poddisruptionbudgets",
+        ALL_VERBS,
+        "How many pods may be missing at once.",
+        pruned=True,
+    ),
+    ApiResource(
+        RBAC_API,
+        "Role",
+        "roles",
+        ALL_VERBS,
+        "A router's rights to see its workers and to create BatchJobs.",
+        pruned=True,
+    ),
+    ApiResource(RBAC_API, "RoleBinding", "rolebindings", ALL_VERBS, "Binds a router's Role.", pruned=True),
+    ApiResource(
+        "v1", "ConfigMap", "configmaps", ALL_VERBS, "Generations and weights; the heartbeat.", pruned=True
+    ),
+    ApiResource(
+        "v1",
+        "PersistentVolumeClaim",
+        "persistentvolumeclaims",
+        ("list", "watch", "create"),
+        "Models' files, which are never deleted.",
+    ),
+    ApiResource(
+        "v1",
+        "Pod",
+        "pods",
+        ("list", "watch", "patch"),
+        "State of workers and routers. A deletion cost is written before a role shrinks.",
+    ),
+    ApiResource("v1", "Service", "services", ALL_VERBS, "Addresses of routers and workers.", pruned=True),
+    ApiResource(
+        "v1",
+        "ServiceAccount",
+        "serviceaccounts",
+        ALL_VERBS,
+        "Accounts of workers, routers and runners of batches.",
+        pruned=True,
+    ),
+    ApiResource(
+        GATEWAY_API,
+        "HTTPRoute",
+        "httproutes",
+        ALL_VERBS,
+        "Exposure by the Gateway API.",
+        pruned=True,
+        optional=True,
+    ),
+    ApiResource(
+        CERTIFICATE_API,
+        "Certificate",
+        "certificates",
+        ALL_VERBS,
+        "Certificates of an issuer.",
+        pruned=True,
+        optional=True,
+    ),
+)
+"""All kinds of which the operator reads objects."""
+
+OWNED = tuple(one for one in WATCHED if not one.custom)
+"""Kinds that carry the operator's labels: created by it, or by Kubernetes for it."""
+
+PRUNED = frozenset(one.kind for one in WATCHED if one.pruned)
+"""Kinds of which objects are deleted once the spec no longer asks for them. Claims hold files that are slow
+to fetch again, and Jobs are removed by their own time to live."""
+
+OPTIONAL_APIS = frozenset(one.api for one in WATCHED if one.optional)
+
+_PLURALS = {one.kind: one.plural for one in WATCHED}
+
+
+def plural(kind: str) -> str:
+    """
+    The name of a kind in paths.
+
+    >>> plural("NetworkPolicy"), plural("Lease")
+    ('networkpolicies', 'leases')
+    """
+    return _PLURALS.get(kind, f"{kind.lower()}s")
