@@ -7,12 +7,11 @@ generate never enters it: `docs/adr/0005-router-hot-path-is-bare-asgi.md`.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -30,6 +29,7 @@ from baton_api.errors import (
     NotReady,
     RouteNotFound,
 )
+from baton_api.metrics import BackgroundTask
 from baton_api.response_store import ResponseStore, StoreLimits, owner
 from baton_router import about, front_figures, responses
 from baton_router.access import Access, authorization, tenant_of
@@ -77,7 +77,9 @@ class Router:
         self.upstreams = Upstreams(settings.connect_s, tls)
         self.scheduler = Scheduler(settings, self.upstreams, random.Random(), time.monotonic)
         self.workers = self.scheduler.workers
+        self.background = self.scheduler.background
         self.figures = Figures()
+        self.figures.registry.register(self.background.errors)
         self.figures.registry.register(WorkerFigures(self.workers, time.monotonic))
         self.figures.registry.register(CertificateFigures(lambda: mutual_tls.term(tls)))
         self.fronts: Callable[[], dict[str, list[Family]]] | None = None
@@ -159,7 +161,9 @@ class Router:
 
     def refusal(self) -> str | None:
         """Why no new request should come here now; None if it may."""
-        return "The router is draining." if self.draining else self.workers.unready(time.monotonic())
+        if self.draining:
+            return "The router is draining."
+        return self.background.ended() or self.workers.unready(time.monotonic())
 
 
 def create_app(settings: RouterSettings) -> Router:
@@ -181,19 +185,13 @@ def _rest(router: Router) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watches = [
-            asyncio.create_task(router.scheduler.watch()),
-            asyncio.create_task(router.keeper.run()),
-            asyncio.create_task(router.figures.lag.watch()),
-        ]
-        router.execution.start()
+        router.scheduler.start()
+        router.background.start(BackgroundTask.BATCH_CONTROLLER, router.keeper.run)
+        router.background.start(BackgroundTask.LOOP_LAG, router.figures.lag.watch)
+        router.execution.start(router.background)
         yield
         await router.execution.close()
-        for watch in watches:
-            watch.cancel()
-        for watch in watches:
-            with suppress(asyncio.CancelledError):
-                await watch
+        await router.background.stop()
         router.storage.close()
         router.upstreams.close()
         await router.access.close()

@@ -13,7 +13,9 @@ from collections.abc import Callable
 
 import msgspec
 
+from baton_api.metrics import BackgroundTask
 from baton_api.workers import Load
+from baton_router.background import BackgroundTasks
 from baton_router.forward import Trust
 from baton_router.settings import RouterSettings
 from baton_router.upstream import Exchange, Lost
@@ -29,10 +31,15 @@ UNAUTHORIZED = 401
 ANSWER_LIMIT = 64 * 1024
 """Bytes of an answer that are read; more is no answer to these questions."""
 
+NONSENSE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What reading an answer raises that is not a worker's load."""
+
 _decoder = msgspec.json.Decoder(Load)
 
 
-async def watch(workers: Workers, settings: RouterSettings, clock: Callable[[], float]) -> None:
+async def watch(
+    workers: Workers, settings: RouterSettings, clock: Callable[[], float], background: BackgroundTasks
+) -> None:
     """Look at all workers, those that come and those that leave too, until cancelled."""
     looking: dict[Worker, asyncio.Task[None]] = {}
     async with asyncio.TaskGroup() as group:
@@ -41,29 +48,22 @@ async def watch(workers: Workers, settings: RouterSettings, clock: Callable[[], 
             for worker in looking.keys() - there:
                 looking.pop(worker).cancel()
             for worker in there - looking.keys():
-                looked = _watch_one(worker, settings, clock)
+                looked = _watch_one(worker, settings, clock, background)
                 looking[worker] = group.create_task(looked, name=f"watch {worker.name}")
             await workers.changed()
 
 
-async def _watch_one(worker: Worker, settings: RouterSettings, clock: Callable[[], float]) -> None:
+async def _watch_one(
+    worker: Worker, settings: RouterSettings, clock: Callable[[], float], background: BackgroundTasks
+) -> None:
     loop = asyncio.get_running_loop()
     before = State.STARTING
     trust = Trust.of(settings)
     while True:
         started = loop.time()
-        try:
-            async with asyncio.timeout(settings.health_interval_s):
-                load, refusal = await look(worker, trust)
-        except (Lost, TimeoutError, msgspec.DecodeError) as error:
-            if isinstance(error, TimeoutError) and worker.upstream.heard >= started:
-                continue  # it is slow to answer this, but requests hear of it: it is alive
-            reason = f"it does not answer: {_why(error)}"
-            worker.health = worker.health.missed(settings.health_misses, reason)
-            if worker.health.down:
-                worker.upstream.fail_silent(loop.time() - settings.health_interval_s)
-        else:
-            worker.answered(load, refusal)
+        # What this router lacks, such as file descriptors, says nothing about the worker.
+        with background.guard(BackgroundTask.HEALTH_CHECKS, worker.name):
+            await _check(worker, settings, trust)
         state = worker.state(clock())
         if state is not before:
             reason = worker.reason or "it takes requests"
@@ -73,11 +73,29 @@ async def _watch_one(worker: Worker, settings: RouterSettings, clock: Callable[[
         await asyncio.sleep(max(0.0, started + pause - loop.time()))
 
 
+async def _check(worker: Worker, settings: RouterSettings, trust: Trust) -> None:
+    """Ask the worker once and note the outcome."""
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    try:
+        async with asyncio.timeout(settings.health_interval_s):
+            load, refusal = await look(worker, trust)
+    except (Lost, TimeoutError, *NONSENSE) as error:
+        if isinstance(error, TimeoutError) and worker.upstream.heard >= started:
+            return  # it is slow to answer this, but requests hear of it: it is alive
+        reason = f"it does not answer: {_why(error)}"
+        worker.health = worker.health.missed(settings.health_misses, reason)
+        if worker.health.down:
+            worker.upstream.fail_silent(loop.time() - settings.health_interval_s)
+    else:
+        worker.answered(load, refusal)
+
+
 async def look(worker: Worker, trust: Trust) -> tuple[Load, str]:
     """
     The worker's load, and why it takes no requests (empty if it does).
 
-    Raises Lost if it does not answer, and msgspec.DecodeError if it answers something else.
+    Raises Lost if it does not answer, and one of NONSENSE if it answers something else.
     """
     status, body = await _get(worker, "/load", trust)
     if status == UNAUTHORIZED:
@@ -109,7 +127,7 @@ async def _whole(exchange: Exchange) -> bytes:
     return body
 
 
-def _why(error: Lost | TimeoutError | msgspec.DecodeError) -> str:
+def _why(error: Exception) -> str:
     if isinstance(error, Lost):
         return error.cause
     return "no answer in time" if isinstance(error, TimeoutError) else str(error)

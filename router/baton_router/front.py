@@ -15,9 +15,11 @@ from contextlib import suppress
 from baton_api import metrics, mutual_tls
 from baton_api.errors import BatonError
 from baton_api.keys import OPEN_PATHS
+from baton_api.metrics import BackgroundTask
 from baton_router import responses
 from baton_router.access import Access
 from baton_router.answers import Receive, Scope, Send, send_error, send_json
+from baton_router.background import BackgroundTasks
 from baton_router.control import Control
 from baton_router.figures import Figures
 from baton_router.forward import FORWARDED, request_id
@@ -53,6 +55,8 @@ class Front:
         )
         self.figures.gauge(metrics.ROUTER_ROSTER_WORKERS, self._choosable)
         self._tracing = tracing_of(settings)
+        self._background = BackgroundTasks()
+        self.figures.registry.register(self._background.errors)
         self._proxy = Proxy(settings, self._picker, self.upstreams, self.figures, self._tracing)
         self._control = Control(control)
 
@@ -80,7 +84,7 @@ class Front:
             return 0
         if path != "/ready":
             return 200
-        if self.draining:
+        if self.draining or self._background.ended():
             return 503
         if self._picker.connected:
             return 0
@@ -94,17 +98,15 @@ class Front:
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
-        keeping = asyncio.create_task(self._picker.keep())
-        telling = asyncio.create_task(self._tell())
-        looking = asyncio.create_task(self.figures.lag.watch())
+        self._background.start(BackgroundTask.SCHEDULER_LINK, self._picker.keep)
+        self._background.start(BackgroundTask.FRONTEND_METRICS, self._tell)
+        self._background.start(BackgroundTask.LOOP_LAG, self.figures.lag.watch)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._picker.met_scheduler.wait(), MEET_S)
         await send({"type": "lifespan.startup.complete"})
         with suppress(asyncio.CancelledError):  # a second signal does not wait for the end
             await receive()
-        for task in (telling, keeping, looking):
-            task.cancel()
-        await asyncio.gather(telling, keeping, looking, return_exceptions=True)
+        await self._background.stop()
         self.upstreams.close()
         await self.access.close()
         if self._tracing is not None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from baton_api import logs
+from baton_api.metrics import BackgroundTask
 from baton_router.access import Access
 from baton_router.app import create_app
 from baton_router.front import Front
@@ -76,12 +77,9 @@ async def _scheduler(
     server = RouterServer(router, settings)
     server.listening = started
     server.ending = router.execution.close
-    serving = asyncio.create_task(service.serve(scheduler))
-    try:
-        await server.serve(sockets=[_unix(control)])
-    finally:
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
+    background = router.background
+    background.start(BackgroundTask.SCHEDULER_SERVICE, lambda: service.serve(scheduler, background))
+    await server.serve(sockets=[_unix(control)])
 
 
 async def _front(

@@ -16,9 +16,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from baton_api.errors import WorkerLost
+from baton_api.errors import BatonError
 from baton_api.kv_events import REPLAY_END, EventBatch, Frames, SnapshotFrame, sequence_bytes
+from baton_api.metrics import BackgroundTask
 from baton_api.workers import Load
+from baton_router.background import BackgroundTasks
 from baton_router.block_map import Tree
 from baton_router.forward import Trust
 from baton_router.knowledge import Knowledge
@@ -53,12 +55,18 @@ class Feeds:
     """The feeds of all workers. `watch` runs as long as the router."""
 
     def __init__(
-        self, workers: Workers, knowledge: Knowledge, settings: RouterSettings, clock: Callable[[], float]
+        self,
+        workers: Workers,
+        knowledge: Knowledge,
+        settings: RouterSettings,
+        clock: Callable[[], float],
+        background: BackgroundTasks,
     ) -> None:
         self._workers = workers
         self._knowledge = knowledge
         self._trust = Trust.of(settings)
         self._clock = clock
+        self._background = background
         self.followed: dict[str, Follower] = {}
         """By the worker's name."""
 
@@ -66,10 +74,12 @@ class Feeds:
         context = zmq.asyncio.Context()
         try:
             while True:
-                self._tend(context)
+                with self._background.guard(BackgroundTask.KV_EVENTS):
+                    self._tend(context)
                 await asyncio.sleep(TEND_S)
         finally:
             await asyncio.gather(*(one.end() for one in self.followed.values()))
+            self.followed.clear()
             context.destroy(linger=0)
 
     def _tend(self, context: zmq.asyncio.Context) -> None:
@@ -82,9 +92,12 @@ class Feeds:
         for name, worker in workers.items():
             load = worker.health.load
             if load is not None and load.kv_events and name not in self.followed:
-                follower = Follower(worker, load, self._knowledge, self._trust, self._clock)
-                self.followed[name] = follower
-                follower.start(context)
+                with self._background.guard(BackgroundTask.KV_EVENTS, name):
+                    follower = Follower(
+                        worker, load, self._knowledge, self._trust, self._clock, self._background
+                    )
+                    self.followed[name] = follower
+                    follower.start(context)
 
 
 class Follower:
@@ -97,6 +110,7 @@ class Follower:
         knowledge: Knowledge,
         trust: Trust,
         clock: Callable[[], float],
+        background: BackgroundTasks,
     ) -> None:
         self.worker = worker
         self.known = knowledge.of(worker)
@@ -105,6 +119,7 @@ class Follower:
         """From the worker's making of the last batch to its arrival, if their clocks agree."""
         self._trust = trust
         self._clock = clock
+        self._background = background
         self._events_at, self._replay_at = load.kv_events, load.kv_replay
         self._blocks = knowledge.blocks.open(self.known.slot)
         self.feed = Feed(self._blocks, clock())
@@ -129,17 +144,18 @@ class Follower:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self, context: zmq.asyncio.Context) -> None:
-        try:
-            with context.socket(zmq.SUB) as events, context.socket(zmq.DEALER) as replays:
-                self._connect(events, replays)
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(self._read(events, self._take))
-                    group.create_task(self._read(replays, self._replayed))
-                    group.create_task(self._ask(replays))
-        except Exception:
-            log.exception("The KV events of %s at %s are not followed.", self.worker.name, self._events_at)
-            self.known.degraded = True
-            await asyncio.sleep(ANEW_S)
+        with (
+            self._background.guard(BackgroundTask.KV_EVENTS, f"{self.worker.name} at {self._events_at}"),
+            context.socket(zmq.SUB) as events,
+            context.socket(zmq.DEALER) as replays,
+        ):
+            self._connect(events, replays)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._read(events, self._take))
+                group.create_task(self._read(replays, self._replayed))
+                group.create_task(self._ask(replays))
+        self.known.degraded = True  # it ends only by an exception
+        await asyncio.sleep(ANEW_S)
 
     def _connect(self, events: zmq.asyncio.Socket, replays: zmq.asyncio.Socket) -> None:
         for one in (events, replays):
@@ -202,7 +218,7 @@ class Follower:
         try:
             async with asyncio.timeout(SNAPSHOT_S):
                 seq, tree = await self._fetch()
-        except (WorkerLost, TimeoutError, ValueError) as error:
+        except (BatonError, TimeoutError, ValueError) as error:
             self.feed.failed(self._clock())
             log.debug("No snapshot of %s: %r", self.worker.name, error)
         else:

@@ -12,11 +12,14 @@ import asyncio
 import math
 import random
 from collections.abc import Callable
+from functools import partial
 
 from baton_api import profiles
+from baton_api.metrics import BackgroundTask
 from baton_api.reports import PromptReport
 from baton_router import checks
 from baton_router.asks import Ask, Grant
+from baton_router.background import BackgroundTasks
 from baton_router.discovery.sources import FLAGS, Sources
 from baton_router.dispatcher import Dispatch, Dispatcher
 from baton_router.enrolment import Enrolment
@@ -42,13 +45,14 @@ class Scheduler:
     ) -> None:
         self._settings = settings
         self._clock = clock
+        self.background = BackgroundTasks()
         self.wanted_at = -math.inf
         """When a request last came that somebody waits for: one of any class but batch."""
         self.workers = workers = Workers()
         weights = RevisionWeights(settings.revision_weight, settings.revision_weights_file)
         measured = [profiles.read(one) for one in settings.profile]
         self.dispatcher = Dispatcher(workers, rng, settings.alone_tokens, weights, measured)
-        self.feeds = Feeds(workers, self.dispatcher.knowledge, settings, clock)
+        self.feeds = Feeds(workers, self.dispatcher.knowledge, settings, clock, self.background)
         self.verdicts = Verdicts(self.dispatcher.knowledge.transfer)
         self.queue = Queue(settings, self.dispatcher, clock)
         self._quotas = Quotas(self.queue.rejects, lambda: self.dispatcher.answer_tokens)
@@ -64,15 +68,22 @@ class Scheduler:
         workers.holding = settings.hold_s > 0
         workers.hold_models = settings.hold_models
 
-    async def watch(self) -> None:
-        """Look at the workers and hear their events, until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(checks.watch(self.workers, self._settings, self._clock))
-            group.create_task(self.feeds.watch())
-            group.create_task(self._sources.follow(self.enrolment.told))
-            while True:
+    def start(self) -> None:
+        """Begin to look at the workers and to hear their events. `background` runs it until it is stopped."""
+        background = self.background
+        looking = partial(checks.watch, self.workers, self._settings, self._clock, background)
+        background.start(BackgroundTask.HEALTH_CHECKS, looking)
+        background.start(BackgroundTask.KV_EVENTS, self.feeds.watch)
+        background.start(
+            BackgroundTask.DISCOVERY, partial(self._sources.follow, self.enrolment.told, background)
+        )
+        background.start(BackgroundTask.DRAINING, self._drain)
+
+    async def _drain(self) -> None:
+        while True:
+            with self.background.guard(BackgroundTask.DRAINING):
                 self.enrolment.tend()
-                await asyncio.sleep(TEND_S)
+            await asyncio.sleep(TEND_S)
 
     async def pick(self, ask: Ask) -> Grant:
         now = self._clock()

@@ -16,8 +16,10 @@ from contextlib import suppress
 import msgspec
 
 from baton_api.errors import BatonError, InternalError
+from baton_api.metrics import BackgroundTask
 from baton_router import link
 from baton_router.asks import Grant
+from baton_router.background import BackgroundTasks
 from baton_router.link import (
     Began,
     Failed,
@@ -57,7 +59,7 @@ class SchedulerService:
         self._roster: tuple[Entry, ...] = ()
         self._down_since: dict[str, float] = {}
 
-    async def serve(self, path: str) -> None:
+    async def serve(self, path: str, background: BackgroundTasks) -> None:
         """Listen at the socket until cancelled. One of an earlier process is replaced."""
         loop = asyncio.get_running_loop()
         with suppress(FileNotFoundError):
@@ -65,7 +67,8 @@ class SchedulerService:
         server = await loop.create_unix_server(lambda: _FrontWire(self), path)
         try:
             while True:
-                self._look(loop.time())
+                with background.guard(BackgroundTask.SCHEDULER_SERVICE):
+                    self._look(loop.time())
                 await asyncio.sleep(LOOK_S)
         finally:
             server.close()

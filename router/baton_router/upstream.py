@@ -143,8 +143,8 @@ class Upstream:
                 _, connection = await loop.create_connection(
                     lambda: Connection(self), self.host, self.port, ssl=self._tls
                 )
-        except OSError as error:  # TimeoutError is one
-            if error.errno in (errno.EMFILE, errno.ENFILE):
+        except (OSError, UnicodeError) as error:  # a timeout, or a host name that no DNS can have
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                 raise NotReady("The router has no file descriptor left for a connection.") from error
             raise Lost(self.name, "connect") from error
         return connection

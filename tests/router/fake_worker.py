@@ -172,8 +172,8 @@ class FakeWorker:
         """With it, questions about health are not answered any more."""
         self.key = ""
         """With it, all but /ready wants it."""
-        self.nonsense = False
-        """With it, they are answered with something else."""
+        self.nonsense = b""
+        """With it, they are answered with this."""
         self.probe = plain(200, b"")
         """The answer to /health_generate."""
         self.pages: dict[str, Callable[[], bytes]] = {}
@@ -245,7 +245,7 @@ class FakeWorker:
             if self.silent:
                 await reader.read(1)
             elif self.nonsense:
-                writer.write(plain(200, b'{"role": "cook"}'))
+                writer.write(plain(200, self.nonsense))
             elif asked.target == "/health_generate":
                 self.probed.append(asked)
                 writer.write(self.probe)

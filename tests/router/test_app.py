@@ -91,13 +91,16 @@ async def test_prometheus_is_told_of_the_workers_by_the_router() -> None:
         ]
 
 
-@pytest.mark.parametrize("how", ["silent", "nonsense"])
-async def test_a_worker_that_answers_nothing_or_nonsense_is_down(how: str) -> None:
+NONSENSE = {"json": b'{"role": "cook"}', "utf-8": b'{"role": "\xff"}', "nested": b"[" * 20_000}
+
+
+@pytest.mark.parametrize("nonsense", [b"", *NONSENSE.values()], ids=["silent", *NONSENSE])
+async def test_a_worker_that_answers_nothing_or_nonsense_is_down(nonsense: bytes) -> None:
     async with FakeWorker() as worker, running_router([worker], health_interval_s=0.1) as router:
-        setattr(worker, how, True)
+        worker.silent, worker.nonsense = not nonsense, nonsense
         await until(lambda: router.router.workers.decode[0].health.down)
         assert (await router.client.get("/ready")).status_code == 503
-        setattr(worker, how, False)
+        worker.silent, worker.nonsense = False, b""
         await until(lambda: router.router.refusal() is None)
 
 

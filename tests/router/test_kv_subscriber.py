@@ -19,6 +19,7 @@ from baton_api.reports import PromptReport
 from baton_api.workers import Role
 from baton_engine.kv_events import Change, Removed, Stored
 from baton_engine.kv_publisher import KvPublisher
+from baton_router.background import BackgroundTasks
 from baton_router.block_map import Tree
 from baton_router.knowledge import Knowledge
 from baton_router.kv_feed import SILENCE_S
@@ -98,7 +99,10 @@ class Following:
         self.worker = Worker(Upstream("127.0.0.1", http.port), Role.DECODE)
         self.worker.answered(http.load)
         self.knowledge = Knowledge()
-        self.feeds = Feeds(Workers((self.worker,), ()), self.knowledge, RouterSettings(), lambda: self.now)
+        self.background = BackgroundTasks()
+        self.feeds = Feeds(
+            Workers((self.worker,), ()), self.knowledge, RouterSettings(), lambda: self.now, self.background
+        )
 
     @property
     def tree(self) -> Tree:

@@ -17,6 +17,7 @@ from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
 from baton_router import link
 from baton_router.asks import Ask, Grant
+from baton_router.background import BackgroundTasks
 from baton_router.link import Family, raised, refused
 from baton_router.prompt_chunks import Prompt
 from baton_router.remote_picker import RemotePicker
@@ -97,7 +98,7 @@ class Linked:
 
     def serve(self) -> None:
         self.service = SchedulerService(self.picker, lambda: self.workers, asyncio.get_running_loop().time)
-        self.serving = asyncio.create_task(self.service.serve(self.path))
+        self.serving = asyncio.create_task(self.service.serve(self.path, BackgroundTasks()))
 
     async def stop(self, task: asyncio.Task[None]) -> None:
         task.cancel()

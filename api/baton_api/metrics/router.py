@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+
 from baton_api.metrics.metric import (
     FIRST_TOKEN_BUCKETS,
     LIMIT_BUCKETS,
@@ -115,6 +117,31 @@ ROUTER_LOOP_LAG = Metric(
     "seconds",
     "How late the event loop came to what was due, looked at ten times a second.",
     buckets=STEP_BUCKETS,
+)
+
+
+class BackgroundTask(enum.StrEnum):
+    """A loop that a router runs beside its requests."""
+
+    HEALTH_CHECKS = "health_checks"
+    KV_EVENTS = "kv_events"
+    DISCOVERY = "discovery"
+    DRAINING = "draining"
+    LOOP_LAG = "loop_lag"
+    BATCH_CONTROLLER = "batch_controller"
+    BATCH_RUNNERS = "batch_runners"
+    BATCH_JOBS = "batch_jobs"
+    SCHEDULER_SERVICE = "scheduler_service"
+    SCHEDULER_LINK = "scheduler_link"
+    FRONTEND_METRICS = "frontend_metrics"
+
+
+ROUTER_BACKGROUND_ERRORS = Metric(
+    "baton_router_background_errors_total",
+    "counter",
+    "events",
+    "Exceptions in the loops that run beside requests, by loop. The loop goes on; the log has the cause.",
+    (Label("task", tuple(BackgroundTask)),),
 )
 
 # --- Tenants ---

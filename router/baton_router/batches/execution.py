@@ -7,13 +7,13 @@ such as Jobs in Kubernetes for which the router makes BatchJobs; with `off` nobo
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from baton_api.errors import SetupError
+from baton_api.metrics import BackgroundTask
+from baton_router.background import BackgroundTasks
 from baton_router.batches.announcer import Announcer
 from baton_router.batches.cluster import Cluster
 from baton_router.batches.pod_tokens import pod_tokens
@@ -56,26 +56,26 @@ class Execution:
         self._announcer = Announcer(
             storage, cluster, settings.batch_jobs, settings.batch_jobs_uid, time.monotonic
         )
-        self._task: asyncio.Task[None] | None = None
+        self._background: BackgroundTasks | None = None
 
     def _window(self) -> int:
         workers = self._beside()
         widest = self._settings.batch_window
         return min(widest, workers * self._settings.batch_window_beside) if workers else widest
 
-    def start(self) -> None:
+    def start(self, background: BackgroundTasks) -> None:
         """Begin to start runners, or to have them started, if that is this router's to do."""
+        self._background = background
         if self.url and self._settings.batch_execution == "subprocess":
-            self._task = asyncio.create_task(self._supervisor.run(reachable(self.url)))
+            url = reachable(self.url)
+            background.start(BackgroundTask.BATCH_RUNNERS, lambda: self._supervisor.run(url))
         elif self.url and self._settings.batch_jobs:
-            self._task = asyncio.create_task(self._announcer.run())
+            background.start(BackgroundTask.BATCH_JOBS, self._announcer.run)
 
     async def close(self) -> None:
         """End all runners that this router has started; they post what is done."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        if self._background is not None:
+            await self._background.stop(BackgroundTask.BATCH_RUNNERS, BackgroundTask.BATCH_JOBS)
         if self._pods is not None:
             await self._pods.close()
 

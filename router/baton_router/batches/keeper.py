@@ -72,6 +72,7 @@ class Keeper:
     async def run(self) -> None:
         """Until cancelled. Asks nothing of a database before there is a batch in it."""
         failed_s, swept = 0.0, 0.0
+        self._stopping.clear()
         try:
             while True:
                 self._woken.clear()

@@ -8,7 +8,6 @@ runs, each in a task of its own that no failure of another concerns.
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -17,13 +16,13 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from baton_api.errors import SetupError
+from baton_api.metrics import BackgroundTask
 from baton_api.workers import Role
+from baton_router.background import BackgroundTasks
 from baton_router.discovery.dns_name import DnsName
 from baton_router.discovery.kubernetes import Access, KubernetesWorkers
 from baton_router.discovery.listed import Listed
 from baton_router.settings import RouterSettings
-
-log = logging.getLogger(__name__)
 
 FLAGS = "flags"
 
@@ -92,17 +91,24 @@ class Sources:
             return f"{names} {'has' if one else 'have'} not told yet"
         return f"{names} {'lists' if one else 'list'} none"
 
-    async def follow(self, told: Told) -> None:
+    async def follow(self, told: Told, background: BackgroundTasks) -> None:
+        """Tell what each source lists, until cancelled. Workers of a source that fails stay as they are."""
         async with asyncio.TaskGroup() as group:
             for name, source in self._sources.items():
-                group.create_task(self._keep(name, source, partial(self._tell, told, name)), name=name)
+                kept = self._keep(name, source, partial(self._tell, told, name), background)
+                group.create_task(kept, name=name)
+            await asyncio.Event().wait()
 
-    async def _keep(self, name: str, source: Source, tell: Callable[[frozenset[Listed]], None]) -> None:
+    async def _keep(
+        self,
+        name: str,
+        source: Source,
+        tell: Callable[[frozenset[Listed]], None],
+        background: BackgroundTasks,
+    ) -> None:
         while True:
-            try:
+            with background.guard(BackgroundTask.DISCOVERY, name):
                 await source.follow(tell)
-            except Exception:
-                log.exception("%s is not followed; its workers stay as they are.", name)
             await asyncio.sleep(ANEW_S)
 
     def _tell(self, told: Told, name: str, listed: frozenset[Listed]) -> None:
