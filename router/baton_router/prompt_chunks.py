@@ -10,7 +10,6 @@ names up to where it was continued; how many tokens a chunk has is learned from 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -47,9 +46,12 @@ class Prompt(msgspec.Struct, frozen=True):
         return self.sizes[-1] if self.sizes else 0
 
 
-@lru_cache(1024)
 def root_name(salt: str, model: str) -> int:
-    """What the first chunk's name begins with."""
+    """
+    What the first chunk's name begins with.
+
+    Not cached: clients choose the model's name, and a cache would keep names of any length and number.
+    """
     return digest(f"{len(salt)}:{salt}{model}".encode(errors="replace"))
 
 

@@ -40,10 +40,14 @@ _LOW = 2**64 - 1
 """The part of a trace's number that decides whether it is recorded, as in OpenTelemetry's own sampler."""
 
 ENDED = "url.path", "http.response.status_code", "baton.resumes"
-ASKED = "gen_ai.request.model", "baton.tenant", "baton.class"
+ASKED = "baton.tenant", "baton.class"
 GRANTED = "baton.worker.decode", "baton.worker.prefill"
 PROMPT = "baton.tokens.prompt", "baton.tokens.cached", "baton.worker"
 """Attributes that come together."""
+
+MODEL = "gen_ai.request.model"
+MODEL_LIMIT = 256
+"""Characters of a model's name in a span."""
 
 
 class Traced(Protocol):
@@ -201,7 +205,9 @@ def _about(request: Traced, path: str) -> list[bytes]:
     ]
     if request.asked is not None:
         asked = request.asked
-        about.append(otlp.known(ASKED, asked.model or "", asked.tenant.name, asked.urgency[0]))
+        model = (asked.model or "")[:MODEL_LIMIT]
+        about.append(otlp.attribute(MODEL, model))  # a client's word, which no cache may keep
+        about.append(otlp.known(ASKED, asked.tenant.name, asked.urgency[0]))
     if request.attempt is not None:
         grant = request.attempt.grant
         about += [

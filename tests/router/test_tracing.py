@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -25,7 +27,7 @@ from tests.router.fake_worker import (
     saying,
     whole_answer,
 )
-from tests.router.running import CHAT, QUESTION, STREAM, running_router
+from tests.router.running import CHAT, QUESTION, STREAM, running_router, until
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 REPORT = PromptReport(
@@ -209,3 +211,25 @@ async def test_an_answer_without_a_report_says_nothing_of_its_prompt() -> None:
         assert (await router.post()).headers["x-cached-tokens"] == "240"
         worker.behaviour = saying(400, json.dumps({"error": {}}).encode())
         assert "x-cached-tokens" not in (await router.post()).headers
+
+
+async def test_model_names_of_clients_are_not_kept() -> None:
+    """A client may call a model anything: 20 names of a megabyte leave nothing, with or without tracing."""
+    name = "m" * 1_000_000
+    async with (
+        Collector() as collector,
+        FakeWorker() as worker,
+        running_router([worker], tracing_endpoint=collector.url) as router,
+    ):
+        tracemalloc.start()
+        try:
+            for number in range(20):
+                answer = await router.post({**QUESTION, "model": f"{name}{number}"})
+                assert answer.status_code == 404
+            await until(lambda: len(collector.named("route")) == 20)
+            del answer
+            gc.collect()
+            kept, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert kept < 4_000_000, f"{kept} bytes stay"
