@@ -131,10 +131,37 @@ def run(
     raise typer.Exit(run(router, batch, token, runner, leash))
 
 
+def reassign(
+    owner: Annotated[str, typer.Argument(help="tenant:NAME, key:NAME or sha256:HEX.", metavar="FROM")],
+    other: Annotated[str, typer.Argument(help="The same for the new owner.", metavar="TO")],
+    database: Annotated[
+        str,
+        typer.Option(help="The router's --database, if it has one.", envvar="BATON_ROUTER_DATABASE"),
+    ] = "",
+    state: Annotated[
+        str, typer.Option(help="The router's --state, if it has one.", envvar="BATON_ROUTER_STATE")
+    ] = "",
+    port: Annotated[int, typer.Option(help="The router's --port: it names the default state folder.")] = 8080,
+) -> None:
+    """Give the files and batches of one owner to another, in the database of a router."""
+    from baton_router.batches.runners_access import owner_of
+    from baton_router.batches.settings import BatchSettings
+    from baton_router.batches.storage import Storage
+
+    storage = Storage(BatchSettings.model_validate({"database": database, "state": state}), port)
+    try:
+        if not storage.in_use:
+            raise SetupError("There is no such database. Give the router's --database, --state or --port.")
+        files, batches = storage.ledger.reassign(owner_of(owner).hex(), owner_of(other).hex())
+    finally:
+        storage.close()
+    typer.echo(f"{files} files and {batches} batches of {owner} now belong to {other}.")
+
+
 def add_to(app: typer.Typer) -> None:
     """`baton batch` and its commands."""
     commands = typer.Typer(no_args_is_help=True, help="Have a file of requests answered while nobody waits.")
-    for command in (submit, watch, list_, cancel, download, run):
+    for command in (submit, watch, list_, cancel, download, run, reassign):
         commands.command(command.__name__.rstrip("_"))(command)
     app.add_typer(commands, name="batch")
 

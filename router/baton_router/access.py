@@ -4,7 +4,7 @@ Who sends a request: a tenant, told from a key or a token, or nobody in particul
 There are three ways, and any of them may be used beside the others. Keys of `--api-key` and of a key file
 are for a router whose users trust one another: each name in the file is a tenant by itself, without limits
 and with everybody's cache. A file of tenants says more. Tokens of an issuer name a tenant; if there is a
-file, that one must be in it.
+file, that one must be in it. A key's name never means the tenant that a file or a token calls the same.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Access:
         key = bearer(authorization)
         sha256 = hashlib.sha256(key).digest()
         if self._keys.required and (name := self._keys.name(sha256)) is not None:
-            return self._named.get(name) or self._named.setdefault(name, Tenant(name=name))
+            return self._named.get(name) or self._named.setdefault(name, Tenant(name=name, kind="key"))
         if self.tenants is not None and (tenant := self.tenants.by_key(sha256)) is not None:
             return tenant
         if self._tokens is None or key.count(b".") != 2:

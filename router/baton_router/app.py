@@ -38,7 +38,7 @@ from baton_router.batches.cluster import Cluster
 from baton_router.batches.execution import Execution
 from baton_router.batches.keeper import Keeper
 from baton_router.batches.routes import routes
-from baton_router.batches.runners_access import OWNER, owner_of, secret_of
+from baton_router.batches.runners_access import OWNER, secret_of
 from baton_router.batches.storage import Storage
 from baton_router.batches.wire import PATH as RUNNERS
 from baton_router.discovery.sources import access_of
@@ -143,8 +143,8 @@ class Router:
         """Who sent a request, as stores tell them apart: by tenants, or by keys, whoever judges those."""
         if OWNER in scope:
             return scope[OWNER]  # type: ignore[no-any-return]
-        if self.access.tells_apart and (name := tenant_of(scope).name):
-            return owner_of(name)
+        if self.access.tells_apart and (id := tenant_of(scope).id):
+            return id.encode()
         return owner(authorization(scope), self._keyed)
 
     def _beside(self) -> int:

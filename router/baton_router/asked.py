@@ -131,7 +131,7 @@ class Asked:
             self.model,
             self.prompt,
             tried,
-            tenant.name,
+            tenant.id,
             kind,
             None if limits is NOBODY.limits else limits,
             objective_s,

@@ -21,6 +21,7 @@ class Ask(msgspec.Struct, frozen=True):
     tried: tuple[str, ...] = ()
     """Names of the workers that had it already and lost or refused it."""
     tenant: str = ""
+    """Its id."""
     kind: str = "default"
     """Its class."""
     limits: Limits | None = None

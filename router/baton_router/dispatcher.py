@@ -73,6 +73,7 @@ class Dispatch(msgspec.Struct, eq=False):
     arrived: float = 0.0
     """When the request came to the router."""
     tenant: str = ""
+    """Its id."""
     kind: str = ""
     """The request's class."""
     streams: bool = True

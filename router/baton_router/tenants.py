@@ -62,6 +62,9 @@ class Tenant:
 
     name: str = ""
     """Empty for requests without a name: all of them are one tenant."""
+    kind: Literal["tenant", "key"] = "tenant"
+    """Where the name comes from: a file of tenants or a token, or a file of keys. Equal names of different
+    kinds are different tenants."""
     salt: str = ""
     """Of its KV blocks; tenants without one share a cache."""
     models: frozenset[str] | None = None
@@ -72,6 +75,11 @@ class Tenant:
     limits: Limits = Limits()
     admin: bool = True
     """Whether it may see and do what concerns the other tenants as well."""
+
+    @property
+    def id(self) -> str:
+        """The unique name, by which owners, quotas and queues are told apart; empty without a name."""
+        return f"{self.kind}:{self.name}" if self.name else ""
 
     def may_use(self, model: str) -> bool:
         return self.models is None or model in self.models

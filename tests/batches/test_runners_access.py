@@ -13,7 +13,7 @@ from pydantic import SecretStr
 from baton_api import runner_tokens
 from baton_api.errors import Unauthorized
 from baton_router.access import Access, tenant_of
-from baton_router.batches.runners_access import OWNER, owner_of, secret_of
+from baton_router.batches.runners_access import OWNER, secret_of
 from baton_router.settings import RouterSettings
 from baton_router.tenants import NOBODY
 
@@ -42,14 +42,14 @@ async def test_they_are_the_tenants_but_of_the_lowest_class_and_without_its_limi
     access = Access(given)
     assert access.tenants is not None
     acme = access.tenants.by_name("acme")
-    scope = scope_of(given, owner_of("acme"))
+    scope = scope_of(given, b"tenant:acme")
     await access.enter(scope)
     tenant = tenant_of(scope)
     assert acme is not None and acme.salt
     assert (tenant.name, tenant.salt, tenant.models) == ("acme", acme.salt, frozenset({"m"}))
     assert (tenant.default_class, tenant.classes) == ("batch", frozenset({"batch"}))
     assert tenant.limits is NOBODY.limits
-    assert scope[OWNER] == owner_of("acme")
+    assert scope[OWNER] == b"tenant:acme"
     assert scope["headers"] == [(b"x-baton-class", b"batch")]
 
 
@@ -67,12 +67,12 @@ async def test_where_owners_are_keys_they_are_nobodys_in_particular(tmp_path: Pa
 async def test_a_token_opens_nothing_else(tmp_path: Path, path: str, epoch: int) -> None:
     given = settings(tmp_path)
     with pytest.raises(Unauthorized):
-        await Access(given).enter(scope_of(given, owner_of("acme"), path, epoch))
+        await Access(given).enter(scope_of(given, b"tenant:acme", path, epoch))
 
 
 async def test_a_token_of_another_router_opens_nothing(tmp_path: Path) -> None:
     given = settings(tmp_path)
-    scope = scope_of(RouterSettings(batch_secret="another"), owner_of("acme"))  # type: ignore[arg-type]
+    scope = scope_of(RouterSettings(batch_secret="another"), b"tenant:acme")  # type: ignore[arg-type]
     with pytest.raises(Unauthorized):
         await Access(given).enter(scope)
 

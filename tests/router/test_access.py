@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from pathlib import Path
@@ -9,11 +10,14 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from baton_api import headers
 from baton_api.errors import SetupError
+from baton_cli.main import create_app as create_cli
 from baton_router.access import Access
 from baton_router.app import create_app
+from baton_router.batches.files import NewFile
 from baton_router.settings import RouterSettings
 from baton_router.tenants import cache_salt
 from tests.router.fake_worker import FakeWorker
@@ -221,3 +225,46 @@ def test_tokens_without_issuer_and_audience_are_no_way_to_start(tmp_path: Path) 
     for missing in ("jwt_issuer", "jwt_audience"):
         with pytest.raises(SetupError, match="--jwt-jwks wants"):
             Access(RouterSettings(**{**settings, missing: ""}))
+
+
+async def test_key_name_and_equal_claim_are_two_owners(tmp_path: Path) -> None:
+    """A token whose claim says `ops` sees nothing of what the key named `ops` holds, and not the reverse."""
+    issuer, keys = Issuer(), tmp_path / "keys"
+    keys.write_text(f"ops: {hashed('secret-key')}\n")
+    settings = jwt_settings(tmp_path, issuer, api_key_file=str(keys), page=True)
+    async with FakeWorker() as worker, running_router([worker], **settings) as router:
+        key, token = "secret-key", issuer.token(sub="ops")
+        upload: dict[str, Any] = {"files": {"file": ("a.jsonl", b"{}")}, "data": {"purpose": "batch"}}
+        bearer = {"authorization": f"Bearer {key}"}
+        kept = (await router.client.post("/v1/files", headers=bearer, **upload)).json()["id"]
+        assert (await get(router, f"/v1/files/{kept}", key)).status_code == 200
+        assert (await get(router, f"/v1/files/{kept}", token)).status_code == 404
+        assert (await get(router, "/v1/files", token)).json()["data"] == []
+        assert (await ask(router, key)).status_code == 200
+        assert (await get(router, "/page/now", token)).json()["requests"] == []
+        owners = set()
+        for one in (key, token):
+            scope = {
+                "path": CHAT,
+                "method": "POST",
+                "headers": [(b"authorization", f"Bearer {one}".encode())],
+            }
+            await router.router.access.enter(scope)
+            owners.add(router.router.whose(scope))
+        assert owners == {b"key:ops", b"tenant:ops"}
+
+
+async def test_reassigned_files_belong_to_the_named_key(tmp_path: Path) -> None:
+    """Version 0.1.0 kept what a named key held as a tenant's; `baton batch reassign` moves it."""
+    keys, state = tmp_path / "keys", str(tmp_path / "state")
+    keys.write_text(f"ops: {hashed('secret-key')}\n")
+    settings = jwt_settings(tmp_path, Issuer(), api_key_file=str(keys), state=state)
+    command = ["batch", "reassign", "tenant:ops", "key:ops", "--state", state]
+    async with FakeWorker() as worker, running_router([worker], **settings) as router:
+        router.router.storage.files.add(NewFile(b"tenant:ops".hex(), "batch", "a", 0, "", "k", None), 1)
+        assert (await get(router, "/v1/files", "secret-key")).json()["data"] == []
+        done = await asyncio.to_thread(CliRunner().invoke, create_cli(command), command)
+        assert done.output == "1 files and 0 batches of tenant:ops now belong to key:ops.\n"
+        assert len((await get(router, "/v1/files", "secret-key")).json()["data"]) == 1
+    wrong = CliRunner().invoke(create_cli(command), [*command[:3], "ops", *command[4:]])
+    assert "Expected tenant:NAME" in str(wrong.exception)

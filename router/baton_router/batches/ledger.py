@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, delete, exists, func, insert, select, text
+from sqlalchemy import Connection, delete, exists, func, insert, select, text, update
 
 from baton_api.errors import BatchEnded, BatchNotFound, FileNotFound, InvalidRequest, StaleLease
 from baton_router.batches import completion_window
@@ -151,6 +151,15 @@ class Ledger:
             if batch.status not in CANCELLABLE:
                 raise BatchEnded(batch.status)
             return change(connection, batch, status=Status.CANCELLING, cancelling_at=now)
+
+    def reassign(self, owner: str, other: str) -> tuple[int, int]:
+        """Give all files and batches of `owner` to `other`. Returns how many files and batches those were."""
+        with self._database.writing() as connection:
+            given = [
+                connection.execute(update(table).where(table.c.owner == owner).values(owner=other)).rowcount
+                for table in (files, batches)
+            ]
+        return given[0], given[1]
 
     # --- Leases ---
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from baton_api import runner_tokens
-from baton_api.errors import Unauthorized
+from baton_api.errors import SetupError, Unauthorized
 from baton_router.batches.settings import BatchSettings
 from baton_router.tenants import NOBODY, Tenant
 
@@ -34,6 +35,8 @@ SIGNED = b"Bearer " + runner_tokens.PREFIX.encode()
 """How the header of a runner begins, and nobody else's."""
 
 _TENANT = b"tenant:"
+_KEY = b"key:"
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 
 _MADE = secrets.token_bytes(32)
 """The secret of a router that was given none: made before it forks, so that its processes share it."""
@@ -69,15 +72,35 @@ class RunnersAccess:
         scope[OWNER] = owner = bytes.fromhex(token.owner)
         scope["headers"] = [header for header in scope["headers"] if header[0] != b"authorization"]
         name = tenant_name(owner)
-        tenant = (self._named(name) or Tenant(name=name)) if name else NOBODY
+        tenant = (self._named(name) or Tenant(name=name)) if name else _key_tenant(owner)
         return replace(tenant, classes=frozenset({BATCH}), default_class=BATCH, limits=NOBODY.limits)
 
 
-def owner_of(tenant: str) -> bytes:
-    """A tenant as an owner of files, batches and responses."""
-    return _TENANT + tenant.encode()
-
-
 def tenant_name(owner: bytes) -> str:
-    """The tenant's name; empty for an owner that is none but a key."""
+    """The tenant's name; empty for an owner that is a key."""
     return owner.removeprefix(_TENANT).decode() if owner.startswith(_TENANT) else ""
+
+
+def _key_tenant(owner: bytes) -> Tenant:
+    """Whose requests those of a key are: a named key is a tenant by itself."""
+    if not owner.startswith(_KEY):
+        return NOBODY
+    return Tenant(name=owner.removeprefix(_KEY).decode(), kind="key")
+
+
+def owner_of(text: str) -> bytes:
+    """
+    The owner of files and batches that an administrator writes as text. Raises SetupError.
+
+    >>> owner_of("tenant:acme"), owner_of("key:ops")
+    (b'tenant:acme', b'key:ops')
+    """
+    kind, _, name = text.partition(":")
+    if name and kind in ("tenant", "key"):
+        return text.encode()
+    if kind == "sha256" and _DIGEST.fullmatch(name):
+        return bytes.fromhex(name)
+    raise SetupError(
+        f"Invalid owner {text!r}. Expected tenant:NAME, key:NAME for a key that the key file names, or "
+        "sha256:HEX for the digest of a key without a name."
+    )

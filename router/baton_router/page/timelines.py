@@ -20,7 +20,7 @@ Epoch = Callable[[float], float]
 
 def visible(made: Dispatch, tenant: Tenant) -> bool:
     """Whether this tenant may see that there was such a request."""
-    return tenant.admin or made.tenant == tenant.name
+    return tenant.admin or made.tenant == tenant.id
 
 
 def seen(made: Dispatch) -> Seen:
@@ -54,7 +54,7 @@ def timeline(made: Dispatch, tenant: Tenant, epoch: Epoch) -> dict[str, Any]:
     moved = report.tokens - report.held if report is not None and report.remote else 0
     return {
         "number": made.number,
-        "tenant": made.tenant,
+        "tenant": made.tenant.partition(":")[2],
         "class": made.kind,
         "model": made.pair.decode.model,
         "decode": made.pair.decode.name,
