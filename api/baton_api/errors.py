@@ -28,6 +28,7 @@ Every error that Baton puts into words.
   x StorageUnavailable          503
   x StorageFull                 507
   x WorkerLost                  503
+  x PoisonRequest               500
   x InternalError               500
   x ConstraintBroken            500
   x TransferFailed              503
@@ -50,6 +51,8 @@ from __future__ import annotations
 import math
 import random
 from typing import ClassVar
+
+from baton_api.headers import PREDICTED, SHOULD_RETRY
 
 MESSAGE_LIMIT = 2000
 """Characters of a message that reach a client; a bad body is never echoed whole."""
@@ -338,7 +341,7 @@ class BatchEnded(BatonError):
 
     @property
     def headers(self) -> dict[str, str]:
-        return {**super().headers, "x-should-retry": "false"}  # OpenAI's clients try again after a 409
+        return {**super().headers, SHOULD_RETRY: "false"}  # OpenAI's clients try again after a 409
 
 
 class StaleLease(BatonError):
@@ -359,7 +362,7 @@ class StaleLease(BatonError):
 
     @property
     def headers(self) -> dict[str, str]:
-        return {**super().headers, "x-should-retry": "false"}
+        return {**super().headers, SHOULD_RETRY: "false"}
 
 
 class BodyTooLarge(BatonError):
@@ -429,7 +432,7 @@ class QuotaExceeded(BatonError):
 
     @property
     def headers(self) -> dict[str, str]:
-        return {**super().headers, "x-should-retry": "false"}  # waiting does not make room
+        return {**super().headers, SHOULD_RETRY: "false"}  # waiting does not make room
 
 
 class RateLimited(BatonError):
@@ -504,7 +507,7 @@ class NotInTime(BatonError):
 
     @property
     def headers(self) -> dict[str, str]:
-        return {**super().headers, "x-predicted-ttft-ms": str(round(1000 * min(self.expected_s, 1e6)))}
+        return {**super().headers, PREDICTED: str(round(1000 * min(self.expected_s, 1e6)))}
 
 
 class NotReady(BatonError):
@@ -547,7 +550,7 @@ class StorageFull(BatonError):
 
     @property
     def headers(self) -> dict[str, str]:
-        return {**super().headers, "x-should-retry": "false"}
+        return {**super().headers, SHOULD_RETRY: "false"}
 
 
 class WorkerLost(BatonError):
@@ -563,6 +566,27 @@ class WorkerLost(BatonError):
 
     def __init__(self, worker: str) -> None:
         super().__init__(f"The worker {worker} was lost while it served this request.")
+
+
+class PoisonRequest(BatonError):
+    """
+    Several workers died while they served this request, so no other worker gets it.
+
+    Do not send it again: the answer stays the same for ten minutes after the last loss. The logs of the lost
+    workers say why they ended.
+    """
+
+    code = "poison_request"
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(
+            f"{workers} workers were lost while they served this request, so it is sent to no other one. "
+            "Do not send it again; the logs of the workers say why they ended."
+        )
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {**super().headers, SHOULD_RETRY: "false"}
 
 
 class InternalError(BatonError):

@@ -44,6 +44,9 @@ TIMING = "server-timing"
 """Router to client, as browsers show it: milliseconds in which the prompt waited, was computed, and in which
 its blocks were moved, if they were: mostly while it was computed."""
 
+SHOULD_RETRY = "x-should-retry"
+"""Server to client: false where sending the request again cannot help; OpenAI's clients read it."""
+
 STATE = "x-baton-state"
 """Router to worker, with `/v1/responses`: the router keeps responses. The number says how many items at the
 start of `input` it took from earlier ones."""

@@ -11,6 +11,7 @@ import array
 from typing import Any
 
 import msgspec
+from xxhash import xxh3_64_intdigest as digest
 
 from baton_api.errors import InvalidRequest, ModelNotFound
 from baton_router import prompt_chunks
@@ -87,6 +88,7 @@ class Asked:
     """One request. Raises InvalidRequest if its body is not JSON."""
 
     __slots__ = (
+        "_digest",
         "answer_tokens",
         "body",
         "events",
@@ -107,6 +109,7 @@ class Asked:
         self.target: bytes = scope["raw_path"] + (b"?" + query if query else b"")
         self.headers: Headers = scope["headers"]
         self.body = body
+        self._digest = digest(body)
         path = scope["path"]
         salt = tenant.salt
         self.model, self.prompt, wishes = _conversation(body, salt) if path == CHAT else _any(body, salt)
@@ -122,7 +125,9 @@ class Asked:
         self.explain = False
         """Whether the scheduler is to say what the ways cost."""
 
-    def ask(self, tried: tuple[str, ...] = (), waited_s: float | None = None) -> Ask:
+    def ask(
+        self, tried: tuple[str, ...] = (), waited_s: float | None = None, *, resumed: bool = False
+    ) -> Ask:
         """What a scheduler is asked, if the request comes back after `waited_s`: without one it is new."""
         tenant = self.tenant
         kind, objective_s = self.urgency
@@ -139,7 +144,9 @@ class Asked:
             self.answer_tokens,
             len(self.body),
             waited_s is not None,
+            resumed,
             waited_s or 0.0,
+            self._digest,
             self.explain,
         )
 

@@ -36,8 +36,12 @@ class Ask(msgspec.Struct, frozen=True):
     """Bytes of its body."""
     again: bool = False
     """Whether it was given to a worker before: then it goes first, and is let in in any case."""
+    resumed: bool = False
+    """Whether a stream goes on that broke off."""
     waited_s: float = 0.0
     """Since it came for the first time, if it is to be counted."""
+    digest: int = 0
+    """Of its body, by which it is recognized when its client sends it again; 0 if it is not to be."""
     explain: bool = False
     """Whether to say what the ways cost."""
 

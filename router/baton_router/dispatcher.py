@@ -74,6 +74,8 @@ class Dispatch(msgspec.Struct, eq=False):
     """When the request came to the router."""
     tenant: str = ""
     """Its id."""
+    digest: int = 0
+    """Of the request's body."""
     kind: str = ""
     """The request's class."""
     streams: bool = True

@@ -39,6 +39,7 @@ class Began(Message, frozen=True):
 
 class Failed(Message, frozen=True):
     number: int
+    crashed: bool = False
 
 
 class Full(Message, frozen=True):

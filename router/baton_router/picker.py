@@ -21,8 +21,8 @@ class Picker(Protocol):
         """
         The worker that has the request from now on.
 
-        Raises ModelNotFound, or NotReady if nobody is there who did not have it yet. Cancelled, it leaves
-        nothing behind.
+        Raises ModelNotFound, PoisonRequest, or NotReady if nobody is there who did not have it yet.
+        Cancelled, it leaves nothing behind.
         """
         ...
 
@@ -30,8 +30,12 @@ class Picker(Protocol):
         """The worker answers, whatever it says, and `report` is what it says of the prompt."""
         ...
 
-    def failed(self, grant: Grant) -> None:
-        """The worker was lost: it could not be reached, broke off, or said nothing for too long."""
+    def failed(self, grant: Grant, *, crashed: bool = False) -> None:
+        """
+        The worker was lost: it could not be reached, broke off, or said nothing for too long.
+
+        `crashed`: it died or stopped while it had the request, which may be why.
+        """
         ...
 
     def full(self, grant: Grant) -> None:

@@ -15,7 +15,7 @@ import logging
 import time
 
 from baton_api import headers, logs
-from baton_api.errors import BatonError, InternalError, NotReady
+from baton_api.errors import BatonError, InternalError, NotReady, PoisonRequest
 from baton_api.resuming import with_resumption
 from baton_router.access import tenant_of
 from baton_router.answers import Receive, Scope, Send, send_error
@@ -23,6 +23,7 @@ from baton_router.asked import Asked
 from baton_router.asks import Ask, Grant
 from baton_router.attempt import BUSY, Attempt
 from baton_router.client import Client, ClientGone
+from baton_router.crashes import CRASH_CAUSES, LOSSES_LIMIT
 from baton_router.figures import Figures
 from baton_router.following import FollowedStream
 from baton_router.forward import (
@@ -151,7 +152,7 @@ class Proxy:
                 opening = await attempt.open(head, asked.body, asked.events)
             except Lost as error:
                 lost = error
-                self._picker.failed(grant)
+                self._lost(relay, grant, error)
                 attempt.close()
             else:
                 if attempt.taken:
@@ -171,7 +172,7 @@ class Proxy:
                     relay.trace.note("retry", cause=lost.cause if lost else "refused", worker=grant.decode)
                 self._figures.retries.labels(lost.cause if lost else "refused").inc()
             elif lost is not None:
-                raise lost
+                raise self._final(relay, lost)
             else:
                 return opening
 
@@ -195,13 +196,27 @@ class Proxy:
         )
 
     async def _another(self, ask: Ask, tries: int, attempt: Attempt, lost: Lost | None) -> Grant | None:
-        """Who is asked next; None if the last one's answer, or its loss, is the client's."""
+        """
+        Who is asked next; None if the last one's answer, or its loss, is the client's.
+
+        Raises PoisonRequest if the request has lost as many workers as it may.
+        """
         if tries > self._settings.retries or (lost is not None and lost.cause == OVERDUE):
             return None
-        if lost is None and attempt.status in BUSY and not self._budget.spend():
+        if lost is None:
+            affordable = attempt.status not in BUSY or self._budget.spend()
+        elif lost.cause in CRASH_CAUSES:
+            # A batch runner sends its lines again by its own rules, which find what kills workers.
+            runs_in_batch = ask.kind == headers.PATIENT_CLASS
+            affordable = not runs_in_batch and self._budget.spend_after_crash(attempt.grant.decode)
+        else:
+            affordable = True
+        if not affordable:
             return None
         try:
             return await self._picker.pick(ask)
+        except PoisonRequest:
+            raise
         except BatonError:
             return None
 
@@ -225,7 +240,7 @@ class Proxy:
                 await self._copy(client, attempt, piece)
                 return
             except Lost as lost:
-                self._picker.failed(attempt.grant)
+                self._lost(relay, attempt.grant, lost)
                 attempt, piece = await self._resume(asked, relay, attempt, lost)
 
     async def _copy(self, client: Client, attempt: Attempt, piece: bytes) -> None:
@@ -257,10 +272,10 @@ class Proxy:
         broken.close()
         body = with_resumption(asked.body, resumption)
         loop = asyncio.get_running_loop()
-        while relay.resumes < RESUMES_LIMIT:
+        while relay.resumes < RESUMES_LIMIT and relay.crashes <= LOSSES_LIMIT:
             relay.resumes += 1
             try:
-                grant = await self._picker.pick(asked.ask(tuple(tried), 0.0))
+                grant = await self._picker.pick(asked.ask(tuple(tried), 0.0, resumed=True))
             except BatonError:
                 break
             tried.append(grant.decode)
@@ -271,8 +286,8 @@ class Proxy:
             try:
                 head = self._head(asked, relay, grant, len(body))
                 opening = await attempt.open(head, body, lambda: FollowedStream(resumption))
-            except Lost:
-                self._picker.failed(grant)
+            except Lost as again:
+                self._lost(relay, grant, again)
                 attempt.close()
                 continue
             except BaseException:
@@ -296,7 +311,21 @@ class Proxy:
             )
             return attempt, RESUMED + opening
         self._figures.resumes.labels("failed").inc()
-        raise lost
+        raise self._final(relay, lost)
+
+    def _lost(self, relay: Relay, grant: Grant, lost: Lost) -> None:
+        """A worker was lost while it had the request."""
+        crashed = lost.cause in CRASH_CAUSES
+        relay.crashes += crashed
+        self._picker.failed(grant, crashed=crashed)
+
+    def _final(self, relay: Relay, lost: Lost) -> BatonError:
+        """What the client is told of a loss after which no other worker is asked."""
+        if relay.crashes < LOSSES_LIMIT:
+            return lost
+        poison = PoisonRequest(relay.crashes)
+        poison.__cause__ = lost
+        return poison
 
     async def _fail(self, relay: Relay, error: BatonError, send: Send) -> None:
         """Tell the client what went wrong, as far as it can still be told."""
@@ -320,6 +349,7 @@ class Relay:
         "asked",
         "attempt",
         "client",
+        "crashes",
         "granted",
         "id",
         "lost",
@@ -338,6 +368,8 @@ class Relay:
         self.attempt: Attempt | None = None
         self.lost: list[str] = []
         """Workers on which the answer broke off, or did not go on."""
+        self.crashes = 0
+        """Workers that died or stopped while they had the request."""
         self.resumes = 0
         """Workers that were asked to go on with the answer."""
         self.status = 0

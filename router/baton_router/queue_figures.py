@@ -12,7 +12,7 @@ from baton_api import metrics
 from baton_router.queue import Queue
 from baton_router.waiting_room import LEVELS
 
-REASONS = ("requests", "tokens", "streams", "full", "late", "waited", "unready")
+REASONS = ("requests", "tokens", "streams", "full", "late", "waited", "unready", "poison")
 """Why requests are refused: the first three are limits of their tenants."""
 
 

@@ -135,9 +135,9 @@ class RemotePicker:
         if grant.number in self._granted:
             self._tell(Began(grant.number, report))
 
-    def failed(self, grant: Grant) -> None:
+    def failed(self, grant: Grant, *, crashed: bool = False) -> None:
         if grant.number in self._granted:
-            self._tell(Failed(grant.number))
+            self._tell(Failed(grant.number, crashed))
 
     def full(self, grant: Grant) -> None:
         if grant.number in self._granted:

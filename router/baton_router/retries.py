@@ -1,4 +1,10 @@
-"""How many retries an overload may cause: a share of the requests, so that it cannot feed itself."""
+"""
+How many retries overloaded and crashing workers may cause: a share of the requests, so that failures cannot
+feed themselves.
+
+A crash costs one retry, however many requests were lost in it: they are all served elsewhere. A request that
+crashes one worker after the other costs one for each.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +17,10 @@ LEAST_PER_S = 1.0
 """Retries that come back by themselves: what waits for one gets it, though nobody else comes."""
 
 
+CRASH_S = 1.0
+"""Seconds after a crash was paid for in which other losses of the same worker belong to it."""
+
+
 class RetryBudget:
     """Each request earns a part of a retry, and so does time; a retry spends a whole one."""
 
@@ -19,6 +29,8 @@ class RetryBudget:
         self._clock = clock
         self._saved = RESERVE
         self._looked = clock()
+        self._paid: dict[str, float] = {}
+        """When a crash of a worker was paid for, by its name."""
 
     def earn(self) -> None:
         self._saved = min(RESERVE, self._saved + self._ratio)
@@ -31,4 +43,15 @@ class RetryBudget:
         if self._saved < 1.0 or not self._ratio:
             return False
         self._saved -= 1.0
+        return True
+
+    def spend_after_crash(self, worker: str) -> bool:
+        """Whether a request that was lost with `worker` may go to another one."""
+        now = self._clock()
+        self._paid = {name: at for name, at in self._paid.items() if now - at < CRASH_S}
+        if worker in self._paid:
+            return True
+        if not self.spend():
+            return False
+        self._paid[worker] = now
         return True

@@ -15,11 +15,13 @@ from collections.abc import Callable
 from functools import partial
 
 from baton_api import profiles
+from baton_api.errors import PoisonRequest
 from baton_api.metrics import BackgroundTask
 from baton_api.reports import PromptReport
 from baton_router import checks
 from baton_router.asks import Ask, Grant
 from baton_router.background import BackgroundTasks
+from baton_router.crashes import Crashes
 from baton_router.discovery.sources import FLAGS, Sources
 from baton_router.dispatcher import Dispatch, Dispatcher
 from baton_router.enrolment import Enrolment
@@ -56,6 +58,7 @@ class Scheduler:
         self.verdicts = Verdicts(self.dispatcher.knowledge.transfer)
         self.queue = Queue(settings, self.dispatcher, clock)
         self._quotas = Quotas(self.queue.rejects, lambda: self.dispatcher.answer_tokens)
+        self._crashes = Crashes()
         self._reserved: dict[int, Reservation] = {}
         self._granted: dict[int, Dispatch] = {}
         self._sources = Sources(settings, rng)
@@ -89,6 +92,7 @@ class Scheduler:
         now = self._clock()
         if ask.kind != BATCH:
             self.wanted_at = now
+        self._check_poison(ask, now)
         reserved = self._quotas.reserve(ask, now) if ask.limits is not None else None
         try:
             made = await self.queue.dispatch(ask)
@@ -98,7 +102,7 @@ class Scheduler:
             raise
         if reserved is not None:
             self._reserved[made.number] = reserved
-        made.arrived, made.tenant = now - ask.waited_s, ask.tenant
+        made.arrived, made.tenant, made.digest = now - ask.waited_s, ask.tenant, ask.digest
         made.kind, made.streams = ask.kind, ask.streams
         decode, prefill = made.pair.decode, made.pair.prefill
         decode.in_flight += 1
@@ -128,9 +132,13 @@ class Scheduler:
         self.dispatcher.began(made, report, now)
         self.queue.changed()
 
-    def failed(self, grant: Grant) -> None:
-        made = self._granted[grant.number]
-        self.verdicts.failed(made.number, made.pair, self._clock())
+    def failed(self, grant: Grant, *, crashed: bool = False) -> None:
+        made, now = self._granted[grant.number], self._clock()
+        self.verdicts.failed(made.number, made.pair, now)
+        if crashed:
+            decode = made.pair.decode
+            epoch = decode.health.load.epoch if decode.health.load else ""
+            self._crashes.lost((made.tenant, made.digest), decode.name, epoch, now)
 
     def full(self, grant: Grant) -> None:
         self.verdicts.full(self._granted[grant.number].pair, self._clock())
@@ -139,6 +147,8 @@ class Scheduler:
         made = self._granted.pop(grant.number)
         self.verdicts.let_go(made.number, made.pair)
         made.pair.decode.in_flight -= 1
+        if complete:
+            self._crashes.answered((made.tenant, made.digest))
         self._computed(made)
         now = self._clock()
         if made.first_byte is None:
@@ -149,6 +159,15 @@ class Scheduler:
             if tokens is None and not complete:
                 tokens = 0  # as far as anybody knows
             reserved.settle(0 if made.first_byte is None else prompt, tokens, now)
+
+    def _check_poison(self, ask: Ask, now: float) -> None:
+        if ask.resumed:
+            return
+        try:
+            self._crashes.check((ask.tenant, ask.digest), ask.kind, now)
+        except PoisonRequest:
+            self.queue.rejects["poison"] += 1
+            raise
 
     def _patience_s(self, made: Dispatch) -> float:
         if len(made.among.decodes) < 2 or not made.computing.prefill_cost.taught:

@@ -148,7 +148,7 @@ class _FrontWire(Wire):
             case Began():
                 picker.began(self._granted[message.number], message.report)
             case Failed():
-                picker.failed(self._granted[message.number])
+                picker.failed(self._granted[message.number], crashed=message.crashed)
             case Full():
                 picker.full(self._granted[message.number])
             case LetGo():

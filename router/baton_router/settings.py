@@ -260,8 +260,9 @@ class RouterSettings(BatchSettings):
     """Other workers that are tried for one request, as long as no byte of an answer was sent."""
 
     retry_ratio: float = Field(default=0.1, ge=0)
-    """Retries per request, over all requests, that workers may cause which refuse (429, 503) or are slow:
-    more would turn an overload into a storm. Requests of lost workers do not count."""
+    """Retries per request, over all requests, that workers may cause which refuse (429, 503), are slow, or
+    crash: more would turn an overload into a storm. A crash counts once, however many requests it loses.
+    Workers that cannot be reached do not count. 0: no such retries."""
 
     interactive_s: float = Field(default=10.0, gt=0)
     """Seconds within which requests of the class interactive (x-baton-class) want their first token, if they

@@ -76,11 +76,16 @@ class Upstream:
         `holder` has the exchange as soon as it begins, and may end it.
 
         A kept connection that the worker closes at the same moment is no failure: as long as
-        nothing of an answer came, the request goes again on another one.
+        nothing of an answer came, the request goes again on another one. If there is nobody to connect
+        with then, the worker has died with the request.
         """
+        reset: Lost | None = None
         while True:
             kept = self._take()
-            connection = kept or await self._connect()
+            try:
+                connection = kept or await self._connect()
+            except Lost as unreachable:
+                raise reset or unreachable from unreachable
             exchange = connection.send(head, body)
             self._busy.add(connection)
             if holder is not None:
@@ -91,6 +96,7 @@ class Upstream:
             except Lost as lost:
                 if not kept or exchange.begun or lost.cause != "reset":
                     raise
+                reset = lost
             except BaseException:
                 exchange.close()
                 raise

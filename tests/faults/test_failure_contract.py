@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from baton_api.errors import PoisonRequest
 from tests.faults import caller
 from tests.faults.caller import CHAT, COMPLETIONS, RESPONSES, End, Outcome
 from tests.faults.cluster import until
@@ -138,7 +139,7 @@ async def test_a_stream_that_everybody_breaks_ends_with_an_error_that_says_so(cr
     await crew.all_become("die", after=4)
     (outcome,) = await crew.calls(1, tokens=100)
     assert outcome.end is End.TOLD
-    assert outcome.error["code"] == "upstream_lost"
+    assert (outcome.error["code"], outcome.error["retryable"]) == (PoisonRequest.code, False)
     assert not any([(await mock.figures()).wrong for mock in crew.decodes])
 
 

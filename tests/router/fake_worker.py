@@ -113,6 +113,12 @@ async def die_at_once(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWr
     writer.transport.abort()
 
 
+async def crash(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
+    """The whole process dies, with all that it had."""
+    worker.crashing = asyncio.ensure_future(worker.die())
+    await asyncio.Event().wait()
+
+
 async def die_after_the_head(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
     writer.write(STREAM_HEAD)
     await writer.drain()
@@ -185,6 +191,7 @@ class FakeWorker:
         self.left = asyncio.Event()
         """Set when a request's connection was closed before its answer was complete."""
         self.release = asyncio.Event()
+        self.crashing: asyncio.Future[None] | None = None
         self.flooded = 0
         self.connections = 0
 
@@ -260,9 +267,11 @@ class FakeWorker:
         self.arrived.set()
         answering = asyncio.ensure_future(self.behaviour(self, asked, writer))
         leaving = asyncio.ensure_future(reader.read(1))
-        done, _ = await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (answering, leaving):
-            task.cancel()
+        try:
+            done, _ = await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (answering, leaving):
+                task.cancel()
         results = await asyncio.gather(answering, leaving, return_exceptions=True)
         if answering in done and not isinstance(results[0], ConnectionError):
             return True

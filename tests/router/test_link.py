@@ -66,9 +66,9 @@ class FakePicker:
         assert self.granted[grant.number] == grant
         self.heard.append(("began", report))
 
-    def failed(self, grant: Grant) -> None:
+    def failed(self, grant: Grant, *, crashed: bool = False) -> None:
         assert self.granted[grant.number] == grant
-        self.heard.append(("failed",))
+        self.heard.append(("failed", crashed))
 
     def full(self, grant: Grant) -> None:
         assert self.granted[grant.number] == grant
@@ -129,10 +129,10 @@ async def test_a_grant_comes_over_and_what_becomes_of_it_goes_back() -> None:
             "127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", b"why"
         )  # fmt: skip
         both.front.began(grant, REPORT)
-        both.front.failed(grant)
+        both.front.failed(grant, crashed=True)
         both.front.let_go(grant, complete=True)
         await until(lambda: not both.picker.granted)
-        assert both.picker.heard == [("began", REPORT), ("failed",), ("let go", True)]
+        assert both.picker.heard == [("began", REPORT), ("failed", True), ("let go", True)]
         assert not both.unasked
 
 

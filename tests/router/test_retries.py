@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from baton_router.retries import LEAST_PER_S, RESERVE, RetryBudget
+from baton_router.retries import CRASH_S, LEAST_PER_S, RESERVE, RetryBudget
 
 
 class Clock:
@@ -50,3 +50,25 @@ def test_who_waits_long_enough_gets_a_retry() -> None:
     clock.now += 0.2 / LEAST_PER_S
     assert budget.spend()
     assert not budget.spend()
+
+
+def test_a_crash_costs_one_retry_however_many_it_loses() -> None:
+    clock = Clock()
+    budget = RetryBudget(0.1, clock)
+    assert all(budget.spend_after_crash("a") for _ in range(1000))
+    others = sum(budget.spend_after_crash(f"w{number}") for number in range(1000))
+    assert others == RESERVE - 1
+    assert budget.spend_after_crash("a"), "its crash was paid for"
+    assert not budget.spend_after_crash("z")
+
+
+def test_a_crash_is_another_one_after_a_while() -> None:
+    clock = Clock()
+    budget = RetryBudget(0.1, clock)
+    assert budget.spend_after_crash("a")
+    while budget.spend():
+        pass
+    assert budget.spend_after_crash("a")
+    clock.now += min(CRASH_S, 0.9 / LEAST_PER_S)
+    assert budget.spend_after_crash("a") == (CRASH_S > 0.9 / LEAST_PER_S)
+    assert not RetryBudget(0.0, clock).spend_after_crash("a"), "without a budget there is none"

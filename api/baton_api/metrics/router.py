@@ -203,8 +203,9 @@ ROUTER_REJECTS = Metric(
     "counter",
     "requests",
     "Requests that were not served: their tenant has used its requests, tokens or streams; the queue is "
-    "full; they would be too late, have waited for too long, or no worker became ready.",
-    (Label("reason", ("requests", "tokens", "streams", "full", "late", "waited", "unready")),),
+    "full; they would be too late, have waited for too long, or no worker became ready; or workers were lost "
+    "with them (poison).",
+    (Label("reason", ("requests", "tokens", "streams", "full", "late", "waited", "unready", "poison")),),
 )
 
 # --- Decisions ---

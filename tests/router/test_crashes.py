@@ -1,0 +1,195 @@
+"""Requests that workers are lost with: how many workers one may cost, and who is recognized."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+import httpx
+import pytest
+
+from baton_api.errors import PoisonRequest
+from baton_api.headers import PATIENT_CLASS
+from baton_api.resuming import Beginning, begin_line, tokens_line
+from baton_router.crashes import (
+    BATCH_LOSSES_LIMIT,
+    LOSSES_LIMIT,
+    REMEMBERED_LIMIT,
+    REMEMBERED_S,
+    Crashes,
+    Key,
+)
+from baton_router.retries import RESERVE
+from tests.router import fake_worker
+from tests.router.fake_worker import FakeWorker
+from tests.router.running import CHAT, QUESTION, STREAM, anew, running_router, until
+
+KEY = ("alice", 7)
+
+
+def rejected(crashes: Crashes, key: Key = KEY, kind: str = "default", now: float = 0.0) -> bool:
+    try:
+        crashes.check(key, kind, now)
+    except PoisonRequest:
+        return True
+    return False
+
+
+LOSSES: dict[str, tuple[Sequence[tuple[str, str]], bool]] = {
+    "none": ([], False),
+    "one worker": ([("a", "1")], False),
+    "two workers": ([("a", "1"), ("b", "1")], True),
+    "the same request sent many times to one worker": ([("a", "1")] * 50, False),
+    "one worker before and after its restart": ([("a", "1"), ("a", "2")], True),
+}
+
+
+@pytest.mark.parametrize(("losses", "expected"), LOSSES.values(), ids=LOSSES.keys())
+def test_crashes_of_two_workers_reject_the_request(losses: Sequence[tuple[str, str]], expected: bool) -> None:
+    crashes = Crashes()
+    for worker, epoch in losses:
+        crashes.lost(KEY, worker, epoch, 0.0)
+    assert rejected(crashes) is expected
+    assert not rejected(crashes, ("bob", 7)), "another tenant with the same body"
+    assert not rejected(crashes, ("alice", 8)), "another body of the tenant"
+
+
+def test_crashes_of_a_batch_line_are_the_runners_to_judge() -> None:
+    crashes = Crashes()
+    for number in range(BATCH_LOSSES_LIMIT):
+        assert not rejected(crashes, kind=PATIENT_CLASS)
+        crashes.lost(KEY, f"w{number}", "1", 0.0)
+    assert rejected(crashes, kind=PATIENT_CLASS)
+
+
+def test_crashes_are_forgotten_after_an_answer_and_with_time() -> None:
+    crashes = Crashes()
+    for worker in "ab":
+        crashes.lost(KEY, worker, "1", 100.0)
+    assert rejected(crashes, now=100.0 + REMEMBERED_S - 1)
+    assert not rejected(crashes, now=100.0 + REMEMBERED_S)
+    assert not crashes
+    for worker in "ab":
+        crashes.lost(KEY, worker, "1", 800.0)
+    crashes.answered(KEY)
+    assert not rejected(crashes, now=800.0)
+
+
+def test_crashes_without_a_digest_are_not_remembered() -> None:
+    crashes = Crashes()
+    for worker in "ab":
+        crashes.lost(("alice", 0), worker, "1", 0.0)
+    assert not crashes
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_law_crashes_are_bounded_and_judge_what_was_lost(seed: int) -> None:
+    """Against a plain list of all losses; the oldest are dropped at the limit."""
+    rng = random.Random(seed)
+    crashes, said, now = Crashes(), dict[Key, tuple[float, set[str]]](), 0.0
+    for _ in range(4000):
+        now += rng.expovariate(1 / 2)
+        key = (rng.choice("xy"), rng.randrange(1, 60))
+        for old in [one for one, (last, _) in said.items() if now - last >= REMEMBERED_S]:
+            del said[old]
+        if rng.random() < 0.1:
+            crashes.answered(key)
+            said.pop(key, None)
+        elif rng.random() < 0.5:
+            worker = f"w{rng.randrange(4)}"
+            crashes.lost(key, worker, "1", now)
+            said[key] = now, said.get(key, (now, set()))[1] | {worker}
+        else:
+            expected = len(said[key][1]) >= LOSSES_LIMIT if key in said else False
+            assert rejected(crashes, key, now=now) is expected
+    rejected(crashes, now=now)
+    for number in range(2 * REMEMBERED_LIMIT):
+        crashes.lost(("z", number + 1), "w", "1", now)
+    assert len(crashes) == REMEMBERED_LIMIT
+    assert not rejected(crashes, ("x", 1), now=now)
+
+
+@pytest.mark.parametrize("body", [QUESTION, STREAM], ids=["whole", "stream"])
+async def test_a_request_that_kills_workers_costs_two_of_them(body: object) -> None:
+    """A client that sends it again gets the same answer, and no worker more dies of it."""
+    async with (
+        FakeWorker(fake_worker.crash) as one,
+        FakeWorker(fake_worker.crash) as two,
+        FakeWorker(fake_worker.crash) as three,
+        FakeWorker(fake_worker.crash) as four,
+        running_router([one, two, three, four], health_interval_s=600) as router,
+    ):
+        for _ in range(4):
+            answer = await router.post(body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, PoisonRequest.code)
+            assert answer.headers["x-should-retry"] == "false"
+            assert "retry-after" not in answer.headers
+        assert sum(len(worker.asked) for worker in (one, two, three, four)) == 2
+        assert router.metric("baton_router_admission_rejects_total", reason="poison") == 4
+
+
+async def test_a_stream_that_kills_three_workers_is_not_sent_again() -> None:
+    """It goes on at a second and a third worker, and then ends with an error that says not to try again."""
+    begun = begin_line(Beginning("chatcmpl-1", 1700000000, 42, 16))
+    part = fake_worker.event("The") + tokens_line([5], ended=False)
+    workers = [FakeWorker(fake_worker.streaming(begun, part, end=False)) for _ in range(4)]
+    for worker in workers:
+        worker.release.set()
+    async with (
+        workers[0],
+        workers[1],
+        workers[2],
+        workers[3],
+        running_router(workers) as router,
+    ):
+        seen = b""
+        with pytest.raises(httpx.RemoteProtocolError):
+            async with router.client.stream("POST", CHAT, json=STREAM) as answer:
+                async for piece in answer.aiter_raw():
+                    seen += piece
+        error = json.loads(seen.rpartition(b"data: ")[2])["error"]
+        assert (error["code"], error["retryable"]) == (PoisonRequest.code, False)
+        again = await router.post(STREAM)
+        assert (again.status_code, again.json()["error"]["code"]) == (500, PoisonRequest.code)
+        assert sum(len(worker.asked) for worker in workers) == 3
+
+
+async def test_a_crash_of_a_worker_is_nothing_to_its_other_requests() -> None:
+    """More of them than the retry budget holds: a crash costs one retry, and all go on elsewhere."""
+    async with (
+        FakeWorker(fake_worker.hang) as dying,
+        FakeWorker() as good,
+        running_router([dying, good], prefill_tokens=10**9, health_interval_s=600) as router,
+    ):
+        asking = [asyncio.create_task(router.post(anew(QUESTION))) for _ in range(100)]
+        await until(lambda: len(dying.asked) > 2 * RESERVE)
+        await dying.die()
+        assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
+
+
+async def test_requests_that_kill_workers_cannot_exceed_the_budget() -> None:
+    """Each of them is another, so none is recognized; without a retry left each kills one worker only."""
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(FakeWorker(fake_worker.crash)) for _ in range(10)]
+        routing = running_router(workers, retry_ratio=0, health_interval_s=600)
+        router = await stack.enter_async_context(routing)
+        for _ in range(3):
+            answer = await router.post(anew(QUESTION))
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "upstream_lost")
+        assert 1 <= sum(len(worker.asked) for worker in workers) <= 3
+
+
+async def test_a_batch_line_that_kills_its_worker_is_told_at_once() -> None:
+    """Its runner sends it again by rules of its own."""
+    async with (
+        FakeWorker(fake_worker.crash) as one,
+        FakeWorker(fake_worker.crash) as two,
+        running_router([one, two]) as router,
+    ):
+        patient = {"x-baton-class": PATIENT_CLASS}
+        answer = await router.client.post(CHAT, json=anew(QUESTION), headers=patient)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "upstream_lost")
+        assert len(one.asked) + len(two.asked) == 1
