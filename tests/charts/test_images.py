@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import tomllib
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
+import pytest
 import yaml
 
 from baton_operator.manifests.pods import USER
@@ -14,6 +17,28 @@ from tests.charts.helm import CHART, ROOT
 DOCKERFILE = (ROOT / "images" / "Dockerfile").read_text().replace("\\\n", " ")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 IGNORED = (ROOT / ".dockerignore").read_text().splitlines()
+
+DOCKER = """#!/bin/sh
+case "$1" in
+  --version) echo "Docker version {version}, build 0" ;;
+  buildx) exit {without_buildx} ;;
+  info) exit 0 ;;
+  *) echo "$0" ;;
+esac
+"""
+"""A client whose daemon answers; everything but `--version`, `buildx` and `info` prints its own path."""
+
+APT = """#!/bin/sh
+[ "$1" = install ] || exit 0
+for package in "$@"; do
+  echo "$package" >>"{home}/installed"
+  for program in "{home}/$package"/*; do [ ! -f "$program" ] || cp "$program" "{home}/debian/"; done
+done
+"""
+"""An apt-get whose packages are the folders of `home`, and which installs into its folder `debian`."""
+
+BOOKWORM, NEWER, WITH_BUILDX = ("20.10.24+dfsg1", 1), ("28.2.2", 1), ("28.2.2", 0)
+"""Clients: their version, and the exit status of `docker buildx`."""
 
 
 def test_there_is_a_target_for_each_image_of_the_chart() -> None:
@@ -47,3 +72,69 @@ def test_all_that_the_package_is_built_from_is_let_in() -> None:
 def test_they_run_as_who_pods_run_as() -> None:
     assert f"USER {USER}:{USER}" in DOCKERFILE.splitlines()
     assert DOCKERFILE.count("USER ") == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "packages", "chosen", "installed"),
+    [
+        pytest.param(NEWER, {"docker.io": BOOKWORM}, "debian", ["docker.io"], id="a client without buildx"),
+        pytest.param(None, {"docker.io": BOOKWORM}, "debian", ["docker.io"], id="no client"),
+        pytest.param(WITH_BUILDX, {}, "first", [], id="a client with buildx"),
+        pytest.param(BOOKWORM, {}, "first", [], id="a client that needs no buildx"),
+        pytest.param(
+            NEWER,
+            {"docker.io": None, "docker-cli": WITH_BUILDX},
+            "debian",
+            ["docker.io", "docker-cli", "docker-buildx"],
+            id="a release that packages the client by itself",
+        ),
+    ],
+)
+def test_images_client_chosen_after_installing(
+    tmp_path: Path,
+    first: tuple[str, int] | None,
+    packages: dict[str, tuple[str, int] | None],
+    chosen: str,
+    installed: list[str],
+) -> None:
+    """The first run on a machine uses the client that it has just installed, and installs only if it must."""
+    answer = _images_docker(tmp_path, first, packages)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.strip() == str(tmp_path / chosen / "docker")
+    seen = tmp_path / "installed"
+    words = seen.read_text().split() if seen.exists() else []
+    assert [word for word in words if word.startswith("docker")] == installed
+
+
+def test_images_without_buildkit_says_what_to_install(tmp_path: Path) -> None:
+    answer = _images_docker(tmp_path, NEWER, {"docker.io": NEWER})
+    assert answer.returncode == 1
+    assert "install its plug-in buildx" in answer.stderr
+
+
+def _images_docker(
+    home: Path, first: tuple[str, int] | None, packages: dict[str, tuple[str, int] | None]
+) -> subprocess.CompletedProcess[str]:
+    """`e2e/images docker` where PATH has `first`, and apt-get has `packages`."""
+    for name in ("first", "debian"):
+        (home / name).mkdir()
+    _program(home / "first" / "apt-get", APT.format(home=home))
+    for place, client in {"first": first, **packages}.items():
+        (home / place).mkdir(exist_ok=True)
+        if client is not None:
+            version, without_buildx = client
+            _program(home / place / "docker", DOCKER.format(version=version, without_buildx=without_buildx))
+    tools = home / "tools"
+    tools.mkdir()
+    for name in ("bash", "sh", "dirname", "cp"):
+        found = shutil.which(name)
+        assert found
+        (tools / name).symlink_to(found)
+    environment = {"PATH": f"{home / 'first'}:{home / 'debian'}:{tools}", "HOME": str(home)}
+    command = [str(tools / "bash"), str(ROOT / "e2e" / "images"), "docker", "where"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def _program(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
