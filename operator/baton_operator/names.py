@@ -23,6 +23,9 @@ ROUTER_PORT = 8080
 ROUTER = "router"
 """The role of routers, in labels."""
 
+OPERATOR = "operator"
+"""The role of the operator's pods, in labels that the chart sets under every name of a release."""
+
 
 def worker(service: str, role: Role, revision: str) -> str:
     """The workers of one role and generation: their Deployment, and their headless Service."""

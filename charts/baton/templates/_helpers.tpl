@@ -36,6 +36,16 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 
+{{/* The port of an HTTP URL. */}}
+{{- define "baton.urlPort" -}}
+{{- $url := urlParse . -}}
+{{- if regexMatch ":[0-9]+$" $url.host -}}
+{{ regexFind "[0-9]+$" $url.host }}
+{{- else -}}
+{{ ternary 443 80 (eq $url.scheme "https") }}
+{{- end -}}
+{{- end -}}
+
 {{/* Reference of the image that is called .image in the values. */}}
 {{- define "baton.image" -}}
 {{- $image := index .root.Values.images .image -}}

@@ -27,8 +27,9 @@ class Prometheus(Part):
     """Where the metrics are."""
 
     url: Annotated[str, Field(max_length=1024, pattern=r"^https?://")]
-    """Of the server, which wants no token: the operator reads no Secrets, and shows the one that it may have
-    been given to its own default server alone."""
+    """URL of a server that needs no token: the operator reads no Secrets, and sends its own token only to its
+    default server. Where NetworkPolicies are enforced, the port of the server's pods must be one of the
+    chart's `networkPolicy.prometheusPorts`. Default: the operator's server."""
 
 
 class ProfileSource(Part):

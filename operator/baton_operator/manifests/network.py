@@ -7,6 +7,9 @@ border is the fabric's partition.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
 from baton_api import batch_jobs, labels
 from baton_operator import names
 from baton_operator.generation import Generation
@@ -16,9 +19,12 @@ from baton_operator.manifests.workers import files
 
 OPERATORS: Manifest = {
     "namespaceSelector": {},
-    "podSelector": {"matchLabels": {"app.kubernetes.io/name": "baton-operator"}},
+    "podSelector": {"matchLabels": {labels.ROLE: names.OPERATOR}},
 }
-"""The operator's pods, as its chart names them: they ask routers what becomes of requests."""
+"""The operator's pods: they read routers' metrics."""
+
+TRACING_FLAG, TRACING_VARIABLE = "--tracing-endpoint", "BATON_TRACING_ENDPOINT"
+"""How `args` and `env` give workers the address of a tracing collector."""
 
 
 def _namespace(name: str) -> Manifest:
@@ -59,8 +65,8 @@ def workers(owner: Owner, generation: Generation, metrics_namespace: str = "") -
     Workers of one generation are reached by routers at their three ports, and by one another at all; by
     `metrics_namespace` where their metrics are.
 
-    Between workers the ports are UCX's to choose. Outwards they speak to one another, and to the world only
-    if they have to fetch their model themselves.
+    Between workers the ports are UCX's to choose. Outwards they reach one another, DNS, and the port of the
+    tracing collector that their `args` or `env` name; any address only if they fetch their model themselves.
     """
     revision = generation.revision
     of_generation = {labels.SERVICE: owner.name, labels.REVISION: revision}
@@ -80,8 +86,38 @@ def workers(owner: Owner, generation: Generation, metrics_namespace: str = "") -
             {"from": each_other},
             *probed,
         ],
-        "egress": [{}] if files(owner, generation).init_containers else [{"to": each_other}, DNS],
+        "egress": [{}]
+        if files(owner, generation).init_containers
+        else [{"to": each_other}, DNS, *_tracing(generation)],
     }
     name = f"{owner.name}-workers-{revision}"
     there = {**names.of_service(owner.name), labels.REVISION: revision}
     return made(owner, "networking.k8s.io/v1", "NetworkPolicy", name, {"spec": body}, there)
+
+
+def _tracing(generation: Generation) -> list[Manifest]:
+    """The ports of tracing collectors, at any address: a policy knows no host names."""
+    ports = sorted({port for url in _endpoints(generation) if (port := _port(url))})
+    return [{"ports": [{"protocol": "TCP", "port": port} for port in ports]}] if ports else []
+
+
+def _endpoints(generation: Generation) -> Iterable[str]:
+    blueprint = generation.blueprint
+    for role in blueprint.roles.values():
+        arguments = [*blueprint.engine.args, *role.args]
+        for argument, after in zip(arguments, [*arguments[1:], ""], strict=False):
+            flag, equals, value = argument.partition("=")
+            if flag == TRACING_FLAG:
+                yield value if equals else after
+        for variable in (*blueprint.engine.env, *blueprint.transfer.env, *role.env):
+            if variable.name == TRACING_VARIABLE and variable.value:
+                yield variable.value
+
+
+def _port(url: str) -> int | None:
+    """The port of an HTTP URL; None if it has none, or is no URL."""
+    try:
+        parts = urlsplit(url)
+        return parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    except ValueError:
+        return None
