@@ -123,6 +123,9 @@ class Queue:
         if ask.again or ask.tried:
             return
         self.demand["prompt"] += prompt_tokens(ask, plan)
+        # Without any prefill worker all prompts are local, and none of them because that is cheaper.
+        if plan is not None and plan.pair.prefill is None and plan.among.prefills:
+            self.demand["local"] += plan.uncached
         self.demand["answer"] += round(self._answer_tokens(ask))
 
     def _answer_tokens(self, ask: Ask) -> float:

@@ -37,7 +37,7 @@ class QueueFigures(Collector):
         yield from (depth, age, rejects)
         metric = metrics.ROUTER_DEMAND
         demand = CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
-        for kind in ("prompt", "answer"):
+        for kind in metric.foreseen:
             demand.add_metric([kind], self._queue.demand[kind])
         yield demand
         for one, value in (

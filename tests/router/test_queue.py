@@ -39,8 +39,8 @@ class Cluster:
         self.decodes = [self.worker(Role.DECODE, 8100 + number) for number in range(decodes)]
         self.prefills = [self.worker(Role.PREFILL, 8200 + number) for number in range(prefills)]
         self.workers = Workers(tuple(self.decodes), tuple(self.prefills))
-        self.dispatcher = Dispatcher(self.workers, random.Random(1), 0)
-        config = RouterSettings.model_validate({"prefill_tokens": 100_000, **settings})
+        config = RouterSettings.model_validate({"prefill_tokens": 100_000, "alone_tokens": 0, **settings})
+        self.dispatcher = Dispatcher(self.workers, random.Random(1), config.alone_tokens)
         self.queue = Queue(config, self.dispatcher, lambda: self.now)
         for one in self.workers.all:
             cost = self.dispatcher.knowledge.of(one).prefill_cost
@@ -441,3 +441,16 @@ async def test_what_is_asked_for_counts_once_and_also_when_it_is_refused() -> No
         assert before > LONG / 4
         await cluster.send("again", LONG, again=True)
         assert cluster.queue.demand["prompt"] == before
+        assert cluster.queue.demand["local"] == 0
+
+
+@pytest.mark.parametrize(("prefills", "local"), [(1, True), (0, False)])
+async def test_demand_of_a_short_chat_is_local_beside_prefill(prefills: int, local: bool) -> None:
+    """The decode worker computes it by itself; without prefill workers there is nothing to tell apart."""
+    async with cluster_of(1, prefills, alone_tokens=256) as cluster:
+        await cluster.send("short", SHORT)
+        demand = cluster.queue.demand
+        assert demand["prompt"] > 0
+        assert demand["local"] == (demand["prompt"] if local else 0)
+        await cluster.send("long", LONG)
+        assert demand["local"] < demand["prompt"] - LONG / 8

@@ -195,8 +195,9 @@ ROUTER_DEMAND = Metric(
     "counter",
     "tokens",
     "What requests asked for when they came, those too that were refused: prompt tokens that are not "
-    "expected to be cached, and tokens that their answers are expected to have.",
-    (Label("kind", ("prompt", "answer")),),
+    "expected to be cached; local, those of them that a decode worker computes by itself although there are "
+    "prefill workers; and tokens that their answers are expected to have.",
+    (Label("kind", ("prompt", "local", "answer")),),
 )
 ROUTER_REJECTS = Metric(
     "baton_router_admission_rejects_total",

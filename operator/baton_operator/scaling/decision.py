@@ -40,8 +40,14 @@ DRAIN_S = 300.0
 SETTLED_S = 60.0
 """After a worker became ready, before what one sees is what it does: one dose at a time."""
 
-PENDING_S = 180.0
-"""Without a place in the cluster for a worker, after which more are not asked for."""
+PENDING_S = 900.0
+"""
+A pod that stays unschedulable for longer stops further growth. A node autoscaler needs several minutes for a
+node with accelerators; the Kubernetes cluster autoscaler itself gives up on a node after 15 minutes.
+"""
+
+MOST_DOSE = 2.0
+"""Times the ready workers that overload alone may ask for, where the need is unknown."""
 
 Decided = tuple[Decision, Memory]
 
@@ -160,14 +166,19 @@ def _overload(
     policy: Policy, memory: Memory, seen: Observation, full: Reading, need: float | None, now: float
 ) -> tuple[int, str, str]:
     """What too full workers or too long waits ask for; 0 if nothing does."""
-    starting = seen.ready < seen.replicas or now - memory.ready_since < SETTLED_S
-    if not seen.replicas or (starting and need is not None):
+    starting = seen.ready < seen.replicas
+    if not seen.replicas or now - memory.ready_since < SETTLED_S or (starting and need is not None):
         return 0, "", ""
     if full.above(HIGH):
         assert full.value is not None
-        # Where the need is known this only mends what it is wrong by.
-        more = 1 if need is not None else math.ceil(seen.replicas * min(full.value / HIGH - 1, 1.0))
-        return seen.replicas + max(1, more), "Saturated", f"The workers are {full.value:.0%} full."
+        message = f"The workers are {full.value:.0%} full{f' ({seen.tightest})' if seen.tightest else ''}."
+        if need is not None:  # which this only corrects
+            return seen.replicas + 1, "Saturated", message
+        # Starting workers count: the ready ones say how many are needed in all.
+        wished = math.ceil(seen.ready * min(full.value / HIGH, MOST_DOSE))
+        return (wished if starting else max(wished, seen.replicas + 1)), "Saturated", message
+    if starting:
+        return 0, "", ""
     # Where nothing waits, long prompts are slow by themselves, or those who waited have been served since:
     # another worker would make none of them faster.
     least = HIGH if policy.queue_s is not None else AT_WORK
@@ -193,7 +204,7 @@ def _in_the_way(policy: Policy, seen: Observation, full: Reading, there: int) ->
         if not one.known and not seen.requests.zero:
             return f"the latency is unknown ({one.why})"
     if seen.silent:
-        return f"nothing is heard of {seen.silent}"
+        return f"{seen.silent} workers or routers report no metrics"
     if there == 1:
         return ""
     more = there / (there - 1)
@@ -212,7 +223,7 @@ def _idle(policy: Policy, memory: Memory, seen: Observation, now: float) -> bool
 
 
 def _idle_since(memory: Memory, seen: Observation, now: float) -> float | None:
-    nothing = all(one.zero for one in (seen.demand, seen.backlog, seen.requests, seen.held))
+    nothing = all(one.zero for one in (seen.demand, seen.backlog, seen.requests, seen.held, seen.queued))
     if not nothing or seen.silent:
         return None
     return now if memory.idle_since is None else memory.idle_since
@@ -288,6 +299,12 @@ def _shrinkage(
     lasting = memory.windows.lasting_fall(now, window)
     if lasting is None or lasting >= there:
         return Decision(there, there, "Stabilizing", f"{message} That has to last for {window} s.")
+    # Checked at the moment of the change and not over the window, in which some request always queues.
+    if not seen.queued.zero:
+        what = (
+            seen.queued.why if seen.queued.value is None else f"{seen.queued.value:.0f} requests are queued"
+        )
+        return Decision(there, there, "Queued", f"No worker goes: {what}.")
     room = policy.down.max_step - _moved(memory.shrunk, now, policy.down.period_seconds)
     wished = max(lasting, policy.least, there - max(0, room))
     if wished >= there:

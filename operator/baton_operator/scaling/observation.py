@@ -53,11 +53,18 @@ class Observation:
     first_token: Reading = ZERO
     """Likewise, where `Policy.first_token_s` has an objective for it."""
     utilisation: Reading
-    """Of the fullest worker, 0 to 1. Unused where `Policy.queue_s` tells it from the backlog."""
+    """
+    Of the fullest worker, 0 to 1 and more with what is queued: the larger of its share of KV blocks and of
+    batch slots. Unused where `Policy.queue_s` tells it from the backlog.
+    """
+    tightest: str = ""
+    """Which of the two it is."""
     rate: Reading
     """Tokens a second that a busy worker was seen to do: a sample of the capacity."""
     requests: Reading = ZERO
     """Of the service, that came, run or wait: what has to be nothing before a role goes to zero."""
+    queued: Reading = ZERO
+    """Requests of the service that are queued in routers or workers: no role shrinks while there are any."""
     held: Reading = ZERO
     """Requests that wait in routers because there is no worker."""
     silent: int = 0

@@ -48,18 +48,18 @@ class Question:
         made = {
             "routers": f"count({self._up('router')} == 1)",
             "age": f'time() - max(timestamp(up{{{self._of}, role="router"}}))',
-            "demand_prompt": self._rate(metrics.ROUTER_DEMAND, 'kind="prompt"'),
-            "demand_answer": self._rate(metrics.ROUTER_DEMAND, 'kind="answer"'),
-            "demand_prompt_lately": self._rate(metrics.ROUTER_DEMAND, 'kind="prompt"', self.lately_s),
-            "demand_answer_lately": self._rate(metrics.ROUTER_DEMAND, 'kind="answer"', self.lately_s),
             "queued_prompt": f"sum({self._series(metrics.ROUTER_QUEUED_TOKENS)})",
             "in_flight": f"sum({self._series(metrics.ROUTER_IN_FLIGHT)})",
             "waiting": f"sum({self._series(metrics.ROUTER_QUEUE_DEPTH)})",
             "held": f"sum({self._series(metrics.ROUTER_HELD)})",
             "first_token": self._quantile(metrics.ROUTER_FIRST_BYTE),
         }
-        for role in ("prefill", "decode"):
-            made |= {f"{role}_{name}": text for name, text in self._of_workers(role).items()}
+        for kind in ("prompt", "local", "answer"):
+            made[f"demand_{kind}"] = self._rate(metrics.ROUTER_DEMAND, f'kind="{kind}"')
+            made[f"demand_{kind}_lately"] = self._rate(metrics.ROUTER_DEMAND, f'kind="{kind}"', self.lately_s)
+        of_roles = {"prefill": self._of_prefill(), "decode": self._of_decode()}
+        for role, texts in of_roles.items():
+            made |= {f"{role}_{name}": text for name, text in texts.items()}
         return made
 
     @property
@@ -82,24 +82,41 @@ class Question:
     def _of(self) -> str:
         return f'namespace="{self.namespace}", service="{self.service}"'
 
-    def _of_workers(self, role: str) -> Mapping[str, str]:
-        # Without prefill workers the others are called both.
-        which = 'role=~"decode|both"' if role == "decode" else f'role="{role}"'
+    def _of_prefill(self) -> Mapping[str, str]:
+        which = 'role="prefill"'
         step = f"rate({self._series(metrics.WORKER_STEP, which, '_sum')}[{self.window_s}s])"
         computed = self._series(metrics.WORKER_PROMPT_TOKENS, f'{which}, source="computed"')
         speed = f"sum without (source) (rate({computed}[{self.window_s}s])) / ({step} > {BUSY})"
-        generated = self._rate(metrics.WORKER_GENERATION_TOKENS, which)
-        ended = f"sum(rate({self._series(metrics.WORKER_REQUESTS, which)}[{self.window_s}s]))"
-        usage = self._series(metrics.WORKER_KV_USAGE, which)
         return {
-            "workers": f"count({self._up(role)} == 1)",
+            "workers": f"count({self._up('prefill')} == 1)",
             "queued_tokens": f"sum({self._series(metrics.WORKER_QUEUED_TOKENS, which)})",
             "queued": f"sum({self._series(metrics.WORKER_QUEUED, which)})",
             "speed": f"quantile(0.8, {speed})",
+        }
+
+    def _of_decode(self) -> Mapping[str, str]:
+        # Without prefill workers the others are called both.
+        which = 'role=~"decode|both"'
+        generated = self._rate(metrics.WORKER_GENERATION_TOKENS, which)
+        ended = f"sum(rate({self._series(metrics.WORKER_REQUESTS, which)}[{self.window_s}s]))"
+        usage = self._series(metrics.WORKER_KV_USAGE, which)
+        running = self._series(metrics.WORKER_RUNNING, which)
+        fetching = self._series(metrics.WORKER_FETCHING, which)
+        queued = self._series(metrics.WORKER_QUEUED, which)
+        slots = self._series(metrics.WORKER_RUNNING_LIMIT, which)
+        return {
+            "workers": f"count({self._up('decode')} == 1)",
+            "queued": f"sum({queued})",
             "generated": generated,
             "answer": f"{generated} / ({ended} > 0)",
             "fullest": f"max({usage})",
+            "fullest_slots": f"max(({running} + {fetching} + {queued}) / ({slots} > 0))",
             "usage": f"avg({usage})",
+            "running": f"sum({running} + {fetching})",
+            "slots": f"sum({slots})",
+            # Over the time of the rate that they explain.
+            "mean_usage": f"avg(avg_over_time({usage}[{self.window_s}s]))",
+            "mean_running": f"sum(avg_over_time({running}[{self.window_s}s]))",
             "token": self._quantile(metrics.WORKER_TOKEN, which),
         }
 

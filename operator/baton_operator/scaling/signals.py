@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypedDict
 
 from baton_operator.rollout import RoleName
 from baton_operator.scaling.decision import HIGH
@@ -26,6 +27,9 @@ STEEP = 1.25
 
 STEP = 1.5
 """Times the demand of the whole window that the end of it must have to be taken for what comes."""
+
+FULL = 0.9
+"""Of the decode workers' KV blocks or batch slots together, above which routers queue requests for them."""
 
 HALF = 0.5
 """Of its room, below which what a worker does says nothing of what it could."""
@@ -62,6 +66,18 @@ class Pods:
     rolling: bool = False
 
 
+class _OfRole(TypedDict):
+    """What is measured of one role apart from its pods, by the names of `Observation`."""
+
+    demand: Reading
+    backlog: Reading
+    latency: Reading
+    first_token: Reading
+    utilisation: Reading
+    tightest: str
+    rate: Reading
+
+
 def observed(
     name: RoleName, figures: Figures, pods: Pods, objective_s: float, held: Reading | None = None
 ) -> Observation:
@@ -75,20 +91,13 @@ def observed(
     if held is not None and (held.above(seen_held.value or 0.0) or not seen_held.known):
         seen_held = held
     silent_routers = max(0, pods.routers - int(figures.read("routers").value or 0))
-    if name == "prefill":
-        demand, backlog, latency, used, rate = _prefill(figures, pods)
-    else:
-        demand, backlog, latency, used, rate = _decode(figures, pods, objective_s)
+    role = _prefill(figures, pods) if name == "prefill" else _decode(figures, pods, objective_s)
     return Observation(
         replicas=pods.replicas,
         ready=pods.ready,
-        demand=demand,
-        backlog=backlog,
-        latency=latency,
-        first_token=figures.read("first_token") if name == "decode" else unknown("its latency says it"),
-        utilisation=used,
-        rate=rate,
+        **role,
         requests=requests,
+        queued=_queued(name, figures, pods),
         held=seen_held,
         silent=max(0, pods.ready - int(figures.read(f"{name}_workers").value or 0)) + silent_routers,
         pending_s=pods.pending_s,
@@ -96,36 +105,89 @@ def observed(
     )
 
 
-def _prefill(figures: Figures, pods: Pods) -> tuple[Reading, Reading, Reading, Reading, Reading]:
-    in_workers = figures.read("prefill_queued_tokens") if pods.ready else ZERO
-    backlog = _sum(figures.read("queued_prompt"), in_workers)
-    used = unknown("what waits says it")
-    return (
-        _demand(figures, "demand_prompt"), backlog, figures.read("first_token"), used,
-        figures.read("prefill_speed"),
-    )  # fmt: skip
+def _prefill(figures: Figures, pods: Pods) -> _OfRole:
+    backlog = figures.read("prefill_queued_tokens") if pods.ready else ZERO
+    # What routers queue for a decode worker no prefill worker would make shorter.
+    if not _decode_full(figures):
+        backlog = _sum(figures.read("queued_prompt"), backlog)
+    return _OfRole(
+        demand=_demand(figures, "prompt", without="local"),
+        backlog=backlog,
+        latency=figures.read("first_token"),
+        first_token=unknown("its latency says it"),
+        utilisation=unknown("what waits says it"),
+        tightest="queued prompts",
+        rate=figures.read("prefill_speed"),
+    )
 
 
-def _decode(
-    figures: Figures, pods: Pods, objective_s: float
-) -> tuple[Reading, Reading, Reading, Reading, Reading]:
+def _decode(figures: Figures, pods: Pods, objective_s: float) -> _OfRole:
     queued = figures.read("decode_queued") if pods.ready else ZERO
-    answer = figures.read("decode_answer")
+    blocks = figures.read("decode_fullest") if pods.ready else ZERO
+    slots = figures.read("decode_fullest_slots") if pods.ready else ZERO
+    if _decode_full(figures):
+        waiting, all_slots = figures.read("waiting"), figures.read("decode_slots")
+        queued = _sum(queued, waiting)
+        if slots.value is not None and waiting.value is not None and all_slots.value:
+            slots = Reading.of(slots.value + waiting.value / all_slots.value)
+    running = figures.read("decode_running")
+    if blocks.value and queued.value and running.value:
+        # What is queued will take as many blocks each as what runs.
+        blocks = Reading.of(blocks.value * (1 + queued.value / running.value))
     backlog = queued
     if queued.value:
-        tokens = answer.value if answer.value is not None else ANSWER_TOKENS
-        backlog = Reading.of(queued.value * tokens)
+        answer = figures.read("decode_answer")
+        backlog = Reading.of(queued.value * (ANSWER_TOKENS if answer.value is None else answer.value))
     latency = figures.read("decode_token")
-    used = figures.read("decode_fullest") if pods.ready else ZERO
-    demand, generated = _demand(figures, "demand_answer"), figures.read("decode_generated")
+    demand, generated = _demand(figures, "answer"), figures.read("decode_generated")
     if demand.known and generated.above(demand.value or 0.0):
         demand = generated  # answers are longer than was expected of them
-    return demand, backlog, latency, used, _decode_rate(figures, latency, objective_s)
+    return _OfRole(
+        demand=demand,
+        backlog=backlog,
+        latency=latency,
+        first_token=figures.read("first_token"),
+        utilisation=_fuller(blocks, slots),
+        tightest="batch slots" if slots.above(blocks.value or 0.0) else "KV blocks",
+        rate=_decode_rate(figures, latency, objective_s),
+    )
 
 
-def _demand(figures: Figures, name: str) -> Reading:
+def _fuller(*parts: Reading) -> Reading:
+    """The larger one. If one is unknown, a known one counts only if it alone asks for more workers."""
+    known = max((one for one in parts if one.known), key=lambda one: one.value or 0.0, default=None)
+    missing = next((one for one in parts if not one.known), None)
+    return missing if missing and not (known and known.above(HIGH)) else known or parts[0]
+
+
+def _decode_full(figures: Figures) -> bool:
+    """Whether the decode workers have no KV blocks, or no batch slots, for what routers queue."""
+    return figures.read("decode_usage").above(FULL) or _slots_used(figures).above(FULL)
+
+
+def _slots_used(figures: Figures, name: str = "decode_running") -> Reading:
+    """Share of the decode workers' batch slots that are taken."""
+    running, slots = figures.read(name), figures.read("decode_slots")
+    if running.value is None or not slots.value:
+        return unknown("the decode workers do not report their batch slots")
+    return Reading.of(running.value / slots.value)
+
+
+def _queued(name: RoleName, figures: Figures, pods: Pods) -> Reading:
+    """Requests that wait in routers, and in workers of either role as far as there are any."""
+    parts = [figures.read("waiting")]
+    for role in ("prefill", "decode"):
+        if pods.ready if role == name else figures.read(f"{role}_workers").value:
+            parts.append(figures.read(f"{role}_queued"))
+    return _sum(*parts)
+
+
+def _demand(figures: Figures, kind: str, without: str = "") -> Reading:
     """As it was over the window, or lately, if that is so much more that it is hardly chance."""
-    demand, lately = figures.read(name), figures.read(f"{name}_lately")
+    demand, lately = (
+        _less(figures.read(f"demand_{kind}{when}"), figures.read(f"demand_{without}{when}"))
+        for when in ("", "_lately")
+    )
     return lately if demand.value is not None and lately.above(STEP * demand.value) else demand
 
 
@@ -136,13 +198,18 @@ def _decode_rate(figures: Figures, latency: Reading, objective_s: float) -> Read
     One that is nearly idle says nothing of that.
     """
     generated, workers = figures.read("decode_generated"), figures.read("decode_workers")
-    usage = figures.read("decode_usage")
-    if not (generated.value and workers.value and usage.known):
+    usage, slots = figures.read("decode_mean_usage"), _slots_used(figures, "decode_mean_running")
+    if not (generated.value and workers.value and usage.known and slots.known):
         return unknown("no decode worker was busy")
-    full = max(usage.value or 0.0, HIGH * (latency.value or 0.0) / objective_s)
+    full = max(usage.value or 0.0, min(1.0, slots.value or 0.0), HIGH * (latency.value or 0.0) / objective_s)
     if full < HALF:
         return unknown("no decode worker was half full")
     return Reading.of(generated.value / workers.value * min(STEEP, HIGH / full))
+
+
+def _less(whole: Reading, part: Reading) -> Reading:
+    """Without a part that is only reported where there is some."""
+    return whole if whole.value is None else Reading.of(max(0.0, whole.value - (part.value or 0.0)))
 
 
 def _sum(*parts: Reading) -> Reading:

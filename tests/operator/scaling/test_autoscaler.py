@@ -37,7 +37,8 @@ SPEC: dict[str, Any] = {
 NOTHING = {
     "age": 1.0, "demand_prompt": 0.0, "demand_answer": 0.0, "queued_prompt": 0.0, "in_flight": 0.0,
     "waiting": 0.0, "held": 0.0,
-    "prefill_queued_tokens": 0.0, "decode_queued_tokens": 0.0, "decode_queued": 0.0, "decode_fullest": 0.0,
+    "prefill_queued_tokens": 0.0, "prefill_queued": 0.0, "decode_queued": 0.0, "decode_fullest": 0.0,
+    "decode_fullest_slots": 0.0, "decode_slots": 64.0, "decode_running": 0.0,
 }  # fmt: skip
 
 

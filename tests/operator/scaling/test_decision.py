@@ -10,7 +10,7 @@ import pytest
 
 from baton_operator.kinds.service_policies import MetricsLoss
 from baton_operator.kinds.worker_role import ScaleUp
-from baton_operator.scaling.decision import decide
+from baton_operator.scaling.decision import MOST_DOSE, decide
 from baton_operator.scaling.observation import Decision, Memory, Observation, Policy
 from baton_operator.scaling.reading import ZERO, Reading, unknown
 
@@ -135,11 +135,24 @@ CASES: dict[str, tuple[Policy, Observation, int, str]] = {
         "Demand",
     ),
     "the cluster has no place": (
-        PREFILL, observation(demand=Reading.of(5000.0), pending_s=200.0), 4, "CapacityExhausted",
+        PREFILL, observation(demand=Reading.of(5000.0), pending_s=1000.0), 4, "CapacityExhausted",
     ),
+    "a node is on its way": (PREFILL, observation(demand=Reading.of(5000.0), pending_s=600.0), 6, "Demand"),
     "nobody asks, and it may not go to zero": (PREFILL, observation(1, **NOTHING), 1, "Steady"),
     "nobody asks": (TO_ZERO, observation(1, **NOTHING), 0, "Idle"),
     "nobody seems to ask": (TO_ZERO, observation(1, **{**NOTHING, "requests": LOST}), 1, "Steady"),
+    "nobody asks, and one worker reports nothing": (
+        TO_ZERO, observation(2, **NOTHING, silent=1), 2, "Steady",
+    ),
+    "nobody asks, and something is queued": (
+        TO_ZERO, observation(1, **NOTHING, queued=Reading.of(1.0)), 1, "Steady",
+    ),
+    "one worker less would do, and something is queued": (
+        PREFILL, observation(demand=Reading.of(2000.0), queued=Reading.of(1.0)), 4, "Queued",
+    ),
+    "one worker less would do, and the queue is not known": (
+        PREFILL, observation(demand=Reading.of(2000.0), queued=LOST), 4, "Queued",
+    ),
     "somebody is still served": (
         TO_ZERO, observation(1, **{**NOTHING, "requests": Reading.of(1.0)}), 1, "Steady",
     ),
@@ -265,8 +278,9 @@ def any_observation(rng: random.Random, replicas: int) -> Observation:
         rate=any_reading(rng, 2000),
         requests=any_reading(rng, 50),
         held=any_reading(rng, 5),
+        queued=any_reading(rng, 20),
         silent=rng.choice((0, 0, 0, 1)),
-        pending_s=rng.choice((0.0, 0.0, 300.0)),
+        pending_s=rng.choice((0.0, 0.0, 1200.0)),
         rolling=rng.random() < 0.1,
     )
 
@@ -290,9 +304,25 @@ def test_it_stays_within_its_bounds_and_unknown_lowers_nothing(seed: int) -> Non
         needed = (seen.demand, seen.backlog)
         if seen.replicas > decision.replicas:
             assert all(one.known for one in needed), decision
+            assert seen.queued.zero and not seen.silent, decision
         assert decision.replicas - replicas <= policy.up.max_step or seen.replicas == 0
         assert replicas - decision.replicas <= 1 or decision.reason == "Idle"
         replicas = decision.replicas
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_growth_need_unknown_counts_starting_workers(seed: int) -> None:
+    """However full the ready workers are, those that start for ten minutes are not asked for again."""
+    rng = random.Random(seed)
+    ready = rng.randint(1, 6)
+    known, replicas = Memory.new(NOW - 10_000), ready
+    for tick in range(40):
+        full = {"utilisation": Reading.of(rng.uniform(0.5, 4)), "latency": Reading.of(rng.uniform(0, 0.3))}
+        seen = observation(replicas, ready=ready, demand=LOST, rate=LOST, **full)
+        decision, known = decide(replace(DECODE, most=100), known, seen, NOW + 15 * tick)
+        assert replicas <= decision.replicas <= max(ready + 1, MOST_DOSE * ready)
+        replicas = decision.replicas
+    assert replicas > ready
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -157,7 +157,10 @@ async def test_an_hpa_follows_the_operators_advice_and_the_deployment_follows_it
         }
         await cluster.put(spec, "chat")
         await service.settle()
-        full = {"demand_answer": 900.0, "decode_generated": 300.0, "decode_usage": 0.8, "decode_fullest": 0.8}
+        full = {
+            "demand_answer": 900.0, "decode_generated": 300.0, "decode_usage": 0.8, "decode_mean_usage": 0.8,
+            "decode_mean_running": 20.0, "decode_fullest": 0.8,
+        }  # fmt: skip
         service.see(1, 1, in_flight=20.0, decode_token=0.01, **full)
         await service.look()
         assert service.gauge(metrics.AUTOSCALER_DESIRED.name, "decode") == [4]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -124,7 +125,8 @@ SEEN = {
     "in_flight": 4.0, "waiting": 0.0, "held": 0.0, "first_token": 0.5, "prefill_workers": 3.0,
     "prefill_queued_tokens": 50.0, "prefill_speed": 1000.0, "decode_workers": 2.0, "decode_queued": 1.0,
     "decode_generated": 480.0, "decode_answer": 100.0, "decode_fullest": 0.7, "decode_usage": 0.6,
-    "decode_token": 0.02,
+    "decode_mean_usage": 0.6, "decode_running": 20.0, "decode_mean_running": 20.0, "decode_slots": 128.0,
+    "decode_fullest_slots": 0.2, "decode_token": 0.02, "demand_local": 0.0, "prefill_queued": 0.0,
 }  # fmt: skip
 THERE = Pods(replicas=3, ready=3, routers=2)
 
@@ -133,7 +135,8 @@ def test_each_role_is_seen_by_its_own_figures() -> None:
     prefill = observed("prefill", Figures(SEEN), THERE, 2.0)
     assert (prefill.demand.value, prefill.backlog.value, prefill.latency.value) == (3000.0, 150.0, 0.5)
     decode = observed("decode", Figures(SEEN), Pods(replicas=2, ready=2, routers=2), 0.05)
-    assert (decode.demand.value, decode.backlog.value, decode.utilisation.value) == (500.0, 100.0, 0.7)
+    assert (decode.demand.value, decode.backlog.value) == (500.0, 100.0)
+    assert decode.utilisation.value == pytest.approx(0.7 * 21 / 20), "what is queued will want blocks too"
     assert decode.rate.value == pytest.approx(240 * 1.25), "what a worker would do if it were full enough"
     assert (prefill.silent, decode.silent) == (0, 0)
 
@@ -154,6 +157,84 @@ def test_a_step_is_taken_for_the_demand_as_soon_as_it_is_seen(
 ) -> None:
     seen = observed("prefill", Figures({**SEEN, **lately}), THERE, 2.0)
     assert seen.demand.value == demand
+
+
+def test_prompts_that_decode_computes_are_no_prefill_demand() -> None:
+    """Short chats never reach a prefill worker: the router reports them apart, an older router not at all."""
+    asked = {**SEEN, "demand_prompt": 3000.0, "demand_prompt_lately": 8000.0}
+    local = {"demand_local": 2900.0, "demand_local_lately": 7900.0}
+    assert observed("prefill", Figures({**asked, **local}), THERE, 2.0).demand.value == 100.0
+    unreported = {name: value for name, value in asked.items() if "local" not in name}
+    assert observed("prefill", Figures(unreported), THERE, 2.0).demand.value == 8000.0
+
+
+DECODES = Pods(replicas=2, ready=2, routers=2)
+SLOTS_FULL = {
+    "decode_fullest": 0.3, "decode_usage": 0.3, "decode_token": 0.015, "decode_running": 128.0,
+    "decode_fullest_slots": 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "utilisation", "tightest"),
+    [
+        ({"decode_fullest": 0.6, "decode_queued": 0.0}, 0.6, "KV blocks"),
+        ({"decode_fullest": 0.6, "decode_queued": 10.0}, 0.9, "KV blocks"),
+        ({"decode_fullest_slots": 0.8, "decode_fullest": 0.3, "decode_queued": 0.0}, 0.8, "batch slots"),
+        ({**SLOTS_FULL, "decode_fullest_slots": 1.9, "decode_queued": 120.0}, 1.9, "batch slots"),
+        ({**SLOTS_FULL, "waiting": 64.0, "decode_queued": 0.0}, 1.5, "batch slots"),
+        ({"decode_fullest_slots": None}, None, "KV blocks"),
+        ({"decode_fullest_slots": None, "decode_fullest": 0.95, "decode_queued": 0.0}, 0.95, "KV blocks"),
+    ],
+    ids=["KV", "KV and its queue", "slots", "slots and their queue", "slots and the router's queue",
+         "slots unknown", "slots unknown, KV full"],
+)  # fmt: skip
+def test_decode_fullness_is_the_larger_of_kv_and_slots(
+    changed: dict[str, float | None], utilisation: float | None, tightest: str
+) -> None:
+    figures = {name: value for name, value in {**SEEN, **changed}.items() if value is not None}
+    seen = observed("decode", Figures(figures), DECODES, 0.05)
+    assert seen.utilisation.value == (None if utilisation is None else pytest.approx(utilisation))
+    assert seen.tightest == tightest
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_decode_fullness_any_figures_never_below_kv_or_slots(seed: int) -> None:
+    rng = random.Random(seed)
+    changed = {
+        "decode_fullest": rng.random(), "decode_fullest_slots": rng.uniform(0, 3),
+        "decode_usage": rng.random(), "decode_running": rng.uniform(0, 128),
+        "decode_queued": rng.choice((0.0, 9.0)), "waiting": rng.choice((0.0, 50.0)),
+    }  # fmt: skip
+    seen = observed("decode", Figures({**SEEN, **changed}), DECODES, 0.05)
+    assert seen.utilisation.value is not None
+    assert seen.utilisation.value >= max(changed["decode_fullest"], changed["decode_fullest_slots"])
+    assert seen.queued.zero == (not changed["decode_queued"] and not changed["waiting"])
+
+
+def test_requests_that_routers_queue_for_decode_are_no_prefill_backlog() -> None:
+    queued = {**SEEN, "waiting": 120.0, "queued_prompt": 500_000.0}
+    assert observed("prefill", Figures(queued), THERE, 2.0).backlog.value == 500_050.0
+    assert observed("prefill", Figures({**queued, **SLOTS_FULL}), THERE, 2.0).backlog.value == 50.0
+    waiting = observed("decode", Figures({**queued, **SLOTS_FULL}), DECODES, 0.05)
+    assert waiting.backlog.value == 121 * 100.0, "but decode's: requests by tokens of an answer"
+
+
+@pytest.mark.parametrize(
+    ("changed", "sample"),
+    [
+        ({"decode_mean_running": 128.0}, 240 * 0.8),
+        ({"decode_mean_running": 128.0, "decode_slots": None}, None),
+        ({"decode_mean_usage": 0.2}, None),
+    ],
+    ids=["slots are full", "slots are unknown", "half empty"],
+)
+def test_decode_capacity_is_sampled_by_what_binds(
+    changed: dict[str, float | None], sample: float | None
+) -> None:
+    figures = {name: value for name, value in {**SEEN, **changed}.items() if value is not None}
+    rate = observed("decode", Figures(figures), DECODES, 0.05).rate.value
+    assert rate == (None if sample is None else pytest.approx(sample))
 
 
 @pytest.mark.parametrize(
@@ -181,8 +262,14 @@ def test_what_is_old_or_comes_from_nobody_is_unknown(changed: dict[str, Any]) ->
 
 
 def test_any_figure_that_is_missing_makes_no_role_smaller() -> None:
-    quiet = {**SEEN, "demand_prompt": 100.0, "queued_prompt": 0.0, "prefill_queued_tokens": 0.0}
-    needed = {"demand_prompt", "queued_prompt", "prefill_queued_tokens", "first_token", "prefill_workers"}
+    quiet = {
+        **SEEN, "demand_prompt": 100.0, "queued_prompt": 0.0, "prefill_queued_tokens": 0.0,
+        "decode_queued": 0.0,
+    }  # fmt: skip
+    needed = {
+        "demand_prompt", "queued_prompt", "prefill_queued_tokens", "first_token", "prefill_workers",
+        "waiting", "prefill_queued", "decode_queued",
+    }  # fmt: skip
     for missing in [None, *needed]:
         figures = {name: value for name, value in quiet.items() if name != missing}
         memory, replicas = Memory.new(0.0, 1000.0), 3
@@ -195,7 +282,7 @@ def test_any_figure_that_is_missing_makes_no_role_smaller() -> None:
 
 def test_one_question_has_every_figure_under_its_name() -> None:
     question = Question("models", "chat", 95)
-    assert len(question.figures) == 29
+    assert len(question.figures) == len(set(question.figures.values())), "no figure is asked for twice"
     for name in question.figures:
         assert f'"{FIGURE}", "{name}"' in question.text
     assert 'namespace="models", service="chat"' in question.figures["demand_prompt"]

@@ -13,6 +13,7 @@ from baton_operator.scaling.budget import Wish, granted
 from baton_operator.scaling.observation import Decision, Memory, Observation, Policy
 from baton_operator.scaling.reading import ZERO, Reading
 from baton_operator.scaling.service import Role, decide_all
+from baton_operator.scaling.signals import Figures, Pods, observed
 
 NOW = 50_000.0
 
@@ -66,6 +67,39 @@ def test_what_would_go_over_the_budget_waits() -> None:
     grown, _ = made["prefill"]
     assert (grown.replicas, grown.reason, grown.limited) == (2, "GpuBudget", "GpuBudget")
     assert made["decode"][0].replicas == 3, "a budget takes nothing away"
+
+
+KV_LOW = {
+    "routers": 1.0, "age": 5.0, "demand_prompt": 500.0, "demand_local": 0.0, "demand_answer": 300.0,
+    "first_token": 20.0, "held": 0.0, "prefill_workers": 2.0, "prefill_queued_tokens": 0.0,
+    "prefill_queued": 0.0, "prefill_speed": 1000.0, "decode_workers": 2.0, "decode_generated": 300.0,
+    "decode_answer": 200.0, "decode_fullest": 0.3, "decode_usage": 0.3, "decode_mean_usage": 0.3,
+    "decode_running": 128.0, "decode_mean_running": 128.0, "decode_slots": 128.0, "decode_token": 0.015,
+    "decode_fullest_slots": 1.0, "in_flight": 128.0,
+}  # fmt: skip
+IN_DECODE = {"decode_queued": 120.0, "decode_fullest_slots": 1.95, "waiting": 0.0, "queued_prompt": 0.0}
+IN_ROUTERS = {"decode_queued": 0.0, "waiting": 120.0, "queued_prompt": 500_000.0}
+
+
+@pytest.mark.parametrize("queued", [IN_DECODE, IN_ROUTERS], ids=["in decode", "in routers"])
+def test_decode_out_of_slots_grows_and_prefill_does_not(queued: dict[str, float]) -> None:
+    """KV is 30 % used and tokens come fast: only the batch slots say that decode is full."""
+    figures = Figures({**KV_LOW, **queued})
+    replicas: dict[RoleName, int] = {"prefill": 2, "decode": 2}
+    memories = {name: Memory.new(NOW - 9000) for name in replicas}
+    objectives: dict[RoleName, float] = {"prefill": 2.0, "decode": 0.05}
+    for tick in range(40):
+        roles: dict[RoleName, Role] = {}
+        for name, objective_s in objectives.items():
+            policy = Policy(
+                least=1, most=8, objective_s=objective_s, queue_s=objective_s if name == "prefill" else None
+            )
+            seen = observed(name, figures, Pods(replicas=replicas[name], ready=2, routers=1), objective_s)
+            roles[name] = Role(policy, memories[name], seen)
+        for name, (decision, memory) in decide_all(roles, all_of_them, NOW + 15 * tick).items():
+            replicas[name], memories[name] = decision.replicas, memory
+    assert replicas["prefill"] == 2
+    assert replicas["decode"] >= 4
 
 
 CASES: dict[str, tuple[list[Wish], int, dict[str, int]]] = {
