@@ -3,6 +3,7 @@ How well a day is followed: by Baton, by an HPA for the CPU, or by nobody, with 
 
     python -m benchmarks.scaling --policy baton hpa static
     python -m benchmarks.scaling --policy baton --imagined
+    python -m benchmarks.scaling --policy baton static --imagined --case slots
 
 Real are the router, Prometheus and a process for each worker (`worker`, which computes nothing and takes as
 long as if it did); the API server of its EndpointSlices behaves as one. Decisions are those of the operator's

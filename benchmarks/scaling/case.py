@@ -1,6 +1,9 @@
 """
 What is meant: the model that the workers stand for, what clients expect of it, and who the peak needs.
 
+A case is a load and what is special about its workers: `day` is played by processes too, the others only in
+virtual time, each for one way in which a scaler goes wrong.
+
 All times are those of the case; how much faster they pass here is the world's affair.
 """
 
@@ -8,10 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from baton_operator.rollout import RoleName
 from benchmarks.model_worker import Timing
-from benchmarks.scaling.day import PHASES, Phase
+from benchmarks.scaling.day import DARK, PHASES, Phase, steady
 
 TIMING = Timing(
     start_s=0.02, token_s=1 / 2000, move_s=0.01, step_s=0.03, stream_step_s=0.003, context_step_s=1e-7
@@ -22,6 +26,9 @@ BLOCK_TOKENS, BLOCKS = 512, 640
 
 STARTUP_S = 90.0
 """Of a worker: a large model out of a cache on the node."""
+
+SLOTS = 256
+"""Streams that a decode worker generates at a time. So many never come together."""
 
 NOTICE_S = 5.0
 """From the word that a worker ends to its SIGTERM."""
@@ -45,15 +52,74 @@ def prefill_share(phase: Phase) -> float:
     return TIMING.prefill_s(phase.prompt, phase.prompt)
 
 
-def decode_share(phase: Phase) -> float:
-    """Of one worker that is as full as the objective allows, likewise."""
+def decode_share(phase: Phase, slots: int) -> float:
+    """Of one worker that is as full as the objective and its slots allow, likewise."""
     context = phase.prompt * TIMING.context_step_s
-    streams = (ITL_S - TIMING.step_s) / (TIMING.stream_step_s + context)
-    return phase.answer * ITL_S / streams
+    streams = min(slots, (ITL_S - TIMING.step_s) / (TIMING.stream_step_s + context))
+    return phase.answer * (TIMING.step_s + streams * (TIMING.stream_step_s + context)) / streams
 
 
-def peak() -> Mapping[RoleName, int]:
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One load, and workers for it. Times are in seconds."""
+
+    phases: tuple[Phase, ...]
+    startup_s: float = STARTUP_S
+    node_s: float = 0.0
+    """Of the start, for which the pod waits for a node."""
+    slots: int = SLOTS
+    local_tokens: int = 0
+    """Of the longest prompt that a decode worker computes by itself."""
+    unseen: float = 0.0
+    """Minute until which routers do not report the demand."""
+    most: int = MOST
+    dark: tuple[float, float] = (math.inf, math.inf)
+    """Minutes between which there is no Prometheus."""
+
+    @property
+    def end(self) -> float:
+        """Minute of the last request."""
+        return self.phases[-1].until
+
+
+CASES: Mapping[str, Case] = {
+    "day": Case(PHASES, dark=DARK),
+    # 8 streams take 54 ms a token and 3 % of the KV blocks: neither says that there is no slot for a ninth.
+    "slots": Case(
+        (
+            steady("base", 20, 0.15, 1000, 600),
+            steady("slots are full", 80, 0.7, 1000, 600),
+            steady("base again", 120, 0.15, 1000, 600),
+        ),
+        slots=8,
+    ),
+    # A node with accelerators comes after eight of the ten minutes. Only workers report the burst.
+    "slow-starts": Case(
+        (
+            steady("burst on one worker", 60, 0.3, 8000, 1200),
+            steady("base", 100, 0.08, 8000, 600),
+            steady("step of long prompts", 160, 0.3, 16_000, 250),
+            steady("base again", 200, 0.08, 8000, 600),
+        ),
+        startup_s=600.0,
+        node_s=480.0,
+        unseen=60.0,
+        most=16,
+    ),
+    "short-chats": Case(
+        (
+            steady("base", 20, 0.08, 8000, 600),
+            steady("short chats", 60, 16.0, 250, 40),
+            steady("base again", 80, 0.08, 8000, 600),
+        ),
+        local_tokens=512,
+    ),
+}
+
+
+def peak(case: Case) -> Mapping[RoleName, int]:
     """Workers for the highest load that each role ever has."""
-    prefill = max(phase.most * prefill_share(phase) for phase in PHASES)
-    decode = max(phase.most * decode_share(phase) for phase in PHASES)
+    remote = [phase for phase in case.phases if phase.prompt > case.local_tokens]
+    prefill = max(phase.most * prefill_share(phase) for phase in remote)
+    decode = max(phase.most * decode_share(phase, case.slots) for phase in case.phases)
     return {"prefill": math.ceil(prefill / USED), "decode": math.ceil(decode / USED)}

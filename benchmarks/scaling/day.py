@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 MINUTE = 60.0
@@ -38,7 +38,7 @@ class Request:
     seed: int
 
 
-def _steady(name: str, until: float, rate: float, prompt: int, answer: int) -> Phase:
+def steady(name: str, until: float, rate: float, prompt: int, answer: int) -> Phase:
     return Phase(name, until, lambda minute: rate, rate, prompt, answer)
 
 
@@ -47,28 +47,27 @@ def _sine(minute: float) -> float:
 
 
 PHASES = (
-    _steady("base", 10, 0.08, 8000, 600),
-    _steady("step of long prompts", 35, 0.3, 16_000, 250),
-    _steady("base again", 55, 0.08, 8000, 600),
-    _steady("step of long answers", 80, 0.28, 1200, 2000),
+    steady("base", 10, 0.08, 8000, 600),
+    steady("step of long prompts", 35, 0.3, 16_000, 250),
+    steady("base again", 55, 0.08, 8000, 600),
+    steady("step of long answers", 80, 0.28, 1200, 2000),
     Phase("sine", 140, _sine, 0.35, 8000, 800),
-    _steady("nothing", 160, 0.0, 1, 1),
-    _steady("from zero", 180, 0.08, 8000, 600),
+    steady("nothing", 160, 0.0, 1, 1),
+    steady("from zero", 180, 0.08, 8000, 600),
 )
-END = PHASES[-1].until
 
 DARK = (34.0, 44.0)
 """Minutes between which there is no Prometheus: it goes while the load is high, and is away when it falls."""
 
 
-def requests(seed: int) -> Iterator[Request]:
+def requests(phases: Sequence[Phase], seed: int) -> Iterator[Request]:
     """The same ones for the same seed, in order."""
     rng = random.Random(seed)
-    densest = max(phase.most for phase in PHASES)
+    densest = max(phase.most for phase in phases)
     at = 0.0
     while True:
         at += rng.expovariate(densest)
-        phase = next((one for one in PHASES if at < one.until * MINUTE), None)
+        phase = next((one for one in phases if at < one.until * MINUTE), None)
         if phase is None:
             return
         # Of the densest load's requests those stay that this moment has.

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 
 from baton_operator.rollout import RoleName
-from benchmarks.scaling.case import MOST, ROLES
+from benchmarks.scaling.case import ROLES
 from benchmarks.scaling.world import Pod, Sight
 
 TARGET, TOLERANCE = 0.8, 0.1
@@ -24,7 +24,8 @@ STARTING_S, SETTLED_S = 300.0, 30.0
 class Hpa:
     """One for each role."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._recommended: dict[RoleName, list[tuple[float, int]]] = {name: [] for name in ROLES}
 
     def wanted(self, seen: Sight) -> dict[RoleName, int]:
@@ -41,7 +42,7 @@ class Hpa:
         self._recommended[name] = [*recent, (seen.now, wish)]
         if wish < there:
             wish = min(there, max(count for _, count in self._recommended[name]))
-        return max(1, min(MOST, wish, max(2 * there, there + 4)))
+        return max(1, min(self._most, wish, max(2 * there, there + 4)))
 
 
 def recommended(busy: Sequence[float], starting: int, there: int) -> int:

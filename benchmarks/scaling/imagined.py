@@ -2,8 +2,9 @@
 The same cluster without processes, in virtual time: three hours in a second, to see what a change would do.
 
 Workers are `model_worker`'s, as in the processes. The router is one line of requests before whichever prefill
-worker is free, and gives each to the decode worker with the fewest. Nothing is late or lost on the way, so
-that processes do a little worse.
+worker is free, and gives each to the decode worker with the fewest, which queues what it has no slot for.
+Where the case says so, decode workers compute short prompts by themselves. Nothing is late or lost on the
+way, so that processes do a little worse.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Any
 from baton_operator.rollout import RoleName
 from baton_operator.scaling.signals import Figures
 from benchmarks.model_worker import ModelWorker, Text
-from benchmarks.scaling.case import BLOCK_TOKENS, BLOCKS, NOTICE_S, ROLES, STARTUP_S, TIMING
-from benchmarks.scaling.day import Request
+from benchmarks.scaling.case import BLOCK_TOKENS, BLOCKS, NOTICE_S, ROLES, TIMING, Case
+from benchmarks.scaling.day import MINUTE, Request
 from benchmarks.scaling.imagined_figures import Counter, Counters
 from benchmarks.scaling.score import Answer, Ends
 from benchmarks.scaling.world import Life, Pod, Sight, replica_hours
@@ -37,10 +38,13 @@ class Imagined:
     name: str
     model: ModelWorker
     started_s: float
+    slots: asyncio.Semaphore
     ready_s: float | None = None
     ends: bool = False
     requests: int = 0
     """That it was given and has not done."""
+    queued: int = 0
+    """Of them, those that wait for a slot."""
     busy: Counter = field(default_factory=lambda: Counter(BUSY_S))
 
     @property
@@ -49,15 +53,16 @@ class Imagined:
         return min(1.0, self.model.context / (BLOCKS * BLOCK_TOKENS))
 
 
-Pair = tuple[Imagined, Imagined]
-"""Prefill and decode."""
+Pair = tuple[Imagined | None, Imagined]
+"""Prefill, unless decode computes the prompt by itself, and decode."""
 
 
 class ImaginedWorld:
     """A `World`. Belongs to the loop of virtual time that runs when it is made: `async with` it."""
 
-    def __init__(self) -> None:
+    def __init__(self, case: Case) -> None:
         self.ends = Ends()
+        self._case = case
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._workers: list[Imagined] = []
@@ -82,7 +87,7 @@ class ImaginedWorld:
         return replica_hours(self._lives.values(), self._now)
 
     async def ready(self) -> None:
-        await asyncio.sleep(STARTUP_S)
+        await asyncio.sleep(self._case.startup_s)
 
     def begin(self) -> None:
         self._began = self._loop.time()
@@ -97,17 +102,24 @@ class ImaginedWorld:
     async def ask(self, request: Request) -> Answer:
         phase, made = request.phase, Answer(request.phase.name)
         counters, came = self._counters, self._now
-        counters.asked(came, phase.prompt, phase.answer)
+        local = phase.prompt <= self._case.local_tokens
+        counters.asked(came, phase.prompt, phase.answer, local=local)
         given: asyncio.Future[Pair] = self._loop.create_future()
         self._line.append((request, given))
         self._give()
         prefill, decode = await given
         text = Text(phase.prompt, ())
-        done = await prefill.model.compute(text)
-        counters.computed.add(self._now, text.tokens)
-        counters.computing_s.add(self._now, done.compute_s)
-        self._done(prefill)
-        await asyncio.sleep(TIMING.move_s)
+        if prefill is None:
+            await decode.model.compute(text)
+        else:
+            done = await prefill.model.compute(text)
+            counters.computed.add(self._now, text.tokens)
+            counters.computing_s.add(self._now, done.compute_s)
+            self._done(prefill)
+            await asyncio.sleep(TIMING.move_s)
+        decode.queued += 1
+        await decode.slots.acquire()
+        decode.queued -= 1
         made.first = self._now - came
         counters.first.add(self._now, made.first)
 
@@ -116,6 +128,7 @@ class ImaginedWorld:
             counters.token.add(self._now, decode.model.step_s)
 
         await decode.model.generate(text, phase.answer, emit)
+        decode.slots.release()
         self._done(decode)
         counters.answered(self._now, phase.answer)
         made.token = (self._now - came - made.first) / (phase.answer - 1)
@@ -127,7 +140,8 @@ class ImaginedWorld:
         for _ in range(count - len(there)):
             self._made += 1
             model = ModelWorker(TIMING, BLOCKS, BLOCK_TOKENS, lambda changed: None)
-            worker = Imagined(role, f"{role}-{self._made}", model, self._now)
+            slots = asyncio.Semaphore(self._case.slots)
+            worker = Imagined(role, f"{role}-{self._made}", model, self._now, slots)
             self._workers.append(worker)
             self._lives[worker] = Life(self._now)
             self._do(self._start(worker))
@@ -150,6 +164,10 @@ class ImaginedWorld:
             in_flight=sum(one.requests for one in self._workers),
             prefill=len(prefills),
             usages=[one.usage for one in decodes],
+            streams=[one.model.streams for one in decodes],
+            queued=[one.queued for one in decodes],
+            slots=self._case.slots,
+            seen=self._now >= self._case.unseen * MINUTE,
         )
         busy = {one.name: one.busy.rate(self._now) for one in self._workers}
         return Sight(self._now, pods, figures, busy)
@@ -170,7 +188,7 @@ class ImaginedWorld:
         task.add_done_callback(self._tasks.discard)
 
     async def _start(self, worker: Imagined) -> None:
-        await asyncio.sleep(STARTUP_S)
+        await asyncio.sleep(self._case.startup_s)
         worker.ready_s = self._now
         self._give()
 
@@ -193,10 +211,14 @@ class ImaginedWorld:
         """Whoever has waited for longest goes first, to a prefill worker that computes nothing."""
         decodes = self._ready("decode")
         free = [one for one in self._ready("prefill") if not one.requests]
-        while self._line and free and decodes:
-            pair = free.pop(), min(decodes, key=lambda one: one.requests)
+        while self._line and decodes:
+            local = self._line[0][0].phase.prompt <= self._case.local_tokens
+            if not (local or free):
+                return
+            pair = None if local else free.pop(), min(decodes, key=lambda one: one.requests)
             for worker in pair:
-                worker.requests += 1
+                if worker is not None:
+                    worker.requests += 1
             self._line.popleft()[1].set_result(pair)
 
     def _done(self, worker: Imagined) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from collections.abc import Sequence
 
@@ -34,6 +35,10 @@ class Counter:
     def rate(self, now: float) -> float:
         return sum(self.values(now)) / self._window_s
 
+    def mean(self, now: float) -> float:
+        """Of values of which there was one lately."""
+        return statistics.fmean(self.values(now))
+
     def lately(self, now: float) -> float:
         """The rate over a shorter time, as the operator asks for it too."""
         return sum(value for at, value in self._events if at > now - LATELY_S) / LATELY_S
@@ -43,18 +48,21 @@ class Counters:
     """Of a service."""
 
     def __init__(self) -> None:
-        self.prompt, self.answer = Counter(), Counter()
-        """Tokens that were asked for."""
+        self.prompt, self.local, self.answer = Counter(), Counter(), Counter()
+        """Tokens that were asked for; local: of prompts that decode workers compute by themselves."""
         self.first = Counter()
         """Seconds to the first token."""
         self.token = Counter()
         """Seconds from token to token, of about as many tokens each."""
         self.computed, self.computing_s = Counter(), Counter()
         self.generated, self.ended = Counter(), Counter()
+        self.usage, self.streams = Counter(), Counter()
+        """As they were at each look."""
         self._expected = EXPECTED
 
-    def asked(self, now: float, prompt: int, answer: int) -> None:
+    def asked(self, now: float, prompt: int, answer: int, *, local: bool) -> None:
         self.prompt.add(now, prompt)
+        self.local.add(now, prompt if local else 0)
         self.answer.add(now, min(answer, self._expected))
 
     def answered(self, now: float, answer: int) -> None:
@@ -70,14 +78,25 @@ class Counters:
         in_flight: int,
         prefill: int,
         usages: Sequence[float],
+        streams: Sequence[int],
+        queued: Sequence[int],
+        slots: int,
+        seen: bool,
     ) -> Figures:
-        """`line`: tokens of prompts that wait. `prefill`: workers. `usages`: of decode workers' KV blocks."""
+        """
+        `line`: tokens of prompts that wait. `prefill`: workers. Of decode workers: `usages` of KV blocks,
+        `streams` that generate, requests `queued` for a slot, and each one's `slots`. `seen`: whether routers
+        report the demand.
+        """
+        full = [(running + waiting) / slots for running, waiting in zip(streams, queued, strict=True)]
         made = {
             "routers": 1.0,
             "age": 0.0,
             "demand_prompt": self.prompt.rate(now),
+            "demand_local": self.local.rate(now),
             "demand_answer": self.answer.rate(now),
             "demand_prompt_lately": self.prompt.lately(now),
+            "demand_local_lately": self.local.lately(now),
             "demand_answer_lately": self.answer.lately(now),
             "queued_prompt": sum(line),
             "waiting": len(line),
@@ -86,7 +105,10 @@ class Counters:
             "prefill_workers": prefill,
             "prefill_queued_tokens": 0.0,
             "decode_workers": len(usages),
-            "decode_queued": 0.0,
+            "prefill_queued": 0.0,
+            "decode_queued": sum(queued),
+            "decode_running": sum(streams),
+            "decode_slots": slots * len(streams),
             "decode_generated": self.generated.rate(now),
         }
         if firsts := self.first.values(now):
@@ -99,7 +121,13 @@ class Counters:
             made["decode_answer"] = made["decode_generated"] / ended
         if usages:
             made |= {"decode_fullest": max(usages), "decode_usage": sum(usages) / len(usages)}
-        return Figures({name: float(value) for name, value in made.items()})
+            made["decode_fullest_slots"] = max(full)
+            self.usage.add(now, sum(usages) / len(usages))
+            self.streams.add(now, sum(streams))
+            made |= {"decode_mean_usage": self.usage.mean(now), "decode_mean_running": self.streams.mean(now)}
+        return Figures(
+            {name: float(value) for name, value in made.items() if seen or not name.startswith("demand_")}
+        )
 
 
 def _percentile(values: Sequence[float]) -> float:

@@ -10,7 +10,7 @@ from baton_operator.scaling.questions import FIGURE, Question
 from baton_operator.scaling.signals import Figures
 from benchmarks.scaling.case import WINDOW_S
 
-DEMANDS = {f"demand_{kind}{when}" for kind in ("prompt", "answer") for when in ("", "_lately")}
+DEMANDS = {f"demand_{kind}{when}" for kind in ("prompt", "local", "answer") for when in ("", "_lately")}
 RATES = {*DEMANDS, "prefill_speed", "decode_generated"}
 TIMES = {"first_token", "age"}
 """Times from token to token are reported as meant."""

@@ -9,30 +9,36 @@ import psutil
 
 from baton_operator.rollout import RoleName
 from baton_operator.scaling.autoscaler import AWAKE_S
-from benchmarks.scaling.case import INTERVAL_S
-from benchmarks.scaling.day import DARK, END, MINUTE, requests
+from benchmarks.scaling.case import INTERVAL_S, Case
+from benchmarks.scaling.day import MINUTE, Request, requests
 from benchmarks.scaling.score import Answer, Count, Score
 from benchmarks.scaling.world import Scaler, World
 
-PATIENCE_S = 120.0
-"""That clients have at the end."""
+PATIENCE_S = 3600.0
+"""That clients have at the end, as meant."""
 
 
 async def play(
-    name: str, scaler: Scaler, first: Mapping[RoleName, int], world: World, scale: float, seed: int
+    name: str,
+    scaler: Scaler,
+    first: Mapping[RoleName, int],
+    world: World,
+    case: Case,
+    scale: float,
+    seed: int,
 ) -> Score:
     """`first` are there at the begin. `scale`: times faster than meant."""
-    score = Score(name)
+    score = Score(name, case)
     for role, count in first.items():
         await world.scale(role, count)
     await world.ready()
     clock = asyncio.get_running_loop().time
     began = next_look = clock()
     world.begin()
-    asking = asyncio.create_task(_clients(world, began, scale, seed))
+    asking = asyncio.create_task(_clients(world, case, began, scale, seed))
     dark = False
-    while (minute := (clock() - began) * scale / MINUTE) < END:
-        if (DARK[0] <= minute < DARK[1]) != dark:
+    while (minute := (clock() - began) * scale / MINUTE) < case.end:
+        if (case.dark[0] <= minute < case.dark[1]) != dark:
             dark = not dark
             await (world.darken() if dark else world.lighten())
         seen = await world.see()
@@ -51,11 +57,15 @@ async def play(
     return score
 
 
-async def _clients(world: World, began: float, scale: float, seed: int) -> list[Answer]:
+async def _clients(world: World, case: Case, began: float, scale: float, seed: int) -> list[Answer]:
     clock = asyncio.get_running_loop().time
-    tasks = []
-    for request in requests(seed):
+    asking: dict[asyncio.Task[Answer], Request] = {}
+    for request in requests(case.phases, seed):
         await asyncio.sleep(max(0.0, began + request.at_s / scale - clock()))
-        tasks.append(asyncio.create_task(world.ask(request)))
-    async with asyncio.timeout(PATIENCE_S):
-        return list(await asyncio.gather(*tasks))
+        asking[asyncio.create_task(world.ask(request))] = request
+    done, waiting = await asyncio.wait(asking, timeout=PATIENCE_S / scale)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    unanswered = (Answer(asking[task].phase.name, why="not answered") for task in waiting)
+    return [*(task.result() for task in done), *unanswered]

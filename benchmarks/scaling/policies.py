@@ -9,7 +9,7 @@ from baton_operator.rollout import RoleName
 from baton_operator.scaling.observation import Decision, Memory, Policy
 from baton_operator.scaling.service import Role, decide_all
 from baton_operator.scaling.signals import Pods, observed
-from benchmarks.scaling.case import ITL_S, MOST, ROLES, STARTUP_S, TTFT_S, peak
+from benchmarks.scaling.case import ITL_S, ROLES, TTFT_S, Case, peak
 from benchmarks.scaling.day import MINUTE
 from benchmarks.scaling.hpa import Hpa
 from benchmarks.scaling.world import Scaler, Sight
@@ -18,19 +18,22 @@ from benchmarks.scaling.world import Scaler, Sight
 class Baton:
     """The operator's decisions, each of which is said. What a worker can do it has to learn."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, case: Case, say: Callable[[str], None]) -> None:
+        self._node_s = case.node_s
         self._policies: dict[RoleName, Policy] = {
-            "prefill": Policy(least=0, most=MOST, objective_s=TTFT_S, queue_s=TTFT_S),
-            "decode": Policy(least=0, most=MOST, objective_s=ITL_S),
+            "prefill": Policy(least=0, most=case.most, objective_s=TTFT_S, queue_s=TTFT_S),
+            "decode": Policy(least=0, most=case.most, objective_s=ITL_S),
         }
-        self._memories = {name: Memory.new(0.0, startup_s=STARTUP_S) for name in ROLES}
+        self._memories = {name: Memory.new(0.0, startup_s=case.startup_s) for name in ROLES}
         self._say = say
 
     def wanted(self, seen: Sight) -> dict[RoleName, int]:
         roles: dict[RoleName, Role] = {}
         for name, policy in self._policies.items():
             ready = sum(pod.ready_s is not None for pod in seen.pods[name])
-            pods = Pods(replicas=len(seen.pods[name]), ready=ready, routers=1)
+            pods = Pods(
+                replicas=len(seen.pods[name]), ready=ready, routers=1, pending_s=self._pending_s(name, seen)
+            )
             observation = observed(name, seen.figures, pods, policy.objective_s)
             roles[name] = Role(policy, self._memories[name], observation)
         made = decide_all(roles, _all, seen.now)
@@ -42,6 +45,11 @@ class Baton:
                 what = f"{name:7} -> {decision.replicas}  {decision.reason}: {decision.message} ({known})"
                 self._say(f"  {seen.now / MINUTE:5.1f} min {what}")
         return {name: decision.replicas for name, (decision, _) in made.items()}
+
+    def _pending_s(self, name: RoleName, seen: Sight) -> float:
+        """For how long the oldest pod has waited for a node."""
+        waited = (seen.now - pod.started_s for pod in seen.pods[name] if pod.ready_s is None)
+        return max((one for one in waited if one < self._node_s), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +67,13 @@ def _all(decisions: Mapping[RoleName, Decision]) -> dict[RoleName, int]:
     return {name: one.replicas for name, one in decisions.items()}
 
 
-POLICIES: Mapping[str, Callable[[], Scaler]] = {
-    "baton": lambda: Baton(print),
-    "hpa": Hpa,
-    "static": lambda: Static(peak()),
+POLICIES: Mapping[str, Callable[[Case], Scaler]] = {
+    "baton": lambda case: Baton(case, print),
+    "hpa": lambda case: Hpa(case.most),
+    "static": lambda case: Static(peak(case)),
 }
 
 
-def first(kind: str) -> Mapping[RoleName, int]:
+def first(kind: str, case: Case) -> Mapping[RoleName, int]:
     """Workers that are there when the load begins."""
-    return peak() if kind == "static" else dict.fromkeys(ROLES, 1)
+    return peak(case) if kind == "static" else dict.fromkeys(ROLES, 1)

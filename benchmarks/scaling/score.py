@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.scaling.case import ITL_S, TTFT_S
-from benchmarks.scaling.day import DARK, PHASES
+from benchmarks.scaling.case import ITL_S, TTFT_S, Case
 
 
 @dataclass(slots=True)
@@ -58,6 +57,7 @@ class Score:
     """Of one policy."""
 
     policy: str
+    case: Case
     answers: Sequence[Answer] = ()
     counts: list[Count] = field(default_factory=list)
     ends: Ends = field(default_factory=Ends)
@@ -72,7 +72,7 @@ class Score:
     @property
     def fell_in_the_dark(self) -> int:
         """Times that replicas fell while there was no Prometheus."""
-        during = [one for one in self.counts if DARK[0] + 0.5 <= one.minute < DARK[1]]
+        during = [one for one in self.counts if self.case.dark[0] + 0.5 <= one.minute < self.case.dark[1]]
         return sum(after.fell(before) for before, after in pairwise(during))
 
     @property
@@ -97,7 +97,7 @@ class Score:
         }
 
     def _by_phase(self) -> Iterator[tuple[str, str]]:
-        for phase in PHASES:
+        for phase in self.case.phases:
             if own := [one for one in self.answers if one.phase == phase.name]:
                 yield phase.name, f"{_share(own):.1%} of {len(own)}"
 

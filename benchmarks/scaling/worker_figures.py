@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from baton_api import metrics
 from baton_api.metrics import Metric
 from benchmarks.model_worker import ModelWorker
-from benchmarks.scaling.case import BLOCK_TOKENS, BLOCKS
+from benchmarks.scaling.case import BLOCK_TOKENS, BLOCKS, SLOTS
 
 
 class Shown(Protocol):
@@ -38,6 +38,8 @@ class WorkerFigures:
         self._token = Histogram(token.name, "x", buckets=token.buckets, registry=self._registry)
         for metric, value in (
             (metrics.WORKER_RUNNING, lambda: worker.running),
+            (metrics.WORKER_RUNNING_LIMIT, lambda: SLOTS),
+            (metrics.WORKER_FETCHING, lambda: 0),
             (metrics.WORKER_QUEUED, lambda: 0),
             (metrics.WORKER_HELD, lambda: worker.held),
             (metrics.WORKER_QUEUED_TOKENS, lambda: worker.model.queued_tokens),

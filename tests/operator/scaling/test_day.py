@@ -61,5 +61,28 @@ def test_it_sleeps_while_nobody_asks_and_wakes_by_the_first_who_does(scores: Sco
     assert first < 162 and all(one.prefill for one in _during(scores["baton"], first, 180))
 
 
+def test_slots_bind_first_decode_grows_with_its_queue() -> None:
+    """KV blocks and times per token say that decode is half empty: only its slots are taken."""
+    score = virtual_time.run(imagined("baton", seed=1, name="slots"))
+    assert score.attained > 0.95
+    assert max(one.prefill for one in score.counts) == 1
+
+
+def test_slow_starts_demand_unknown_no_overshoot() -> None:
+    """A start takes ten minutes, eight of them until there is a node. No router reports its demand."""
+    score = virtual_time.run(imagined("baton", seed=1, name="slow-starts"))
+    burst = [one for one in score.counts if one.minute < 10]
+    assert max(one.prefill for one in burst) <= 2 and max(one.decode for one in burst) <= 2
+    step = [one for one in score.counts if 100 <= one.minute < 110]
+    assert max(one.prefill for one in step) >= 6, "while others wait for a node"
+
+
+def test_short_chats_prefill_stays_small() -> None:
+    """Decode workers compute short prompts by themselves."""
+    score = virtual_time.run(imagined("baton", seed=1, name="short-chats"))
+    assert max(one.prefill for one in score.counts) == 1
+    assert score.attained > 0.9
+
+
 def _during(score: Score, start: float, end: float) -> list[Count]:
     return [one for one in score.counts if start <= one.minute < end]
