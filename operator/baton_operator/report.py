@@ -62,7 +62,7 @@ def _facts(observed: Observed, state: State) -> list[Fact]:
     facts = [
         _readiness(state, routers),
         _progress(observed, state),
-        _degradation(state, failed),
+        _degradation(observed, state, failed),
         Fact("ModelReady", state.model_there, "Present" if state.model_there else "Fetching"),
     ]
     for name, count in ready.items():
@@ -129,10 +129,11 @@ def _progress(observed: Observed, state: State) -> Fact:
     return Fact("Progressing", True, "RollingOut", f"The generation {fate.revision} is getting ready.")
 
 
-def _degradation(state: State, failed: Sequence[Fate]) -> Fact:
+def _degradation(observed: Observed, state: State, failed: Sequence[Fate]) -> Fact:
     if state.wanted.revision in {fate.revision for fate in failed}:
         fate = state.fates[state.wanted.revision]
-        why = f": {fate.reason}" if fate.reason else ""
+        cause = fate.reason or generations.reason(observed, fate.revision)
+        why = f": {cause}" if cause else ""
         message = f"The generation {fate.revision} failed{why}. Change the spec to try another one."
         return Fact("Degraded", True, "RolledBack", message)
     return Fact("Degraded", False, "AsExpected")

@@ -23,6 +23,17 @@ class RouterResources(Part):
     """Memory, requested and the limit."""
 
 
+class RouterDrain(Part):
+    """How a router ends."""
+
+    pre_stop_seconds: Annotated[int, Field(ge=0, le=3600)] = 5
+    """Seconds for which a terminating router still accepts connections: as long as Services take to learn of
+    its end. Default: 5."""
+
+    timeout_seconds: Annotated[int, Field(ge=1, le=86_400)] = 600
+    """Seconds after that for running streams to finish; no other router can continue them. Default: 600."""
+
+
 @rules(
     Rule(
         "self.batches.execution != 'Jobs' || self.replicas == 1 || has(self.batches.databaseSecretRef)",
@@ -68,7 +79,11 @@ class Router(Part):
     """What one router needs."""
 
     placement: Placement = Placement()
-    """On which nodes routers are placed."""
+    """On which nodes routers are placed. Without `topologySpread` they are spread over nodes and zones where
+    there is room."""
+
+    drain: RouterDrain = RouterDrain()
+    """How a router ends."""
 
     pod_template: Anything | None = None
     """A PodTemplateSpec that is merged over what the operator makes; the router's container is called

@@ -80,6 +80,18 @@ class Scaling(Part):
     """How fast it may shrink."""
 
 
+GPUS_OF_ONE_WORKER = 1
+"""Accelerators that the engine uses: it has no tensor parallelism."""
+
+
+@rules(
+    Rule(
+        f"self.count <= {GPUS_OF_ONE_WORKER}",
+        f"a worker uses {GPUS_OF_ONE_WORKER} accelerator and would leave the others idle: "
+        f"set count to {GPUS_OF_ONE_WORKER} and raise replicas",
+        ".count",
+    ),
+)
 class Gpu(Part):
     """Accelerators of one worker."""
 
@@ -87,7 +99,7 @@ class Gpu(Part):
     """What the device plugin calls them."""
 
     count: Annotated[int, Field(ge=0, le=64)] = 1
-    """How many. 0: the worker runs on the CPU."""
+    """Number of accelerators: 1, or 0 for a worker that runs on the CPU. Default: 1."""
 
 
 class Rdma(Part):

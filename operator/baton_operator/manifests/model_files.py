@@ -78,8 +78,9 @@ class ModelFiles:
 
     @property
     def volumes(self) -> list[Manifest]:
+        """Of the workers' pods."""
         if self.claim:
-            return [{"name": VOLUME, "persistentVolumeClaim": {"claimName": self.claim}}]
+            return [_claimed(self.claim, readOnly=True)]
         if self.scheme == "oci":
             return [{"name": VOLUME, "image": {"reference": self._rest}}]
         if not self.fetched:
@@ -107,7 +108,7 @@ class ModelFiles:
             "securityContext": pod_security(),
             **given(imagePullSecrets=[{"name": name} for name in pull_secrets]),
             "containers": [self._fetching(names.MAIN)],
-            "volumes": [*self.volumes, *volumes],
+            "volumes": [_claimed(self.claim), *volumes],
         }
         labels = {**names.of_service(self.service), "app.kubernetes.io/component": "model"}
         spec: dict[str, Any] = {
@@ -150,3 +151,7 @@ class ModelFiles:
             "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}},
             "volumeMounts": [{"name": VOLUME, "mountPath": FOLDER}, *mounts],
         }
+
+
+def _claimed(claim: str, **options: bool) -> Manifest:
+    return {"name": VOLUME, "persistentVolumeClaim": {"claimName": claim, **options}}

@@ -21,6 +21,8 @@ def pod_security() -> Manifest:
         "runAsUser": USER,
         "runAsGroup": USER,
         "fsGroup": USER,
+        # Kubelets change the owner of each of a volume's files only if that of its root differs.
+        "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }
 
@@ -49,8 +51,8 @@ def field(name: str, path: str) -> Manifest:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-def placed(placement: Placement, selector: names.Labels) -> Manifest:
-    """Where a pod is placed; `selector` tells whose pods are spread."""
+def placed(placement: Placement, selector: names.Labels, revision: str = labels.REVISION) -> Manifest:
+    """Where a pod is placed. `selector` tells whose pods are spread, apart for each value of `revision`."""
     return given(
         nodeSelector=dict(placement.node_selector),
         tolerations=list(placement.tolerations),
@@ -64,7 +66,7 @@ def placed(placement: Placement, selector: names.Labels) -> Manifest:
                 "maxSkew": one.max_skew,
                 "whenUnsatisfiable": one.when_unsatisfiable,
                 "labelSelector": {"matchLabels": selector},
-                "matchLabelKeys": [labels.REVISION],
+                "matchLabelKeys": [revision],
             }
             for one in placement.topology_spread
         ],

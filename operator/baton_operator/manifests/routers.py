@@ -8,6 +8,7 @@ from baton_api import labels
 from baton_operator import names
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.router_spec import Authentication
+from baton_operator.kinds.worker_role import TopologySpread
 from baton_operator.manifests import batches
 from baton_operator.manifests.mutual_tls import Shown
 from baton_operator.manifests.objects import Manifest, Owner, given, made, merged
@@ -25,13 +26,16 @@ KEYS_FOLDER, KEYS_FILE = "/etc/baton/keys", "keys"
 TENANTS_FOLDER, TENANTS_FILE = "/etc/baton/tenants", "tenants.yaml"
 STATE_FOLDER = "/var/lib/baton"
 
-NOTICE_S = 5
-"""Seconds from the word that a router ends to the end of its listening: Services take as long to hear."""
-
-DRAIN_S = 600
-"""Seconds for the streams that run; there is no other router that could go on with them."""
-
 END_S = 15
+"""Seconds beyond those to drain that a pod gets before it is killed."""
+
+SPREAD = [
+    TopologySpread(topology_key=key) for key in ("kubernetes.io/hostname", "topology.kubernetes.io/zone")
+]
+"""How routers are spread unless the service says otherwise."""
+
+REVISION = "pod-template-hash"
+"""The label by which Kubernetes tells the pods of a Deployment's revisions apart."""
 
 
 def router(owner: Owner, spec: InferenceServiceSpec, image: str, replicas: int, shown: Shown) -> Manifest:
@@ -88,13 +92,15 @@ def _pod(owner: Owner, spec: InferenceServiceSpec, image: str, shown: Shown) -> 
     volumes, mounts = scratch("/tmp", STATE_FOLDER)
     secrets, secret_mounts = _secrets(spec.exposure.auth)
     configuration = {"name": names.router(owner.name)}
+    spread = wanted.placement.topology_spread or SPREAD
+    placement = wanted.placement.model_copy(update={"topology_spread": spread})
     return {
-        **placed(wanted.placement, names.selecting(owner.name, names.ROUTER)),
+        **placed(placement, names.selecting(owner.name, names.ROUTER), REVISION),
         "serviceAccountName": names.router(owner.name),
         "automountServiceAccountToken": True,
         "enableServiceLinks": False,
         "securityContext": pod_security(),
-        "terminationGracePeriodSeconds": NOTICE_S + DRAIN_S + END_S,
+        "terminationGracePeriodSeconds": wanted.drain.pre_stop_seconds + wanted.drain.timeout_seconds + END_S,
         **given(imagePullSecrets=[{"name": name} for name in spec.security.image_pull_secrets]),
         "containers": [
             {
@@ -121,7 +127,7 @@ def _pod(owner: Owner, spec: InferenceServiceSpec, image: str, shown: Shown) -> 
                     *shown.mounts,
                 ],
                 "startupProbe": _probe("/health", period=2, failures=60),
-                "readinessProbe": _probe("/ready", period=2, failures=1),
+                "readinessProbe": _probe("/ready", period=2, failures=3),  # one slow answer is no reason
                 "livenessProbe": _probe("/health", period=10, failures=6),
             }
         ],
@@ -146,8 +152,8 @@ def _arguments(owner: Owner, spec: InferenceServiceSpec, tls: list[str]) -> list
         f"--revision-weights-file={WEIGHTS_FOLDER}/{WEIGHTS_FILE}",
         f"--alone-tokens={wanted.alone_tokens}",
         f"--queue-requests={wanted.queue_limit}",
-        f"--drain-notice-s={NOTICE_S}",
-        f"--drain-s={DRAIN_S}",
+        f"--drain-notice-s={wanted.drain.pre_stop_seconds}",
+        f"--drain-s={wanted.drain.timeout_seconds}",
         *batches.flags(owner, wanted.batches),
         *tls,
     ]

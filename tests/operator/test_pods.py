@@ -1,0 +1,127 @@
+"""Pods as the operator makes them: how routers come and go, and what workers mount."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.manifests import routers
+from baton_operator.manifests.mutual_tls import Shown
+from baton_operator.manifests.objects import Manifest, Owner
+from baton_router.settings import RouterSettings
+from tests.operator.fake_cluster import FakeCluster
+
+OWNER = Owner("chat", "models", "uid-1")
+MINIMAL: Manifest = {"model": {"uri": "builtin://smollm2"}, "decode": {}}
+HOST, ZONE = "kubernetes.io/hostname", "topology.kubernetes.io/zone"
+
+
+def router(**wanted: Any) -> Manifest:
+    """The spec of a router's pod."""
+    spec = InferenceServiceSpec.model_validate({**MINIMAL, "router": wanted})
+    made = routers.router(OWNER, spec, "router:1", 2, Shown([], [], []))
+    pod: Manifest = made["spec"]["template"]["spec"]
+    return pod
+
+
+def first(cluster: FakeCluster, kind: str, component: str) -> Manifest:
+    """The pod of a cluster's first object of a kind, with this component in its labels."""
+    found = [one for (_, there, _), one in sorted(cluster.objects.items()) if there == kind]
+    pods = [one for one in found if one["metadata"]["labels"]["app.kubernetes.io/component"] == component]
+    pod: Manifest = pods[0]["spec"]["template"]["spec"]
+    return pod
+
+
+def test_router_slow_to_answer_once_stays_ready() -> None:
+    """One probe that is late takes a router out of its Service only if two more are late after it."""
+    probe = router()["containers"][0]["readinessProbe"]
+    assert probe["failureThreshold"] >= 3
+    assert probe["failureThreshold"] * probe["periodSeconds"] <= 10
+
+
+@pytest.mark.parametrize(
+    ("placement", "expected"),
+    [
+        pytest.param({}, {HOST: "ScheduleAnyway", ZONE: "ScheduleAnyway"}, id="by default"),
+        pytest.param(
+            {"topologySpread": [{"topologyKey": "rack", "whenUnsatisfiable": "DoNotSchedule"}]},
+            {"rack": "DoNotSchedule"},
+            id="as the service says",
+        ),
+    ],
+)
+def test_routers_are_spread(placement: Manifest, expected: dict[str, str]) -> None:
+    """Each revision of the Deployment by itself, or the pods of the old one would decide about the new."""
+    spread = router(placement=placement)["topologySpreadConstraints"]
+    assert {one["topologyKey"]: one["whenUnsatisfiable"] for one in spread} == expected
+    assert all(one["matchLabelKeys"] == ["pod-template-hash"] for one in spread)
+    labels = {"baton.dev/service": "chat", "baton.dev/role": "router"}
+    assert all(one["labelSelector"] == {"matchLabels": labels} for one in spread)
+
+
+@pytest.mark.parametrize(
+    ("drain", "flags", "grace"),
+    [
+        pytest.param({}, {"--drain-notice-s=5", "--drain-s=600"}, 620, id="by default"),
+        pytest.param(
+            {"preStopSeconds": 15, "timeoutSeconds": 1800},
+            {"--drain-notice-s=15", "--drain-s=1800"},
+            1830,
+            id="as the service says",
+        ),
+    ],
+)
+def test_router_drains_as_long_as_the_spec_says(drain: Manifest, flags: set[str], grace: int) -> None:
+    pod = router(drain=drain)
+    given = {one for one in pod["containers"][0]["args"] if one.startswith("--drain")}
+    assert given == flags
+    assert {one.partition("=")[0].removeprefix("--").replace("-", "_") for one in given} <= set(
+        RouterSettings.model_fields
+    )
+    assert pod["terminationGracePeriodSeconds"] == grace
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param({"uri": "pvc://models/qwen"}, id="a volume that is there"),
+        pytest.param({"uri": "hf://org/name", "cache": {"type": "PVC", "size": "1Gi"}}, id="a cache"),
+    ],
+)
+def test_worker_cannot_write_to_the_models_volume(model: Manifest) -> None:
+    """Nor does a kubelet change the owner of its files, pod after pod."""
+    cluster = FakeCluster({**MINIMAL, "model": model})
+    cluster.settle()
+    pod = first(cluster, "Deployment", "both")
+    (claim,) = [one["persistentVolumeClaim"] for one in pod["volumes"] if "persistentVolumeClaim" in one]
+    assert claim["readOnly"] is True
+    assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
+
+
+def test_job_that_fetches_a_model_can_write_to_its_volume() -> None:
+    cluster = FakeCluster({**MINIMAL, "model": {"uri": "hf://a/b", "cache": {"type": "PVC", "size": "1Gi"}}})
+    cluster.settle()
+    pod = first(cluster, "Job", "model")
+    (claim,) = [one["persistentVolumeClaim"] for one in pod["volumes"] if "persistentVolumeClaim" in one]
+    assert "readOnly" not in claim
+    assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
+
+
+def test_degraded_keeps_its_cause_over_reconciles() -> None:
+    cluster = FakeCluster(MINIMAL)
+    cluster.settle()
+    good = cluster.service["status"]["currentRevision"]
+    cluster.change({**MINIMAL, "engine": {"args": ["--nonsense"]}})
+    cluster.reconcile()
+    cluster.broken.add(cluster.service["status"]["updateRevision"])
+    assert good not in cluster.broken
+    cluster.settle()
+    for _ in range(3):
+        cluster.later(60)
+        cluster.reconcile()
+        (message,) = [
+            one["message"] for one in cluster.service["status"]["conditions"] if one["type"] == "Degraded"
+        ]
+        assert "started" in message, message
