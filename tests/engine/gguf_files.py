@@ -28,7 +28,7 @@ def write_gguf(
     spec = load_spec(Checkpoint(folder, folder.name))
     kind = next(kind for kind, name in ARCHITECTURES.items() if name == spec.architecture)
     writer = gguf.GGUFWriter(target, kind)
-    writer.add_context_length(spec.context)
+    writer.add_context_length(spec.rope.original_context if spec.rope.kind == "yarn" else spec.context)
     writer.add_embedding_length(spec.hidden)
     writer.add_block_count(spec.layers)
     writer.add_feed_forward_length(spec.intermediate)
@@ -37,6 +37,10 @@ def write_gguf(
     writer.add_key_length(spec.head_dim)
     writer.add_layer_norm_rms_eps(spec.norm_epsilon)
     writer.add_rope_freq_base(spec.rope_theta)
+    if spec.rope.kind == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(spec.rope.factor)
+        writer.add_rope_scaling_orig_ctx_len(spec.rope.original_context)
     _add_vocabulary(writer, folder, pre)
     if adds_eos:
         writer.add_add_eos_token(True)

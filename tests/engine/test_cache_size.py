@@ -8,16 +8,19 @@ from typing import Any
 import pytest
 
 from baton_api.errors import SetupError
-from baton_engine.cache_size import LEAST_BLOCKS, MOST_BLOCKS, Memory, cache_blocks
+from baton_engine.cache import BLOCK_SIZE
+from baton_engine.cache_size import LEAST_BLOCKS, MOST_BLOCKS, RESERVED_BLOCKS, Memory, cache_blocks
 from baton_engine.settings import WorkerSettings
 
 BLOCK = 1000
+CONTEXT = 1 << 22
+"""Tokens: so long that it bounds nothing."""
 GPU = Memory(at_start=100_000, weights=30_000, free=65_000, gpu=True)
 CPU = Memory(at_start=100_000, weights=30_000, free=65_000, gpu=False)
 
 
 def blocks(memory: Memory = CPU, **asked: Any) -> int:
-    return cache_blocks(WorkerSettings.model_validate(asked), memory, BLOCK)
+    return cache_blocks(WorkerSettings.model_validate(asked), memory, BLOCK, CONTEXT)
 
 
 @pytest.mark.parametrize(
@@ -117,3 +120,21 @@ def test_law_a_cache_fits_its_bounds_or_there_is_none() -> None:
         assert count * BLOCK <= (memory.free or 0)
         assert not share or count * BLOCK + weights <= share * start
         assert not tokens or (count - 1) * 16 < tokens + 16
+
+
+@pytest.mark.parametrize(
+    ("context", "expected"),
+    [
+        pytest.param(8192, 4 * 8192, id="four contexts"),
+        pytest.param(512, 32_768, id="a short context"),
+        pytest.param(131_072, 64_000 - 16, id="a long context, bounded by a tenth of the free memory"),
+    ],
+)
+def test_cache_blocks_by_default_are_bounded_by_context(context: int, expected: int) -> None:
+    """A small model on a large machine takes what its requests can use, not a tenth of the memory."""
+    memory = Memory(at_start=50_000_000, weights=1, free=40_000_000, gpu=False)
+    found = cache_blocks(WorkerSettings(), memory, BLOCK, context)
+    assert (found - RESERVED_BLOCKS) * BLOCK_SIZE == expected
+    assert cache_blocks(WorkerSettings(memory_share=0.5), memory, BLOCK, context) == 24_999
+    vast = Memory(at_start=200_000_000, weights=1, free=200_000_000, gpu=True)
+    assert cache_blocks(WorkerSettings(), vast, BLOCK, context) == MOST_BLOCKS

@@ -70,6 +70,18 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             )
         },
     ),
+    "yarn on top of the trained context, as Qwen ships it": (
+        QWEN2 | {"rope_scaling": YARN | {"original_max_position_embeddings": 2048}},
+        {"context": 8192, "rope": RopeScaling(kind="yarn", factor=4.0, original_context=2048)},
+    ),
+    "yarn without the original context": (
+        QWEN2 | {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+        {"context": 8192, "rope": RopeScaling(kind="yarn", factor=4.0, original_context=2048)},
+    ),
+    "yarn whose declared context is the stretched one": (
+        LLAMA | {"rope_scaling": YARN},
+        {"context": 2048, "rope": RopeScaling(kind="yarn", factor=4.0, original_context=512)},
+    ),
     "several ends": (LLAMA | {"eos_token_id": [3, 5], "bos_token_id": 1}, {"eos_ids": (3, 5), "bos_id": 1}),
     "biases": (
         LLAMA | {"attention_bias": True, "mlp_bias": True},

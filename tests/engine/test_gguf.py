@@ -46,6 +46,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "llama with its own head size",
         "llama with tied embeddings",
         "llama with llama3 rope",
+        "llama with yarn rope",
         "qwen2",
         "qwen3",
     ],
@@ -54,10 +55,12 @@ def test_a_file_answers_as_the_folder_it_was_made_of(tmp_path: Path, variant: st
     overrides = {"mlp_bias": False} if variant == "llama with biases" else {}
     folder = make_model(tmp_path / "model", variant, **overrides)
     path = write_gguf(folder, tmp_path / "tiny.gguf")
-    answers = []
+    answers, contexts = [], []
     for source in (folder, path):
         spec, weights = loaded(source)
+        contexts.append(spec.context)
         answers += by_baton(Decoder(spec, weights, PlainOps(spec), CPU), [PROMPT], 48, chunk=512)
+    assert contexts[0] == contexts[1]
     assert answers[0].tokens == answers[1].tokens
     assert answers[0].logprobs == pytest.approx(answers[1].logprobs, abs=1e-4)
 

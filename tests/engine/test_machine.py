@@ -35,6 +35,39 @@ def test_without_a_lower_limit_all_cores_of_the_affinity_count(tmp_path: Path, q
     assert machine.usable_cores(limits(tmp_path, cpu_max=quota)) == len(os.sched_getaffinity(0))
 
 
+def topology(folder: Path, **files: str) -> Path:
+    """Sysfs with these files; `__` in a name stands for a slash."""
+    for name, text in files.items():
+        path = folder / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def test_usable_cores_hyperthreads_count_once(tmp_path: Path) -> None:
+    """Two threads on one core's vector units are slower than one."""
+    here = sorted(os.sched_getaffinity(0))
+    everyone = f"0-{here[-1]}\n"
+    system = topology(
+        tmp_path, **{f"cpu__cpu{number}__topology__thread_siblings_list": everyone for number in here}
+    )
+    assert machine.usable_cores(tmp_path / "none", system) == 1
+    (system / f"cpu/cpu{here[0]}/topology/thread_siblings_list").write_text(f"{here[0]}\n")
+    assert machine.usable_cores(tmp_path / "none", system) == min(2, len(here))
+    assert machine.usable_cores(tmp_path / "none", tmp_path / "unknown") == len(here)
+
+
+def test_memory_nodes_of_usable_processors_are_a_mask(tmp_path: Path) -> None:
+    """Only nodes on which a thread can run are named: memory elsewhere is farther than it need be."""
+    here = sorted(os.sched_getaffinity(0))
+    away = f"{here[-1] + 1}-{here[-1] + 8}"
+    system = topology(tmp_path, node__node0__cpulist=f"{away}\n", node__node1__cpulist=f"{away},{here[0]}\n")
+    assert machine.memory_nodes(system) == 0b10
+    (system / "node/node0/cpulist").write_text(f"{here[-1]}\n")
+    assert machine.memory_nodes(system) == 0b11
+    assert machine.memory_nodes(tmp_path / "unknown") == 0
+
+
 def test_outside_a_container_the_machines_free_memory_counts(tmp_path: Path, meminfo: Path) -> None:
     assert machine.free_memory(tmp_path / "none", meminfo) == 4 * GIB
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import shutil
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -106,6 +108,58 @@ def test_a_cache_that_cannot_be_written_is_named(environment: dict[str, str], tm
     (tmp_path / "file").write_text("")
     with pytest.raises(library.Unavailable, match="BATON_CACHE"):
         library.load({**environment, "BATON_CACHE": str(tmp_path / "file" / "cache")})
+
+
+def test_library_of_another_user_is_not_loaded(
+    environment: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a home directory the cache's name is known to all: a library planted there must not run."""
+    if os.getuid():
+        pytest.skip("only root can give a file to another user")
+    library.load(environment)
+    (planted,) = Path(environment["BATON_CACHE"]).iterdir()
+    planted.write_bytes(b"not a library")
+    os.chown(planted, 12345, -1)
+    with caplog.at_level(logging.WARNING):
+        assert library.load(environment).baton_create
+    assert str(planted) in caplog.text
+    assert planted.read_bytes() == b"not a library"
+    planted.unlink()
+    os.chown(planted.parent, 12345, -1)
+    assert library.load(environment).baton_create
+    assert built(environment) == []
+
+
+def test_kernels_compile_without_warnings(environment: dict[str, str], tmp_path: Path) -> None:
+    """For this processor and for each kind that images bring libraries for."""
+    compiler = library.find_compiler(environment)
+    strict = ("-O1", "-Wall", "-Wextra", "-Werror")
+    kinds = [(library.NATIVE,)]
+    if platform.machine() in ("x86_64", "AMD64") and "ziglang" not in compiler:
+        kinds += [target.flags for target in targets.TARGETS]
+    for number, flags in enumerate(kinds):
+        others = (flag for flag in library.FLAGS if flag != library.NATIVE)
+        library.compile_to(tmp_path / f"{number}.so", compiler, (*flags, *others, *strict), environment)
+
+
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+def test_kernels_run_clean_under_sanitizers(
+    environment: dict[str, str], tmp_path: Path, sanitizers: str
+) -> None:
+    """Random passes by one thread and by four, with no bad access, undefined operation or race, and equal bits."""
+    compiler = library.find_compiler(environment)
+    driver, program = Path(__file__).with_name("kernels_driver.c"), tmp_path / "driver"
+    flags = [flag for flag in library.FLAGS if flag not in ("-shared", "-fno-sanitize=undefined")]
+    flags += ["-O1", "-g", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
+    probe = tmp_path / "probe.c"
+    probe.write_text("int main(void) { return 0; }\n")
+    linked = subprocess.run([*compiler, *flags, probe, "-o", program], capture_output=True, check=False)
+    if linked.returncode or subprocess.run([program], capture_output=True, check=False).returncode:
+        pytest.skip(f"{compiler} has no runtime for -fsanitize={sanitizers} here")
+    sources = ["-I", Path(library.__file__).parent, driver, "-lm"]
+    subprocess.run([*compiler, *flags, *sources, "-o", program], check=True)
+    ran = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr[-4000:]
 
 
 def test_the_kernels_can_be_turned_off(environment: dict[str, str]) -> None:

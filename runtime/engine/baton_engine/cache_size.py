@@ -19,6 +19,13 @@ CACHE_SHARE = 0.1
 """Of the free memory, on a CPU: the machine is rarely ours alone."""
 
 CACHE_LIMIT = 4 * 1024**3
+
+CACHE_CONTEXTS = 4
+"""Whole contexts of the model that a CPU's cache holds at most by default: more would mostly lie idle."""
+
+LEAST_DEFAULT_TOKENS = 32_768
+"""The same bound for models with a short context: 32 streams of 1,024 tokens."""
+
 GPU_CACHE_SHARE = 0.9
 
 MOST_BLOCKS = 131_072
@@ -42,8 +49,12 @@ class Memory:
     gpu: bool
 
 
-def cache_blocks(asked: WorkerSettings, memory: Memory, block: int) -> int:
-    """Blocks of `block` bytes, the reserved one included. Raises SetupError for what there is no room for."""
+def cache_blocks(asked: WorkerSettings, memory: Memory, block: int, context: int) -> int:
+    """Return the number of blocks of `block` bytes, the reserved one included.
+
+    `context` is the number of tokens of the model's context; it bounds the default on a CPU.
+    Raises SetupError for what there is no room for.
+    """
     share, size = asked.memory_share, asked.kv_cache_memory
     if share and size:
         raise SetupError(
@@ -60,7 +71,7 @@ def cache_blocks(asked: WorkerSettings, memory: Memory, block: int) -> int:
         flag, size, blocks = "--kv-cache-tokens", tokens * block, tokens
     else:
         flag, size = "", _unasked(memory)
-        blocks = min(size // block, MOST_BLOCKS)
+        blocks = min(size // block, _most_by_default(memory, context))
     if blocks < LEAST_BLOCKS:
         raise SetupError(
             f"The KV cache would have {show_size(max(0, size))}, but {LEAST_BLOCKS} blocks of {BLOCK_SIZE} "
@@ -89,6 +100,13 @@ def _unasked(memory: Memory) -> int:
     if memory.gpu:
         return int((memory.free or 0) * GPU_CACHE_SHARE)
     return CACHE_LIMIT if memory.free is None else min(CACHE_LIMIT, int(memory.free * CACHE_SHARE))
+
+
+def _most_by_default(memory: Memory, context: int) -> int:
+    if memory.gpu:
+        return MOST_BLOCKS
+    tokens = max(CACHE_CONTEXTS * context, LEAST_DEFAULT_TOKENS)
+    return min(MOST_BLOCKS, -(-tokens // BLOCK_SIZE) + RESERVED_BLOCKS)
 
 
 def _more(flag: str, memory: Memory, block: int) -> str:

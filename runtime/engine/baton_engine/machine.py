@@ -16,13 +16,43 @@ CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
 
 
-def usable_cores(cgroup: Path = CGROUP) -> int:
-    """Processors that this process may keep busy, at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+SYSTEM = Path("/sys/devices/system")
+"""Where Linux describes processors (`cpu`) and memory (`node`)."""
+
+
+def usable_cores(cgroup: Path = CGROUP, system: Path = SYSTEM) -> int:
+    """Cores that this process may keep busy, at least 1. Hyperthreads of one core count once: they share its units."""
+    processors = _usable_processors()
+    siblings = (_read(system / f"cpu/cpu{number}/topology/thread_siblings_list") for number in processors)
+    cores = len({listed or str(number) for number, listed in zip(processors, siblings, strict=True)})
     quota, _, period = _read(cgroup / "cpu.max").partition(" ")
     if quota.isdecimal() and period.isdecimal() and int(period):
         cores = min(cores, int(quota) // int(period))
     return max(1, cores)
+
+
+def memory_nodes(system: Path = SYSTEM) -> int:
+    """NUMA nodes whose processors this process may use, as a mask of the first 63 (bit n: node n); 0 if unknown."""
+    usable, mask = set(_usable_processors()), 0
+    for number in range(63):
+        if usable & _listed(_read(system / f"node/node{number}/cpulist")):
+            mask |= 1 << number
+    return mask
+
+
+def _usable_processors() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _listed(ranges: str) -> set[int]:
+    """The numbers of a list as the kernel writes it: `0-3,8`."""
+    numbers: set[int] = set()
+    for part in filter(None, ranges.split(",")):
+        first, _, last = part.partition("-")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return numbers
 
 
 def free_memory(cgroup: Path = CGROUP, meminfo: Path = MEMINFO) -> int | None:

@@ -235,7 +235,7 @@ def _cache(
     settings: WorkerSettings, spec: ModelSpec, dtype: torch.dtype, device: torch.device, memory: Memory
 ) -> KVCache:
     size = block_bytes(spec, dtype)
-    blocks = cache_blocks(settings, memory, size)
+    blocks = cache_blocks(settings, memory, size, spec.context)
     try:
         cache = KVCache(spec, blocks, dtype, device)
     except (RuntimeError, MemoryError) as error:  # torch's word for "no memory" is a RuntimeError

@@ -61,7 +61,7 @@ def _spec(config: Mapping[str, Any], architecture: str, *, headless: bool) -> Mo
         kv_heads=int(config.get("num_key_value_heads") or heads),
         head_dim=int(head_dim),
         intermediate=int(config["intermediate_size"]),
-        context=context,
+        context=max(context, rope.stretched_context),
         norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
         rope=rope,

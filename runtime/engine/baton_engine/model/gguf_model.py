@@ -75,6 +75,7 @@ def _spec(file: GGUFFile, kind: str) -> ModelSpec:
     window = meta.get(f"{kind}.attention.sliding_window")
     ends = (meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
     context = number("context_length")
+    rope = _rope(file, kind, context)
     return ModelSpec(
         architecture=ARCHITECTURES[kind],
         vocab=file.tensors["token_embd.weight"].shape[0],
@@ -84,10 +85,10 @@ def _spec(file: GGUFFile, kind: str) -> ModelSpec:
         kv_heads=int(kv_heads),
         head_dim=int(head_dim),
         intermediate=number("feed_forward_length"),
-        context=context,
+        context=max(context, rope.stretched_context),
         norm_epsilon=float(meta[f"{kind}.attention.layer_norm_rms_epsilon"]),
         rope_theta=float(meta.get(f"{kind}.rope.freq_base", 10_000.0)),
-        rope=_rope(file, kind, context),
+        rope=rope,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         output_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_gate.bias" in file.tensors,

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from baton_engine import machine
 from baton_engine.batch import Batch
 from baton_engine.cache import KVCache
 from baton_engine.model.rope import Rotary
@@ -55,7 +56,7 @@ class _Spec(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in (
                 "kind", "threads", "vocab", "hidden", "layers", "heads", "kv_heads", "head_dim",
-                "intermediate", "tied",
+                "intermediate", "tied", "nodes",
             )
         ),
         ("epsilon", ctypes.c_double),
@@ -111,6 +112,7 @@ class NativeDecoder:
             head_dim=spec.head_dim,
             intermediate=spec.intermediate,
             tied=tied,
+            nodes=machine.memory_nodes(),
             epsilon=spec.norm_epsilon,
         )
         handle = native.baton_create(ctypes.byref(sizes))

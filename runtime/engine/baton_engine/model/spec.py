@@ -30,6 +30,14 @@ class RopeScaling:
     factors: tuple[float, ...] = ()
     """factors only: one divisor per pair of dimensions, as GGUF stores llama3's scaling."""
 
+    @property
+    def stretched_context(self) -> int:
+        """Positions that YaRN stretches the original context to (https://arxiv.org/abs/2309.00071); 0 for other kinds.
+
+        Qwen's configurations keep `max_position_embeddings` at the original 32,768 when YaRN is switched on.
+        """
+        return int(self.factor * self.original_context) if self.kind == "yarn" else 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
@@ -45,7 +53,7 @@ class ModelSpec:
     head_dim: int
     intermediate: int
     context: int
-    """Positions that the model was made for."""
+    """Positions that the model serves: what its configuration declares, or more where YaRN stretches it further."""
     norm_epsilon: float
     rope_theta: float
     rope: RopeScaling = RopeScaling()

@@ -24,7 +24,7 @@ struct context {
     const int32_t *blocks;
 };
 
-/* One thread's scratch memory. */
+/* One thread's scratch memory: 240 KB, more than a small thread's stack has to spare. */
 struct scratch {
     _Alignas(64) uint32_t keys[KEYS / PANEL][MOST_HEAD_DIM * PANEL];
     uint32_t values[MOST_HEAD_DIM / PANEL][KEYS * PANEL];

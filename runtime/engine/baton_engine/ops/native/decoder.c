@@ -124,7 +124,7 @@ INLINE size_t find(const int64_t *offsets, size_t count, int64_t value) {
  * Attention chunks: key heads, then tokens of rows, the last and longest first. In the last layer only
  * the tokens whose logits are wanted look back: nobody sees what the others would make of it.
  */
-INLINE void attend_chunk(struct model *model, size_t layer_index, size_t chunk, const int kind) {
+INLINE void attend_chunk(struct model *model, size_t layer_index, size_t chunk, size_t thread, const int kind) {
     const struct spec *spec = &model->spec;
     const struct pass *pass = model->pass;
     const size_t rows = (size_t)pass->rows, head = chunk % (size_t)spec->kv_heads, nth = chunk / (size_t)spec->kv_heads;
@@ -143,10 +143,10 @@ INLINE void attend_chunk(struct model *model, size_t layer_index, size_t chunk, 
         const size_t left = (size_t)pass->starts[row + 1] - token;
         tokens = left < model->query_tokens ? left : model->query_tokens, to = token;
     }
-    struct scratch scratch;
+    struct scratch *scratch = model->scratches + thread;
     if (dim % PANEL) {
-        memset(scratch.keys, 0, sizeof scratch.keys);
-        memset(scratch.values, 0, sizeof scratch.values);
+        memset(scratch->keys, 0, sizeof scratch->keys);
+        memset(scratch->values, 0, sizeof scratch->values);
     }
     struct tile_shapes before;
     tiles_begin(&before);
@@ -167,11 +167,11 @@ INLINE void attend_chunk(struct model *model, size_t layer_index, size_t chunk, 
         .window = model->layers[layer_index].window,
         .dim = dim,
     };
-    attend(&scratch, &context, &span, kind);
+    attend(scratch, &context, &span, kind);
     tiles_end(&before);
     char packed[MOST_HEAD_DIM * 4];
     for (size_t query = 0; query < tokens * group; query++) {
-        const float *sums = scratch.sums + query * round_up(dim, PANEL);
+        const float *sums = scratch->sums + query * round_up(dim, PANEL);
         for (size_t i = 0; i < dim; i += LANES) put(packed, i, load(sums + i), kind);
         size_t item = (to + query / group) * model->attended_stride + (head * group + query % group) * dim;
         memcpy(model->attended + item * item_bytes(kind), packed, dim * item_bytes(kind));
@@ -337,7 +337,7 @@ INLINE void show_rows(const struct model *model, size_t chunk) {
                  (float)model->spec.epsilon, pass->states + row * (size_t)pass->states_stride, FLOAT32);
 }
 
-INLINE void run_chunk(struct model *model, size_t phase, size_t chunk, const int kind) {
+INLINE void run_chunk(struct model *model, size_t phase, size_t chunk, size_t thread, const int kind) {
     const size_t tokens = (size_t)model->pass->tokens, wanted = (size_t)model->pass->wanted;
     const size_t from = chunk * NORM_ROWS, to = from + NORM_ROWS < tokens ? from + NORM_ROWS : tokens;
     if (phase == 0) {
@@ -359,7 +359,7 @@ INLINE void run_chunk(struct model *model, size_t phase, size_t chunk, const int
     case ROTATE:
         for (size_t token = from; token < to; token++) rotate(model, layer_index, token, kind);
         return;
-    case ATTEND: attend_chunk(model, layer_index, chunk, kind); return;
+    case ATTEND: attend_chunk(model, layer_index, chunk, thread, kind); return;
     case NORM_BEFORE_MLP:
         if (is_last(model, layer_index))
             norm_rows(model, model->chosen, layer->mlp_norm, wanted, chunk, model->normed, kind);
@@ -373,8 +373,8 @@ INLINE void run_chunk(struct model *model, size_t phase, size_t chunk, const int
     }
 }
 
-static void run_float(void *self, size_t phase, size_t chunk) { run_chunk(self, phase, chunk, FLOAT32); }
-static void run_bfloat(void *self, size_t phase, size_t chunk) { run_chunk(self, phase, chunk, BFLOAT16); }
+static void run_float(void *self, size_t phase, size_t chunk, size_t thread) { run_chunk(self, phase, chunk, thread, FLOAT32); }
+static void run_bfloat(void *self, size_t phase, size_t chunk, size_t thread) { run_chunk(self, phase, chunk, thread, BFLOAT16); }
 
 static int is_sound(const struct model *model, const struct pass *pass) {
     for (int64_t token = 0; token < pass->tokens; token++) {
@@ -415,7 +415,8 @@ static size_t chunks_of_head(void *self, size_t phase) {
     return phase ? chunks_of_product(model, product_of_head(model)) : ((size_t)model->pass->wanted + NORM_ROWS - 1) / NORM_ROWS;
 }
 
-static void run_head(void *self, size_t phase, size_t chunk) {
+static void run_head(void *self, size_t phase, size_t chunk, size_t thread) {
+    (void)thread;
     const struct model *model = self;
     const struct pass *pass = model->pass;
     const int kind = (int)model->spec.kind;

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import logging
 import os
 import platform
 import shlex
@@ -23,7 +24,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from baton_engine.folders import bundled_folder, cache_folder
+from baton_engine.folders import bundled_folder, cache_folder, owned
+
+log = logging.getLogger(__name__)
 
 SOURCES = ("decoder.c", "model.h", "attention.h", "linear.h", "tiles.h", "pool.h", "vector.h")
 NATIVE = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
@@ -34,10 +37,10 @@ FLAGS = (
     "-ffp-contract=fast",
     "-fno-math-errno",
     "-fno-sanitize=undefined",  # zig turns it on
+    "-Wno-psabi",  # every function that takes a vector is inlined
     "-shared",
     "-fPIC",
     "-pthread",
-    "-w",
 )
 COMPILERS = ("cc", "gcc", "clang")
 CAUTIONS: tuple[tuple[str, ...], ...] = ((), ("-DBATON_NO_TILES",))
@@ -67,8 +70,28 @@ def load(environment: Mapping[str, str]) -> ctypes.CDLL:
                 return ctypes.CDLL(str(path))
     compiler = find_compiler(environment)
     path = cache_folder(environment) / f"kernels-{_digest(compiler, environment)}.so"
+    if not _trusted(path):
+        log.warning("%s can be changed by another user; building the kernels in a private folder", path)
+        with tempfile.TemporaryDirectory() as private:
+            built = Path(private) / path.name
+            _build(compiler, built, environment)
+            return _open(built)
     if not path.exists():
         _build(compiler, path, environment)
+    return _open(path)
+
+
+def _trusted(path: Path) -> bool:
+    """Return whether the library, if there is one, and the folder's owner are this process's user or root.
+
+    A folder that is writable for all is accepted: volumes of Kubernetes are. Code in it is accepted from its owner only.
+    """
+    if path.parent.exists() and path.parent.stat().st_uid not in (os.getuid(), 0):
+        return False
+    return not os.path.lexists(path) or owned(path)
+
+
+def _open(path: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -131,6 +154,7 @@ def _build(compiler: Sequence[str], path: Path, environment: Mapping[str, str]) 
             for caution in CAUTIONS:
                 compile_to(built, compiler, (*FLAGS, *caution), environment)
                 if _is_sound(built):
+                    built.chmod(0o755)  # whatever the umask is: `owned` refuses what a group can write
                     os.replace(built, path)  # at once: nobody ever sees half a file
                     return
     except OSError as error:

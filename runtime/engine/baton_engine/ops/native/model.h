@@ -9,6 +9,10 @@
 
 #include <stdlib.h>
 #include <sys/mman.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "attention.h"
 #include "linear.h"
@@ -19,6 +23,7 @@
 /* What the model is; the same order as in native.py. */
 struct spec {
     int64_t kind, threads, vocab, hidden, layers, heads, kv_heads, head_dim, intermediate, tied;
+    int64_t nodes; /* NUMA nodes that the threads run on, one bit each; 0 where they are not known */
     double epsilon;
 };
 
@@ -49,6 +54,7 @@ struct layer {
 struct model {
     struct spec spec;
     struct pool *pool;
+    struct scratch *scratches; /* one for each thread of the pool */
     char *arena;
     size_t arena_bytes, arena_used;
     struct layer *layers;
@@ -102,6 +108,19 @@ static size_t weights_bytes(const struct spec *spec) {
            (spec->tied ? 0 : (size_t)(spec->vocab * spec->hidden) * item_bytes(kind)) + 4 * round_up(hidden, PANEL) + HUGE_PAGE;
 }
 
+/*
+ * Deals the pages of `at` out over several NUMA nodes in turn. Without this, they all come from the node of the thread
+ * that loads the weights, and threads of other nodes read through one link. A kernel that refuses leaves them there.
+ */
+static void spread_over_nodes(void *at, size_t bytes, unsigned long nodes) {
+#if defined(SYS_mbind)
+    enum { INTERLEAVE = 3 };
+    if (nodes & (nodes - 1)) syscall(SYS_mbind, at, bytes, INTERLEAVE, &nodes, 8 * sizeof nodes + 1, 0);
+#else
+    (void)at, (void)bytes, (void)nodes;
+#endif
+}
+
 void baton_destroy(struct model *model);
 
 /* NULL if there is no memory for it. */
@@ -121,12 +140,14 @@ struct model *baton_create(const struct spec *spec) {
     model->arena_bytes = round_up(weights_bytes(spec), HUGE_PAGE);
     model->arena = mmap(NULL, model->arena_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (model->arena == MAP_FAILED) model->arena = NULL;
+    if (model->arena) spread_over_nodes(model->arena, model->arena_bytes, (unsigned long)spec->nodes);
 #if defined(MADV_HUGEPAGE)
     if (model->arena) madvise(model->arena, model->arena_bytes, MADV_HUGEPAGE);
 #endif
     model->layers = calloc((size_t)spec->layers, sizeof(struct layer));
     model->pool = pool_create((int)spec->threads);
-    if (model->arena && model->layers && model->pool) return model;
+    if (model->pool) model->scratches = zeros((size_t)model->pool->threads * sizeof(struct scratch));
+    if (model->arena && model->layers && model->scratches) return model;
     baton_destroy(model);
     return NULL;
 }
@@ -143,6 +164,7 @@ static void forget_activations(struct model *model) {
 void baton_destroy(struct model *model) {
     if (model->pool) pool_destroy(model->pool);
     forget_activations(model);
+    free(model->scratches);
     if (model->arena) munmap(model->arena, model->arena_bytes);
     free(model->layers);
     free(model);
@@ -188,7 +210,7 @@ static float *load_vector(struct model *model, const void *from, size_t count) {
 static int load_linear(struct model *model, struct linear *weight, const void *from, const void *bias, size_t outputs,
                        size_t inputs, int paired) {
     const int kind = (int)model->spec.kind;
-    size_t half = outputs / 2;
+    const size_t half = outputs / 2;
     weight->inputs = inputs;
     weight->units = units_of(kind, inputs);
     weight->outputs = paired ? round_up(half, LANES) * 2 : outputs;
@@ -196,8 +218,8 @@ static int load_linear(struct model *model, struct linear *weight, const void *f
     weight->bias = bias ? place(model, round_up(weight->outputs, PANEL) * 4) : NULL;
     if (!weight->panels || (bias && !weight->bias)) return 0;
     for (size_t output = 0; output < outputs; output++) {
-        size_t within = output % half, at = output;
-        if (paired) at = within / LANES * PANEL + (output < half ? 0 : LANES) + within % LANES;
+        const size_t upper = paired && output >= half, within = upper ? output - half : output;
+        const size_t at = paired ? within / LANES * PANEL + upper * LANES + within % LANES : output;
         pack_row(weight->panels + at / PANEL * weight->units * PANEL, at % PANEL,
                  (const char *)from + output * inputs * item_bytes(kind), inputs, kind);
         if (bias) weight->bias[at] = get(bias, output, kind);

@@ -32,12 +32,18 @@ struct job {
     void *self;
     size_t phases;
     size_t (*chunks)(void *self, size_t phase); /* at least one, far less than 2 ** CHUNK_BITS */
-    void (*run)(void *self, size_t phase, size_t chunk);
+    void (*run)(void *self, size_t phase, size_t chunk, size_t thread); /* thread: 0 for the caller, then 1 on */
+};
+
+struct worker {
+    struct pool *pool;
+    pthread_t thread;
+    size_t number; /* 1 on; 0 is the caller */
 };
 
 struct pool {
     int threads; /* the caller's included */
-    pthread_t *workers;
+    struct worker *workers;
     const struct job *job;
     size_t phase; /* of the job; changed only between phases */
     int64_t ended; /* when the last job did */
@@ -82,7 +88,7 @@ static void announce(struct pool *pool, uint32_t count, int wake) {
 }
 
 /* Opens the next phase; phases of a single chunk are run on the spot. */
-static void advance(struct pool *pool) {
+static void advance(struct pool *pool, size_t thread) {
     const struct job *job = pool->job;
     for (; pool->phase < job->phases; pool->phase++) {
         size_t count = job->chunks(job->self, pool->phase);
@@ -90,22 +96,22 @@ static void advance(struct pool *pool) {
             announce(pool, (uint32_t)count, 1);
             return;
         }
-        job->run(job->self, pool->phase, 0);
+        job->run(job->self, pool->phase, 0, thread);
     }
     pool->job = NULL;
     announce(pool, 0, 1);
 }
 
 /* Runs one chunk if there is one left in the open phase. */
-static int take(struct pool *pool) {
+static int take(struct pool *pool, size_t thread) {
     if (exhausted(atomic_load_explicit(&pool->word, memory_order_relaxed))) return 0;
     uint64_t ticket = atomic_fetch_add(&pool->word, 1);
     if (exhausted(ticket)) return 0;
     /* A valid ticket keeps its phase open: job and phase stand still until this chunk is done. */
-    pool->job->run(pool->job->self, pool->phase, next_of(ticket));
+    pool->job->run(pool->job->self, pool->phase, next_of(ticket), thread);
     if (atomic_fetch_add(&pool->done, 1) + 1 == count_of(ticket)) {
         pool->phase++;
-        advance(pool);
+        advance(pool, thread);
     }
     return 1;
 }
@@ -134,10 +140,11 @@ static void await_change(struct pool *pool, uint64_t word) {
 }
 
 static void *work(void *argument) {
-    struct pool *pool = argument;
+    const struct worker *self = argument;
+    struct pool *pool = self->pool;
     while (!atomic_load_explicit(&pool->stopping, memory_order_relaxed)) {
         uint64_t word = atomic_load_explicit(&pool->word, memory_order_acquire);
-        if (!take(pool)) await_change(pool, word);
+        if (!take(pool, self->number)) await_change(pool, word);
     }
     return NULL;
 }
@@ -148,11 +155,11 @@ static void pool_run(struct pool *pool, const struct job *job) {
     atomic_store_explicit(&pool->idle_spin, in_a_run ? NEXT_STEP_NANOSECONDS : IDLE_SPIN_NANOSECONDS, memory_order_relaxed);
     pool->phase = 0;
     pool->job = job;
-    advance(pool);
+    advance(pool, 0);
     for (;;) {
         uint64_t word = atomic_load_explicit(&pool->word, memory_order_acquire);
         if (count_of(word) == 0) break;
-        if (!take(pool)) await_change(pool, word);
+        if (!take(pool, 0)) await_change(pool, word);
     }
     pool->ended = nanoseconds();
 }
@@ -163,11 +170,13 @@ static struct pool *pool_create(int threads) {
     memset(pool, 0, sizeof *pool);
     pthread_mutex_init(&pool->mutex, NULL);
     pthread_cond_init(&pool->changed, NULL);
-    pool->workers = calloc((size_t)threads, sizeof(pthread_t));
+    pool->workers = calloc((size_t)threads, sizeof(struct worker));
     pool->threads = 1;
     /* Fewer threads than asked for, where the system grants no more, only make it slower. */
     while (pool->workers && pool->threads < threads) {
-        if (pthread_create(&pool->workers[pool->threads - 1], NULL, work, pool)) break;
+        struct worker *worker = &pool->workers[pool->threads - 1];
+        worker->pool = pool, worker->number = (size_t)pool->threads;
+        if (pthread_create(&worker->thread, NULL, work, worker)) break;
         pool->threads++;
     }
     return pool;
@@ -178,7 +187,7 @@ static void pool_destroy(struct pool *pool) {
     atomic_store(&pool->stopping, 1);
     pthread_cond_broadcast(&pool->changed);
     pthread_mutex_unlock(&pool->mutex);
-    for (int i = 0; i < pool->threads - 1; i++) pthread_join(pool->workers[i], NULL);
+    for (int i = 0; i < pool->threads - 1; i++) pthread_join(pool->workers[i].thread, NULL);
     pthread_mutex_destroy(&pool->mutex);
     pthread_cond_destroy(&pool->changed);
     free(pool->workers);

@@ -1,0 +1,148 @@
+/*
+ * Runs the decoder's passes without Python, so that the sanitizers of a C compiler can watch them.
+ *
+ * For random models and batches, four threads must write the same logits, states and cache as one thread does, bit by
+ * bit. Exits with 1 and says which case differs otherwise.
+ */
+#include "decoder.c"
+
+#include <stdio.h>
+
+enum { BLOCK_SIZE = 16, BLOCKS = 40, MOST_ROWS = 6, MOST_TOKENS = 200 };
+
+static uint32_t state = 1;
+
+static uint32_t draw(uint32_t below) {
+    state = state * 1664525u + 1013904223u;
+    return (state >> 8) % below;
+}
+
+/* `count` numbers of `kind` between -0.5 and 0.5. */
+static void *numbers(size_t count, int kind) {
+    char *all = zeros(round_up(count * item_bytes(kind), 64) + 64);
+    for (size_t i = 0; all && i < count; i++) {
+        float value = (float)draw(1 << 16) / (1 << 16) - 0.5f;
+        uint32_t bits;
+        memcpy(&bits, &value, 4);
+        if (kind == BFLOAT16) ((bfloat16 *)all)[i] = (bfloat16)(bits >> 16);
+        else ((float *)all)[i] = value;
+    }
+    return all;
+}
+
+static void fill(struct model *model, enum place place, int64_t layer, int64_t outputs, int64_t inputs, int biased) {
+    const int kind = (int)model->spec.kind;
+    void *from = numbers((size_t)(outputs * inputs), kind), *bias = biased ? numbers((size_t)outputs, kind) : NULL;
+    if (!baton_load(model, layer, place, from, bias, outputs, inputs)) {
+        printf("weight %d does not fit\n", (int)place);
+        exit(1);
+    }
+    free(from), free(bias);
+}
+
+static struct model *make(struct spec spec, int64_t threads, uint32_t seed) {
+    spec.threads = threads;
+    struct model *model = baton_create(&spec);
+    const int64_t qkv = (spec.heads + 2 * spec.kv_heads) * spec.head_dim, attended = spec.heads * spec.head_dim;
+    if (!model) exit(1);
+    state = seed;
+    for (int64_t layer = 0; layer < spec.layers; layer++) {
+        fill(model, ATTENTION_NORM, layer, spec.hidden, 1, 0);
+        fill(model, MLP_NORM, layer, spec.hidden, 1, 0);
+        if (layer % 2) fill(model, Q_NORM, layer, spec.head_dim, 1, 0);
+        if (layer % 2) fill(model, K_NORM, layer, spec.head_dim, 1, 0);
+        fill(model, QKV, layer, qkv, spec.hidden, 1);
+        fill(model, OUTPUT, layer, spec.hidden, attended, 0);
+        fill(model, GATE_UP, layer, 2 * spec.intermediate, spec.hidden, layer % 2 == 0);
+        fill(model, DOWN, layer, spec.hidden, spec.intermediate, 1);
+        if (layer == 1) baton_slide(model, layer, 20);
+    }
+    fill(model, FINAL_NORM, 0, spec.hidden, 1, 0);
+    fill(model, HEAD, 0, spec.vocab, spec.hidden, 0);
+    if (!spec.tied) fill(model, EMBEDDING, 0, spec.vocab, spec.hidden, 0);
+    return model;
+}
+
+struct results {
+    float *logits, *states, *projected;
+    char *cache;
+};
+
+static struct results run(struct model *model, struct pass pass, const char *cache, size_t cache_bytes) {
+    const size_t vocab = (size_t)model->spec.vocab, wanted = (size_t)pass.wanted;
+    struct results results = {
+        .logits = zeros(wanted * vocab * 4 + 64),
+        .states = zeros(wanted * (size_t)pass.states_stride * 4 + 64),
+        .projected = zeros(wanted * vocab * 4 + 64),
+        .cache = zeros(cache_bytes),
+    };
+    memcpy(results.cache, cache, cache_bytes);
+    pass.logits = results.logits, pass.states = results.states, pass.cache = results.cache;
+    struct pass head = {.wanted = pass.wanted, .logits = results.projected, .states = results.states,
+                        .states_stride = pass.states_stride};
+    if (baton_forward(model, &pass) || (wanted && baton_project(model, &head))) exit(1);
+    return results;
+}
+
+static void forget(struct results results) {
+    free(results.logits), free(results.states), free(results.projected), free(results.cache);
+}
+
+/* One random batch through both models. */
+static int differ(struct model *one, struct model *four) {
+    const struct spec *spec = &one->spec;
+    const int kind = (int)spec->kind;
+    int64_t ids[MOST_TOKENS], positions[MOST_TOKENS], slots[MOST_TOKENS], starts[MOST_ROWS + 1] = {0}, wanted[MOST_TOKENS];
+    int32_t blocks[MOST_ROWS * BLOCKS] = {0};
+    struct pass pass = {.rows = 1 + draw(MOST_ROWS), .width = BLOCKS / MOST_ROWS, .block_size = BLOCK_SIZE};
+    int32_t next = 1;
+    for (int64_t row = 0; row < pass.rows; row++) {
+        const int64_t from = draw(60), count = draw(3) ? 1 : 1 + draw(30);
+        for (int64_t i = 0; i < pass.width; i++) blocks[row * pass.width + i] = next++;
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t token = pass.tokens++, position = from + i;
+            ids[token] = draw((uint32_t)spec->vocab);
+            positions[token] = position;
+            slots[token] = blocks[row * pass.width + position / BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE;
+            if (draw(4) == 0) wanted[pass.wanted++] = token;
+        }
+        starts[row + 1] = pass.tokens;
+    }
+    const size_t items = (size_t)(BLOCKS * spec->layers * 2 * spec->kv_heads * BLOCK_SIZE * spec->head_dim);
+    const size_t vocab = (size_t)spec->vocab, angles = (size_t)(BLOCKS * BLOCK_SIZE * spec->head_dim / 2);
+    float *cosines = numbers(angles, FLOAT32), *sines = numbers(angles, FLOAT32);
+    char *cache = numbers(items, kind);
+    pass.ids = ids, pass.positions = positions, pass.slots = slots, pass.starts = starts, pass.blocks = blocks;
+    pass.wanted_at = wanted, pass.cosines = cosines, pass.sines = sines;
+    pass.cache_slots = BLOCKS * BLOCK_SIZE, pass.states_stride = (int64_t)round_up((size_t)spec->hidden, LANES);
+    struct results a = run(one, pass, cache, items * item_bytes(kind)), b = run(four, pass, cache, items * item_bytes(kind));
+    const size_t logits = (size_t)pass.wanted * vocab * 4;
+    const int bad = memcmp(a.logits, b.logits, logits) || memcmp(a.projected, b.projected, logits) ||
+                    memcmp(a.cache, b.cache, items * item_bytes(kind));
+    forget(a), forget(b);
+    free(cosines), free(sines), free(cache);
+    return bad;
+}
+
+int main(void) {
+    const struct spec specs[] = {
+        {.vocab = 96, .hidden = 64, .layers = 2, .heads = 4, .kv_heads = 2, .head_dim = 16, .intermediate = 96, .tied = 1},
+        {.vocab = 33, .hidden = 51, .layers = 3, .heads = 6, .kv_heads = 2, .head_dim = 10, .intermediate = 77},
+        {.vocab = 1, .hidden = 17, .layers = 1, .heads = 1, .kv_heads = 1, .head_dim = 2, .intermediate = 1},
+        {.vocab = 40, .hidden = 96, .layers = 1, .heads = 7, .kv_heads = 1, .head_dim = 80, .intermediate = 33},
+    };
+    if (!baton_sound()) return 1;
+    for (size_t nth = 0; nth < sizeof specs / sizeof *specs; nth++)
+        for (int kind = FLOAT32; kind <= BFLOAT16; kind++) {
+            struct spec spec = specs[nth];
+            spec.kind = kind, spec.epsilon = 1e-5, spec.nodes = 3;
+            struct model *one = make(spec, 1, 7), *four = make(spec, 4, 7);
+            for (int round = 0; round < 6; round++)
+                if (differ(one, four)) {
+                    printf("model %d, kind %d, round %d: four threads do not write what one writes\n", (int)nth, kind, round);
+                    return 1;
+                }
+            baton_destroy(one), baton_destroy(four);
+        }
+    return 0;
+}
