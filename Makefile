@@ -13,7 +13,7 @@ BUILDER := docker
 TAG = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' api/baton_api/__init__.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fix bench e2e images
+.PHONY: help demo test check fix bench mutants e2e images
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ fix: $(VENV)/dev ## format, repair what can be repaired, write the generated pag
 	$(PYTHON) -m baton_operator.chart
 	$(PYTHON) -m baton_observing
 	$(PYTHON) -m baton_cli.reference
+
+mutants: $(VENV)/dev ## count the small changes of the pure modules (or of TARGETS) that no test notices; an hour
+	$(PYTHON) -m benchmarks.mutants $(TARGETS)
 
 e2e: $(VENV)/dev ## run the stories on a real Kubernetes: the one of KUBECONFIG, or one started here (Linux, root, Go)
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" e2e/run $(STORIES)

@@ -1,11 +1,11 @@
 """Mutation testing of the pure modules: which small changes of the code does no test notice?
 
-`make mutants` runs mutmut (https://mutmut.readthedocs.io) once for each target below, each in a folder of its own under
-`build/mutants`, with the tests named for it and no others. The score of a target is the share of its mutants that a test
-kills; a mutant that never ends counts as killed. Survivors are printed as diffs by `--show`.
+`make mutants` runs mutmut (https://mutmut.readthedocs.io) once for each target below, each in a folder of
+its own under `build/mutants`, with the tests named for it and no others. The score of a target is the share
+of its mutants that a test kills; one that never ends counts as killed. `--show` prints survivors as diffs.
 
-mutmut changes plain functions and methods; it leaves decorated ones (properties, fixtures) as they are, so the score
-says nothing about those.
+mutmut changes plain functions and methods; it leaves decorated ones (properties, fixtures) as they are, so
+the score says nothing about those.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TIMED_OUT = {36, 152, -24, 24, 255}
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Modules that are mutated together (paths below their component's folder), and the tests that shall notice."""
+    """Modules that are mutated together, and the tests that should notice."""
 
     modules: tuple[str, ...]
     tests: tuple[str, ...]
@@ -125,9 +125,8 @@ def main() -> None:
     )
     parser.add_argument("--show", action="store_true", help="print each survivor as a diff")
     options = parser.parse_args()
-    print(
-        "| target | mutants | killed | of these timed out | survived | no test | score |\n|---|---|---|---|---|---|---|"
-    )
+    print("| target | mutants | killed | of these timed out | survived | no test | score |")
+    print("|---|---|---|---|---|---|---|")
     for name in options.targets:
         folder = FOLDER / name.replace(" ", "-")
         prepare(folder, TARGETS[name])

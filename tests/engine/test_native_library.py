@@ -134,7 +134,7 @@ def test_kernels_compile_without_warnings(environment: dict[str, str], tmp_path:
     """For this processor and for each kind that images bring libraries for."""
     compiler = library.find_compiler(environment)
     strict = ("-O1", "-Wall", "-Wextra", "-Werror")
-    kinds = [(library.NATIVE,)]
+    kinds: list[tuple[str, ...]] = [(library.NATIVE,)]
     if platform.machine() in ("x86_64", "AMD64") and "ziglang" not in compiler:
         kinds += [target.flags for target in targets.TARGETS]
     for number, flags in enumerate(kinds):
@@ -146,7 +146,7 @@ def test_kernels_compile_without_warnings(environment: dict[str, str], tmp_path:
 def test_kernels_run_clean_under_sanitizers(
     environment: dict[str, str], tmp_path: Path, sanitizers: str
 ) -> None:
-    """Random passes by one thread and by four, with no bad access, undefined operation or race, and equal bits."""
+    """One thread and four give equal bits, without a bad access, an undefined operation or a race."""
     compiler = library.find_compiler(environment)
     driver, program = Path(__file__).with_name("kernels_driver.c"), tmp_path / "driver"
     flags = [flag for flag in library.FLAGS if flag not in ("-shared", "-fno-sanitize=undefined")]
@@ -156,7 +156,7 @@ def test_kernels_run_clean_under_sanitizers(
     linked = subprocess.run([*compiler, *flags, probe, "-o", program], capture_output=True, check=False)
     if linked.returncode or subprocess.run([program], capture_output=True, check=False).returncode:
         pytest.skip(f"{compiler} has no runtime for -fsanitize={sanitizers} here")
-    sources = ["-I", Path(library.__file__).parent, driver, "-lm"]
+    sources = ["-I", str(Path(library.__file__).parent), str(driver), "-lm"]
     subprocess.run([*compiler, *flags, *sources, "-o", program], check=True)
     ran = subprocess.run([program], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr[-4000:]

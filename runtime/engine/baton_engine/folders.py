@@ -11,8 +11,8 @@ from pathlib import Path
 def cache_folder(environment: Mapping[str, str]) -> Path:
     """Return BATON_CACHE, or Baton's folder in the user's cache.
 
-    A user without a home directory gets a folder in the temporary directory that is named after the user id. Any
-    local user can create that name first, so `owned` decides whether a library found there is loaded.
+    A user without a home directory gets a folder in the temporary directory that is named after the user id.
+    Any local user can create that name first, so `owned` decides whether a library found there is loaded.
     """
     if chosen := environment.get("BATON_CACHE"):
         return Path(chosen).expanduser()
@@ -24,7 +24,7 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def owned(path: Path, *, user: int | None = None) -> bool:
-    """Return whether only `user` (default: this process's) and root can change `path`, symbolic links not followed.
+    """Return whether only `user` (default: this process's) and root can change `path` itself.
 
     The folder that holds the path is not looked at: a volume of Kubernetes is often writable for all.
     Raises OSError if the path cannot be read.

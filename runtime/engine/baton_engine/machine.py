@@ -21,7 +21,10 @@ SYSTEM = Path("/sys/devices/system")
 
 
 def usable_cores(cgroup: Path = CGROUP, system: Path = SYSTEM) -> int:
-    """Cores that this process may keep busy, at least 1. Hyperthreads of one core count once: they share its units."""
+    """Cores that this process may keep busy, at least 1.
+
+    Hyperthreads of one core count once, because they share its vector units.
+    """
     processors = _usable_processors()
     siblings = (_read(system / f"cpu/cpu{number}/topology/thread_siblings_list") for number in processors)
     cores = len({listed or str(number) for number, listed in zip(processors, siblings, strict=True)})
@@ -32,7 +35,7 @@ def usable_cores(cgroup: Path = CGROUP, system: Path = SYSTEM) -> int:
 
 
 def memory_nodes(system: Path = SYSTEM) -> int:
-    """NUMA nodes whose processors this process may use, as a mask of the first 63 (bit n: node n); 0 if unknown."""
+    """NUMA nodes whose processors this process may use, as a mask (bit n: node n, up to 62); 0 if unknown."""
     usable, mask = set(_usable_processors()), 0
     for number in range(63):
         if usable & _listed(_read(system / f"node/node{number}/cpulist")):

@@ -72,8 +72,8 @@ class WorkerSettings(BaseSettings):
 
     kv_cache_memory: Bytes = Field(default=0, ge=0)
     """Bytes for the KV cache. 0, on a CPU: a tenth of the memory that is free at start, at most 4 GiB and
-    at most four contexts of the model (or 32,768 tokens, if that is more). 0, on a GPU: nine tenths of what the
-    weights leave free."""
+    at most four contexts of the model (or 32,768 tokens, if that is more). 0, on a GPU: nine tenths of what
+    the weights leave free."""
 
     kv_cache_tokens: int = Field(default=0, ge=0)
     """Most tokens that the KV cache holds, rounded up to whole blocks of 16; with no other size asked for,

@@ -32,8 +32,9 @@ class RopeScaling:
 
     @property
     def stretched_context(self) -> int:
-        """Positions that YaRN stretches the original context to (https://arxiv.org/abs/2309.00071); 0 for other kinds.
+        """Positions that YaRN stretches the original context to; 0 for other kinds of scaling.
 
+        https://arxiv.org/abs/2309.00071
         Qwen's configurations keep `max_position_embeddings` at the original 32,768 when YaRN is switched on.
         """
         return int(self.factor * self.original_context) if self.kind == "yarn" else 0
@@ -53,7 +54,7 @@ class ModelSpec:
     head_dim: int
     intermediate: int
     context: int
-    """Positions that the model serves: what its configuration declares, or more where YaRN stretches it further."""
+    """Positions that the model serves: as its configuration declares, or more where YaRN stretches it."""
     norm_epsilon: float
     rope_theta: float
     rope: RopeScaling = RopeScaling()

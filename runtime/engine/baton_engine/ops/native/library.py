@@ -84,7 +84,7 @@ def load(environment: Mapping[str, str]) -> ctypes.CDLL:
 def _trusted(path: Path) -> bool:
     """Return whether the library, if there is one, and the folder's owner are this process's user or root.
 
-    A folder that is writable for all is accepted: volumes of Kubernetes are. Code in it is accepted from its owner only.
+    A folder that is writable for all is accepted, because volumes of Kubernetes are.
     """
     if path.parent.exists() and path.parent.stat().st_uid not in (os.getuid(), 0):
         return False
