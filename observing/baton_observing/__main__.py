@@ -13,7 +13,7 @@ from pathlib import Path
 
 from baton_api import generated_files
 from baton_observing import grafana, rules
-from baton_observing.alerts.alert import RUNBOOKS
+from baton_observing.alerts.alert import RUNBOOKS, linked
 from baton_observing.boards import BOARDS
 
 FOLDERS = ("dashboards", "rules")
@@ -32,9 +32,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--check", action="store_true", help="fail if a file is not what would be written")
     parser.add_argument("--folder", type=Path, default=Path("charts/baton"))
-    parser.add_argument("--runbooks", default=RUNBOOKS, help="address of the folder of alerts' pages")
+    parser.add_argument("--runbooks", default=RUNBOOKS, help="absolute URL of the folder of runbooks")
     given = parser.parse_args(arguments)
-    files = {name: text.replace(RUNBOOKS, given.runbooks) for name, text in generated().items()}
+    files = {name: linked(text, given.runbooks) for name, text in generated().items()}
     texts = {given.folder / name: text for name, text in files.items()}
     there = {path for folder in FOLDERS for path in (given.folder / folder).glob("*") if path.is_file()}
     if status := generated_files.settle(texts, there, check=given.check):

@@ -1,14 +1,13 @@
 """
 Dashboards as Grafana reads them, built by its own SDK, so that there is no field that it does not know.
 
-Data comes from whichever Prometheus is chosen at the top. Panels link to the runbook that tells more.
+Data comes from whichever Prometheus is chosen at the top. Panels name the runbook that tells more.
 """
 
 from __future__ import annotations
 
 import json
 from string import ascii_uppercase
-from typing import Any
 
 from grafana_foundation_sdk.builders import common as common_builders
 from grafana_foundation_sdk.builders import dashboard as builders
@@ -87,7 +86,7 @@ def _panel(panel: Panel) -> timeseries.Panel | stat.Panel:
     made = _number(panel) if panel.kind == "number" else _lines(panel)
     made = (
         made.title(panel.title)
-        .description(panel.meaning)
+        .description(_description(panel))
         .unit(panel.unit)
         .datasource(SOURCE)
         .span(panel.width)
@@ -96,10 +95,12 @@ def _panel(panel: Panel) -> timeseries.Panel | stat.Panel:
         )
         .thresholds(_thresholds(panel.limit))
     )
-    if panel.runbook:
-        link: Any = builders.DashboardLink("What to do").url(runbook(panel.runbook)).target_blank(True)
-        made = made.links([link])
     return made
+
+
+def _description(panel: Panel) -> str:
+    # No link: Grafana would take a path for one of its own.
+    return f"{panel.meaning}\n\nRunbook: {runbook(panel.runbook)}" if panel.runbook else panel.meaning
 
 
 def _number(panel: Panel) -> stat.Panel:

@@ -52,4 +52,7 @@ MOST = 0.9
 """A share of streams that are late at which the budget is used up too fast, however large it is."""
 
 LEAST_REQUESTS = 20
-"""Within the long window, so that one failure in a quiet night wakes nobody."""
+"""Within the long window: of fewer, a share says nothing."""
+
+LEAST_FAILURES = 4
+"""Within the long window, so that a few failures in a quiet night wake nobody."""

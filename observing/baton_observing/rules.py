@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from baton_observing.alerts import OPERATING, SERVING
-from baton_observing.alerts.alert import Alert
+from baton_observing.alerts.alert import ANNOTATION, Alert
 from baton_observing.recording import RECORDS
 
 LINE = 110
@@ -44,7 +44,7 @@ def _group(name: str, alerts: Iterable[Alert]) -> dict[str, Any]:
                 "expr": alert.expression,
                 "for": alert.lasting,
                 "labels": {"severity": alert.severity},
-                "annotations": {"summary": alert.summary, "runbook_url": alert.runbook},
+                "annotations": {"summary": alert.summary, ANNOTATION: alert.runbook},
             }
             for alert in alerts
         ],

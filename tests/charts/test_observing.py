@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from baton_api import labels
-from baton_observing.alerts.alert import RUNBOOKS
+from baton_observing.alerts.alert import RUNBOOKS, linked
 from tests.charts.helm import CHART, NAMESPACE, VALUES, Manifest, of_kind, render
 
 API = "monitoring.coreos.com/v1"
@@ -54,12 +54,19 @@ def test_dashboards_come_as_the_files_are_with_the_label_that_the_sidecar_looks_
 
 
 @pytest.mark.parametrize("values", [VALUES["none"], VALUES["everything"]], ids=["none", "everything"])
-def test_rules_are_the_files_and_link_to_where_the_pages_are(values: dict[str, Any]) -> None:
+def test_rules_are_the_files_and_link_only_to_an_absolute_url(values: dict[str, Any]) -> None:
+    """A path is no address that Alertmanager could make a link of."""
     where = values.get("observing", {}).get("runbooks", RUNBOOKS)
     made = of_kind(render(values, *KINDS), "PrometheusRule")
     assert len(made) == len(RULES) == 2
     for one, path in zip(made, RULES, strict=True):
-        assert one["spec"] == yaml.safe_load(path.read_text().replace(RUNBOOKS, where))
+        assert one["spec"] == yaml.safe_load(linked(path.read_text(), where))
+        alerts = [rule for group in one["spec"]["groups"] for rule in group["rules"] if "alert" in rule]
+        links = [
+            rule["annotations"]["runbook_url"] for rule in alerts if "runbook_url" in rule["annotations"]
+        ]
+        assert len(links) == (0 if where == RUNBOOKS else len(alerts))
+        assert all(link.startswith("https://wiki.example/baton/Baton") for link in links)
 
 
 @pytest.mark.parametrize("role", ["decode", "router"])

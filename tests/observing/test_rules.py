@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -105,10 +104,9 @@ def test_each_alert_fires_once_and_stays_silent_once(folder: Path) -> None:
         (folder / f"{number}.yaml").write_text(yaml.safe_dump(text))
         files.append(f"{number}.yaml")
         scenes += len(tests)
-    counted = Counter((case.name, case.severity) for case in CASES)
-    assert counted == Counter((alert.name, alert.severity) for alert in ALERTS)
-    assert scenes == 2 * len(ALERTS)
-    assert promtool("test", "rules", *files, folder=folder).count("SUCCESS") == len(ALERTS)
+    assert {(case.name, case.severity) for case in CASES} == {(one.name, one.severity) for one in ALERTS}
+    assert scenes == 2 * len(CASES)
+    assert promtool("test", "rules", *files, folder=folder).count("SUCCESS") == len(CASES)
 
 
 def test_each_service_is_held_to_its_own_objectives(folder: Path) -> None:

@@ -20,12 +20,13 @@ Series = dict[str, str]
 
 OF: dict[str, Any] = {"namespace": "models", "service": "chat"}
 DECODE: dict[str, Any] = {**OF, "role": "decode", "worker": "decode-0"}
+BOTH: dict[str, Any] = {**OF, "role": "both", "worker": "both-0"}
 PREFILL: dict[str, Any] = {**OF, "role": "prefill", "worker": "prefill-0"}
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One alert."""
+    """One alert. An alert has a case for each way in which it once was wrong."""
 
     name: str
     severity: str
@@ -74,10 +75,12 @@ def condition(type_: str, status: str) -> Series:
     return level(metrics.OPERATOR_CONDITION, 1, **OF, type=type_, status=status)
 
 
-def replicas(role: str, wanted: float, ready: str) -> Series:
+def replicas(role: str, wanted: float | str, ready: str) -> Series:
     labels: dict[str, Any] = {**OF, "role": role}
     return {
-        **level(metrics.OPERATOR_DESIRED, wanted, **labels),
+        Scope("").series(metrics.OPERATOR_DESIRED, **labels): (
+            wanted if isinstance(wanted, str) else f"{wanted:g}+0x{MINUTES}"
+        ),
         Scope("").series(metrics.OPERATOR_READY, **labels): ready,
     }
 

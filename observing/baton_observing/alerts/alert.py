@@ -9,8 +9,14 @@ Severity = Literal["page", "ticket"]
 """Somebody is called; or somebody looks at it in the next days."""
 
 RUNBOOKS = "docs/runbooks"
-"""Where the pages are, in the project's repository; whoever reads them elsewhere has that address put in its
-place, by a value of the chart or a flag of `python -m baton_observing`."""
+"""
+Folder of the pages in the repository, which has no public address: alerts have the annotation `runbook`.
+With an absolute URL (the chart's `observing.runbooks`, `python -m baton_observing --runbooks`) they have
+`runbook_url`, of which Alertmanager and Grafana make a link.
+"""
+
+
+ANNOTATION = "runbook"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +36,22 @@ class Alert:
 
 
 def runbook(name: str) -> str:
-    """The address of an alert's page."""
+    """Where an alert's page is."""
     return f"{RUNBOOKS}/{name}.md"
+
+
+def linked(text: str, address: str) -> str:
+    """
+    A generated file, with the pages at an address.
+
+    >>> linked("runbook: docs/runbooks/BatonErrors.md", "https://wiki.example/baton")
+    'runbook_url: https://wiki.example/baton/BatonErrors.md'
+    """
+    if address == RUNBOOKS:
+        return text
+    return text.replace(f"{ANNOTATION}: {RUNBOOKS}", f"{ANNOTATION}_url: {address}").replace(
+        RUNBOOKS, address
+    )
 
 
 WHICH = "{{ $labels.namespace }}/{{ $labels.service }}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from baton_observing.alerts.alert import WHICH, Alert
-from baton_observing.objectives import AVAILABLE, BURNS, LEAST_REQUESTS, MOST, Objective
+from baton_observing.objectives import AVAILABLE, BURNS, LEAST_FAILURES, LEAST_REQUESTS, MOST, Objective
 from baton_observing.recording import BUDGET, FAILED, LATE, REQUESTS, SLOW, Family
 
 Limit = Callable[[float], str]
@@ -20,6 +20,11 @@ MANY_FAILED = 0.05
 def enough(window: str) -> str:
     """So many requests that a share of them says something."""
     return f"{REQUESTS.over(window)} * {SECONDS[window]} > {LEAST_REQUESTS}"
+
+
+def several(window: str) -> str:
+    """More failures than chance has on a service that few use."""
+    return f"{FAILED.over(window)} * {REQUESTS.over(window)} * {SECONDS[window]} > {LEAST_FAILURES}"
 
 
 def within(objective: Objective) -> Limit:
@@ -41,7 +46,7 @@ def _burns(name: str, share: Family, limited: Limit, what: str) -> Iterator[Aler
             summary=f"{WHICH}: {{{{ $value | humanizePercentage }}}} of {what} within {burn.long}, "
             f"{burn.times:g} times of what the objective allows.",
             expression=f"{share.over(burn.long)} {limit} and {share.over(burn.short)} {limit}"
-            f" and {enough(burn.long)}",
+            f" and {enough(burn.long)}{f' and {several(burn.long)}' if share is FAILED else ''}",
             lasting="2m",
         )
 
@@ -54,7 +59,7 @@ ALERTS = (
         name="BatonErrors",
         severity="page",
         summary=f"{WHICH}: {{{{ $value | humanizePercentage }}}} of requests fail or are cut off.",
-        expression=f"{FAILED.over('5m')} > {MANY_FAILED} and {enough('5m')}",
+        expression=f"{FAILED.over('5m')} > {MANY_FAILED} and {enough('5m')} and {several('5m')}",
         lasting="2m",
     ),
 )

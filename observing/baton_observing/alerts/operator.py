@@ -23,14 +23,14 @@ ALERTS = (
     ),
     Alert(
         name="BatonWatchStale",
-        severity="page",
+        severity="ticket",
         summary="The operator has not seen its own heartbeat for {{ $value | humanizeDuration }}.",
         expression=f"{NOW.now(metrics.OPERATOR_HEARTBEAT, *PODS, how='max')} > 180 and {LEADS}",
         lasting="2m",
     ),
     Alert(
         name="BatonOperatorQueueStuck",
-        severity="page",
+        severity="ticket",
         summary="An object has waited for the operator for {{ $value | humanizeDuration }}.",
         expression=f"{NOW.now(metrics.OPERATOR_QUEUE_OLDEST, *PODS, how='max')} > 300",
     ),

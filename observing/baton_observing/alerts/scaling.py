@@ -23,14 +23,6 @@ ALERTS = (
         expression=f"{AGE} > 120",
     ),
     Alert(
-        name="BatonMetricsLost",
-        severity="page",
-        summary=f"{WHICH}: the autoscaler has had no metrics for {{{{ $value | humanizeDuration }}}} and "
-        f"goes by "
-        "its fallback.",
-        expression=f"{AGE} > 900",
-    ),
-    Alert(
         name="BatonScalingLimited",
         severity="ticket",
         summary=f"{WHICH}: the load asks for more {{{{ $labels.role }}}} workers than there may be, and "

@@ -11,19 +11,30 @@ NOW, LONG = Scope("5m"), Scope("6h")
 
 WANTED = NOW.now(metrics.OPERATOR_DESIRED, *BY, "role", how="max", role="!=router")
 READY = NOW.now(metrics.OPERATOR_READY, *BY, "role", how="max", role="!=router")
-SEEN = "count by (namespace, service, role) (" + NOW.series(metrics.WORKER_RUNNING) + ")"
+SEEN = NOW.now(metrics.WORKER_RUNNING, *BY, "role", how="count")
+ALONE = NOW.now(metrics.WORKER_RUNNING, *BY, "role", how="count", role="both")
+"""What workers call the role that the operator calls decode, in a service without prefill workers."""
 
 
 def _condition(type_: str, status: str) -> str:
     return f"{NOW.now(metrics.OPERATOR_CONDITION, *BY, how='max', type=type_, status=status)} == 1"
 
 
+def _last(condition: str) -> str:
+    """When that last was so within six hours; nothing if it never was."""
+    return f"max_over_time(timestamp({condition})[{LONG.window}:1m])"
+
+
 def _none_ready(role: str) -> str:
-    """None is ready that should be; one was: a service that is being made is no reason to call anybody."""
+    """
+    None is ready that should be, and one was since the role last had zero replicas.
+
+    A first start and a scale from zero may take as long as the model loads.
+    """
     wanted = NOW.now(metrics.OPERATOR_DESIRED, *BY, how="max", role=role)
     ready = NOW.now(metrics.OPERATOR_READY, *BY, how="max", role=role)
-    was = LONG.over("max", metrics.OPERATOR_READY, *BY, of="max", role=role)
-    return f"{ready} == 0 and {wanted} > 0 and {was} > 0"
+    was, slept = _last(f"{ready} > 0"), _last(f"{wanted} == 0")
+    return f"{ready} == 0 and {wanted} > 0 and {was} > 0 unless {slept} >= {was}"
 
 
 ALERTS = (
@@ -75,7 +86,7 @@ ALERTS = (
         name="BatonMetricsMissing",
         severity="ticket",
         summary=f"{WHICH}: {{{{ $labels.role }}}} workers are ready, but Prometheus has no metrics of them.",
-        expression=f"{READY} > 0 unless {SEEN}",
+        expression=f'{READY} > 0 unless ({SEEN} or label_replace({ALONE}, "role", "decode", "", ""))',
         lasting="10m",
     ),
 )

@@ -16,6 +16,14 @@ CASES = (
     ),
     Case(
         "BatonAvailabilityBurn",
+        "page",
+        # Five of 25 in an hour, and one of 21.
+        {**answered(200, 20 / 60), **answered(503, 5 / 60)},
+        {**answered(200, 20.5 / 60), **answered(503, 1 / 60)},
+        at=HOUR + 5,
+    ),
+    Case(
+        "BatonAvailabilityBurn",
         "ticket",
         {**answered(200, 99), **rise(metrics.ROUTER_CUT, 1, **OF, cause="reset")},
         {**answered(200, 995), **answered(429, 90), **answered(503, 5)},
@@ -55,5 +63,11 @@ CASES = (
         "page",
         {**answered(200, 90), **answered(500, 10)},
         {**answered(200, 90), **answered(400, 10), **answered(499, 10)},
+    ),
+    Case(
+        "BatonErrors",
+        "page",
+        {**answered(200, 4), **answered(500, 1)},  # five of 25 in five minutes, and two
+        {**answered(200, 4.6), **answered(500, 0.4)},
     ),
 )

@@ -17,7 +17,7 @@ CASES = (
     ),
     Case(
         "BatonWatchStale",
-        "page",
+        "ticket",
         {
             **level(metrics.OPERATOR_LEADER, 1, namespace="baton-system", pod="a"),
             **level(metrics.OPERATOR_HEARTBEAT, 200, namespace="baton-system", pod="a"),
@@ -29,7 +29,7 @@ CASES = (
     ),
     Case(
         "BatonOperatorQueueStuck",
-        "page",
+        "ticket",
         level(metrics.OPERATOR_QUEUE_OLDEST, 400, namespace="baton-system", pod="a"),
         level(metrics.OPERATOR_QUEUE_OLDEST, 100, namespace="baton-system", pod="a"),
     ),

@@ -14,12 +14,6 @@ CASES = (
         level(metrics.AUTOSCALER_METRICS_AGE, 20, **OF),
     ),
     Case(
-        "BatonMetricsLost",
-        "page",
-        level(metrics.AUTOSCALER_METRICS_AGE, 1000, **OF),
-        level(metrics.AUTOSCALER_METRICS_AGE, 200, **OF),
-    ),
-    Case(
         "BatonScalingLimited",
         "ticket",
         {

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from baton_api import metrics
-from tests.observing.told_series import CAME, DECODE, NEVER, Case, condition, level, replicas
+from tests.observing.told_series import BOTH, CAME, DECODE, NEVER, PREFILL, Case, condition, level, replicas
+
+SLEPT = "1+0x10 0+0x10 1+0x400"
+"""Replicas that a role is to have: none for ten minutes."""
 
 CASES = (
     Case("BatonNoDecode", "page", replicas("decode", 2, CAME), replicas("decode", 0, CAME)),
+    # A model loads for half an hour after the role had slept, and a worker that was ready since then is lost.
+    Case(
+        "BatonNoDecode",
+        "page",
+        replicas("decode", SLEPT, "1+0x5 0+0x20 1+0x5 0+0x400"),
+        replicas("decode", SLEPT, "1+0x12 0+0x400"),
+        at=45,
+    ),
     Case("BatonNoPrefill", "page", replicas("prefill", 2, CAME), replicas("prefill", 2, NEVER)),
     Case("BatonNoRouter", "page", replicas("router", 2, CAME), replicas("router", 2, "2+0x5 1+0x400")),
     Case(
@@ -41,5 +52,22 @@ CASES = (
         "ticket",
         replicas("decode", 1, "1+0x400"),
         {**replicas("decode", 1, "1+0x400"), **level(metrics.WORKER_RUNNING, 0, **DECODE)},
+    ),
+    Case(
+        "BatonMetricsMissing",
+        "ticket",
+        {**replicas("decode", 1, "1+0x400"), **level(metrics.WORKER_RUNNING, 0, **PREFILL)},
+        # Without prefill workers, and in a rollout from such workers to those beside prefill workers.
+        {
+            **replicas("decode", 2, "2+0x400"),
+            **level(metrics.WORKER_RUNNING, 0, **BOTH),
+            **level(metrics.WORKER_RUNNING, 0, **{**BOTH, "role": "decode"}),
+        },
+    ),
+    Case(
+        "BatonMetricsMissing",
+        "ticket",
+        replicas("decode", 1, "1+0x400"),
+        {**replicas("decode", 1, "1+0x400"), **level(metrics.WORKER_RUNNING, 0, **BOTH)},
     ),
 )
