@@ -18,6 +18,9 @@ from baton_operator.manifests.objects import Manifest
 
 ANNOTATION = "baton.dev/applied"
 
+TEMPLATE = "baton.dev/template"
+"""Hash of the selector and the pod template that were rendered for a Deployment of workers."""
+
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?")
 _UNITS = {
     None: Decimal(1), "m": Decimal("0.001"),
@@ -30,11 +33,33 @@ _UNITS = {
 
 def mark(wished: Manifest) -> Manifest:
     """The same with the hash of what it is made from."""
-    text = json.dumps(wished, sort_keys=True, separators=(",", ":"))
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     metadata = wished["metadata"]
-    annotations = {**metadata.get("annotations", {}), ANNOTATION: digest}
+    annotations = {**metadata.get("annotations", {}), ANNOTATION: _hash(wished)}
     return {**wished, "metadata": {**metadata, "annotations": annotations}}
+
+
+def keep_template(there: Manifest | None, wished: Manifest) -> Manifest:
+    """
+    Return the Deployment `wished`, with the pod template of `there` if another operator rendered that one.
+
+    Another template would restart the pods in place. So a hash in the Deployment says which one was rendered
+    for it. If this operator renders the same, what others have changed is put back. If not, the pods keep
+    what they were started with. 0.1.0 wrote no hash.
+    """
+    digest = _hash({name: wished["spec"][name] for name in ("selector", "template")})
+    before = (there or {}).get("metadata", {}).get("annotations", {}).get(TEMPLATE)
+    metadata = wished["metadata"]
+    annotations = metadata.get("annotations", {})
+    if there is None or before == digest:
+        return {**wished, "metadata": {**metadata, "annotations": {**annotations, TEMPLATE: digest}}}
+    kept = {name: there["spec"][name] for name in ("selector", "template")}
+    if before is not None:
+        annotations = {**annotations, TEMPLATE: before}
+    return {
+        **wished,
+        "metadata": {**metadata, "annotations": annotations},
+        "spec": {**wished["spec"], **kept},
+    }
 
 
 def is_so(there: Manifest | None, marked: Manifest) -> bool:
@@ -58,6 +83,11 @@ def holds(there: Any, wished: Any) -> bool:
             return not wished and there is None
         return len(there) == len(wished) and all(map(holds, there, wished))
     return bool(there == wished) or _same_quantity(there, wished)
+
+
+def _hash(made_from: Any) -> str:
+    text = json.dumps(made_from, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _same_quantity(there: object, wished: object) -> bool:

@@ -3,8 +3,11 @@ A generation: what of a spec makes the workers, under a name that is a hash of i
 
 Equal workers have equal names, so a change that was taken back is the old generation again. How many there
 are, how they are scaled, reached and evicted is no part of it: that changes while they run. What a
-generation was made from is kept in a ConfigMap and never rendered from anything else, so that neither a later
-spec nor a later operator can restart workers that serve.
+generation was made from is kept in a ConfigMap and never rendered from anything else, so that a later spec
+cannot restart workers that serve.
+
+The name is a hash only when a generation is first made. Afterwards the label of its ConfigMap says it: a
+later operator may hash in another way, and must find the workers of an earlier one under their own name.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ from baton_operator.kinds.service_policies import MutualTls
 from baton_operator.kinds.worker_role import WorkerRole
 
 TEMPLATE_VERSION = 1
-"""Of the way in which pods are made from a spec. A higher one makes other names of the same specs, so all
-workers are replaced: it goes up when pods that run are wrong, and not when they could be nicer."""
+"""Version of the way in which pods are made from a spec. A higher one makes new generations of the same
+specs: a rollout replaces all workers. Raise it when pods that run are wrong, and not when they could be
+nicer. Without a raise, workers that run keep the template that they were started with."""
 
 REVISION_LENGTH = 8
 
@@ -35,7 +39,9 @@ _LIVE = frozenset({"replicas", "scaling", "disruption", "rollout"})
 class Blueprint(Part):
     """What the workers of one generation are made from."""
 
-    template_version: int = Field(default=TEMPLATE_VERSION)
+    template_version: int = 1
+    """The TEMPLATE_VERSION of the operator that made it. The default never changes: it stands for what 0.1.0
+    wrote, which was nothing."""
     served_names: tuple[str, ...]
     model: Model
     engine: Engine
@@ -50,8 +56,9 @@ class Blueprint(Part):
     def of(cls, service: str, spec: InferenceServiceSpec) -> Blueprint:
         """The generation that `spec` asks for."""
         return cls(
+            template_version=TEMPLATE_VERSION,
             served_names=(spec.model.name or service, *spec.model.aliases),
-            model=spec.model,
+            model=_without_claim(spec.model),
             engine=spec.engine,
             transfer=spec.transfer,
             prefill=spec.prefill and _fixed(spec.prefill),
@@ -62,10 +69,11 @@ class Blueprint(Part):
         )
 
     @property
-    def revision(self) -> str:
-        """The name: 8 hexadecimal digits."""
-        # Without what stands at its default: a field that a later version adds changes no name.
-        written = self.model_dump(by_alias=True, mode="json", exclude_defaults=True)
+    def digest(self) -> str:
+        """8 hexadecimal digits, equal for blueprints that make the same workers."""
+        same = self.model_copy(update={"model": _without_claim(self.model)})
+        # Without what stands at its default: a field that a later version adds changes no digest.
+        written = same.model_dump(by_alias=True, mode="json", exclude_defaults=True)
         written["templateVersion"] = self.template_version
         text = json.dumps(written, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:REVISION_LENGTH]
@@ -86,10 +94,14 @@ class Generation(Part):
     """The operator's default image at that time; blueprints may name others."""
     created: float
     """Unix seconds."""
+    revision: str = Field(exclude=True)
+    """The name, from the label of its ConfigMap."""
 
-    @property
-    def revision(self) -> str:
-        return self.blueprint.revision
+
+def _without_claim(model: Model) -> Model:
+    """The same model without the size and class of the claim to be made, which workers do not depend on."""
+    cache = model.cache.model_copy(update={"size": None, "storage_class_name": None})
+    return model.model_copy(update={"cache": cache})
 
 
 def _fixed(role: WorkerRole) -> WorkerRole:

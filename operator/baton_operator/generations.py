@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,8 @@ from baton_api.workers import Role
 from baton_operator import names
 from baton_operator.generation import Blueprint, Generation
 from baton_operator.kinds.inference_service import InferenceServiceSpec
-from baton_operator.manifests.objects import Manifest, Owner, made
+from baton_operator.manifests.objects import Manifest, made
+from baton_operator.model_fetch import PROOF, Proof
 from baton_operator.observed import Observed, Pod, seconds
 from baton_operator.rollout import RoleName, RoleState, Seen
 from baton_operator.trial import Tried
@@ -22,7 +24,9 @@ DATA = "generation.json"
 def remembered(observed: Observed) -> dict[str, Generation]:
     """All generations that have a ConfigMap, by revision."""
     found = [
-        Generation.model_validate_json(one["data"][DATA])
+        Generation.model_validate(
+            {**json.loads(one["data"][DATA]), "revision": one["metadata"]["labels"][labels.REVISION]}
+        )
         for one in observed.of_kind("ConfigMap")
         if DATA in one.get("data", {})
     ]
@@ -36,17 +40,26 @@ def wanted(
     if spec.rollout.rollback_to is not None:
         return known[spec.rollout.rollback_to]
     blueprint = Blueprint.of(observed.owner.name, spec)
-    there = known.get(blueprint.revision)
-    return there or Generation(blueprint=blueprint, image=image, created=now)
+    digest = blueprint.digest
+    same = [one for one in known.values() if one.blueprint.digest == digest]
+    if not same:
+        return Generation(blueprint=blueprint, image=image, created=now, revision=digest)
+    # Operators that hash in different ways may have made several of the same: the one that serves goes on.
+    return max(same, key=lambda one: (_note(observed, one.revision).get("weight", 0), one.created))
 
 
-def memory(owner: Owner, generation: Generation) -> Manifest:
-    """The ConfigMap that remembers a generation."""
-    revision = generation.revision
-    there = {**names.of_service(owner.name), labels.REVISION: revision}
-    data = {DATA: generation.model_dump_json(by_alias=True, exclude_defaults=True)}
+def memory(observed: Observed, generation: Generation, proof: Proof | None) -> Manifest:
+    """The ConfigMap that remembers a generation, and the proof that its model was fetched."""
+    owner, revision = observed.owner, generation.revision
     name = names.generation(owner.name, revision)
-    return made(owner, "v1", "ConfigMap", name, {"data": data, "immutable": True}, there)
+    before = observed.find("v1", "ConfigMap", name)
+    # What was written cannot be changed, and another version might write the same in other words.
+    data = (
+        before["data"] if before else {DATA: generation.model_dump_json(by_alias=True, exclude_defaults=True)}
+    )
+    there = {**names.of_service(owner.name), labels.REVISION: revision}
+    annotations = {PROOF: proof.text} if proof else None
+    return made(owner, "v1", "ConfigMap", name, {"data": data, "immutable": True}, there, annotations)
 
 
 def role_names(generation: Generation) -> dict[RoleName, Role]:
@@ -58,7 +71,7 @@ def seen(observed: Observed, generation: Generation, weight: int, now: float) ->
     """How a generation is; what of it was noted in status before goes on."""
     revision = generation.revision
     note = _note(observed, revision)
-    pods = [pod for pod in observed.pods if pod.revision == revision]
+    pods = [pod for pod in observed.pods if pod.revision == revision and not pod.finished]
     roles: dict[RoleName, RoleState] = {}
     for name, role in role_names(generation).items():
         there = observed.find("apps/v1", "Deployment", names.worker(observed.owner.name, role, revision))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from baton_api import labels
 from baton_operator import generations, names, scalers
 from baton_operator.api_resources import PRUNED
-from baton_operator.drift import is_so, mark
+from baton_operator.drift import is_so, keep_template, mark
 from baton_operator.generation import Generation
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.service_policies import MutualTls
@@ -28,7 +28,9 @@ from baton_operator.manifests import (
     workers,
 )
 from baton_operator.manifests.exposure import CERTIFICATE_API, GATEWAY_API
+from baton_operator.manifests.model_files import ModelFiles
 from baton_operator.manifests.objects import Manifest, made
+from baton_operator.model_fetch import ModelFetch, fetches
 from baton_operator.observed import Key, Observed, key
 from baton_operator.rollout import Bounds, Fate, RoleName, Seen, Wanted, decide, next_look
 
@@ -52,8 +54,7 @@ class Plan:
     apply: Sequence[Manifest]
     """To be as they stand here, after what is to be created."""
     create: Sequence[Manifest] = ()
-    """To be made if they are not there, and left alone otherwise. First of all: a generation that is
-    remembered while the Job of its model is gone is one whose model has been fetched."""
+    """To be made if they are not there, and left alone otherwise."""
     prune: Sequence[Key] = ()
     again_s: float | None = None
     """Seconds after which to plan again although nothing has changed."""
@@ -71,9 +72,15 @@ class State:
     seen: Sequence[Seen]
     fates: Mapping[str, Fate]
     generations: Mapping[str, Generation]
-    model_there: bool
+    models: Mapping[str, ModelFetch]
+    """Where the files of each generation's model stand."""
     unsupported: Sequence[str]
     """Optional APIs that the spec needs and the cluster has not."""
+
+    @property
+    def model(self) -> ModelFetch:
+        """Of the wanted generation."""
+        return self.models[self.wanted.revision]
 
 
 def plan(observed: Observed, images: Images, now: float) -> Plan:
@@ -85,7 +92,7 @@ def plan(observed: Observed, images: Images, now: float) -> Plan:
     return Plan(
         apply=[one for one in wished if not is_so(observed.objects.get(key(one)), one)],
         create=[one for one in create if key(one) not in observed.objects],
-        prune=_pruned(observed, [*wished, *create]),
+        prune=_pruned(observed, state, [*wished, *create]),
         again_s=again_s,
         state=state,
     )
@@ -101,20 +108,18 @@ def _decided(
     weights = {one["name"]: one.get("weight", 0) for one in observed.status.get("revisions", ())}
     seen = [generations.seen(observed, one, weights.get(name, 0), now) for name, one in known.items()]
     targets = scalers.targets(observed, spec)
+    models = fetches(observed, known)
     want = Wanted(
         revision=generation.revision,
         targets=targets,
         bounds=_bounds(spec),
         policy=spec.rollout,
         suspended=spec.suspend,
+        held=not models[generation.revision].there,
     )
     fates = decide(want, seen, now)
-    model_there = _model_there(observed, generation)
-    if not model_there and generation.revision not in remembered:
-        # Nobody gives way to workers that would only wait for their model.
-        fates = _held(seen, generation)
     kept = _kept(spec, known, seen, fates, generation.revision)
-    state = State(spec, generation, targets, seen, fates, kept, model_there, _unsupported(observed, spec))
+    state = State(spec, generation, targets, seen, fates, kept, models, _unsupported(observed, spec))
     return state, next_look(want, seen, now)
 
 
@@ -148,33 +153,6 @@ def _bounds(spec: InferenceServiceSpec) -> dict[RoleName, Bounds]:
         return {"prefill": decode, "decode": decode}
     prefill = Bounds(spec.prefill.rollout.max_surge, spec.prefill.rollout.max_unavailable)
     return {"prefill": prefill, "decode": decode}
-
-
-def _model_there(observed: Observed, generation: Generation) -> bool:
-    """Whether workers would find their model, or fetch it themselves."""
-    files = workers.files(observed.owner, generation)
-    if not files.job_needed:
-        return True
-    job = observed.find("batch/v1", "Job", names.model_job(observed.owner.name, files.key))
-    done = job is not None and any(
-        one["type"] == "Complete" and one["status"] == "True"
-        for one in job.get("status", {}).get("conditions", ())
-    )
-    # A Job that is gone has been done: what remembers the files is the generation that was built of them.
-    return done or (job is None and generation.revision in generations.remembered(observed))
-
-
-def _held(seen: Sequence[Seen], generation: Generation) -> dict[str, Fate]:
-    """All as it is, and nobody yet of the new generation."""
-    fates = {}
-    for one in seen:
-        replicas = {name: role.replicas for name, role in one.roles.items()}
-        fates[one.revision] = Fate(
-            one.revision, "Serving" if one.weight else "Draining", replicas, one.weight
-        )
-    new = dict.fromkeys(generations.role_names(generation), 0)
-    fates[generation.revision] = Fate(generation.revision, "Warming", new)
-    return fates
 
 
 def _kept(
@@ -245,7 +223,7 @@ def _workers(observed: Observed, state: State) -> list[Manifest]:
     there = {one.revision: one.there for one in state.seen}
     wished = []
     for revision, generation in state.generations.items():
-        wished.append(generations.memory(owner, generation))
+        wished.append(generations.memory(observed, generation, state.models[revision].proof))
         fate = state.fates[revision]
         if not there[revision] and not any(fate.replicas.values()):
             continue
@@ -253,7 +231,8 @@ def _workers(observed: Observed, state: State) -> list[Manifest]:
             wished.append(network.workers(owner, generation, state.spec.security.metrics_namespace or ""))
         for name, role in generations.role_names(generation).items():
             wished.append(workers.service(owner, generation, role))
-            wished.append(workers.deployment(owner, generation, role, fate.replicas[name]))
+            deployment = workers.deployment(owner, generation, role, fate.replicas[name])
+            wished.append(keep_template(observed.find(*key(deployment)), deployment))
     return wished
 
 
@@ -262,11 +241,13 @@ def _created(observed: Observed, state: State) -> list[Manifest]:
     owner, spec = observed.owner, state.spec
     files = workers.files(owner, state.wanted)
     wished = []
-    claim = files.persistent_volume_claim(owner)
+    claim = ModelFiles(owner.name, spec.model, "").persistent_volume_claim(owner)
     if claim is not None:
         wished.append(claim)
-    if files.job_needed and not state.model_there:
-        wished.append(files.job(owner, list(spec.security.image_pull_secrets)))
+    there = observed.find("v1", "PersistentVolumeClaim", files.claim)
+    if files.job_needed and not state.model.there and (there or not files.makes_claim):
+        uid = there["metadata"].get("uid", "") if there else ""
+        wished.append(files.job(owner, list(spec.security.image_pull_secrets), uid))
     for name, role in scalers.roles(spec).items():
         if role.scaling is not None:
             wished.append(scalers.scaler(observed, name, _current(state, name, state.targets[name])))
@@ -280,14 +261,16 @@ def _current(state: State, name: RoleName, otherwise: int) -> int:
     return scalers.scaled(role, there or otherwise)
 
 
-def _pruned(observed: Observed, wished: Sequence[Manifest]) -> list[Key]:
+def _pruned(observed: Observed, state: State, wished: Sequence[Manifest]) -> list[Key]:
     """What was made and is not wanted any more, but nothing of a generation that has pods."""
     wanted = {key(one) for one in wished}
-    alive = {pod.revision for pod in observed.pods}
-    return [
+    alive = {pod.revision for pod in observed.pods if not pod.finished}
+    gone = [
         there
         for there, manifest in sorted(observed.objects.items())
         if there not in wanted
         and there[1] in PRUNED
         and manifest["metadata"].get("labels", {}).get(labels.REVISION) not in alive
     ]
+    job = ("batch/v1", "Job", workers.files(observed.owner, state.wanted).job_name)
+    return [*gone, job] if state.model.outdated_job else gone

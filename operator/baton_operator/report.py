@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from baton_operator import generations, names, scalers
 from baton_operator.conditions import Fact, Transition, written
 from baton_operator.manifests import exposure, workers
-from baton_operator.observed import Observed, timestamp
+from baton_operator.observed import Observed, Pod, refused_pods, timestamp
 from baton_operator.plan import State
 from baton_operator.rollout import Fate, RoleName, Seen
 
@@ -36,7 +36,8 @@ def report(observed: Observed, state: State, now: float) -> tuple[Status, list[T
         "revisions": _revisions(observed, state),
         "model": {
             "cacheClaim": files.claim,
-            "downloadJob": names.model_job(owner.name, files.key) if files.job_needed else "",
+            "downloadJob": files.job_name if files.job_needed else "",
+            "resolvedRevision": state.model.revision,
         },
         "autoscaling": _autoscaling(observed, state),
     }
@@ -63,7 +64,7 @@ def _facts(observed: Observed, state: State) -> list[Fact]:
         _readiness(state, routers),
         _progress(observed, state),
         _degradation(observed, state, failed),
-        Fact("ModelReady", state.model_there, "Present" if state.model_there else "Fetching"),
+        Fact("ModelReady", state.model.there, state.model.phase, state.model.message),
     ]
     for name, count in ready.items():
         enough = count >= state.targets[name]
@@ -96,7 +97,7 @@ def _readiness(state: State, routers: int) -> Fact:
     if serving == state.wanted.revision:
         return Fact("Ready", True, "Serving", f"Requests are answered by the generation {serving}.")
     if not serving:
-        reason = "ModelMissing" if not state.model_there else "NoDecode"
+        reason = "ModelMissing" if not state.model.there else "NoDecode"
         return Fact("Ready", False, reason, "Nobody serves yet.")
     message = f"Requests are answered by the generation {serving}; {state.wanted.revision} is not ready yet."
     return Fact("Ready", False, "RollingOut", message)
@@ -113,15 +114,21 @@ def _lacking(state: State, serving: str) -> RoleName | None:
 
 def _progress(observed: Observed, state: State) -> Fact:
     fate = state.fates[state.wanted.revision]
-    trouble = sorted({pod.trouble for pod in observed.pods if pod.trouble and pod.revision == fate.revision})
     if fate.phase == "Failed":
         return Fact("Progressing", False, "RolloutFailed", f"The generation {fate.revision} failed.")
     if state.spec.rollout.paused and fate.phase != "Serving":
         return Fact("Progressing", False, "Paused", "spec.rollout.paused is true.")
+    if not state.model.there:
+        fetching = state.model.phase == "Fetching"
+        reason = "FetchingModel" if fetching else "FetchFailed"
+        return Fact("Progressing", fetching, reason, state.model.message)
     whole = all(_ready(state, name) >= count for name, count in state.targets.items() if count)
     if fate.phase == "Serving" and whole:
         return Fact("Progressing", False, "Complete", "All that is wanted is there.")
-    if trouble:
+    of_it = [names.worker(observed.owner.name, role, fate.revision) for role in state.wanted.blueprint.roles]
+    if refused := _refused(observed, of_it):
+        return Fact("Progressing", True, "PodsRefused", refused[0])
+    if trouble := _trouble([pod for pod in observed.pods if pod.revision == fate.revision]):
         unschedulable = any(one.startswith("Unschedulable") for one in trouble)
         return Fact(
             "Progressing", True, "InsufficientCapacity" if unschedulable else "PodTrouble", trouble[0]
@@ -136,7 +143,22 @@ def _degradation(observed: Observed, state: State, failed: Sequence[Fate]) -> Fa
         why = f": {cause}" if cause else ""
         message = f"The generation {fate.revision} failed{why}. Change the spec to try another one."
         return Fact("Degraded", True, "RolledBack", message)
+    if state.model.phase == "Failed":
+        return Fact("Degraded", True, "FetchFailed", state.model.message)
     return Fact("Degraded", False, "AsExpected")
+
+
+def _refused(observed: Observed, deployments: Iterable[str]) -> list[str]:
+    """Why pods of these Deployments cannot even be made, if they cannot."""
+    there = [observed.find("apps/v1", "Deployment", name) for name in deployments]
+    return sorted(filter(None, map(refused_pods, there)))
+
+
+def _trouble(pods: Sequence[Pod]) -> list[str]:
+    """What is in the way of these pods, of which some are missing. An old eviction explains nothing new."""
+    present = {pod.trouble for pod in pods if pod.trouble and not pod.finished}
+    ended = {pod.trouble for pod in pods if pod.trouble and pod.finished}
+    return sorted(present or ended)
 
 
 def _scaling(observed: Observed, state: State) -> Fact:
@@ -188,26 +210,40 @@ def _role(observed: Observed, state: State, name: RoleName) -> Status:
     there = [one.roles[name] for one in state.seen if name in one.roles]
     new = next(one for one in state.seen if one.revision == state.wanted.revision)
     labels = {"decode": ("decode", "both")}.get(name, (name,))
-    trouble = sorted(pod.trouble for pod in observed.pods if pod.role in labels and pod.trouble)
+    deployments = [
+        names.worker(observed.owner.name, role, revision)
+        for revision, one in state.generations.items()
+        for role in one.blueprint.roles
+        if role in labels
+    ]
+    pods = [pod for pod in observed.pods if pod.role in labels]
+    ready = sum(role.ready for role in there)
     return {
         "desired": state.targets[name],
         "replicas": sum(role.pods for role in there),
-        "ready": sum(role.ready for role in there),
+        "ready": ready,
         "updated": new.roles[name].ready if name in new.roles else 0,
-        "reason": trouble[0][:1024] if trouble else "",
+        "reason": _in_the_way(observed, deployments, pods, whole=ready >= state.targets[name]),
     }
+
+
+def _in_the_way(observed: Observed, deployments: Iterable[str], pods: Sequence[Pod], *, whole: bool) -> str:
+    if whole:
+        pods = [pod for pod in pods if not pod.finished]
+    return next(iter([*_refused(observed, deployments), *_trouble(pods)]), "")[:1024]
 
 
 def _router(observed: Observed, state: State) -> Status:
     pods = [pod for pod in observed.pods if pod.role == names.ROUTER]
-    trouble = sorted(pod.trouble for pod in pods if pod.trouble)
     ready = sum(pod.ready and not pod.terminating for pod in pods)
+    desired = 0 if state.spec.suspend else state.spec.router.replicas
+    deployments = [names.router(observed.owner.name)]
     return {
-        "desired": 0 if state.spec.suspend else state.spec.router.replicas,
-        "replicas": len(pods),
+        "desired": desired,
+        "replicas": sum(not pod.finished for pod in pods),
         "ready": ready,
         "updated": ready,
-        "reason": trouble[0][:1024] if trouble else "",
+        "reason": _in_the_way(observed, deployments, pods, whole=ready >= desired),
     }
 
 

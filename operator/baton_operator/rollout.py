@@ -21,7 +21,7 @@ from baton_operator.kinds.service_policies import Rollout
 from baton_operator.trial import Tried, fault
 
 RoleName = Literal["prefill", "decode"]
-Phase = Literal["Warming", "Serving", "Draining", "Retired", "Failed"]
+Phase = Literal["Waiting", "Warming", "Serving", "Draining", "Retired", "Failed"]
 
 CRASHES = 3
 """Restarts of one worker of a new generation after which the generation has failed."""
@@ -31,6 +31,9 @@ TRIED_S = 5.0
 
 ALL = 100
 """The sum of the weights."""
+
+PLAIN = Rollout(auto_rollback=False)
+"""Of generations that have served before: they replace one another without steps and are not judged again."""
 
 EPSILON = 1e-9
 """A third of three is one."""
@@ -97,6 +100,8 @@ class Wanted:
     bounds: Mapping[RoleName, Bounds]
     policy: Rollout = field(default_factory=Rollout)
     suspended: bool = False
+    held: bool = False
+    """Whether workers of `revision` would find no model yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +128,8 @@ def decide(wanted: Wanted, seen: Sequence[Seen], now: float) -> dict[str, Fate]:
         return {one.revision: _gone(one) for one in seen}
     new = next(one for one in seen if one.revision == wanted.revision)
     old = [one for one in seen if one is not new and not one.failed and one.there]
+    if wanted.held:
+        return _held(wanted, seen, new, old, now)
     failure = _failure(wanted, new, old, now) if old and not new.failed else ""
     if (new.failed or failure) and old and wanted.policy.auto_rollback:
         return _rolled_back(wanted, seen, new, failure)
@@ -154,7 +161,8 @@ def next_look(wanted: Wanted, seen: Sequence[Seen], now: float) -> float | None:
     steps = wanted.policy.canary.steps if wanted.policy.canary else []
     if new.step_since is not None and new.step < len(steps):
         looks.append(new.step_since + steps[new.step].pause_seconds - now)
-    return max(0.0, min(looks)) if looks else None
+    # A moment that has passed has been decided on: whoever looks again at once finds the same.
+    return min((one for one in looks if one >= 0), default=None)
 
 
 def _failure(wanted: Wanted, new: Seen, old: Sequence[Seen], now: float) -> str:
@@ -170,12 +178,37 @@ def _failure(wanted: Wanted, new: Seen, old: Sequence[Seen], now: float) -> str:
 def _rolled_back(wanted: Wanted, seen: Sequence[Seen], failed: Seen, reason: str) -> dict[str, Fate]:
     """Everything back to the generation that serves most."""
     others = [one for one in seen if not one.failed and one is not failed]
-    last = max(others, key=lambda one: (one.weight, one.share(wanted.targets), one.created))
+    last = _serving_most(wanted, others)
     fates = {one.revision: _gone(one) for one in seen}
     fates[failed.revision] = replace(fates[failed.revision], phase="Failed", reason=reason)
     whole = {name: wanted.targets[name] for name in last.roles}
     fates[last.revision] = Fate(last.revision, "Serving", whole, ALL)
     return fates
+
+
+def _held(
+    wanted: Wanted, seen: Sequence[Seen], new: Seen, old: Sequence[Seen], now: float
+) -> dict[str, Fate]:
+    """No worker of the wanted generation; those before it go on as if it had not been asked for."""
+    if wanted.policy.paused:
+        return {one.revision: _as_it_is(one) for one in seen}
+    if not old:
+        now_there = _as_it_is(new)
+        fates = {one.revision: _gone(one) for one in seen}
+        return {**fates, new.revision: now_there if new.there else replace(now_there, phase="Waiting")}
+    last = _serving_most(wanted, old)
+    # A role that the spec has no more is what the generation that serves still needs.
+    kept = {name: role.replicas for name, role in last.roles.items() if name not in new.roles}
+    before = replace(
+        wanted, revision=last.revision, targets={**wanted.targets, **kept}, policy=PLAIN, held=False
+    )
+    fates = decide(before, [one for one in seen if one is not new], now)
+    phase: Phase = "Failed" if new.failed else "Waiting"
+    return {**fates, new.revision: Fate(new.revision, phase, dict.fromkeys(new.roles, 0))}
+
+
+def _serving_most(wanted: Wanted, generations: Sequence[Seen]) -> Seen:
+    return max(generations, key=lambda one: (one.weight, one.share(wanted.targets), one.created))
 
 
 def _on_step(wanted: Wanted, new: Seen, now: float) -> Seen:
@@ -198,7 +231,7 @@ def _canary(wanted: Wanted, new: Seen, serving: Sequence[Seen]) -> dict[str, Fat
     before = steps[new.step - 1].weight if new.step else 0
     weight = steps[new.step].weight if new.step_since is not None else before
     replicas = {name: _part(wanted, name, steps[new.step].weight) for name in new.roles}
-    last = max(serving, key=lambda one: (one.weight, one.share(wanted.targets), one.created))
+    last = _serving_most(wanted, serving)
     whole = {name: wanted.targets[name] for name in last.roles}
     return {
         new.revision: Fate(new.revision, "Warming", replicas, weight, new.step, new.step_since),

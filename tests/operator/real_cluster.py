@@ -185,15 +185,17 @@ class RealCluster:
     async def objects(self, namespace: str = "models") -> dict[str, Manifest]:
         """All that is there of the kinds that the operator makes, without what differs each time."""
         found: dict[str, Manifest] = {}
+        uids: list[str] = []
         for there in WATCHED:
             kind = there.kind
             if there.optional or kind in ("Pod", "BatchJob", "LoraAdapter"):
                 continue
             for one in (await self.admin.get(path(there.api, kind, namespace))).json()["items"]:
-                # Selectors of Jobs are made of their own uid.
-                same = json.loads(json.dumps(one).replace(one["metadata"]["uid"], "UID"))
-                found[f"{kind} {one['metadata']['name']}"] = _plain(same)
+                found[f"{kind} {one['metadata']['name']}"] = _plain(one)
+                uids.append(one["metadata"]["uid"])
         text = json.dumps(found, sort_keys=True)
+        for uid in uids:  # selectors of Jobs are made of their own, and Jobs name those of claims
+            text = text.replace(uid, "UID")
         made: dict[str, Manifest] = json.loads(text.replace(namespace, "NAMESPACE"))
         return made
 

@@ -120,6 +120,7 @@ def test_the_model_is_fetched_before_anybody_waits_for_it() -> None:
     cluster = FakeCluster(HUB)
     cluster.reconcile()
     assert cluster.names("PersistentVolumeClaim") == ["chat-model"]
+    cluster.reconcile()
     assert len(cluster.names("Job")) == 1
     replicas = {
         one["spec"]["replicas"] for one in cluster._deployments() if "router" not in one["metadata"]["name"]
@@ -233,15 +234,15 @@ def test_a_field_that_is_not_wished_any_more_is_taken_away() -> None:
 )
 def test_only_what_makes_workers_makes_a_generation(path: str, value: Any, same: bool) -> None:
     def revision(spec: dict[str, Any]) -> str:
-        return Blueprint.of("chat", InferenceServiceSpec.model_validate(spec)).revision
+        return Blueprint.of("chat", InferenceServiceSpec.model_validate(spec)).digest
 
     assert (revision(changed(PAIR, path, value)) == revision(PAIR)) is same
 
 
 def test_names_of_generations_do_not_change_from_release_to_release() -> None:
-    """If this fails, an upgrade of the operator would replace all workers of everybody."""
+    """If this fails, an upgrade replaces all workers, unless the generations are found by their content."""
     names = {
-        name: Blueprint.of("chat", InferenceServiceSpec.model_validate(spec)).revision
+        name: Blueprint.of("chat", InferenceServiceSpec.model_validate(spec)).digest
         for name, spec in SPECS.items()
     }
     assert names == NAMES
@@ -250,7 +251,7 @@ def test_names_of_generations_do_not_change_from_release_to_release() -> None:
 NAMES = {
     "minimal": "7be3a9c9",
     "pair": "07874325",
-    "fetched": "499ccd4c",
+    "fetched": "e43c2b93",
     "scaled": "07874325",
     "exposed": "07874325",
     "overlaid": "35fb887c",
@@ -292,11 +293,30 @@ def test_a_rollout_never_prunes_what_serves_and_loses_no_worker(seed: int) -> No
     assert len([name for name in cluster.names("Deployment") if name != "chat-router"]) == 2
 
 
+def test_each_role_keeps_to_its_own_bounds_in_a_rollout() -> None:
+    """Only prefill may lose a worker before another one is ready; decode may only have one more."""
+    spec = changed(PAIR, "prefill.rollout", {"maxSurge": 0, "maxUnavailable": 1})
+    spec = changed(spec, "decode.rollout", {"maxSurge": 2, "maxUnavailable": 0})
+    cluster = settled(spec)
+    old = cluster.service["status"]["currentRevision"]
+    cluster.change(changed(spec, "engine.maxModelLen", 1024))
+    cluster.reconcile()
+    asked = {
+        (one["metadata"]["labels"][labels.ROLE], one["metadata"]["labels"][labels.REVISION] == old):
+        one["spec"]["replicas"]
+        for one in cluster.objects.values()
+        if one["kind"] == "Deployment" and labels.REVISION in one["metadata"]["labels"]
+    }  # fmt: skip
+    assert asked == {
+        ("prefill", True): 1, ("prefill", False): 1, ("decode", True): 3, ("decode", False): 2,
+    }  # fmt: skip
+
+
 def test_a_generation_that_crashes_is_taken_back_and_not_tried_again() -> None:
     cluster = settled(PAIR)
     good = cluster.service["status"]["currentRevision"]
     bad = changed(PAIR, "engine.args", ["--nonsense"])
-    cluster.broken.add(Blueprint.of("chat", InferenceServiceSpec.model_validate(bad)).revision)
+    cluster.broken.add(Blueprint.of("chat", InferenceServiceSpec.model_validate(bad)).digest)
     cluster.change(bad)
     cluster.settle()
     assert cluster.condition("Degraded") == ("True", "RolledBack")
@@ -366,11 +386,17 @@ def test_one_to_go_back_to_that_is_not_remembered_is_named() -> None:
 
 def test_old_generations_are_remembered_up_to_a_limit() -> None:
     cluster = settled(changed(PAIR, "rollout.revisionHistoryLimit", 2))
+    made = []
     for length in range(1000, 1005):
         spec = changed(changed(PAIR, "rollout.revisionHistoryLimit", 2), "engine.maxModelLen", length)
         cluster.change(spec)
         cluster.settle()
-    assert len([name for name in cluster.names("ConfigMap") if "-rev-" in name]) == 3
+        made.append(cluster.service["status"]["currentRevision"])
+    kept = [name.rpartition("-")[2] for name in cluster.names("ConfigMap") if "-rev-" in name]
+    assert sorted(kept) == sorted(made[-3:]), "the newest"
+    cluster.change(changed(spec, "rollout.rollbackTo", made[-2]))
+    cluster.settle()
+    assert cluster.service["status"]["currentRevision"] == made[-2]
 
 
 def test_a_role_that_is_scaled_begins_with_what_is_there_and_keeps_to_its_bounds() -> None:

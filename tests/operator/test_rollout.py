@@ -44,7 +44,12 @@ def seen(text: str) -> Seen:
 
 
 def wanted(
-    prefill: int = 2, decode: int = 4, surge: int = 1, unavailable: int = 0, **policy: object
+    prefill: int = 2,
+    decode: int = 4,
+    surge: int = 1,
+    unavailable: int = 0,
+    held: bool = False,
+    **policy: object,
 ) -> Wanted:
     bounds = Bounds(surge, unavailable)
     return Wanted(
@@ -52,7 +57,11 @@ def wanted(
         targets={"prefill": prefill, "decode": decode},
         bounds={"prefill": bounds, "decode": bounds},
         policy=Rollout.model_validate(policy),
+        held=held,
     )
+
+
+HELD = wanted(held=True)
 
 
 def shown(fates: Mapping[str, Fate]) -> dict[str, str]:
@@ -128,6 +137,36 @@ CASES = [
         wanted(), ["z 0/0 0/0", "b 1/1 1/1 25", "a 2/2 3/3 75"],
         {"z": "1 1 0 Warming", "b": "1 1 25 Draining", "a": "2 3 75 Draining"},
         id="a change amid a change",
+    ),
+    pytest.param(
+        HELD, ["z 0/0 0/0", "a 2/2 4/4 100"],
+        {"z": "0 0 0 Waiting", "a": "2 4 100 Serving"}, id="without its model the new one waits",
+    ),
+    pytest.param(
+        HELD, ["z 0/0 0/0", "a 1/1 4/4 100"],
+        {"z": "0 0 0 Waiting", "a": "2 4 100 Serving"}, id="and the old one is kept whole",
+    ),
+    pytest.param(
+        HELD, ["z 0/0 0/0", "b 1/1 1/1 25", "a 2/2 3/3 75"],
+        {"z": "0 0 0 Waiting", "b": "1 1 25 Draining", "a": "2 4 75 Warming"},
+        id="two old ones go back to what serves most",
+    ),
+    pytest.param(
+        HELD, ["z 0/1 0/1!", "a 2/2 4/4 100"],
+        {"z": "0 0 0 Waiting", "a": "2 4 100 Serving"}, id="workers that find no model are taken away",
+    ),
+    pytest.param(HELD, ["z 0/0 0/0"], {"z": "0 0 0 Waiting"}, id="the first generation waits too"),
+    pytest.param(
+        replace(HELD, targets={"prefill": 3, "decode": 5}), ["z 0/2 0/4 100"],
+        {"z": "2 4 100 Serving"}, id="a generation alone stays as it is",
+    ),
+    pytest.param(
+        wanted(held=True, strategy="Recreate"), ["z 0/0 0/0", "a 2/2 4/4 100"],
+        {"z": "0 0 0 Waiting", "a": "2 4 100 Serving"}, id="nothing ends for a model that is not there",
+    ),
+    pytest.param(
+        wanted(held=True, paused=True), ["z 0/0 0/0", "a 2/2 4/4 100"],
+        {"z": "0 0 0 Retired", "a": "2 4 100 Serving"}, id="a pause without a model changes nothing",
     ),
     pytest.param(
         wanted(prefill=0, decode=0), ["z 0/0 0/0", "a 0/0 0/0"],
@@ -347,6 +386,20 @@ class Cluster:
         else:
             moved = replace(state, pods=state.replicas)
         return replace(one, roles={**one.roles, name: moved})
+
+
+def test_generation_whose_pods_still_end_is_there() -> None:
+    """None of its workers is asked for any more, but requests finish on those that drain."""
+    draining = replace(seen("a 0/0 0/0"), roles={"prefill": RoleState(0, 0, 0), "decode": RoleState(0, 0, 1)})
+    assert draining.there
+    assert decide(wanted(), [seen("z 2/2 4/4 100"), draining], 1.0)["a"].phase == "Draining"
+    recreated = decide(wanted(strategy="Recreate"), [seen("z 0/0 0/0"), draining], 1.0)
+    assert shown(recreated)["z"] == "0 0 0 Warming", "nothing is started beside it"
+
+
+def test_deadline_that_has_passed_is_not_looked_at_again() -> None:
+    """A generation that has no other one to go back to is waited for, and not asked after without end."""
+    assert next_look(wanted(progressDeadlineSeconds=600), [seen("z 0/1 0/1")], 601.0) is None
 
 
 @pytest.mark.parametrize("seed", range(60))

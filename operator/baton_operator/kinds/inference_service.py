@@ -115,9 +115,10 @@ class RevisionStatus(Part):
     name: Hash
     """Its hash, as in the names and labels of what belongs to it."""
 
-    phase: Literal["Warming", "Serving", "Draining", "Retired", "Failed"]
-    """Warming: not ready yet. Serving: gets requests. Draining: finishes those that it has. Retired:
-    remembered, to go back to. Failed: not tried again until the spec changes."""
+    phase: Literal["Waiting", "Warming", "Serving", "Draining", "Retired", "Failed"]
+    """Waiting: has no workers until the files of its model are fetched. Warming: not ready yet. Serving: gets
+    requests. Draining: finishes those that it has. Retired: remembered, to go back to. Failed: not tried
+    again until the spec changes."""
 
     weight: Annotated[int, Field(ge=0, le=100)] = 0
     """Percent of requests that go to it."""

@@ -21,6 +21,9 @@ FOLDER = "/models"
 """Where the volume with a model's files is mounted."""
 
 VOLUME = "model"
+CLAIM = "baton.dev/claim"
+"""Annotation of a Job: the UID of the claim that it fills, because another claim may get the same name."""
+
 JOB_TTL_S = 86_400
 JOB_RETRIES = 6
 
@@ -54,6 +57,18 @@ class ModelFiles:
         return hashlib.sha256("\0".join(wanted).encode()).hexdigest()[:8]
 
     @property
+    def place(self) -> tuple[str, str]:
+        """Where the files lie: the claim, and the folder in it."""
+        return self.claim, self.key
+
+    @property
+    def job_name(self) -> str:
+        """Of the Job that fetches them. Those in another claim have another Job."""
+        named = self.model.cache.claim_name
+        place = hashlib.sha256(f"{self.key}/{named}".encode()).hexdigest()[:8] if named else self.key
+        return names.model_job(self.service, place)
+
+    @property
     def claim(self) -> str:
         """The PersistentVolumeClaim that holds them, if one does."""
         if self.scheme == "pvc":
@@ -61,6 +76,11 @@ class ModelFiles:
         if self.model.cache.type != "PVC":
             return ""
         return self.model.cache.claim_name or names.model_claim(self.service)
+
+    @property
+    def makes_claim(self) -> bool:
+        """Whether the claim is the operator's to make."""
+        return self.model.cache.type == "PVC" and not self.model.cache.claim_name
 
     @property
     def path(self) -> str:
@@ -99,8 +119,12 @@ class ModelFiles:
         """What fetches the files in the pod itself."""
         return [self._fetching("fetch")] if self.fetched and not self.job_needed else []
 
-    def job(self, owner: Owner, pull_secrets: list[str]) -> Manifest:
-        """The Job that fetches the files into the claim. Its name says which: it is never changed."""
+    def job(self, owner: Owner, pull_secrets: list[str], claim_uid: str) -> Manifest:
+        """
+        The Job that fetches the files into the claim. Its name says which: it is never changed.
+
+        `claim_uid` is empty for a claim that the operator did not make.
+        """
         volumes, _ = scratch("/tmp")
         pod = {
             "restartPolicy": "OnFailure",
@@ -116,12 +140,13 @@ class ModelFiles:
             "ttlSecondsAfterFinished": JOB_TTL_S,
             "template": {"metadata": {"labels": labels}, "spec": pod},
         }
-        return made(owner, "batch/v1", "Job", names.model_job(self.service, self.key), {"spec": spec}, labels)
+        annotations = {CLAIM: claim_uid} if claim_uid else None
+        return made(owner, "batch/v1", "Job", self.job_name, {"spec": spec}, labels, annotations)
 
     def persistent_volume_claim(self, owner: Owner) -> Manifest | None:
         """The claim, if it is the operator's to make."""
         cache = self.model.cache
-        if cache.type != "PVC" or cache.claim_name or not cache.size:
+        if not self.makes_claim or not cache.size:
             return None
         spec = {
             "accessModes": ["ReadWriteMany"],

@@ -137,7 +137,7 @@ class Autoscaler:
                 ready=sum(pod.ready and not pod.terminating for pod in of_role),
                 routers=len(_routers(pods)),
                 pending_s=max((now - pod.created for pod in of_role if PENDING in pod.trouble), default=0.0),
-                rolling=_rolls(service),
+                rolling=rolls(service),
             )
             roles[name] = Role(policy, memory, observed(name, figures, there, policy.objective_s))
 
@@ -322,16 +322,23 @@ def _remembered(scaler: Manifest, now: float) -> Memory:
     return Memory.new(now, noted.get("capacity"), noted.get("startupSeconds", STARTUP_S))
 
 
-def _rolls(service: Manifest) -> bool:
-    """Whether the generation that serves is not the one that is wanted."""
+def rolls(service: Manifest) -> bool:
+    """
+    Whether one generation is giving way to another.
+
+    A generation that failed was taken back, and one that waits has no workers. Either may last for weeks, in
+    which the generation that serves is scaled as ever.
+    """
     status = service.get("status", {})
     current = status.get("currentRevision", "")
-    return bool(current) and current != status.get("updateRevision", current)
+    wanted = status.get("updateRevision", current)
+    phases = {one["name"]: one["phase"] for one in status.get("revisions", ())}
+    return bool(current) and current != wanted and phases.get(wanted) not in ("Failed", "Waiting", "Retired")
 
 
 def _of_role(name: RoleName, pods: Sequence[Pod]) -> list[Pod]:
     those = ("decode", "both") if name == "decode" else (name,)
-    return [pod for pod in pods if pod.role in those]
+    return [pod for pod in pods if pod.role in those and not pod.finished]
 
 
 def _routers(pods: Sequence[Pod]) -> list[Pod]:

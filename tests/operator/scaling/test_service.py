@@ -5,15 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from baton_operator.rollout import RoleName
+from baton_operator.scaling.autoscaler import rolls
 from baton_operator.scaling.budget import Wish, granted
 from baton_operator.scaling.observation import Decision, Memory, Observation, Policy
 from baton_operator.scaling.reading import ZERO, Reading
 from baton_operator.scaling.service import Role, decide_all
 from baton_operator.scaling.signals import Figures, Pods, observed
+from tests.operator.fake_cluster import FakeCluster
 
 NOW = 50_000.0
 
@@ -100,6 +103,45 @@ def test_decode_out_of_slots_grows_and_prefill_does_not(queued: dict[str, float]
             replicas[name], memories[name] = decision.replicas, memory
     assert replicas["prefill"] == 2
     assert replicas["decode"] >= 4
+
+
+SPEC: dict[str, Any] = {"model": {"uri": "builtin://smollm2"}, "prefill": {}, "decode": {}}
+CHANGED: dict[str, Any] = {**SPEC, "engine": {"maxModelLen": 1024}}
+
+
+def test_service_rolls_only_while_a_generation_takes_over() -> None:
+    cluster = FakeCluster(SPEC)
+    cluster.settle()
+    assert not rolls(cluster.service)
+    cluster.change(CHANGED)
+    cluster.reconcile()
+    assert rolls(cluster.service)
+    cluster.settle()
+    assert not rolls(cluster.service)
+
+
+def test_service_whose_rollout_was_taken_back_does_not_roll() -> None:
+    """It may stay so for weeks, and must shrink and go to zero all the same."""
+    cluster = FakeCluster(SPEC)
+    cluster.settle()
+    cluster.change(CHANGED)
+    cluster.reconcile()
+    cluster.broken.add(cluster.service["status"]["updateRevision"])
+    cluster.settle()
+    assert cluster.condition("Degraded") == ("True", "RolledBack")
+    status = cluster.service["status"]
+    assert status["currentRevision"] != status["updateRevision"] and not rolls(cluster.service)
+
+
+def test_service_that_waits_for_a_model_does_not_roll() -> None:
+    """A download may take hours; no worker of the next generation is there to take anything over."""
+    cached = {"uri": "hf://org/model", "cache": {"type": "PVC", "size": "20Gi"}}
+    cluster = FakeCluster(SPEC)
+    cluster.settle()
+    cluster.change({**SPEC, "model": cached})
+    cluster.reconcile()
+    assert cluster.condition("Progressing") == ("True", "FetchingModel")
+    assert not rolls(cluster.service)
 
 
 CASES: dict[str, tuple[list[Wish], int, dict[str, int]]] = {

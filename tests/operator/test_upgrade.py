@@ -1,0 +1,176 @@
+"""
+A new version of the operator takes over what an older one left: no worker restarts, and none is forgotten.
+
+`state_0.1.0.json.gz` holds what 0.1.0 left in a real API server, by moments of a service's life: in the
+middle of a rollout, after one that was taken back, with a model whose Job is gone, and while such a Job runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton_api import labels
+from baton_operator.generations import DATA
+from baton_operator.observed import Pod, key
+from baton_operator.plan import Images
+from tests.operator.fake_cluster import FakeCluster
+
+LEFT: dict[str, Any] = json.loads(
+    gzip.decompress((Path(__file__).parent / "state_0.1.0.json.gz").read_bytes())
+)
+NOW = 1_800_000_100.0
+"""A little later than it was recorded."""
+
+PAIR: dict[str, Any] = {
+    "model": {"uri": "builtin://smollm2"},
+    "prefill": {"replicas": 2},
+    "decode": {"replicas": 3},
+}
+
+
+def left(moment: str) -> FakeCluster:
+    """The cluster as 0.1.0 left it, before an operator with other default images."""
+    state = copy.deepcopy(LEFT[moment])
+    cluster = FakeCluster(state["service"]["spec"])
+    cluster.service = state["service"]
+    cluster.objects = {key(one): one for one in state["objects"]}
+    cluster.pods = [Pod.of(one) for one in state["pods"]]
+    cluster.now = NOW
+    cluster.images = Images("registry.example/worker:2", "registry.example/router:2")
+    for pod in cluster.pods:
+        if pod.ready and pod.revision:
+            for role in ("prefill", "decode"):
+                worker = cluster.objects["apps/v1", "Deployment", f"chat-{role}-{pod.revision}"]
+                cluster.files |= cluster.wanted_files(worker)
+    return cluster
+
+
+def settle_while_requests_go_on(cluster: FakeCluster) -> None:
+    """All weight stays on generations that can serve, and their capacity does not shrink."""
+    targets = {"prefill": 0, "decode": 0}
+    for role in targets:
+        part = cluster.service["spec"].get(role)
+        targets[role] = part.get("replicas", 1) if part is not None else 0
+    for _ in range(300):
+        before = cluster.writes
+        cluster.reconcile()
+        weights = {one["name"]: one["weight"] for one in cluster.service["status"]["revisions"]}
+        assert sum(weights.values()) == 100
+        for revision, weight in weights.items():
+            ready = {pod.role for pod in cluster.alive(revision) if pod.ready}
+            assert not weight or ready == {"prefill", "decode"}, "requests go only to who can serve"
+        for role, target in targets.items():
+            ready_pods = [pod for pod in cluster.alive() if pod.role == role and pod.ready]
+            assert len(ready_pods) >= target
+        if not cluster.happen() and cluster.writes == before:
+            break
+    orphans = {
+        one["metadata"]["labels"][labels.REVISION]
+        for one in cluster.objects.values()
+        if labels.REVISION in one["metadata"].get("labels", {})
+    } - {one["name"] for one in cluster.service["status"]["revisions"]}
+    assert not orphans
+    for _ in range(3):
+        made = cluster.reconcile()
+        assert not made.apply and not made.create and not made.prune
+
+
+@pytest.mark.parametrize("moment", LEFT)
+def test_upgrade_goes_on_where_0_1_0_stood(moment: str) -> None:
+    cluster = left(moment)
+    before = copy.deepcopy(cluster.service["status"])
+    cluster.reconcile()
+    status = cluster.service["status"]
+    assert status["updateRevision"] == before["updateRevision"]
+    assert {one["name"]: one["weight"] for one in status["revisions"]} == {
+        one["name"]: one["weight"] for one in before["revisions"]
+    }
+    settle_while_requests_go_on(cluster)
+    status = cluster.service["status"]
+    if moment == "rolled-back":
+        assert cluster.condition("Degraded") == ("True", "RolledBack")
+        assert status["currentRevision"] == before["currentRevision"]
+    else:
+        assert cluster.condition("Ready") == ("True", "Serving")
+        assert status["currentRevision"] == before["updateRevision"]
+
+
+@pytest.mark.parametrize("moment", ["fetched", "rolled-back"])
+def test_upgrade_of_a_service_at_rest_touches_no_worker(moment: str) -> None:
+    """Neither their pods nor their templates; nor is a model fetched again that serves."""
+    cluster = left(moment)
+    pods = {pod.name for pod in cluster.pods if pod.revision}
+    settle_while_requests_go_on(cluster)
+    assert {pod.name for pod in cluster.pods if pod.revision} == pods
+    assert cluster.names("Job") == []
+
+
+def test_upgrade_amid_a_fetch_takes_back_workers_without_a_model() -> None:
+    """0.1.0 started them on an empty volume; they come again when the files are there."""
+    cluster = left("fetching")
+    new = cluster.service["status"]["updateRevision"]
+    cluster.fetch_s = 1000.0
+    for _ in range(30):
+        cluster.reconcile()
+        cluster.happen()
+    assert not cluster.alive(new) and cluster.revision(new)["phase"] == "Waiting"
+    cluster.fetch_s = 0.0
+    settle_while_requests_go_on(cluster)
+    assert cluster.service["status"]["currentRevision"] == new
+
+
+def test_generation_of_another_template_version_is_rolled_out_anew() -> None:
+    """Its workers are found under the name that they have, and serve until others take over."""
+    cluster = left("fetched")
+    old = cluster.service["status"]["currentRevision"]
+    memory = cluster.objects["v1", "ConfigMap", f"chat-rev-{old}"]
+    generation = json.loads(memory["data"][DATA])
+    generation["blueprint"]["templateVersion"] = 0
+    memory["data"] = {DATA: json.dumps(generation)}
+    cluster.reconcile()
+    assert cluster.revision(old)["weight"] == 100
+    settle_while_requests_go_on(cluster)
+    assert cluster.service["status"]["currentRevision"] != old
+    assert not [name for name in cluster.names("Deployment") if old in name]
+
+
+def test_template_that_another_version_rendered_stays() -> None:
+    """A rendering that has changed would restart all workers in place."""
+    cluster = FakeCluster(PAIR)
+    cluster.settle()
+    revision = cluster.service["status"]["currentRevision"]
+    worker = cluster.objects["apps/v1", "Deployment", f"chat-decode-{revision}"]
+    worker["metadata"]["annotations"]["baton.dev/template"] = "of another version"
+    worker["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = 7
+    before = copy.deepcopy(worker["spec"]["template"])
+    cluster.change({**PAIR, "decode": {"replicas": 4}})
+    cluster.settle()
+    worker = cluster.objects["apps/v1", "Deployment", f"chat-decode-{revision}"]
+    assert worker["spec"]["template"] == before and worker["spec"]["replicas"] == 4
+
+
+def test_template_that_somebody_has_edited_is_put_back() -> None:
+    cluster = FakeCluster(PAIR)
+    cluster.settle()
+    revision = cluster.service["status"]["currentRevision"]
+    worker = cluster.objects["apps/v1", "Deployment", f"chat-decode-{revision}"]
+    wished = copy.deepcopy(worker["spec"]["template"])
+    worker["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = 7
+    (again,) = cluster.plan().apply
+    assert again["metadata"]["name"] == f"chat-decode-{revision}" and again["spec"]["template"] == wished
+
+
+def test_claim_size_makes_no_generation() -> None:
+    """Of 0.1.0's generations it was a part, and they are the same ones all the same."""
+    cluster = left("fetched")
+    spec = copy.deepcopy(cluster.service["spec"])
+    spec["model"]["cache"]["size"] = "40Gi"
+    cluster.change(spec)
+    settle_while_requests_go_on(cluster)
+    assert len(cluster.service["status"]["revisions"]) == 1
