@@ -3,13 +3,12 @@ One of several processes that hold clients' connections: it serves the hot paths
 
 Keys are judged here, bodies pass through here, a broken stream is resumed from here. Which worker gets a
 request is asked of the scheduler's process, and whatever is not hot is passed on to it. While that process
-is away, requests to generate are served all the same.
+is away, requests to generate wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 from contextlib import suppress
 
 from baton_api import metrics, mutual_tls
@@ -24,6 +23,7 @@ from baton_router.control import Control
 from baton_router.figures import Figures
 from baton_router.forward import FORWARDED, request_id
 from baton_router.front_figures import measured
+from baton_router.places import Places
 from baton_router.proxy import Proxy
 from baton_router.remote_picker import RemotePicker
 from baton_router.settings import RouterSettings
@@ -51,7 +51,11 @@ class Front:
         self.upstreams = Upstreams(settings.connect_s, tls)
         self.figures = Figures()
         self._picker = RemotePicker(
-            scheduler, self.upstreams, settings.scheduler_patience_s, random.Random(), self._unasked
+            scheduler,
+            self.upstreams,
+            settings.scheduler_patience_s,
+            Places(settings.queue_requests, settings.queue_bytes),
+            self._unasked,
         )
         self.figures.gauge(metrics.ROUTER_ROSTER_WORKERS, self._choosable)
         self._tracing = tracing_of(settings)
@@ -88,7 +92,7 @@ class Front:
             return 503
         if self._picker.connected:
             return 0
-        return 200 if any(one.ready for one in self._picker.workers) else 503
+        return 200 if self._picker.serving and self._choosable() else 503
 
     def _choosable(self) -> int:
         return sum(one.ready for one in self._picker.workers)

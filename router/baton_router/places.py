@@ -8,12 +8,24 @@ after a flood finds a place, and who is alone has nearly all of them.
 from __future__ import annotations
 
 from collections import Counter
+from typing import Protocol
 
 from baton_api.errors import Overloaded
-from baton_router.line import Entry
 
 SHARE = 0.8
 """Of the room that it and those who are not there yet have together, that a tenant may fill."""
+
+
+class Sized(Protocol):
+    """A request that takes a place."""
+
+    @property
+    def tenant(self) -> str: ...
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory."""
+        ...
 
 
 class Places:
@@ -33,7 +45,7 @@ class Places:
     def __len__(self) -> int:
         return self._taken
 
-    def refuse(self, entry: Entry) -> None:
+    def refuse(self, entry: Sized) -> None:
         """Raises Overloaded if its tenant has no place left."""
         count, held = self._counts[entry.tenant], self._held[entry.tenant]
         places = self._requests - self._taken + count
@@ -43,13 +55,13 @@ class Places:
         if held + entry.size > SHARE * room:
             raise Overloaded(held, int(SHARE * room), what="bytes")
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: Sized) -> None:
         self._count(entry, 1)
 
-    def leave(self, entry: Entry) -> None:
+    def leave(self, entry: Sized) -> None:
         self._count(entry, -1)
 
-    def _count(self, entry: Entry, by: int) -> None:
+    def _count(self, entry: Sized, by: int) -> None:
         self._taken += by
         self._bytes += by * entry.size
         self._counts[entry.tenant] += by

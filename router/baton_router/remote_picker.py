@@ -1,9 +1,11 @@
 """
-A Picker whose scheduler is another process: asked over a Unix socket, and done without while it is away.
+A Picker whose scheduler is another process, asked over a Unix socket. No request goes past it.
 
-The scheduler has a few milliseconds to say that it heard; a request that it then lets wait, waits. If it
-says nothing, or is not there, this front chooses by load alone (`roster`), which costs cache hits and
-nothing else. A front comes back to its scheduler by itself, whichever of them was started anew.
+The queue, the classes and the quotas are the scheduler's, so a request waits here until the scheduler has
+acknowledged it: while the scheduler is busy, and while it is away and started again. How many wait here is
+bounded, and a tenant may fill a share only. A request that is not acknowledged in time is rejected. A
+frontend connects again by itself, whichever of the two processes was started anew, and sends again what was
+not granted.
 """
 
 from __future__ import annotations
@@ -11,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import random
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 import msgspec
 
+from baton_api.errors import NotReady, Overloaded
 from baton_api.reports import PromptReport
 from baton_router import link
 from baton_router.asks import Ask, Grant
@@ -33,7 +36,9 @@ from baton_router.link import (
     Pick,
     Wire,
 )
-from baton_router.roster import Entry, by_load
+from baton_router.places import Places
+from baton_router.queue import ENTRY_BYTES
+from baton_router.roster import Entry
 from baton_router.upstreams import Upstreams
 
 log = logging.getLogger(__name__)
@@ -52,14 +57,18 @@ class RemotePicker:
         path: str,
         upstreams: Upstreams,
         patience_s: float,
-        rng: random.Random,
+        places: Places,
         unasked: Callable[[str], None],
     ) -> None:
-        """`unasked` counts the requests that were chosen for by load: because it was "away" or "late"."""
+        """
+        `places` bounds what waits for a word of the scheduler, for `patience_s` each.
+
+        `unasked` counts what was rejected: the scheduler was "away" or "late", or `places` were "full".
+        """
         self._path = path
         self._upstreams = upstreams
         self._patience_s = patience_s
-        self._rng = rng
+        self._places = places
         self._unasked = unasked
         self._numbers = itertools.count(1)
         self._wire: _SchedulerWire | None = None
@@ -75,9 +84,17 @@ class RemotePicker:
         self.met_scheduler = asyncio.Event()
         """Set once it has told them for the first time."""
 
+        self._away_since = -math.inf
+        """Loop time at which the last connection ended."""
+
     @property
     def connected(self) -> bool:
         return self._wire is not None
+
+    @property
+    def serving(self) -> bool:
+        """Whether a request that comes now can expect to be scheduled."""
+        return self.connected or asyncio.get_running_loop().time() - self._away_since < self._patience_s
 
     async def keep(self) -> None:
         """Be connected with the scheduler, again and again, until cancelled."""
@@ -95,7 +112,7 @@ class RemotePicker:
                 await wire.closed
             finally:
                 wire.transport.abort()
-            log.warning("The router's scheduler is away; requests go by load alone until it is back.")
+            log.warning("The router's scheduler is away; requests wait until it is back.")
 
     def measured(self, families: Sequence[Family]) -> None:
         """Tell the scheduler what this front has counted."""
@@ -105,30 +122,26 @@ class RemotePicker:
     # What `picker.Picker` wants.
 
     async def pick(self, ask: Ask) -> Grant:
-        number = next(self._numbers)
-        wire = self._wire
-        if wire is None:
-            return self._by_load(number, ask, "away")
-        waiting = _Waiting(wire, self._patience_s, number)
-        self._waiting[number] = waiting
-        self._granted.add(number)
-        wire.send(Pick(number, ask))
+        waiting = _Waiting(next(self._numbers), ask)
+        try:
+            self._places.refuse(waiting)
+        except Overloaded:
+            self._unasked("full")
+            raise
+        self._waiting[waiting.number] = waiting
+        self._take_place(waiting)
+        if self._wire is not None:
+            self._send(waiting.number, ask, self._wire)
         try:
             grant = await waiting.outcome
-        except asyncio.CancelledError:
-            self._forget(number)
-            if waiting.outcome.done() and not waiting.outcome.cancelled():
-                waiting.outcome.exception()  # it came too late to be anybody's
-            raise
         except BaseException:
-            self._granted.discard(number)
+            self._forget(waiting.number)
+            if waiting.outcome.done() and not waiting.outcome.cancelled():
+                waiting.outcome.exception()  # it may have come too late to be anybody's
             raise
         finally:
-            waiting.timer.cancel()
-            del self._waiting[number]
-        if grant is None:
-            self._forget(number)
-            return self._by_load(number, ask, "late" if self._wire is wire else "away")
+            self._leave_place(waiting)
+            del self._waiting[waiting.number]
         return self._gave(grant)
 
     def began(self, grant: Grant, report: PromptReport | None) -> None:
@@ -157,13 +170,20 @@ class RemotePicker:
 
     def met(self, wire: _SchedulerWire) -> None:
         self._wire = wire
+        now = asyncio.get_running_loop().time()
+        for number, waiting in self._waiting.items():
+            if not waiting.outcome.done():
+                waited_s = waiting.ask.waited_s + now - waiting.since
+                self._send(number, msgspec.structs.replace(waiting.ask, waited_s=waited_s), wire)
 
     def left(self, wire: _SchedulerWire) -> None:
-        """Whatever it had granted, another one will not know of it."""
+        """Whatever it had granted or held, another one will not know of it."""
         self._wire = None
+        self._away_since = asyncio.get_running_loop().time()
         self._granted.clear()
         for waiting in self._waiting.values():
-            waiting.give_up()
+            if waiting.timer is None and not waiting.outcome.done():
+                self._take_place(waiting)
 
     def heard(self, message: FromScheduler) -> None:
         if isinstance(message, link.Roster):
@@ -174,10 +194,11 @@ class RemotePicker:
         if waiting is None or waiting.outcome.done():
             return  # it was let go, and the scheduler will hear so
         if isinstance(message, Held):
-            waiting.timer.cancel()
+            self._leave_place(waiting)
         elif isinstance(message, Granted):
             waiting.outcome.set_result(message.grant)
         else:
+            self._granted.discard(number)
             waiting.outcome.set_exception(link.raised(message))
 
     def _enrolled(self, workers: tuple[Entry, ...]) -> None:
@@ -202,10 +223,26 @@ class RemotePicker:
             del self.busy[name]
             self._upstreams.drop(name)
 
-    def _by_load(self, number: int, ask: Ask, reason: str) -> Grant:
-        grant = by_load(self.workers, self.busy, ask, number, self._rng)
-        self._unasked(reason)
-        return self._gave(grant)
+    def _send(self, number: int, ask: Ask, wire: Wire) -> None:
+        self._granted.add(number)
+        wire.send(Pick(number, ask))
+
+    def _take_place(self, waiting: _Waiting) -> None:
+        self._places.take(waiting)
+        waiting.timer = asyncio.get_running_loop().call_later(self._patience_s, self._give_up, waiting)
+
+    def _leave_place(self, waiting: _Waiting) -> None:
+        if waiting.timer is not None:
+            waiting.timer.cancel()
+            waiting.timer = None
+            self._places.leave(waiting)
+
+    def _give_up(self, waiting: _Waiting) -> None:
+        if not waiting.outcome.done():
+            self._unasked("late" if self.connected else "away")
+            waiting.outcome.set_exception(
+                NotReady(f"The router's scheduler did not answer within {self._patience_s:g} s.")
+            )
 
     def _gave(self, grant: Grant) -> Grant:
         self.busy[grant.decode] += 1
@@ -225,19 +262,20 @@ class RemotePicker:
 
 
 class _Waiting:
-    """One request that was asked for."""
+    """One request that was not granted yet."""
 
-    __slots__ = ("outcome", "timer")
+    __slots__ = ("ask", "number", "outcome", "since", "size", "tenant", "timer")
 
-    def __init__(self, wire: Wire, patience_s: float, number: int) -> None:
+    def __init__(self, number: int, ask: Ask) -> None:
         loop = asyncio.get_running_loop()
-        self.outcome: asyncio.Future[Grant | None] = loop.create_future()
-        """The grant; None if it was not to be waited for any longer."""
-        self.timer = loop.call_later(patience_s, self.give_up)
-
-    def give_up(self) -> None:
-        if not self.outcome.done():
-            self.outcome.set_result(None)
+        self.number = number
+        self.ask = ask
+        self.tenant = ask.tenant
+        self.size = ask.size + ENTRY_BYTES
+        self.since = loop.time()
+        self.outcome: asyncio.Future[Grant] = loop.create_future()
+        self.timer: asyncio.TimerHandle | None = None
+        """Until when the scheduler has to acknowledge it, while it has not: then it has a place here."""
 
 
 class _SchedulerWire(Wire):

@@ -2,7 +2,7 @@
 The scheduler's side of the Unix socket: fronts come, ask, and take what was theirs along when they go.
 
 A front that dies lets go of all it was granted. All fronts hear of the workers as soon as something about
-them changes, for the time when they have to choose by themselves.
+them changes: they end requests on workers that are down.
 """
 
 from __future__ import annotations
@@ -108,10 +108,6 @@ class SchedulerService:
             self._down_since[worker.name] = now
         return Entry(
             worker.name,
-            worker.listed,
-            worker.names,
-            worker.group,
-            worker.control,
             state in TAKING,
             self._down_since.get(worker.name, 0.0),
             worker.expired,

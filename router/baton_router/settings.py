@@ -93,9 +93,10 @@ class RouterSettings(BatchSettings):
     """Processes that hold clients' connections. With more than one, a scheduler's process of its own chooses
     for all of them; one process serves some thousand requests a second."""
 
-    scheduler_patience_s: float = Field(default=0.05, gt=0)
-    """Seconds in which the scheduler has to say that it heard of a request, where it is a process of its own;
-    without a word, the request's workers are chosen by load alone."""
+    scheduler_patience_s: float = Field(default=5.0, gt=0)
+    """Seconds in which the scheduler has to acknowledge a request, where it is a process of its own. The
+    request waits meanwhile, also for a scheduler that is started again; then it is rejected with 503. No more
+    than --queue-requests and --queue-bytes wait in each of the other processes."""
 
     decode: tuple[WorkerUrl, ...] = ()
     """Workers that answer requests, such as http://127.0.0.1:8001; a worker of role both is one. One at an

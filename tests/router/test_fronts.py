@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import json
 import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -22,6 +24,7 @@ from tests.router.running import CHAT, QUESTION, STREAM, anew, until
 
 PROGRAM = """
 import sys
+import tempfile
 from baton_router.main import run
 from baton_router.settings import RouterSettings
 settings = RouterSettings.model_validate_json(sys.argv[1])
@@ -47,10 +50,10 @@ class Fronts:
     def pids(self) -> list[int]:
         return [one.pid for one in self.members]
 
-    async def post(self, body: object = QUESTION) -> httpx.Response:
+    async def post(self, body: object = QUESTION, headers: dict[str, str] | None = None) -> httpx.Response:
         """On a connection of its own, so that any front may have it."""
-        async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
-            return await client.post(self.url + CHAT, json=body)
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+            return await client.post(self.url + CHAT, json=body, headers=headers)
 
     async def figure(self, name: str) -> dict[str, float]:
         """The samples of one metric, by process, over all other labels."""
@@ -62,8 +65,8 @@ class Fronts:
             sums[process[1]] = sums.get(process[1], 0.0) + float(value)
         return sums
 
-    async def on_their_own(self, workers: int) -> None:
-        """Return when each of both fronts could do without the scheduler."""
+    async def know_the_workers(self, workers: int) -> None:
+        """Return when both frontend processes know the workers."""
         while [*(await self.figure("baton_router_roster_workers")).values()] != [workers] * 2:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 
@@ -163,29 +166,64 @@ async def test_a_front_that_is_killed_takes_only_its_own_clients_along() -> None
         assert load["in_flight"] == 0, "what the dead front had was let go"
 
 
-async def test_without_its_scheduler_a_front_serves_and_later_asks_again() -> None:
+async def test_a_silent_scheduler_is_waited_for_and_not_passed() -> None:
+    """A tenant gets no more than its quota because the scheduler is silent."""
+    tenants = """
+tenants:
+  - name: small
+    keys: ["sha256:%s"]
+    streams: 2
+"""
+    key = {"authorization": "Bearer secret"}
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(tenants % hashlib.sha256(b"secret").hexdigest())
+        file.flush()
+        async with (
+            FakeWorker(fake_worker.gated) as worker,
+            running_fronts(worker, tenants_file=file.name, scheduler_patience_s=60) as fronts,
+        ):
+            await fronts.know_the_workers(1)
+            scheduler = fronts.members[0]
+            scheduler.suspend()
+            asking = [asyncio.create_task(fronts.post(anew(STREAM), headers=key)) for _ in range(6)]
+            await asyncio.wait(asking, timeout=0.5)
+            assert not worker.asked and not any(one.done() for one in asking)
+            scheduler.resume()
+            await until(lambda: sum(one.done() for one in asking) == 4)
+            assert [one.result().status_code for one in asking if one.done()] == [429] * 4
+            worker.release.set()
+            answers = await asyncio.gather(*asking)
+            assert sorted(answer.status_code for answer in answers) == [200] * 2 + [429] * 4
+
+
+async def test_a_silent_scheduler_costs_a_503_in_the_end() -> None:
     async with FakeWorker() as worker, running_fronts(worker, scheduler_patience_s=0.2) as fronts:
-        await fronts.on_their_own(1)
+        await fronts.know_the_workers(1)
         scheduler = fronts.members[0]
-        scheduler.suspend()  # there, and silent
-        for _ in range(4):
-            answer = await fronts.post(anew(QUESTION))
-            assert (answer.status_code, "by_load=1" in answer.headers["x-baton-decision"]) == (200, True)
-        scheduler.kill()
-        for _ in range(4):
-            assert (await fronts.post(anew(STREAM))).status_code == 200
-        while True:  # until both fronts have found the new one
-            answers = [await fronts.post(anew(QUESTION)) for _ in range(8)]
-            assert {answer.status_code for answer in answers} == {200}
-            if not any("by_load" in answer.headers["x-baton-decision"] for answer in answers):
-                break
-        assert len(fronts.members) == 3
-        for _ in range(100):  # each front tells what it counted once a second
+        scheduler.suspend()
+        try:
+            answers = [await fronts.post(anew(QUESTION)) for _ in range(4)]
+        finally:
+            scheduler.resume()
+        assert [answer.status_code for answer in answers] == [503] * 4
+        assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
+        assert not worker.asked
+        for _ in range(100):  # each frontend process tells what it counted once a second
             unasked = await fronts.figure("baton_router_unasked_total")
-            if sum(unasked.values()) >= 8:
+            if sum(unasked.values()) == 4:
                 break
             await asyncio.sleep(0.1)
-        assert sum(unasked.values()) >= 8
+        assert sum(unasked.values()) == 4
+
+
+async def test_a_killed_scheduler_costs_requests_only_time() -> None:
+    async with FakeWorker() as worker, running_fronts(worker, scheduler_patience_s=60) as fronts:
+        await fronts.know_the_workers(1)
+        killed = fronts.members[0]
+        killed.kill()
+        answers = await asyncio.gather(*(fronts.post(anew(STREAM)) for _ in range(20)))
+        assert {answer.status_code for answer in answers} == {200}
+        assert killed.pid not in fronts.pids and len(fronts.members) == 3
 
 
 async def test_a_setting_that_cannot_be_is_said_and_nothing_is_started() -> None:

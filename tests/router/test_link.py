@@ -8,20 +8,22 @@ import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from baton_api.errors import ModelNotFound, NotReady, QuotaExceeded
+from baton_api.errors import ModelNotFound, NotReady, Overloaded, QuotaExceeded
 from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
 from baton_router import link
 from baton_router.asks import Ask, Grant
 from baton_router.background import BackgroundTasks
 from baton_router.link import Family, raised, refused
+from baton_router.places import Places
 from baton_router.prompt_chunks import Prompt
 from baton_router.remote_picker import RemotePicker
-from baton_router.roster import Entry, by_load
 from baton_router.scheduler_service import SchedulerService
 from baton_router.upstream import Lost
 from baton_router.upstreams import Upstreams
@@ -82,14 +84,15 @@ class FakePicker:
 class Linked:
     """A scheduler's service and a front's picker on one socket."""
 
-    def __init__(self, folder: Path, patience_s: float) -> None:
+    def __init__(self, folder: Path, patience_s: float, requests: int) -> None:
         self.path = str(folder / "scheduler")
         self.picker = FakePicker()
         self.worker = Worker(Upstreams(1.0).of("127.0.0.1:1"), Role.DECODE)
         self.workers: tuple[Worker, ...] = (self.worker,)
         self.unasked: Counter[str] = Counter()
         self.upstreams = Upstreams(1.0)
-        self.front = RemotePicker(self.path, self.upstreams, patience_s, random.Random(1), self._unasked)
+        self.places = Places(requests, 1024**2)
+        self.front = RemotePicker(self.path, self.upstreams, patience_s, self.places, self._unasked)
         self.serve()
         self.keeping = asyncio.create_task(self.front.keep())
 
@@ -99,6 +102,15 @@ class Linked:
     def serve(self) -> None:
         self.service = SchedulerService(self.picker, lambda: self.workers, asyncio.get_running_loop().time)
         self.serving = asyncio.create_task(self.service.serve(self.path, BackgroundTasks()))
+
+    def deafen(self) -> None:
+        """The scheduler's process is busy with something else: what it is sent stays in the socket."""
+        for front in self.service._fronts:
+            front.transport.pause_reading()
+
+    def hear(self) -> None:
+        for front in self.service._fronts:
+            front.transport.resume_reading()
 
     async def stop(self, task: asyncio.Task[None]) -> None:
         task.cancel()
@@ -110,10 +122,10 @@ class Linked:
 
 
 @asynccontextmanager
-async def linked(patience_s: float = 5.0) -> AsyncIterator[Linked]:
+async def linked(patience_s: float = 60.0, requests: int = 1000) -> AsyncIterator[Linked]:
     with tempfile.TemporaryDirectory() as folder:
-        made = Linked(Path(folder), patience_s)
-        await until(lambda: made.front.connected)
+        made = Linked(Path(folder), patience_s, requests)
+        await until(lambda: made.front.connected and made.service.figures())
         try:
             yield made
         finally:
@@ -173,43 +185,95 @@ async def test_who_leaves_while_waiting_is_withdrawn() -> None:
         assert waiting.cancelled() and not both.picker.granted
 
 
-async def test_a_scheduler_that_says_nothing_in_time_is_done_without() -> None:
-    async with linked(patience_s=0.0) as both:
+async def test_a_remote_picker_rejects_what_is_not_acknowledged() -> None:
+    """A scheduler that is there and silent is waited for, and then the client is told to come back."""
+    async with linked(patience_s=0.05) as both:
         both.ready()
         await until(lambda: any(one.ready for one in both.front.workers))
-        grant = await both.front.pick(ASK)
-        assert (grant.decode, grant.prefill) == ("127.0.0.1:1", "")
+        assert both.front.serving
+        both.deafen()
+        with pytest.raises(NotReady, match=r"did not answer within 0\.05 s") as rejected:
+            await both.front.pick(ASK)
+        assert rejected.value.retry_after
         assert both.unasked == {"late": 1}
-        both.front.let_go(grant, complete=True)
-        await until(lambda: both.picker.withdrawn or both.picker.heard)
-        await until(lambda: not both.picker.granted)
+        both.hear()
+        await both.stop(both.serving)
+        await until(lambda: not both.front.connected)
+        with pytest.raises(NotReady):
+            await both.front.pick(ASK)
+        assert both.unasked == {"late": 1, "away": 1}
+        assert not both.front.serving
+        assert not both.picker.asked and not +both.front.busy
+        assert len(both.places) == 0
 
 
-async def test_without_a_scheduler_a_front_goes_on_and_comes_back() -> None:
+async def test_a_remote_picker_waits_for_a_busy_scheduler() -> None:
+    """Its word comes late: the request is scheduled, by its queue, as if it had come at once."""
+    async with linked() as both:
+        both.deafen()
+        waiting = asyncio.create_task(both.front.pick(ASK))
+        await until(lambda: both.places)
+        await asyncio.sleep(0.01)
+        assert not both.picker.asked and not waiting.done()
+        both.hear()
+        both.front.let_go(await waiting, complete=True)
+        await until(lambda: both.picker.heard)
+        assert both.picker.asked == [ASK] and not both.unasked
+
+
+async def test_a_remote_picker_bounds_what_waits_by_tenant() -> None:
+    """What is not acknowledged is bounded; what the scheduler holds is the scheduler's to bound."""
+    async with linked(requests=10) as both:
+        both.picker.open.clear()
+        held = []
+        for _ in range(5):
+            held += [asyncio.create_task(both.front.pick(ASK)) for _ in range(8)]
+            await until(partial(_acknowledged, both, len(held)))
+        both.deafen()
+        tenants = [asyncio.create_task(both.front.pick(replace(ASK, tenant="a"))) for _ in range(20)]
+        await until(lambda: both.unasked["full"])
+        late = asyncio.create_task(both.front.pick(replace(ASK, tenant="b")))
+        refused = [one for one in tenants if one.done()]
+        assert (len(refused), both.unasked["full"], late.done()) == (12, 12, False)
+        assert all(isinstance(one.exception(), Overloaded) for one in refused)
+        both.hear()
+        both.picker.open.set()
+        for one in (*held, late, *(one for one in tenants if one not in refused)):
+            both.front.let_go(await one, complete=True)
+        assert not both.places
+
+
+async def test_a_remote_picker_sends_again_what_was_not_granted() -> None:
+    """A scheduler that is started anew gets what the old one held, with the time that it has waited."""
     async with linked() as both:
         both.ready()
         await until(lambda: any(one.ready for one in both.front.workers))
         old = await both.front.pick(ASK)
         both.picker.open.clear()
-        waiting = asyncio.create_task(both.front.pick(ASK))
+        held = asyncio.create_task(both.front.pick(ASK))
         await until(lambda: len(both.picker.asked) == 2)
+        await until(lambda: not both.places)
         await both.stop(both.serving)
-        assert (await waiting).decode == "127.0.0.1:1"
         await until(lambda: not both.front.connected)
-        assert (await both.front.pick(ASK)).decode == "127.0.0.1:1"
-        assert both.unasked == {"away": 2}
-        assert not both.picker.granted, "what a front was granted ends with its connection"
+        new = asyncio.create_task(both.front.pick(ASK))
+        await until(lambda: len(both.places) == 2)
+        assert both.front.serving and not both.picker.granted, (
+            "what a front was granted ends with its connection"
+        )
         both.picker.open.set()
         both.serve()
-        await until(lambda: both.front.connected)
+        grants = await asyncio.gather(held, new)
+        assert {grant.control for grant in grants} == {"127.0.0.1:3"}
+        again = both.picker.asked[2:]
+        assert [replace(ask, waited_s=0.0) for ask in again] == [ASK, ASK]
+        assert again[0].waited_s > again[1].waited_s > 0
         both.front.began(old, REPORT)  # the scheduler that granted it is gone: nobody is told
         both.front.let_go(old, complete=True)
-        new = await both.front.pick(ASK)
-        assert new.control == "127.0.0.1:3"
-        both.front.let_go(new, complete=True)
+        for grant in grants:
+            both.front.let_go(grant, complete=True)
         await until(lambda: not both.picker.granted)
-        assert both.picker.heard[-1] == ("let go", True)
-        assert ("began", REPORT) not in both.picker.heard
+        assert both.picker.heard == [("let go", False), ("let go", True), ("let go", True)]
+        assert not both.unasked
 
 
 async def test_a_worker_that_is_down_is_down_for_the_fronts_too() -> None:
@@ -299,38 +363,5 @@ async def test_whatever_happens_nothing_stays_granted(seed: int) -> None:
         assert not +both.front.busy
 
 
-ENTRIES = (
-    Entry("d1", Role.DECODE, ("tiny",), "a", "", True, 0.0),
-    Entry("d2", Role.DECODE, ("tiny", "small"), "b", "", True, 0.0),
-    Entry("d3", Role.DECODE, ("tiny",), "a", "", False, 0.0),
-    Entry("p1", Role.PREFILL, ("tiny",), "a", "p1:9", True, 0.0),
-    Entry("p2", Role.PREFILL, ("tiny",), "a", "p2:9", False, 0.0),
-)
-
-
-@pytest.mark.parametrize(
-    ("model", "tried", "busy", "pairs"),
-    [
-        ("tiny", (), {}, {("d1", "p1"), ("d2", "")}),
-        ("tiny", (), {"d1": 5}, {("d2", "")}),
-        ("small", (), {"d2": 5}, {("d2", "")}),
-        ("tiny", ("d2",), {}, {("d1", "p1")}),
-        ("tiny", ("d2", "p1"), {}, {("d1", "")}),
-        (None, (), {"d2": 1}, {("d1", "p1")}),
-    ],
-)
-def test_by_load_goes_to_whoever_is_ready_fits_and_has_least(
-    model: str | None, tried: tuple[str, ...], busy: dict[str, int], pairs: set[tuple[str, str]]
-) -> None:
-    ask = Ask(model, Prompt((), ()), tried)
-    grants = [by_load(ENTRIES, Counter(busy), ask, seed, random.Random(seed)) for seed in range(40)]
-    assert {(one.decode, one.prefill) for one in grants} == pairs
-    assert all(one.control == (f"{one.prefill}:9" if one.prefill else "") for one in grants)
-
-
-def test_by_load_says_what_is_not_there() -> None:
-    with pytest.raises(ModelNotFound, match="big"):
-        by_load(ENTRIES, Counter(), Ask("big", Prompt((), ())), 1, random.Random(1))
-    for workers, tried in (((), ()), (ENTRIES, ("d1", "d2"))):
-        with pytest.raises(NotReady):
-            by_load(workers, Counter(), Ask("tiny", Prompt((), ()), tried), 1, random.Random(1))
+def _acknowledged(both: Linked, requests: int) -> bool:
+    return len(both.picker.asked) == requests and not both.places

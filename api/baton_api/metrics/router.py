@@ -248,8 +248,9 @@ ROUTER_UNASKED = Metric(
     "baton_router_unasked_total",
     "counter",
     "requests",
-    "Requests for which a front chose by load alone, since its scheduler was away, or late to answer.",
-    (Label("reason", ("away", "late")),),
+    "Requests that a frontend process rejected with 503 because its scheduler process was away or late to "
+    "acknowledge them, or because too many were waiting for it (full).",
+    (Label("reason", ("away", "late", "full")),),
 )
 
 # --- What it knows of workers ---
@@ -258,7 +259,7 @@ ROUTER_ROSTER_WORKERS = Metric(
     "baton_router_roster_workers",
     "gauge",
     "workers",
-    "Ready workers that a front could choose among by itself, if its scheduler went away now.",
+    "Ready workers of which a frontend process knows from its scheduler process.",
 )
 ROUTER_WORKER_STATE = Metric(
     "baton_router_worker_state",

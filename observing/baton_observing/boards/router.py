@@ -169,8 +169,8 @@ COST = Row(
             runbook="BatonRouterSlow",
         ),
         Panel(
-            title="Chosen without the scheduler",
-            meaning="Requests for which a front chose by load alone, as its scheduler was away or late.",
+            title="Rejected without the scheduler",
+            meaning="Requests that the scheduler process did not acknowledge in time: away, late, or full.",
             unit="reqps",
             queries=(
                 Query(or_zero(HERE.per_second(metrics.ROUTER_UNASKED, "reason") + " > 0"), "{{reason}}"),

@@ -39,10 +39,10 @@ function called(calls, part) {
   return copy;
 }
 
-// The number of the decision in the router's header; null if a front chose without its scheduler.
+// The number of the decision in the router's header; null without one.
 export function decisionNumber(header) {
   const parts = Object.fromEntries((header ?? "").split(";").map((part) => part.split("=", 2)));
-  return parts.number && !parts.by_load ? Number(parts.number) : null;
+  return parts.number ? Number(parts.number) : null;
 }
 
 export function computedBy(header) {
