@@ -126,9 +126,18 @@ class Keys:
 
     def name(self, sha256: bytes) -> str | None:
         """The name of the client whose key has this digest, perhaps empty; None if it is no key here."""
+        self._look()
+        return self._names.get(self._pepper(sha256))
+
+    def has_name(self, name: str) -> bool:
+        """Whether a key of this name is good now."""
+        self._look()
+        return name in self._names.values()
+
+    def _look(self) -> None:
+        """Read the file again if it has changed."""
         if self._file is not None and self._file.changed():
             self._read_again(self._file.path)
-        return self._names.get(self._pepper(sha256))
 
     def _table(self, listed: Iterable[KeyDigest]) -> dict[bytes, str]:
         return {self._pepper(key.sha256): key.name for key in (*self._fixed, *listed)}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from baton_api.errors import Forbidden, SetupError, Unauthorized
 from baton_api.keys import OPEN_PATHS, Keys, bearer
 from baton_router.answers import Scope
-from baton_router.batches.runners_access import SIGNED, RunnersAccess, secret_of
+from baton_router.batches.runners_access import SIGNED, RunnersAccess, named_owner, secret_of
 from baton_router.settings import RouterSettings
 from baton_router.tenants import NOBODY, OPEN_CLASSES, Tenant, Tenants, cache_salt
 
@@ -55,7 +55,7 @@ class Access:
         if self.tenants is not None and not self._secret:
             log.warning("Without --ticket-secret, the salts of the tenants' caches can be guessed.")
         self._tokens = self._read_tokens(settings, clock, now) if settings.jwt_jwks else None
-        self._runners = RunnersAccess(secret_of(settings, settings.ticket_secret), self._by_name, now)
+        self._runners = RunnersAccess(secret_of(settings, settings.ticket_secret), self.owner, now)
         self._named: dict[str, Tenant] = {"": NOBODY}
         self._reads = 1
 
@@ -108,6 +108,25 @@ class Access:
     async def close(self) -> None:
         if self._tokens is not None:
             await self._tokens.close()
+
+    def owner(self, owner: bytes) -> Tenant | None:
+        """The tenant that owns a batch, as it is now; None if it is no longer let in."""
+        kind, name = named_owner(owner)
+        if kind == "tenant":
+            return self._by_name(name) if self.tells_apart else None
+        if kind == "key":
+            return Tenant(name=name, kind="key") if self._keys.has_name(name) else None
+        known = bool(owner) and self._keys.required and self._keys.name(owner) is not None
+        return NOBODY if known or not self.required else None
+
+    def refusal(self, owner: bytes) -> str | None:
+        """Why the batches of an owner may not go on; None if they may."""
+        if self.owner(owner) is not None:
+            return None
+        kind, name = named_owner(owner)
+        if kind == "tenant":
+            return f"The tenant {name!r} is no longer among the tenants of this service."
+        return f"The API key {name + ' ' if name else ''}that made this batch is no longer valid."
 
     def _by_name(self, name: str) -> Tenant | None:
         """The tenant that a token names."""

@@ -102,7 +102,7 @@ class Router:
         self._responses = Responses(settings, self.responses, self.whose, self._proxy)
         self.storage = Storage(settings, settings.port)
         self.figures.registry.register(self.storage.figures)
-        self.keeper = Keeper(self.storage)
+        self.keeper = Keeper(self.storage, refusal=lambda owner: self.access.refusal(bytes.fromhex(owner)))
         secret = secret_of(settings, settings.ticket_secret)
         self.execution = Execution(
             self.storage, settings, secret, self.keeper.wake, self._beside, Cluster(access_of(settings))

@@ -20,6 +20,13 @@ def test_a_token_says_what_it_was_issued_for() -> None:
     )
 
 
+@pytest.mark.parametrize("models", [[], ["tiny", "meta-llama/Llama.3 ü"]])
+def test_token_says_which_models_its_batch_may_use(models: list[str]) -> None:
+    token = runner_tokens.issue(SECRET, "batch_7", 3, "tenant", NOW + 60, frozenset(models))
+    read = runner_tokens.read(SECRET, token, NOW)
+    assert read is not None and read.models == frozenset(models)
+
+
 @pytest.mark.parametrize(
     ("secret", "changed", "now"),
     [

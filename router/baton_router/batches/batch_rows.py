@@ -16,6 +16,7 @@ from baton_router.batches.values import Batch, LineError, Result, Status
 
 _errors = msgspec.json.Decoder(tuple[LineError, ...])
 _texts = msgspec.json.Decoder(dict[str, str])
+_names = msgspec.json.Decoder(list[str])
 _counts = msgspec.json.Decoder(dict[str, int])
 
 
@@ -49,6 +50,7 @@ def batch_of(row: Row[Any]) -> Batch:
     values["status"] = Status(values["status"])
     values["metadata"] = values["metadata"] and _texts.decode(values["metadata"])
     values["errors"] = _errors.decode(values["errors"]) if values["errors"] else ()
+    values["models"] = values["models"] and frozenset(_names.decode(values["models"]))
     values["usage"] = values["usage"] and _counts.decode(values["usage"])
     return Batch(**values)
 

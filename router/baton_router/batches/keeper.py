@@ -40,6 +40,10 @@ AT_ONCE = 2
 SWEEP_S = 60.0
 """Seconds between two rounds of removing what nobody wants."""
 
+REFUSED_S = 120.0
+"""Seconds for which an owner is refused before its batches are cancelled: replicas do not see a new file of
+tenants at the same moment."""
+
 RETRY_LIMIT_S = 30.0
 
 OUTPUT_S = 30 * 86_400
@@ -57,8 +61,17 @@ class Stopped(Exception):
 class Keeper:
     """Looks after all batches of a ledger."""
 
-    def __init__(self, storage: Storage, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        now: Callable[[], float] = time.time,
+        refusal: Callable[[str], str | None] = lambda owner: None,
+    ) -> None:
+        """`refusal`: why the batches of an owner may not go on; None if they may."""
         self._storage = storage
+        self._refusal = refusal
+        self._refused_since: dict[str, float] = {}
+        """By owner with batches under way."""
         self._name = f"keeper {socket.gethostname()} {os.getpid()}"
         self._now = now
         self._woken = asyncio.Event()
@@ -79,6 +92,7 @@ class Keeper:
                 if self._storage.in_use:
                     try:
                         await self._round()
+                        await self._stop_refused()
                         await self._storage.look(self._now())
                         if self._now() - swept >= SWEEP_S:
                             await self._storage.run(self._sweep)
@@ -104,6 +118,17 @@ class Keeper:
             if batch.id not in self._busy:
                 task = asyncio.create_task(self._work(batch, work), name=f"keep {batch.id}")
                 self._busy[batch.id] = task
+
+    async def _stop_refused(self) -> None:
+        """Cancel the batches of owners who have not been let in for REFUSED_S."""
+        ledger, now = self._storage.ledger, self._now()
+        owners = await self._storage.run(ledger.owners_under_way)
+        reasons = {owner: reason for owner in owners if (reason := self._refusal(owner)) is not None}
+        self._refused_since = {owner: self._refused_since.get(owner, now) for owner in reasons}
+        for owner, since in self._refused_since.items():
+            if now - since >= REFUSED_S:
+                stop = partial(ledger.cancel_refused, owner, reasons[owner], int(now))
+                log.warning("%d batches are cancelled: %s", await self._storage.run(stop), reasons[owner])
 
     async def _work(self, batch: Batch, work: Callable[[], object]) -> None:
         try:

@@ -46,6 +46,7 @@ from baton_router.batches.tables import batches, files, results
 from baton_router.batches.values import ENDED, Batch, LineError, Recorded, Result, Status, StoredFile
 
 CANCELLABLE = frozenset({Status.VALIDATING, Status.IN_PROGRESS, Status.FINALIZING})
+UNDER_WAY = (Status.VALIDATING.value, Status.IN_PROGRESS.value)
 RECORDING = frozenset({Status.VALIDATING, Status.IN_PROGRESS, Status.CANCELLING})
 
 
@@ -67,11 +68,13 @@ class Ledger:
         window: str = completion_window.DAY,
         metadata: Mapping[str, str] | None = None,
         output_seconds: int | None = None,
+        models: Iterable[str] | None = None,
     ) -> Batch:
         """
         A batch that is to be validated, and has so much time from now on, as in `completion_window`.
 
-        Raises FileNotFound if the file has just gone.
+        `models`: those that whoever makes it may use; None for all that the owner may. Raises FileNotFound
+        if the file has just gone.
         """
         window_s = completion_window.seconds(window)
         assert window_s is not None
@@ -85,6 +88,7 @@ class Ledger:
             "completion_window": window,
             "metadata": None if metadata is None else as_json(metadata),
             "output_seconds": output_seconds,
+            "models": None if models is None else as_json(sorted(models)),
             "status": Status.VALIDATING.value,
             "created_at": now,
             "expires_at": now + window_s,
@@ -160,6 +164,20 @@ class Ledger:
                 for table in (files, batches)
             ]
         return given[0], given[1]
+
+    def owners_under_way(self) -> list[str]:
+        """Whose batches have lines to validate or to run."""
+        wanted = select(batches.c.owner).where(batches.c.status.in_(UNDER_WAY)).distinct()
+        with self._database.reading() as connection:
+            return list(connection.scalars(wanted))
+
+    def cancel_refused(self, owner: str, reason: str, now: int) -> int:
+        """Cancel all batches of `owner` that are under way, with `reason` as their error; gives how many."""
+        errors = as_json((LineError("owner_refused", reason),))
+        values = {"status": Status.CANCELLING.value, "cancelling_at": now, "errors": errors}
+        chosen = batches.c.owner == owner, batches.c.status.in_(UNDER_WAY)
+        with self._database.writing() as connection:
+            return connection.execute(update(batches).where(*chosen).values(values)).rowcount
 
     # --- Leases ---
 

@@ -50,6 +50,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
         "ALTER TABLE batches ADD COLUMN job TEXT NOT NULL DEFAULT ''",
         "CREATE INDEX batches_of_job ON batches (job)",
     ),
+    ("ALTER TABLE batches ADD COLUMN models TEXT",),
 )
 
 VERSION = len(STEPS)

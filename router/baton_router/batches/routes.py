@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from baton_api import limits
 from baton_api.errors import BodyTooLarge, InvalidRequest, RangeNotSatisfiable
+from baton_router.access import tenant_of
 from baton_router.answers import Scope
 from baton_router.batches import asked, public, upload
 from baton_router.batches.asked import NewBatch
@@ -95,7 +96,8 @@ def routes(
     @api.post(BATCHES)
     async def new_batch(request: Request) -> Response:
         wanted = asked.new_batch(await _body(request, body_s))
-        kept = await storage.run(partial(_create, storage, owner(request), wanted, now()))
+        models = tenant_of(request.scope).models
+        kept = await storage.run(partial(_create, storage, owner(request), wanted, now(), models))
         keeper.wake()
         return JSONResponse(public.batch(kept))
 
@@ -120,7 +122,7 @@ def routes(
     return api
 
 
-def _create(storage: Storage, owner: str, wanted: NewBatch, now: int) -> Batch:
+def _create(storage: Storage, owner: str, wanted: NewBatch, now: int, models: frozenset[str] | None) -> Batch:
     file = storage.files.get(owner, wanted.input_file_id, now, param="input_file_id")
     if file.purpose != "batch":
         raise InvalidRequest(
@@ -136,6 +138,7 @@ def _create(storage: Storage, owner: str, wanted: NewBatch, now: int) -> Batch:
         window=wanted.completion_window,
         metadata=wanted.metadata,
         output_seconds=wanted.output_seconds,
+        models=models,
     )
 
 

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from urllib.parse import parse_qs
 
 import msgspec
@@ -132,7 +132,9 @@ class RunnerApi:
             match call:
                 case "lease":
                     runner = wire.apply(body).runner
-                    return self._lease(self._claimed(token, job) if job else token, runner)
+                    if job:
+                        self._claim(token, job)
+                    return self._lease(token, runner)
                 case "renew":
                     return self._renew(token, body)
                 case "lines":
@@ -146,12 +148,11 @@ class RunnerApi:
         except (ValueError, msgspec.MsgspecError) as error:
             raise InvalidRequest(f"This is no call of a runner's: {error}.") from error
 
-    def _claimed(self, token: RunnerToken, job: str) -> RunnerToken:
-        """With the batch's owner. Raises Unauthorized, and NotReady for a batch that is being validated."""
+    def _claim(self, token: RunnerToken, job: str) -> None:
+        """See that the batch is this BatchJob's. Raises Unauthorized, and NotReady while it is validated."""
         batch = self._storage.jobs.claim(token.batch, job)
         if batch.status is Status.VALIDATING:
             raise NotReady(f"{batch.id} is being validated.")
-        return replace(token, owner=batch.owner)
 
     def _lease(self, token: RunnerToken, runner: str) -> Lease | None:
         """None if there is nothing to run (any more). Raises StaleLease if another has the lease."""
@@ -166,7 +167,7 @@ class RunnerApi:
             raise StaleLease(batch.id, token.epoch, batch.epoch, batch.status)
         return Lease(
             epoch=epoch,
-            token=self._issue(token, epoch),
+            token=self._issue(batch, epoch),
             lease_s=terms.lease_s,
             endpoint=batch.endpoint,
             total=batch.total,
@@ -183,7 +184,7 @@ class RunnerApi:
         if batch.status not in RUNNING:
             # With the last result the lease has ended, and whoever writes the files is to have it.
             ledger.release(token.batch, token.epoch)
-        return Renewal(self._issue(token, token.epoch), _order(batch.status), self._terms.window())
+        return Renewal(self._issue(batch, token.epoch), _order(batch.status), self._terms.window())
 
     def _record(self, token: RunnerToken, found: list[Result]) -> Receipt:
         kept = self._storage.ledger.record(token.batch, token.epoch, found, int(self._clock()))
@@ -224,9 +225,9 @@ class RunnerApi:
                 self._done.popitem(last=False)
         return done
 
-    def _issue(self, token: RunnerToken, epoch: int) -> str:
+    def _issue(self, batch: Batch, epoch: int) -> str:
         expiry = self._clock() + self._terms.lease_s + GRACE_S
-        return runner_tokens.issue(self._secret, token.batch, epoch, token.owner, expiry)
+        return runner_tokens.issue(self._secret, batch.id, epoch, batch.owner, expiry, batch.models)
 
 
 CALLS = {"lease": "POST", "renew": "POST", "lines": "GET", "results": "POST", "release": "POST"}

@@ -3,7 +3,9 @@ How runners of batches get past the router's door: by a token, as their batch's 
 
 A runner has no key of the owner's, and no keys are kept. Its token names the owner, who is a tenant or, where
 keys are nobody's in particular, a key's digest. What holds for the tenant holds for the lines of its batches,
-except for limits per minute: a batch has all day, and takes what capacity is left.
+except for limits per minute: a batch has all day, and takes what capacity is left. A batch may use the models
+that its maker could use when it was made and the tenant can use now. The lines of an owner who is no longer
+let in wait until the batch controller stops the batch.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from baton_api import runner_tokens
-from baton_api.errors import SetupError, Unauthorized
+from baton_api.errors import NotReady, SetupError, Unauthorized
 from baton_router.batches.settings import BatchSettings
 from baton_router.tenants import NOBODY, Tenant
 
@@ -56,36 +58,36 @@ class RunnersAccess:
     """Lets runners' requests in."""
 
     def __init__(
-        self, secret: bytes, named: Callable[[str], Tenant | None], now: Callable[[], float] = time.time
+        self, secret: bytes, tenant: Callable[[bytes], Tenant | None], now: Callable[[], float] = time.time
     ) -> None:
-        """`named` finds a tenant by its name."""
+        """`tenant` finds the tenant that is this owner; None if the owner is no longer let in."""
         self._secret = secret
-        self._named = named
+        self._tenant = tenant
         self._now = now
 
     def enter(self, scope: Any, authorization: bytes) -> Tenant:
-        """Whose batch a request with this header is of; the token goes no further. Raises Unauthorized."""
+        """
+        Whose batch a request with this header is of; the token goes no further.
+
+        Raises Unauthorized, and NotReady for an owner who is no longer let in.
+        """
         key = authorization.decode("latin-1").removeprefix("Bearer ")
         token = runner_tokens.read(self._secret, key, self._now())
         if token is None or token.epoch == runner_tokens.START or scope["path"] not in PATHS:
             raise Unauthorized
         scope[OWNER] = owner = bytes.fromhex(token.owner)
         scope["headers"] = [header for header in scope["headers"] if header[0] != b"authorization"]
-        name = tenant_name(owner)
-        tenant = (self._named(name) or Tenant(name=name)) if name else _key_tenant(owner)
+        tenant = self._tenant(owner)
+        if tenant is None:
+            raise NotReady(f"The owner of {token.batch} is no longer let in: the batch is stopped soon.")
+        tenant = tenant.narrowed(token.models, None)
         return replace(tenant, classes=frozenset({BATCH}), default_class=BATCH, limits=NOBODY.limits)
 
 
-def tenant_name(owner: bytes) -> str:
-    """The tenant's name; empty for an owner that is a key."""
-    return owner.removeprefix(_TENANT).decode() if owner.startswith(_TENANT) else ""
-
-
-def _key_tenant(owner: bytes) -> Tenant:
-    """Whose requests those of a key are: a named key is a tenant by itself."""
-    if not owner.startswith(_KEY):
-        return NOBODY
-    return Tenant(name=owner.removeprefix(_KEY).decode(), kind="key")
+def named_owner(owner: bytes) -> tuple[str, str]:
+    """The kind and the name of an owner; both empty for the digest of a key without a name."""
+    kind, _, name = owner.partition(b":")
+    return (kind.decode(), name.decode()) if owner.startswith((_TENANT, _KEY)) else ("", "")
 
 
 def owner_of(text: str) -> bytes:

@@ -64,6 +64,7 @@ batches = Table(
     Column("epoch", BigInteger, nullable=False),
     Column("leased_until", Double, nullable=False),
     Column("job", Text, nullable=False),
+    Column("models", Text),
 )
 
 results = Table(

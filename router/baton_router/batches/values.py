@@ -117,6 +117,8 @@ class Batch:
     leased_until: float
     job: str
     """The BatchJob of Kubernetes that runs it, or is to hear of its end; empty if there is none."""
+    models: frozenset[str] | None
+    """Those that whoever made it could use; None if the owner's rights alone decide."""
 
     @property
     def done(self) -> int:
