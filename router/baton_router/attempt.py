@@ -91,10 +91,7 @@ class Attempt:
 
     def fail(self, cause: str) -> bool:
         """End what goes on with the worker, if something does: whoever waits for it gets Lost."""
-        if self.exchange is None:
-            return False
-        self.exchange.fail(cause)
-        return True
+        return self.exchange is not None and self.exchange.fail(cause)
 
     @property
     def taken(self) -> bool:

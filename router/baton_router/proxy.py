@@ -16,6 +16,7 @@ import time
 
 from baton_api import headers, logs
 from baton_api.errors import BatonError, InternalError, NotReady, PoisonRequest
+from baton_api.metrics import STALE
 from baton_api.resuming import with_resumption
 from baton_router.access import tenant_of
 from baton_router.answers import Receive, Scope, Send, send_error
@@ -150,6 +151,8 @@ class Proxy:
             try:
                 head = self._head(asked, relay, grant, len(asked.body))
                 opening = await attempt.open(head, asked.body, asked.events)
+                if attempt.exchange is not None and attempt.exchange.resent:
+                    self._figures.retries.labels(STALE).inc()
             except Lost as error:
                 lost = error
                 self._lost(relay, grant, error)

@@ -30,6 +30,9 @@ BUFFERED = 64 * 1024
 IDLE_LIMIT = 1024
 """Connections to one worker that are kept without a request on them."""
 
+STALE_S = 0.2
+"""Seconds after sending in which a reset means that the worker had closed the kept connection before."""
+
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -46,6 +49,7 @@ class Holder(Protocol):
     """Who wants to have an exchange before there is a head of its answer."""
 
     exchange: Exchange | None
+    """None while the request is not on a connection."""
 
 
 class Upstream:
@@ -75,18 +79,19 @@ class Upstream:
 
         `holder` has the exchange as soon as it begins, and may end it.
 
-        A kept connection that the worker closes at the same moment is no failure: as long as
-        nothing of an answer came, the request goes again on another one. If there is nobody to connect
-        with then, the worker has died with the request.
+        A kept connection that the worker closes at the same moment is no failure of the worker: if it closes
+        within `STALE_S` and without a byte of an answer, the request goes once more, on a new connection. If
+        there is nobody to connect with then, or if it is reset later, the worker has died with the request.
         """
         reset: Lost | None = None
         while True:
-            kept = self._take()
+            kept = None if reset else self._take()
             try:
                 connection = kept or await self._connect()
             except Lost as unreachable:
                 raise reset or unreachable from unreachable
             exchange = connection.send(head, body)
+            exchange.resent = reset is not None
             self._busy.add(connection)
             if holder is not None:
                 holder.exchange = exchange
@@ -94,9 +99,12 @@ class Upstream:
                 await exchange.head()
                 return exchange
             except Lost as lost:
-                if not kept or exchange.begun or lost.cause != "reset":
+                late = connection.loop.time() - exchange.progress > STALE_S
+                if not kept or exchange.begun or late or lost.cause != "reset":
                     raise
                 reset = lost
+                if holder is not None:
+                    holder.exchange = None  # nothing can be ended while there is only a connection to come
             except BaseException:
                 exchange.close()
                 raise
@@ -169,6 +177,7 @@ class Exchange:
         "headers",
         "paused",
         "progress",
+        "resent",
         "status",
     )
 
@@ -179,6 +188,8 @@ class Exchange:
         """When something of the answer came last; when it was asked for, before that."""
         self.paused = False
         """Whether the worker is being made to wait."""
+        self.resent = False
+        """Whether the request was sent before, on a kept connection that the worker had closed."""
         self._connection = connection
         self._pieces: list[bytes] = []
         self._buffered = 0
@@ -222,12 +233,14 @@ class Exchange:
         if not self.complete:
             self._connection.transport.abort()
 
-    def fail(self, cause: str) -> None:
-        """End the exchange from here: whoever waits for more of it gets Lost."""
-        if not self.complete and self._failure is None:
-            self._failure = Lost(self._connection.upstream.name, cause)
-            self._connection.transport.abort()
-            self._wake()
+    def fail(self, cause: str) -> bool:
+        """End the exchange: whoever waits for more of it gets Lost. False if it had ended before."""
+        if self.complete or self._failure is not None:
+            return False
+        self._failure = Lost(self._connection.upstream.name, cause)
+        self._connection.transport.abort()
+        self._wake()
+        return True
 
     # What the connection calls.
 

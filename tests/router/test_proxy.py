@@ -10,10 +10,12 @@ import httpx
 import pytest
 
 from baton_api import tickets
+from baton_api.metrics import STALE
 from baton_api.workers import Role
 from baton_router.breaker import FAILURES_IN_A_ROW
+from baton_router.upstream import STALE_S, Exchange, Lost, Upstream
 from tests.router import fake_worker
-from tests.router.fake_worker import FakeWorker
+from tests.router.fake_worker import Asked, FakeWorker
 from tests.router.running import CHAT, QUESTION, STREAM, anew, running_router, until
 
 ERROR_400 = b'{"error":{"message":"no","type":"invalid_request_error","param":"n","code":null}}'
@@ -394,3 +396,70 @@ async def test_a_kept_connection_that_the_worker_closes_is_no_failure() -> None:
             upstream_side.transport.abort()
         assert (await router.post()).status_code == 200
         assert router.router.workers.decode[0].health.breaker.failures == 0
+
+
+async def test_request_reset_after_work_is_not_sent_again_there() -> None:
+    """On a kept connection too: a worker that dies of a request must not get it again, and it counts."""
+
+    async def die_of_it(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(2 * STALE_S)
+        writer.transport.abort()
+
+    async with FakeWorker() as worker, running_router([worker], health_interval_s=600) as router:
+        await router.post()
+        worker.asked.clear()
+        worker.behaviour = die_of_it
+        assert (await router.post()).status_code == 503
+        assert len(worker.asked) == 1
+        assert router.router.workers.decode[0].health.breaker.failures == 1
+
+
+async def test_stale_connection_is_replaced_once_and_counted() -> None:
+    """The worker closes the kept connection as the request comes, and then every one: two are tried."""
+
+    async def stale(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
+        await (fake_worker.die_at_once if len(worker.asked) == 2 else fake_worker.answer)(
+            worker, asked, writer
+        )
+
+    async with FakeWorker(stale) as worker, running_router([worker], health_interval_s=600) as router:
+        assert [(await router.post()).status_code for _ in range(2)] == [200, 200]
+        assert len(worker.asked) == 3
+        assert router.metric("baton_router_retries_total", cause=STALE) == 1
+        assert router.router.workers.decode[0].health.breaker.failures == 0
+        worker.behaviour = fake_worker.die_at_once
+        assert (await router.post()).status_code == 503
+        assert len(worker.asked) == 5
+
+
+class Recorder:
+    """Remembers what an upstream says of the exchange that it holds."""
+
+    def __init__(self) -> None:
+        self.seen: list[Exchange | None] = []
+
+    @property
+    def exchange(self) -> Exchange | None:
+        return self.seen[-1] if self.seen else None
+
+    @exchange.setter
+    def exchange(self, exchange: Exchange | None) -> None:
+        self.seen.append(exchange)
+
+
+async def test_nothing_is_held_while_a_request_reconnects() -> None:
+    """A timer that fires then finds nothing to end, and fires again."""
+    head = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n"
+    async with FakeWorker() as worker:
+        upstream = Upstream("127.0.0.1", worker.port)
+        first = await upstream.request(head, b"{}")
+        while await first.read():
+            pass
+        worker.behaviour = fake_worker.die_at_once
+        recorder = Recorder()
+        with pytest.raises(Lost):
+            await upstream.request(head, b"{}", recorder)
+        kept, between, fresh = recorder.seen
+        assert kept is not None and between is None and fresh is not None
+        assert not kept.fail("slow") and not fresh.fail("slow")
+        upstream.close()

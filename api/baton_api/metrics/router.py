@@ -22,6 +22,7 @@ WORKER = Label("worker", bound="the workers that are listed now")
 ROLE = Label("role", ("prefill", "decode"))
 LOSSES = ("connect", "reset", "hung", "malformed", "incomplete", "idle", "slow", "overdue")
 """How a worker is lost to a request."""
+STALE = "stale"
 
 # --- Requests ---
 
@@ -90,8 +91,9 @@ ROUTER_RETRIES = Metric(
     "baton_router_retries_total",
     "counter",
     "requests",
-    "Requests given to another worker, by cause.",
-    (Label("cause", (*LOSSES, "refused")),),
+    "Requests given to another worker, by cause; stale: sent again to the same one, because it had just "
+    "closed the kept connection.",
+    (Label("cause", (*LOSSES, "refused", STALE)),),
 )
 ROUTER_GENERATION_REQUESTS = Metric(
     "baton_router_generation_requests_total",
