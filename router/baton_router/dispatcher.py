@@ -51,6 +51,7 @@ class Dispatch(msgspec.Struct, eq=False):
     others: list[PlainWay]
     """The cheapest ways."""
     prompt: Prompt
+    """Once the request has ended, its size alone."""
     tokens: int
     """Of the prompt, estimated."""
     expected: int
@@ -83,6 +84,11 @@ class Dispatch(msgspec.Struct, eq=False):
     """Whether all of the answer was passed on."""
     answered: int | None = None
     """Tokens of the answer, if they were counted."""
+
+    def forget_prompt(self) -> None:
+        """Drop what only a request that runs needs: of a long prompt, chunks take more than all the rest."""
+        self.prompt = Prompt((), self.prompt.sizes[-1:])
+        self.hoped, self.matched = [], []
 
     @property
     def computer(self) -> Worker:
@@ -257,6 +263,7 @@ class Dispatcher:
             self.knowledge.answered(made.prompt, made.generating)
             if tokens is not None:
                 self._answer_tokens.learn(tokens)
+        made.forget_prompt()
 
     def _learn(self, made: Dispatch, report: PromptReport) -> None:
         if made.prompt.bytes:

@@ -293,3 +293,18 @@ def test_how_long_answers_are_is_learned_from_those_that_were_counted() -> None:
         cluster.dispatcher.let_go(made, cluster.now, complete=True, tokens=20 if seed % 2 else None)
     cluster.dispatcher.let_go(cluster.send(text(500)), cluster.now, complete=False, tokens=100_000)
     assert cluster.dispatcher.answer_tokens == pytest.approx(20, abs=1)
+
+
+@pytest.mark.parametrize("ending", ["whole", "cut", "lost"])
+def test_ended_request_keeps_the_size_of_its_prompt_only(ending: str) -> None:
+    """A thousand requests stay for whoever looks; their chunks would be most of the memory."""
+    cluster = Cluster()
+    prompt = text(1)
+    made = cluster.send(prompt)
+    assert made.prompt is prompt and made.hoped
+    if ending != "lost":
+        cluster.dispatcher.began(made, None, 1.0)
+    cluster.dispatcher.let_go(made, 2.0, complete=ending == "whole")
+    assert made in cluster.dispatcher.dispatches
+    assert not made.prompt.names and len(made.prompt.sizes) == 1 and not made.hoped and not made.matched
+    assert explained(made)["prompt_bytes"] == prompt.bytes
