@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from baton_api.errors import TransferFailed, WorkerLost
 from baton_router.batches import retrying
 from baton_router.batches.retrying import Outcome, Tries
 
@@ -26,7 +27,8 @@ from baton_router.batches.retrying import Outcome, Tries
         (502, None, Outcome.FAULT),
         (503, "overloaded", Outcome.BUSY),
         (503, None, Outcome.BUSY),
-        (503, "worker_error", Outcome.LOST),
+        (503, WorkerLost.code, Outcome.LOST),
+        (503, TransferFailed.code, Outcome.LOST),
         (504, None, Outcome.FAULT),
     ],
 )
@@ -51,16 +53,17 @@ def test_what_is_not_the_lines_fault_never_counts(outcome: Outcome) -> None:
     tries = Tries()
     for _ in range(1000):
         tries = tries.after(outcome)
-    assert not tries.exhausted and not tries.alone
+    assert not tries.exhausted and not tries.group
 
 
-def test_a_line_that_was_there_at_three_losses_goes_alone() -> None:
+def test_tries_after_each_loss_bound_the_group_further() -> None:
+    """The last of all tries are alone, and after them the line is given up."""
     tries = Tries()
     seen = []
-    for _ in range(4):
-        seen.append(tries.alone)
+    while not tries.exhausted:
+        seen.append(tries.group)
         tries = tries.after(Outcome.LOST)
-    assert seen == [False, False, False, True]
+    assert seen == [0, 0, 64, 8, 1, 1]
 
 
 def test_waits_grow_to_a_bound_and_differ() -> None:

@@ -9,11 +9,12 @@ from collections import Counter
 
 import pytest
 
+from baton_api.errors import WorkerLost
 from baton_router.batches.door import Answer, Dismissed, Door
-from baton_router.batches.retrying import LOSSES, LOSSES_ALONE, Outcome
-from baton_router.batches.runner import Runner
+from baton_router.batches.retrying import GROUPS, LOSSES, Outcome
+from baton_router.batches.runner import HELD_BYTES, Runner
 from baton_router.batches.values import Result
-from baton_router.batches.wire import Lease, Line, Order, Progress, Receipt, Renewal, Slice
+from baton_router.batches.wire import SLICE_BYTES, Lease, Line, Order, Progress, Receipt, Renewal, Slice
 from tests.batches import virtual_time
 
 GOOD = b'{"choices": []}'
@@ -43,6 +44,8 @@ class FakeRouter(Door):
         self.retried: Counter[str] = Counter()
         self.under_way: dict[int, asyncio.Future[Answer]] = {}
         self.widest = 0
+        self.beside: Counter[int] = Counter()
+        """For each line, how many others were under way at its last try."""
         self.away_until = 0.0
         self.broken_until = 0.0
         self.order = Order.GO_ON
@@ -58,6 +61,8 @@ class FakeRouter(Door):
         await asyncio.sleep(0.01)
         start = int(cursor or 0)
         end = start + self.rng.randint(1, 40)
+        while sum(len(one.text) for one in self.lines_left[start + 1 : end]) > SLICE_BYTES:
+            end -= 1
         return Slice(self.lines_left[start:end], str(end), end >= len(self.lines_left))
 
     async def record(self, results: list[Result]) -> Receipt:
@@ -84,6 +89,8 @@ class FakeRouter(Door):
         lost: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.under_way[number] = lost
         self.widest = max(self.widest, len(self.under_way))
+        for one in self.under_way:
+            self.beside[one] = max(len(self.under_way) - 1, self.beside[one] if one != number else 0)
         try:
             async with asyncio.timeout(self.rng.uniform(0.05, 2.0)):
                 return await lost
@@ -116,13 +123,14 @@ class FakeRouter(Door):
                 for other in self.under_way.values():  # they were at the same worker
                     if not other.done():
                         other.set_result(Answer(Outcome.LOST))
-                return Answer(Outcome.LOST, 503, b'{"error": {"code": "worker_error"}}')
+                return Answer(Outcome.LOST, 503, b"{}")
 
 
 def served(router: FakeRouter, total: int, window: int = 64) -> dict[int, Result]:
     async def work() -> None:
         router.window = window
-        await Runner("batch_1", router, lease(total, window), router.rng).run()
+        async with asyncio.timeout(100_000):
+            await Runner("batch_1", router, lease(total, window), router.rng).run()
 
     virtual_time.run(work())
     return router.recorded
@@ -136,7 +144,7 @@ KINDS = {
     "slow": (0, "request_timeout"),
     "events": (400, '"param":"stream"'),
     "nonsense": (0, "server_error"),
-    "poison": (0, "worker_error"),
+    "poison": (0, WorkerLost.code),
 }
 
 
@@ -149,11 +157,30 @@ def test_how_each_kind_of_line_ends(kind: str) -> None:
     assert (found[2].status, found[2].body) == (200, GOOD)
 
 
-def test_what_loses_workers_is_set_aside_and_then_alone() -> None:
-    router = FakeRouter([line(1, "poison"), *(line(number) for number in range(2, 60))], random.Random(1))
-    found = served(router, 59)
-    assert router.tries[1] == LOSSES + LOSSES_ALONE
+def test_runner_with_a_harmful_line_gives_up_that_line_alone() -> None:
+    """Each try of the line loses everything that is under way; 511 lines beside it are answered."""
+    router = FakeRouter([line(1, "poison"), *(line(number) for number in range(2, 513))], random.Random(1))
+    found = served(router, 512, window=512)
+    assert router.tries[1] == LOSSES + len(GROUPS)
+    assert router.beside[1] == 0
     assert [number for number, result in found.items() if result.status != 200] == [1]
+
+
+def test_runner_with_a_harmful_line_isolates_it_in_few_tries() -> None:
+    """Suspects are narrowed down by groups: the last tries, one at a time, are for less than a group."""
+    router = FakeRouter([line(1, "poison"), *(line(number) for number in range(2, 513))], random.Random(1))
+    served(router, 512, window=512)
+    assert sum(router.beside[number] == 0 for number in range(1, 513)) <= GROUPS[1]
+    assert max(router.tries.values()) == router.tries[1]
+
+
+def test_runner_holding_only_suspects_goes_on_with_its_input() -> None:
+    """Suspects fill all the memory that lines may take; more are fetched once they are through."""
+    large = "x" * (HELD_BYTES // 8)
+    lines = [line(number, "poison" if number < 10 else "good", text=large) for number in range(1, 30)]
+    found = served(FakeRouter(lines, random.Random(1)), 29)
+    assert [number for number, result in found.items() if result.status == 200] == list(range(10, 30))
+    assert len(found) == 29
 
 
 def test_the_window_bounds_what_is_under_way() -> None:

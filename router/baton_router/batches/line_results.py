@@ -11,8 +11,8 @@ import hashlib
 
 import msgspec
 
-from baton_api.errors import InvalidRequest
-from baton_router.batches.retrying import LOSSES_ALONE, Outcome, Tries
+from baton_api.errors import InvalidRequest, WorkerLost
+from baton_router.batches.retrying import GROUPS, Outcome, Tries
 from baton_router.batches.values import Result
 
 BAD_REQUEST = 400
@@ -67,10 +67,11 @@ def given_up(line: int, name: str, outcome: Outcome, tries: Tries, status: int, 
             code = "request_timeout"
             message = f"There was no answer in time, {tries.timeouts} times over."
         case Outcome.LOST:
-            code = "worker_error"
+            code = WorkerLost.code
             message = (
-                f"The line was set aside: {tries.losses} times its worker or its connection was lost, the "
-                f"last {LOSSES_ALONE} times while nothing else was under way."
+                f"The request was given up: its worker or its connection was lost {tries.losses} times, the "
+                f"last {GROUPS.count(1)} times while no other request of the batch was under way. Look for "
+                f"{name} in the logs of the workers."
             )
         case _:
             code = "server_error"

@@ -3,9 +3,11 @@ What becomes of a line that was sent and did not come back well: again, again al
 
 Pure. A refusal for lack of room counts against nobody, and neither does a router that is away: the line waits
 for as long as the batch may take. An error of the service is tried again: a few times while others are
-answered, for a quarter of an hour while nobody is, because then it is not the line. A line whose worker was
-lost may be what lost it, or may have been beside that one; so after a few losses it is set aside and sent
-alone, and what loses workers then too is not sent any more.
+answered, for a quarter of an hour while nobody is, because then it is not the line.
+
+A line whose worker was lost may have ended that worker, or may only have been beside the line that did. After
+a few losses it is therefore a suspect: suspects are sent in smaller and smaller groups, so that one harmful
+line is found among hundreds in a few rounds. A line that loses workers when it is alone is given up.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from __future__ import annotations
 import enum
 import random
 from dataclasses import dataclass, replace
+
+from baton_api.errors import TransferFailed, WorkerLost
 
 FAULTS = 5
 """Errors of the service after which the last of them is the line's answer."""
@@ -23,11 +27,12 @@ OUTAGES = 30
 TIMEOUTS = 3
 """Times that a line may take too long."""
 
-LOSSES = 3
-"""Losses of workers or connections after which a line is sent alone."""
+LOSSES = 2
+"""Losses of workers or connections after which a line is a suspect."""
 
-LOSSES_ALONE = 3
-"""Further ones after which it is not sent again."""
+GROUPS = (64, 8, 1, 1)
+"""Suspects under way at once, nothing else beside them: after `LOSSES` losses, after one more, and so on. A
+line that is lost in the last of them is given up."""
 
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 30.0
@@ -37,8 +42,8 @@ AGAIN_LATER = frozenset({401, 408, 499})
 """401 among them: the token may be renewed by then."""
 SERVER_ERRORS = 500
 
-LOST_WORKER = "worker_error"
-"""The code beside 503 that says that a worker had the request and was lost with it."""
+LOST_WORKER = frozenset({WorkerLost.code, TransferFailed.code})
+"""Error codes of a 503 whose request had reached a worker that was lost, or that lost its partner."""
 
 
 class Outcome(enum.Enum):
@@ -68,9 +73,11 @@ class Tries:
     refusals: int = 0
 
     @property
-    def alone(self) -> bool:
-        """Whether nothing else is to be under way while it is tried."""
-        return self.losses >= LOSSES
+    def group(self) -> int:
+        """Most lines under way at once, this one among them, while it is tried; 0: no limit."""
+        if self.losses < LOSSES:
+            return 0
+        return GROUPS[min(self.losses - LOSSES, len(GROUPS) - 1)]
 
     @property
     def failures(self) -> int:
@@ -98,13 +105,13 @@ class Tries:
             self.faults >= FAULTS
             or self.outages >= OUTAGES
             or self.timeouts >= TIMEOUTS
-            or self.losses >= LOSSES + LOSSES_ALONE
+            or self.losses >= LOSSES + len(GROUPS)
         )
 
 
 def outcome(status: int, code: str | None) -> Outcome:
     """What an answer over HTTP means; `code` is that of its error."""
-    if status == UNAVAILABLE and code == LOST_WORKER:
+    if status == UNAVAILABLE and code in LOST_WORKER:
         return Outcome.LOST
     if status in (TOO_MANY_REQUESTS, UNAVAILABLE):
         return Outcome.BUSY

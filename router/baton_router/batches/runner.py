@@ -120,13 +120,16 @@ class Runner:
                 await _change(self._to_send)
             elif now < self._window.open_at:
                 await _change(self._to_send, self._window.open_at - now)
-            elif (pending := self._waiting.next(now, len(self._under_way))) is not None:
+            elif (pending := self._next(now)) is not None:
                 task = self._tasks.create_task(self._try(pending))
                 self._under_way.add(task)
                 task.add_done_callback(self._back)
             else:
                 due = self._waiting.due()
                 await _change(self._to_send, None if due is None else due - now)
+
+    def _next(self, now: float) -> Pending | None:
+        return self._waiting.next(now, len(self._under_way), self._held >= HELD_BYTES)
 
     async def _try(self, pending: Pending) -> None:
         number = pending.line.number

@@ -1,8 +1,9 @@
 """
-The lines of a batch that wait to be sent: new ones in their order, failed ones at their time, and set aside.
+The lines of a batch that wait to be sent: new lines in their order, failed lines at their time, and suspects.
 
-Pure: times are passed in. A line that was there when workers were lost goes alone, once all others are
-through, so that it takes nobody with it.
+Pure: times are passed in. A suspect, a line that was under way at several losses of workers, is sent once
+all other lines are through, in groups as `retrying` bounds them. While a group is under way, nothing else is
+sent.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -38,15 +39,18 @@ class Waiting:
         """Whether the batch's last line has come."""
         self._new: deque[Pending] = deque()
         self._later: list[tuple[float, int, Pending]] = []
-        self._alone: deque[Pending] = deque()
+        self._suspects: defaultdict[int, deque[Pending]] = defaultdict(deque)
+        """By the size of the group that each may be sent in."""
+        self._group = 0
+        """The size of the group that is under way; 0 if the lines under way are not suspects."""
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        return len(self._new) + len(self._later) + len(self._alone)
+        return len(self._new) + len(self._later) + sum(map(len, self._suspects.values()))
 
     @property
     def new(self) -> int:
-        """Lines that were not sent yet."""
+        """Lines that can be sent now and are no suspects."""
         return len(self._new)
 
     def add(self, lines: Iterable[Line], last: bool) -> None:
@@ -58,17 +62,26 @@ class Waiting:
         """To be sent once more, not before that time."""
         heapq.heappush(self._later, (at, next(self._numbers), pending))
 
-    def next(self, now: float, under_way: int) -> Pending | None:
-        """The line to send now beside so many others; None if there is none."""
+    def next(self, now: float, under_way: int, full: bool = False) -> Pending | None:
+        """
+        The line to send now beside so many others; None if there is none.
+
+        With `full` no more lines come before some of these are through.
+        """
         while self._later and self._later[0][0] <= now:
             pending = heapq.heappop(self._later)[2]
-            if not pending.tries.alone:
-                return pending
-            self._alone.append(pending)
-        if self._new:
+            if pending.tries.group:
+                self._suspects[pending.tries.group].append(pending)
+            else:
+                self._new.appendleft(pending)
+        if not under_way:
+            self._group = 0
+        if self._new and not self._group:
             return self._new.popleft()
-        if self._alone and self.whole and not self._later and not under_way:
-            return self._alone.popleft()
+        if not under_way and not self._later and (self.whole or full):
+            self._group = max((size for size, lines in self._suspects.items() if lines), default=0)
+        if under_way < self._group and (group := self._suspects[self._group]):
+            return group.popleft()
         return None
 
     def due(self) -> float | None:
