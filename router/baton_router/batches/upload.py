@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from functools import partial
@@ -61,22 +62,26 @@ class _Upload:
         self._quota = quota
         self._key = new_key(owner)
         self._hash = hashlib.sha256()
+        self._alone = threading.Lock()
+        """One thread at a time has the writer: a call goes on after its request was cancelled."""
+        self._undone = False
         self._writer: Writer | None = None
 
     async def run(self, form: Form, body: AsyncIterator[bytes]) -> StoredFile:
-        run = self._storage.run
+        run, transfer = self._storage.run, self._storage.transfer
         try:
-            self._writer = await run(self._begin)
+            await run(partial(self._storage.files.promise, self._key, self._now))
+            await transfer(self._begin)
             waiting = 0
             async for data in body:
                 form.feed(data)
                 waiting += len(data)
                 if waiting >= WRITTEN_AT_ONCE:
-                    await run(partial(self._write, form.take()))
+                    await transfer(partial(self._write, form.take()))
                     waiting = 0
-            await run(partial(self._write, form.take()))
+            await transfer(partial(self._write, form.take()))
             file = self._described(form)
-            await run(self._writer.commit)
+            await transfer(self._commit)
         except BaseException:
             # In the thread's own time: the request may have been cancelled.
             asyncio.get_running_loop().run_in_executor(None, self._undo)
@@ -106,14 +111,21 @@ class _Upload:
 
     # --- In threads ---
 
-    def _begin(self) -> Writer:
-        self._storage.files.promise(self._key, self._now)
-        return self._storage.objects.writer(self._key)
+    def _begin(self) -> None:
+        with self._alone:
+            if not self._undone:
+                self._writer = self._storage.objects.writer(self._key)
 
     def _write(self, data: bytes) -> None:
-        assert self._writer is not None
-        self._hash.update(data)
-        self._writer.write(data)
+        with self._alone:
+            if self._writer is not None and not self._undone:
+                self._hash.update(data)
+                self._writer.write(data)
+
+    def _commit(self) -> None:
+        with self._alone:
+            if self._writer is not None and not self._undone:
+                self._writer.commit()
 
     def _keep(self, file: NewFile) -> StoredFile:
         try:
@@ -123,7 +135,8 @@ class _Upload:
             raise  # after any other error there may be a row all the same: what has none is swept up
 
     def _undo(self) -> None:
-        with suppress(BatonError):
+        with self._alone, suppress(BatonError):
+            self._undone = True
             if self._writer is not None:
                 self._writer.abort()
             self._remove()
