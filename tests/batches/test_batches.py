@@ -1,24 +1,14 @@
-"""`/v1/batches`: cases J5, J7, J8 and J9, files and counts, cancelling, expiry, several keepers of one."""
+"""`/v1/batches`: cases J5, J7, J8 and J9, files and counts, cancelling."""
 
 from __future__ import annotations
 
-import asyncio
-import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton_router.batches.files import NewFile
-from baton_router.batches.keeper import Keeper
-from baton_router.batches.settings import BatchSettings
-from baton_router.batches.storage import Storage
-from baton_router.batches.values import Batch, Result, Status
+from baton_router.batches.values import Result, Status
 from tests.batches.serving import (
-    CHAT,
     answered,
     check_error,
     content,
@@ -33,7 +23,6 @@ from tests.batches.serving import (
     upload,
     uploaded,
 )
-from tests.router.running import until
 
 KEYS = {
     "id", "object", "endpoint", "model", "errors", "input_file_id", "completion_window", "status",
@@ -240,79 +229,6 @@ async def test_batches_are_listed_in_pages_newest_first() -> None:
             check_error(await router.client.get(f"/v1/batches?{query}"), 400, "limit")
 
 
-# --- The keeper by itself, in a time that is passed in ---
-
-
-class Time:
-    def __init__(self) -> None:
-        self.now = 1_700_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@contextmanager
-def kept(folder: Path, database: str = "") -> Iterator[Storage]:
-    settings = BatchSettings.model_validate(
-        {"state": str(folder), "database": database, "batch_poll_s": 0.01}
-    )
-    storage = Storage(settings, 0)
-    yield storage
-    storage.close()
-
-
-def stored(storage: Storage, text: bytes, now: float) -> Batch:
-    """A new batch whose input this is."""
-    writer = storage.objects.writer(key := f"k/{random.randbytes(8).hex()}")
-    writer.write(text)
-    writer.commit()
-    file = storage.files.add(NewFile("o", "batch", "f", len(text), "", key, None), int(now))
-    return storage.ledger.create("o", CHAT, file, int(now))
-
-
-@pytest.fixture
-def urls(database_url: str) -> str:
-    return database_url if database_url.startswith("postgresql") else ""
-
-
-def read(storage: Storage, file: str | None, now: float) -> bytes:
-    assert file is not None
-    found = storage.files.get("o", file, int(now))
-    return b"".join(storage.objects.read(found.object, 0, found.bytes))
-
-
-async def keep_until(keepers: list[Keeper], done: Any) -> None:
-    tasks = [asyncio.create_task(keeper.run()) for keeper in keepers]
-    try:
-        await until(done, 30)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def test_an_expired_batch_delivers_what_is_done_and_names_the_rest(tmp_path: Path, urls: str) -> None:
-    time = Time()
-    with kept(tmp_path, urls) as storage:
-        ledger = storage.ledger
-        id = stored(storage, line("a") + line("b") + line("c"), time.now).id
-        keeper = Keeper(storage, time)
-        await keep_until([keeper], lambda: ledger.find(id).status is Status.IN_PROGRESS)
-        epoch = ledger.lease(id, "a runner that goes on", time.now, 10**6)
-        assert epoch is not None
-        ledger.record(id, epoch, [answered(2)], int(time.now))
-        time.now += 86400
-        await keep_until([Keeper(storage, time)], lambda: ledger.find(id).status.ended)
-        batch = ledger.find(id)
-        assert (batch.status, batch.expired_at) == (Status.EXPIRED, int(time.now))
-        assert [row["custom_id"] for row in rows(read(storage, batch.output_file, time.now))] == ["b"]
-        errors = rows(read(storage, batch.error_file, time.now))
-        assert [(row["custom_id"], row["error"]["code"]) for row in errors] == [
-            ("a", "batch_expired"),
-            ("c", "batch_expired"),
-        ]
-
-
 async def test_a_batch_has_the_time_that_was_asked_for_it() -> None:
     async with serving() as router:
         for window, seconds in (("24h", 86_400), ("90m", 5400), ("60s", 60), ("30d", 2_592_000)):
@@ -320,62 +236,3 @@ async def test_a_batch_has_the_time_that_was_asked_for_it() -> None:
             shown = await get(router, id)
             assert shown["completion_window"] == window
             assert shown["expires_at"] == shown["created_at"] + seconds
-
-
-async def test_of_several_keepers_each_batch_is_ended_by_one(tmp_path: Path, urls: str) -> None:
-    """They share a ledger and a folder; each batch has one output file, with each line once."""
-    time = Time()
-    with kept(tmp_path, urls) as one, kept(tmp_path, urls) as two, kept(tmp_path, urls) as three:
-        storages = [one, two, three]
-        names = [f"n{number}" for number in range(30)]
-        ids = [stored(one, b"".join(line(name) for name in names), time.now).id for _ in range(6)]
-        keepers = [Keeper(storage, time) for storage in storages]
-        await keep_until(keepers, lambda: all(one.ledger.find(id).status is Status.IN_PROGRESS for id in ids))
-        for id in ids:
-            run_lines(one.ledger, id, [answered(number) for number in range(1, 31)], time.now)
-        keepers = [Keeper(storage, time) for storage in storages]
-        await keep_until(keepers, lambda: all(one.ledger.find(id).status is Status.COMPLETED for id in ids))
-        for id in ids:
-            output = rows(read(one, one.ledger.find(id).output_file, time.now))
-            assert [row["custom_id"] for row in output] == names
-        listed, _ = one.files.page("o", int(time.now), limit=100)
-        assert len(listed) == 12
-        assert len([file for file in (tmp_path / "files").rglob("*") if file.is_file()]) == 12
-
-
-async def test_a_keeper_that_died_in_the_middle_is_replaced(tmp_path: Path, urls: str) -> None:
-    time = Time()
-    with kept(tmp_path, urls) as storage:
-        id = stored(storage, line("a"), time.now).id
-        assert storage.ledger.lease(id, "one that dies", time.now, 15) == 1
-        task = asyncio.create_task(Keeper(storage, time).run())
-        await asyncio.sleep(0.1)
-        assert storage.ledger.find(id).status is Status.VALIDATING
-        time.now += 15
-        await until(lambda: storage.ledger.find(id).status is Status.IN_PROGRESS)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-async def test_bytes_that_nobody_wants_are_swept_up(tmp_path: Path, urls: str) -> None:
-    time = Time()
-    with kept(tmp_path, urls) as storage:
-        now = int(time.now)
-        batch = stored(storage, b"x\n", now)
-        storage.files.promise("o/broken", now)
-        writer = storage.objects.writer("o/broken")
-        writer.write(b"x")
-        writer.commit()
-        folder = tmp_path / "files"
-        await keep_until(
-            [Keeper(storage, time)], lambda: storage.ledger.find(batch.id).status is Status.FAILED
-        )
-        storage.files.delete("o", batch.input_file, now)
-        time.now += 61
-        await keep_until([Keeper(storage, time)], lambda: not list(folder.glob("k/*")))
-        assert list(folder.glob("o/*"))
-        time.now += 2 * 86400
-        await keep_until([Keeper(storage, time)], lambda: not list(folder.glob("o/*")))
-        time.now += 31 * 86400
-        await keep_until([Keeper(storage, time)], lambda: not storage.ledger.page("o", limit=9)[0])
-        await until(lambda: storage.files.broken(int(time.now)) == [])

@@ -268,16 +268,74 @@ def test_what_has_ended_cannot_be_cancelled(database: Database, end: Status) -> 
         ledger.request_cancel("a", id, NOW)
 
 
-def test_what_is_overdue_is_taken_from_its_runner(database: Database) -> None:
-    ledger, id, epoch = running(database)
-    assert ledger.overdue(NOW + 86399) == []
-    assert [one.id for one in ledger.overdue(NOW + 86400)] == [id]
-    taken = ledger.take(id, "expirer", NOW + 86400, 30)
-    assert taken == epoch + 1
+OPEN = {"validating": False, "in progress": True}
+
+
+@pytest.mark.parametrize("when", OPEN)
+def test_overdue_lists_open_batches_that_nobody_holds(database: Database, when: str) -> None:
+    """A batch expires in either status, once its window has passed and its last holder's lease has ended."""
+    ledger = Ledger(database)
+    if OPEN[when]:
+        ledger, id, epoch = running(database)
+    else:
+        id = new_batch(database).id
+        epoch = leased(ledger, id)
+    end = NOW + 86400
+    assert ledger.overdue(end - 1) == []
+    ledger.renew(id, epoch, end - 1, 30)
+    assert ledger.overdue(end) == []
+    assert [one.id for one in ledger.overdue(end + 29)] == [id]
+    assert ledger.unfinished(end + 29, ledger.find(id).status) == [], "nobody works on it any more"
+    taken = leased(ledger, id, "keeper", end + 29)
+    assert (taken, ledger.overdue(end + 29)) == (epoch + 1, []), "a second keeper leaves it to the first"
     with pytest.raises(StaleLease):
         ledger.record(id, epoch, [good(1)], NOW)
     assert ledger.finalize(id, taken, NOW, output=None, errors=None, expired=True).status is Status.EXPIRED
-    assert ledger.take(id, "expirer", NOW, 30) is None
+    assert ledger.overdue(end + 99) == []
+    assert ledger.take(id, "late", NOW, 30) is None
+
+
+def test_renew_in_window_ends_soon_after_the_window(database: Database) -> None:
+    ledger, id, epoch = running(database)
+    end = NOW + 86400
+    assert ledger.renew(id, epoch, end - 1, 30, in_window=True).leased_until == end + 29
+    for later in (end, end + 5, end + 29):
+        assert ledger.renew(id, epoch, later, 30, in_window=True).leased_until == end + 30
+
+
+def test_renew_of_a_released_lease_leaves_it_free(database: Database) -> None:
+    """A heartbeat that comes after its holder's last word takes the batch from nobody."""
+    ledger = Ledger(database)
+    id = new_batch(database).id
+    epoch = leased(ledger, id)
+    ledger.validated(id, epoch, NOW, total=1, model="m")
+    assert ledger.renew(id, epoch, NOW, 30).leased_until == 0
+    assert ledger.lease(id, "runner", NOW, 30) == epoch + 1
+    ledger.release(id, epoch + 1)
+    assert ledger.renew(id, epoch + 1, NOW, 30).leased_until == 0
+
+
+def test_lease_for_a_status_that_has_passed_is_refused(database: Database) -> None:
+    """A keeper that saw a batch validating and comes too late takes it from no runner."""
+    ledger = Ledger(database)
+    id = new_batch(database).id
+    assert ledger.lease(id, "first", NOW, 30, Status.VALIDATING) == 1
+    ledger.validated(id, 1, NOW, total=1, model="m")
+    assert ledger.lease(id, "second", NOW, 30, Status.VALIDATING) is None
+    assert ledger.lease(id, "runner", NOW, 30, Status.IN_PROGRESS) == 2
+
+
+def test_unfinished_shows_every_owner_whatever_one_has(database: Database) -> None:
+    """A hundred batches of one owner hide nobody else's; of each owner the oldest comes first."""
+    ledger = Ledger(database)
+    file = Files(database).add(new_file("a"), NOW)
+    many = [ledger.create("a", CHAT, file, NOW).id for _ in range(120)]
+    late = new_batch(database, "b").id
+    found = [one.id for one in ledger.unfinished(NOW, Status.VALIDATING)]
+    assert found[:3] == [many[0], late, many[1]] and len(found) == 100
+    rest = ledger.unfinished(NOW, Status.VALIDATING, without=[many[0], late])
+    assert [one.id for one in rest] == many[1:101]
+    assert ledger.overdue(NOW + 86400)[1].id == late
 
 
 def test_ended_batches_keep_no_rows_that_stand_in_their_files(database: Database) -> None:

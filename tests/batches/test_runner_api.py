@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
 import pytest
+from sqlalchemy import text
 
 from baton_api import runner_tokens
 from baton_router.batches import wire
+from baton_router.batches.database import Database
 from baton_router.batches.runners_access import secret_of
+from baton_router.batches.storage import LEDGER
 from baton_router.batches.values import Batch, Result
 from baton_router.batches.wire import Apply, Lease, Order
 from tests.batches.serving import bearer, created, line, reaching
@@ -56,10 +61,10 @@ class Held:
 
 
 @asynccontextmanager
-async def held(lease_s: float = 15) -> AsyncIterator[Held]:
+async def held(lease_s: float = 15, **settings: Any) -> AsyncIterator[Held]:
     async with FakeWorker() as worker:
         worker.load = msgspec.structs.replace(worker.load, free_blocks=100)  # room for what is not urgent
-        async with running_router([worker], batch_poll_s=0.05, batch_lease_s=lease_s) as router:
+        async with running_router([worker], batch_poll_s=0.05, batch_lease_s=lease_s, **settings) as router:
             yield await _held(router, worker)
 
 
@@ -172,6 +177,27 @@ async def test_a_cancelled_batch_tells_its_runner_to_stop_and_takes_what_is_done
         await batch.ask("release", lease.token)
         shown = await reaching(batch.router, batch.batch.id, "cancelled")
         assert shown["request_counts"] == {"total": 3, "completed": 1, "failed": 0}
+
+
+async def test_runner_of_an_expired_batch_stops_and_keeps_its_results(tmp_path: Path) -> None:
+    """The window passes while a runner works: it hears of it, records, and gets no other lease."""
+    async with held(state=str(tmp_path)) as batch:
+        lease = await batch.lease()
+        await batch.record(lease.token, 1)
+        passed = text("UPDATE batches SET expires_at = :now")
+        with (
+            closing(Database(f"sqlite:///{tmp_path}/{LEDGER}")) as database,
+            database.writing() as connection,
+        ):
+            connection.execute(passed, {"now": int(time.time())})
+        renewal = wire.renewal((await batch.ask("renew", lease.token)).content)
+        assert renewal.order is Order.STOP
+        assert wire.receipt((await batch.record(lease.token, 2)).content).new == 1
+        assert (await batch.ask("release", lease.token)).status_code == 204
+        assert (await batch.ask("lease", batch.token(), wire.encode(Apply("late")))).status_code == 204
+        shown = await reaching(batch.router, batch.batch.id, "expired")
+        assert shown["request_counts"] == {"total": 3, "completed": 2, "failed": 0}
+        assert batch.now().epoch == lease.epoch + 1
 
 
 async def test_a_heartbeat_after_the_last_result_does_not_hold_up_the_files() -> None:

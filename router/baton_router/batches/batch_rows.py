@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, select, update
+from sqlalchemy import ColumnElement, Connection, Row, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from baton_api.errors import BatchNotFound, StaleLease
@@ -35,6 +35,32 @@ def held(connection: Connection, id: str, epoch: int) -> Batch:
     if batch.epoch != epoch or batch.status.ended:
         raise StaleLease(id, epoch, batch.epoch, batch.status)
     return batch
+
+
+def free(
+    connection: Connection,
+    now: float,
+    statuses: Iterable[Status],
+    limit: int,
+    without: Collection[str],
+    *more: ColumnElement[bool],
+) -> list[Batch]:
+    """
+    Batches of these statuses that nobody holds, but for the ids in `without`.
+
+    However many batches one owner has, the oldest of every other owner is among the first.
+    """
+    of_owner = func.row_number().over(partition_by=batches.c.owner, order_by=batches.c.seq)
+    found = select(batches.c.seq, of_owner.label("place")).where(
+        batches.c.status.in_([str(status) for status in statuses]),
+        batches.c.leased_until <= now,
+        batches.c.id.not_in(without),
+        *more,
+    )
+    ranked = found.subquery()
+    wanted = select(batches).join(ranked, ranked.c.seq == batches.c.seq)
+    rows = connection.execute(wanted.order_by(ranked.c.place, batches.c.seq).limit(limit))
+    return [batch_of(row) for row in rows]
 
 
 def change(connection: Connection, batch: Batch, **values: Any) -> Batch:

@@ -3,7 +3,9 @@ What becomes of batches besides their execution: they are validated, rendered, e
 
 One task per router, beside any number of others on the same ledger: each step is done under a lease, by
 whichever router gets it, and a router that dies in the middle of one is replaced when its lease runs out.
-The steps run in threads, and let others run every few milliseconds.
+The steps run in threads, and let others run every few milliseconds; leases are renewed beside them, however
+long the store of objects takes for a call. Owners take turns, and a batch whose step failed waits longer each
+time, so that it takes no other's place.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -23,13 +25,17 @@ from baton_router.batches import lines, rendering
 from baton_router.batches.files import OUTPUT, NewFile
 from baton_router.batches.objects import Writer, new_key
 from baton_router.batches.storage import Storage
+from baton_router.batches.supervisor import Setback, chosen
 from baton_router.batches.validation import Bounds, examine
 from baton_router.batches.values import Batch, Result, Status
 
 log = logging.getLogger(__name__)
 
 LEASE_S = 15.0
-RENEWED_S = 5.0
+
+STUCK_S = 300.0
+"""Seconds without any progress after which a step's lease is renewed no more: another router may try it."""
+
 SLICE = 32 * 1024
 BREATH_S = 0.0002
 """After so many bytes of a file a thread pauses, or what else runs in this process would wait for it."""
@@ -66,9 +72,14 @@ class Keeper:
         storage: Storage,
         now: Callable[[], float] = time.time,
         refusal: Callable[[str], str | None] = lambda owner: None,
+        lease_s: float = LEASE_S,
     ) -> None:
-        """`refusal`: why the batches of an owner may not go on; None if they may."""
+        """
+        `now` gives seconds of the Unix epoch. `refusal`: why the batches of an owner may not go on; None if
+        they may.
+        """
         self._storage = storage
+        self._lease_s = lease_s
         self._refusal = refusal
         self._refused_since: dict[str, float] = {}
         """By owner with batches under way."""
@@ -76,7 +87,9 @@ class Keeper:
         self._now = now
         self._woken = asyncio.Event()
         self._stopping = threading.Event()
-        self._busy: dict[str, asyncio.Task[None]] = {}
+        self._busy: dict[str, tuple[Batch, asyncio.Task[None]]] = {}
+        self._leases: dict[str, _Lease] = {}
+        self._setbacks: dict[str, Setback] = {}
 
     def wake(self) -> None:
         """Something has changed: look at once."""
@@ -86,6 +99,7 @@ class Keeper:
         """Until cancelled. Asks nothing of a database before there is a batch in it."""
         failed_s, swept = 0.0, 0.0
         self._stopping.clear()
+        renewing = asyncio.create_task(self._renew())
         try:
             while True:
                 self._woken.clear()
@@ -95,7 +109,7 @@ class Keeper:
                         await self._stop_refused()
                         await self._storage.look(self._now())
                         if self._now() - swept >= SWEEP_S:
-                            await self._storage.run(self._sweep)
+                            await self._storage.keep(self._sweep)
                             swept = self._now()
                         failed_s = 0.0
                     except BatonError as error:
@@ -106,18 +120,20 @@ class Keeper:
                         await self._woken.wait()
         finally:
             self._stopping.set()  # for the threads, whom nobody can cancel
-            for task in self._busy.values():
+            tasks = [renewing, *(task for _, task in self._busy.values())]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._busy.values(), return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _round(self) -> None:
         """Begin what there is to do, as far as there is room."""
-        for batch, work in await self._storage.run(self._found):
-            if len(self._busy) >= AT_ONCE:
-                return
-            if batch.id not in self._busy:
-                task = asyncio.create_task(self._work(batch, work), name=f"keep {batch.id}")
-                self._busy[batch.id] = task
+        now = self._now()
+        without = {*self._busy, *(id for id, setback in self._setbacks.items() if now < setback.until)}
+        found = await self._storage.run(partial(self._found, now, without))
+        busy = [batch for batch, _ in self._busy.values()]
+        for batch in chosen([batch for batch, _ in found.values()], busy, AT_ONCE):
+            task = asyncio.create_task(self._work(*found[batch.id]), name=f"keep {batch.id}")
+            self._busy[batch.id] = batch, task
 
     async def _stop_refused(self) -> None:
         """Cancel the batches of owners who have not been let in for REFUSED_S."""
@@ -132,50 +148,66 @@ class Keeper:
 
     async def _work(self, batch: Batch, work: Callable[[], object]) -> None:
         try:
-            await self._storage.run(work)
+            await self._storage.keep(work)
         except (StaleLease, Stopped):
             pass  # whoever took it goes on
         except BatonError as error:
             log.warning("%s stays %s for now: %s", batch.id, batch.status, error)
-            await asyncio.sleep(1.0)
+            self._set_back(batch)
         except Exception:
             log.exception("%s stays %s: what it needs next broke.", batch.id, batch.status)
-            await asyncio.sleep(RETRY_LIMIT_S)
+            self._set_back(batch)
+        else:
+            self._setbacks.pop(batch.id, None)
         finally:
             del self._busy[batch.id]
             self.wake()
 
-    def _found(self) -> list[tuple[Batch, Callable[[], object]]]:
-        now = self._now()
+    def _set_back(self, batch: Batch) -> None:
+        self._setbacks[batch.id] = Setback.after(self._setbacks.get(batch.id), batch.done, self._now())
+
+    async def _renew(self) -> None:
+        """The leases of all work that goes on."""
+        while True:
+            await asyncio.sleep(self._lease_s / 3)
+            for lease in list(self._leases.values()):
+                try:
+                    await self._storage.run(partial(lease.renew, self._lease_s))
+                except BatonError:
+                    pass  # not now: the next time, before it has run out
+                except Exception:
+                    log.exception("A lease could not be renewed.")
+
+    def _found(self, now: float, without: Collection[str]) -> dict[str, tuple[Batch, Callable[[], object]]]:
+        """What can be done for which batch."""
         ledger = self._storage.ledger
-        expire = [(batch, partial(self._end, batch, expired=True)) for batch in ledger.overdue(now)]
-        ends = [
-            (batch, partial(self._end, batch))
-            for status in (Status.CANCELLING, Status.FINALIZING)
-            for batch in ledger.unfinished(now, status)
+        free = partial(ledger.unfinished, now, without=without)
+        works: list[tuple[Callable[[Batch], None], list[Batch]]] = [
+            (partial(self._end, expired=True), ledger.overdue(now, without=without)),
+            (self._end, [*free(Status.CANCELLING), *free(Status.FINALIZING)]),
+            (self._validate, free(Status.VALIDATING)),
         ]
-        begins = [
-            (batch, partial(self._validate, batch)) for batch in ledger.unfinished(now, Status.VALIDATING)
-        ]
-        return [*expire, *ends, *begins]
+        return {batch.id: (batch, partial(work, batch)) for work, found in works for batch in found}
 
     # --- In threads ---
 
     @contextmanager
-    def _lease(self, batch: Batch, take: bool = False) -> Iterator[_Lease | None]:
-        """None if another has it."""
+    def _lease(self, batch: Batch) -> Iterator[_Lease | None]:
+        """None if another has it, or if the batch has another status by now."""
         ledger = self._storage.ledger
-        way = ledger.take if take else ledger.lease
-        epoch = way(batch.id, self._name, self._now(), LEASE_S)
+        epoch = ledger.lease(batch.id, self._name, self._now(), self._lease_s, batch.status)
         if epoch is None:
             yield None
             return
+        lease = self._leases[batch.id] = _Lease(self._storage, batch.id, epoch, self._now, self._stopping)
         try:
-            yield _Lease(self._storage, batch.id, epoch, self._now, self._stopping)
+            yield lease
         except BaseException:
             with suppress(BatonError):
                 ledger.release(batch.id, epoch)
             raise
+        finally:
+            del self._leases[batch.id]
 
     def _validate(self, batch: Batch) -> None:
         settings = self._storage.settings
@@ -202,7 +234,7 @@ class Keeper:
 
     def _end(self, batch: Batch, expired: bool = False) -> None:
         """Render what there is, and end the batch with it; the files of a second renderer are dropped."""
-        with self._lease(batch, take=expired) as lease:
+        with self._lease(batch) as lease:
             if lease is None:
                 return
             batch = self._storage.ledger.find(batch.id)
@@ -259,7 +291,7 @@ class Keeper:
 
 
 class _Lease:
-    """A lease that is renewed as work goes on."""
+    """A lease, which the keeper renews for as long as the work under it makes progress."""
 
     def __init__(
         self, storage: Storage, batch: str, epoch: int, now: Callable[[], float], stopping: threading.Event
@@ -269,16 +301,27 @@ class _Lease:
         self._batch = batch
         self._now = now
         self._stopping = stopping
-        self._renewed = now()
+        self._moved = now()
+        self._lost: StaleLease | None = None
+
+    def renew(self, seconds: float) -> None:
+        """Raises StorageUnavailable."""
+        now = self._now()
+        if now - self._moved > STUCK_S:
+            return
+        try:
+            self._storage.ledger.renew(self._batch, self.epoch, now, seconds)
+        except StaleLease as error:
+            self._lost = error
 
     def watched(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
         """The same pieces, with pauses. Raises StaleLease, and Stopped when the router ends."""
         for piece in pieces:
             if self._stopping.is_set():
                 raise Stopped
-            if self._now() - self._renewed > RENEWED_S:
-                self._renewed = self._now()
-                self._storage.ledger.renew(self._batch, self.epoch, self._renewed, LEASE_S)
+            if self._lost is not None:
+                raise self._lost
+            self._moved = self._now()
             for start in range(0, len(piece), SLICE):
                 yield piece[start : start + SLICE]
                 time.sleep(BREATH_S)

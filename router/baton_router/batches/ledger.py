@@ -15,11 +15,12 @@ writes as long as nobody has taken its place.
 
     validating -> in_progress -> finalizing -> completed      or failed, if the file is no batch
          any of the first two -> cancelling -> cancelled      by request_cancel
-                  any of them -> expired                      by `take`, when its window has passed
+        validating or in_progress -> expired                  by its next holder, when its window has passed
 
 `record` itself turns in_progress into finalizing with the last line, and lets go of the lease: whoever
-renders takes it next. A runner learns of a cancellation from what `renew` and `record` return: it records
-what is done, stops the rest, and releases.
+renders takes it next. A runner learns from what `renew` and `record` return that its batch was cancelled or
+that the window has passed: it records what is done, stops the rest, and releases. Nobody takes a lease from
+its holder to end a batch: a runner's lease is not renewed beyond the window, and ends soon after it.
 
     epoch = ledger.lease(id, "runner 1", now, 30)          # None: another works on it, or it has ended
     for first, last in ledger.done(id): ...                # the lines that have a result already
@@ -32,14 +33,14 @@ Time is passed in, as seconds of the Unix epoch. All calls wait for the database
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, delete, exists, func, insert, select, text, update
 
 from baton_api.errors import BatchEnded, BatchNotFound, FileNotFound, InvalidRequest, StaleLease
 from baton_router.batches import completion_window
-from baton_router.batches.batch_rows import as_json, batch_of, change, fetch, finalizing, held, keep
+from baton_router.batches.batch_rows import as_json, batch_of, change, fetch, finalizing, free, held, keep
 from baton_router.batches.database import Database, bindable
 from baton_router.batches.files import NewFile, add, new_id
 from baton_router.batches.tables import batches, files, results
@@ -48,6 +49,8 @@ from baton_router.batches.values import ENDED, Batch, LineError, Recorded, Resul
 CANCELLABLE = frozenset({Status.VALIDATING, Status.IN_PROGRESS, Status.FINALIZING})
 UNDER_WAY = (Status.VALIDATING.value, Status.IN_PROGRESS.value)
 RECORDING = frozenset({Status.VALIDATING, Status.IN_PROGRESS, Status.CANCELLING})
+EXPIRING = frozenset({Status.VALIDATING, Status.IN_PROGRESS})
+"""Statuses of batches that expire when their window passes; any other is on its way to its own end."""
 
 
 class Ledger:
@@ -181,11 +184,18 @@ class Ledger:
 
     # --- Leases ---
 
-    def lease(self, id: str, runner: str, now: float, seconds: float) -> int | None:
-        """A new epoch; None if another's lease is live or the batch has ended. Raises BatchNotFound."""
+    def lease(
+        self, id: str, runner: str, now: float, seconds: float, status: Status | None = None
+    ) -> int | None:
+        """
+        A new epoch; None if another's lease is live or the batch has ended.
+
+        With `status` also if the batch has another status by now: what was to be done is done. Raises
+        BatchNotFound.
+        """
         with self._database.writing() as connection:
             batch = fetch(connection, id)
-            if batch.status.ended or batch.leased_until > now:
+            if batch.status.ended or batch.leased_until > now or status not in (None, batch.status):
                 return None
             return self._leased(connection, batch, runner, now + seconds)
 
@@ -198,10 +208,19 @@ class Ledger:
     def _leased(self, connection: Connection, batch: Batch, runner: str, until: float) -> int:
         return change(connection, batch, runner=runner, epoch=batch.epoch + 1, leased_until=until).epoch
 
-    def renew(self, id: str, epoch: int, now: float, seconds: float) -> Batch:
-        """The batch as it is now, leased for so long again. Raises StaleLease."""
+    def renew(self, id: str, epoch: int, now: float, seconds: float, in_window: bool = False) -> Batch:
+        """
+        The batch as it is now, leased for so long again. Raises StaleLease.
+
+        A lease that was released, or that ended with the work, stays free. With `in_window` the lease ends so
+        many seconds after the batch's window at the latest.
+        """
         with self._database.writing() as connection:
-            return change(connection, held(connection, id, epoch), leased_until=now + seconds)
+            batch = held(connection, id, epoch)
+            if not batch.runner:
+                return batch
+            until = min(now, batch.expires_at) + seconds if in_window else now + seconds
+            return change(connection, batch, leased_until=until)
 
     def release(self, id: str, epoch: int) -> None:
         """Let another have it at once; nothing happens if another has it."""
@@ -210,18 +229,22 @@ class Ledger:
             if batch.epoch == epoch:
                 change(connection, batch, runner="", leased_until=0.0)
 
-    def unfinished(self, now: float, status: Status, limit: int = 100) -> list[Batch]:
-        """Batches of that status on which nobody works, the oldest first."""
-        wanted = select(batches).where(batches.c.status == status.value, batches.c.leased_until <= now)
-        with self._database.reading() as connection:
-            return [batch_of(row) for row in connection.execute(wanted.order_by(batches.c.seq).limit(limit))]
+    def unfinished(
+        self, now: float, status: Status, limit: int = 100, without: Collection[str] = ()
+    ) -> list[Batch]:
+        """
+        Batches of that status on which nobody works and that are not overdue: each owner's oldest first.
 
-    def overdue(self, now: float, limit: int = 100) -> list[Batch]:
-        """Batches whose window has passed before all of their lines had a result."""
-        open_ones = [Status.VALIDATING.value, Status.IN_PROGRESS.value]
-        wanted = select(batches).where(batches.c.status.in_(open_ones), batches.c.expires_at <= now)
+        `without`: ids to leave out.
+        """
+        more = [batches.c.expires_at > now] if status in EXPIRING else []
         with self._database.reading() as connection:
-            return [batch_of(row) for row in connection.execute(wanted.order_by(batches.c.seq).limit(limit))]
+            return free(connection, now, [status], limit, without, *more)
+
+    def overdue(self, now: float, limit: int = 100, without: Collection[str] = ()) -> list[Batch]:
+        """The same of batches whose window has passed before all of their lines had a result."""
+        with self._database.reading() as connection:
+            return free(connection, now, EXPIRING, limit, without, batches.c.expires_at <= now)
 
     # --- Lines ---
 

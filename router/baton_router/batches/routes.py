@@ -178,13 +178,13 @@ async def _content(storage: Storage, stored: StoredFile, request: Request) -> Re
     if not whole:
         headers["content-range"] = f"bytes {start}-{end - 1}/{stored.bytes}"
     pieces = storage.objects.read(stored.object, start, end)
-    first = await storage.run(partial(next, pieces, b""))  # what is not there is said by the status
+    first = await storage.transfer(partial(next, pieces, b""))  # what is not there is said by the status
 
     async def streamed() -> AsyncIterator[bytes]:
         piece = first
         while piece:
             yield piece
-            piece = await storage.run(partial(next, pieces, b""))
+            piece = await storage.transfer(partial(next, pieces, b""))
 
     status = 200 if whole else 206
     return StreamingResponse(streamed(), status, headers, media_type="application/octet-stream")

@@ -52,8 +52,6 @@ GRACE_S = 60.0
 EPOCHS = 64
 """Of how many batches it is remembered which lines were done when their lease began."""
 
-RUNNING = frozenset({Status.IN_PROGRESS, Status.CANCELLING})
-
 
 @dataclass(frozen=True, slots=True)
 class Terms:
@@ -105,8 +103,10 @@ class RunnerApi:
             if (token.epoch == runner_tokens.START) != (call == "lease"):
                 raise Unauthorized
             body = await client.body(BODY_LIMIT, BODY_S)
-            query = scope["query_string"]
-            answer = await self._storage.run(lambda: self._answer(call, token, body, query, job))
+            if call == "lines":
+                answer: object = await self._lines(token, scope["query_string"])
+            else:
+                answer = await self._storage.run(lambda: self._answer(call, token, body, job))
             if call == "results" and isinstance(answer, Receipt) and answer.order is Order.STOP:
                 self._recorded()
         except ClientGone:
@@ -126,7 +126,7 @@ class RunnerApi:
             raise Unauthorized
         return token
 
-    def _answer(self, call: str, token: RunnerToken, body: bytes, query: bytes, job: str) -> object:
+    def _answer(self, call: str, token: RunnerToken, body: bytes, job: str) -> object:
         """In a thread. `job` is the BatchJob whose pod asks, if one does."""
         try:
             match call:
@@ -137,16 +137,13 @@ class RunnerApi:
                     return self._lease(token, runner)
                 case "renew":
                     return self._renew(token, body)
-                case "lines":
-                    after = parse_qs(query.decode("latin-1")).get("after", [""])[0]
-                    return self._lines(token, Cursor.read(after))
                 case "results":
                     return self._record(token, wire.results(body))
                 case _:
                     self._storage.ledger.release(token.batch, token.epoch)
                     return None
         except (ValueError, msgspec.MsgspecError) as error:
-            raise InvalidRequest(f"This is no call of a runner's: {error}.") from error
+            raise _malformed(error) from error
 
     def _claim(self, token: RunnerToken, job: str) -> None:
         """See that the batch is this BatchJob's. Raises Unauthorized, and NotReady while it is validated."""
@@ -157,12 +154,12 @@ class RunnerApi:
     def _lease(self, token: RunnerToken, runner: str) -> Lease | None:
         """None if there is nothing to run (any more). Raises StaleLease if another has the lease."""
         ledger, terms = self._storage.ledger, self._terms
-        batch = ledger.find(token.batch)
-        if batch.status is not Status.IN_PROGRESS:
+        batch, now = ledger.find(token.batch), self._clock()
+        if _order(batch, now) is Order.STOP:
             return None
         # A supervisor takes the lease in its runner's name before it starts it.
         way = ledger.take if batch.runner == runner else ledger.lease
-        epoch = way(batch.id, runner, self._clock(), terms.lease_s)
+        epoch = way(batch.id, runner, now, terms.lease_s)
         if epoch is None:
             raise StaleLease(batch.id, token.epoch, batch.epoch, batch.status)
         return Lease(
@@ -179,21 +176,26 @@ class RunnerApi:
     def _renew(self, token: RunnerToken, body: bytes) -> Renewal:
         if body:
             self._storage.figures.retried(wire.progress(body).retries)
-        ledger = self._storage.ledger
-        batch = ledger.renew(token.batch, token.epoch, self._clock(), self._terms.lease_s)
-        if batch.status not in RUNNING:
-            # With the last result the lease has ended, and whoever writes the files is to have it.
-            ledger.release(token.batch, token.epoch)
-        return Renewal(self._issue(batch, token.epoch), _order(batch.status), self._terms.window())
+        ledger, now = self._storage.ledger, self._clock()
+        batch = ledger.renew(token.batch, token.epoch, now, self._terms.lease_s, in_window=True)
+        return Renewal(self._issue(batch, token.epoch), _order(batch, now), self._terms.window())
 
     def _record(self, token: RunnerToken, found: list[Result]) -> Receipt:
         kept = self._storage.ledger.record(token.batch, token.epoch, found, int(self._clock()))
         self._storage.figures.recorded(kept.completed, kept.new - kept.completed)
-        return Receipt(kept.new, _order(kept.status), self._terms.window())
+        order = Order.GO_ON if kept.status is Status.IN_PROGRESS else Order.STOP
+        return Receipt(kept.new, order, self._terms.window())
 
-    def _lines(self, token: RunnerToken, cursor: Cursor) -> Slice:
-        batch = self._holder(token)
-        done = self._done_before(token)
+    async def _lines(self, token: RunnerToken, query: bytes) -> Slice:
+        """Ledger and store are asked in threads of their own: a slow store holds up no heartbeat."""
+        try:
+            cursor = Cursor.read(parse_qs(query.decode("latin-1")).get("after", [""])[0])
+        except ValueError as error:
+            raise _malformed(error) from error
+        batch, done = await self._storage.run(lambda: (self._holder(token), self._done_before(token)))
+        return await self._storage.transfer(lambda: self._slice(batch, done, cursor))
+
+    def _slice(self, batch: Batch, done: Done, cursor: Cursor) -> Slice:
         size = batch.input_bytes
         most = wire.SLICE_BYTES
         while True:
@@ -245,8 +247,14 @@ def _is_foreign(token: str) -> bool:
     return not token.startswith(runner_tokens.PREFIX)
 
 
-def _order(status: Status) -> Order:
-    return Order.GO_ON if status is Status.IN_PROGRESS else Order.STOP
+def _order(batch: Batch, now: float) -> Order:
+    """What its runner is to do at that time."""
+    runs = batch.status is Status.IN_PROGRESS and now < batch.expires_at
+    return Order.GO_ON if runs else Order.STOP
+
+
+def _malformed(error: Exception) -> InvalidRequest:
+    return InvalidRequest(f"This is no call of a runner's: {error}.")
 
 
 async def _send(send: Send, answer: object, name: bytes) -> None:

@@ -1,7 +1,9 @@
 """
 Files, batches and bytes of one router: opened when they are first needed, and asked in threads.
 
-A router that nobody gives files to makes no folder and connects to no database.
+The ledger, the store of objects and the keeper have threads of their own: a store that takes long for each
+call holds up transfers and the keeper's work, and no lease is lost meanwhile. A router that nobody gives
+files to makes no folder and connects to no database.
 """
 
 from __future__ import annotations
@@ -28,8 +30,12 @@ from baton_router.batches.summary import summarize
 
 Answer = TypeVar("Answer")
 
-THREADS = 6
-"""Fewer than the connections of a database."""
+LEDGER_THREADS = 5
+KEEPER_THREADS = 3
+"""Together as many as the connections of a database: no other thread holds one for long."""
+
+TRANSFERS = 16
+"""Threads that read and write objects for clients and runners, and wait for the store."""
 
 LEDGER = "ledger.sqlite3"
 FILES = "files"
@@ -52,7 +58,9 @@ class Storage:
         self.ledger = Ledger(self._database)
         self.jobs = Jobs(self._database)
         self.objects = self._objects()
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="ledger")
+        self._ledger_threads = ThreadPoolExecutor(LEDGER_THREADS, thread_name_prefix="ledger")
+        self._keeper_threads = ThreadPoolExecutor(KEEPER_THREADS, thread_name_prefix="keeper")
+        self._transfers = ThreadPoolExecutor(TRANSFERS, thread_name_prefix="transfer")
 
     @property
     def in_use(self) -> bool:
@@ -60,9 +68,20 @@ class Storage:
         return self._shared or (self._folder / LEDGER).exists()
 
     async def run(self, call: Callable[[], Answer]) -> Answer:
-        """In a thread; it goes on to its end also if nobody waits for it any more."""
+        """A call of the ledger, in a thread; it goes on to its end also if nobody waits for it any more."""
+        return await self._run(self._ledger_threads, call)
+
+    async def transfer(self, call: Callable[[], Answer]) -> Answer:
+        """The same for a call of the store of objects."""
+        return await self._run(self._transfers, call)
+
+    async def keep(self, call: Callable[[], Answer]) -> Answer:
+        """The same for the keeper's long work with both."""
+        return await self._run(self._keeper_threads, call)
+
+    async def _run(self, threads: ThreadPoolExecutor, call: Callable[[], Answer]) -> Answer:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+            return await asyncio.get_running_loop().run_in_executor(threads, call)
         except BatonError as error:
             self.figures.failed(error)
             raise
@@ -72,7 +91,8 @@ class Storage:
         self.figures.summary = await self.run(lambda: summarize(self._database, now))
 
     def close(self) -> None:
-        self._threads.shutdown(wait=True)
+        for threads in (self._transfers, self._keeper_threads, self._ledger_threads):
+            threads.shutdown(wait=True)
         self._database.close()
         if self._temporary:
             shutil.rmtree(self._folder, ignore_errors=True)

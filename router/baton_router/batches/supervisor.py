@@ -114,21 +114,19 @@ class Supervisor:
         if len(self._running) >= self._places or not self._storage.in_use:
             return
         now = self._clock()
-        found = await self._storage.run(lambda: self._storage.ledger.unfinished(now, Status.IN_PROGRESS))
-        waiting = [batch for batch in found if batch.id not in self._running and self._may(batch, now)]
+        without = {*self._running, *(id for id, setback in self._setbacks.items() if now < setback.until)}
+        unfinished = partial(self._storage.ledger.unfinished, now, Status.IN_PROGRESS, without=without)
+        waiting = await self._storage.run(unfinished)
         for batch in chosen(waiting, [batch for batch, _ in self._running.values()], self._places):
             self._running[batch.id] = batch, asyncio.create_task(self._keep(batch, url))
-
-    def _may(self, batch: Batch, now: float) -> bool:
-        setback = self._setbacks.get(batch.id)
-        return setback is None or now >= setback.until
 
     async def _keep(self, batch: Batch, url: str) -> None:
         """One runner, from its start to its end."""
         name = default_name()
         ledger, now = self._storage.ledger, self._clock()
         try:
-            epoch = await self._storage.run(lambda: ledger.lease(batch.id, name, now, self._lease_s))
+            lease = partial(ledger.lease, batch.id, name, now, self._lease_s, Status.IN_PROGRESS)
+            epoch = await self._storage.run(lease)
             if epoch is not None:  # else another router was faster
                 try:
                     status = await self._child(batch, url, name)
