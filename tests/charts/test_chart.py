@@ -201,7 +201,7 @@ def test_the_pods_are_as_those_that_the_operator_makes() -> None:
     manifests = render({})
     (deployment,), (test,) = of_kind(manifests, "Deployment"), of_kind(manifests, "Pod", tests=True)
     wanted = pods.pod_security()
-    del wanted["fsGroup"]  # there is no volume of others
+    del wanted["fsGroup"], wanted["fsGroupChangePolicy"]  # there is no volume of others
     for pod in (deployment["spec"]["template"]["spec"], test["spec"]):
         assert pod["securityContext"] == wanted
         assert [one["securityContext"] for one in pod["containers"]] == [pods.container_security()]
