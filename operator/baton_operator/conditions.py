@@ -40,7 +40,7 @@ class Transition:
 GOOD = frozenset(
     {
         *("Ready", "ModelReady", "PrefillReady", "DecodeReady", "RouterReady", "SpecSupported"),
-        "UpToDate",
+        *("ExposureReady", "UpToDate"),
     }
 )
 """Conditions that should be true; Progressing should not for long."""

@@ -174,7 +174,7 @@ def _unsupported(observed: Observed, spec: InferenceServiceSpec) -> list[str]:
     needed = []
     if spec.exposure.type == "HTTPRoute":
         needed.append(GATEWAY_API)
-    of_hosts = spec.exposure.tls if spec.exposure.type != "None" else None
+    of_hosts = spec.exposure.tls if spec.exposure.type == "Ingress" else None
     if any(one is not None and one.issuer_ref is not None for one in (of_hosts, spec.security.mutual_tls)):
         needed.append(CERTIFICATE_API)
     return [api for api in needed if api not in observed.apis]

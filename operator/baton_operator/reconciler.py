@@ -8,23 +8,26 @@ is. What the API server refuses for good, such as a pod template that is none, i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from kubernetes.aio.client.exceptions import ApiException
 from pydantic import ValidationError
 
-from baton_operator import bindings, report
+from baton_operator import bindings, http_route, report
 from baton_operator.api_server import CONFLICT, ApiServer
 from baton_operator.conditions import Transition
 from baton_operator.kinds.inference_service import InferenceServiceStatus
 from baton_operator.kinds.service_policies import Objectives
+from baton_operator.manifests.exposure import GATEWAY_API
 from baton_operator.manifests.objects import Manifest
 from baton_operator.merge_patch import difference
 from baton_operator.observed import Observed, key
 from baton_operator.observer import Observer
 from baton_operator.plan import Images, Plan, State, plan
 
-REFUSED = frozenset({400, 403, 422})
+FORBIDDEN = 403
+REFUSED = frozenset({400, FORBIDDEN, 422})
 """Answers that the same request would get again: no such right, or a field that is none."""
 
 
@@ -75,6 +78,7 @@ class ServiceReconciler:
             await self._bind(scalers, None)
             return None
         observed = await self._observer.around(service, scalers)
+        observed = replace(observed, gateways=await self._gateways(observed))
         now = self._clock()
         try:
             made = plan(observed, self._images, now)
@@ -96,6 +100,20 @@ class ServiceReconciler:
         )
         await self._bind(scalers, made.state)
         return min(self._resync_s, made.again_s if made.again_s is not None else self._resync_s)
+
+    async def _gateways(self, observed: Observed) -> dict[http_route.Name, Manifest]:
+        """Those of the service's HTTPRoute that exist and that the operator may read."""
+        found = {}
+        for namespace, name in http_route.gateways(observed.service) if GATEWAY_API in observed.apis else ():
+            try:
+                gateway = await self._api.get(GATEWAY_API, "Gateway", namespace, name)
+            except ApiException as error:
+                if error.status != FORBIDDEN:
+                    raise
+                gateway = None
+            if gateway is not None:
+                found[namespace, name] = gateway
+        return found
 
     async def _carry_out(self, made: Plan, observed: Observed) -> None:
         for manifest in made.create:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from baton_operator import generations, names, scalers
+from baton_operator import generations, http_route, names, scalers
 from baton_operator.conditions import Fact, Transition, written
 from baton_operator.manifests import exposure, workers
 from baton_operator.observed import Observed, Pod, refused_pods, timestamp
@@ -26,7 +26,7 @@ def report(observed: Observed, state: State, now: float) -> tuple[Status, list[T
     files = workers.files(owner, state.wanted)
     status = {
         "observedGeneration": observed.generation,
-        "url": exposure.url(owner, spec.exposure),
+        "url": _url(observed, state),
         "modelName": state.wanted.blueprint.served_names[0],
         "conditions": conditions,
         **roles,
@@ -73,6 +73,9 @@ def _facts(observed: Observed, state: State) -> list[Fact]:
             Fact(f"{name.capitalize()}Ready", enough, "AllReady" if enough else "SomeMissing", message)
         )
     facts.append(Fact("RouterReady", routers > 0, "SomeReady" if routers else "NoneReady"))
+    if state.spec.exposure.type == "HTTPRoute":
+        route = observed.find(exposure.GATEWAY_API, "HTTPRoute", observed.owner.name)
+        facts.append(http_route.fact(observed.owner, state.spec.exposure, route))
     if state.unsupported:
         message = (
             f"The cluster has no {' and no '.join(state.unsupported)}: install it, or ask for none of it."
@@ -81,6 +84,13 @@ def _facts(observed: Observed, state: State) -> list[Fact]:
     else:
         facts.append(Fact("SpecSupported", True, "Supported"))
     return [*facts, _scaling(observed, state), _limit(observed, state)]
+
+
+def _url(observed: Observed, state: State) -> str:
+    wanted = state.spec.exposure
+    if wanted.type == "HTTPRoute":
+        return http_route.url(observed.owner, wanted, observed.gateways)
+    return exposure.url(observed.owner, wanted)
 
 
 def _readiness(state: State, routers: int) -> Fact:

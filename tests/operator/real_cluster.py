@@ -39,6 +39,7 @@ CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 RBAC = "/apis/rbac.authorization.k8s.io/v1"
 OTHERS = (
     ("gateway.networking.k8s.io", "v1", "HTTPRoute", "httproutes"),
+    ("gateway.networking.k8s.io", "v1", "Gateway", "gateways"),
     ("cert-manager.io", "v1", "Certificate", "certificates"),
 )
 """Kinds that other projects define; their own definitions are not needed to write objects of them."""

@@ -46,7 +46,7 @@ EVERYTHING: dict[str, Any] = {
             "files": {"claimName": "files"},
         },
     },
-    "exposure": {"type": "HTTPRoute", "gatewayRefs": [{"name": "gateway"}], **EXPOSED},
+    "exposure": {"type": "HTTPRoute", "gatewayRefs": [{"name": "gateway"}], "hosts": EXPOSED["hosts"]},
 }
 """A service that has one of everything but an Ingress."""
 
@@ -111,6 +111,31 @@ async def test_all_its_rights_are_used_and_none_is_missing(cluster: RealCluster)
     } - used
     assert unused - IMPLIED == set()
     assert IMPLIED & used == set(), "else they need no reason of their own"
+
+
+async def test_exposure_follows_what_the_gateway_says(cluster: RealCluster) -> None:
+    """The URL has the listener's scheme and port, the condition what the controller wrote."""
+    api = "gateway.networking.k8s.io/v1"
+    listener = {"name": "web", "protocol": "HTTP", "port": 8080}
+    gateway = {
+        "apiVersion": api,
+        "kind": "Gateway",
+        "metadata": {"name": "front"},
+        "spec": {"listeners": [listener]},
+    }
+    exposure = {"type": "HTTPRoute", "gatewayRefs": [{"name": "front"}], "hosts": ["routed.example.org"]}
+    async with running_operator(cluster, "routes"):
+        await cluster.api.post(path(api, "Gateway", "models"), gateway)
+        await cluster.put({**PAIR, "exposure": exposure}, "routed")
+        await reaches(cluster, "ExposureReady", "Unknown Pending", "routed")
+        assert (await cluster.service("routed"))["status"]["url"] == "http://routed.example.org:8080"
+        where = path(api, "HTTPRoute", "models", "routed")
+        for accepted, wanted in (("False", "False NotAllowedByListeners"), ("True", "True Accepted")):
+            condition = {"type": "Accepted", "status": accepted, "reason": "NotAllowedByListeners"}
+            parent = {"parentRef": {"name": "front"}, "conditions": [{**condition, "observedGeneration": 9}]}
+            await cluster.api.patch(where, {"status": {"parents": [parent]}})
+            await reaches(cluster, "ExposureReady", wanted, "routed")
+        await cluster.api.delete(path(API, "InferenceService", "models", "routed"))
 
 
 async def _grows_and_shrinks(cluster: RealCluster) -> None:

@@ -85,6 +85,10 @@
 - apiGroups: [discovery.k8s.io]
   resources: [endpointslices]
   verbs: [list, watch]
+# The URL of a service with an HTTPRoute follows the Gateway's listener.
+- apiGroups: [gateway.networking.k8s.io]
+  resources: [gateways]
+  verbs: [get]
 # What has happened to a service.
 - apiGroups: [""]
   resources: [events]

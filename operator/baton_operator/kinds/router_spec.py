@@ -142,6 +142,11 @@ class Authentication(Part):
         "self.type != 'HTTPRoute' || has(self.gatewayRefs)", "an HTTPRoute needs gatewayRefs", ".gatewayRefs"
     ),
     Rule(
+        "self.type != 'HTTPRoute' || !has(self.tls)",
+        "the certificate of an HTTPRoute belongs to the Gateway's listener: leave out tls and set it there",
+        ".tls",
+    ),
+    Rule(
         "self.type == 'None' || size(self.hosts) > 0",
         "an Ingress or an HTTPRoute needs hosts",
         ".hosts",
@@ -166,7 +171,7 @@ class Exposure(Part):
     """Of the Ingress or HTTPRoute."""
 
     tls: Tls | None = None
-    """The certificate."""
+    """Certificate of an Ingress. An HTTPRoute has none of its own: it belongs to the Gateway's listener."""
 
     auth: Authentication = Authentication()
     """Who may send requests; everybody who reaches the service if nothing is given."""

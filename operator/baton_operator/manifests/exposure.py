@@ -23,16 +23,15 @@ def exposed(owner: Owner, exposure: Exposure) -> list[Manifest]:
         case "Ingress":
             return [_ingress(owner, exposure), *_certificate(owner, exposure)]
         case "HTTPRoute":
-            return [_route(owner, exposure), *_certificate(owner, exposure)]
+            return [_route(owner, exposure)]  # certificates are the listener's
     return []
 
 
 def url(owner: Owner, exposure: Exposure) -> str:
-    """Where clients find the API."""
+    """Where clients find the API, by its Service or by an Ingress."""
     if exposure.type == "None":
         return f"http://{owner.name}.{owner.namespace}.svc.cluster.local"
-    scheme = "https" if exposure.tls or exposure.type == "HTTPRoute" else "http"
-    return f"{scheme}://{exposure.hosts[0]}"
+    return f"{'https' if exposure.tls else 'http'}://{exposure.hosts[0]}"
 
 
 def _ingress(owner: Owner, exposure: Exposure) -> Manifest:
