@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any
 
 import pytest
 
+from baton_operator.generation import Blueprint, Generation
 from baton_operator.kinds.inference_service import InferenceServiceSpec
-from baton_operator.manifests import routers
+from baton_operator.manifests import ports, routers
 from baton_operator.manifests.mutual_tls import Shown
 from baton_operator.manifests.objects import Manifest, Owner
 from baton_router.settings import RouterSettings
@@ -15,7 +17,7 @@ from tests.operator.fake_cluster import FakeCluster
 
 OWNER = Owner("chat", "models", "uid-1")
 MINIMAL: Manifest = {"model": {"uri": "builtin://smollm2"}, "decode": {}}
-HOST, ZONE = "kubernetes.io/hostname", "topology.kubernetes.io/zone"
+NODE, ZONE = "kubernetes.io/hostname", "topology.kubernetes.io/zone"
 
 
 def router(**wanted: Any) -> Manifest:
@@ -44,7 +46,7 @@ def test_router_slow_to_answer_once_stays_ready() -> None:
 @pytest.mark.parametrize(
     ("placement", "expected"),
     [
-        pytest.param({}, {HOST: "ScheduleAnyway", ZONE: "ScheduleAnyway"}, id="by default"),
+        pytest.param({}, {NODE: "ScheduleAnyway", ZONE: "ScheduleAnyway"}, id="by default"),
         pytest.param(
             {"topologySpread": [{"topologyKey": "rack", "whenUnsatisfiable": "DoNotSchedule"}]},
             {"rack": "DoNotSchedule"},
@@ -125,3 +127,96 @@ def test_degraded_keeps_its_cause_over_reconciles() -> None:
             one["message"] for one in cluster.service["status"]["conditions"] if one["type"] == "Degraded"
         ]
         assert "started" in message, message
+
+
+def resources(**wanted: Any) -> Manifest:
+    """Those of a worker's container."""
+    cluster = FakeCluster({**MINIMAL, "decode": {"resources": wanted}})
+    cluster.settle()
+    made: Manifest = first(cluster, "Deployment", "both")["containers"][0]["resources"]
+    return made
+
+
+def test_worker_requests_each_rail_and_huge_pages() -> None:
+    rails = {f"networking.gke.io.networks/rdma-{number}": 1 for number in range(1, 8)}
+    rdma = {"resourceName": "networking.gke.io.networks/rdma-0"}
+    made = resources(memory="64Gi", rdma=rdma, extended=rails, hugepages={"2Mi": "5Gi", "1Gi": "8Gi"})
+    devices = {
+        **{f"networking.gke.io.networks/rdma-{number}": "1" for number in range(8)},
+        "hugepages-2Mi": "5Gi",
+        "hugepages-1Gi": "8Gi",
+    }
+    # What is neither cpu nor memory must be the same in both.
+    assert made == {"requests": {"memory": "64Gi", **devices}, "limits": {"memory": "64Gi", **devices}}
+
+
+HOST = {"spec": {"hostNetwork": True}}
+PAIR: Manifest = {**MINIMAL, "prefill": {"podTemplate": HOST}, "decode": {"podTemplate": HOST}}
+
+
+def listening(cluster: FakeCluster) -> dict[str, dict[str, int]]:
+    """The ports of each worker's container by their names, by the worker's role and revision."""
+    deployments = [one for (_, kind, _), one in cluster.objects.items() if kind == "Deployment"]
+    return {
+        one["metadata"]["name"]: {
+            port["name"]: port["containerPort"]
+            for port in one["spec"]["template"]["spec"]["containers"][0]["ports"]
+        }
+        for one in deployments
+        if one["metadata"]["labels"]["baton.dev/role"] != "router"
+    }
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["", "with certificates"])
+def test_workers_in_the_nodes_network_share_no_port(tls: bool) -> None:
+    """Prefill and decode, the old revision and the new one: each may be on the same node."""
+    spec = {**PAIR, "security": {"mutualTls": {"secretName": "own"}}} if tls else PAIR
+    cluster = FakeCluster(spec)
+    cluster.settle()
+    old = listening(cluster)
+    cluster.change({**spec, "engine": {"maxModelLen": 1024}})
+    cluster.settle()
+    there = {**old, **listening(cluster)}
+    assert len(there) == 4
+    taken = [port for one in there.values() for port in one.values()]
+    assert len(taken) == len(set(taken))
+    assert all(ports.FIRST <= port <= ports.LAST for port in taken)
+
+
+def test_worker_in_the_nodes_network_is_told_its_ports() -> None:
+    """What it is told to listen on, what Kubernetes places it by, and what routers are told are the same."""
+    cluster = FakeCluster({**PAIR, "security": {"mutualTls": {"secretName": "own"}}})
+    cluster.settle()
+    pod = first(cluster, "Deployment", "prefill")
+    (container,) = pod["containers"]
+    named = {one["name"]: one["containerPort"] for one in container["ports"]}
+    for flag in (
+        f"--port={named['https']}",
+        f"--health-port={named['http']}",
+        f"--kv-events=tcp://$(POD_IP):{named['kv-events']}",
+        f"--kv-replay=tcp://$(POD_IP):{named['kv-replay']}",
+        f"--control-port={named['control']}",
+    ):
+        assert flag in container["args"]
+    assert container["readinessProbe"]["httpGet"]["port"] == "http"
+    assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+
+
+def test_worker_in_its_own_network_keeps_its_ports() -> None:
+    cluster = FakeCluster({**MINIMAL, "prefill": {}, "transfer": {"controlPort": 6000}})
+    cluster.settle()
+    ((_, named),) = [one for one in listening(cluster).items() if "prefill" in one[0]]
+    assert named == {"http": 8000, "kv-events": 5558, "kv-replay": 5559, "control": 6000}
+    assert "dnsPolicy" not in first(cluster, "Deployment", "prefill")
+
+
+def test_ports_of_a_revisions_roles_differ_in_every_service() -> None:
+    spec = InferenceServiceSpec.model_validate(PAIR)
+    blueprint = Blueprint.of("chat", spec)
+    generation = Generation(blueprint=blueprint, image="worker:1", created=0.0)
+    for number in range(5000):
+        owner = Owner(f"service-{number}", "models", "uid")
+        both = [ports.ports(owner, generation, role) for role in blueprint.roles]
+        taken = [port for one in both for port in astuple(one)]
+        assert len(set(taken)) == 2 * ports.OF_ONE_ROLE
+        assert min(taken) >= ports.FIRST and max(taken) <= ports.LAST

@@ -22,6 +22,9 @@ from baton_operator.kinds.part import (
     rules,
 )
 
+HUGEPAGES = r"^[1-9][0-9]*(Ki|Mi|Gi)$"
+"""A size of huge pages."""
+
 Replicas = Annotated[int, Field(ge=0, le=1000)]
 Step = Annotated[int, Field(ge=1, le=1000)]
 
@@ -122,6 +125,24 @@ class Claim(Part):
     """ResourceClaimTemplate that it is made from."""
 
 
+@rules(
+    Rule(
+        "!has(self.hugepages) || size(self.hugepages) == 0 || has(self.cpu) || has(self.memory)",
+        "Kubernetes admits hugepages only beside a request of cpu or memory",
+        ".hugepages",
+    ),
+    Rule(
+        f"!has(self.hugepages) || self.hugepages.all(one, one.matches('{HUGEPAGES}'))",
+        "the sizes of hugepages are those of the node, such as 2Mi or 1Gi",
+        ".hugepages",
+    ),
+    Rule(
+        "!has(self.extended) || !((has(self.gpu) && self.gpu.resourceName in self.extended) || "
+        "(has(self.rdma) && self.rdma.resourceName in self.extended))",
+        "extended names only resources that gpu and rdma do not name",
+        ".extended",
+    ),
+)
 class Resources(Part):
     """What one worker needs."""
 
@@ -130,6 +151,13 @@ class Resources(Part):
 
     rdma: Rdma | None = None
     """RDMA devices. Both roles have some, or neither."""
+
+    extended: Annotated[dict[ResourceName, Annotated[int, Field(ge=1, le=1024)]], Field(max_length=16)] = {}
+    """Further extended resources and their number, such as {networking.gke.io.networks/rdma-1: 1} where each
+    rail of a fabric is a resource of its own."""
+
+    hugepages: Annotated[dict[Annotated[str, Field(pattern=HUGEPAGES)], Quantity], Field(max_length=4)] = {}
+    """Huge pages by their size, such as {2Mi: 5Gi}. They do not count as memory."""
 
     cpu: Quantity | None = None
     """Processors, requested."""

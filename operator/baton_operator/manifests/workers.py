@@ -19,6 +19,7 @@ from baton_operator.manifests.pods import (
     pod_security,
     scratch,
 )
+from baton_operator.manifests.ports import Ports, in_node_network, ports
 
 STARTUP_PERIOD_S = 10
 END_S = 15
@@ -77,6 +78,7 @@ def _pod(owner: Owner, generation: Generation, role: Role, spec: WorkerRole) -> 
     model = files(owner, generation)
     volumes, mounts = scratch("/tmp", "/cache")
     shown = mutual_tls.shown(owner, blueprint.mutual_tls)
+    listening = ports(owner, generation, role)
     memory = {"medium": "Memory", "sizeLimit": spec.resources.shared_memory}
     placement = placed(spec.placement, names.selecting(owner.name, role))
     return {
@@ -85,6 +87,8 @@ def _pod(owner: Owner, generation: Generation, role: Role, spec: WorkerRole) -> 
         "serviceAccountName": blueprint.service_account_name or names.workers_account(owner.name),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
+        # In the node's network, cluster names are otherwise unknown.
+        **({"dnsPolicy": "ClusterFirstWithHostNet"} if in_node_network(spec) else {}),
         "securityContext": pod_security(),
         "terminationGracePeriodSeconds": spec.drain.pre_stop_seconds + spec.drain.timeout_seconds + END_S,
         **given(
@@ -99,7 +103,7 @@ def _pod(owner: Owner, generation: Generation, role: Role, spec: WorkerRole) -> 
             {
                 "name": names.MAIN,
                 "image": spec.image or blueprint.engine.image or generation.image,
-                "args": _arguments(generation, role, spec, model.path, shown.flags),
+                "args": _arguments(generation, role, spec, model.path, shown.flags, listening),
                 "env": [
                     field("POD_IP", "status.podIP"),
                     field("POD_NAME", "metadata.name"),
@@ -109,7 +113,7 @@ def _pod(owner: Owner, generation: Generation, role: Role, spec: WorkerRole) -> 
                         _network(generation), blueprint.engine.env, blueprint.transfer.env, spec.env
                     ),
                 ],
-                "ports": _ports(generation, role),
+                "ports": _ports(generation, role, listening),
                 "resources": _resources(spec.resources),
                 "securityContext": container_security(),
                 "volumeMounts": [
@@ -126,7 +130,9 @@ def _pod(owner: Owner, generation: Generation, role: Role, spec: WorkerRole) -> 
     }
 
 
-def _arguments(generation: Generation, role: Role, spec: WorkerRole, model: str, tls: list[str]) -> list[str]:
+def _arguments(
+    generation: Generation, role: Role, spec: WorkerRole, model: str, tls: list[str], listening: Ports
+) -> list[str]:
     blueprint = generation.blueprint
     engine = blueprint.engine
     flags = [
@@ -134,10 +140,10 @@ def _arguments(generation: Generation, role: Role, spec: WorkerRole, model: str,
         model,
         "--name=$(POD_NAME)",
         "--host=0.0.0.0",
-        f"--port={names.HTTP_PORT}",
+        f"--port={listening.http}",
         f"--dtype={engine.dtype}",
-        f"--kv-events=tcp://$(POD_IP):{names.KV_EVENTS_PORT}",
-        f"--kv-replay=tcp://$(POD_IP):{names.KV_REPLAY_PORT}",
+        f"--kv-events=tcp://$(POD_IP):{listening.kv_events}",
+        f"--kv-replay=tcp://$(POD_IP):{listening.kv_replay}",
         f"--drain-s={spec.drain.timeout_seconds}",
         f"--transfer-deadline-s={blueprint.transfer.timeout_seconds}",
         *(f"--served-model-name={name}" for name in blueprint.served_names),
@@ -145,9 +151,9 @@ def _arguments(generation: Generation, role: Role, spec: WorkerRole, model: str,
     ]
     if blueprint.mutual_tls:
         # Events are not encrypted; routers do without the tokens in them.
-        flags += [f"--health-port={names.HEALTH_PORT}", "--no-kv-tokens"]
+        flags += [f"--health-port={listening.health}", "--no-kv-tokens"]
     if role is Role.PREFILL:
-        flags += ["--control-host=$(POD_IP)", f"--control-port={blueprint.transfer.control_port}"]
+        flags += ["--control-host=$(POD_IP)", f"--control-port={listening.control}"]
     if engine.max_model_len is not None:
         flags.append(f"--max-model-len={engine.max_model_len}")
     if engine.kv_cache_memory is not None:
@@ -161,24 +167,24 @@ def _network(generation: Generation) -> list[Variable]:
     return [Variable(name="UCX_TLS", value="tcp,self")] if tcp else []
 
 
-def _ports(generation: Generation, role: Role) -> list[Manifest]:
-    ports = [
-        *_http_ports(generation),
-        {"name": "kv-events", "containerPort": names.KV_EVENTS_PORT},
-        {"name": "kv-replay", "containerPort": names.KV_REPLAY_PORT},
+def _ports(generation: Generation, role: Role, listening: Ports) -> list[Manifest]:
+    named = [
+        *_http_ports(generation, listening),
+        {"name": "kv-events", "containerPort": listening.kv_events},
+        {"name": "kv-replay", "containerPort": listening.kv_replay},
     ]
     if role is Role.PREFILL:
-        ports.append({"name": "control", "containerPort": generation.blueprint.transfer.control_port})
-    return ports
+        named.append({"name": "control", "containerPort": listening.control})
+    return named
 
 
-def _http_ports(generation: Generation) -> list[Manifest]:
+def _http_ports(generation: Generation, listening: Ports) -> list[Manifest]:
     """Whoever probes or measures shows no certificate, and asks at the port `http` of any worker."""
     if generation.blueprint.mutual_tls is None:
-        return [{"name": "http", "containerPort": names.HTTP_PORT}]
+        return [{"name": "http", "containerPort": listening.http}]
     return [
-        {"name": "https", "containerPort": names.HTTP_PORT},
-        {"name": "http", "containerPort": names.HEALTH_PORT},
+        {"name": "https", "containerPort": listening.http},
+        {"name": "http", "containerPort": listening.health},
     ]
 
 
@@ -188,6 +194,8 @@ def _resources(wanted: Resources) -> Manifest:
         devices[wanted.gpu.resource_name] = str(wanted.gpu.count)
     if wanted.rdma is not None:
         devices[wanted.rdma.resource_name] = str(wanted.rdma.count)
+    devices |= {name: str(count) for name, count in wanted.extended.items()}
+    devices |= {f"hugepages-{size}": amount for size, amount in wanted.hugepages.items()}
     return given(
         requests=given(cpu=wanted.cpu, memory=wanted.memory, **devices),
         limits=given(memory=wanted.memory, **devices),
