@@ -87,10 +87,10 @@ class Observed:
     pods: Sequence[Pod] = ()
     apis: frozenset[str] = frozenset()
     """Optional APIs that the cluster has, such as gateway.networking.k8s.io/v1."""
-    gateways: Mapping[tuple[str, str], Manifest] = field(default_factory=dict)
-    """Gateways of its HTTPRoute that can be read, by namespace and name."""
     tried: Mapping[str, Tried] = field(default_factory=dict)
     """What lately became of requests, by generation, if there are several."""
+    gateways: Mapping[tuple[str, str], Manifest] = field(default_factory=dict)
+    """Gateways of its HTTPRoute that can be read, by namespace and name."""
 
     @property
     def owner(self) -> Owner:
