@@ -1,8 +1,19 @@
-"""Who can reach a server, told from the address that it listens on."""
+"""Which machines can reach a server, and at which address, derived from the address that it listens on."""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import re
+import socket
+from collections.abc import Callable
+
+from baton_api.errors import SetupError
+
+DOCUMENTATION = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+"""Addresses that belong to no machine (RFC 5737 and 3849). Nothing is sent to them."""
+
+_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9_-]{1,63}(?<!-))*\.?")
 
 
 def reachable(host: str) -> bool:
@@ -37,3 +48,87 @@ def without_a_key(host: str, port: int, keyed: bool) -> str | None:
         f"WARNING: anybody who reaches {host}:{port} can use this server: it listens beyond this machine and "
         "wants no API key. Set BATON_API_KEY or --api-key-file, or listen on --host 127.0.0.1."
     )
+
+
+def outgoing_address(family: socket.AddressFamily) -> str | None:
+    """This machine's address for packets to other networks; None without a default route."""
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((DOCUMENTATION[family], 9))  # selects a route; a UDP socket sends nothing here
+        return str(probe.getsockname()[0])
+    return None
+
+
+def advertised_host(
+    host: str,
+    flag: str,
+    advertise: str = "",
+    outgoing: Callable[[socket.AddressFamily], str | None] = outgoing_address,
+) -> str:
+    """
+    The host at which other machines reach a server that listens on `host`.
+
+    `host` was set by `flag`; `advertise` is the value of --advertise-host. Raises SetupError if no host is
+    known, or if `advertise` is not a host to which others can connect.
+
+    >>> advertised_host("10.0.0.7", "--control-host"), advertised_host("0.0.0.0", "--control-host", "node-7")
+    ('10.0.0.7', 'node-7')
+    """
+    if advertise:
+        _check_advertised(advertise)
+    if not reachable(host):
+        return host
+    if advertise:
+        return advertise
+    if not _wildcard(host):
+        return host
+    found = outgoing(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    if found is None:
+        raise SetupError(
+            f"{flag} {host} listens on every address of this machine, and no default route shows which one "
+            "other machines reach. Set --advertise-host to that address, or to a DNS name of this machine."
+        )
+    return found
+
+
+def advertised_endpoint(
+    endpoint: str,
+    flag: str,
+    advertise: str = "",
+    outgoing: Callable[[socket.AddressFamily], str | None] = outgoing_address,
+) -> str:
+    """
+    The same for a ZMQ endpoint; only the host of a TCP endpoint changes.
+
+    >>> advertised_endpoint("tcp://0.0.0.0:5557", "--kv-events", "10.0.0.7")
+    'tcp://10.0.0.7:5557'
+    """
+    transport, _, address = endpoint.partition("://")
+    if transport != "tcp":
+        return endpoint
+    host, _, port = address.rpartition(":")
+    found = advertised_host(host.strip("[]"), flag, advertise, outgoing)
+    return f"tcp://[{found}]:{port}" if ":" in found else f"tcp://{found}:{port}"
+
+
+def _check_advertised(host: str) -> None:
+    if _wildcard(host):
+        raise SetupError(
+            f"Invalid --advertise-host {host!r}: no machine can connect to a wildcard. Set it to the "
+            "address or DNS name at which other machines reach this one."
+        )
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host)
+        return
+    if not _NAME.fullmatch(host) or len(host) > 253:
+        raise SetupError(
+            f"Invalid --advertise-host {host[:300]!r}. Expected an address such as 10.0.0.7 or fd00::7, or a "
+            "DNS name, without a port."
+        )
+
+
+def _wildcard(host: str) -> bool:
+    """Whether `host` stands for every address of a machine."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return host in ("", "*")

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
+from baton_api import exposure
 from baton_api.errors import SetupError
 from baton_api.kv_events import REPLAY_END, SEQUENCE_BYTES, AllBlocksCleared, EventBatch, sequence_bytes
 from baton_engine.kv_events import Change, events_of
@@ -42,13 +43,18 @@ class KvPublisher:
         endpoint: str,
         replay: str = "",
         *,
+        advertise: str = "",
         topic: str = "",
         block_size: int,
         tokens: bool = True,
         clock: Callable[[], float] = time.time,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        """Raises SetupError if it cannot listen there. Without `replay` it is beside `endpoint`."""
+        """
+        Raises SetupError if it cannot listen there, or others cannot connect there.
+
+        Without `replay` it is beside `endpoint`. `advertise` is the host that others use.
+        """
         self._topic = topic.encode()
         self._block_size = block_size
         self._tokens = tokens
@@ -62,10 +68,10 @@ class KvPublisher:
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT)
         self._context = zmq.Context()
         try:
-            self._events, self.endpoint = self._listen(zmq.PUB, endpoint, "--kv-events")
-            self._replays, self.replay_endpoint = self._listen(
-                zmq.ROUTER, replay or _beside(self.endpoint), "--kv-replay"
-            )
+            self._events, bound = self._listen(zmq.PUB, endpoint, "--kv-events")
+            self._replays, replay_bound = self._listen(zmq.ROUTER, replay or _beside(bound), "--kv-replay")
+            self.endpoint = exposure.advertised_endpoint(bound, "--kv-events", advertise)
+            self.replay_endpoint = exposure.advertised_endpoint(replay_bound, "--kv-replay", advertise)
         except SetupError:
             self._context.destroy(linger=0)
             raise

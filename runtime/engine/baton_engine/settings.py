@@ -58,6 +58,12 @@ class WorkerSettings(BaseSettings):
     control_port: int = Field(default=0, ge=0, le=65535)
     """Port of the control server; 0 takes a free one."""
 
+    advertise_host: str = ""
+    """Address or DNS name at which other machines reach this worker's control server and KV events. Set it
+    behind address translation, or where the worker listens on every address (0.0.0.0) of a machine with
+    several networks. A server on a loopback address keeps that address. Empty: the address that the server
+    listens on; for a wildcard, the address from which this machine reaches its default gateway."""
+
     device: str = "auto"
     """cpu, cuda, cuda:N, or auto: cuda if there is one."""
 

@@ -259,6 +259,7 @@ def _publisher(settings: WorkerSettings, cache: KVCache) -> KvPublisher | None:
     publisher = KvPublisher(
         settings.kv_events,
         settings.kv_replay,
+        advertise=settings.advertise_host,
         topic=settings.kv_topic,
         block_size=cache.block_size,
         tokens=settings.kv_tokens,

@@ -42,6 +42,7 @@ async def prefill(worker: Worker) -> AsyncIterator[Duties]:
         load=load,
         host=worker.settings.control_host,
         port=worker.settings.control_port,
+        advertise=worker.settings.advertise_host,
         secret=worker.settings.ticket_secret.encode(),
         tls=mutual_tls.server(worker.settings.tls_folder, worker.settings.tls_name),
         tracing=worker.tracing,

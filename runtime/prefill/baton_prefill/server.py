@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from baton_api import logs, tickets
+from baton_api import exposure, logs, tickets
 from baton_api.errors import IncompatiblePeer, InvalidRequest, SetupError, TransferFailed
 from baton_api.messages import Abort, AnyMessage, Done, Drained, Failed, Hello, Pong, Prefill, Welcome
 from baton_engine import handshake
@@ -73,7 +73,7 @@ class PrefillServer:
     ) -> None:
         """
         `guide` is `Grammars.guide`, `load` gives queued tokens and free blocks for the heartbeat, and
-        `advertise` is the host that others use.
+        `advertise` is the host that others use. Raises SetupError if others cannot use it.
         """
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checksums")
         self._computer = Computer(client, engine, cache, self._executor, guide, tracing)
@@ -83,7 +83,7 @@ class PrefillServer:
         self._limits = limits
         self._load = load
         self._host, self._port = host, port
-        self._advertise = advertise or host
+        self._advertise = exposure.advertised_host(host, "--control-host", advertise)
         self._secret = secret
         self._pace = pace or Pace()
         self._tls = tls
