@@ -42,6 +42,8 @@ class Fallback(enum.StrEnum):
     DEADLINE = "deadline"
     """A read, or the whole prompt, took too long."""
     CANCELLED = "cancelled"
+    TRANSFER_FAILED = "transfer_failed"
+    """The decode worker failed while it asked for the prompt; its log has the exception."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

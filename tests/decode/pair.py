@@ -180,7 +180,13 @@ def serve(
 
 
 def ask(
-    side: Side, *, pace: Pace = QUICK, transfer_deadline_s: float = 10.0, answer_deadline_s: float = 15.0
+    side: Side,
+    *,
+    pace: Pace = QUICK,
+    transfer_deadline_s: float = 10.0,
+    answer_deadline_s: float = 15.0,
+    secret: bytes = b"",
+    wall_clock: Callable[[], float] = lambda: 1000.0,
 ) -> Prefills:
     return Prefills(
         side.client.engine,
@@ -190,7 +196,9 @@ def ask(
         vocab=side.model.spec.vocab,
         transfer_deadline_s=transfer_deadline_s,
         answer_deadline_s=answer_deadline_s,
+        secret=secret,
         pace=pace,
+        wall_clock=wall_clock,
     )
 
 
@@ -213,7 +221,8 @@ async def open_pair(
     """Both workers, started; at the end nothing may be held on either side."""
     prefill, decode = prefill or fake_side("prefill"), decode or fake_side("decode")
     server = serve(prefill, rooms=rooms, secret=secret, wall_clock=wall_clock, guide=guide)
-    prefills = ask(decode, transfer_deadline_s=transfer_deadline_s, answer_deadline_s=answer_deadline_s)
+    deadlines = {"transfer_deadline_s": transfer_deadline_s, "answer_deadline_s": answer_deadline_s}
+    prefills = ask(decode, **deadlines, secret=secret, wall_clock=wall_clock)
     pair = Pair(prefill, decode, server, prefills)
     await prefill.open()
     await decode.open()

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import msgspec
 import pytest
 
+from baton_api import tickets
 from baton_api.messages import (
     PROTOCOL,
     Chunk,
@@ -195,9 +196,9 @@ async def open_bad_worker(script: Script) -> AsyncIterator[tuple[Side, Prefills,
         await bad.transfer.close()
 
 
-def request(prefills: Prefills, address: str, name: str = "q") -> Request:
+def request(prefills: Prefills, address: str, name: str = "q", ticket: str = "") -> Request:
     sampling = SamplingParams(temperature=0.0, max_tokens=4)
-    return Request(name, tuple(PROMPT), sampling, remote=prefills.remote(address, "", name))
+    return Request(name, tuple(PROMPT), sampling, remote=prefills.remote(address, ticket, name))
 
 
 @pytest.mark.parametrize("script", BAD, ids=lambda script: script.__name__)
@@ -206,6 +207,31 @@ async def test_a_bad_prefill_worker_costs_a_recomputation(script: Script) -> Non
         assert tokens(await decode.generate(request(prefills, address))) == EXPECTED
         assert prefills.outcomes == {BAD[script]: 1}
         assert prefills.under_way == prefills.unsettled == 0
+
+
+SECRET = b"secret"
+NOW = 1000.0
+
+
+@pytest.mark.parametrize("case", ["none", "forged", "for another address", "for another request", "expired"])
+async def test_prefills_without_valid_ticket_dial_nobody(case: str) -> None:
+    """Blocks of a prefill worker are believed: a caller cannot make this worker connect to one of its own."""
+    async with open_bad_worker(hang_up) as (decode, _, address, calls):
+        elsewhere = tickets.issue(SECRET, "q", "10.0.0.7:7000", NOW)
+        ticket = {
+            "none": "",
+            "forged": tickets.issue(b"guessed", "q", address, NOW),
+            "for another address": elsewhere,
+            "for another request": tickets.issue(SECRET, "other", address, NOW),
+            "expired": tickets.issue(SECRET, "q", address, NOW - 1000),
+        }[case]
+        prefills = ask(decode, secret=SECRET, wall_clock=lambda: NOW)
+        assert tokens(await decode.generate(request(prefills, address, ticket=ticket))) == EXPECTED
+        assert (prefills.outcomes, calls) == ({"refused": 1}, [])
+        good = tickets.issue(SECRET, "good", address, NOW)
+        await decode.generate(request(prefills, address, "good", good))
+        assert calls == [1], "the ticket that names this address admits the connection"
+        await prefills.close()
 
 
 async def test_a_connection_that_dies_before_anything_came_is_made_again_once() -> None:

@@ -8,6 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
+from baton_api import tickets
 from baton_api.messages import Pong
 from baton_api.reports import PromptReport
 from baton_engine.requests import FinishReason, Request
@@ -71,7 +72,13 @@ async def test_with_nobody_at_the_address_the_prompt_is_computed_here() -> None:
         assert pair.decode.now.totals.local_prefills == {"unreachable": 1}
 
 
-@pytest.mark.parametrize("address", ["", "nonsense", "127.0.0.1", "127.0.0.1:0", "127.0.0.1:99999", ":80"])
+LONG_LABEL = f"{'a' * 64}.example:7000"
+"""DNS carries labels of at most 63 characters; Python's codec raises UnicodeError for it."""
+
+
+@pytest.mark.parametrize(
+    "address", ["", "nonsense", "127.0.0.1", "127.0.0.1:0", "127.0.0.1:99999", ":80", LONG_LABEL]
+)
 async def test_an_address_that_is_none_fails_no_request(address: str) -> None:
     async with open_pair() as pair:
         remote = pair.prefills.remote(address, "", "q")
@@ -83,6 +90,33 @@ async def test_an_address_that_is_none_fails_no_request(address: str) -> None:
         report = report_of(request, outputs[0])
         assert report is not None and PromptReport.decode(report.encode()) is not None
         assert report.compute_s < PATIENCE_S
+
+
+async def test_prefills_unexpected_error_ends_only_its_request() -> None:
+    """An error that nobody foresaw is answered at once: the request does not wait for its deadline."""
+    async with open_pair(answer_deadline_s=600.0) as pair:
+        pair.decode.faulty.refuse_next(KeyError("a defect"))
+        assert tokens(await pair.generate(PROMPT)) == EXPECTED
+        assert pair.prefills.outcomes == {"transfer_failed": 1}
+        other = [*range(40, 70)]
+        assert tokens(await pair.generate(other)) == FakeModel().greedy(other, 4)
+        assert pair.prefills.outcomes == {"transfer_failed": 1, "whole": 1}
+        await pair.quiet()
+
+
+SECRET = b"secret"
+
+
+async def test_prefills_ticket_lasts_while_request_waits_in_queue() -> None:
+    """The router's ticket expires while the request waits for blocks; the prefill worker gets a new one."""
+    now = 1000.0
+    async with open_pair(secret=SECRET, wall_clock=lambda: now) as pair:
+        ticket = tickets.issue(SECRET, "q", pair.server.address, now)
+        remote = pair.prefills.remote(pair.server.address, ticket, "q")
+        now += 10 * (tickets.LIFETIME_S + tickets.CLOCK_SKEW_S)
+        request = Request("q", tuple(PROMPT), pair.request(PROMPT, remote=False).sampling, remote=remote)
+        assert tokens(await pair.decode.generate(request)) == EXPECTED
+        assert pair.prefills.outcomes == {"whole": 1}
 
 
 async def test_a_damaged_block_is_found_and_computed_here() -> None:

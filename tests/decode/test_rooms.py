@@ -264,6 +264,12 @@ def test_a_lost_connection_is_reported_without_a_word_to_nobody() -> None:
     assert reported([report]) == Fetched("q", arrived=0, reason=Fallback.LOST)
 
 
+def test_room_broken_reports_failure_of_this_worker() -> None:
+    made = room()
+    (report,) = made.broken()
+    assert reported([report]) == Fetched("q", arrived=0, reason=Fallback.TRANSFER_FAILED)
+
+
 def test_after_the_answer_nothing_is_answered_again() -> None:
     made = room()
     made.cancel()

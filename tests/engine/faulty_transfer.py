@@ -13,6 +13,7 @@ hung and came back.
     transfer.fail_next(after=3)     # ... when its first 3 blocks have landed
     transfer.flip_bit_next()        # the next one arrives with one bit flipped in its first block
     transfer.refuse_next()          # the next connect raises TransferFailed
+    transfer.refuse_next(KeyError())  # ... or another error, as a defect would
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class FaultyTransfer:
         """Pulls that have not settled."""
         self._cache = cache
         self._faults: deque[_Failure | _Flip] = deque()
-        self._refusals = 0
+        self._refusals: deque[Exception] = deque()
         self._gate: asyncio.Event | None = None
         self._holding = 0
         self._changed = asyncio.Condition()
@@ -91,8 +92,8 @@ class FaultyTransfer:
         """Flip one bit of the block at `position` of the pull."""
         self._faults.append(_Flip(position))
 
-    def refuse_next(self) -> None:
-        self._refusals += 1
+    def refuse_next(self, error: Exception | None = None) -> None:
+        self._refusals.append(error or TransferFailed("The peer cannot be reached: a fault was asked for."))
 
     @property
     def name(self) -> str:
@@ -108,8 +109,7 @@ class FaultyTransfer:
 
     async def connect(self, metadata: bytes, pool: PoolLayout, epoch: str) -> Peer:
         if self._refusals:
-            self._refusals -= 1
-            raise TransferFailed("The peer cannot be reached: a fault was asked for.")
+            raise self._refusals.popleft()
         return await self.inner.connect(metadata, pool, epoch)
 
     def pull(self, peer: Peer, remote: Sequence[int], local: Sequence[int]) -> _FaultyPull:

@@ -222,7 +222,7 @@ ROUTER_DECISIONS = Metric(
     "that the decode worker computed after all, by what went wrong.",
     (
         Label("path", ("remote", "local", "fallback")),
-        Label("reason", ("cheaper", "no_prefill", *(one.value for one in Fallback), "transfer_failed")),
+        Label("reason", ("cheaper", "no_prefill", *(one.value for one in Fallback))),
     ),
 )
 ROUTER_PREDICTION = Metric(

@@ -17,7 +17,7 @@ from baton_api.reports import Fallback
 TRANSPORT = Label(
     "transport", bound="ways by which a read can go, such as nixl/ucx shm; none before the first read: 8"
 )
-FAILURES = (*(one.value for one in Fallback), "transfer_failed")
+FAILURES = tuple(one.value for one in Fallback)
 CHOSEN = ("no_prefill_worker", "reads_prompt", "short", "cached")
 """Why a prompt is computed where it is wanted, without anything having failed."""
 

@@ -58,8 +58,11 @@ class Errand:
     fetch: Fetch
     address: str
     ticket: str
+    """The router's."""
     request_id: str
     """The router's, for which the ticket was issued."""
+    refusal: str | None = None
+    """Why the ticket admits no connection to `address`; None if it does."""
 
 
 class Fetching:
@@ -92,8 +95,8 @@ class Fetching:
         """Whether the connection turned out to be a dead one before anything had come over it."""
         return not self.answered and self.epoch == 1 and self._room is None
 
-    def begin(self, link: Link, tail: bytes) -> None:
-        """Ask over `link`; `tail` is the chain hash of the whole prompt."""
+    def begin(self, link: Link, tail: bytes, ticket: str) -> None:
+        """Ask over `link`; `tail` is the chain hash of the whole prompt, `ticket` is valid now."""
         self.epoch += 1
         order = Order(
             fetch=self.errand.fetch,
@@ -110,7 +113,7 @@ class Fetching:
         errand = self.errand
         left = max(0.001, self._deadline.when() - self._loop.time())
         try:
-            self._do(self._room.begin(errand.request_id, errand.ticket, left))
+            self._do(self._room.begin(errand.request_id, ticket, left))
         except TransferFailed as error:  # a prompt too long for one frame
             log.warning("request %s cannot be asked for: %s", errand.fetch.request_id, error, extra=self._of)
             self._do(self._room.lost())
@@ -119,6 +122,13 @@ class Fetching:
         """It ends before a room was made."""
         if not self.answered and self._room is None:
             self._answer(Fetched(self.errand.fetch.request_id, arrived=0, reason=reason.value), reason)
+
+    def broken(self) -> None:
+        """An error of this worker ended it: the engine computes the prompt."""
+        if self._room is None:
+            self.fail(Fallback.TRANSFER_FAILED)
+        else:
+            self._do(self._room.broken())
 
     def hear(self, message: Chunk | Commit | Failed) -> None:
         """`Listener`: news from the prefill worker."""

@@ -31,6 +31,7 @@ async def decode(worker: Worker) -> AsyncIterator[Duties]:
         worker.identity,
         vocab=worker.spec.vocab,
         transfer_deadline_s=worker.settings.transfer_deadline_s,
+        secret=worker.settings.ticket_secret.encode(),
         tls=mutual_tls.client(worker.settings.tls_folder, worker.settings.tls_name),
     )
     try:

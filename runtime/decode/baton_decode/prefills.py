@@ -4,6 +4,10 @@ The prefill workers that this worker has prompts computed by: whom the router na
 Connections are made when they are first needed, shared by all prompts, and made again after a loss. What
 cannot be had from a prefill worker is reported to the engine, which computes it itself; so nothing here
 ever fails a request, and every reason is counted.
+
+A prefill worker's blocks are believed, so with a secret this worker connects only where the router's ticket
+says. The ticket is checked when the request arrives. A ticket is short-lived and a request may wait long for
+its turn, so the prefill worker gets a new one, signed with the same secret when it is asked.
 """
 
 from __future__ import annotations
@@ -12,12 +16,13 @@ import asyncio
 import itertools
 import logging
 import ssl
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from baton_api import logs
+from baton_api import logs, tickets
 from baton_api.errors import IncompatiblePeer, TransferFailed
 from baton_api.messages import Pong
 from baton_api.reports import Fallback
@@ -54,8 +59,10 @@ class Prefills:
         vocab: int,
         transfer_deadline_s: float = 30.0,
         answer_deadline_s: float = ANSWER_DEADLINE_S,
+        secret: bytes = b"",
         pace: Pace | None = None,
         tls: ssl.SSLContext | None = None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.outcomes: Counter[str] = Counter()
         """How fetches ended: `whole`, or a `Fallback`."""
@@ -64,6 +71,8 @@ class Prefills:
             engine, cache, transfer, vocab, transfer_deadline_s, answer_deadline_s, self._executor
         )
         self._me = me
+        self._secret = secret
+        self._wall_clock = wall_clock
         self._pace = pace or Pace()
         self._tls = tls
         self._loop = asyncio.get_running_loop()
@@ -77,7 +86,8 @@ class Prefills:
 
     def remote(self, address: str, ticket: str, request_id: str) -> RemotePrefill:
         """For one request: the prefill worker at `address`, `ticket` being for `request_id`. Any thread."""
-        return _Remote(self, address, ticket, request_id)
+        refusal = tickets.refusal(self._secret, ticket, request_id, address, self._wall_clock())
+        return _Remote(self, address, ticket, request_id, refusal)
 
     @property
     def loads(self) -> dict[str, Pong]:
@@ -117,6 +127,10 @@ class Prefills:
         self._fetches[errand.fetch.request_id] = fetching
         if self._closed:
             fetching.cancel()
+        elif errand.refusal is not None:
+            reason = errand.address[:200], errand.refusal
+            log.warning("prefill worker %s is not asked: %s", *reason, extra=logs.of(errand.request_id))
+            fetching.fail(Fallback.REFUSED)
         else:
             self._spawn(self._run(fetching))
 
@@ -132,15 +146,23 @@ class Prefills:
             # Hashing a long prompt takes milliseconds that the event loop does not have.
             tail = await asyncio.to_thread(whole_hash, errand.fetch, self._means.cache.block_size)
             link = await self._link(errand)
+            if not fetching.answered:
+                fetching.begin(link, tail, self._ticket(errand))
         except IncompatiblePeer as error:
             log.error("prefill worker %s: %s", errand.address, error)
             fetching.fail(Fallback.REFUSED)
         except TransferFailed as error:
             log.warning("prefill worker %s: %s", errand.address, error)
             fetching.fail(Fallback.UNREACHABLE)
-        else:
-            if not fetching.answered:
-                fetching.begin(link, tail)
+        except Exception:  # a defect costs this request a recomputation; without an answer it would hang
+            log.exception("prefill worker %s could not be asked", errand.address)
+            fetching.broken()
+
+    def _ticket(self, errand: Errand) -> str:
+        """One that is valid now, even if the request has waited for longer than the router's is."""
+        if not self._secret:
+            return errand.ticket
+        return tickets.issue(self._secret, errand.request_id, errand.address, self._wall_clock())
 
     async def _link(self, errand: Errand) -> Link:
         address = errand.address
@@ -149,7 +171,7 @@ class Prefills:
             opening = asyncio.create_task(
                 Link.open(
                     address,
-                    errand.ticket,
+                    self._ticket(errand),
                     errand.request_id,
                     self._me,
                     self._means.transfer,
@@ -200,9 +222,10 @@ class _Remote:
     address: str
     ticket: str
     request_id: str
+    refusal: str | None
 
     def start(self, fetch: Fetch) -> None:
-        errand = Errand(fetch, self.address, self.ticket, self.request_id)
+        errand = Errand(fetch, self.address, self.ticket, self.request_id, self.refusal)
         self.prefills.post(self.prefills.start, errand)
 
     def cancel(self, request_id: str) -> None:

@@ -245,6 +245,10 @@ class Room:
         """The connection ended."""
         return self._give_up(Fallback.LOST, tell=False)
 
+    def broken(self) -> list[Action]:
+        """This worker itself failed to go on with it."""
+        return self._give_up(Fallback.TRANSFER_FAILED, tell=False)
+
     def _concerns(self, message: Chunk | Commit | Failed) -> bool:
         mine = (message.room, message.epoch) == (self.order.room, self.order.epoch)
         return mine and self.state is not State.REPORTED

@@ -161,7 +161,7 @@ async def dial(
             reader, writer = await asyncio.open_connection(host, port, ssl=tls)
     except TimeoutError as error:
         raise TransferFailed(f"{address} did not answer within {pace.connect_s:g} s.") from error
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter for a name that DNS cannot carry
         raise TransferFailed(f"{address} cannot be reached: {error}.") from error
     return Connection(reader, writer, pace, pong)
 

@@ -28,11 +28,12 @@ from baton_api.errors import (
     Overloaded,
 )
 from baton_api.messages import TokenChoice
+from baton_api.reports import Fallback
 from baton_engine import admission, passes
 from baton_engine.batchlog import BatchLog
 from baton_engine.blocks import BlockPool
 from baton_engine.cache import KVCache
-from baton_engine.figures import TRANSFER_FAILED, Figures
+from baton_engine.figures import Figures
 from baton_engine.inbox import Command, Inbox
 from baton_engine.jobs import Job, Stage
 from baton_engine.kv_events import KvEvents, KvSnapshot
@@ -365,7 +366,7 @@ class Engine:
             self._scheduler.join(job)
             self._token(job, fetched.first, fetched.relay)
         else:
-            reason = job.request.fallback = fetched.reason or TRANSFER_FAILED
+            reason = job.request.fallback = fetched.reason or Fallback.TRANSFER_FAILED
             log.warning(
                 "Request %s is computed here after all: %s", fetched.request_id, reason, extra=_of(job)
             )
@@ -382,7 +383,7 @@ class Engine:
             request.remote.start(fetch)
         except Exception:
             log.exception("The fetch for request %s could not be started.", request.id, extra=_of(job))
-            self._fetched(Fetched(request.id, arrived=0, reason=TRANSFER_FAILED))
+            self._fetched(Fetched(request.id, arrived=0, reason=Fallback.TRANSFER_FAILED))
 
     def _note_admission(self, job: Job) -> None:
         request = job.request

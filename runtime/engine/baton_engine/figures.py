@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton_api.metrics import FIRST_TOKEN_BUCKETS, STEP_BUCKETS
+from baton_api.reports import Fallback
 from baton_engine.jobs import Job
 from baton_engine.requests import Fetched, PromptTiming
 from baton_engine.scheduler import Scheduler
 from baton_engine.snapshot import EngineSnapshot, Histogram, Rate, Totals
 
-TRANSFER_FAILED = "transfer_failed"
 SMOOTHING = 0.05
 NO_TRANSPORT = "none"
 """Nothing was read yet."""
@@ -68,7 +68,7 @@ class Figures:
     def fetch_failed(self, fetched: Fetched) -> None:
         """A prompt is computed here after all. Reasons that are sentences all count as the same one."""
         reason = fetched.reason
-        label = reason if reason.isidentifier() and len(reason) <= REASON_LENGTH else TRANSFER_FAILED
+        label = reason if reason.isidentifier() and len(reason) <= REASON_LENGTH else Fallback.TRANSFER_FAILED
         self.totals.local_prefills[label] += 1
         self.totals.transfer_failures[fetched.transport or NO_TRANSPORT, label] += 1
 

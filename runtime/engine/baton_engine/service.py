@@ -193,6 +193,14 @@ def _warn(settings: WorkerSettings, keys: Keys) -> None:
             "BATON_TICKET_SECRET and BATON_ROUTER_TICKET_SECRET.",
             settings.control_host,
         )
+    believes_all = settings.role is Role.DECODE and not settings.ticket_secret
+    if believes_all and exposure.reachable(settings.host):
+        log.warning(
+            "WARNING: this decode worker listens on %s, beyond this machine, and has no BATON_TICKET_SECRET: "
+            "anybody who can send it requests can make it use KV blocks of a prefill worker of their own. "
+            "Give router and workers the same BATON_TICKET_SECRET and BATON_ROUTER_TICKET_SECRET.",
+            settings.host,
+        )
 
 
 async def _first(*waits: Awaitable[object]) -> None:

@@ -126,8 +126,10 @@ class WorkerSettings(BaseSettings):
     nothing else. 0: none."""
 
     ticket_secret: str = ""
-    """Shared by router and prefill workers; with it, a prefill worker wants a signed ticket. Set it by
-    environment, not by flag, where others can list processes."""
+    """Shared by router, prefill and decode workers. With it, a prefill worker computes only for a signed
+    ticket, and a decode worker connects only to a prefill worker that the ticket names. A decode worker that
+    lacks it passes the router's ticket on, which expires while a request waits. Set it by environment, not by
+    flag, where others can list processes."""
 
     transfer_deadline_s: float = Field(default=30.0, gt=0)
     """Seconds that one read of KV blocks may take before it is given up and its blocks quarantined."""
