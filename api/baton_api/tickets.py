@@ -5,7 +5,8 @@ NIXL has no authentication of its own: whoever holds the metadata can read and w
 a prefill worker computes and announces blocks only for a ticket that names it, is not expired and
 carries the right HMAC. A decode worker checks the ticket when the request arrives and connects nowhere
 without a valid one; when it asks the prefill worker, perhaps much later, it signs a new one. So a ticket
-outlasts one hop and the difference of two clocks, and no queue. Without a secret (one machine, loopback) every ticket is accepted.
+outlasts one hop and the difference of two clocks, and no queue. Without a secret (one machine, loopback)
+every ticket is accepted.
 
     v1.<expiry, seconds since 1970>.<room>.<HMAC-SHA-256 of what stands before and the prefill address>
 """

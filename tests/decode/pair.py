@@ -25,7 +25,7 @@ from baton_engine.snapshot import EngineSnapshot
 from baton_engine.transfer import Transfer
 from baton_engine.transfer.loopback import LoopbackTransfer
 from baton_prefill.admission import PromptLimits
-from baton_prefill.prompts import GuideOf
+from baton_prefill.prompts import GuidesOf
 from baton_prefill.server import PrefillServer, ServerLimits
 from tests.engine.fake_model import FakeModel, make_cache
 from tests.engine.faulty_transfer import FaultyTransfer
@@ -147,7 +147,7 @@ async def eventually(claim: Callable[[], object], told: Callable[[], object] = l
         raise AssertionError(f"it never came to hold: {told()}") from None
 
 
-def no_guide(constraint: Constraint | None, thinking: Thinking | None) -> Guide:
+async def no_guide(constraint: Constraint | None, thinking: Thinking | None) -> Callable[[], Guide]:
     raise InvalidRequest("This worker has no grammars.")
 
 
@@ -160,7 +160,7 @@ def serve(
     peers: int = 256,
     secret: bytes = b"",
     wall_clock: Callable[[], float] = lambda: 1000.0,
-    guide: GuideOf = no_guide,
+    guides: GuidesOf = no_guide,
 ) -> PrefillServer:
     limits = PromptLimits(side.model.spec.vocab, side.model.spec.context - 1, side.cache.block_size)
     return PrefillServer(
@@ -170,7 +170,7 @@ def serve(
         side.transfer,
         side.me,
         ServerLimits(prompt=limits, rooms=rooms, peers=peers),
-        guide,
+        guides,
         load=lambda: (side.now.queued_tokens, side.now.available_blocks),
         port=port,
         pace=pace,
@@ -216,11 +216,11 @@ async def open_pair(
     wall_clock: Callable[[], float] = lambda: 1000.0,
     transfer_deadline_s: float = 10.0,
     answer_deadline_s: float = 15.0,
-    guide: GuideOf = no_guide,
+    guides: GuidesOf = no_guide,
 ) -> AsyncIterator[Pair]:
     """Both workers, started; at the end nothing may be held on either side."""
     prefill, decode = prefill or fake_side("prefill"), decode or fake_side("decode")
-    server = serve(prefill, rooms=rooms, secret=secret, wall_clock=wall_clock, guide=guide)
+    server = serve(prefill, rooms=rooms, secret=secret, wall_clock=wall_clock, guides=guides)
     deadlines = {"transfer_deadline_s": transfer_deadline_s, "answer_deadline_s": answer_deadline_s}
     prefills = ask(decode, **deadlines, secret=secret, wall_clock=wall_clock)
     pair = Pair(prefill, decode, server, prefills)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ async def answer(pair: Pair, *, remote: bool = True, pattern: str = PATTERN, **h
 
 @pytest.mark.parametrize("case", CASES)
 async def test_a_pair_says_what_one_worker_says(case: str) -> None:
-    async with open_pair(side("prefill"), side("decode"), guide=GRAMMARS.guide) as pair:
+    async with open_pair(side("prefill"), side("decode"), guides=GRAMMARS.prepare) as pair:
         alone = await answer(pair, remote=False, **CASES[case])
         together = await answer(pair, **CASES[case])
         assert together == alone
@@ -56,18 +57,18 @@ async def test_a_pair_says_what_one_worker_says(case: str) -> None:
 
 
 async def test_a_first_token_that_is_the_whole_answer_ends_it() -> None:
-    async with open_pair(side("prefill"), side("decode"), guide=GRAMMARS.guide) as pair:
+    async with open_pair(side("prefill"), side("decode"), guides=GRAMMARS.prepare) as pair:
         assert await answer(pair, pattern="7") == "7"
 
 
 async def test_a_constraint_that_fails_at_the_prefill_worker_is_kept_to_by_the_other() -> None:
     asked: list[Constraint | None] = []
 
-    def refuse(constraint: Constraint | None, thinking: Thinking | None) -> Guide:
+    async def refuse(constraint: Constraint | None, thinking: Thinking | None) -> Callable[[], Guide]:
         asked.append(constraint)
-        return no_guide(constraint, thinking)
+        return await no_guide(constraint, thinking)
 
-    async with open_pair(side("prefill"), side("decode"), guide=refuse) as pair:
+    async with open_pair(side("prefill"), side("decode"), guides=refuse) as pair:
         assert re.fullmatch(ANSWER, await answer(pair, temperature=0.0))
         assert asked == [Constraint("regex", PATTERN)], "it is not asked a second time"
         assert pair.prefills.outcomes["rejected"] == 1
@@ -84,6 +85,9 @@ async def test_a_guide_that_breaks_at_the_prefill_worker_costs_only_its_help() -
         def push(self, token: int) -> None:
             raise AssertionError("nothing was drawn")
 
-    async with open_pair(side("prefill"), side("decode"), guide=lambda *_: Broken()) as pair:
+    async def broken(constraint: Constraint | None, thinking: Thinking | None) -> Callable[[], Guide]:
+        return Broken
+
+    async with open_pair(side("prefill"), side("decode"), guides=broken) as pair:
         assert re.fullmatch(ANSWER, await answer(pair, temperature=0.0))
         assert pair.prefills.outcomes["rejected"] == 1

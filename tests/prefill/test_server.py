@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +134,25 @@ async def ended(connection: Connection) -> str:
             while True:
                 await connection.receive()
     return str(told.value)
+
+
+async def test_prefill_reader_goes_on_while_shared_threads_are_busy() -> None:
+    """Prompts are admitted and heartbeats answered whatever else occupies the event loop's threads."""
+    busy = threading.Event()
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    async with open_bench() as bench, bench.peer() as peer:
+        blocked = asyncio.ensure_future(asyncio.to_thread(busy.wait))
+        try:
+            peer.send(prefill())
+            _, commit = await chunks(peer)
+            assert commit.first.token == FakeModel().greedy(PROMPT, 1)[0]
+            peer.send(Done(room="r", epoch=1))
+            peer.send(Ping(number=7))
+            while (await hear(peer, Pong)).number != 7:
+                pass
+        finally:
+            busy.set()
+            await blocked
 
 
 async def test_blocks_are_announced_as_they_are_computed_and_then_committed() -> None:

@@ -38,7 +38,7 @@ async def prefill(worker: Worker) -> AsyncIterator[Duties]:
         worker.transfer,
         worker.identity,
         ServerLimits(prompt=prompts),
-        worker.grammars.guide,
+        worker.grammars.prepare,
         load=load,
         host=worker.settings.control_host,
         port=worker.settings.control_port,

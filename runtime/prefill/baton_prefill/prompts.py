@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 NAME_LENGTH = 200
 """Characters of a peer's names that the log repeats."""
 
-GuideOf = Callable[[Constraint | None, Thinking | None], Guide]
+GuidesOf = Callable[[Constraint | None, Thinking | None], Awaitable[Callable[[], Guide]]]
 
 
 class Client(Protocol):
@@ -63,8 +63,8 @@ class Computer:
     cache: KVCache
     checksums: Executor
     """One thread: answers come in the order of the questions."""
-    guide: GuideOf
-    """What keeps a prompt's first token to its constraint; may take a while."""
+    guides: GuidesOf
+    """Makes what keeps a prompt's first token to its constraint; may take a while."""
     tracing: WorkerTracing | None = None
     """Makes this worker's spans, if any are wanted."""
 
@@ -166,7 +166,8 @@ class Prompt:
     async def _guide(self, sampling: SamplingParams) -> Guide | None:
         if sampling.constraint is None and sampling.thinking is None:
             return None
-        return await asyncio.to_thread(self._computer.guide, sampling.constraint, sampling.thinking)
+        guides = await self._computer.guides(sampling.constraint, sampling.thinking)
+        return guides()
 
     def _ended(self, output: Output) -> None:
         if output.finish in (FinishReason.STOP, FinishReason.LENGTH):

@@ -28,7 +28,7 @@ from baton_engine.transfer import Transfer
 from baton_prefill import admission
 from baton_prefill.admission import PromptLimits
 from baton_prefill.presence import Presence
-from baton_prefill.prompts import NAME_LENGTH, Client, Computer, GuideOf, Prompt, PromptEngine
+from baton_prefill.prompts import NAME_LENGTH, Client, Computer, GuidesOf, Prompt, PromptEngine
 from baton_prefill.rooms import Room
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class PrefillServer:
         transfer: Transfer,
         me: Identity,
         limits: ServerLimits,
-        guide: GuideOf,
+        guides: GuidesOf,
         *,
         load: Callable[[], tuple[int, int]],
         host: str = "127.0.0.1",
@@ -72,11 +72,12 @@ class PrefillServer:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """
-        `guide` is `Grammars.guide`, `load` gives queued tokens and free blocks for the heartbeat, and
+        `guides` is `Grammars.prepare`, `load` gives queued tokens and free blocks for the heartbeat, and
         `advertise` is the host that others use. Raises SetupError if others cannot use it.
         """
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checksums")
-        self._computer = Computer(client, engine, cache, self._executor, guide, tracing)
+        self._admissions = ThreadPoolExecutor(1, thread_name_prefix="admission")
+        self._computer = Computer(client, engine, cache, self._executor, guides, tracing)
         self._transfer = transfer
         self._presence = Presence(transfer)
         self._me = me
@@ -130,7 +131,8 @@ class PrefillServer:
         await asyncio.gather(*(connection.close() for connection in self._connections))
         await asyncio.gather(*handlers)
         self._presence.close()
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._executor, self._admissions):
+            executor.shutdown(wait=False, cancel_futures=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -195,8 +197,10 @@ class PrefillServer:
             reason = self._ticket_refusal(ask.ticket, ask.request_id) or ""
         if not reason:
             try:
-                # Hashing a long prompt takes milliseconds that the event loop does not have.
-                tail = await asyncio.to_thread(admission.check, ask, self._limits.prompt)
+                # Hashing a long prompt takes milliseconds that the event loop does not have. Nothing else may
+                # hold this thread: heartbeats are read only after it.
+                loop = asyncio.get_running_loop()
+                tail = await loop.run_in_executor(self._admissions, admission.check, ask, self._limits.prompt)
             except InvalidRequest as error:
                 reason = error.message
         if reason:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -14,9 +15,9 @@ from typing import Any
 import pytest
 
 from baton_api import limits
-from baton_api.errors import InvalidRequest
+from baton_api.errors import InvalidRequest, Overloaded
 from baton_engine.grammar import texts
-from baton_engine.grammar.grammars import CACHE_LIMIT, Grammars
+from baton_engine.grammar.grammars import CACHE_LIMIT, THREADS, Grammars
 from baton_engine.requests import Constraint
 from tests.engine.grammar.words import GRAMMARS, TOKENIZER, allowed, ids, make_tokenizer, takes
 
@@ -171,6 +172,51 @@ def test_a_trial_process_that_is_gone_is_replaced(grammars: Grammars) -> None:
     os.kill(process, signal.SIGKILL)
     assert_serves(grammars, 1001)
     assert grammars.trials.process != process
+
+
+async def test_grammars_stuck_trial_delays_only_new_constraints() -> None:
+    """The event loop's threads are for all requests; constraints wait on threads of their own, in bounds."""
+    made = Grammars(TOKENIZER, compile_s=6, queue_s=0.05)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    known = Constraint("regex", "known")
+    await made.prepare(known, None)
+    process = made.trials.process
+    assert process is not None
+    os.kill(process, signal.SIGSTOP)
+    try:
+        new = [Constraint("regex", f"new{number}") for number in range(THREADS)]
+        waiting = [asyncio.ensure_future(made.prepare(constraint, None)) for constraint in new]
+        await asyncio.sleep(0)  # each has a thread of its own now, and there are no more
+        with pytest.raises(Overloaded):
+            await made.prepare(Constraint("regex", "one too many"), None)
+        assert allowed((await made.prepare(known, None))()) == set(ids("k"))
+        assert await asyncio.to_thread(lambda: "free") == "free"
+        assert not any(one.done() for one in waiting)
+    finally:
+        os.kill(process, signal.SIGCONT)
+    for guides in await asyncio.gather(*waiting):
+        assert allowed(guides()) == set(ids("n"))
+    made.close()
+
+
+async def test_grammars_abandoned_request_begins_no_trial() -> None:
+    made = Grammars(TOKENIZER, compile_s=6)
+    await made.prepare(Constraint("regex", "first"), None)
+    process, before = made.trials.process, made.trials.count
+    assert process is not None
+    os.kill(process, signal.SIGSTOP)
+    try:
+        new = [Constraint("regex", f"new{number}") for number in range(THREADS + 1)]
+        *waiting, last = [asyncio.ensure_future(made.prepare(constraint, None)) for constraint in new]
+        await asyncio.sleep(0)  # all of them have been handed over, the last one to no thread
+        last.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await last
+    finally:
+        os.kill(process, signal.SIGCONT)
+    await asyncio.gather(*waiting)
+    assert made.trials.count == before + THREADS
+    made.close()
 
 
 def test_white_space_in_json_is_free_but_bounded() -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
 import pytest
 
 from baton_api import limits
-from tests.engine.server.api import TOKENIZER, Api, events
+from baton_engine.grammar.grammars import Grammars
+from tests.engine.server.api import TOKENIZER, Api, events, eventually, open_api
 from tests.engine.server.test_validation import assert_error
 
 MISSING, TYPE, VALUE = "missing_required_parameter", "invalid_type", "invalid_value"
@@ -252,3 +256,25 @@ async def test_what_would_explode_is_refused_while_others_are_served(api: Api) -
     text = (await api.chat(regex="[0-9]{2}[a-c]")).json()["choices"][0]["message"]["content"]
     assert re.fullmatch("[0-9]{2}[a-c]", text)
     api.assert_all_blocks_back()
+
+
+async def test_structured_stuck_constraint_delays_no_other_request() -> None:
+    """A schema that takes long holds none of the threads that read the other requests' bodies."""
+    grammars = Grammars(TOKENIZER, compile_s=6)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    async with open_api(grammars=grammars) as api:
+        assert (await api.chat(regex="a{3}")).status_code == 200
+        process = grammars.trials.process
+        assert process is not None
+        os.kill(process, signal.SIGSTOP)
+        try:
+            slow = asyncio.ensure_future(api.chat(regex="b{3}"))
+            await eventually(lambda: grammars.trials.count == 2)
+            assert (await api.chat()).status_code == 200
+            assert (await api.chat(regex="a{3}")).status_code == 200
+            assert not slow.done()
+        finally:
+            os.kill(process, signal.SIGCONT)
+        answer = await slow
+        assert answer.json()["choices"][0]["message"]["content"] == "bbb"
+    grammars.close()

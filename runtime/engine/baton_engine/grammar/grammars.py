@@ -4,28 +4,31 @@ Constraints and thoughts to guides: a constraint is compiled once, each answer h
 A constraint comes from outside and may be made to do harm. It has a limit of size; it is tried out in
 another process, which has limits of time and memory; what fell through is remembered, so that it costs
 nothing the next time. All of it may take a while: not for the event loop, and not for the engine's thread.
+Threads of their own do it, so that slow constraints delay only requests with constraints that are new.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import hashlib
 import logging
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from baton_api import limits
-from baton_api.errors import BatonError, InternalError, InvalidRequest
+from baton_api.errors import BatonError, InternalError, InvalidRequest, Overloaded
 from baton_engine.grammar import trial
 from baton_engine.grammar.guides import GrammarGuide
 from baton_engine.grammar.thinking import ThinkingGuide
 from baton_engine.grammar.trial import Words
-from baton_engine.grammar.trials import Trials
+from baton_engine.grammar.trials import QUEUE_S, Trials
 from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.requests import Constraint, Guide, Thinking
 
@@ -33,6 +36,9 @@ log = logging.getLogger(__name__)
 
 COMPILE_S = 2.0
 """Processor time for compiling one constraint and for its first masks."""
+
+THREADS = 4
+"""That compile constraints. Trials are made one at a time; more threads would only wait."""
 
 CACHE_LIMIT = 128
 """Constraints that are remembered, those that fell through included."""
@@ -44,8 +50,15 @@ REASON_LIMIT = 400
 class Grammars:
     """One worker's constraints. Any thread may ask; nothing is loaded before somebody does."""
 
-    def __init__(self, tokenizer: Tokenizer, *, compile_s: float = COMPILE_S) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, compile_s: float = COMPILE_S, queue_s: float = QUEUE_S
+    ) -> None:
+        """`queue_s` is how long `prepare` waits for a thread."""
         self._tokenizer = tokenizer
+        self._queue_s = queue_s
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammars")
+        self._waiting = 0
+        """Calls of `prepare` that are not answered."""
         self.trials = Trials(self._words, compile_s)
         self._lock = threading.Lock()
         self._known: OrderedDict[bytes, Future[LLMatcher]] = OrderedDict()
@@ -76,9 +89,39 @@ class Grammars:
 
         return answer if thinking is None else lambda: ThinkingGuide(thinking, answer)
 
+    async def prepare(self, constraint: Constraint | None, thinking: Thinking | None) -> Callable[[], Guide]:
+        """
+        `guides` for the event loop. What has been compiled is there at once.
+
+        Raises as `check` does, and Overloaded if no thread is free in time.
+        """
+        if constraint is None or self._is_known(constraint):
+            return self.guides(constraint, thinking)
+        context = contextvars.copy_context()  # the log's lines name the request
+        compiling = self._pool.submit(context.run, self.guides, constraint, thinking)
+        answer = asyncio.wrap_future(compiling)
+        self._waiting += 1
+        try:
+            await asyncio.wait((answer,), timeout=self._queue_s)
+            if compiling.cancel():
+                raise Overloaded(self._waiting, THREADS, retry_after=5, what="constraints")
+            return await answer
+        except asyncio.CancelledError:
+            answer.cancel()  # one that no thread has begun is never begun
+            raise
+        finally:
+            self._waiting -= 1
+
     def close(self) -> None:
         """End the process in which constraints are tried out."""
         self.trials.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _is_known(self, constraint: Constraint) -> bool:
+        """Whether `constraint` has been compiled, or has fallen through."""
+        with self._lock:
+            entry = self._known.get(_key(constraint.kind, constraint.source.encode(errors="surrogatepass")))
+        return entry is not None and entry.done()
 
     def _compiled(self, constraint: Constraint) -> LLMatcher:
         if not self._tokenizer.eos_ids:
@@ -91,7 +134,7 @@ class Grammars:
             raise _refused(
                 f"it has {len(source)} bytes, more than the {limits.CONSTRAINT.most} that there can be"
             )
-        key = hashlib.sha256(constraint.kind.encode() + b"\0" + source).digest()
+        key = _key(constraint.kind, source)
         with self._lock:
             entry = self._known.get(key)
             mine = entry is None
@@ -149,6 +192,10 @@ class Grammars:
         return Words(
             definition=tokenizer.definition, vocab=tokenizer.vocab_size, eos_ids=list(tokenizer.eos_ids)
         )
+
+
+def _key(kind: str, source: bytes) -> bytes:
+    return hashlib.sha256(kind.encode() + b"\0" + source).digest()
 
 
 def _refused(reason: str) -> InvalidRequest:

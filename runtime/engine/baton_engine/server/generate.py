@@ -25,7 +25,7 @@ from baton_engine.server.disconnect import ClientGone, until_disconnect
 from baton_engine.server.events import FAILURE, KEEP_ALIVE
 from baton_engine.server.exchange import Exchange, exchange_of
 from baton_engine.server.fields import Fields
-from baton_engine.server.guided import guided
+from baton_engine.server.guided import guided, named
 from baton_engine.server.request_log import RequestLog
 from baton_engine.server.resuming import beginning, behind, read_resumption, resumable, resumed
 from baton_engine.server.running import read_names
@@ -104,6 +104,7 @@ class Generate:
             body = await bodies.read(scope, receive)
             async with until_disconnect(receive):
                 work, names = await asyncio.to_thread(self._read, body)
+                work = await guided(work, self._served.grammars)
             exchange.answer_id = work.shape.id
             exchange.stream = work.parameters.streaming.wanted
             scope[FAILURE] = work.failure
@@ -140,10 +141,12 @@ class Generate:
                 param="model",
             )
         work = self._prepare(fields, self._served)
+        if work.constrained_by is None:
+            work = named(work, fields)
         resumption = read_resumption(fields, self._served.tokenizer.vocab_size)
         if resumption is not None:
             work = resumed(work, resumption)
-        return guided(work, fields, self._served.grammars), read_names(fields)
+        return work, read_names(fields)
 
     async def _answer(self, work: Work, choices: Choices, receive: Receive, send: Send) -> None:
         pieces: list[list[Piece]] = [[] for _ in choices.all]

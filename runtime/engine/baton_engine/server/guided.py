@@ -11,20 +11,21 @@ from baton_engine.server.fields import Fields
 from baton_engine.server.work import Work
 
 
-def guided(work: Work, fields: Fields, grammars: Grammars) -> Work:
-    """
-    `work` with its constraint compiled. Takes a while: not for the event loop.
+def named(work: Work, fields: Fields) -> Work:
+    """`work` with the field of the request noted that an error of its constraint names."""
+    param = structured.constrained_by(fields)
+    if param is None and fields.given("tools"):
+        param = "tools"
+    return dataclasses.replace(work, constrained_by=param)
 
-    Raises InvalidRequest for the field that asks for what cannot be.
-    """
+
+async def guided(work: Work, grammars: Grammars) -> Work:
+    """`work` with its constraint compiled. Raises InvalidRequest for one that cannot be kept to."""
     sampling = work.parameters.sampling
     if sampling.constraint is None and sampling.thinking is None:
         return work
     try:
-        guides = grammars.guides(sampling.constraint, sampling.thinking)
+        guides = await grammars.prepare(sampling.constraint, sampling.thinking)
     except InvalidRequest as error:
-        param = structured.constrained_by(fields)
-        if param is None and fields.given("tools"):
-            param = "tools"
-        raise InvalidRequest(str(error), param=param, code=error.code) from error
+        raise InvalidRequest(str(error), param=work.constrained_by, code=error.code) from error
     return dataclasses.replace(work, guides=guides)

@@ -34,7 +34,9 @@ class Work:
     marks: frozenset[str] | None = frozenset()
     """The texts of special tokens that it must see, whether or not they are to be shown; None is all."""
     guides: Callable[[], Guide] | None = None
-    """Makes what keeps one choice to its constraint and its thoughts in bounds; see `structured.guided`."""
+    """Makes what keeps one choice to its constraint and its thoughts in bounds; see `guided.guided`."""
+    constrained_by: str | None = None
+    """The request's field that brings the constraint, as an error names it."""
     resumption: Resumption | None = None
     """Where the answer broke off that this one goes on with; the tokens are the prompt's last."""
     failure: Callable[[BatonError], bytes] = error_event

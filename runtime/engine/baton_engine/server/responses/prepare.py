@@ -10,7 +10,7 @@ from baton_api import limits, response_items
 from baton_api.errors import InvalidRequest
 from baton_engine.server import chat
 from baton_engine.server.fields import Fields
-from baton_engine.server.guided import guided
+from baton_engine.server.guided import named
 from baton_engine.server.responses import refusals, request
 from baton_engine.server.responses.events import Events
 from baton_engine.server.responses.logprobs import MessageLogprobs
@@ -33,6 +33,7 @@ def prepare(fields: Fields, served: Served, memory: Memory) -> Work:
     asked = request.read(fields, recalled.items, recalled.earlier)
     with refusals.renamed(asked.conversation.sources):
         work = _fitted(asked, served) if asked.truncate else _chat(asked, served, 0)
+    constrained_by = work.constrained_by and refusals.here(work.constrained_by, asked.conversation.sources)
     sampling = served.defaults.sampling
     drawn = {
         "temperature": fields.number("temperature", sampling.temperature, *limits.TEMPERATURE.range),
@@ -51,7 +52,9 @@ def prepare(fields: Fields, served: Served, memory: Memory) -> Work:
         logprobs=logprobs,
         keep=recalled.keep if asked.echo["store"] else forget,
     )
-    return dataclasses.replace(work, shape=shape, failure=shape.failure, done=b"")
+    return dataclasses.replace(
+        work, shape=shape, failure=shape.failure, done=b"", constrained_by=constrained_by
+    )
 
 
 def _input(fields: Fields) -> list[Any]:
@@ -74,7 +77,7 @@ def _chat(asked: Asked, served: Served, start: int) -> Work:
     head = talk.messages[: talk.sources[:1] == ["instructions"]]
     messages = [*head, *talk.messages[max(start, len(head)) :]]
     fields = Fields(asked.options | {"messages": messages})
-    return guided(chat.prepare(fields, served), fields, served.grammars)
+    return named(chat.prepare(fields, served), fields)
 
 
 def _fitted(asked: Asked, served: Served) -> Work:

@@ -31,12 +31,13 @@ def renamed(sources: Sequence[str]) -> Iterator[None]:
     except InvalidRequest as error:
         if error.param is None:
             raise
-        param = _here(error.param, sources)
+        param = here(error.param, sources)
         message = str(error).replace(f"'{error.param}'", f"'{param}'")
         raise InvalidRequest(message, param=param, code=error.code) from error
 
 
-def _here(param: str, sources: Sequence[str]) -> str:
+def here(param: str, sources: Sequence[str]) -> str:
+    """The field of responses that stands for chat's `param`."""
     if (message := _MESSAGE.match(param)) and int(message[1]) < len(sources):
         return sources[int(message[1])]
     for pattern, name in _NAMES:
