@@ -126,6 +126,21 @@ def test_a_cached_parent_of_an_owned_block_can_be_evicted() -> None:
     pool.allocate(2)
 
 
+def test_blocks_unused_leaf_outlives_compaction_of_stale_ones() -> None:
+    """A busy prefix leaves stale entries; dropping them drops no block that can be evicted."""
+    pool = BlockPool(5)
+    old, busy = chain(1, 2), chain(3)
+    pool.release(own(pool, old))
+    for _ in range(20 * pool.capacity + 200):
+        pool.release(own(pool, busy))
+        assert len(pool._leaves) <= 2 * pool.capacity + 65, "stale entries pile up"
+    assert pool.free == 1
+    pool.allocate(2)
+    assert (len(pool.match(old)), len(pool.match(busy))) == (1, 1), "the least recently used leaf goes first"
+    pool.allocate(2)
+    assert (pool.match(old), pool.match(busy)) == ([], [])
+
+
 def test_what_is_forgotten_is_free_and_what_is_used_stays_known() -> None:
     pool = BlockPool(9)
     used, unused = own(pool, chain(1, 2)), own(pool, chain(3, 4, 5))

@@ -115,6 +115,20 @@ def test_admission_leaves_a_block_for_each_that_runs() -> None:
     assert shape(books.step()) == (["a"], [("c", 4)])  # 2 are free: one each
 
 
+def test_scheduler_refused_request_goes_as_soon_as_blocks_come_back() -> None:
+    """Blocks may come back without any other change: when a peer's late reads into them have settled."""
+    books = Books(blocks=8)
+    books.add("a", 4, max_tokens=50)
+    books.step()
+    unsafe = books.pool.allocate(3)
+    books.pool.quarantine(unsafe)
+    books.add("b", 12, seed=1)
+    assert shape(books.step()) == (["a"], [])
+    assert shape(books.step()) == (["a"], []), "nothing has changed"
+    books.pool.settle(unsafe)
+    assert shape(books.step()) == (["a"], [("b", 12)])
+
+
 def test_a_cached_prefix_makes_room() -> None:
     books = Books(blocks=8)
     first = books.add("a", 17, max_tokens=40)
