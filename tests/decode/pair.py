@@ -221,8 +221,13 @@ async def open_pair(
     """Both workers, started; at the end nothing may be held on either side."""
     prefill, decode = prefill or fake_side("prefill"), decode or fake_side("decode")
     server = serve(prefill, rooms=rooms, secret=secret, wall_clock=wall_clock, guides=guides)
-    deadlines = {"transfer_deadline_s": transfer_deadline_s, "answer_deadline_s": answer_deadline_s}
-    prefills = ask(decode, **deadlines, secret=secret, wall_clock=wall_clock)
+    prefills = ask(
+        decode,
+        transfer_deadline_s=transfer_deadline_s,
+        answer_deadline_s=answer_deadline_s,
+        secret=secret,
+        wall_clock=wall_clock,
+    )
     pair = Pair(prefill, decode, server, prefills)
     await prefill.open()
     await decode.open()

@@ -170,6 +170,6 @@ def test_worker_without_default_route_demands_advertised_host(
     arguments = ("-c", show, "0.0.0.0", "--control-host")
     refused = subprocess.run(first.command(*arguments), capture_output=True, text=True, check=False)
     assert refused.returncode and "Set --advertise-host" in refused.stderr
-    arguments += (PREFILL,)
-    found = subprocess.run(first.command(*arguments), capture_output=True, text=True, check=True)
+    advertised = first.command(*arguments, PREFILL)
+    found = subprocess.run(advertised, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == PREFILL

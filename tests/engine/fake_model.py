@@ -50,6 +50,8 @@ class FakeModel:
         """Tokens of each pass."""
         self.fail_on: int | None = None
         """A token id at which a pass raises, as a broken kernel would."""
+        self.failure: Exception = RuntimeError("a kernel failed")
+        """What it raises."""
         self.nan_on: int | None = None
         """A last token whose row's logits are NaN."""
         self.go = threading.Event()
@@ -66,7 +68,7 @@ class FakeModel:
         before = [self._read(memory, batch, row, batch.rows[row].start) for row in range(len(batch.rows))]
         self.go.wait()
         if self.fail_on is not None and bool((batch.tokens == self.fail_on).any()):
-            raise RuntimeError("a kernel failed")
+            raise self.failure
         slots = batch.slots
         assert len(set(slots.tolist())) == len(slots), "two tokens share a slot"
         assert int(slots.min()) >= cache.block_size, "block 0 is written"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import threading
 import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from baton_api.errors import (
     ContextTooLong,
@@ -17,9 +20,15 @@ from baton_api.errors import (
     Overloaded,
     PromptTooLarge,
 )
+from baton_engine import passes
+from baton_engine.engine import FAILURES_LIMIT
+from baton_engine.jobs import Job
+from baton_engine.masks import Masks
 from baton_engine.requests import FinishReason, Request
-from tests.engine.fake_model import FakeModel
+from tests.engine.fake_model import FakeModel, make_cache
 from tests.engine.serving import Serving, prompt_of, request_of
+
+NUMBERS = itertools.count()
 
 
 def test_a_request_gives_the_models_tokens_one_by_one_and_ends_with_length() -> None:
@@ -235,6 +244,69 @@ def test_a_failed_pass_ends_its_requests_and_the_engine_lives_on(caplog: pytest.
         serving.at_rest()
         model.fail_on = None
         assert serving.run(request_of("good")) == [model.greedy(prompt_of(10), 8)]
+
+
+def fail(serving: Serving, times: int) -> None:
+    """So many passes fail, one after another."""
+    for _ in range(times):
+        name = f"bad{next(NUMBERS)}"
+        serving.submit(request_of(name, prompt=(1, 90)))
+        assert isinstance(serving.ended(name).error, InternalError)
+
+
+def test_engine_failed_passes_in_a_row_are_fatal() -> None:
+    """A worker that fails every pass ends, so that a new process takes its place; a good pass starts anew."""
+    model = FakeModel()
+    model.fail_on = 90
+    with Serving(model=model) as serving:
+        for _ in range(2):
+            fail(serving, FAILURES_LIMIT - 1)
+            serving.run(request_of(f"good{next(NUMBERS)}"))
+        assert serving.fatal == []
+        fail(serving, FAILURES_LIMIT + 1)
+        (reason,) = serving.fatal
+        assert reason == "the last 5 forward passes failed, the last one with: a kernel failed"
+
+
+def test_engine_accelerator_error_is_fatal_at_once() -> None:
+    model = FakeModel()
+    model.fail_on = 90
+    model.failure = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    with Serving(model=model) as serving:
+        fail(serving, 1)
+        (reason,) = serving.fatal
+        assert "an illegal memory access was encountered" in reason
+
+
+@pytest.mark.parametrize(
+    ("error", "lasting"),
+    [
+        (torch.AcceleratorError("CUDA error: device-side assert triggered"), True),
+        (RuntimeError("CUDA error: unspecified launch failure"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), False),
+        (RuntimeError("a kernel failed"), False),
+        (ValueError("our own mistake"), False),
+    ],
+)
+def test_passes_lasting_errors_are_those_of_the_accelerator(error: Exception, lasting: bool) -> None:
+    assert passes.is_lasting(error) is lasting
+
+
+def test_passes_time_includes_work_the_device_has_queued() -> None:
+    """An accelerator's forward returns at once; the pass has ended when the device has."""
+    model, cache, now = FakeModel(), make_cache(8), 0.0
+    job = Job(request_of("a"), cache.block_size, 3)
+    job.grow([1, 2, 3])
+
+    def settle() -> None:
+        nonlocal now
+        assert model.passes == 1, "the device is waited for before it has got its work"
+        now += 2.0
+
+    masks = Masks(model.spec.vocab)
+    with torch.inference_mode(), contextlib.closing(masks):
+        _, seconds = passes.run(model, cache, [passes.share(job, 10)], masks, lambda: now, settle)
+    assert seconds == 2.0
 
 
 def test_nothing_of_a_failed_pass_is_published() -> None:

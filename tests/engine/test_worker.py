@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from torch import Tensor
 
-from baton_api.errors import SetupError
+from baton_api.announcements import Announcement, Announcer, Listening, Ready
+from baton_api.errors import BatonError, SetupError
 from baton_api.workers import Role
+from baton_engine import service
+from baton_engine.batch import Batch
+from baton_engine.cache import KVCache
+from baton_engine.model.progress import SILENT
+from baton_engine.model.spec import ModelSpec
 from baton_engine.requests import Request, SamplingParams
+from baton_engine.service import Duties
 from baton_engine.settings import WorkerSettings
-from baton_engine.worker import open_worker
+from baton_engine.worker import Worker, open_worker
 from tests.engine.models import make_model
 
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 16 * 4
@@ -55,6 +66,58 @@ async def test_a_worker_that_is_open_has_answered_and_answers(tiny: Path) -> Non
     assert (load.role, load.model, load.control) == (Role.BOTH, "tiny", "127.0.0.1:9")
     assert load.total_blocks == 2**20 // BLOCK_BYTES - 1
     assert load.compatibility == worker.compatibility.digest
+
+
+class BrokenModel:
+    """Every pass fails, as with a GPU that has fallen off the bus."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    def hidden_states(self, batch: Batch, cache: KVCache) -> Tensor:
+        return self.forward(batch, cache)
+
+    def project(self, states: Tensor) -> Tensor:
+        return states
+
+
+class Listener(Announcer):
+    """Keeps what a starting process says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.port = 0
+        self.ready = asyncio.Event()
+
+    def __call__(self, announcement: Announcement) -> None:
+        match announcement:
+            case Listening(port=port):
+                self.port = port
+            case Ready():
+                self.ready.set()
+
+
+async def test_service_accelerator_error_ends_process_with_reason(tiny: Path) -> None:
+    """Clients get errors, and the process ends for its supervisor to start another."""
+    listener = Listener()
+
+    @contextlib.asynccontextmanager
+    async def breaking(worker: Worker) -> AsyncIterator[Duties]:
+        worker.engine._model = BrokenModel(worker.spec)  # after the warm-up, as hardware does
+        yield Duties()
+
+    chosen = settings(tiny, port=0, name="gpu-worker")
+    running = asyncio.ensure_future(service.run(chosen, listener, SILENT, breaking))
+    await listener.ready.wait()
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.port}", trust_env=False) as http:
+        assert (await http.get("/ready")).status_code == 200
+        body = {"model": "tiny", "prompt": [3, 4], "max_tokens": 4}
+        assert (await http.post("/v1/completions", json=body)).status_code == 500
+    with pytest.raises(BatonError, match=r"gpu-worker cannot go on: its accelerator failed.*launch failure"):
+        await running
 
 
 async def test_two_starts_are_told_apart_and_can_share_blocks(tiny: Path) -> None:

@@ -58,6 +58,9 @@ __all__ = ["Engine", "EngineLimits"]
 
 log = logging.getLogger(__name__)
 
+FAILURES_LIMIT = 5
+"""Passes that fail in a row after which the worker ends: a new process may do better."""
+
 
 class Engine:
     """
@@ -96,6 +99,9 @@ class Engine:
         self._inbox = Inbox()
         self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
         self._masks = Masks(model.spec.vocab)
+        self._settle = passes.settling(cache.kv.device)
+        self._failures = 0
+        """Passes that failed since the last one that did not."""
         self._figures = Figures(clock)
         self._log = BatchLog(clock)
 
@@ -233,13 +239,17 @@ class Engine:
 
     def _compute(self, shares: list[Share]) -> None:
         try:
-            drawn, seconds = passes.run(self._model, self._cache, shares, self._masks, self._clock)
-        except Exception:
+            drawn, seconds = passes.run(
+                self._model, self._cache, shares, self._masks, self._clock, self._settle
+            )
+        except Exception as error:
             names = ", ".join(share.job.request.id for share in shares)
             log.exception("A forward pass failed; these requests end: %s", names)
             for share in shares:
                 self._end(share.job, FinishReason.ERROR, InternalError())
+            self._check_failures(error)
             return
+        self._failures = 0
         self._figures.forward_times.add(seconds)
         self._figures.generated(len(drawn))
         self._figures.computed(sum(share.tokens for share in shares if not share.generates))
@@ -418,6 +428,13 @@ class Engine:
                 f"{self._pool.quarantined} of {self._pool.capacity} KV blocks are quarantined, more than "
                 f"{limit:.0f}: transfers from a peer hang; only a restart frees the blocks"
             )
+
+    def _check_failures(self, error: Exception) -> None:
+        self._failures += 1
+        if passes.is_lasting(error):
+            self._fatal(f"its accelerator failed, and fails from now on: {error}")
+        elif self._failures == FAILURES_LIMIT:
+            self._fatal(f"the last {FAILURES_LIMIT} forward passes failed, the last one with: {error}")
 
     def _fatal(self, reason: str) -> None:
         log.critical("The worker cannot go on: %s.", reason)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from baton_api.errors import BatonError
@@ -56,9 +58,18 @@ Drawn = TokenChoice | BatonError | None
 
 
 def run(
-    model: Model, cache: KVCache, shares: list[Share], masks: Masks, timed: Callable[[], float]
+    model: Model,
+    cache: KVCache,
+    shares: list[Share],
+    masks: Masks,
+    timed: Callable[[], float],
+    settle: Callable[[], None],
 ) -> tuple[list[Drawn], float]:
-    """What is drawn for each share that draws, in their order, and the seconds of the forward pass alone."""
+    """
+    What is drawn for each share that draws, in their order, and the seconds of the forward pass alone.
+
+    `settle` is `settling` of the cache's device.
+    """
     batch = Batch([_row(share) for share in shares], cache.block_size, cache.kv.device)
     draws = [share.job.draw for share in shares if share.draws]
     filling = masks.begin(draws)
@@ -69,10 +80,34 @@ def run(
             logits = model.project(_read(model, shares, states))
         else:
             logits = model.forward(batch, cache)
+        settle()
         seconds = timed() - started
     finally:
         filled = filling.wait()
     return (_draw(logits, draws, filled) if draws else []), seconds
+
+
+def settling(device: torch.device) -> Callable[[], None]:
+    """
+    Waits until the device has computed what it was given, and raises what went wrong there.
+
+    An accelerator only queues its work: without the wait a pass would seem to take no time, its failure would
+    come up in a later one, and its blocks would be announced before they are written.
+    """
+    if device.type == "cpu":
+        return lambda: None
+    return partial(torch.accelerator.synchronize, device)
+
+
+def is_lasting(error: BaseException) -> bool:
+    """
+    Whether every later pass of this process would fail too.
+
+    An error of an accelerator stays in its context until the process ends; a lack of memory does not.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
 
 
 def _draw(logits: Tensor, draws: list[Draw], masks: list[Mask]) -> list[Drawn]:
