@@ -28,6 +28,7 @@ from baton_operator.manifests.objects import Manifest
 from baton_operator.observer import Observer
 from baton_operator.plan import Images
 from baton_operator.reconciler import ServiceReconciler
+from baton_operator.router_rollouts import RouterRollouts
 from tests.charts.helm import of_kind, render
 from tests.router.real_kubernetes import RealKubernetes, real_kubernetes
 
@@ -311,6 +312,7 @@ class Inside:
             lambda namespace, name, status, objectives: None,
             lambda: self.now,
             600.0,
+            RouterRollouts(),
         )
 
     async def reconcile(self, name: str = "chat", namespace: str = "models") -> float | None:
