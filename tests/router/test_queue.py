@@ -21,6 +21,7 @@ from baton_router.queue import Queue
 from baton_router.settings import RouterSettings
 from baton_router.spare import NEARLY_DONE_S, TOGETHER_S
 from baton_router.upstream import Upstream
+from baton_router.waiting_room import LEVELS
 from baton_router.workers import FULL_S, Worker, Workers
 
 LONG, SHORT = 40_000, 400
@@ -206,6 +207,20 @@ async def test_who_comes_back_goes_first() -> None:
         await cluster.finish(first)
         assert cluster.gone == ["first", "again"]
         assert cluster.tasks["again"].result().pair.decode is cluster.decodes[1]
+
+
+async def test_waiting_at_a_frontend_counts_in_order_and_age() -> None:
+    """A request may have waited before the scheduler heard of it."""
+    async with cluster_of(wait_s=20.0) as cluster:
+        first = await cluster.send("first", LONG)
+        await cluster.send("young", LONG)
+        await cluster.send("old", LONG, waited_s=15.0)
+        assert cluster.queue.oldest(LEVELS["default"]) == cluster.now - 15.0
+        expiring = await cluster.send("expiring", LONG, waited_s=19.0)
+        await cluster.pass_time(1.1)
+        assert isinstance(expiring.exception(), NotInTime)
+        await cluster.finish(first)
+        assert cluster.gone == ["first", "old"]
 
 
 async def test_a_worker_that_was_full_is_not_asked_again_at_once() -> None:
