@@ -1,17 +1,19 @@
 """
-What the operator costs: many InferenceServices against a real API server, and again after a restart.
+What the operator costs: many InferenceServices against a real API server, again after a restart, and at rest.
 
     KUBEBUILDER_ASSETS=FOLDER python -m benchmarks.operator --services 1000
 
 Nodes and controllers are left out: what is measured is the operator, and the API server that it asks. A
 service has settled when its status says what is so of this spec and nobody writes any more. Each round ends
-with the operator's own figures: requests, writes, memory.
+with the operator's own figures: requests, writes, memory, and its requests while nothing changes. A watch
+counts once, when it begins. The operator scales `--scaled` of the services, and has no Prometheus to ask.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -24,29 +26,38 @@ from baton_operator.api_server import path
 from tests.operator.real_cluster import Process, RealCluster, counted, real_cluster, running_operator
 
 PAIR: dict[str, Any] = {"model": {"uri": "builtin://smollm2"}, "prefill": {}, "decode": {"replicas": 2}}
+SCALED: dict[str, Any] = {
+    "model": {"uri": "builtin://smollm2"},
+    "prefill": {"scaling": {"minReplicas": 1, "maxReplicas": 4}},
+    "decode": {"scaling": {"minReplicas": 1, "maxReplicas": 4}},
+    "autoscaling": {"mode": "Internal"},
+}
 QUIET_S = 5.0
 """Seconds without a request about a service after which nothing more is to come."""
 
 
-async def main(services: int, namespaces: int, concurrency: int, limit_s: float) -> None:
+async def main(given: argparse.Namespace) -> None:
+    services, namespaces = given.services, given.namespaces
     with tempfile.TemporaryDirectory() as folder:
         async with real_cluster(Path(folder)) as cluster:
             for number in range(namespaces):
                 await cluster.api.post("/api/v1/namespaces", {"metadata": {"name": f"n{number}"}})
             began = time.monotonic()
             for number in range(services):
-                await cluster.put(PAIR, f"s{number}", f"n{number % namespaces}")
+                spec = SCALED if number < given.scaled else PAIR
+                await cluster.put(spec, f"s{number}", f"n{number % namespaces}")
             print(f"{services} services made in {time.monotonic() - began:.0f} s", flush=True)
             for label in ("first start", "restart"):
-                await measure(cluster, label, services, concurrency, limit_s)
+                await measure(cluster, label, given)
 
 
-async def measure(cluster: RealCluster, label: str, services: int, concurrency: int, limit_s: float) -> None:
+async def measure(cluster: RealCluster, label: str, given: argparse.Namespace) -> None:
     """Start the operator, wait until all has settled, and print what that took."""
+    services = given.services
     before = len(cluster.asked())
     began = time.monotonic()
-    async with running_operator(cluster, "operator", f"--concurrency={concurrency}") as operator:
-        looked = await settled(operator, services, began, limit_s)
+    async with running_operator(cluster, "operator", f"--concurrency={given.concurrency}") as operator:
+        looked = await settled(operator, given, began)
         there = await said(cluster)
         assert there == services, f"{there} of {services} have a status"
         asked = cluster.asked(before)
@@ -57,17 +68,26 @@ async def measure(cluster: RealCluster, label: str, services: int, concurrency: 
             flush=True,
         )
         print(f"  {dict(counted(asked).most_common(8))}", flush=True)
+        before, cpu_s = len(cluster.asked()), operator.cpu_s
+        await asyncio.sleep(given.rest_s)
+        asked = cluster.asked(before)
+        print(
+            f"  at rest: {len(asked) / given.rest_s:.2f} requests/s {dict(counted(asked).most_common(8))}, "
+            f"{(operator.cpu_s - cpu_s) / given.rest_s:.1%} of a core, load {os.getloadavg()[0]:.0f}",
+            flush=True,
+        )
 
 
-async def settled(operator: Process, services: int, began: float, limit_s: float) -> float:
+async def settled(operator: Process, given: argparse.Namespace, began: float) -> float:
     """Seconds until the last look at a service before a quiet while."""
+    services, limit_s = given.services, given.limit_s
     looks, last = 0.0, began
     while True:
         await asyncio.sleep(0.5)
         now = time.monotonic()
         assert now - began < limit_s, f"{looks:.0f} looks in {limit_s:.0f} s, and no end"
         try:
-            count = await operator.figure("baton_operator_reconcile_seconds_count")
+            count = await operator.figure(LOOKS)
         except httpx.TimeoutException:  # the machine has much to do
             continue
         if count != looks:
@@ -75,6 +95,10 @@ async def settled(operator: Process, services: int, began: float, limit_s: float
         elif looks >= services and now - last > QUIET_S:
             print(f"  {looks:.0f} looks", flush=True)
             return last - began
+
+
+LOOKS = 'baton_operator_reconcile_seconds_count{kind="InferenceService",result="success"}'
+"""The scaler looks at what it scales all the time."""
 
 
 async def said(cluster: RealCluster) -> int:
@@ -91,5 +115,6 @@ if __name__ == "__main__":
     parser.add_argument("--namespaces", type=int, default=20)
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--limit-s", type=float, default=1800.0)
-    given = parser.parse_args()
-    asyncio.run(main(given.services, given.namespaces, given.concurrency, given.limit_s))
+    parser.add_argument("--rest-s", type=float, default=60.0)
+    parser.add_argument("--scaled", type=int, default=0)
+    asyncio.run(main(parser.parse_args()))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from baton_operator.api_resources import API
 from baton_operator.api_server import ApiServer
+from baton_operator.cache import Cache
 from baton_operator.conditions import Fact, written
 from baton_operator.merge_patch import difference
 
@@ -15,13 +15,14 @@ NOT_ACTIVE = Fact("Active", False, "NotImplemented", "This release does not load
 class AdapterReconciler:
     """For all LoraAdapters. `clock` gives Unix seconds."""
 
-    def __init__(self, api: ApiServer, clock: Callable[[], float], resync_s: float) -> None:
+    def __init__(self, api: ApiServer, cache: Cache, clock: Callable[[], float], resync_s: float) -> None:
         self._api = api
+        self._cache = cache
         self._clock = clock
         self._resync_s = resync_s
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
-        there = await self._api.get(API, "LoraAdapter", namespace, name)
+        there = self._cache.get("LoraAdapter", namespace, name)
         if there is None or "deletionTimestamp" in there["metadata"]:
             return None
         before = there.get("status", {})

@@ -16,8 +16,8 @@ API = f"{GROUP}/{VERSION}"
 RBAC_API = "rbac.authorization.k8s.io/v1"
 NETWORKING_API = "networking.k8s.io/v1"
 
-READ = ("get", "list", "watch")
-ALL_VERBS = ("list", "watch", "create", "patch", "delete")
+READ = ("list", "watch")
+ALL_VERBS = (*READ, "create", "patch", "delete")
 """Server-side apply, pruning, and watching for changes by others."""
 
 
@@ -36,6 +36,8 @@ class ApiResource:
     """Whether objects that the spec no longer asks for are deleted."""
     optional: bool = False
     """Whether a cluster may lack it."""
+    foreign: bool = False
+    """Whether its objects are made by others, for others: they carry no label of the operator's."""
 
     @property
     def group(self) -> str:
@@ -47,6 +49,11 @@ class ApiResource:
         """Whether the kind is one of Baton's own, which users write."""
         return self.group == GROUP
 
+    @property
+    def owned(self) -> bool:
+        """Whether its objects carry the operator's label: it made them, or Kubernetes did for it."""
+        return not self.custom and not self.foreign
+
 
 WATCHED = (
     ApiResource(API, "InferenceService", "inferenceservices", READ, "What users ask for."),
@@ -55,7 +62,7 @@ WATCHED = (
         API,
         "BatchJob",
         "batchjobs",
-        ("get", "list", "watch", "create", "delete"),
+        (*READ, "create", "delete"),
         "Routers may create BatchJobs, so the operator must hold that right to grant it. It deletes those "
         "that a router created some time after they end.",
     ),
@@ -63,7 +70,7 @@ WATCHED = (
         API,
         "RoleScaler",
         "rolescalers",
-        ("get", "list", "watch", "create", "patch", "delete"),
+        ALL_VERBS,
         "Created once. An autoscaler writes the numbers: the operator's own, or another.",
         pruned=True,
     ),
@@ -72,7 +79,7 @@ WATCHED = (
         "batch/v1",
         "Job",
         "jobs",
-        ("get", *ALL_VERBS),
+        ALL_VERBS,
         "Fetching models, running batches. Jobs of batches are suspended, resumed and deleted.",
     ),
     ApiResource(NETWORKING_API, "Ingress", "ingresses", ALL_VERBS, "Exposure by an Ingress.", pruned=True),
@@ -102,20 +109,20 @@ WATCHED = (
     ),
     ApiResource(RBAC_API, "RoleBinding", "rolebindings", ALL_VERBS, "Binds a router's Role.", pruned=True),
     ApiResource(
-        "v1", "ConfigMap", "configmaps", ALL_VERBS, "Generations and weights; the heartbeat.", pruned=True
+        "v1", "ConfigMap", "configmaps", ALL_VERBS, "Generations and weights of services.", pruned=True
     ),
     ApiResource(
         "v1",
         "PersistentVolumeClaim",
         "persistentvolumeclaims",
-        ("list", "watch", "create"),
+        (*READ, "create"),
         "Models' files, which are never deleted.",
     ),
     ApiResource(
         "v1",
         "Pod",
         "pods",
-        ("list", "watch", "patch"),
+        (*READ, "patch"),
         "State of workers and routers. A deletion cost is written before a role shrinks.",
     ),
     ApiResource("v1", "Service", "services", ALL_VERBS, "Addresses of routers and workers.", pruned=True),
@@ -145,17 +152,23 @@ WATCHED = (
         pruned=True,
         optional=True,
     ),
+    ApiResource(
+        GATEWAY_API,
+        "Gateway",
+        "gateways",
+        READ,
+        "The URL of a service with an HTTPRoute follows the Gateway's listener.",
+        optional=True,
+        foreign=True,
+    ),
 )
 """All kinds of which the operator reads objects."""
 
-OWNED = tuple(one for one in WATCHED if not one.custom)
-"""Kinds that carry the operator's labels: created by it, or by Kubernetes for it."""
+OWNED = tuple(one for one in WATCHED if one.owned)
 
 PRUNED = frozenset(one.kind for one in WATCHED if one.pruned)
 """Kinds of which objects are deleted once the spec no longer asks for them. Claims hold files that are slow
 to fetch again, and Jobs are removed by their own time to live."""
-
-OPTIONAL_APIS = frozenset(one.api for one in WATCHED if one.optional)
 
 _PLURALS = {one.kind: one.plural for one in WATCHED}
 

@@ -1,5 +1,5 @@
 """
-The Kubernetes API as the operator needs it: read, apply, make once, delete, and write status.
+The Kubernetes API as the operator needs it: list, watch, apply, make once, delete, and write status.
 
 By the official client's transport, with paths and bodies of our own: the operator deals in manifests, and a
 generated class for each kind would only stand between.
@@ -8,17 +8,18 @@ generated class for each kind would only stand between.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
 from urllib.parse import quote, urlencode
 
-from aiohttp import ClientError
+import msgspec
+from aiohttp import ClientError, ClientResponse, ClientTimeout
 from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.exceptions import ApiException
 
 from baton_operator.api_resources import plural
 from baton_operator.manifests.objects import Manifest
-from baton_operator.observed import Key
+from baton_operator.observed import Key, key
 
 FIELD_MANAGER = "baton"
 
@@ -29,36 +30,120 @@ TIMEOUT_S = 30.0
 PAGE = 500
 """Objects of one answer to a list."""
 
-NOT_FOUND, CONFLICT = 404, 409
+FORBIDDEN, NOT_FOUND, CONFLICT, GONE = 403, 404, 409, 410
 
 Guard = Callable[[], None]
+
+
+class Writes(Protocol):
+    """Takes what the API server answered to writes, so that the next read sees them."""
+
+    def wrote(self, manifest: Manifest) -> None: ...
+
+    def deleted(self, key: Key, namespace: str, uid: str) -> None: ...
+
+
+class NoWrites:
+    """For whoever reads from the API server itself."""
+
+    def wrote(self, manifest: Manifest) -> None: ...
+
+    def deleted(self, key: Key, namespace: str, uid: str) -> None: ...
 
 
 class ApiServer:
     """One API server, under one account. `guard` is asked before each write, and raises if it may not be."""
 
-    def __init__(self, client: ApiClient, guard: Guard, answered: Callable[[str, int], None]) -> None:
+    def __init__(
+        self,
+        client: ApiClient,
+        guard: Guard,
+        answered: Callable[[str, int], None],
+        writes: Writes | None = None,
+    ) -> None:
         self._client = client
         self._guard = guard
         self._answered = answered
         """Told of each answer: method and status, 0 if there was none."""
+        self._writes = writes or NoWrites()
+
+    async def pages(
+        self,
+        api: str,
+        kind: str,
+        namespace: str = "",
+        selector: str = "",
+        field: str = "",
+        limit: int = PAGE,
+    ) -> AsyncGenerator[tuple[Sequence[Manifest], str]]:
+        """
+        The same page by page, each with the version of the whole list; items do not say their kind.
+
+        All pages are of one moment. With a `limit` of 0 there is just one page, of all objects. Raises
+        ApiException: 410 if the API server has forgotten that moment before the last page.
+        """
+        query = {"limit": str(limit), **_selecting(selector, field)}
+        while True:
+            answer = await self._request("GET", path(api, kind, namespace), query=query)
+            yield answer["items"] or [], answer["metadata"]["resourceVersion"]
+            more = answer["metadata"].get("continue")
+            if not more:
+                return
+            query["continue"] = more
+
+    async def watch(
+        self,
+        api: str,
+        kind: str,
+        namespace: str,
+        selector: str,
+        version: str,
+        *,
+        limit_s: float,
+        silence_s: float,
+    ) -> AsyncGenerator[tuple[str, Manifest]]:
+        """
+        Events after that version: their type, and the object. The first one has neither: the watch has begun.
+
+        Ends when the API server ends it, after `limit_s` at the latest. Raises ApiException: 410 if the
+        version is too old, 0 if the connection breaks or brings nothing for `silence_s`.
+        """
+        query = {
+            "watch": "true",
+            "resourceVersion": version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": f"{limit_s:.0f}",
+            **_selecting(selector),
+        }
+        within = ClientTimeout(total=None, connect=TIMEOUT_S, sock_read=silence_s)
+        try:
+            response = await self._send("GET", path(api, kind, namespace), query=query, within=within)
+            try:
+                self._answered("GET", response.status)
+                if response.status != 200:
+                    content = await response.read()
+                    raise ApiException(status=response.status, reason=_reason(content) or response.reason)
+                yield "", {}
+                async for line in _lines(response):
+                    event = msgspec.json.decode(line)
+                    if event["type"] == "ERROR":
+                        status = event["object"]
+                        raise ApiException(status=status.get("code", 500), reason=status.get("message", ""))
+                    yield event["type"], event["object"]
+            finally:
+                response.close()
+        except (ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+            raise ApiException(status=0, reason=f"{type(error).__name__}: {error}") from error
 
     async def list(
         self, api: str, kind: str, namespace: str = "", selector: str = "", field: str = ""
     ) -> list[Manifest]:
         """All of a kind, in a namespace or in all, with these labels and this field. Raises ApiException."""
         found: list[Manifest] = []
-        query = {"limit": str(PAGE)}
-        query |= {"labelSelector": selector} if selector else {}
-        query |= {"fieldSelector": field} if field else {}
-        while True:
-            answer = await self._request("GET", path(api, kind, namespace), query=query)
+        async for items, _ in self.pages(api, kind, namespace, selector, field):
             # What a list holds does not say its kind again.
-            found += [{"apiVersion": api, "kind": kind, **item} for item in answer["items"]]
-            more = answer["metadata"].get("continue")
-            if not more:
-                return found
-            query["continue"] = more
+            found += [{"apiVersion": api, "kind": kind, **item} for item in items]
+        return found
 
     async def get(self, api: str, kind: str, namespace: str, name: str) -> Manifest | None:
         """None if there is no such object. Raises ApiException."""
@@ -76,32 +161,45 @@ class ApiServer:
         Another's object of the same name is left alone. Raises ApiException, 409 for such a one.
         """
         query = {"fieldManager": FIELD_MANAGER, "force": str(ours).lower()}
-        return await self._request("PATCH", path_of(manifest), query=query, body=manifest, kind=APPLY)
+        answer = await self._request("PATCH", path_of(manifest), query=query, body=manifest, kind=APPLY)
+        self._writes.wrote(answer)
+        return answer
 
     async def create(self, manifest: Manifest) -> bool:
         """Make an object; False if there is one already. Raises ApiException."""
         where = path(manifest["apiVersion"], manifest["kind"], manifest["metadata"].get("namespace", ""))
         try:
-            await self._request("POST", where, query={"fieldManager": FIELD_MANAGER}, body=manifest)
+            answer = await self._request("POST", where, query={"fieldManager": FIELD_MANAGER}, body=manifest)
         except ApiException as error:
             if error.status == CONFLICT:
                 return False
             raise
+        self._writes.wrote(answer)
         return True
 
     async def replace(self, manifest: Manifest) -> Manifest:
         """Write an object over the version it was made from. Raises ApiException, 409 if there is a newer."""
         return await self._request("PUT", path_of(manifest), body=manifest)
 
-    async def delete(self, key: Key, namespace: str) -> None:
-        """Delete an object and what belongs to it; one that is gone is fine. Raises ApiException."""
-        api, kind, name = key
+    async def delete(self, manifest: Manifest) -> None:
+        """
+        Delete just this object, and what belongs to it; one that is gone is fine.
+
+        Raises ApiException, 409 if another one has its name by now.
+        """
+        metadata = manifest["metadata"]
+        body = {"propagationPolicy": "Background", "preconditions": {"uid": metadata["uid"]}}
         try:
-            body = {"propagationPolicy": "Background"}
-            await self._request("DELETE", path(api, kind, namespace, name), body=body)
+            answer = await self._request("DELETE", path_of(manifest), body=body)
         except ApiException as error:
             if error.status != NOT_FOUND:
                 raise
+            answer = {}
+        # Some kinds answer with a Status, others with the object that was. Finalizers may hold it back.
+        if answer.get("metadata", {}).get("finalizers"):
+            self._writes.wrote(answer)
+        else:
+            self._writes.deleted(key(manifest), metadata.get("namespace", ""), metadata["uid"])
 
     async def write_status(self, manifest: Manifest, status: Mapping[str, Any]) -> None:
         """
@@ -112,19 +210,22 @@ class ApiServer:
         metadata = {"uid": manifest["metadata"]["uid"]}
         body = {"metadata": metadata, "status": status}
         try:
-            await self._request("PATCH", f"{path_of(manifest)}/status", body=body, kind=MERGE)
+            answer = await self._request("PATCH", f"{path_of(manifest)}/status", body=body, kind=MERGE)
         except ApiException as error:
             if error.status not in (NOT_FOUND, CONFLICT):
                 raise
+        else:
+            self._writes.wrote(answer)
 
     async def merge(self, api: str, kind: str, namespace: str, name: str, body: Mapping[str, Any]) -> bool:
         """Change some fields of an object; False if there is none. Raises ApiException."""
         try:
-            await self._request("PATCH", path(api, kind, namespace, name), body=body, kind=MERGE)
+            answer = await self._request("PATCH", path(api, kind, namespace, name), body=body, kind=MERGE)
         except ApiException as error:
             if error.status == NOT_FOUND:
                 return False
             raise
+        self._writes.wrote(answer)
         return True
 
     async def has(self, api: str) -> bool:
@@ -148,6 +249,27 @@ class ApiServer:
     ) -> Manifest:
         if method != "GET":
             self._guard()
+        try:
+            response = await self._send(method, where, query=query, body=body, kind=kind)
+            content = await response.read()
+        except (ClientError, OSError, TimeoutError) as error:
+            self._answered(method, 0)
+            raise ApiException(status=0, reason=f"{type(error).__name__}: {error}") from error
+        self._answered(method, response.status)
+        if not 200 <= response.status < 300:
+            raise ApiException(status=response.status, reason=_reason(content) or response.reason)
+        return cast(Manifest, msgspec.json.decode(content))
+
+    async def _send(
+        self,
+        method: str,
+        where: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+        kind: str = "application/json",
+        within: float | ClientTimeout = TIMEOUT_S,
+    ) -> ClientResponse:
         # The transport looks for this very spelling.
         headers = {
             "Accept": "application/json",
@@ -158,18 +280,26 @@ class ApiServer:
         host: str = self._client.configuration.host
         url = host + where + (f"?{urlencode(query)}" if query else "")
         # The transport writes JSON, which is YAML too.
-        try:
-            response = await self._client.rest_client.request(
-                method, url, headers=headers, body=body, _request_timeout=TIMEOUT_S
-            )
-            content = await response.read()
-        except (ClientError, OSError, TimeoutError) as error:
-            self._answered(method, 0)
-            raise ApiException(status=0, reason=f"{type(error).__name__}: {error}") from error
-        self._answered(method, response.status)
-        if not 200 <= response.status < 300:
-            raise ApiException(status=response.status, reason=_reason(content) or response.reason)
-        return cast(Manifest, json.loads(content))
+        answer = await self._client.rest_client.request(
+            method, url, headers=headers, body=body, _request_timeout=within
+        )
+        response: ClientResponse = answer.response
+        return response
+
+
+async def _lines(response: ClientResponse) -> AsyncIterator[bytes]:
+    """Each as soon as it is there; the stream's own reader refuses long ones."""
+    rest = b""
+    async for chunk in response.content.iter_any():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line:
+                yield line
+
+
+def _selecting(selector: str, field: str = "") -> dict[str, str]:
+    query = {"labelSelector": selector, "fieldSelector": field}
+    return {name: value for name, value in query.items() if value}
 
 
 def path(api: str, kind: str, namespace: str = "", name: str = "") -> str:

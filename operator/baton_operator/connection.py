@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import kopf
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 
@@ -26,19 +25,7 @@ async def configuration(kubeconfig: str) -> Configuration:
 
 
 async def client(kubeconfig: str) -> ApiClient:
-    """For the operator's own requests. Raises SetupError."""
-    return ApiClient(configuration=await configuration(kubeconfig))
-
-
-async def for_kopf(kubeconfig: str) -> kopf.ConnectionInfo:
-    """The same for kopf's watches. Raises SetupError."""
+    """For all of the operator's requests. Raises SetupError."""
     made = await configuration(kubeconfig)
-    header = await made.get_api_key_with_prefix("BearerToken", alias="authorization")
-    return kopf.ConnectionInfo(
-        server=made.host,
-        ca_path=made.ssl_ca_cert,
-        insecure=not made.verify_ssl,
-        token=header.removeprefix("Bearer ").removeprefix("bearer ") if header else None,
-        certificate_path=made.cert_file,
-        private_key_path=made.key_file,
-    )
+    made.connection_pool_maxsize = 0  # no limit: each watch holds a connection
+    return ApiClient(configuration=made)

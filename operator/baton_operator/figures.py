@@ -12,11 +12,11 @@ from prometheus_client.registry import Collector
 from baton_api import __version__, metrics
 from baton_api.metrics import Metric
 from baton_operator.conditions import Transition
-from baton_operator.heartbeat import Heartbeat
 from baton_operator.kinds.part import duration_s
 from baton_operator.kinds.service_policies import Objectives
 from baton_operator.leadership import Leadership
 from baton_operator.manifests.objects import Manifest
+from baton_operator.reflector import Reflectors
 from baton_operator.report import Status
 from baton_operator.scaling.figures import ScalingFigures
 from baton_operator.work_queue import WorkQueue
@@ -140,19 +140,20 @@ class Watches(Collector):
 
 
 class Process(Collector):
-    """Queue, Lease and heartbeat, read when somebody asks."""
+    """Queue, Lease and cache, read when somebody asks."""
 
-    def __init__(self, queue: WorkQueue, leadership: Leadership, heartbeat: Heartbeat) -> None:
+    def __init__(self, queue: WorkQueue, leadership: Leadership, reflectors: Reflectors) -> None:
         self._queue = queue
         self._leadership = leadership
-        self._heartbeat = heartbeat
+        self._reflectors = reflectors
 
     def collect(self) -> Iterator[Family]:
         for metric, value in (
             (metrics.OPERATOR_QUEUE, len(self._queue)),
             (metrics.OPERATOR_QUEUE_OLDEST, self._queue.oldest_s()),
             (metrics.OPERATOR_LEADER, float(self._leadership.holds)),
-            (metrics.OPERATOR_HEARTBEAT, self._heartbeat.age_s),
+            (metrics.OPERATOR_WATCH_AGE, self._reflectors.age_s),
+            (metrics.OPERATOR_UNSYNCED, len(self._reflectors.unsynced)),
         ):
             family = _family(metric)
             family.add_metric([], value)

@@ -1,8 +1,9 @@
 """
 What Kubernetes and Prometheus ask of the operator itself: `/healthz`, `/readyz` and `/metrics`.
 
-It answers before anything else begins. Alive is who waits for the Lease, and who holds it and hears of
-changes; ready is whom the API server answers.
+It answers before anything else begins. An operator that waits for the Lease is alive; the leader is alive as
+long as all its watches are. The leader is ready once its cache is synced; others as long as the API server
+answers them.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ from collections.abc import Callable
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from baton_operator.heartbeat import Heartbeat
 from baton_operator.leadership import Leadership
+from baton_operator.reflector import Reflectors
+
+LATE_S = 120.0
+"""Seconds without anything from a watch after which the operator counts as dead. A watch that is silent is
+begun anew long before, and the API server sends a bookmark each minute."""
 
 SILENT_S = 30.0
 """Seconds without an answer about the Lease after which an operator that waits is not ready."""
@@ -25,16 +30,16 @@ class Health:
     def __init__(
         self,
         leadership: Leadership,
-        heartbeat: Heartbeat,
+        reflectors: Reflectors,
         metrics: Callable[[], bytes],
         clock: Callable[[], float],
     ) -> None:
         self._leadership = leadership
-        self._heartbeat = heartbeat
+        self._reflectors = reflectors
         self._metrics = metrics
         self._clock = clock
         self.led = False
-        """Whether the work has begun, from when on watches have to live."""
+        """Whether the watches have begun."""
         self.port = 0
 
     async def start(self, host: str, port: int) -> web.AppRunner:
@@ -54,15 +59,17 @@ class Health:
         return runner
 
     async def _healthz(self, _: web.Request) -> web.Response:
-        if self.led and not self._heartbeat.alive:
-            age = self._heartbeat.age_s
-            return _answer(503, f"no heartbeat has come back by a watch for {age:.0f} s")
+        if self.led and (stale := self._reflectors.stale(LATE_S)):
+            return _answer(503, f"nothing has come by the watch of {', '.join(stale)} for {LATE_S:.0f} s")
         return _answer(200, "ok")
 
     async def _readyz(self, _: web.Request) -> web.Response:
         if self.led:
-            ready = self._leadership.holds and self._heartbeat.watching and self._heartbeat.alive
-            return _answer(200, "leads") if ready else _answer(503, "its watches do not live yet")
+            if unsynced := self._reflectors.unsynced:
+                return _answer(503, f"not listed yet: {', '.join(unsynced)}")
+            if stale := self._reflectors.stale(LATE_S):
+                return _answer(503, f"stale: {', '.join(stale)}")
+            return _answer(200, "leads") if self._leadership.holds else _answer(503, "the Lease is lost")
         looked = self._leadership.looked
         if looked is not None and self._clock() - looked < SILENT_S:
             return _answer(200, "waits for the Lease")

@@ -16,30 +16,28 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any
 
-import kopf
 from kubernetes.aio.client.exceptions import ApiException
 
 from baton_api.errors import SetupError
 from baton_operator import connection, crew, handlers, tries
 from baton_operator.adapters import AdapterReconciler
-from baton_operator.api_resources import API, OPTIONAL_APIS
+from baton_operator.api_resources import API
 from baton_operator.api_server import ApiServer
 from baton_operator.batch_reconciler import BatchReconciler
+from baton_operator.cache import Cache, Change
 from baton_operator.conditions import Transition
 from baton_operator.events import Events
 from baton_operator.figures import Figures, Process
 from baton_operator.health import Health
-from baton_operator.heartbeat import Heartbeat
 from baton_operator.leadership import Leadership
 from baton_operator.manifests.mutual_tls import by_issuer
 from baton_operator.manifests.objects import Manifest
 from baton_operator.observer import Observer
 from baton_operator.plan import Images
 from baton_operator.reconciler import Reconciler, ServiceReconciler
-from baton_operator.router_rollouts import RouterRollouts
+from baton_operator.reflector import Reflectors
 from baton_operator.scaling.autoscaler import Autoscaler
 from baton_operator.scaling.prometheus import Prometheus
 from baton_operator.scaling.settings import ScalingSettings
@@ -64,7 +62,6 @@ def run(settings: OperatorSettings, listening: Listening) -> None:
         if not getattr(settings, name):
             flag = "--" + name.replace("_", "-")
             raise SetupError(f"Which image have pods that name none? Give it by {flag}.")
-    handlers.quiet()
     asyncio.run(_run(settings, listening))
 
 
@@ -76,66 +73,73 @@ async def _run(settings: OperatorSettings, listening: Listening) -> None:
     me = settings.identity or f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
     client.user_agent = f"baton-operator/{me}"  # audit logs tell one operator from another
     leadership = Leadership(free, settings.lease_namespace, settings.lease_name, me, clock)
-    api = ApiServer(client, leadership.guard, figures.answered)
-    # It has to lie where watches look.
-    where = settings.namespaces[0] if settings.namespaces else settings.lease_namespace
-    heartbeat = Heartbeat(api, where, settings.lease_name, clock)
     queue, scaling = (WorkQueue(clock, random.Random()) for _ in range(2))
-    figures.watch(Process(queue, leadership, heartbeat))
-    health = Health(leadership, heartbeat, figures.text, clock)
+
+    def changed(change: Change) -> None:
+        for key, after_s in handlers.woken(change):
+            (scaling if key[0] == handlers.SCALING else queue).add(key, after_s)
+
+    cache = Cache(settings.namespaces, changed)
+    api = ApiServer(client, leadership.guard, figures.answered, cache)
+    reflectors = Reflectors(
+        free, cache, clock, random.Random(), settings.watch_silence_s, figures.watches.seen
+    )
+    figures.watch(Process(queue, leadership, reflectors))
+    health = Health(leadership, reflectors, figures.text, clock)
+    events = Events(api, time.time)
+    prometheus = Prometheus(
+        settings.prometheus_url, settings.prometheus_token_file, settings.prometheus_ca_file
+    )
+    reconcilers = _reconcilers(settings, api, cache, figures, events, prometheus)
+
+    async def reconcile() -> None:
+        await reflectors.synced()  # what is not listed yet would look as if it did not exist
+        crews = [queue, scaling] * settings.concurrency
+        await asyncio.gather(*(crew.work(one, reconcilers, figures.reconciled, clock) for one in crews))
+
+    async def work() -> None:
+        tasks.extend(map(asyncio.create_task, (leadership.keep(), events.run())))
+        await _served(free)
+        tasks.extend(reflectors.run())
+        tasks.append(asyncio.create_task(reconcile()))
+        health.led = True
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+
+    tasks: list[asyncio.Task[None]] = []
     runner = await health.start(settings.host, settings.port)
     try:
         listening(f"http://{settings.host}:{health.port}")
-        if not await _until_signal(leadership.take()):
-            return
-        events = Events(api, time.time)
-        prometheus = Prometheus(
-            settings.prometheus_url, settings.prometheus_token_file, settings.prometheus_ca_file
-        )
-        reconcilers = _reconcilers(settings, api, figures, events, prometheus)
-        work = [
-            leadership.keep(),
-            heartbeat.run(),
-            events.run(),
-            *(
-                crew.work(one, reconcilers, figures.reconciled, clock)
-                for one in (queue, scaling)
-                for _ in range(settings.concurrency)
-            ),
-        ]
-        # kopf ends whatever was begun after it, so all of this is begun before.
-        tasks = [asyncio.create_task(one) for one in work]
-        if not await _until_signal(_served(free)):
-            await leadership.release()
-            return
-        heartbeat.restart()
-        health.led = True
-        login = partial(connection.for_kopf, settings.kubeconfig)
-        registry = handlers.registry(
-            login, queue, scaling, heartbeat, figures.watches.seen, await _optional(free)
-        )
-        watching = asyncio.create_task(
-            kopf.operator(
-                registry=registry,
-                settings=handlers.settings(settings.watch_silence_s),
-                clusterwide=not settings.namespaces,
-                namespaces=settings.namespaces,
-            )
-        )
-        await asyncio.wait([watching, *tasks], return_when=asyncio.FIRST_COMPLETED)
-        _end_if_broken(watching, tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        await prometheus.close()
-        await leadership.release()
+        await _lead(leadership, work, tasks)
     finally:
+        await prometheus.close()
         await runner.cleanup()
         await client.close()
 
 
+async def _lead(
+    leadership: Leadership, work: Callable[[], Coroutine[Any, Any, None]], tasks: list[asyncio.Task[None]]
+) -> None:
+    """Wait for the Lease, and work until a signal says to stop; ends the process if any of `tasks` ends."""
+    if not await _until_signal(leadership.take()):
+        return
+    if await _until_signal(work()):
+        for task in tasks:
+            if task.done() and (error := task.exception()):
+                log.error("The operator ends: %s: %s", type(error).__name__, error)
+        os._exit(LOST)  # nothing that could still be written should be
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await leadership.release()
+
+
 def _reconcilers(
-    settings: OperatorSettings, api: ApiServer, figures: Figures, events: Events, prometheus: Prometheus
+    settings: OperatorSettings,
+    api: ApiServer,
+    cache: Cache,
+    figures: Figures,
+    events: Events,
+    prometheus: Prometheus,
 ) -> dict[str, Reconciler]:
     """Who looks after each kind."""
 
@@ -145,22 +149,15 @@ def _reconcilers(
 
     issuer = by_issuer(settings.mutual_tls_issuer)
     images = Images(settings.worker_image, settings.router_image, issuer, settings.metrics_namespace)
-    observer = Observer(api, time.monotonic, RouterTries(tries.read, time.monotonic))
+    observer = Observer(cache, RouterTries(tries.read, time.monotonic))
     scaling = ScalingSettings(settings.prometheus_url, settings.gpu_budget, settings.scaling_window_s)
     return {
         "InferenceService": ServiceReconciler(
-            api,
-            observer,
-            images,
-            tell,
-            figures.services.stands,
-            time.time,
-            settings.resync_s,
-            RouterRollouts(settings.router_rollouts),
+            api, observer, images, tell, figures.services.stands, time.time, settings.resync_s
         ),
-        "BatchJob": BatchReconciler(api, settings.router_image, tell, time.time, settings.resync_s),
-        "LoraAdapter": AdapterReconciler(api, time.time, settings.resync_s),
-        "Scaling": Autoscaler(api, observer, prometheus, scaling, tell, figures.scaling, time.time),
+        "BatchJob": BatchReconciler(api, cache, settings.router_image, tell, time.time, settings.resync_s),
+        "LoraAdapter": AdapterReconciler(api, cache, time.time, settings.resync_s),
+        handlers.SCALING: Autoscaler(api, observer, prometheus, scaling, tell, figures.scaling, time.time),
     }
 
 
@@ -182,7 +179,7 @@ async def _until_signal(doing: Coroutine[Any, Any, None]) -> bool:
 
 
 async def _served(api: ApiServer) -> None:
-    """Wait for the custom resources: kopf looks for them only once."""
+    """Wait for the custom resources: without them nothing can be watched."""
     said = False
     while True:
         try:
@@ -194,25 +191,3 @@ async def _served(api: ApiServer) -> None:
         except ApiException as error:
             log.warning("The API server does not say what it serves: %s %s", error.status, error.reason)
         await asyncio.sleep(CRDS_S)
-
-
-async def _optional(api: ApiServer) -> list[str]:
-    """Which optional APIs the cluster has now; those that come later are heard of at the next start."""
-    names = sorted(OPTIONAL_APIS)
-    try:
-        return [name for name in names if await api.has(name)]
-    except ApiException as error:
-        log.warning("The API server does not say what it serves: %s %s", error.status, error.reason)
-        return []
-
-
-def _end_if_broken(watching: asyncio.Task[None], tasks: list[asyncio.Task[None]]) -> None:
-    """The Lease, a watch or a worker is gone: nothing that could still be written should be."""
-    broken = [task for task in tasks if task.done()]
-    if watching.done() and watching.exception():
-        broken.append(watching)
-    for task in broken:
-        if error := task.exception():
-            log.error("The operator ends: %s: %s", type(error).__name__, error)
-    if broken:
-        os._exit(LOST)

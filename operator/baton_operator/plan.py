@@ -190,9 +190,7 @@ def _shared(observed: Observed, state: State, images: Images) -> list[Manifest]:
         *routers.account(owner, spec),
         routers.weights(owner, weights),
         routers.service(owner),
-        routers.router(
-            owner, spec, images.router, replicas, mutual_tls.shown(owner, shown), observed.generation
-        ),
+        routers.router(owner, spec, images.router, replicas, mutual_tls.shown(owner, shown)),
     ]
     if not spec.security.service_account_name:
         body = {"automountServiceAccountToken": False}

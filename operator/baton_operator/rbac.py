@@ -57,12 +57,6 @@ SERVICES = (
         ("list", "watch"),
         "Granted to routers: Kubernetes lets nobody grant a right that they lack.",
     ),
-    Rule(
-        "gateway.networking.k8s.io",
-        ("gateways",),
-        ("get",),
-        "The URL of a service with an HTTPRoute follows the Gateway's listener.",
-    ),
     Rule("", ("events",), ("create", "patch"), "What has happened to a service."),
 )
 """Wherever there are services: in a ClusterRole, or in a Role of each namespace that is watched."""

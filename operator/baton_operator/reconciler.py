@@ -8,26 +8,22 @@ is. What the API server refuses for good, such as a pod template that is none, i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from kubernetes.aio.client.exceptions import ApiException
 from pydantic import ValidationError
 
-from baton_operator import bindings, http_route, report
-from baton_operator.api_server import CONFLICT, ApiServer
+from baton_operator import bindings, report
+from baton_operator.api_server import CONFLICT, FORBIDDEN, ApiServer
 from baton_operator.conditions import Transition
 from baton_operator.kinds.inference_service import InferenceServiceStatus
 from baton_operator.kinds.service_policies import Objectives
-from baton_operator.manifests.exposure import GATEWAY_API
 from baton_operator.manifests.objects import Manifest
 from baton_operator.merge_patch import difference
 from baton_operator.observed import Observed, key
 from baton_operator.observer import Observer
 from baton_operator.plan import Images, Plan, State, plan
-from baton_operator.router_rollouts import RouterRollouts
 
-FORBIDDEN = 403
 REFUSED = frozenset({400, FORBIDDEN, 422})
 """Answers that the same request would get again: no such right, or a field that is none."""
 
@@ -62,7 +58,6 @@ class ServiceReconciler:
         stands: Stands,
         clock: Callable[[], float],
         resync_s: float,
-        rollouts: RouterRollouts,
     ) -> None:
         self._api = api
         self._observer = observer
@@ -71,18 +66,15 @@ class ServiceReconciler:
         self._stands = stands
         self._clock = clock
         self._resync_s = resync_s
-        self._rollouts = rollouts
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
-        service = await self._observer.service(namespace, name)
-        scalers = await self._observer.scalers(namespace, name)
+        service = self._observer.service(namespace, name)
+        scalers = self._observer.scalers(namespace, name)
         if service is None:
-            self._rollouts.forget(namespace, name)
             self._stands(namespace, name, None, None)
             await self._bind(scalers, None)
             return None
         observed = await self._observer.around(service, scalers)
-        observed = replace(observed, gateways=await self._gateways(observed))
         now = self._clock()
         try:
             made = plan(observed, self._images, now)
@@ -90,7 +82,6 @@ class ServiceReconciler:
             await self._say(observed, *report.refused(observed, error, now))
             await self._bind(scalers, None)
             return self._resync_s
-        made = self._rollouts.admit(made, observed)
         assert made.state is not None
         try:
             await self._carry_out(made, observed)
@@ -105,20 +96,6 @@ class ServiceReconciler:
         )
         await self._bind(scalers, made.state)
         return min(self._resync_s, made.again_s if made.again_s is not None else self._resync_s)
-
-    async def _gateways(self, observed: Observed) -> dict[http_route.Name, Manifest]:
-        """Those of the service's HTTPRoute that exist and that the operator may read."""
-        found = {}
-        for namespace, name in http_route.gateways(observed.service) if GATEWAY_API in observed.apis else ():
-            try:
-                gateway = await self._api.get(GATEWAY_API, "Gateway", namespace, name)
-            except ApiException as error:
-                if error.status != FORBIDDEN:
-                    raise
-                gateway = None
-            if gateway is not None:
-                found[namespace, name] = gateway
-        return found
 
     async def _carry_out(self, made: Plan, observed: Observed) -> None:
         for manifest in made.create:
@@ -137,7 +114,9 @@ class ServiceReconciler:
                     raise Refusal(manifest, error) from error
                 raise
         for gone in made.prune:
-            await self._api.delete(gone, observed.owner.namespace)
+            there = observed.objects[gone]
+            if "deletionTimestamp" not in there["metadata"]:
+                await self._api.delete(there)
 
     async def _say(
         self, observed: Observed, status: report.Status, transitions: Sequence[Transition]

@@ -96,8 +96,7 @@ class OperatorSettings(BaseSettings):
     """Port of the same; 0 takes a free one."""
 
     lease_name: str = Field(default="baton-operator", min_length=1)
-    """Name of the Lease that makes one of several operators the one who works, and of the ConfigMap by which
-    it proves that its watches live."""
+    """Name of the Lease that makes one of several operators the one that works."""
 
     lease_namespace: str = Field(default_factory=_own_namespace, min_length=1)
     """Namespace of the Lease: the operator's own."""
@@ -108,10 +107,6 @@ class OperatorSettings(BaseSettings):
 
     concurrency: int = Field(default=8, ge=1, le=256)
     """Most services that are looked at at once."""
-
-    router_rollouts: int = Field(default=4, ge=1, le=1000)
-    """Services whose routers are replaced at the same time after an upgrade of the operator. A change of a
-    service's spec does not wait."""
 
     watch_silence_s: float = Field(default=70.0, gt=0)
     """Seconds without any news by a watch after which it is begun anew. The API server sends a bookmark each

@@ -1,8 +1,9 @@
 """
 An API server that misbehaves as it is told to, and behaves otherwise.
 
-It has discovery, lists, watches with bookmarks, server-side apply (fields that an applier leaves out vanish),
-versions, and status apart from spec. What it does to watches and requests no test could ask of a real one.
+It has discovery, lists by page, watches with bookmarks, server-side apply (fields that an applier leaves
+out vanish), versions, and status apart from spec. What it does to watches and requests no test could ask of a
+real one.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ SERVED = (
     *((one.api, one.kind) for one in WATCHED if not one.optional),
     ("v1", "Event"),
     ("coordination.k8s.io/v1", "Lease"),
-    ("v1", "Namespace"),
-    ("apiextensions.k8s.io/v1", "CustomResourceDefinition"),
 )
-"""kopf does not begin before it knows of the last two, though nobody lists them."""
 
 Place = tuple[str, str]
 """API and plural."""
+
+SAID = ("apiVersion", "kind")
+"""What items of a list do not say."""
 
 
 class FakeApi:
@@ -45,16 +46,26 @@ class FakeApi:
         """Statuses of the next requests, one after the other, but for the Lease and for watches."""
         self.silent = False
         """With it, watches stay open and bring nothing."""
+        self.refused = ""
+        """Plural of a kind that nobody may read."""
+        self.page = 0
+        """Most objects of a list's page; 0: as many as are asked for."""
+        self.version = 100
+        """Of the newest change."""
         self.requests: Counter[str] = Counter()
         self.watches: Counter[str] = Counter()
         self.objects: dict[tuple[str, str, str, str], Any] = {}
         """By API, plural, namespace and name."""
         self._kinds = {(api, plural(kind)): kind for api, kind in SERVED}
         self._applied: dict[tuple[str, str, str, str], Any] = {}
-        self._events: list[tuple[int, Place, str, Any]] = []
-        self._version = 100
+        self._events: list[tuple[int, Place, Any, Any]] = []
+        """Version, place, and the object before and after each change; None where there is none."""
         self._oldest = 0
         self._error: int | None = None
+        self._cuts = 0
+        self._bookmarks = 0
+        self._lists: dict[str, tuple[int, list[Any]]] = {}
+        """What is left of lists of which a page was given, by the token for the next one."""
         self._news = asyncio.Condition()
 
     async def __aenter__(self) -> FakeApi:
@@ -96,9 +107,31 @@ class FakeApi:
     async def expire(self) -> None:
         """All watches end with the news that their versions are too old."""
         async with self._news:
-            self._version += 1
-            self._oldest = self._version
+            self.version += 1
+            self._oldest = self.version
+            self._lists.clear()
             self._news.notify_all()
+
+    async def cut(self) -> None:
+        """All watches end without a word."""
+        async with self._news:
+            self._cuts += 1
+            self._news.notify_all()
+
+    async def bookmark(self) -> None:
+        """All watches are told how far they are."""
+        async with self._news:
+            self._bookmarks += 1
+            self._news.notify_all()
+
+    async def store(self, api: str, kind: str, body: Any) -> Any:
+        """Make or change an object, as others do."""
+        metadata = body["metadata"]
+        return await self._store((api, plural(kind), metadata["namespace"], metadata["name"]), body)
+
+    async def remove(self, api: str, kind: str, namespace: str, name: str) -> None:
+        """Delete an object, as others do."""
+        await self._remove((api, plural(kind), namespace, name))
 
     async def fail_watches(self, code: int) -> None:
         """All watches get an error that is not about their version."""
@@ -111,21 +144,30 @@ class FakeApi:
 
     async def _store(self, where: tuple[str, str, str, str], made: Any, *, lose: bool = False) -> Any:
         api, resource, *_ = where
-        event = "MODIFIED" if where in self.objects else "ADDED"
+        before = self.objects.get(where)
         async with self._news:
-            self._version += 1
+            self.version += 1
             kind = self._kinds[api, resource]
             metadata = {
-                "uid": f"uid-{self._version}",
+                "uid": before["metadata"]["uid"] if before else f"uid-{self.version}",
                 **made["metadata"],
-                "resourceVersion": str(self._version),
+                "resourceVersion": str(self.version),
+                "namespace": where[2],
             }
             made = {**made, "apiVersion": api, "kind": kind, "metadata": metadata}
             self.objects[where] = made
             if not lose:
-                self._events.append((self._version, (api, resource), event, made))
+                self._events.append((self.version, (api, resource), before, made))
             self._news.notify_all()
         return made
+
+    async def _remove(self, where: tuple[str, str, str, str]) -> None:
+        async with self._news:
+            self.version += 1
+            before = self.objects.pop(where)
+            self._applied.pop(where, None)
+            self._events.append((self.version, where[:2], before, None))
+            self._news.notify_all()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         parts = request.path.strip("/").split("/")
@@ -142,12 +184,14 @@ class FakeApi:
             return _status(404)
         verb = "watch" if "watch" in request.query else request.method
         self.requests[f"{verb} {resource}"] += 1
+        if resource == self.refused:
+            return _status(403)
         if resource != "leases" and verb != "watch" and self.answers:
             return _status(self.answers.pop(0))
         where = (api, resource, namespace, name)
         match request.method:
             case "GET" if verb == "watch":
-                return await self._watch((api, resource), request)
+                return await self._watch((api, resource), namespace, request)
             case "GET" if name:
                 there = self.objects.get(where)
                 return web.json_response(there) if there else _status(404)
@@ -167,8 +211,13 @@ class FakeApi:
                 fresh = body["metadata"]["resourceVersion"] == version
                 return web.json_response(await self._store(where, body)) if fresh else _status(409)
             case "DELETE":
-                self.objects.pop(where, None)
-                return web.json_response({})
+                if where not in self.objects:
+                    return _status(404)
+                wanted = (await request.json()).get("preconditions", {}).get("uid")
+                if wanted not in (None, self.objects[where]["metadata"]["uid"]):
+                    return _status(409)
+                await self._remove(where)
+                return web.json_response({"kind": "Status", "status": "Success"})
         return await self._patch(where, json.loads(await request.text()), request.content_type, status)
 
     async def _patch(
@@ -188,14 +237,29 @@ class FakeApi:
         return web.json_response(await self._store(where, made))
 
     def _list(self, place: Place, namespace: str, request: web.Request) -> web.Response:
-        wanted = [
-            one
-            for (*there, within, _), one in self.objects.items()
-            if tuple(there) == place and namespace in ("", within) and _selected(one, request)
-        ]
-        return web.json_response({"metadata": {"resourceVersion": str(self._version)}, "items": wanted})
+        token = request.query.get("continue")
+        if token and token not in self._lists:
+            return _status(410)
+        if token:
+            version, items = self._lists.pop(token)
+        else:
+            version = self.version
+            items = [
+                one
+                for (*there, within, _), one in self.objects.items()
+                if tuple(there) == place and namespace in ("", within) and _selected(one, request)
+            ]
+        metadata = {"resourceVersion": str(version)}
+        limit = int(request.query.get("limit", "0"))
+        size = min(self.page, limit) if self.page and limit else limit
+        if size and len(items) > size:
+            metadata["continue"] = f"{version}-{len(self._lists)}-{self.requests.total()}"
+            self._lists[metadata["continue"]] = version, items[size:]
+            items = items[:size]
+        plain = [{name: value for name, value in one.items() if name not in SAID} for one in items]
+        return web.json_response({"metadata": metadata, "items": plain})
 
-    async def _watch(self, place: Place, request: web.Request) -> web.StreamResponse:
+    async def _watch(self, place: Place, namespace: str, request: web.Request) -> web.StreamResponse:
         seen = int(request.query["resourceVersion"])
         self.watches[place[1]] += 1
         stream = web.StreamResponse()
@@ -204,26 +268,42 @@ class FakeApi:
         async def send(kind: str, body: Any) -> None:
             await stream.write(json.dumps({"type": kind, "object": body}).encode() + b"\n")
 
-        await send("BOOKMARK", {"kind": self._kinds[place], "metadata": {"resourceVersion": str(seen)}})
+        def marked() -> Any:
+            return {"kind": self._kinds[place], "metadata": {"resourceVersion": str(seen)}}
+
+        await send("BOOKMARK", marked())
+        cuts, bookmarks = self._cuts, self._bookmarks
         while True:
             async with self._news:
                 code = 410 if seen < self._oldest else self._error
                 fresh = [one for one in self._events if one[0] > seen]
-                if not code and not fresh:
+                if not code and not fresh and cuts == self._cuts and bookmarks == self._bookmarks:
                     await self._news.wait()
                     continue
             if self.silent:
                 await asyncio.Event().wait()
+            if cuts != self._cuts:
+                return stream
             if code:
                 self._error = None if code != 410 else self._error
                 await send(
                     "ERROR", {"kind": "Status", "code": code, "message": "as told", "reason": "Expired"}
                 )
                 return stream
-            for version, there, kind, body in fresh:
+            for version, there, before, after in fresh:
                 seen = version
-                if there == place and _selected(body, request):
-                    await send(kind, body)
+                if there == place and namespace in ("", (after or before)["metadata"]["namespace"]):
+                    kind = _event(before, after, request)
+                    body = after or before
+                    if kind == "DELETED":
+                        # As it was last, with the version of the change that took it away.
+                        metadata = {**body["metadata"], "resourceVersion": str(version)}
+                        body = {**body, "metadata": metadata}
+                    if kind:
+                        await send(kind, body)
+            if bookmarks != self._bookmarks:
+                bookmarks = self._bookmarks
+                await send("BOOKMARK", marked())
 
     def _discovery(self, parts: list[str]) -> Any:
         groups = sorted({api for api, _ in SERVED if "/" in api})
@@ -265,6 +345,13 @@ def _selected(one: Any, request: web.Request) -> bool:
     pairs = [pair.split("=") for pair in request.query.get("labelSelector", "").split(",") if pair]
     labels = one["metadata"].get("labels", {})
     return all(labels.get(name) == value for name, value in pairs)
+
+
+def _event(before: Any, after: Any, request: web.Request) -> str:
+    """What a change is for a watch that sees some objects only; empty if it is none."""
+    was = before is not None and _selected(before, request)
+    is_so = after is not None and _selected(after, request)
+    return {(False, True): "ADDED", (True, True): "MODIFIED", (True, False): "DELETED"}.get((was, is_so), "")
 
 
 def _merged(base: Any, over: Any) -> Any:

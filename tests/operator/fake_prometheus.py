@@ -12,7 +12,9 @@ from baton_operator.scaling.questions import FIGURE
 NOTHING = {
     "age": 1.0, "routers": 9.0, "demand_prompt": 0.0, "demand_answer": 0.0, "queued_prompt": 0.0,
     "in_flight": 0.0, "waiting": 0.0, "held": 0.0, "prefill_workers": 9.0, "decode_workers": 9.0,
-    "prefill_queued_tokens": 0.0, "decode_queued_tokens": 0.0, "decode_queued": 0.0, "decode_fullest": 0.0,
+    "prefill_queued_tokens": 0.0, "prefill_queued": 0.0, "decode_queued_tokens": 0.0, "decode_queued": 0.0,
+    "decode_fullest": 0.0,
+    "decode_fullest_slots": 0.0, "decode_slots": 64.0, "decode_running": 0.0,
 }  # fmt: skip
 """All is well, and nobody asks for anything."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import shutil
 import sys
 import time
@@ -23,12 +24,13 @@ from kubernetes.aio.client import ApiClient
 from baton_operator import connection, rbac
 from baton_operator.api_resources import API, WATCHED
 from baton_operator.api_server import ApiServer, path, path_of
+from baton_operator.cache import Cache
 from baton_operator.crd import RESOURCES
 from baton_operator.manifests.objects import Manifest
 from baton_operator.observer import Observer
 from baton_operator.plan import Images
 from baton_operator.reconciler import ServiceReconciler
-from baton_operator.router_rollouts import RouterRollouts
+from baton_operator.reflector import Reflectors
 from tests.charts.helm import of_kind, render
 from tests.router.real_kubernetes import RealKubernetes, real_kubernetes
 
@@ -79,9 +81,8 @@ class Asked:
 
     @property
     def is_work(self) -> bool:
-        """Whether it writes something else than the operator's own Lease and heartbeat."""
-        own = self.resource == "leases" or self.name == "baton-operator"
-        return self.verb in WRITES and not own
+        """Whether it writes something else than the operator's own Lease."""
+        return self.verb in WRITES and self.resource != "leases"
 
     @property
     def who(self) -> str:
@@ -285,6 +286,25 @@ async def client(cluster: RealCluster) -> AsyncIterator[ApiClient]:
         await made.close()
 
 
+class Listed:
+    """A cache of one namespace that is listed anew when it is asked to, instead of watched."""
+
+    def __init__(
+        self,
+        client: ApiClient,
+        guard: Callable[[], None] = lambda: None,
+        answered: Callable[[str, int], None] = lambda method, code: None,
+        namespace: str = "models",
+    ) -> None:
+        self.cache = Cache([namespace], lambda change: None)
+        self.api = ApiServer(client, guard, answered, self.cache)
+        free = ApiServer(client, lambda: None, lambda method, code: None)
+        self._reflectors = Reflectors(free, self.cache, time.monotonic, random.Random(0))
+
+    async def relist(self) -> None:
+        await self._reflectors.relist()
+
+
 class Inside:
     """The operator's reconciler in the test's own process, at a time that stands still."""
 
@@ -298,25 +318,27 @@ class Inside:
         self.now = now
         self.told: list[str] = []
         self.writes = 0
+        self._client = client
+        self._guard = guard
+        self._answered = answered
 
+    async def reconcile(self, name: str = "chat", namespace: str = "models") -> float | None:
         def counting() -> None:
             self.writes += 1
-            guard()
+            self._guard()
 
-        api = ApiServer(client, counting, answered)
-        self.reconciler = ServiceReconciler(
-            api,
-            Observer(api, time.monotonic),
+        listed = Listed(self._client, counting, self._answered, namespace)
+        await listed.relist()
+        reconciler = ServiceReconciler(
+            listed.api,
+            Observer(listed.cache),
             IMAGES,
             lambda about, transition: self.told.append(f"{transition.fact.type} {transition.fact.status}"),
             lambda namespace, name, status, objectives: None,
             lambda: self.now,
             600.0,
-            RouterRollouts(),
         )
-
-    async def reconcile(self, name: str = "chat", namespace: str = "models") -> float | None:
-        return await self.reconciler.reconcile(namespace, name)
+        return await reconciler.reconcile(namespace, name)
 
 
 class Process:
@@ -335,7 +357,7 @@ class Process:
         return (await self.get(path)).status_code
 
     async def figure(self, name: str) -> float:
-        """The sum of a metric's samples."""
+        """The sum of a metric's samples, or the one sample with these labels."""
         lines = (await self.get("/metrics")).text.splitlines()
         return sum(
             float(line.rpartition(" ")[2]) for line in lines if line.startswith((name + " ", name + "{"))

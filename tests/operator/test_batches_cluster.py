@@ -13,7 +13,7 @@ from kubernetes.aio.client import ApiClient
 from baton_api import batch_jobs
 from baton_api.errors import Unauthorized
 from baton_operator.api_resources import API
-from baton_operator.api_server import ApiServer, path
+from baton_operator.api_server import path
 from baton_operator.batch_reconciler import BatchReconciler
 from baton_operator.conditions import Transition
 from baton_operator.manifests.objects import Manifest
@@ -24,6 +24,7 @@ from baton_router.discovery.kubernetes import Access
 from tests.operator.fake_batches import IMAGE, SERVICE
 from tests.operator.real_cluster import (
     Inside,
+    Listed,
     RealCluster,
     client,
     counted,
@@ -60,10 +61,13 @@ class Batches:
     def __init__(self, client: ApiClient, now: float = 1_800_000_000.0) -> None:
         self.now = now
         self.told: list[str] = []
-        server = ApiServer(client, lambda: None, lambda method, code: None)
-        self._reconciler = BatchReconciler(server, IMAGE, self._tell, lambda: self.now, 600.0)
+        self._listed = Listed(client)
+        self._reconciler = BatchReconciler(
+            self._listed.api, self._listed.cache, IMAGE, self._tell, lambda: self.now, 600.0
+        )
 
     async def reconcile(self, name: str) -> float | None:
+        await self._listed.relist()
         return await self._reconciler.reconcile("models", name)
 
     def _tell(self, about: Manifest, transition: Transition) -> None:

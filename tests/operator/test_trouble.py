@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -57,12 +56,31 @@ async def test_watches_that_are_too_old_begin_anew_and_what_was_missed_is_seen(t
         assert operator.process.returncode is None
 
 
-async def test_a_watch_that_fails_for_good_ends_the_process_which_is_no_zombie(tmp_path: Path) -> None:
+async def test_watch_that_fails_is_begun_anew(tmp_path: Path) -> None:
+    """An error that is not about its version: everything is listed again, by the same process."""
     async with operated(tmp_path) as (api, operator):
+        await api.put({**PAIR, "suspend": True}, lose=True)
         await api.fail_watches(500)
-        assert await asyncio.wait_for(operator.process.wait(), 60) == 1
-        async with started(tmp_path, api.kubeconfig, "operator"):
-            await follows(api)
+        await until(lambda: api.status()["observedGeneration"] == 2)
+        await follows(api)
+        assert operator.process.returncode is None
+
+
+async def test_unlisted_kind_keeps_the_operator_from_working(tmp_path: Path) -> None:
+    """Without the right to list a kind, all its objects would look deleted."""
+    async with FakeApi(tmp_path) as api, started(tmp_path, api.kubeconfig, "operator") as operator:
+        api.refused = "pods"
+        await api.put(PAIR)
+
+        async def says() -> bool:
+            return "not listed yet: pods" in (await operator.get("/readyz")).text
+
+        await until(says)
+        assert await operator.figure("baton_operator_cache_unsynced_kinds") == 1
+        assert api.status() == {}
+        api.refused = ""
+        await until(lambda: api.status().get("observedGeneration") == 1)
+        assert await operator.status("/readyz") == 200
 
 
 async def test_a_watch_that_stalls_is_begun_anew(tmp_path: Path) -> None:

@@ -33,13 +33,20 @@ OPERATOR_LAST_EVENT = Metric(
     "gauge",
     "seconds",
     "Time since the last event of a kind came by its watch.",
-    (Label("resource", bound="kinds that are watched, some twelve"),),
+    (Label("resource", bound="kinds that are watched, 18"),),
 )
-OPERATOR_HEARTBEAT = Metric(
-    "baton_operator_heartbeat_age_seconds",
+OPERATOR_WATCH_AGE = Metric(
+    "baton_operator_watch_age_seconds",
     "gauge",
     "seconds",
-    "Time since the operator's own change of a ConfigMap came back by a watch.",
+    "Time since the quietest watch last brought anything: an event, a bookmark or the answer to a request. "
+    "0 for an operator that does not lead.",
+)
+OPERATOR_UNSYNCED = Metric(
+    "baton_operator_cache_unsynced_kinds",
+    "gauge",
+    "objects",
+    "Kinds that the leader has not listed yet. It reconciles nothing before this is 0.",
 )
 OPERATOR_LEADER = Metric("baton_operator_leader", "gauge", "yes or no", "1 if this operator holds the Lease.")
 OPERATOR_API = Metric(

@@ -4,19 +4,19 @@
 # What users ask for.
 - apiGroups: [baton.dev]
   resources: [inferenceservices]
-  verbs: [get, list, watch]
+  verbs: [list, watch]
 # What users ask for.
 - apiGroups: [baton.dev]
   resources: [loraadapters]
-  verbs: [get, list, watch]
+  verbs: [list, watch]
 # Routers may create BatchJobs, so the operator must hold that right to grant it. It deletes those that a router created some time after they end.
 - apiGroups: [baton.dev]
   resources: [batchjobs]
-  verbs: [get, list, watch, create, delete]
+  verbs: [list, watch, create, delete]
 # Created once. An autoscaler writes the numbers: the operator's own, or another.
 - apiGroups: [baton.dev]
   resources: [rolescalers]
-  verbs: [get, list, watch, create, patch, delete]
+  verbs: [list, watch, create, patch, delete]
 # Workers and routers.
 - apiGroups: [apps]
   resources: [deployments]
@@ -24,7 +24,7 @@
 # Fetching models, running batches. Jobs of batches are suspended, resumed and deleted.
 - apiGroups: [batch]
   resources: [jobs]
-  verbs: [get, list, watch, create, patch, delete]
+  verbs: [list, watch, create, patch, delete]
 # Exposure by an Ingress.
 - apiGroups: [networking.k8s.io]
   resources: [ingresses]
@@ -45,7 +45,7 @@
 - apiGroups: [rbac.authorization.k8s.io]
   resources: [rolebindings]
   verbs: [list, watch, create, patch, delete]
-# Generations and weights; the heartbeat.
+# Generations and weights of services.
 - apiGroups: [""]
   resources: [configmaps]
   verbs: [list, watch, create, patch, delete]
@@ -73,6 +73,10 @@
 - apiGroups: [cert-manager.io]
   resources: [certificates]
   verbs: [list, watch, create, patch, delete]
+# The URL of a service with an HTTPRoute follows the Gateway's listener.
+- apiGroups: [gateway.networking.k8s.io]
+  resources: [gateways]
+  verbs: [list, watch]
 # What has become of it.
 - apiGroups: [baton.dev]
   resources: [inferenceservices/status, loraadapters/status, batchjobs/status, rolescalers/status]
@@ -85,10 +89,6 @@
 - apiGroups: [discovery.k8s.io]
   resources: [endpointslices]
   verbs: [list, watch]
-# The URL of a service with an HTTPRoute follows the Gateway's listener.
-- apiGroups: [gateway.networking.k8s.io]
-  resources: [gateways]
-  verbs: [get]
 # What has happened to a service.
 - apiGroups: [""]
   resources: [events]

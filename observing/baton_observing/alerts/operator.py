@@ -24,8 +24,8 @@ ALERTS = (
     Alert(
         name="BatonWatchStale",
         severity="ticket",
-        summary="The operator has not seen its own heartbeat for {{ $value | humanizeDuration }}.",
-        expression=f"{NOW.now(metrics.OPERATOR_HEARTBEAT, *PODS, how='max')} > 180 and {LEADS}",
+        summary="A watch of the operator has brought nothing for {{ $value | humanizeDuration }}.",
+        expression=f"{NOW.now(metrics.OPERATOR_WATCH_AGE, *PODS, how='max')} > 180 and {LEADS}",
         lasting="2m",
     ),
     Alert(

@@ -20,12 +20,11 @@ ALIVE = Row(
             runbook="BatonNoLeader",
         ),
         Panel(
-            title="Age of the heartbeat",
-            meaning="Since the operator's own change of a ConfigMap came back by a watch. Above 60 s "
-            "watches are "
-            "stale; the operator ends itself then.",
+            title="Age of the quietest watch",
+            meaning="Time since it last brought an event, a bookmark or an answer. The API server sends a "
+            "bookmark each minute; above 120 s the operator fails its liveness probe.",
             unit="s",
-            queries=(Query(EVERYWHERE.now(metrics.OPERATOR_HEARTBEAT, how="min"), "age"),),
+            queries=(Query(EVERYWHERE.now(metrics.OPERATOR_WATCH_AGE, how="max"), "age"),),
             kind="number",
             width=6,
             limit=180,
@@ -104,8 +103,7 @@ API = Row(
         Panel(
             title="Requests to the API server",
             meaning="By method and status; 0: no answer. Once all is as it should be there are next to "
-            "none but "
-            "those of the Lease and the heartbeat.",
+            "none but those of the Lease: reads come from the cache.",
             unit="reqps",
             queries=(
                 Query(EVERYWHERE.per_second(metrics.OPERATOR_API, "method", "code"), "{{method}} {{code}}"),
@@ -115,9 +113,8 @@ API = Row(
         ),
         Panel(
             title="Last event, by kind",
-            meaning="Since a watch last brought something. Long is well where nothing changes; the "
-            "heartbeat tells "
-            "whether watches live.",
+            meaning="Time since the watch last brought an object. Long is normal where nothing changes: the "
+            "age of the quietest watch shows whether watches live.",
             unit="s",
             queries=(
                 Query(EVERYWHERE.now(metrics.OPERATOR_LAST_EVENT, "resource", how="min"), "{{resource}}"),

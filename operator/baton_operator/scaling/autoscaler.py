@@ -14,25 +14,21 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from baton_api import labels
 from baton_api.errors import SetupError
-from baton_api.profiles import Profile
 from baton_operator import names, scalers
 from baton_operator.api_server import ApiServer
 from baton_operator.conditions import Fact, Transition
 from baton_operator.kinds.inference_service import InferenceServiceSpec
-from baton_operator.kinds.service_policies import ProfileSource
 from baton_operator.manifests.objects import Manifest
 from baton_operator.observed import Pod, timestamp
 from baton_operator.observer import Observer
 from baton_operator.reconciler import Tell
 from baton_operator.rollout import RoleName
-from baton_operator.scaling import profile_source, routers, settings, sizing
-from baton_operator.scaling.budget import Wish, granted
+from baton_operator.scaling import routers, seeds, settings
+from baton_operator.scaling.budget import Budget, Wish, gpus, granted, holder, of_role
 from baton_operator.scaling.capacity import Capacity
-from baton_operator.scaling.decision import capacity
 from baton_operator.scaling.figures import Decided, ScalingFigures, Service
-from baton_operator.scaling.observation import STARTUP_S, Decision, Memory, Size
+from baton_operator.scaling.observation import STARTUP_S, Decision, Memory
 from baton_operator.scaling.prometheus import Metrics, MetricsLost
 from baton_operator.scaling.questions import FIGURE, Question
 from baton_operator.scaling.service import Role, decide_all
@@ -55,16 +51,8 @@ class Known:
     revision: str = ""
     memories: dict[RoleName, Memory] = field(default_factory=dict)
     startups: dict[RoleName, Startups] = field(default_factory=dict)
-    wishes: tuple[Wish, ...] = ()
-    until: float = 0.0
-    """When its wishes are too old to count."""
     complaint: str = ""
     """What is wrong with its profile, as it was told."""
-    profile: Profile | None = None
-    profile_source: ProfileSource | None = None
-    """From where it was read."""
-    reread_at: float = 0.0
-    requests: sizing.Seen = field(default_factory=sizing.Seen)
 
 
 class Autoscaler:
@@ -88,12 +76,14 @@ class Autoscaler:
         self._figures = figures
         self._clock = clock
         self._known: dict[Service, Known] = {}
+        self._budget = Budget(own.gpu_budget, observer)
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
-        service = await self._observer.service(namespace, name)
+        service = self._observer.service(namespace, name)
         spec = _scaled(service) if service is not None else None
         if service is None or spec is None:
             self._known.pop((namespace, name), None)
+            self._budget.forget((namespace, name))
             self._figures.forget((namespace, name))
             return None
         interval = float(spec.autoscaling.interval_seconds)
@@ -101,15 +91,18 @@ class Autoscaler:
         for role, wanted in scalers.roles(spec).items():
             if wanted.scaling is None:
                 continue
-            there = await self._api.get(scalers.API, scalers.KIND, namespace, names.role(name, role))
+            there = self._observer.scaler(namespace, name, role)
             if there is not None:
                 bound[role] = there
         if not bound:
             return interval
-        pods = await self._pods(namespace, name)
+        pods = self._observer.pods(namespace, name)
         awake = len(scalers.roles(spec)) > len(bound)
         asleep = not awake and all(one["spec"]["replicas"] == 0 for one in bound.values())
-        await self._look(service, spec, bound, pods, asleep=asleep)
+        try:
+            await self._look(service, spec, bound, pods, asleep=asleep)
+        finally:
+            self._budget.written((namespace, name))
         return min(interval, AWAKE_S) if asleep else interval
 
     async def _look(
@@ -128,29 +121,26 @@ class Autoscaler:
         _learn_generation(known, service)
         question = Question(*key, spec.autoscaling.slo.percentile, self._own.window_s)
         figures = await self._asleep(pods) if asleep else await self._asked(spec, question)
-        memories = {name: _memory(known, name, one, pods, now) for name, one in bound.items()}
-        profile = await self._profile(service, spec, known, now)
-        sized: Mapping[RoleName, Size] = {}
-        if profile is not None:
-            known.requests = known.requests.looked(profile, figures, now)
-            ahead_s = max(one.startup_s for one in memories.values())
-            prefills = None if spec.prefill is None else spec.prefill.replicas or 0
-            if "prefill" in bound:
-                prefills = bound["prefill"]["spec"]["replicas"]
-            sized = sizing.sizes(profile, known.requests, spec.autoscaling.slo, ahead_s, prefills)
+        memories = {name: known.memories.get(name) or _remembered(one, now) for name, one in bound.items()}
+        seeded = await self._seeds(service, spec, known, memories)
         roles: dict[RoleName, Role] = {}
         for name, scaler in bound.items():
-            of_role = _of_role(name, pods)
+            workers = of_role(name, pods)
+            memory = memories[name]
+            if memory.capacity.value is None:
+                memory = replace(memory, capacity=Capacity(seed=seeded.get(name)))
+            starts = known.startups.setdefault(name, Startups())
+            starts.look(workers, now)
+            memory = replace(memory, startup_s=starts.most_s or memory.startup_s)
             policy = settings.policy(spec, name)
             there = Pods(
                 replicas=scalers.scaled(scalers.roles(spec)[name], scaler["spec"]["replicas"]),
-                ready=sum(pod.ready and not pod.terminating for pod in of_role),
+                ready=sum(pod.ready and not pod.terminating for pod in workers),
                 routers=len(_routers(pods)),
-                pending_s=max((now - pod.created for pod in of_role if PENDING in pod.trouble), default=0.0),
+                pending_s=max((now - pod.created for pod in workers if PENDING in pod.trouble), default=0.0),
                 rolling=rolls(service),
             )
-            seen = observed(name, figures, there, policy.objective_s, size=sized.get(name))
-            roles[name] = Role(policy, memories[name], seen)
+            roles[name] = Role(policy, memory, observed(name, figures, there, policy.objective_s))
 
         def grant(decisions: Mapping[RoleName, Decision]) -> Mapping[RoleName, int]:
             return self._grant(key, spec, pods, roles, decisions, now)
@@ -160,7 +150,7 @@ class Autoscaler:
         self._figures.decided(
             key,
             {
-                name: Decided(roles[name].seen, one, capacity(memory, roles[name].seen))
+                name: Decided(roles[name].seen, one, memory.capacity.value)
                 for name, (one, memory) in made.items()
             },
             measured=not figures.lost,
@@ -176,30 +166,30 @@ class Autoscaler:
                 await self._write(service, scaler, name, decision)
             await self._say(scaler, decision, memory, now)
 
-    async def _profile(
-        self, service: Manifest, spec: InferenceServiceSpec, known: Known, now: float
-    ) -> Profile | None:
-        """What the service's profile says of its workers; None if it has none that can be read."""
+    async def _seeds(
+        self,
+        service: Manifest,
+        spec: InferenceServiceSpec,
+        known: Known,
+        memories: Mapping[RoleName, Memory],
+    ) -> seeds.Seeds:
+        """What the service's profile says of its workers, if nothing else does."""
         source = spec.autoscaling.profile
-        if source == known.profile_source and now < known.reread_at:
-            return known.profile
-        known.profile_source, known.profile, complaint = source, None, ""
+        if source is None or all(one.capacity.value is not None for one in memories.values()):
+            return {}
+        complaint = ""
+        found: seeds.Seeds = {}
         try:
-            if source is not None:
-                namespace = service["metadata"]["namespace"]
-                known.profile = await profile_source.read(self._api, namespace, source)
-                known.reread_at = now + profile_source.REREAD_S
+            found = await seeds.read(
+                self._api, service["metadata"]["namespace"], source, spec.autoscaling.slo
+            )
         except SetupError as error:
             complaint = error.message
         if complaint and complaint != known.complaint:
             fact = Fact("ProfileRead", False, "ProfileUnusable", complaint[:1024])
             self._tell(service, Transition(fact, warning=True))
         known.complaint = complaint
-        return known.profile
-
-    async def _pods(self, namespace: str, name: str) -> list[Pod]:
-        selector = f"{labels.SERVICE}={name}"
-        return [Pod.of(one) for one in await self._api.list("v1", "Pod", namespace, selector)]
+        return found
 
     async def _asked(self, spec: InferenceServiceSpec, question: Question) -> Figures:
         try:
@@ -231,26 +221,17 @@ class Autoscaler:
     ) -> dict[RoleName, int]:
         wishes: dict[RoleName, Wish] = {}
         for name, role in scalers.roles(spec).items():
-            gpus = role.resources.gpu.count if role.resources.gpu else 0
             there = roles[name].seen.replicas if name in roles else (role.replicas or 0)
             wished = decisions[name].replicas if name in decisions else there
             pressure = decisions[name].pressure if name in decisions else 0.0
-            holder = "/".join((*key, name))
-            wishes[name] = Wish(holder, gpus, there, len(_of_role(name, pods)), wished, pressure)
+            pods_of_it = len(of_role(name, pods))
+            wishes[name] = Wish(holder(key, name), gpus(role), there, pods_of_it, wished, pressure)
         allowed = {one.holder: one.wished for one in wishes.values()}
         if spec.autoscaling.gpu_budget is not None:
             allowed |= granted(wishes.values(), spec.autoscaling.gpu_budget)
-        known = self._known[key]
-        known.wishes = tuple(replace(one, wished=allowed[one.holder]) for one in wishes.values())
-        known.until = now + 3 * spec.autoscaling.interval_seconds
-        if self._own.gpu_budget:
-            # Who was not looked at lately wishes for nothing, and still has what it has.
-            all_of_them = [
-                one if other.until >= now else replace(one, wished=min(one.wished, one.there))
-                for other in self._known.values()
-                for one in other.wishes
-            ]
-            allowed = dict(granted(all_of_them, self._own.gpu_budget))
+        bounded = [replace(one, wished=allowed[one.holder]) for one in wishes.values()]
+        until = now + 3 * spec.autoscaling.interval_seconds
+        allowed = dict(self._budget.grant(key, bounded, now, until))
         return {name: allowed[wishes[name].holder] for name in decisions}
 
     async def _weigh(self, spec: InferenceServiceSpec, question: Question, pods: Sequence[Pod]) -> None:
@@ -288,7 +269,6 @@ class Autoscaler:
             "reason": decision.reason,
             "source": decision.source,
             "limited": decision.limited,
-            "bound": decision.bound,
         }
         if memory.capacity.learnt:
             status["capacity"] = float(f"{memory.capacity.value or 0.0:.3g}")
@@ -330,14 +310,6 @@ def _remembered(scaler: Manifest, now: float) -> Memory:
     return Memory.new(now, noted.get("capacity"), noted.get("startupSeconds", STARTUP_S))
 
 
-def _memory(known: Known, name: RoleName, scaler: Manifest, pods: Sequence[Pod], now: float) -> Memory:
-    """What is remembered of a role, with the starts of its pods."""
-    memory = known.memories.get(name) or _remembered(scaler, now)
-    starts = known.startups.setdefault(name, Startups())
-    starts.look(_of_role(name, pods), now)
-    return replace(memory, startup_s=starts.most_s or memory.startup_s)
-
-
 def rolls(service: Manifest) -> bool:
     """
     Whether one generation is giving way to another.
@@ -350,11 +322,6 @@ def rolls(service: Manifest) -> bool:
     wanted = status.get("updateRevision", current)
     phases = {one["name"]: one["phase"] for one in status.get("revisions", ())}
     return bool(current) and current != wanted and phases.get(wanted) not in ("Failed", "Waiting", "Retired")
-
-
-def _of_role(name: RoleName, pods: Sequence[Pod]) -> list[Pod]:
-    those = ("decode", "both") if name == "decode" else (name,)
-    return [pod for pod in pods if pod.role in those and not pod.finished]
 
 
 def _routers(pods: Sequence[Pod]) -> list[Pod]:

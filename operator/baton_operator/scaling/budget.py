@@ -3,12 +3,26 @@ Who grows where there are not accelerators for all: those who need it most, and 
 
 What a role gives up is free when its pods are gone, not when that was decided; until then it counts as taken.
 Nobody is made smaller for the sake of another: the budget holds growth back, and moves nothing.
+
+What services hold is read from the cluster: the numbers that are written, and the pods that exist. Only
+wishes are remembered, and only for a while.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pydantic import ValidationError
+
+from baton_operator import scalers
+from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.kinds.worker_role import WorkerRole
+from baton_operator.manifests.objects import Manifest
+from baton_operator.observed import Pod
+from baton_operator.observer import Observer
+from baton_operator.rollout import RoleName
+from baton_operator.scaling.figures import Service
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +68,108 @@ def granted(wishes: Iterable[Wish], gpus: int) -> Mapping[str, int]:
         free -= more * one.gpus
         made[one.holder] = one.there + more
     return made
+
+
+class Budget:
+    """The accelerators that all scaled services share; 0: as many as there are."""
+
+    def __init__(self, gpus: int, observer: Observer) -> None:
+        self._gpus = gpus
+        self._observer = observer
+        self._held: dict[Service, tuple[int, tuple[Wish, ...]]] = {}
+        """What each service holds, and the state of the cache that this was read from."""
+        self._wishes: dict[Service, tuple[float, Mapping[str, Wish]]] = {}
+        """Wishes by holder, and when they are too old to count."""
+        self._reserved: dict[str, int] = {}
+        """What was granted and is not written yet."""
+
+    def grant(self, service: Service, wishes: Sequence[Wish], now: float, until: float) -> Mapping[str, int]:
+        """
+        Workers for each holder. Grants are reserved until `written`.
+
+        `wishes` are all of the service's; they stand against those of other services until `until`.
+        """
+        if not self._gpus:
+            return {one.holder: one.wished for one in wishes}
+        self._wishes[service] = until, {one.holder: one for one in wishes}
+        others = [one for key in self._services() if key != service for one in self._stand(key, now)]
+        allowed = granted([*wishes, *others], self._gpus)
+        self._reserved |= {one.holder: allowed[one.holder] for one in wishes}
+        return allowed
+
+    def written(self, service: Service) -> None:
+        """What was granted stands in the cluster now, or will not be written."""
+        for name in ("prefill", "decode"):
+            self._reserved.pop(holder(service, name), None)
+
+    def forget(self, service: Service) -> None:
+        """The service is not scaled any more."""
+        self.written(service)
+        self._wishes.pop(service, None)
+
+    def _services(self) -> list[Service]:
+        there = self._observer.services()
+        self._held = {key: self._held[key] for key in there if key in self._held}
+        return there
+
+    def _stand(self, service: Service, now: float) -> list[Wish]:
+        """What another service holds, and would like to have."""
+        until, wishes = self._wishes.get(service, (0.0, {}))
+        stand = []
+        for one in self._read(service):
+            there = max(one.there, self._reserved.get(one.holder, 0))
+            wish = wishes.get(one.holder)
+            if wish is None or until < now:
+                stand.append(replace(one, there=there, wished=there))
+            else:
+                wished = max(there, wish.wished)
+                stand.append(replace(one, there=there, wished=wished, pressure=wish.pressure))
+        return stand
+
+    def _read(self, service: Service) -> tuple[Wish, ...]:
+        state = self._observer.state(*service)
+        before = self._held.get(service)
+        if before is None or before[0] != state:
+            self._held[service] = before = state, _held(self._observer, service)
+        return before[1]
+
+
+def holder(service: Service, name: RoleName) -> str:
+    """Which role of which service."""
+    return "/".join((*service, name))
+
+
+def gpus(role: WorkerRole) -> int:
+    """Accelerators of one worker."""
+    return role.resources.gpu.count if role.resources.gpu else 0
+
+
+def of_role(name: RoleName, pods: Sequence[Pod]) -> list[Pod]:
+    """The role's workers, those that end too."""
+    those = ("decode", "both") if name == "decode" else (name,)
+    return [pod for pod in pods if pod.role in those and not pod.finished]
+
+
+def _held(observer: Observer, service: Service) -> tuple[Wish, ...]:
+    """What a scaled service holds as it is written; nothing if it is not scaled."""
+    manifest = observer.service(*service)
+    try:
+        spec = InferenceServiceSpec.model_validate(manifest["spec"]) if manifest else None
+    except ValidationError:
+        return ()
+    if spec is None or spec.autoscaling.mode == "Disabled":
+        return ()
+    pods = observer.pods(*service)
+    held = []
+    for name, role in scalers.roles(spec).items():
+        there = 0 if spec.suspend else _written(observer.scaler(*service, name), role)
+        held.append(
+            Wish(holder(service, name), gpus(role), there, len(of_role(name, pods)), there, pressure=0.0)
+        )
+    return tuple(held)
+
+
+def _written(scaler: Manifest | None, role: WorkerRole) -> int:
+    if role.scaling is None:
+        return 1 if role.replicas is None else role.replicas
+    return scalers.scaled(role, scaler["spec"]["replicas"] if scaler else 1)

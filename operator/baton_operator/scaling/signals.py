@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypedDict
 
-from baton_operator.kinds.role_scaler import Bound
 from baton_operator.rollout import RoleName
 from baton_operator.scaling.decision import HIGH
-from baton_operator.scaling.observation import Observation, Size
+from baton_operator.scaling.observation import Observation
 from baton_operator.scaling.reading import ZERO, Reading, unknown
 
 STALE_S = 90.0
@@ -75,23 +74,17 @@ class _OfRole(TypedDict):
     latency: Reading
     first_token: Reading
     utilisation: Reading
-    tightest: Bound
+    tightest: str
     rate: Reading
 
 
 def observed(
-    name: RoleName,
-    figures: Figures,
-    pods: Pods,
-    objective_s: float,
-    held: Reading | None = None,
-    size: Size | None = None,
+    name: RoleName, figures: Figures, pods: Pods, objective_s: float, held: Reading | None = None
 ) -> Observation:
     """
     One role as a decision wants it; `objective_s` is that of its latency.
 
-    `held` are requests that routers themselves said they hold, if they were asked. `size`: of one worker by a
-    profile.
+    `held` are requests that routers themselves said they hold, if they were asked.
     """
     requests = _sum(figures.read("in_flight"), figures.read("waiting"), figures.read("demand_answer"))
     seen_held = figures.read("held")
@@ -103,7 +96,6 @@ def observed(
         replicas=pods.replicas,
         ready=pods.ready,
         **role,
-        size=size,
         requests=requests,
         queued=_queued(name, figures, pods),
         held=seen_held,
@@ -124,7 +116,7 @@ def _prefill(figures: Figures, pods: Pods) -> _OfRole:
         latency=figures.read("first_token"),
         first_token=unknown("its latency says it"),
         utilisation=unknown("what waits says it"),
-        tightest="Throughput",
+        tightest="queued prompts",
         rate=figures.read("prefill_speed"),
     )
 
@@ -156,7 +148,7 @@ def _decode(figures: Figures, pods: Pods, objective_s: float) -> _OfRole:
         latency=latency,
         first_token=figures.read("first_token"),
         utilisation=_fuller(blocks, slots),
-        tightest="BatchSlots" if slots.above(blocks.value or 0.0) else "KVBlocks",
+        tightest="batch slots" if slots.above(blocks.value or 0.0) else "KV blocks",
         rate=_decode_rate(figures, latency, objective_s),
     )
 

@@ -20,11 +20,11 @@ CASES = (
         "ticket",
         {
             **level(metrics.OPERATOR_LEADER, 1, namespace="baton-system", pod="a"),
-            **level(metrics.OPERATOR_HEARTBEAT, 200, namespace="baton-system", pod="a"),
+            **level(metrics.OPERATOR_WATCH_AGE, 200, namespace="baton-system", pod="a"),
         },
         {
             **level(metrics.OPERATOR_LEADER, 0, namespace="baton-system", pod="a"),
-            **level(metrics.OPERATOR_HEARTBEAT, 200, namespace="baton-system", pod="a"),
+            **level(metrics.OPERATOR_WATCH_AGE, 200, namespace="baton-system", pod="a"),
         },
     ),
     Case(

@@ -23,8 +23,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton_api import metrics
-from baton_operator.api_server import ApiServer, path
-from tests.operator.real_cluster import Inside, RealCluster, client, real_cluster, until
+from baton_operator.api_server import path
+from tests.operator.real_cluster import Inside, Listed, RealCluster, client, real_cluster, until
 from tests.operator.scaling.test_autoscaler import SCALING, SPEC, Scaled
 from tests.router.real_kubernetes import program
 
@@ -148,7 +148,7 @@ async def test_an_hpa_follows_the_operators_advice_and_the_deployment_follows_it
     program("kube-controller-manager")
     async with real_cluster(tmp_path) as cluster, client(cluster) as asking:
         inside = Inside(asking)
-        service = Scaled(cluster, ApiServer(asking, lambda: None, lambda method, code: None), inside, "chat")
+        service = Scaled(cluster, Listed(asking), inside, "chat")
         spec = {
             **SPEC,
             "prefill": {},
