@@ -105,7 +105,13 @@ class Router:
         self.keeper = Keeper(self.storage, refusal=lambda owner: self.access.refusal(bytes.fromhex(owner)))
         secret = secret_of(settings, settings.ticket_secret)
         self.execution = Execution(
-            self.storage, settings, secret, self.keeper.wake, self._beside, Cluster(access_of(settings))
+            self.storage,
+            settings,
+            secret,
+            self.keeper.wake,
+            lambda: max(1, len(self.workers.decode)),
+            self._beside,
+            Cluster(access_of(settings)),
         )
         self._errands = Errands(settings, self.workers, choose, random.Random(), time.monotonic)
         self.page = Page(self.scheduler, lambda: self.draining) if settings.page else None
@@ -147,10 +153,9 @@ class Router:
             return id.encode()
         return owner(authorization(scope), self._keyed)
 
-    def _beside(self) -> int:
-        """How many workers answer requests that others wait for, or did lately; 0 if nobody does."""
-        recent = time.monotonic() - self.scheduler.wanted_at < RECENT_S
-        return max(1, len(self.workers.decode)) if recent else 0
+    def _beside(self) -> bool:
+        """Whether somebody waits for an answer, or did lately."""
+        return time.monotonic() - self.scheduler.wanted_at < RECENT_S
 
     def measured(self) -> bytes:
         """All figures in Prometheus' text format."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -206,6 +206,24 @@ async def test_a_heartbeat_after_the_last_result_does_not_hold_up_the_files() ->
         await batch.record(lease.token, 1, 2, 3)
         await batch.ask("renew", lease.token)
         assert (await reaching(batch.router, batch.batch.id, "completed"))["output_file_id"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "given", "window"),
+    [(1, 0, 512), (8, 0, 512), (12, 0, 768), (12, 100, 100)],
+    ids=["one worker", "a few workers", "many workers", "a bound that was asked for"],
+)
+async def test_window_of_a_batch_grows_with_the_cluster(workers: int, given: int, window: int) -> None:
+    async with AsyncExitStack() as stack:
+        fakes = [await stack.enter_async_context(FakeWorker()) for _ in range(workers)]
+        settings: dict[str, Any] = {"batch_poll_s": 0.05, "batch_window": given}
+        router = await stack.enter_async_context(running_router(fakes, **settings))
+        batch = await _held(router, fakes[0])
+        assert (await batch.lease()).window == window
+        answer = await router.client.post(CHAT, json=QUESTION)
+        assert answer.status_code == 200
+        beside = wire.renewal((await batch.ask("renew", (await batch.lease()).token)).content)
+        assert beside.window == min(window, 16 * workers), "somebody else sends requests"
 
 
 # --- The same tokens where lines are sent ---

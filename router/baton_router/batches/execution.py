@@ -25,6 +25,10 @@ from baton_router.batches.supervisor import Supervisor
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 """What a process on this machine connects to where a router listens on all addresses."""
 
+WINDOW = 512
+WINDOW_EACH = 64
+"""Lines of one batch under way at once, at most, in all and for each decode worker: the larger one counts."""
+
 
 class Execution:
     """One router's."""
@@ -35,14 +39,16 @@ class Execution:
         settings: BatchSettings,
         secret: bytes,
         ended: Callable[[], None],
-        beside: Callable[[], int],
+        workers: Callable[[], int],
+        beside: Callable[[], bool],
         cluster: Cluster,
     ) -> None:
         """
-        `ended` hears of it when a batch needs no runner any more. `beside` is how many workers there are if
-        others have sent requests to them lately, and 0 if none have. Raises SetupError for settings that do
-        not go together.
+        `ended` hears of it when a batch needs no runner any more. `workers`: how many decode workers there
+        are, at least 1. `beside`: whether others have sent requests lately. Raises SetupError for settings
+        that do not go together.
         """
+        self._workers = workers
         self._beside = beside
         terms = Terms(settings.batch_lease_s, settings.batch_line_s, self._window)
         if settings.batch_jobs and settings.batch_execution != "external":
@@ -59,9 +65,9 @@ class Execution:
         self._background: BackgroundTasks | None = None
 
     def _window(self) -> int:
-        workers = self._beside()
-        widest = self._settings.batch_window
-        return min(widest, workers * self._settings.batch_window_beside) if workers else widest
+        workers = self._workers()
+        widest = self._settings.batch_window or max(WINDOW, WINDOW_EACH * workers)
+        return min(widest, workers * self._settings.batch_window_beside) if self._beside() else widest
 
     def start(self, background: BackgroundTasks) -> None:
         """Begin to start runners, or to have them started, if that is this router's to do."""

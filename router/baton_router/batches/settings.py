@@ -74,8 +74,9 @@ class BatchSettings(BaseSettings):
     batch_parallel: int = Field(default=2, ge=1)
     """Most batches that this router runs at a time. The others wait; owners take turns."""
 
-    batch_window: int = Field(default=512, ge=1)
-    """Most lines of one batch that are under way at a time. It is as many as help, up to this."""
+    batch_window: int = Field(default=0, ge=0)
+    """Most lines of one batch that are under way at a time. The runner sends as many as help, up to this. 0:
+    64 for each decode worker, and at least 512."""
 
     batch_window_beside: int = Field(default=16, ge=1)
     """The same for each decode worker while others send requests too, or have within the last ten seconds: a
