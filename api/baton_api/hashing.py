@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import array
 import hashlib
+import hmac
 import sys
 from collections.abc import Sequence
 
@@ -21,6 +22,19 @@ def root_hash(salt: str = "", adapter: str = "") -> bytes:
     """The parent of a request's first block."""
     fields = b"".join(len(field.encode()).to_bytes(4) + field.encode() for field in (salt, adapter))
     return hashlib.sha256(b"baton-block-root" + fields).digest()[:HASH_BYTES]
+
+
+def client_salt(salt: str, cache_salt: str) -> str:
+    """
+    The salt of a prompt whose request has a `cache_salt`, inside the cache of `salt`.
+
+    An HMAC under the tenant's salt, which no client knows: so a client splits its own cache and cannot name
+    a part of another tenant's. Without tenants `salt` is empty, and whoever knows a `cache_salt` shares it.
+    """
+    if not cache_salt:
+        return salt
+    text = b"baton-client-salt|" + cache_salt.encode(errors="surrogatepass")
+    return hmac.new(salt.encode(), text, hashlib.sha256).hexdigest()[:32]
 
 
 def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:

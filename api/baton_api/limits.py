@@ -155,6 +155,9 @@ METADATA = Limit("metadata", Kind.PAIRS, 16, paths="chat", other_code="invalid_v
 METADATA_KEY = Limit("metadata (a key)", Kind.CHARACTERS, 64, paths="chat", other_code="invalid_value")
 METADATA_VALUE = Limit("metadata.*", Kind.CHARACTERS, 512, paths="chat")
 SAFETY_IDENTIFIER = Limit("safety_identifier", Kind.CHARACTERS, 64, paths="chat")
+CACHE_SALT = Limit(
+    "cache_salt", Kind.CHARACTERS, 128, 1, paths="chat, completions, responses, generate, embeddings"
+)
 MAX_TOOL_CALLS = Limit("max_tool_calls", Kind.INTEGER, TOKENS, 1, paths="responses")
 ITEMS_PAGE = Limit("limit", Kind.INTEGER, 100, 1, paths="responses/{id}/input_items")
 FILES_PAGE = Limit("limit", Kind.INTEGER, 10_000, 1, paths="files")

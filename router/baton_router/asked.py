@@ -14,6 +14,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest as digest
 
 from baton_api.errors import InvalidRequest, ModelNotFound
+from baton_api.hashing import client_salt
 from baton_router import prompt_chunks
 from baton_router.answers import Scope
 from baton_router.asks import Ask
@@ -65,6 +66,7 @@ class Body(Wishes):
     """The fields of a body that decide where it goes."""
 
     model: Any = None
+    cache_salt: Any = None
     messages: msgspec.Raw = _ABSENT
     prompt: msgspec.Raw = _ABSENT
     input: msgspec.Raw = _ABSENT
@@ -76,6 +78,7 @@ class Chat(Wishes, kw_only=True):
 
     messages: list[Message]
     model: str | None = None
+    cache_salt: Any = None
     tools: msgspec.Raw = _ABSENT
 
 
@@ -172,7 +175,7 @@ def _conversation(body: bytes, salt: str) -> tuple[str | None, Prompt, Wishes]:
         chat = _chat.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _any(body, salt)  # says what is wrong, if it is not JSON
-    root = prompt_chunks.root_name(salt, chat.model or "")
+    root = _root(salt, chat.cache_salt, chat.model)
     return chat.model, prompt_chunks.of_messages(chat.messages, chat.tools, root), chat
 
 
@@ -185,7 +188,14 @@ def _any(body: bytes, salt: str) -> tuple[str | None, Prompt, Wishes]:
     except RecursionError as error:
         raise InvalidRequest("The JSON body of your request is nested too deeply.") from error
     model = read.model if isinstance(read.model, str) else None
-    return model, _prompt(read, prompt_chunks.root_name(salt, model or "")), read
+    return model, _prompt(read, _root(salt, read.cache_salt, model)), read
+
+
+def _root(salt: str, cache_salt: object, model: str | None) -> int:
+    """Where the names of the prompt's chunks begin: apart wherever a worker keeps blocks apart."""
+    if isinstance(cache_salt, str):
+        salt = client_salt(salt, cache_salt)
+    return prompt_chunks.root_name(salt, model or "")
 
 
 def _prompt(body: Body, root: int) -> Prompt:

@@ -37,6 +37,16 @@ def size(*messages: dict[str, Any]) -> int:
     return sum(len(message["content"]) for message in messages)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_prompts_of_two_client_salts_share_nothing(path: str) -> None:
+    """Workers keep their blocks apart, so the index must not expect one where the other is."""
+    field = "messages" if "chat" in path else "input"
+    made = [prompt_of(path, **{field: [SYSTEM, USER], **more}) for more in ({}, {"cache_salt": "a"})]
+    again = prompt_of(path, **{field: [SYSTEM, USER], "cache_salt": "a"})
+    assert shared(made[1], again) == again.bytes
+    assert shared(made[0], made[1]) == 0
+
+
 def test_a_conversation_goes_on_where_it_ended() -> None:
     first = prompt_of(messages=[SYSTEM, USER])
     second = prompt_of(messages=[SYSTEM, USER, ANSWER, USER])

@@ -81,6 +81,7 @@ SHOWN = optional(
     prompt_logprobs=integer(limits.PROMPT_LOGPROBS),
     logprob_token_ids=array(COUNT, limits.LOGPROB_IDS),
     user=TEXT,
+    cache_salt=text(limits.CACHE_SALT),
     rid=either(text(limits.REQUEST_ID), array(text(limits.REQUEST_ID), limits.ABORTS)),
     request_id=text(limits.REQUEST_ID),
 )
@@ -167,6 +168,7 @@ def schemas(models: Sequence[str]) -> dict[str, Schema]:
                 encoding_format=one_of("float", "base64"),
                 dimensions={"type": "integer", "minimum": 1},
                 user=TEXT,
+                cache_salt=text(limits.CACHE_SALT),
             ),
             ["model", "input"],
         ),
@@ -249,7 +251,7 @@ def _message() -> Schema:
 def _response(model: Schema) -> Schema:
     item = either(ref("Message"), record({"type": TEXT}, ["type"]))
     own: dict[str, Any] = {"model": model, "input": either(TEXT, array(item, least=1))}
-    names = ("temperature", "top_p", "stream", "parallel_tool_calls", "user")
+    names = ("temperature", "top_p", "stream", "parallel_tool_calls", "user", "cache_salt")
     shared = {name: schema for name, schema in (SAMPLING | SHOWN | CONVERSATION).items() if name in names}
     more = optional(
         instructions=TEXT,
@@ -282,6 +284,7 @@ def _generate() -> Schema:
         top_logprobs_num=integer(limits.TOP_LOGPROBS),
         logprob_start_len={"type": "integer", "minimum": -1, "maximum": limits.TOKENS},
         return_text_in_logprobs=BOOLEAN,
+        cache_salt=text(limits.CACHE_SALT),
         rid=either(text(limits.REQUEST_ID), array(text(limits.REQUEST_ID), limits.ABORTS)),
     )
     texts = either(TEXT, array(TEXT, limits.PROMPTS))

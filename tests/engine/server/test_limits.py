@@ -124,6 +124,7 @@ TRIALS: dict[str, Trial] = {
     "METADATA_KEY": chat(lambda count: {"metadata": {"k" * count: "x"}}, "metadata"),
     "METADATA_VALUE": chat(lambda count: {"metadata": {"k": "x" * count}}, "metadata.k"),
     "SAFETY_IDENTIFIER": chat(lambda count: {"safety_identifier": "x" * count}),
+    "CACHE_SALT": chat(lambda count: {"cache_salt": "x" * count}),
     "MAX_TOOL_CALLS": Trial(
         "/v1/responses", lambda number: {"input": "a", "max_output_tokens": 1, "max_tool_calls": number}
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from typing import Any
 
 import pytest
@@ -20,10 +22,10 @@ PATHS: dict[str, dict[str, Any]] = {
 }
 
 
-async def cached(api: Api, path: str, salt: str) -> int:
+async def cached(api: Api, path: str, salt: str, **more: str) -> int:
     """Tokens of the prompt that were in the cache."""
     headers = {SALT: salt} if salt else {}
-    answer = await api.http.post(path, json={"model": MODEL, **PATHS[path]}, headers=headers)
+    answer = await api.http.post(path, json={"model": MODEL, **PATHS[path], **more}, headers=headers)
     report = PromptReport.decode(answer.raise_for_status().headers[PROMPT])
     assert report is not None
     return report.cached
@@ -42,7 +44,22 @@ async def test_a_path_makes_no_difference_but_for_the_prompt(api: Api) -> None:
     assert await cached(api, "/generate", "b") == 0
 
 
-async def test_a_clients_own_field_is_refused(api: Api) -> None:
-    body = {"model": MODEL, "prompt": TEXT, "cache_salt": "a"}
-    answer = await api.http.post("/v1/completions", json=body)
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "cache_salt"
+@pytest.mark.parametrize("path", PATHS)
+async def test_client_salt_splits_the_cache_of_its_tenant(api: Api, path: str) -> None:
+    """Each pair of the router's salt and the client's has blocks of its own, with and without tenants."""
+    pairs = [("", "mine"), ("acme", "mine"), ("acme", "")]
+
+    async def look(pair: tuple[str, str]) -> int:
+        return await cached(api, path, pair[0], **({"cache_salt": pair[1]} if pair[1] else {}))
+
+    assert [await look(pair) for pair in pairs] == [0] * 3
+    assert min([await look(pair) for pair in pairs]) > 0
+
+
+async def test_client_cannot_name_the_cache_of_a_tenant(api: Api) -> None:
+    """Not by the tenant's salt itself, and not by what that salt is made of when routers have no secret."""
+    salt = hmac.new(b"", b"baton-cache-salt|own|acme", hashlib.sha256).hexdigest()[:32]
+    assert await cached(api, "/v1/completions", salt) == 0
+    for forged in (salt, "baton-cache-salt|own|acme", "another"):
+        assert await cached(api, "/v1/completions", "", cache_salt=forged) == 0
+    assert await cached(api, "/v1/completions", salt) > 0

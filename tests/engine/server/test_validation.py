@@ -101,7 +101,8 @@ SHARED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt_logprobs": 21}, INT_HIGH, "prompt_logprobs"),
     ({"return_tokens_as_token_ids": 1}, TYPE, "return_tokens_as_token_ids"),
     ({"use_beam_search": True}, UNSERVED, "use_beam_search"),
-    ({"cache_salt": "x"}, UNSERVED, "cache_salt"),
+    ({"extra_key": "x"}, UNSERVED, "extra_key"),
+    ({"cache_salt": 1}, "invalid_type", "cache_salt"),
     ({"chat_template": "{{ 1 }}"}, UNSERVED, "chat_template"),
 ]
 

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton_api import limits
 from baton_api.errors import ContextTooLong, InvalidRequest, NotReady, RequestAborted
+from baton_api.hashing import client_salt
 from baton_engine.model.embedder import Embedder, Unable
 from baton_engine.requests import FinishReason, Pooling, Request, SamplingParams, Vector
 from baton_engine.server import bodies
@@ -28,6 +29,7 @@ from baton_engine.server.call import send_json
 from baton_engine.server.disconnect import ClientGone, until_disconnect
 from baton_engine.server.exchange import Exchange, exchange_of
 from baton_engine.server.generate import check_model, is_patient, salt_of, told
+from baton_engine.server.parameters import read_cache_salt
 from baton_engine.server.prompts import read_prompts
 from baton_engine.server.running import read_names
 from baton_engine.server.served import Served
@@ -44,6 +46,8 @@ class Asked:
     pooling: Pooling
     format: VectorFormat
     names: tuple[str, ...]
+    cache_salt: str = ""
+    """The client's; see `hashing.client_salt`."""
 
     @property
     def tokens(self) -> int:
@@ -67,7 +71,11 @@ class Embeddings:
             if self._served.tracing is not None:
                 exchange.spans = self._served.tracing.begin("worker", exchange.trace, exchange.started)
             computation = Computation(
-                self._served, exchange, asked, salt_of(scope), patient=is_patient(scope)
+                self._served,
+                exchange,
+                asked,
+                client_salt(salt_of(scope), asked.cache_salt),
+                patient=is_patient(scope),
             )
             try:
                 with self._served.running.entered((exchange.request_id, *asked.names), computation):
@@ -87,6 +95,7 @@ class Embeddings:
         check_model(fields, self._served)
         embedder = able(self._served)
         fields.text("user")
+        salt = read_cache_salt(fields)
         shape = read_format(fields, embedder, self._served.hidden)
         inputs = read_prompts(fields, "input", self._served.tokenizer, limits.INPUTS.most)
         for position, given in enumerate(inputs):
@@ -99,7 +108,7 @@ class Embeddings:
                 )
             if len(given.tokens) > self._served.max_model_len:
                 raise ContextTooLong(len(given.tokens), 0, self._served.max_model_len, param=param)
-        return Asked([given.tokens for given in inputs], embedder.pooling, shape, read_names(fields))
+        return Asked([given.tokens for given in inputs], embedder.pooling, shape, read_names(fields), salt)
 
     def _encoded(self, asked: Asked, vectors: Sequence[Vector]) -> bytes:
         data = [

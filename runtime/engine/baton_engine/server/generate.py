@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton_api import headers
 from baton_api.errors import InvalidRequest, ModelNotFound, RequestAborted
+from baton_api.hashing import client_salt
 from baton_api.otlp import Attributes
 from baton_engine.requests import FinishReason, RemotePrefill
 from baton_engine.server import bodies
@@ -26,6 +27,7 @@ from baton_engine.server.events import FAILURE, KEEP_ALIVE
 from baton_engine.server.exchange import Exchange, exchange_of
 from baton_engine.server.fields import Fields
 from baton_engine.server.guided import guided, named
+from baton_engine.server.parameters import read_cache_salt
 from baton_engine.server.request_log import RequestLog
 from baton_engine.server.resuming import beginning, behind, read_resumption, resumable, resumed
 from baton_engine.server.running import read_names
@@ -67,7 +69,7 @@ def named_remote(scope: Scope, served: Served, request_id: str) -> RemotePrefill
 
 def salt_of(scope: Scope) -> str:
     """
-    Whose cache the prompt shares: empty for everybody's.
+    Whose cache the prompt shares: empty for everybody's. A client's own salt is mixed in later.
 
     It is a router's word, and needs no proof: nobody else knows the salt of another's cache.
     """
@@ -103,7 +105,7 @@ class Generate:
         with self._served.drain.request():
             body = await bodies.read(scope, receive)
             async with until_disconnect(receive):
-                work, names = await asyncio.to_thread(self._read, body)
+                work, names, cache_salt = await asyncio.to_thread(self._read, body)
                 work = await guided(work, self._served.grammars)
             exchange.answer_id = work.shape.id
             exchange.stream = work.parameters.streaming.wanted
@@ -114,7 +116,13 @@ class Generate:
             followed = headers.FOLLOW.encode() in dict(scope["headers"]) and resumable(work)
             told = self._log.read(exchange, work)
             choices = Choices(
-                self._served, work, exchange, remote, told, salt_of(scope), patient=is_patient(scope)
+                self._served,
+                work,
+                exchange,
+                remote,
+                told,
+                client_salt(salt_of(scope), cache_salt),
+                patient=is_patient(scope),
             )
             names = (exchange.request_id, work.shape.id, *names)
             try:
@@ -129,7 +137,8 @@ class Generate:
                 raise
             self._record(choices, exchange, FinishReason.ABORT if choices.aborted else FinishReason.ERROR)
 
-    def _read(self, body: bytes) -> tuple[Work, tuple[str, ...]]:
+    def _read(self, body: bytes) -> tuple[Work, tuple[str, ...], str]:
+        """The work, the names by which it can be ended, and the client's salt."""
         fields = bodies.parse(body)
         if self._model_required:
             fields.require("model")
@@ -146,7 +155,7 @@ class Generate:
         resumption = read_resumption(fields, self._served.tokenizer.vocab_size)
         if resumption is not None:
             work = resumed(work, resumption)
-        return work, read_names(fields)
+        return work, read_names(fields), read_cache_salt(fields)
 
     async def _answer(self, work: Work, choices: Choices, receive: Receive, send: Send) -> None:
         pieces: list[list[Piece]] = [[] for _ in choices.all]

@@ -29,7 +29,7 @@ WEAKEST_PENALTY = 1e-4
 NOT_SERVED = (
     "custom_logit_processor", "custom_params", "use_beam_search", "truncate_prompt_tokens",
     "stop_regex", "lora_path", "prompt_embeds", "return_hidden_states", "priority", "vllm_xargs",
-    "cache_salt", "extra_key",
+    "extra_key",
 )  # fmt: skip
 """Fields of other servers and of features that are not to be had here."""
 
@@ -144,6 +144,14 @@ def parse(fields: Fields, logprobs: int | None, vocabulary: Vocabulary, defaults
         return_token_ids=fields.boolean("return_token_ids"),
         tokens_as_ids=fields.boolean("return_tokens_as_token_ids"),
     )
+
+
+def read_cache_salt(fields: Fields) -> str:
+    """What keeps the prompt's blocks from other prompts of the same client; empty if nothing does."""
+    salt = fields.text("cache_salt", limits.CACHE_SALT.most)
+    if salt == "":
+        fields.wrong_value("cache_salt", "a salt has at least one character")
+    return salt or ""
 
 
 def refuse_not_served(fields: Fields, names: Sequence[str]) -> None:
