@@ -92,6 +92,9 @@ class BatonError(Exception):
     param: str | None = None
     retry_after: int | None = None
     """The least seconds for the `Retry-After` header, from 1 on; None where to try again does not help."""
+    public: str = ""
+    """What clients that do not run the service read instead of a message that names addresses; empty if the
+    message names none."""
 
     @property
     def message(self) -> str:
@@ -244,6 +247,8 @@ class ModelNotFound(BatonError):
     def __init__(self, model: str, served: tuple[str, ...] = ()) -> None:
         names = f" Served here: {', '.join(served)}." if served else ""
         super().__init__(f"The model {model[:200]!r} does not exist.{names}")
+        self.model = model[:200]
+        self.served = served
 
 
 class ResponseNotFound(BatonError):
@@ -521,6 +526,10 @@ class NotReady(BatonError):
     code = "overloaded"
     retry_after = 1
 
+    def __init__(self, message: str, public: str = "") -> None:
+        super().__init__(message)
+        self.public = public
+
 
 class StorageUnavailable(BatonError):
     """
@@ -566,6 +575,7 @@ class WorkerLost(BatonError):
 
     def __init__(self, worker: str) -> None:
         super().__init__(f"The worker {worker} was lost while it served this request.")
+        self.public = "The worker was lost while it served this request."
 
 
 class PoisonRequest(BatonError):

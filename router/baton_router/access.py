@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from baton_api.errors import Forbidden, SetupError, Unauthorized
+from baton_api.errors import BatonError, Forbidden, ModelNotFound, SetupError, Unauthorized
 from baton_api.keys import OPEN_PATHS, Keys, bearer
 from baton_router.answers import Scope
 from baton_router.batches.runners_access import SIGNED, RunnersAccess, named_owner, secret_of
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from baton_router.web_tokens import WebTokens
 
 log = logging.getLogger(__name__)
+
+VISITOR = Tenant(admin=False)
+"""Who asks for an open path where keys are wanted: nobody knows."""
 
 TENANT = "baton.tenant"
 """Where a scope says whose request it is."""
@@ -104,6 +107,8 @@ class Access:
             tenant = self.known(key) or await self.judged(key)
             check_path(tenant, scope["method"], path)
             scope[TENANT] = tenant
+        elif self.required:
+            scope[TENANT] = VISITOR
 
     async def close(self) -> None:
         if self._tokens is not None:
@@ -171,6 +176,15 @@ def tenant_of(scope: Scope) -> Tenant:
     tenant = scope.get(TENANT, NOBODY)
     assert isinstance(tenant, Tenant)
     return tenant
+
+
+def shown(error: BatonError, tenant: Tenant) -> BatonError:
+    """The error as this tenant may read it: with its own models, and with addresses for admins only."""
+    if isinstance(error, ModelNotFound) and tenant.models is not None:
+        return ModelNotFound(error.model, tuple(filter(tenant.may_use, error.served)))
+    if error.public and not tenant.admin:
+        error.args = (error.public,)
+    return error
 
 
 def check_path(tenant: Tenant, method: str, path: str) -> None:

@@ -32,7 +32,7 @@ from baton_api.errors import (
 from baton_api.metrics import BackgroundTask
 from baton_api.response_store import ResponseStore, StoreLimits, owner
 from baton_router import about, front_figures, responses
-from baton_router.access import Access, authorization, tenant_of
+from baton_router.access import Access, authorization, shown, tenant_of
 from baton_router.answers import Receive, Scope, Send, send_error
 from baton_router.batches.cluster import Cluster
 from baton_router.batches.execution import Execution
@@ -215,7 +215,7 @@ def _rest(router: Router) -> FastAPI:
 
     def ready() -> None:
         if refusal := router.refusal():
-            raise NotReady(refusal)
+            raise NotReady(refusal, public="This service is not ready to take requests.")
 
     @app.get("/health")
     @app.get("/ping")
@@ -300,8 +300,8 @@ def _rest(router: Router) -> FastAPI:
     app.include_router(routes(router.storage, router.keeper, router.whose, router.settings.body_s))
 
     @app.exception_handler(BatonError)
-    async def ours(_: Request, error: BatonError) -> JSONResponse:
-        return _error(error)
+    async def ours(request: Request, error: BatonError) -> JSONResponse:
+        return _error(shown(error, tenant_of(request.scope)))
 
     @app.exception_handler(HTTPException)
     async def routing(request: Request, error: HTTPException) -> JSONResponse:

@@ -15,6 +15,7 @@ from xxhash import xxh3_64_intdigest as digest
 
 from baton_api.errors import InvalidRequest, ModelNotFound
 from baton_api.hashing import client_salt
+from baton_api.resuming import BODY as RESUMPTION
 from baton_router import prompt_chunks
 from baton_router.answers import Scope
 from baton_router.asks import Ask
@@ -47,6 +48,7 @@ class Wishes(msgspec.Struct):
     max_tokens: Any = None
     max_completion_tokens: Any = None
     max_output_tokens: Any = None
+    resumption: msgspec.Raw = msgspec.field(default=_ABSENT, name=RESUMPTION)
 
     @property
     def tokens_ahead(self) -> int | None:
@@ -88,7 +90,7 @@ _messages = msgspec.json.Decoder(list[Message])
 
 
 class Asked:
-    """One request. Raises InvalidRequest if its body is not JSON."""
+    """One request. Raises InvalidRequest if its body is not JSON, or claims to be a router's."""
 
     __slots__ = (
         "_digest",
@@ -116,6 +118,12 @@ class Asked:
         path = scope["path"]
         salt = tenant.salt
         self.model, self.prompt, wishes = _conversation(body, salt) if path == CHAT else _any(body, salt)
+        if wishes.resumption:
+            raise InvalidRequest(
+                f"Unsupported parameter: {RESUMPTION!r}. Only a router may say where an answer goes on.",
+                param=RESUMPTION,
+                code="unsupported_parameter",
+            )
         if tenant.models is not None:
             _check_model(tenant.models, self.model)
         self.tenant = tenant

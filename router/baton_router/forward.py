@@ -176,9 +176,17 @@ def _told(host: str, control: str, key: bytes, follow: bool, salt: str, patient:
 
 
 def answer_headers(
-    given: Headers, request_id: bytes, grant: Grant, report: PromptReport | None = None, queued_s: float = 0.0
+    given: Headers,
+    request_id: bytes,
+    grant: Grant | None,
+    report: PromptReport | None = None,
+    queued_s: float = 0.0,
 ) -> Headers:
-    """The headers of a worker's answer as the client gets them, after a wait of `queued_s` in the router."""
+    """
+    The headers of a worker's answer as the client gets them, after a wait of `queued_s` in the router.
+
+    With `grant` they name workers and number the decision: for clients that run the service.
+    """
     told: Headers = []
     if report is not None:
         times = 1000 * (queued_s + report.queue_s), 1000 * report.compute_s
@@ -186,13 +194,9 @@ def answer_headers(
         if report.transfer_s:
             took += b", transfer;dur=%.2f" % (1000 * report.transfer_s)
         told = [(CACHED, b"%d" % report.cached), (TIMING, took)]
-    return [
-        *_passing(given, _OF_THE_ANSWER),
-        (REQUEST_ID, request_id),
-        (WORKER, grant.decode.encode()),
-        (DECISION, grant.summary),
-        *told,
-    ]
+    if grant is not None:
+        told = [(WORKER, grant.decode.encode()), (DECISION, grant.summary), *told]
+    return [*_passing(given, _OF_THE_ANSWER), (REQUEST_ID, request_id), *told]
 
 
 def is_event_stream(given: Headers) -> bool:

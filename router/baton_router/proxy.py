@@ -18,7 +18,7 @@ from baton_api import headers, logs
 from baton_api.errors import BatonError, InternalError, NotReady, PoisonRequest
 from baton_api.metrics import STALE
 from baton_api.resuming import with_resumption
-from baton_router.access import tenant_of
+from baton_router.access import shown, tenant_of
 from baton_router.answers import Receive, Scope, Send, send_error
 from baton_router.asked import Asked
 from baton_router.asks import Ask, Grant
@@ -90,12 +90,12 @@ class Proxy:
         except ClientGone:
             relay.status = relay.status or GONE
         except BatonError as error:
-            await self._fail(relay, error, send)
+            await self._fail(relay, error, scope, send)
         except asyncio.CancelledError:  # the server has waited for us as long as it will
-            await self._fail(relay, NotReady("The router is stopping."), send)
+            await self._fail(relay, NotReady("The router is stopping."), scope, send)
         except Exception:
             log.exception("Request %s failed inside the router.", relay.id.decode())
-            await self._fail(relay, InternalError(), send)
+            await self._fail(relay, InternalError(), scope, send)
         finally:
             if relay.attempt is not None:
                 relay.attempt.close()
@@ -228,7 +228,8 @@ class Proxy:
         assert attempt is not None
         relay.status = attempt.status
         queued_s = relay.granted - arrived
-        told = answer_headers(attempt.headers, relay.id, attempt.grant, attempt.report, queued_s)
+        grant = attempt.grant if asked.tenant.admin else None
+        told = answer_headers(attempt.headers, relay.id, grant, attempt.report, queued_s)
         await client.start(attempt.status, told)
         if attempt.ended:
             await client.send(opening, more=False)
@@ -330,18 +331,18 @@ class Proxy:
         poison.__cause__ = lost
         return poison
 
-    async def _fail(self, relay: Relay, error: BatonError, send: Send) -> None:
+    async def _fail(self, relay: Relay, error: BatonError, scope: Scope, send: Send) -> None:
         """Tell the client what went wrong, as far as it can still be told."""
-        client = relay.client
+        client, tenant = relay.client, tenant_of(scope)
         if not client.started:
             relay.status = error.status
-            await send_error(send, error, relay.id, close=not client.read)
+            await send_error(send, shown(error, tenant), relay.id, close=not client.read)
             return
         cause = error.cause if isinstance(error, Lost) else "router"
         self._figures.cut.labels(cause).inc()
         log.warning("The answer to request %s was cut: %s (%s)", relay.id.decode(), error, cause)
         events = relay.attempt.events if relay.attempt else None
-        await client.cut(events.error(error) if events else b"")
+        await client.cut(events.error(shown(error, tenant)) if events else b"")
 
 
 class Relay:

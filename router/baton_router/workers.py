@@ -301,7 +301,7 @@ class Workers:
             raise ModelNotFound(model, self.models())
         candidates = usable(known, now)
         if not candidates:
-            raise NotReady(self._refusal(model, now))
+            raise NotReady(self._refusal(model, now), public="No worker that serves this model is ready.")
         if not tried:
             return candidates
         return preferred([worker for worker in known if worker.name not in tried], now)

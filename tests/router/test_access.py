@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from baton_router.app import create_app
 from baton_router.batches.files import NewFile
 from baton_router.settings import RouterSettings
 from baton_router.tenants import cache_salt
+from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker
 from tests.router.issuer import AUDIENCE, ISSUER, Issuer
-from tests.router.running import CHAT, QUESTION, RunningRouter, running_router
+from tests.router.running import CHAT, QUESTION, RunningRouter, running_router, until
 
 SECRET = "between the routers"
 
@@ -268,3 +270,61 @@ async def test_reassigned_files_belong_to_the_named_key(tmp_path: Path) -> None:
         assert len((await get(router, "/v1/files", "secret-key")).json()["data"]) == 1
     wrong = CliRunner().invoke(create_cli(command), [*command[:3], "ops", *command[4:]])
     assert "Expected tenant:NAME" in str(wrong.exception)
+
+
+async def test_tenants_read_no_addresses_and_no_numbers_of_all(file: str) -> None:
+    """Names of pods, and how many requests there were, are for admins; so are they while workers are away."""
+    async with FakeWorker() as worker:
+        settings: dict[str, Any] = {"tenants_file": file, "health_interval_s": 0.05}
+        async with running_router([worker], **settings) as router:
+            for key, told in (("acme-1", False), ("ops", True)):
+                answer = await ask(router, key)
+                assert answer.status_code == 200
+                assert (headers.WORKER in answer.headers) is (headers.DECISION in answer.headers) is told
+                assert worker.name not in str(answer.headers) or told
+            await worker.die()
+            await until(lambda: router.router.workers.decode[0].health.down)
+            for key, told in (("acme-1", False), ("ops", True)):
+                for answer in (await ask(router, key), await get(router, "/v1/models", key)):
+                    assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+                    assert (worker.name in answer.text) is told
+            visitor = await router.client.get("/ready")
+            assert visitor.status_code == 503 and worker.name not in visitor.text
+
+
+async def test_tenant_does_not_read_which_worker_was_lost(file: str) -> None:
+    dying = fake_worker.streaming(fake_worker.event("The"), end=False)
+    for key, told in (("acme-1", False), ("ops", True)):
+        async with FakeWorker(dying) as worker, running_router([worker], tenants_file=file) as router:
+            worker.release.set()
+            answer = await stream(router, key)
+            assert "was lost while it served this request" in answer
+            assert (worker.name in answer) is told
+
+
+async def stream(router: RunningRouter, key: str) -> str:
+    """All that comes of a stream, which may be cut."""
+    request: dict[str, Any] = {
+        "json": {**QUESTION, "stream": True},
+        "headers": {"authorization": f"Bearer {key}"},
+    }
+    heard = ""
+    with suppress(httpx.RemoteProtocolError):
+        async with router.client.stream("POST", CHAT, **request) as answer:
+            async for text in answer.aiter_text():
+                heard += text
+    return heard
+
+
+async def test_not_found_names_the_models_of_the_tenant_only(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.yaml"
+    entry = {"name": "acme", "keys": [hashed("acme")], "models": ["tiny", "not here"]}
+    file.write_text(json.dumps({"tenants": [entry]}))
+    async with (
+        FakeWorker() as tiny,
+        FakeWorker(model="large") as large,
+        running_router([tiny, large], tenants_file=str(file)) as router,
+    ):
+        answer = await ask(router, "acme", model="not here")
+        assert answer.status_code == 404
+        assert answer.json()["error"]["message"] == "The model 'not here' does not exist. Served here: tiny."

@@ -217,6 +217,12 @@ async def test_a_tenant_sees_its_own_requests_and_no_load(tmp_path: Path) -> Non
         assert all(one["load"] is None for one in red["service"]["workers"])
         assert red["service"]["pace"]["requests"] == 1 and boss["service"]["pace"]["requests"] == 2
         assert red["requests"][0]["decision"]["others"] == []
+        assert "127.0.0.1" not in json.dumps(red) and "127.0.0.1" in json.dumps(boss)
+        named = {one["name"] for one in red["service"]["workers"]}
+        mine = {red["requests"][0][role] for role in ("decode", "prefill")} - {None}
+        assert len(named) == 2 and mine and mine <= named
+        assert boss["requests"][1]["number"] - boss["requests"][0]["number"] < 10
+        assert blue["requests"][0]["number"] - red["requests"][0]["number"] > 10, "no count of all requests"
         async with events(router, "red") as told:
             assert {one["tenant"] for one in [await next_request(told)]} == {"red"}
 

@@ -463,3 +463,23 @@ async def test_nothing_is_held_while_a_request_reconnects() -> None:
         assert kept is not None and between is None and fresh is not None
         assert not kept.fail("slow") and not fresh.fail("slow")
         upstream.close()
+
+
+RESUMING = {
+    "a chat": ("/v1/chat/completions", b'{"model": "tiny", "messages": [], "baton_resume": {}}'),
+    "a body that is no chat": ("/v1/chat/completions", b'{"model": 1, "baton_resume": {}}'),
+    "a completion": ("/v1/completions", b'{"model": "tiny", "prompt": "a", "baton_resume": null}'),
+    "with an escape": ("/v1/completions", rb'{"prompt": "a", "baton\u005fresume": {"tokens": [1]}}'),
+    "said twice": ("/v1/completions", b'{"baton_resume": {}, "prompt": "a", "baton_resume": null}'),
+}
+
+
+@pytest.mark.parametrize(("path", "body"), RESUMING.values(), ids=RESUMING.keys())
+async def test_client_cannot_resume_an_answer_by_itself(path: str, body: bytes) -> None:
+    """It would choose the answer's id and how many tokens the usage calls cached."""
+    async with FakeWorker() as worker, running_router([worker]) as router:
+        answer = await router.client.post(path, content=body)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert (error["param"], error["code"]) == ("baton_resume", "unsupported_parameter")
+        assert not worker.asked

@@ -14,7 +14,7 @@ from typing import Any
 from baton_api import __version__
 from baton_router.dispatcher import Dispatch
 from baton_router.page.pace import pace
-from baton_router.page.timelines import Epoch, visible
+from baton_router.page.timelines import Epoch, shown_name, visible
 from baton_router.queue import Queue
 from baton_router.tenants import Tenant
 from baton_router.waiting_room import LEVELS
@@ -42,13 +42,18 @@ def picture(
         "now": epoch(now),
         "tenant": tenant.name,
         "everything": tenant.admin,
-        "refusal": "The router is draining." if draining else workers.refusal(now),
+        "refusal": "The router is draining." if draining else _refusal(workers, tenant, now),
         "models": [name for name in workers.models() if tenant.may_use(name)],
         "workers": [_worker(one, running, tenant, now) for one in shown[:WORKERS_LIMIT]],
         "workers_left_out": max(0, len(shown) - WORKERS_LIMIT),
         "waiting": _waiting(queue, now) if tenant.admin else None,
         "pace": asdict(pace(own, now)),
     }
+
+
+def _refusal(workers: Workers, tenant: Tenant, now: float) -> str | None:
+    refusal = workers.refusal(now)
+    return refusal if refusal is None or tenant.admin else "No decode worker is ready."
 
 
 def _waiting(queue: Queue, now: float) -> list[dict[str, Any]]:
@@ -68,7 +73,7 @@ def _worker(worker: Worker, running: list[Dispatch], tenant: Tenant, now: float)
     mine = [made for made in running if worker in (made.pair.decode, made.pair.prefill)]
     prefills = worker.listed == "prefill"
     return {
-        "name": worker.name,
+        "name": shown_name(worker.name, tenant),
         "role": worker.listed,
         "model": worker.model,
         "revision": worker.revision,

@@ -2,17 +2,23 @@
 One request as the page shows it: its phases, who did what, what was cached, and why it went where it went.
 
 Read off the scheduler's own record of the request (`dispatcher.Dispatch`), so that nothing is kept for the
-page. Names and figures only, never text.
+page. Names and figures only, never text. A tenant that is no admin reads no addresses, and no numbers that
+count the requests of others.
 """
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from collections.abc import Callable
 from typing import Any
 
 from baton_router.dispatcher import Dispatch, explained
 from baton_router.phases import Seen, phases
 from baton_router.tenants import Tenant
+
+_SECRET = secrets.token_bytes(16)
+"""Of this process: nobody finds the address behind a name by trying all of a network's."""
 
 Epoch = Callable[[float], float]
 """Milliseconds since 1970 of a time of the router's clock."""
@@ -21,6 +27,13 @@ Epoch = Callable[[float], float]
 def visible(made: Dispatch, tenant: Tenant) -> bool:
     """Whether this tenant may see that there was such a request."""
     return tenant.admin or made.tenant == tenant.id
+
+
+def shown_name(worker: str, tenant: Tenant) -> str:
+    """What the page calls a worker: its address for admins, else a name that only tells workers apart."""
+    if tenant.admin:
+        return worker
+    return f"worker-{hashlib.blake2s(worker.encode(), key=_SECRET, digest_size=4).hexdigest()}"
 
 
 def seen(made: Dispatch) -> Seen:
@@ -50,15 +63,16 @@ def timeline(made: Dispatch, tenant: Tenant, epoch: Epoch) -> dict[str, Any]:
     """
     report = made.report
     decision = explained(made)
+    prefill = made.pair.prefill
     size = made.generating.block_size
     moved = report.tokens - report.held if report is not None and report.remote else 0
     return {
-        "number": made.number,
+        "number": made.number if tenant.admin else round(1000 * epoch(made.decided)),
         "tenant": made.tenant.partition(":")[2],
         "class": made.kind,
         "model": made.pair.decode.model,
-        "decode": made.pair.decode.name,
-        "prefill": made.pair.prefill.name if made.pair.prefill else None,
+        "decode": shown_name(made.pair.decode.name, tenant),
+        "prefill": shown_name(prefill.name, tenant) if prefill else None,
         "outcome": outcome(made),
         "streams": made.streams,
         "phases": [

@@ -209,8 +209,9 @@ class Answer {
     const usage = this.now.usage;
     const record = this.#number === null ? undefined : requests.get(this.#number);
     const prefill = record && record.remote !== null ? record.remote && record.prefill : computed !== worker && computed;
+    const alone = worker ? `${label(worker)} read the prompt and answered` : ""; // tenants are not told of workers
     const parts = [
-      prefill ? `${label(prefill)} read the prompt, ${label(worker)} answered` : `${label(worker)} read the prompt and answered`,
+      prefill ? `${label(prefill)} read the prompt, ${label(worker)} answered` : alone,
       cached !== null && usage ? `${cached} of ${counted(usage.prompt_tokens, "prompt token")} from a cache` : "",
       this.#first ? `first token after ${seconds((this.#first - this.#sent) / 1000)}` : "",
       usage ? counted(usage.completion_tokens, "token") : "",
