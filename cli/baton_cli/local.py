@@ -67,7 +67,7 @@ def make_plan(
     display: Display, prefill: int, decode: int, front: Mapping[str, Any], given: Mapping[str, Any]
 ) -> Plan:
     """What is to run, the model fetched. Raises SetupError."""
-    from baton_engine.model.resolve import resolve
+    from baton_engine.model.resolve import resolve, served_names
 
     router = read_settings(FrontSettings, front)
     worker = read_settings(WorkerSettings, given)
@@ -87,7 +87,7 @@ def make_plan(
         checkpoint = resolve(worker.model, Bar(display, "model"))
     return Plan(
         model=str(checkpoint.path),
-        names=worker.served_model_name or (checkpoint.name,),
+        names=served_names(worker.served_model_name, checkpoint, worker.model),
         prefill=prefill,
         decode=decode,
         router=router,

@@ -265,9 +265,14 @@ class Workers:
         self._changed = asyncio.Event()
 
     def models(self) -> tuple[str, ...]:
-        """The names of models that listed workers have, whether or not one can serve them now."""
-        there = {name for worker in self.decode for name in worker.names}
-        return tuple(sorted(there | set(self.hold_models)))
+        """
+        The names of models that listed workers have, whether or not one can serve them now.
+
+        Aliases come last: tools that take the first name get one that stands in answers.
+        """
+        there = {name for worker in self.decode for name in worker.names} | set(self.hold_models)
+        aliases = {name for worker in self.decode for name in worker.names[1:]}
+        return tuple(sorted(there, key=lambda name: (name in aliases, name)))
 
     def context(self, model: str) -> int | None:
         """Tokens that every worker of this name has room for; None if they do not say."""

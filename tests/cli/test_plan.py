@@ -49,6 +49,12 @@ def test_switches_and_names_reach_every_worker(tiny: Path) -> None:
         assert names == [f"--served-model-name={name}" for name in "abc"]
 
 
+def test_workers_serve_a_path_by_its_last_part_and_as_given(tiny: Path) -> None:
+    assert plan(tiny).names == ("tiny", str(tiny))
+    odd = make_model(tiny.parent / "a,b")
+    assert plan(odd).names == ("a,b",)
+
+
 def test_workers_tell_the_router_what_they_hold_and_nobody_what_was_asked(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ async def test_a_worker_that_is_open_has_answered_and_answers(tiny: Path) -> Non
         load = worker.load(control="127.0.0.1:9")
     assert worker.name == "both-8123"
     assert worker.model_name == "tiny"
+    assert worker.model_names == load.names == ("tiny", str(tiny))
     assert (load.role, load.model, load.control) == (Role.BOTH, "tiny", "127.0.0.1:9")
     assert load.total_blocks == 2**20 // BLOCK_BYTES - 1
     assert load.compatibility == worker.compatibility.digest
@@ -131,7 +132,7 @@ async def test_the_settings_reach_the_engine(tiny: Path) -> None:
     async with open_worker(chosen) as worker:
         limits = worker.engine.limits
         assert (limits.max_model_len, limits.chunk_tokens, limits.max_running) == (100, 32, 3)
-        assert worker.model_name == "mine"
+        assert worker.model_names == ("mine",)
         assert worker.cache.kv.dtype == torch.float32
 
 

@@ -41,7 +41,18 @@ async def test_a_models_context_is_what_all_of_its_workers_have() -> None:
     async with one, two, running_router([one, two]) as router:
         cards = (await router.client.get("/v1/models")).json()["data"]
         told = [(card["id"], card["root"], card["max_model_len"]) for card in cards]
-        assert told == [("small", "tiny", 8192), ("tiny", "tiny", 4096)]
+        assert told == [("tiny", "tiny", 4096), ("small", "tiny", 8192)]
+
+
+async def test_model_is_served_by_its_whole_path_too() -> None:
+    """Clients of vLLM and SGLang send the path as the server was given it."""
+    async with FakeWorker() as worker:
+        worker.load = msgspec.structs.replace(worker.load, names=("tiny", "/models/tiny"))
+        async with running_router([worker]) as router:
+            assert (await router.post({**QUESTION, "model": "/models/tiny"})).status_code == 200
+            assert (await router.client.get("/v1/models//models/tiny")).json()["root"] == "tiny"
+            listed = (await router.client.get("/v1/models")).json()["data"]
+            assert [model["id"] for model in listed] == ["tiny", "/models/tiny"]
 
 
 async def test_models_and_ready_are_503_until_a_decode_worker_is_ready() -> None:

@@ -224,7 +224,7 @@ def test_an_unknown_model_is_an_error_once_all_workers_have_said_what_they_serve
 def test_a_worker_serves_its_model_under_all_of_its_names() -> None:
     one, other = worker(names=("tiny", "small", "org/tiny")), worker(port=2)
     workers = Workers((one, other), ())
-    assert workers.models() == ("org/tiny", "small", "tiny")
+    assert workers.models() == ("tiny", "org/tiny", "small")
     assert list(workers.serving("small", (), now=0)) == [one]
     assert list(workers.serving("tiny", (), now=0)) == [one, other]
     with pytest.raises(ModelNotFound):

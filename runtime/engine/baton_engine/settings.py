@@ -38,7 +38,7 @@ class WorkerSettings(BaseSettings):
 
     served_model_name: Names = ()
     """The names clients may use, repeated or with commas between; the first one stands in answers. Empty: the
-    model as it was given, a path by its last part."""
+    model as it was given; a path by its last part, and by its whole text too."""
 
     role: Role = Role.BOTH
     """both, prefill or decode."""

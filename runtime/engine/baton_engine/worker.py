@@ -36,7 +36,7 @@ from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Model, create_model
 from baton_engine.model.embedder import Embedder, Unable, embedder_of
 from baton_engine.model.progress import SILENT, Progress
-from baton_engine.model.resolve import resolve
+from baton_engine.model.resolve import resolve, served_names
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.tokenizer import Tokenizer, load_tokenizer
 from baton_engine.ops.processor import preferred_dtype
@@ -86,7 +86,7 @@ class Worker:
     @property
     def model_names(self) -> tuple[str, ...]:
         """All that clients may use."""
-        return tuple(dict.fromkeys(self.settings.served_model_name)) or (self.checkpoint.name,)
+        return served_names(self.settings.served_model_name, self.checkpoint, self.settings.model)
 
     @property
     def identity(self) -> Identity:

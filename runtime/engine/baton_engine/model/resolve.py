@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from baton_api.errors import SetupError
@@ -44,6 +45,17 @@ def resolve(model: str, progress: Progress = SILENT, cache: Path | None = None) 
         raise SetupError(f"There is no file or folder {model[:300]!r}. {WAYS_OUT}")
     opening = f"There is no folder {model!r} here, and "
     return Checkpoint(hub.cached(model, opening, WAYS_OUT), model)
+
+
+def served_names(chosen: Iterable[str], checkpoint: Checkpoint, model: str) -> tuple[str, ...]:
+    """
+    The names of the API: those that a person has `chosen`, or the checkpoint's and `model` as it was given.
+
+    vLLM and SGLang serve a path under its whole text, and their clients send that. A path with a comma is
+    left out: names stand in a setting with commas between.
+    """
+    given = () if "," in model else (model,)
+    return tuple(dict.fromkeys(chosen)) or tuple(dict.fromkeys((checkpoint.name, *given)))
 
 
 def _folder(path: Path) -> Checkpoint:
