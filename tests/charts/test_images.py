@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path, PurePosixPath
 
@@ -67,6 +68,34 @@ def test_all_that_the_package_is_built_from_is_let_in() -> None:
     packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     needed = {PurePosixPath(package).parts[0] for package in packages} | {"README.md", "LICENSE"}
     assert {f"!{name}" for name in needed} <= set(IGNORED)
+
+
+@pytest.mark.parametrize(
+    ("stage", "module"),
+    [("model", "baton_engine.model.builtin"), ("kernels", "baton_engine.ops.native.targets")],
+)
+def test_stage_has_every_module_that_it_imports(tmp_path: Path, stage: str, module: str) -> None:
+    """A stage copies single files, so that a change elsewhere does not fetch the model or compile again."""
+    (body,) = re.findall(
+        rf"^FROM \S+ AS {stage}\n(.*?)(?=^FROM |^# ---)", DOCKERFILE, re.MULTILINE | re.DOTALL
+    )
+    copied = re.findall(r"^COPY (.+)$", body, re.MULTILINE)
+    assert copied
+    for line in copied:
+        *sources, target = line.split()
+        folder = tmp_path / target.removeprefix(f"/{stage}").strip("/")
+        folder.mkdir(parents=True, exist_ok=True)
+        for source in sources:
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, folder, dirs_exist_ok=True)
+            else:
+                shutil.copy(ROOT / source, folder)
+    # -S: neither the packages of this environment, nor Baton itself, are there.
+    command = [sys.executable, "-S", "-c", f"import {module}"]
+    done = subprocess.run(
+        command, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_they_run_as_who_pods_run_as() -> None:
