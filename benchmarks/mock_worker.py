@@ -2,11 +2,13 @@
 Workers that answer at once, for measuring what stands before them: what any of the routers asks, on one core.
 
 A chat whose body ends in `"hold":true}` is a stream that sends one event and then waits for `GET /release`.
+Answers of /v1/responses come whole.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import resource
@@ -68,6 +70,21 @@ WHOLE_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nx-baton-prompt: %%b\r\ncontent-length: %d\r\n\r\n"
     % len(WHOLE)
 )
+
+
+RESPONSE_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nx-baton-prompt: %b\r\n"
+_numbers = itertools.count()
+
+
+def response() -> bytes:
+    """One to /v1/responses, with its length."""
+    body = json.dumps(
+        {
+            "id": f"resp_{next(_numbers)}", "object": "response", "created_at": 1, "status": "completed",
+            "model": "m", "output": [], "usage": {"input_tokens": 10, "output_tokens": 2, "total_tokens": 12},
+        }
+    ).encode()  # fmt: skip
+    return b"content-length: %d\r\n\r\n" % len(body) + body
 
 
 class MockWorker(asyncio.Protocol):
@@ -134,7 +151,9 @@ class MockWorker(asyncio.Protocol):
         compute_s = COMPUTE_S + (tokens - cached) * TOKEN_S
         report = REPORT % (tokens, cached, compute_s, self._remote)
         tail = body[-200:].replace(b" ", b"")
-        if b'"stream":true' not in tail:
+        if self._path == b"/v1/responses":
+            self._transport.write(RESPONSE_HEAD % report + response())
+        elif b'"stream":true' not in tail:
             self._transport.write(WHOLE_HEAD % report + WHOLE)
         elif b'"hold":true' in tail:
             self._holding.add(self)

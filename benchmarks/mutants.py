@@ -32,6 +32,8 @@ ROOMS = (
     "runtime/prefill",
     "runtime/decode",
 )
+BESIDE = ("tests", "docs", "crds", "charts", "examples")
+"""Folders that tests read."""
 KILLED = {1, 3, 36, 152, -24, 24, 255, -11}
 """Exit codes of mutmut's worker for a failed test, a limit on time that ran out, and a crash."""
 TIMED_OUT = {36, 152, -24, 24, 255}
@@ -70,12 +72,13 @@ def prepare(folder: Path, target: Target) -> None:
     for room in ROOMS:
         for package in (ROOT / room).glob("baton_*"):
             shutil.copytree(package, folder / "src" / package.name, ignore=ignored)
-    shutil.copytree(ROOT / "tests", folder / "tests", ignore=ignored)
+    for beside in BESIDE:
+        shutil.copytree(ROOT / beside, folder / beside, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", folder)
     options = {
         "source_paths": ["src"],
         "only_mutate": [f"src/{module}" for module in target.modules],
-        "also_copy": ["tests"],
+        "also_copy": list(BESIDE),
         "pytest_add_cli_args": ["-x", "-p", "no:cacheprovider"],
         "pytest_add_cli_args_test_selection": list(target.tests),
         "process_isolation": ["forkserver"],

@@ -6,7 +6,8 @@ What routers cost, side by side: processor time per request and time added to th
 
 Each router is started in turn on core 0, before four mock workers that answer at once; workers and clients
 share core 1. A case is MODE:PROMPT:ANSWER: `pd` has two prefill and two decode workers, `plain` four that do
-both; `short` or `long` (33 KB) prompts; `stream` or `whole` answers. Processor time is that of all the
+both; `short` or `long` (33 KB) prompts, or `kept` or `stateless` requests to /v1/responses, whose answers are
+whole; `stream` or `whole` answers. Processor time is that of all the
 router's processes, with 64 clients that always ask; the time added to the first byte is that of one client,
 less what it waits for the workers when it asks them directly. Peers run their best policy, `cache_aware`.
 Runs are interleaved, as machines are noisy. `--peers` is an environment with sglang-router and vllm-router.

@@ -14,6 +14,8 @@ from typing import cast
 
 import httptools
 
+RESPONSES = "/v1/responses"
+
 
 @dataclass(slots=True)
 class Client(asyncio.Protocol):
@@ -72,13 +74,21 @@ class Client(asyncio.Protocol):
 
 
 def request(messages: list[dict[str, str]], **fields: object) -> bytes:
-    body = json.dumps({"model": "m", "messages": messages, "max_tokens": 16, **fields}).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    return _post("/v1/chat/completions", {"messages": messages, "max_tokens": 16, **fields})
+
+
+def _post(path: str, fields: dict[str, object]) -> bytes:
+    body = json.dumps({"model": "m", **fields}).encode()
+    head = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n" % path.encode()
     return head + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
 def requests(kind: str, stream: bool, count: int = 400) -> list[bytes]:
-    """Prompts, `short` or `long` (33 KB), that begin alike in sixteen ways and end each in its own."""
+    """
+    Prompts, `short` or `long` (33 KB), that begin alike in sixteen ways and end each in its own.
+
+    `kept` and `stateless` are short ones to /v1/responses, whose responses the router keeps or not.
+    """
     rng = random.Random(1)
 
     def words(number: int) -> str:
@@ -86,6 +96,11 @@ def requests(kind: str, stream: bool, count: int = 400) -> list[bytes]:
             "".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 9))) for _ in range(number)
         )
 
+    if kind in ("kept", "stateless"):
+        return [
+            _post(RESPONSES, {"input": f"q{number} {words(30)}", "store": kind == "kept", "stream": stream})
+            for number in range(count)
+        ]
     beginnings = [words(4700 if kind == "long" else 20) for _ in range(16)]
     return [
         request(

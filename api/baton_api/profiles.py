@@ -155,7 +155,7 @@ def capacity(
         left = objectives.ttft_s - computing - transfer.seconds(objectives.uncached) - step.seconds(1, 0)
         prompts = busy_share(computing, left) * objectives.uncached / computing
     streams = decode_streams(step, kv_tokens, max_streams, objectives)
-    context = _context(objectives)
+    context = mean_context(objectives)
     generated = streams / step.seconds(streams, streams * context) if streams else 0.0
     ratio = (
         (objectives.uncached / prompts) / (objectives.output_tokens / generated)
@@ -195,16 +195,25 @@ def busy_share(service_s: float, left_s: float) -> float:
 
 def decode_streams(step: StepLine, kv_tokens: int, max_streams: int, objectives: Objectives) -> int:
     """Most streams whose tokens come in time, and for whose whole contexts there is room."""
-    room = kv_tokens // (objectives.prompt_tokens + objectives.output_tokens)
-    each = step.stream_s + step.token_s * _context(objectives)
+    in_time = streams_in_time(step, max_streams, objectives)
+    return min(streams_in_room(kv_tokens, objectives), max_streams, in_time)
+
+
+def streams_in_room(kv_tokens: int, objectives: Objectives) -> int:
+    """Most streams for whose whole contexts there is room."""
+    return kv_tokens // (objectives.prompt_tokens + objectives.output_tokens)
+
+
+def streams_in_time(step: StepLine, max_streams: int, objectives: Objectives) -> int:
+    """Most streams whose tokens come in time; `max_streams` if their number does not matter."""
+    each = step.stream_s + step.token_s * mean_context(objectives)
     left = objectives.itl_s - step.base_s
     if left < each:
         return 0
-    in_time = math.floor(left / each + 1e-9) if each > 0 else max_streams
-    return max(0, min(room, max_streams, in_time))
+    return math.floor(left / each + 1e-9) if each > 0 else max_streams
 
 
-def _context(objectives: Objectives) -> int:
+def mean_context(objectives: Objectives) -> int:
     """Tokens of a stream's context, on average over its life."""
     return objectives.prompt_tokens + objectives.output_tokens // 2
 

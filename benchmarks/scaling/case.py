@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from baton_api.profiles import Objectives, PrefillLine, Profile, StepLine, TransferLine, capacity
 from baton_operator.rollout import RoleName
 from benchmarks.model_worker import Timing
 from benchmarks.scaling.day import DARK, PHASES, Phase, steady
@@ -115,6 +116,28 @@ CASES: Mapping[str, Case] = {
         local_tokens=512,
     ),
 }
+
+
+def profile(case: Case) -> Profile:
+    """What `baton bench --find` would measure of these workers, for requests of the base load."""
+    prefill = PrefillLine(base_s=TIMING.start_s, token_s=TIMING.token_s, pair_s=TIMING.pair_s)
+    step = StepLine(base_s=TIMING.step_s, stream_s=TIMING.stream_step_s, token_s=TIMING.context_step_s)
+    transfer = TransferLine(start_s=TIMING.move_s, token_s=0.0)
+    objectives = Objectives(ttft_s=TTFT_S, itl_s=ITL_S, prompt_tokens=8000, output_tokens=600)
+    room = BLOCKS * BLOCK_TOKENS
+    return Profile(
+        model="imagined",
+        machine="imagined",
+        baton="",
+        made=0.0,
+        prefill=prefill,
+        step=step,
+        transfer=transfer,
+        kv_tokens=room,
+        max_streams=case.slots,
+        objectives=objectives,
+        capacity=capacity(prefill, step, transfer, room, case.slots, objectives),
+    )
 
 
 def peak(case: Case) -> Mapping[RoleName, int]:

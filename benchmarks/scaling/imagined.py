@@ -130,7 +130,7 @@ class ImaginedWorld:
         await decode.model.generate(text, phase.answer, emit)
         decode.slots.release()
         self._done(decode)
-        counters.answered(self._now, phase.answer)
+        counters.answered(self._now, phase.prompt, phase.answer)
         made.token = (self._now - came - made.first) / (phase.answer - 1)
         made.ok = True
         return made

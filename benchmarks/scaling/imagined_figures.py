@@ -56,6 +56,8 @@ class Counters:
         """Seconds from token to token, of about as many tokens each."""
         self.computed, self.computing_s = Counter(), Counter()
         self.generated, self.ended = Counter(), Counter()
+        self.ended_prompts = Counter()
+        """Tokens of the prompts of requests that ended."""
         self.usage, self.streams = Counter(), Counter()
         """As they were at each look."""
         self._expected = EXPECTED
@@ -65,8 +67,9 @@ class Counters:
         self.local.add(now, prompt if local else 0)
         self.answer.add(now, min(answer, self._expected))
 
-    def answered(self, now: float, answer: int) -> None:
+    def answered(self, now: float, prompt: int, answer: int) -> None:
         self.ended.add(now, 1)
+        self.ended_prompts.add(now, prompt)
         self._expected += SMOOTHING * (answer - self._expected)
 
     def figures(
@@ -117,6 +120,11 @@ class Counters:
             made["prefill_speed"] = self.computed.rate(now) / busy_s
         if tokens := self.token.values(now):
             made["decode_token"] = _percentile(tokens)
+            made["decode_token_mean"] = statistics.fmean(tokens)
+        if prompts := self.computed.values(now):
+            made["prefill_uncached"] = statistics.fmean(prompts)
+        if prompts := self.ended_prompts.values(now):
+            made["decode_prompt"] = statistics.fmean(prompts)
         if ended := self.ended.rate(now):
             made["decode_answer"] = made["decode_generated"] / ended
         if usages:

@@ -5,20 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from baton_api.profiles import Profile
+from baton_operator.kinds.service_policies import Objectives
 from baton_operator.rollout import RoleName
-from baton_operator.scaling.observation import Decision, Memory, Policy
+from baton_operator.scaling import sizing
+from baton_operator.scaling.decision import capacity
+from baton_operator.scaling.observation import Decision, Memory, Policy, Size
 from baton_operator.scaling.service import Role, decide_all
 from baton_operator.scaling.signals import Pods, observed
-from benchmarks.scaling.case import ITL_S, ROLES, TTFT_S, Case, peak
+from benchmarks.scaling.case import ITL_S, ROLES, TTFT_S, Case, peak, profile
 from benchmarks.scaling.day import MINUTE
 from benchmarks.scaling.hpa import Hpa
 from benchmarks.scaling.world import Scaler, Sight
 
+SLO = Objectives(ttft=f"{TTFT_S:g}s", itl=f"{1000 * ITL_S:g}ms")
+
 
 class Baton:
-    """The operator's decisions, each of which is said. What a worker can do it has to learn."""
+    """The operator's decisions, each of which is said. What a worker can do it learns, or has a profile."""
 
-    def __init__(self, case: Case, say: Callable[[str], None]) -> None:
+    def __init__(self, case: Case, say: Callable[[str], None], profile: Profile | None = None) -> None:
+        self._profile = profile
+        self._requests = sizing.Seen()
+        self._startup_s = case.startup_s
         self._node_s = case.node_s
         self._policies: dict[RoleName, Policy] = {
             "prefill": Policy(least=0, most=case.most, objective_s=TTFT_S, queue_s=TTFT_S),
@@ -29,19 +38,25 @@ class Baton:
 
     def wanted(self, seen: Sight) -> dict[RoleName, int]:
         roles: dict[RoleName, Role] = {}
+        sized: Mapping[RoleName, Size] = {}
+        if self._profile is not None:
+            self._requests = self._requests.looked(self._profile, seen.figures, seen.now)
+            sized = sizing.sizes(
+                self._profile, self._requests, SLO, self._startup_s, len(seen.pods["prefill"])
+            )
         for name, policy in self._policies.items():
             ready = sum(pod.ready_s is not None for pod in seen.pods[name])
             pods = Pods(
                 replicas=len(seen.pods[name]), ready=ready, routers=1, pending_s=self._pending_s(name, seen)
             )
-            observation = observed(name, seen.figures, pods, policy.objective_s)
+            observation = observed(name, seen.figures, pods, policy.objective_s, size=sized.get(name))
             roles[name] = Role(policy, self._memories[name], observation)
         made = decide_all(roles, _all, seen.now)
         for name, (decision, memory) in made.items():
             self._memories[name] = memory
             before = roles[name].seen
             if decision.replicas != before.replicas:
-                known = f"{before.demand.value or 0:.0f} tokens/s by {memory.capacity.value or 0:.0f}"
+                known = f"{before.demand.value or 0:.0f} tokens/s by {capacity(memory, before) or 0:.0f}"
                 what = f"{name:7} -> {decision.replicas}  {decision.reason}: {decision.message} ({known})"
                 self._say(f"  {seen.now / MINUTE:5.1f} min {what}")
         return {name: decision.replicas for name, (decision, _) in made.items()}
@@ -69,6 +84,7 @@ def _all(decisions: Mapping[RoleName, Decision]) -> dict[RoleName, int]:
 
 POLICIES: Mapping[str, Callable[[Case], Scaler]] = {
     "baton": lambda case: Baton(case, print),
+    "baton-profile": lambda case: Baton(case, print, profile(case)),
     "hpa": lambda case: Hpa(case.most),
     "static": lambda case: Static(peak(case)),
 }

@@ -38,6 +38,7 @@ from baton_operator.observer import Observer
 from baton_operator.plan import Images
 from baton_operator.reconciler import Reconciler, ServiceReconciler
 from baton_operator.reflector import Reflectors
+from baton_operator.router_rollouts import RouterRollouts
 from baton_operator.scaling.autoscaler import Autoscaler
 from baton_operator.scaling.prometheus import Prometheus
 from baton_operator.scaling.settings import ScalingSettings
@@ -153,7 +154,14 @@ def _reconcilers(
     scaling = ScalingSettings(settings.prometheus_url, settings.gpu_budget, settings.scaling_window_s)
     return {
         "InferenceService": ServiceReconciler(
-            api, observer, images, tell, figures.services.stands, time.time, settings.resync_s
+            api,
+            observer,
+            images,
+            tell,
+            figures.services.stands,
+            time.time,
+            settings.resync_s,
+            RouterRollouts(settings.router_rollouts),
         ),
         "BatchJob": BatchReconciler(api, cache, settings.router_image, tell, time.time, settings.resync_s),
         "LoraAdapter": AdapterReconciler(api, cache, time.time, settings.resync_s),

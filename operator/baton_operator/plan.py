@@ -190,7 +190,9 @@ def _shared(observed: Observed, state: State, images: Images) -> list[Manifest]:
         *routers.account(owner, spec),
         routers.weights(owner, weights),
         routers.service(owner),
-        routers.router(owner, spec, images.router, replicas, mutual_tls.shown(owner, shown)),
+        routers.router(
+            owner, spec, images.router, replicas, mutual_tls.shown(owner, shown), observed.generation
+        ),
     ]
     if not spec.security.service_account_name:
         body = {"automountServiceAccountToken": False}

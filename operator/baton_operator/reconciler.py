@@ -23,6 +23,7 @@ from baton_operator.merge_patch import difference
 from baton_operator.observed import Observed, key
 from baton_operator.observer import Observer
 from baton_operator.plan import Images, Plan, State, plan
+from baton_operator.router_rollouts import RouterRollouts
 
 REFUSED = frozenset({400, FORBIDDEN, 422})
 """Answers that the same request would get again: no such right, or a field that is none."""
@@ -58,6 +59,7 @@ class ServiceReconciler:
         stands: Stands,
         clock: Callable[[], float],
         resync_s: float,
+        rollouts: RouterRollouts,
     ) -> None:
         self._api = api
         self._observer = observer
@@ -66,11 +68,13 @@ class ServiceReconciler:
         self._stands = stands
         self._clock = clock
         self._resync_s = resync_s
+        self._rollouts = rollouts
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
         service = self._observer.service(namespace, name)
         scalers = self._observer.scalers(namespace, name)
         if service is None:
+            self._rollouts.forget(namespace, name)
             self._stands(namespace, name, None, None)
             await self._bind(scalers, None)
             return None
@@ -82,6 +86,7 @@ class ServiceReconciler:
             await self._say(observed, *report.refused(observed, error, now))
             await self._bind(scalers, None)
             return self._resync_s
+        made = self._rollouts.admit(made, observed)
         assert made.state is not None
         try:
             await self._carry_out(made, observed)

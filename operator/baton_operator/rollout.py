@@ -132,7 +132,7 @@ def decide(wanted: Wanted, seen: Sequence[Seen], now: float) -> dict[str, Fate]:
         return _held(wanted, seen, new, old, now)
     failure = _failure(wanted, new, old, now) if old and not new.failed else ""
     if (new.failed or failure) and old and wanted.policy.auto_rollback:
-        return _rolled_back(wanted, seen, new, failure)
+        return _rolled_back(wanted, seen, new, old, failure, now)
     if wanted.policy.paused and old:
         return {one.revision: _as_it_is(one) for one in seen}
     fates = {one.revision: _gone(one) for one in seen}
@@ -144,7 +144,7 @@ def decide(wanted: Wanted, seen: Sequence[Seen], now: float) -> dict[str, Fate]:
     if serving and new.step < len(steps):
         new = _on_step(wanted, new, now)
         if new.step < len(steps):
-            return fates | _canary(wanted, new, serving)
+            return _canary(wanted, seen, new, old, now)
     fates |= _kept(wanted, new, old)
     fates[new.revision] = _grown(wanted, new, old, fates)
     return fates | _weighted(wanted, [new, *serving], fates)
@@ -175,15 +175,12 @@ def _failure(wanted: Wanted, new: Seen, old: Sequence[Seen], now: float) -> str:
     return fault(wanted.policy, new.tried, [one.tried for one in old])
 
 
-def _rolled_back(wanted: Wanted, seen: Sequence[Seen], failed: Seen, reason: str) -> dict[str, Fate]:
+def _rolled_back(
+    wanted: Wanted, seen: Sequence[Seen], failed: Seen, old: Sequence[Seen], reason: str, now: float
+) -> dict[str, Fate]:
     """Everything back to the generation that serves most."""
-    others = [one for one in seen if not one.failed and one is not failed]
-    last = _serving_most(wanted, others)
-    fates = {one.revision: _gone(one) for one in seen}
-    fates[failed.revision] = replace(fates[failed.revision], phase="Failed", reason=reason)
-    whole = {name: wanted.targets[name] for name in last.roles}
-    fates[last.revision] = Fate(last.revision, "Serving", whole, ALL)
-    return fates
+    gone = replace(_gone(failed), phase="Failed", reason=reason)
+    return {**_without(wanted, seen, failed, old, now), failed.revision: gone}
 
 
 def _held(
@@ -196,15 +193,21 @@ def _held(
         now_there = _as_it_is(new)
         fates = {one.revision: _gone(one) for one in seen}
         return {**fates, new.revision: now_there if new.there else replace(now_there, phase="Waiting")}
+    phase: Phase = "Failed" if new.failed else "Waiting"
+    waits = Fate(new.revision, phase, dict.fromkeys(new.roles, 0))
+    return {**_without(wanted, seen, new, old, now), new.revision: waits}
+
+
+def _without(
+    wanted: Wanted, seen: Sequence[Seen], new: Seen, old: Sequence[Seen], now: float
+) -> dict[str, Fate]:
+    """What becomes of the others if the new one had not been asked for: the one that serves most is whole."""
     last = _serving_most(wanted, old)
     # A role that the spec has no more is what the generation that serves still needs.
     kept = {name: role.replicas for name, role in last.roles.items() if name not in new.roles}
-    before = replace(
-        wanted, revision=last.revision, targets={**wanted.targets, **kept}, policy=PLAIN, held=False
-    )
-    fates = decide(before, [one for one in seen if one is not new], now)
-    phase: Phase = "Failed" if new.failed else "Waiting"
-    return {**fates, new.revision: Fate(new.revision, phase, dict.fromkeys(new.roles, 0))}
+    targets = {**wanted.targets, **kept}
+    before = replace(wanted, revision=last.revision, targets=targets, policy=PLAIN, held=False)
+    return decide(before, [one for one in seen if one.revision != new.revision], now)
 
 
 def _serving_most(wanted: Wanted, generations: Sequence[Seen]) -> Seen:
@@ -224,19 +227,22 @@ def _on_step(wanted: Wanted, new: Seen, now: float) -> Seen:
     return replace(new, step=new.step + 1, step_since=None)
 
 
-def _canary(wanted: Wanted, new: Seen, serving: Sequence[Seen]) -> dict[str, Fate]:
+def _canary(
+    wanted: Wanted, seen: Sequence[Seen], new: Seen, old: Sequence[Seen], now: float
+) -> dict[str, Fate]:
     """The old ones whole, and beside them as much of the new one as the step says."""
     assert wanted.policy.canary is not None
     steps = wanted.policy.canary.steps
     before = steps[new.step - 1].weight if new.step else 0
     weight = steps[new.step].weight if new.step_since is not None else before
     replicas = {name: _part(wanted, name, steps[new.step].weight) for name in new.roles}
-    last = _serving_most(wanted, serving)
-    whole = {name: wanted.targets[name] for name in last.roles}
+    fates = _without(wanted, seen, new, old, now)
+    weights = {name: fate.weight * (ALL - weight) // ALL for name, fate in fates.items()}
+    weights[max(weights, key=lambda one: weights[one])] += ALL - weight - sum(weights.values())
+    fates = {name: replace(fate, weight=weights[name]) for name, fate in fates.items()}
     return {
-        new.revision: Fate(new.revision, "Warming", replicas, weight, new.step, new.step_since),
-        last.revision: Fate(last.revision, "Serving", whole, ALL - weight),
-    }
+        **fates, new.revision: Fate(new.revision, "Warming", replicas, weight, new.step, new.step_since)
+    }  # fmt: skip
 
 
 def _part(wanted: Wanted, name: RoleName, weight: int) -> int:
@@ -271,7 +277,7 @@ def _part_kept(wanted: Wanted, one: Seen, part: float, carried: float) -> Fate:
 
 def _recovered(one: Seen) -> Seen:
     """The same generation if all of its workers were ready."""
-    roles = {name: replace(role, ready=role.replicas) for name, role in one.roles.items()}
+    roles = {name: replace(role, ready=max(role.ready, role.replicas)) for name, role in one.roles.items()}
     return replace(one, roles=roles)
 
 

@@ -108,6 +108,10 @@ class OperatorSettings(BaseSettings):
     concurrency: int = Field(default=8, ge=1, le=256)
     """Most services that are looked at at once."""
 
+    router_rollouts: int = Field(default=4, ge=1, le=1000)
+    """Services whose routers are replaced at the same time after an upgrade of the operator. A change of a
+    service's spec does not wait."""
+
     watch_silence_s: float = Field(default=70.0, gt=0)
     """Seconds without any news by a watch after which it is begun anew. The API server sends a bookmark each
     minute if there is nothing else."""

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from baton_api.errors import BatonError, Forbidden, ModelNotFound, SetupError, Unauthorized
 from baton_api.keys import OPEN_PATHS, Keys, bearer
 from baton_router.answers import Scope
-from baton_router.batches.runners_access import SIGNED, RunnersAccess, named_owner, secret_of
+from baton_router.batches.runner_secret import RunnerSecret
+from baton_router.batches.runners_access import SIGNED, RunnersAccess, named_owner
 from baton_router.settings import RouterSettings
 from baton_router.tenants import NOBODY, OPEN_CLASSES, Tenant, Tenants, cache_salt
 
@@ -58,7 +59,7 @@ class Access:
         if self.tenants is not None and not self._secret:
             log.warning("Without --ticket-secret, the salts of the tenants' caches can be guessed.")
         self._tokens = self._read_tokens(settings, clock, now) if settings.jwt_jwks else None
-        self._runners = RunnersAccess(secret_of(settings, settings.ticket_secret), self.owner, now)
+        self._runners = RunnersAccess(RunnerSecret(settings, settings.ticket_secret), self.owner, now)
         self._named: dict[str, Tenant] = {"": NOBODY}
         self._reads = 1
 
@@ -102,7 +103,7 @@ class Access:
         path = scope["path"]
         key = authorization(scope)
         if key.startswith(SIGNED):
-            scope[TENANT] = self._runners.enter(scope, key)
+            scope[TENANT] = await self._runners.enter(scope, key)
         elif self.required and path not in OPEN_PATHS:
             tenant = self.known(key) or await self.judged(key)
             check_path(tenant, scope["method"], path)

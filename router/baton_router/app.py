@@ -38,7 +38,8 @@ from baton_router.batches.cluster import Cluster
 from baton_router.batches.execution import Execution
 from baton_router.batches.keeper import Keeper
 from baton_router.batches.routes import routes
-from baton_router.batches.runners_access import OWNER, secret_of
+from baton_router.batches.runner_secret import RunnerSecret
+from baton_router.batches.runners_access import OWNER
 from baton_router.batches.storage import Storage
 from baton_router.batches.wire import PATH as RUNNERS
 from baton_router.discovery.sources import access_of
@@ -103,7 +104,7 @@ class Router:
         self.storage = Storage(settings, settings.port)
         self.figures.registry.register(self.storage.figures)
         self.keeper = Keeper(self.storage, refusal=lambda owner: self.access.refusal(bytes.fromhex(owner)))
-        secret = secret_of(settings, settings.ticket_secret)
+        secret = RunnerSecret(settings, settings.ticket_secret)
         self.execution = Execution(
             self.storage,
             settings,

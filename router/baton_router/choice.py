@@ -25,7 +25,7 @@ from baton_router.costs import NEVER
 CLOSE_S = 0.010
 """Prices this close are equal: then the longest match wins, then the idler worker, then chance."""
 
-LEAST_CONCERN = 0.5
+LEAST_CONCERN = 2.0
 MOST_CONCERN = 8.0
 """What a second of a worker costs those behind, per second: at the least, and at the most."""
 

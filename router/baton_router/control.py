@@ -30,7 +30,7 @@ class Control:
         try:
             reader, writer = await asyncio.open_unix_connection(self._path)
         except OSError:
-            away = NotReady("This part of the router is starting again; requests to generate are served.")
+            away = NotReady("This part of the router is starting again; try again in a moment.")
             await send_error(send, away, name)
             return
         upload = asyncio.ensure_future(self._upload(scope, receive, writer))

@@ -2,14 +2,17 @@
 One of several processes that hold clients' connections: it serves the hot paths, its scheduler the rest.
 
 Keys are judged here, bodies pass through here, a broken stream is resumed from here. Which worker gets a
-request is asked of the scheduler's process, and whatever is not hot is passed on to it. While that process
+request is asked of the scheduler's process, and whatever is not hot is passed on to it, and so are requests
+for responses that are kept or continued, because it has the store. While that process
 is away, requests to generate wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import MutableMapping
 from contextlib import suppress
+from typing import Any
 
 from baton_api import metrics, mutual_tls
 from baton_api.errors import BatonError
@@ -19,6 +22,7 @@ from baton_router import responses
 from baton_router.access import Access
 from baton_router.answers import Receive, Scope, Send, send_error, send_json
 from baton_router.background import BackgroundTasks
+from baton_router.client import Client, ClientGone
 from baton_router.control import Control
 from baton_router.figures import Figures
 from baton_router.forward import FORWARDED, request_id
@@ -63,24 +67,47 @@ class Front:
         self.figures.registry.register(self._background.errors)
         self._proxy = Proxy(settings, self._picker, self.upstreams, self.figures, self._tracing)
         self._control = Control(control)
+        self._keeps = bool(settings.responses_kept and settings.responses_memory and settings.responses_ttl_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
             return
         path = scope["path"]
-        if path in FORWARDED and path != responses.PATH and scope["method"] == "POST":
+        if path in FORWARDED and scope["method"] == "POST":
             try:
                 await self.access.enter(scope)
             except BatonError as error:
                 self.figures.accounts.refused(path, error.status)
                 await send_error(send, error, request_id(scope["headers"]))
             else:
-                await self._proxy(scope, receive, send)
+                await (self._response if path == responses.PATH else self._proxy)(scope, receive, send)
         elif path in OPEN_PATHS and (status := self._own(path)):
             await send_json(send, status, b"", request_id(scope["headers"]))
         else:
             await self._control(scope, receive, send)
+
+    async def _response(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Responses are kept by the scheduler's process; a request that needs none of them is served here."""
+        settings, client = self.settings, Client(scope, receive, send)
+        try:
+            body = await client.body(settings.max_body, settings.body_s)
+        except ClientGone:
+            return
+        except BatonError as error:
+            self.figures.accounts.refused(scope["path"], error.status)
+            await send_error(send, error, request_id(scope["headers"]), close=not client.read)
+            return
+        unread = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def again() -> MutableMapping[str, Any]:
+            return unread.pop() if unread else await receive()
+
+        if responses.needs_store(body, keeps=self._keeps):
+            await self._control(scope, again, send)
+        else:
+            given = [header for header in scope["headers"] if header[0] != responses.STATE]
+            await self._proxy({**scope, "headers": [*given, (responses.STATE, b"0")]}, again, send)
 
     def _own(self, path: str) -> int:
         """The status with which this process answers by itself; 0 if the scheduler's is to be asked."""

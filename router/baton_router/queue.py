@@ -2,8 +2,9 @@
 Requests wait here, not in the engines, until a worker is free for them.
 
 A worker that has little left to compute is given the next prompt just before it is done; all other prompts
-can still be put in another order, go elsewhere, or leave without a trace. While nobody waits and a worker is
-free a request passes at once, so an idle cluster adds no delay. Who goes next is the waiting room's to say,
+can still be put in another order, go elsewhere, or leave without a trace. While a worker is free and nobody
+waits for it who would be asked first, a request passes at once: an idle cluster adds no delay, nor does a
+batch that waits. Who goes next is the waiting room's to say,
 and where to is the dispatcher's, asked again each time that something has changed; what is here is when to
 ask, and what becomes of those who wait in vain.
 """
@@ -113,10 +114,22 @@ class Queue:
             self._asked_for(ask, made)
             if made is None:
                 raise NotReady("Every worker that serves this model was tried for this request.")
-            if not self._places and self._may_go(ask, made, now):
+            if not self._competes(ask, made, now) and self._may_go(ask, made, now):
                 self._book(ask, made, now)
                 return made
         return await self._wait(ask, made, now)
+
+    def _competes(self, ask: Ask, made: Dispatch, now: float) -> bool:
+        """Whether somebody waits who is to be asked before a request that comes now."""
+        if not self._places:
+            return False
+        slots = {known.slot for known in made.among.known_decodes}
+        level = LEVELS[ask.kind]
+        return any(
+            pool.room.goes_before(level, now)
+            for key, pool in self._pools.items()
+            if pool.room and (not slots.isdisjoint(key) if isinstance(key, frozenset) else key == ask.model)
+        )
 
     def _asked_for(self, ask: Ask, plan: Dispatch | None) -> None:
         """Count what a request wants when it comes for the first time, whatever becomes of it."""

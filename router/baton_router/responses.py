@@ -40,6 +40,10 @@ class Asked(msgspec.Struct):
     store: Any = None
 
     @property
+    def wants_to_be_kept(self) -> bool:
+        return self.store is None or self.store is True
+
+    @property
     def items(self) -> list[bytes]:
         if isinstance(self.input, str):
             return [msgspec.json.encode(item) for item in response_items.listed(self.input)]
@@ -62,6 +66,15 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _answered = msgspec.json.Decoder(Answered)
 _item = msgspec.json.Decoder(dict[str, Any])
 _last_event = msgspec.json.Decoder(LastEvent)
+
+
+def needs_store(body: bytes, *, keeps: bool) -> bool:
+    """Whether a request continues a response, or its own is to be kept by a router that `keeps` some."""
+    try:
+        asked = _asked.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False  # the worker, or the proxy before it, says what is wrong with it
+    return isinstance(asked.previous_response_id, str) or (keeps and asked.wants_to_be_kept)
 
 
 class Responses:
@@ -122,7 +135,7 @@ class Visit:
             asked = _asked.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return body  # the worker, or the proxy before it, says what is wrong with it
-        self._listens = asked.store is None or asked.store is True
+        self._listens = asked.wants_to_be_kept
         self._input = asked.items
         if not isinstance(asked.previous_response_id, str):
             return body

@@ -91,7 +91,9 @@ class RouterSettings(BatchSettings):
 
     processes: int = Field(default=1, ge=1, le=64)
     """Processes that hold clients' connections. With more than one, a scheduler's process of its own chooses
-    for all of them; one process serves some thousand requests a second."""
+    for all of them; one process serves some thousand requests a second. Requests to /v1/responses pass
+    through the scheduler's process too, unless they say `store: false` and continue nothing, or nothing is
+    kept (--responses-kept 0)."""
 
     scheduler_patience_s: float = Field(default=5.0, gt=0)
     """Seconds in which the scheduler has to acknowledge a request, where it is a process of its own. The
@@ -176,8 +178,8 @@ class RouterSettings(BatchSettings):
     `default_class`, `requests_per_minute`, `tokens_per_minute`, `streams`, `cache` and `admin`. All but the
     name may be left out: then a tenant may ask for every model, in all classes but critical, without limits.
     No two tenants share KV blocks, unless they name the same `cache`. Only an `admin` sees and ends what is
-    others'. Set --ticket-secret too: the salts of the tenants' caches are made from it, and could be guessed
-    without."""
+    others'. Limits hold for each router replica: N replicas allow up to N times as much. Set --ticket-secret
+    too: the salts of the tenants' caches are made from it, and could be guessed without."""
 
     jwt_jwks: str = ""
     """Address or file of an issuer's public keys (JWKS): with it, its tokens are as good as API keys. Fetched

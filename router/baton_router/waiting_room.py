@@ -27,6 +27,10 @@ WATCHED = LEVELS["interactive"]
 STARVED_S = 30.0
 """Of waiting, after which a class starves; and a request, if it is of one whose clients sit and wait."""
 
+PATIENCE_SHARE = 0.8
+"""Of its patience, after which a request of another class starves: it would soon have waited in vain. Sooner
+promotion turns an overload into first come, first served, which makes everybody wait."""
+
 STRICT_TURNS = 3
 """Between two turns of a class that starves."""
 
@@ -74,6 +78,13 @@ class WaitingRoom:
         """When the one of this class arrived that has waited for longest; None if there is none."""
         first = self._classes[level].arrivals.first
         return first and first[0]
+
+    def goes_before(self, level: int, now: float) -> bool:
+        """Whether one of those who wait is to be asked before a request of this class that comes now."""
+        for number, one in enumerate(self._classes):
+            if one.count and (number <= level or self._starves(number, now)):
+                return True
+        return False
 
     def offer(
         self, take: Callable[[Entry], bool], more: Callable[[], bool], now: float, most: int = WINDOW
@@ -157,8 +168,9 @@ class WaitingRoom:
 
     def _set_alarm(self, entry: Entry) -> None:
         alarm = entry.arrived + entry.patience_s
-        if entry.level <= WATCHED and not entry.starved:
-            alarm = min(alarm, entry.arrived + STARVED_S)
+        if entry.level != LOWEST and not entry.starved:
+            share = 0.0 if entry.level <= WATCHED else PATIENCE_SHARE
+            alarm = min(alarm, entry.arrived + max(STARVED_S, share * entry.patience_s))
         self._alarm_of[entry] = alarm
         self._alarms.add(alarm, entry.number, entry)
 

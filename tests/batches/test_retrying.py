@@ -18,7 +18,7 @@ from baton_router.batches.retrying import Outcome, Tries
         (400, "context_length_exceeded", Outcome.ANSWERED),
         (404, "model_not_found", Outcome.ANSWERED),
         (413, None, Outcome.ANSWERED),
-        (401, "invalid_api_key", Outcome.FAULT),
+        (401, "invalid_api_key", Outcome.OUTAGE),
         (403, None, Outcome.ANSWERED),
         (408, None, Outcome.FAULT),
         (429, "rate_limit_exceeded", Outcome.BUSY),

@@ -17,7 +17,7 @@ from sqlalchemy import text
 from baton_api import runner_tokens
 from baton_router.batches import wire
 from baton_router.batches.database import Database
-from baton_router.batches.runners_access import secret_of
+from baton_router.batches.runner_secret import secret_of
 from baton_router.batches.storage import LEDGER
 from baton_router.batches.values import Batch, Result
 from baton_router.batches.wire import Apply, Lease, Order
@@ -72,7 +72,7 @@ async def _held(router: RunningRouter, worker: FakeWorker) -> Held:
     id = await created(router, b"".join(line(f"c{number}") for number in (1, 2, 3)))
     await reaching(router, id, "in_progress")
     ledger = router.router.storage.ledger
-    secret = secret_of(router.router.settings, router.router.settings.ticket_secret)
+    secret = secret_of(router.router.settings, router.router.settings.ticket_secret) or b""
     return Held(router, worker, ledger.find(id), secret)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import random
@@ -19,9 +20,9 @@ from baton_engine.model.decoder import Decoder
 from baton_engine.model.native import NativeDecoder, native_decoder
 from baton_engine.model.spec import ModelSpec
 from baton_engine.ops.cpu import CpuOps
-from baton_engine.ops.native import library
+from baton_engine.ops.native import library, targets
 from baton_engine.ops.plain import PlainOps
-from baton_engine.ops.processor import computes_bfloat16, preferred_dtype
+from baton_engine.ops.processor import preferred_dtype
 from tests.engine.random_weights import random_weights, tiny_spec
 
 CPU = torch.device("cpu")
@@ -277,5 +278,39 @@ def test_prepacked_weights_give_what_plain_ones_give(dtype: torch.dtype) -> None
         torch.testing.assert_close(packed(rows), expected, rtol=1e-2, atol=1e-2)
 
 
-def test_the_preferred_dtype_is_one_that_the_processor_multiplies() -> None:
-    assert preferred_dtype() == (torch.bfloat16 if computes_bfloat16() else torch.float32)
+@pytest.mark.parametrize(
+    ("capabilities", "native", "expected"),
+    [
+        pytest.param({"avx512_bf16": True, "avx2": True}, False, torch.bfloat16, id="native products"),
+        pytest.param({"bf16": True}, False, torch.bfloat16, id="native products of Arm"),
+        pytest.param({"avx2": True}, True, torch.bfloat16, id="AVX2, widened by the kernels"),
+        pytest.param({"avx512_f": True, "avx2": True}, True, torch.bfloat16, id="AVX-512, widened"),
+        pytest.param({"avx2": True, "avx512_bf16": False}, False, torch.float32, id="AVX2 with torch"),
+        pytest.param({"avx2": False}, True, torch.float32, id="neither"),
+    ],
+)
+def test_preferred_dtype_by_capabilities(
+    capabilities: dict[str, bool], native: bool, expected: torch.dtype
+) -> None:
+    """A step waits for memory: half the bytes win wherever the kernels can widen them in registers."""
+    assert preferred_dtype(capabilities, native) == expected
+
+
+@pytest.mark.parametrize("target", targets.TARGETS, ids=lambda target: target.name)
+def test_kernels_of_every_target_agree_with_plain(tmp_path: Path, target: targets.Target) -> None:
+    """Vectors are 8 lanes wide with AVX2 and 16 with AVX-512; the shapes that fit neither come out alike."""
+    if not target.instructions <= library.instructions():
+        pytest.skip(f"the processor has not all of {target.name}'s instructions")
+    targets.build(tmp_path, [target])
+    environment = {"PATH": "", "BATON_BUNDLED": str(tmp_path)}
+    for changes, dtype in itertools.product(SHAPES.values(), TOLERANCE):
+        spec = tiny_spec(**changes)
+        batch = Batch(rows_of(ROWS, spec.vocab, random.Random(1)), 16, CPU)
+        ours, theirs = filled_cache(spec, dtype), filled_cache(spec, dtype)
+        made = native_decoder(spec, random_weights(spec, dtype), dtype, environment, threads=2)
+        assert made is not None
+        logits = made.forward(batch, ours)
+        theirs.kv = theirs.kv.float()
+        expected = plain_in_float(spec, dtype).forward(batch, theirs)
+        torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE[dtype])
+        torch.testing.assert_close(ours.kv.float(), theirs.kv, rtol=0, atol=TOLERANCE[dtype])

@@ -162,6 +162,21 @@ def test_kernels_run_clean_under_sanitizers(
     assert ran.returncode == 0, ran.stdout + ran.stderr[-4000:]
 
 
+@pytest.mark.parametrize("march", ["armv8-a", "armv8.2-a+bf16"])
+def test_kernels_run_on_an_emulated_arm(tmp_path: Path, march: str) -> None:
+    """Without and with Arm's own bfloat16 products, four lanes to a vector."""
+    compiler, emulator = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
+    if not compiler or not emulator:
+        pytest.skip("no aarch64-linux-gnu-gcc and qemu-aarch64 (Debian: gcc-aarch64-linux-gnu, qemu-user)")
+    others = [f for f in library.FLAGS if f not in ("-shared", "-fPIC", library.NATIVE)]
+    flags = [f"-march={march}", *others, "-O2", "-Wall", "-Wextra", "-Werror", "-static"]
+    driver, program = Path(__file__).with_name("kernels_driver.c"), tmp_path / "driver"
+    sources = ["-I", str(Path(library.__file__).parent), str(driver), "-lm"]
+    subprocess.run([compiler, *flags, *sources, "-o", str(program)], check=True)
+    ran = subprocess.run([emulator, "-cpu", "max", str(program)], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr[-4000:]
+
+
 def test_the_kernels_can_be_turned_off(environment: dict[str, str]) -> None:
     with pytest.raises(library.Unavailable, match="BATON_KERNELS"):
         library.load({**environment, "BATON_KERNELS": "off"})

@@ -31,6 +31,7 @@ from baton_operator.observer import Observer
 from baton_operator.plan import Images
 from baton_operator.reconciler import ServiceReconciler
 from baton_operator.reflector import Reflectors
+from baton_operator.router_rollouts import RouterRollouts
 from tests.charts.helm import of_kind, render
 from tests.router.real_kubernetes import RealKubernetes, real_kubernetes
 
@@ -337,6 +338,7 @@ class Inside:
             lambda namespace, name, status, objectives: None,
             lambda: self.now,
             600.0,
+            RouterRollouts(),
         )
         return await reconciler.reconcile(namespace, name)
 

@@ -188,7 +188,7 @@ def test_policies_allow_what_parts_do_and_no_more(
     assert allows(policies, CLUSTER, source, target, port, protocol) is expected
 
 
-def test_policies_keep_generations_apart() -> None:
+def test_policies_keep_revisions_apart() -> None:
     old = made(PAIR)
     new = made({**PAIR, "engine": {"maxModelLen": 1024}})
     policies = network_policies.of([*old, *new])

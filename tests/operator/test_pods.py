@@ -23,7 +23,7 @@ NODE, ZONE = "kubernetes.io/hostname", "topology.kubernetes.io/zone"
 def router(**wanted: Any) -> Manifest:
     """The spec of a router's pod."""
     spec = InferenceServiceSpec.model_validate({**MINIMAL, "router": wanted})
-    made = routers.router(OWNER, spec, "router:1", 2, Shown([], [], []))
+    made = routers.router(OWNER, spec, "router:1", 2, Shown([], [], []), 1)
     pod: Manifest = made["spec"]["template"]["spec"]
     return pod
 

@@ -62,6 +62,7 @@ def wanted(
 
 
 HELD = wanted(held=True)
+CANARY = {"steps": [{"weight": 10, "pauseSeconds": 60}, {"weight": 50, "pauseSeconds": 60}]}
 
 
 def shown(fates: Mapping[str, Fate]) -> dict[str, str]:
@@ -121,6 +122,16 @@ CASES = [
     pytest.param(
         wanted(), ["z 1/2 2/3!", "a 1/1 2/2 50"],
         {"z": "0 0 0 Failed", "a": "2 4 100 Serving"}, id="and the old one is whole again",
+    ),
+    pytest.param(
+        wanted(), ["z 1/1 0/1!", "b 1/1 1/1 25", "a 2/2 3/3 75"],
+        {"z": "0 0 0 Failed", "b": "1 1 25 Draining", "a": "2 4 75 Warming"},
+        id="of two old ones neither goes before the other is whole",
+    ),
+    pytest.param(
+        wanted(canary=CANARY), ["z 0/0 0/0", "b 1/1 1/1 25", "a 2/2 3/3 75"],
+        {"z": "1 1 0 Warming", "b": "1 1 25 Draining", "a": "2 4 75 Warming"},
+        id="nor beside a canary",
     ),
     pytest.param(
         wanted(), ["z 0/2 0/4!"], {"z": "2 4 100 Serving"}, id="without another one there is no way back",
@@ -293,9 +304,6 @@ def test_what_failed_stays_failed() -> None:
     new = replace(seen("z 0/0 0/0"), failed=True)
     fates = decide(wanted(), [new, seen("a 2/2 4/4 100")], 1.0)
     assert shown(fates) == {"z": "0 0 0 Failed", "a": "2 4 100 Serving"}
-
-
-CANARY = {"steps": [{"weight": 10, "pauseSeconds": 60}, {"weight": 50, "pauseSeconds": 60}]}
 
 
 def test_a_canary_goes_step_by_step_and_the_old_one_stays_whole() -> None:

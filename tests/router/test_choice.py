@@ -10,6 +10,7 @@ import pytest
 
 from baton_router import choice
 from baton_router.choice import ALONE, CLOSE_S, Group, PlainWay, Way, choose, concern, ways
+from baton_router.costs import NEVER
 
 CONTEXT = 4000
 
@@ -149,6 +150,15 @@ def test_the_way_is(case: tuple[list[Decode], list[Prefill], tuple[str, str | No
 
 def test_a_slow_link_keeps_the_prompt_where_it_is() -> None:
     assert chosen([Decode("d")], [Prefill("p")], CONTEXT, {("p", "d"): 5.0}) == ("d", None)
+
+
+def test_ways_without_a_link_leave_the_decode_worker_alone() -> None:
+    """A worker that can be no pair computes by itself, however long the prompt is and whoever else is one."""
+    apart = {("p", "d"): NEVER}
+    assert chosen([Decode("d")], [Prefill("p")], moving=apart) == ("d", None)
+    busy = Decode("busy", group="other", room_s=60.0)
+    prefills = [Prefill("p"), Prefill("q", group="other")]
+    assert chosen([Decode("d"), busy], prefills, moving=apart) == ("d", None)
 
 
 def test_of_equal_ways_chance_decides() -> None:

@@ -11,16 +11,20 @@ import re
 import signal
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
 import psutil
 
+from baton_api import headers
 from baton_api.workers import Role
+from baton_router import responses
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker
 from tests.router.running import CHAT, QUESTION, STREAM, anew, until
+from tests.router.test_responses import respond
 
 PROGRAM = """
 import sys
@@ -50,10 +54,18 @@ class Fronts:
     def pids(self) -> list[int]:
         return [one.pid for one in self.members]
 
-    async def post(self, body: object = QUESTION, headers: dict[str, str] | None = None) -> httpx.Response:
+    async def post(
+        self, body: object = QUESTION, headers: dict[str, str] | None = None, path: str = CHAT
+    ) -> httpx.Response:
         """On a connection of its own, so that any front may have it."""
         async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
-            return await client.post(self.url + CHAT, json=body, headers=headers)
+            return await client.post(self.url + path, json=body, headers=headers)
+
+    async def counted(self, requests: int) -> dict[str, float]:
+        """Requests by process, once all have counted theirs: each tells what it counted once a second."""
+        while sum((counted := await self.figure("baton_router_requests_total")).values()) < requests:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        return counted
 
     async def figure(self, name: str) -> dict[str, float]:
         """The samples of one metric, by process, over all other labels."""
@@ -144,6 +156,37 @@ async def test_responses_are_kept_for_whichever_front_asks() -> None:
     async with FakeWorker() as worker, running_fronts(worker) as fronts:
         missing = await fronts.client.get("/v1/responses/resp_1")
         assert (missing.status_code, missing.json()["error"]["type"]) == (404, "invalid_request_error")
+
+
+async def test_stateless_responses_are_served_by_frontends() -> None:
+    """What is kept or continued passes through the process that has the store; nothing else does."""
+    async with FakeWorker(respond) as worker, running_fronts(worker) as fronts:
+        await fronts.know_the_workers(1)
+        sent = {"model": "tiny", "input": "Hi"}
+        for body in ({**sent, "store": False}, {**sent, "store": False, "stream": True}) * 5:
+            answer = await fronts.post(body, path=responses.PATH)
+            assert answer.status_code == 200
+        assert {asked.header(headers.STATE) for asked in worker.asked} == {"0"}
+        assert [json.loads(asked.body) for asked in worker.asked[:1]] == [{**sent, "store": False}]
+        counted = await fronts.counted(10)
+        assert "scheduler" not in +Counter(counted)
+        kept = (await fronts.post(sent, path=responses.PATH)).json()["id"]
+        more = {**sent, "store": False, "previous_response_id": kept}
+        assert (await fronts.post(more, path=responses.PATH)).status_code == 200
+        assert worker.asked[-1].header(headers.STATE) == "2"
+        counted = await fronts.counted(12)
+        assert counted["scheduler"] == 2
+        missing = await fronts.post({**more, "previous_response_id": "resp_x"}, path=responses.PATH)
+        assert (missing.status_code, missing.json()["error"]["code"]) == (400, "previous_response_not_found")
+
+
+async def test_a_bad_body_of_a_response_is_refused_by_a_frontend() -> None:
+    async with FakeWorker(respond) as worker, running_fronts(worker, max_body=1000) as fronts:
+        large = await fronts.post({"input": "x" * 2000}, path=responses.PATH)
+        assert (large.status_code, large.json()["error"]["code"]) == (413, "content_size_limit_exceeded")
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+            assert (await client.post(fronts.url + responses.PATH, content=b"{")).status_code == 400
+        assert not worker.asked
 
 
 async def test_a_front_that_is_killed_takes_only_its_own_clients_along() -> None:

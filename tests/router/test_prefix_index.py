@@ -66,6 +66,18 @@ def test_a_full_worker_drops_the_end_of_what_was_used_longest_ago() -> None:
     assert index.match(chain(1, 8, 9)) == {0: 3}
 
 
+def test_insert_of_matched_chunks_marks_them_as_used() -> None:
+    """The hottest prefix is matched each time and never new: it must not be dropped first."""
+    index = PrefixIndex()
+    index.register(0, 4)
+    index.insert(0, chain(1, 2))
+    index.insert(0, chain(7, 8))
+    assert index.insert(0, chain(1, 2), matched=2) == []
+    index.insert(0, chain(5, 6))
+    assert index.match(chain(1, 2)) == {0: 2}
+    assert index.match(chain(7, 8)) == {}
+
+
 def test_a_smaller_capacity_holds_at_once() -> None:
     index = index_of(w0=chain(1, 2, 3, 4))
     index.register(0, 2)
@@ -113,7 +125,8 @@ def test_the_index_is_its_plain_model(seed: int) -> None:
                 index.remove(worker, gone)
                 plain.held[worker] = [one for one in plain.held[worker] if one not in gone]
             case _:
-                index.insert(worker, chunks)
+                matched = index.match(chunks).get(worker, 0)
+                index.insert(worker, chunks, rng.randint(0, matched))
                 plain.insert(worker, chunks)
         asked = chain(*(rng.randrange(3) for _ in range(7)))
         assert index.match(asked) == plain.match(asked)

@@ -21,6 +21,7 @@ from baton_router.queue import Queue
 from baton_router.settings import RouterSettings
 from baton_router.spare import NEARLY_DONE_S, TOGETHER_S
 from baton_router.upstream import Upstream
+from baton_router.waiting_room import LEVELS
 from baton_router.workers import FULL_S, Worker, Workers
 
 LONG, SHORT = 40_000, 400
@@ -43,11 +44,14 @@ class Cluster:
         self.dispatcher = Dispatcher(self.workers, random.Random(1), config.alone_tokens)
         self.queue = Queue(config, self.dispatcher, lambda: self.now)
         for one in self.workers.all:
-            cost = self.dispatcher.knowledge.of(one).prefill_cost
-            for size in range(100, 12_000, 100):
-                cost.learn(size, size, 4 * size * SECONDS_PER_BYTE)
+            self.teach(one)
         self.gone: list[str] = []
         self.tasks: dict[str, asyncio.Task[Dispatch]] = {}
+
+    def teach(self, worker: Worker) -> None:
+        cost = self.dispatcher.knowledge.of(worker).prefill_cost
+        for size in range(100, 12_000, 100):
+            cost.learn(size, size, 4 * size * SECONDS_PER_BYTE)
 
     @staticmethod
     def worker(role: Role, port: int, **load: Any) -> Worker:
@@ -208,6 +212,20 @@ async def test_who_comes_back_goes_first() -> None:
         assert cluster.tasks["again"].result().pair.decode is cluster.decodes[1]
 
 
+async def test_waiting_at_a_frontend_counts_in_order_and_age() -> None:
+    """A request may have waited before the scheduler heard of it."""
+    async with cluster_of(wait_s=20.0) as cluster:
+        first = await cluster.send("first", LONG)
+        await cluster.send("young", LONG)
+        await cluster.send("old", LONG, waited_s=15.0)
+        assert cluster.queue.oldest(LEVELS["default"]) == cluster.now - 15.0
+        expiring = await cluster.send("expiring", LONG, waited_s=19.0)
+        await cluster.pass_time(1.1)
+        assert isinstance(expiring.exception(), NotInTime)
+        await cluster.finish(first)
+        assert cluster.gone == ["first", "old"]
+
+
 async def test_a_worker_that_was_full_is_not_asked_again_at_once() -> None:
     async with cluster_of(1, 0) as cluster:
         worker = cluster.decodes[0]
@@ -232,6 +250,51 @@ async def test_batch_leaves_a_tenth_of_the_blocks_free() -> None:
         )
         await cluster.pass_time(0.1)
         assert cluster.gone == ["default", "batch"]
+
+
+async def test_beside_a_batch_a_request_goes_at_once_and_is_planned_once() -> None:
+    async with cluster_of(2, 0) as cluster:
+        for one in cluster.decodes:
+            one.answered(Load(role=Role.DECODE, model="tiny", epoch="1", total_blocks=100, free_blocks=9))
+        for name in ("one", "two"):
+            await cluster.send(name, SHORT)
+            await cluster.computed(cluster.tasks[name].result())
+        await cluster.send("batch", SHORT, kind="batch")
+        assert cluster.gone == ["one", "two"] and len(cluster.queue) == 1
+        before = cluster.dispatcher.plan("tiny", of_text(b"a question", 7), (), cluster.now)
+        sending = cluster.queue.dispatch(cluster.ask(SHORT, kind="interactive"))
+        with pytest.raises(StopIteration) as stopped:
+            sending.send(None)
+        made = stopped.value.value
+        assert before is not None and made.number == before.number + 1
+        cluster.dispatcher.let_go(made, cluster.now, complete=True)
+
+
+async def test_a_queue_of_one_model_delays_no_other() -> None:
+    async with cluster_of(1, 0) as cluster:
+        cluster.workers.decode += (cluster.worker(Role.DECODE, 8300, model="other"),)
+        for name in ("first", "second"):
+            await cluster.send(name, LONG)
+        assert cluster.gone == ["first"] and len(cluster.queue) == 1
+        sending = cluster.queue.dispatch(cluster.ask(LONG, model="other"))
+        with pytest.raises(StopIteration) as stopped:
+            sending.send(None)
+        cluster.dispatcher.let_go(stopped.value.value, cluster.now, complete=True)
+
+
+async def test_who_waits_for_a_shared_worker_is_not_overtaken() -> None:
+    """One worker has two models, another one of them: whoever waits for the shared one is asked first."""
+    async with cluster_of(1, 0) as cluster:
+        shared = cluster.worker(Role.DECODE, 8300, model="both", names=("tiny", "other"))
+        cluster.workers.decode += (shared,)
+        cluster.teach(shared)
+        await cluster.send("shared", LONG // 20, model="other")
+        await cluster.send("own", LONG)
+        await cluster.send("waiting", LONG, model="other")
+        assert cluster.gone == ["shared", "own"]
+        cluster.now += 0.2  # the shared worker is done, and nobody has said so yet
+        await cluster.send("comer", SHORT)
+        assert cluster.gone == ["shared", "own", "waiting"]
 
 
 async def test_an_interactive_request_that_would_come_too_late_is_told_when_to_come_again() -> None:

@@ -12,7 +12,11 @@ import pytest
 
 from baton_api.errors import SetupError
 from baton_api.watched import LOOK_S
+from baton_operator.kinds.router_spec import Authentication
+from baton_router.settings import RouterSettings
 from baton_router.tenants import CLASSES, Limits, Tenant, Tenants, cache_salt
+from tests.router.fake_worker import FakeWorker
+from tests.router.running import CHAT, QUESTION, running_router
 
 SECRET = b"between the routers"
 
@@ -202,3 +206,36 @@ def test_the_example_is_a_file_of_tenants() -> None:
     assert acme.limits.streams == 20 and acme.default_class == "interactive"
     assert research.salt == sales.salt != acme.salt
     assert operations.admin and "critical" in operations.classes
+
+
+def test_limits_are_said_to_hold_for_each_replica() -> None:
+    """Wherever tenants are configured: N routers give N times the quota."""
+    root = Path(__file__).parents[2]
+    said = RouterSettings.model_fields["tenants_file"].description or ""
+    said_by_operator = Authentication.model_fields["tenants_secret_ref"].description or ""
+    places = [said, said_by_operator]
+    places += [(root / one).read_text() for one in ("docs/tenants.md", "examples/tenants.yaml")]
+    for text in places:
+        assert "each router replica" in " ".join(text.split()).lower()
+
+
+def one_tenant(file: Path, **limits: int) -> str:
+    file.write_text(json.dumps({"tenants": [{"name": "a", "keys": [hashed("k")], **limits}]}))
+    return str(file)
+
+
+async def test_limits_of_two_routers_are_twice_those_of_one(file: Path) -> None:
+    """What the documentation says of replicas is so."""
+    tenants = one_tenant(file, requests_per_minute=2)
+    key = {"authorization": "Bearer k"}
+    async with (
+        FakeWorker() as worker,
+        running_router([worker], tenants_file=tenants) as one,
+        running_router([worker], tenants_file=tenants) as two,
+    ):
+        answers = [
+            (await router.client.post(CHAT, json=QUESTION, headers=key)).status_code
+            for router in (one, two)
+            for _ in range(3)
+        ]
+        assert answers == [200, 200, 429] * 2

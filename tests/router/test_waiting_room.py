@@ -10,7 +10,7 @@ import pytest
 
 from baton_router.line import Entry
 from baton_router.turns import QUANTUM
-from baton_router.waiting_room import LEVELS, LOWEST, STARVED_S, WINDOW, WaitingRoom
+from baton_router.waiting_room import LEVELS, LOWEST, PATIENCE_SHARE, STARVED_S, WINDOW, WaitingRoom
 from tests.router.test_line import entry
 
 CRITICAL, INTERACTIVE, DEFAULT, BATCH = range(4)
@@ -54,6 +54,42 @@ def test_a_lower_class_gets_what_the_higher_ones_cannot_use() -> None:
     room = room_of(blocked, lower)
     assert room.offer(lambda one: one is lower, always, 0) == 1
     assert list(room) == [blocked]
+
+
+BEFORE: dict[str, tuple[list[int], int, bool, bool]] = {
+    "an empty room": ([], BATCH, False, False),
+    "a batch before interactive": ([BATCH], INTERACTIVE, False, False),
+    "a batch before default": ([BATCH], DEFAULT, False, False),
+    "a batch before another": ([BATCH], BATCH, True, True),
+    "default before interactive": ([DEFAULT, BATCH], INTERACTIVE, False, True),
+    "interactive before interactive": ([INTERACTIVE], INTERACTIVE, True, True),
+    "critical before interactive": ([CRITICAL], INTERACTIVE, True, True),
+    "interactive before batch": ([INTERACTIVE], BATCH, True, True),
+}
+"""(classes that wait, the class that comes, whether one goes before it, and after they have starved)"""
+
+
+@pytest.mark.parametrize(("waiting", "level", "young", "old"), BEFORE.values(), ids=BEFORE.keys())
+def test_goes_before_says_who_is_asked_first(waiting: list[int], level: int, young: bool, old: bool) -> None:
+    room = room_of(*(entry(1, 0, level=one) for one in waiting))
+    assert room.goes_before(level, 1.0) is young
+    assert room.goes_before(level, STARVED_S) is old
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_law_goes_before_agrees_with_the_order(seed: int) -> None:
+    """Who is not asked after anybody would be offered the first worker, were it added."""
+    rng = random.Random(seed)
+    for _ in range(50):
+        now = rng.uniform(0, 2 * STARVED_S)
+        room = room_of(
+            *(entry(1, now * rng.random(), level=rng.randrange(4)) for _ in range(rng.randrange(5)))
+        )
+        level = rng.randrange(4)
+        if not room.goes_before(level, now):
+            comer = entry(1, now, level=level)
+            room.add(comer)
+            assert served(room, now)[0] is comer
 
 
 def test_nobody_is_asked_once_no_other_could_go() -> None:
@@ -102,6 +138,25 @@ def test_whose_client_sits_and_waits_goes_first_after_half_a_minute(level: int) 
     assert served(room_of(old, young), STARVED_S - 0.1) == [young, old]
     room.pass_time(STARVED_S)
     assert served(room, STARVED_S) == [old, young]
+
+
+def test_default_is_promoted_before_its_patience_ends() -> None:
+    """Short ones that come later pass it for four fifths of its patience, and then no more."""
+    old, patience_s = entry(200, 0, level=DEFAULT, patience_s=300), 300
+    room, now = room_of(old), PATIENCE_SHARE * patience_s
+    young = entry(0.1, now - 1, level=DEFAULT, patience_s=300)
+    room.add(young)
+    assert room.alarm == now
+    assert room.pass_time(now - 0.1) == []
+    assert served(room_of(old, young), now - 0.1) == [young, old]
+    assert room.pass_time(now) == []
+    assert served(room, now) == [old, young]
+
+
+def test_a_short_patience_ends_before_a_promotion() -> None:
+    room = room_of(entry(1, 0, level=DEFAULT, patience_s=5))
+    assert room.alarm == 5
+    assert len(room.pass_time(5)) == 1
 
 
 def test_others_go_by_length_however_long_they_wait() -> None:

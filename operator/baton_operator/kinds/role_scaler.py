@@ -9,6 +9,8 @@ from pydantic import Field
 from baton_operator.kinds.part import Label, Part, Rule, rules
 from baton_operator.kinds.status import Conditions
 
+Bound = Literal["KVBlocks", "BatchSlots", "InterTokenLatency", "TimeToFirstToken", "Throughput"]
+
 
 @rules(
     Rule("self.serviceName == oldSelf.serviceName", "serviceName cannot be changed", ".serviceName"),
@@ -45,6 +47,9 @@ class Scaling(Part):
 
     limited: Annotated[str, Field(max_length=64)] = ""
     """What keeps it from having what it needs: AtMaximum, GpuBudget, CapacityExhausted, OtherRole."""
+
+    bound: Bound | None = None
+    """What one worker runs out of first: by the profile, or what was full or slow. Throughput: its time."""
 
     capacity: Annotated[float, Field(ge=0)] | None = None
     """Tokens a second that one worker was seen to be able to do."""

@@ -134,7 +134,8 @@ class Authentication(Part):
     reads it."""
 
     tenants_secret_ref: SecretReference | None = None
-    """A Secret with the file `tenants.yaml`, as `baton router --tenants-file` reads it."""
+    """A Secret with the file `tenants.yaml`, as `baton router --tenants-file` reads it. Its limits hold for
+    each router replica: N replicas allow up to N times as much."""
 
 
 @rules(

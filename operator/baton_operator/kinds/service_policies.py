@@ -76,7 +76,7 @@ class Autoscaling(Part):
     """Where the metrics are; the operator's default if it is left out."""
 
     profile: ProfileSource | None = None
-    """What a worker is taken to do until enough was seen of it; if it is left out, what was seen first."""
+    """What a worker does with prompts and answers of any length. Left out, the autoscaler learns it."""
 
     on_metrics_loss: MetricsLoss = MetricsLoss()
     """What happens while metrics are missing."""

@@ -29,6 +29,9 @@ STATE_FOLDER = "/var/lib/baton"
 END_S = 15
 """Seconds beyond those to drain that a pod gets before it is killed."""
 
+SPEC_GENERATION = "baton.dev/spec-generation"
+"""On the Deployment: metadata.generation of the InferenceService that it was made from."""
+
 SPREAD = [
     TopologySpread(topology_key=key) for key in ("kubernetes.io/hostname", "topology.kubernetes.io/zone")
 ]
@@ -38,8 +41,10 @@ REVISION = "pod-template-hash"
 """The label by which Kubernetes tells the pods of a Deployment's revisions apart."""
 
 
-def router(owner: Owner, spec: InferenceServiceSpec, image: str, replicas: int, shown: Shown) -> Manifest:
-    """The routers' Deployment; `shown` is their certificate."""
+def router(
+    owner: Owner, spec: InferenceServiceSpec, image: str, replicas: int, shown: Shown, generation: int
+) -> Manifest:
+    """The routers' Deployment; `shown` is their certificate, `generation` that of the service's spec."""
     wanted = spec.router
     there = names.of_role(owner.name, names.ROUTER)
     template = {"metadata": {"labels": there}, "spec": _pod(owner, spec, image, shown)}
@@ -50,7 +55,9 @@ def router(owner: Owner, spec: InferenceServiceSpec, image: str, replicas: int, 
         "selector": {"matchLabels": names.selecting(owner.name, names.ROUTER)},
         "template": merged(template, wanted.pod_template),
     }
-    return made(owner, "apps/v1", "Deployment", names.router(owner.name), {"spec": body}, there)
+    annotations = {SPEC_GENERATION: str(generation)}
+    name = names.router(owner.name)
+    return made(owner, "apps/v1", "Deployment", name, {"spec": body}, there, annotations)
 
 
 def service(owner: Owner) -> Manifest:

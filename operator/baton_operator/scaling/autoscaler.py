@@ -15,20 +15,23 @@ from typing import Any
 from pydantic import ValidationError
 
 from baton_api.errors import SetupError
+from baton_api.profiles import Profile
 from baton_operator import names, scalers
 from baton_operator.api_server import ApiServer
 from baton_operator.conditions import Fact, Transition
 from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.kinds.service_policies import ProfileSource
 from baton_operator.manifests.objects import Manifest
 from baton_operator.observed import Pod, timestamp
 from baton_operator.observer import Observer
 from baton_operator.reconciler import Tell
 from baton_operator.rollout import RoleName
-from baton_operator.scaling import routers, seeds, settings
+from baton_operator.scaling import profile_source, routers, settings, sizing
 from baton_operator.scaling.budget import Budget, Wish, gpus, granted, holder, of_role
 from baton_operator.scaling.capacity import Capacity
+from baton_operator.scaling.decision import capacity
 from baton_operator.scaling.figures import Decided, ScalingFigures, Service
-from baton_operator.scaling.observation import STARTUP_S, Decision, Memory
+from baton_operator.scaling.observation import STARTUP_S, Decision, Memory, Size
 from baton_operator.scaling.prometheus import Metrics, MetricsLost
 from baton_operator.scaling.questions import FIGURE, Question
 from baton_operator.scaling.service import Role, decide_all
@@ -53,6 +56,11 @@ class Known:
     startups: dict[RoleName, Startups] = field(default_factory=dict)
     complaint: str = ""
     """What is wrong with its profile, as it was told."""
+    profile: Profile | None = None
+    profile_source: ProfileSource | None = None
+    """From where it was read."""
+    reread_at: float = 0.0
+    requests: sizing.Seen = field(default_factory=sizing.Seen)
 
 
 class Autoscaler:
@@ -121,17 +129,19 @@ class Autoscaler:
         _learn_generation(known, service)
         question = Question(*key, spec.autoscaling.slo.percentile, self._own.window_s)
         figures = await self._asleep(pods) if asleep else await self._asked(spec, question)
-        memories = {name: known.memories.get(name) or _remembered(one, now) for name, one in bound.items()}
-        seeded = await self._seeds(service, spec, known, memories)
+        memories = {name: _memory(known, name, one, pods, now) for name, one in bound.items()}
+        profile = await self._profile(service, spec, known, now)
+        sized: Mapping[RoleName, Size] = {}
+        if profile is not None:
+            known.requests = known.requests.looked(profile, figures, now)
+            ahead_s = max(one.startup_s for one in memories.values())
+            prefills = None if spec.prefill is None else spec.prefill.replicas or 0
+            if "prefill" in bound:
+                prefills = bound["prefill"]["spec"]["replicas"]
+            sized = sizing.sizes(profile, known.requests, spec.autoscaling.slo, ahead_s, prefills)
         roles: dict[RoleName, Role] = {}
         for name, scaler in bound.items():
             workers = of_role(name, pods)
-            memory = memories[name]
-            if memory.capacity.value is None:
-                memory = replace(memory, capacity=Capacity(seed=seeded.get(name)))
-            starts = known.startups.setdefault(name, Startups())
-            starts.look(workers, now)
-            memory = replace(memory, startup_s=starts.most_s or memory.startup_s)
             policy = settings.policy(spec, name)
             there = Pods(
                 replicas=scalers.scaled(scalers.roles(spec)[name], scaler["spec"]["replicas"]),
@@ -140,7 +150,8 @@ class Autoscaler:
                 pending_s=max((now - pod.created for pod in workers if PENDING in pod.trouble), default=0.0),
                 rolling=rolls(service),
             )
-            roles[name] = Role(policy, memory, observed(name, figures, there, policy.objective_s))
+            seen = observed(name, figures, there, policy.objective_s, size=sized.get(name))
+            roles[name] = Role(policy, memories[name], seen)
 
         def grant(decisions: Mapping[RoleName, Decision]) -> Mapping[RoleName, int]:
             return self._grant(key, spec, pods, roles, decisions, now)
@@ -150,7 +161,7 @@ class Autoscaler:
         self._figures.decided(
             key,
             {
-                name: Decided(roles[name].seen, one, memory.capacity.value)
+                name: Decided(roles[name].seen, one, capacity(memory, roles[name].seen))
                 for name, (one, memory) in made.items()
             },
             measured=not figures.lost,
@@ -166,30 +177,26 @@ class Autoscaler:
                 await self._write(service, scaler, name, decision)
             await self._say(scaler, decision, memory, now)
 
-    async def _seeds(
-        self,
-        service: Manifest,
-        spec: InferenceServiceSpec,
-        known: Known,
-        memories: Mapping[RoleName, Memory],
-    ) -> seeds.Seeds:
-        """What the service's profile says of its workers, if nothing else does."""
+    async def _profile(
+        self, service: Manifest, spec: InferenceServiceSpec, known: Known, now: float
+    ) -> Profile | None:
+        """What the service's profile says of its workers; None if it has none that can be read."""
         source = spec.autoscaling.profile
-        if source is None or all(one.capacity.value is not None for one in memories.values()):
-            return {}
-        complaint = ""
-        found: seeds.Seeds = {}
+        if source == known.profile_source and now < known.reread_at:
+            return known.profile
+        known.profile_source, known.profile, complaint = source, None, ""
         try:
-            found = await seeds.read(
-                self._api, service["metadata"]["namespace"], source, spec.autoscaling.slo
-            )
+            if source is not None:
+                namespace = service["metadata"]["namespace"]
+                known.profile = await profile_source.read(self._api, namespace, source)
+                known.reread_at = now + profile_source.REREAD_S
         except SetupError as error:
             complaint = error.message
         if complaint and complaint != known.complaint:
             fact = Fact("ProfileRead", False, "ProfileUnusable", complaint[:1024])
             self._tell(service, Transition(fact, warning=True))
         known.complaint = complaint
-        return found
+        return known.profile
 
     async def _asked(self, spec: InferenceServiceSpec, question: Question) -> Figures:
         try:
@@ -269,6 +276,7 @@ class Autoscaler:
             "reason": decision.reason,
             "source": decision.source,
             "limited": decision.limited,
+            "bound": decision.bound,
         }
         if memory.capacity.learnt:
             status["capacity"] = float(f"{memory.capacity.value or 0.0:.3g}")
@@ -308,6 +316,14 @@ def _remembered(scaler: Manifest, now: float) -> Memory:
     """As another operator has left it."""
     noted = scaler.get("status", {}).get("scaling", {})
     return Memory.new(now, noted.get("capacity"), noted.get("startupSeconds", STARTUP_S))
+
+
+def _memory(known: Known, name: RoleName, scaler: Manifest, pods: Sequence[Pod], now: float) -> Memory:
+    """What is remembered of a role, with the starts of its pods."""
+    memory = known.memories.get(name) or _remembered(scaler, now)
+    starts = known.startups.setdefault(name, Startups())
+    starts.look(of_role(name, pods), now)
+    return replace(memory, startup_s=starts.most_s or memory.startup_s)
 
 
 def rolls(service: Manifest) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from baton_operator.kinds.role_scaler import Bound
 from baton_operator.scaling.forecast import SEEN_S, forecast
 from baton_operator.scaling.observation import Decision, Memory, Observation, Policy
 from baton_operator.scaling.reading import Reading, unknown
@@ -76,7 +77,8 @@ def decide(policy: Policy, memory: Memory, seen: Observation, now: float) -> Dec
         at = "AtMinimum" if raw < bounded else "AtMaximum" if raw > bounded else reason
         made = Decision(bounded, raw, at, message)
     limited = made.limited or ("AtMaximum" if raw > policy.most else "")
-    made = replace(made, replicas=_bounded(policy, made.replicas), raw=raw, limited=limited)
+    bound = _bound(policy, seen, reason)
+    made = replace(made, replicas=_bounded(policy, made.replicas), raw=raw, limited=limited, bound=bound)
     return _remembered(memory, seen, replace(made, pressure=pressure), now)
 
 
@@ -84,15 +86,20 @@ def used(policy: Policy, memory: Memory, seen: Observation) -> Reading:
     """How full the workers are, 0 to 1 and more: by their room, or by what waits before them."""
     if policy.queue_s is None:
         return seen.utilisation
-    capacity = memory.capacity.value
+    worker = capacity(memory, seen)
     if not seen.backlog.known or not seen.ready:
         return unknown("nothing is known of what waits" if seen.ready else "no worker is ready")
     if seen.backlog.zero:
         return seen.backlog
-    if capacity is None:
+    if worker is None:
         return unknown("nothing is known of what a worker can do")
     assert seen.backlog.value is not None
-    return Reading.of(seen.backlog.value / (capacity * policy.queue_s * seen.ready))
+    return Reading.of(seen.backlog.value / (worker * policy.queue_s * seen.ready))
+
+
+def capacity(memory: Memory, seen: Observation) -> float | None:
+    """Tokens a second of one worker: by a profile, or as far as was learned."""
+    return seen.size.tokens_per_s if seen.size and seen.size.tokens_per_s else memory.capacity.value
 
 
 def late(policy: Policy, seen: Observation) -> tuple[Reading, float]:
@@ -119,16 +126,16 @@ def _noted(memory: Memory, seen: Observation, now: float) -> Memory:
 
 def _need(memory: Memory, seen: Observation) -> float | None:
     """Workers that the demand needs, as a fraction; None if demand or capacity are not known."""
-    capacity = memory.capacity.value
+    worker = capacity(memory, seen)
     if seen.demand.value is None:
         return None
     waiting = (seen.backlog.value or 0.0) / DRAIN_S
     if not seen.demand.value and not waiting:
         return 0.0
-    if capacity is None:
+    if worker is None:
         return None
     ahead = forecast(memory.demand, seen.demand.value, memory.startup_s)
-    return (ahead + waiting) / (HEADROOM * capacity)
+    return (ahead + waiting) / (HEADROOM * worker)
 
 
 def _raw(
@@ -141,7 +148,7 @@ def _raw(
     # What waits for too long is no noise.
     enough = there if full.above(HIGH) else there * (1 + TOLERANCE)
     if need is not None and need > enough and math.ceil(need) >= up:
-        return math.ceil(need), "Demand", f"The demand needs {need:.1f} workers."
+        return math.ceil(need), "Demand", f"The demand needs {need:.1f} workers{_by_profile(seen)}."
     if up > there:
         return up, up_reason, up_message
     asleep = not (there or seen.demand.above(0) or seen.backlog.above(0))
@@ -160,6 +167,22 @@ def _raw(
     if blocking:
         return there, "Steady", f"No worker goes: {blocking}."
     return wished, "Spare", f"{wished} would do."
+
+
+def _by_profile(seen: Observation) -> str:
+    if seen.size is None or not seen.size.tokens_per_s:
+        return ""
+    return f" of {seen.size.tokens_per_s:.0f} tokens/s each ({seen.size.bound})"
+
+
+def _bound(policy: Policy, seen: Observation, reason: str) -> Bound | None:
+    """What one worker meets first: as it was seen now, or as a profile has it."""
+    if reason == "Saturated":
+        return seen.tightest
+    if reason == "LatencyHigh":
+        first_token = policy.queue_s is not None or late(policy, seen)[0] is seen.first_token
+        return "TimeToFirstToken" if first_token else "InterTokenLatency"
+    return seen.size.bound if seen.size else None
 
 
 def _overload(

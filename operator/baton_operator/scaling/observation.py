@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from baton_operator.kinds.role_scaler import Bound
 from baton_operator.kinds.service_policies import MetricsLoss
 from baton_operator.kinds.worker_role import ScaleDown, ScaleUp
 from baton_operator.scaling.capacity import Capacity
@@ -15,6 +16,15 @@ from baton_operator.scaling.windows import Windows
 
 STARTUP_S = 240.0
 """Of a worker, before one was seen to start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """One worker, as the lines of a profile have it."""
+
+    tokens_per_s: float
+    """0 if it cannot keep the objectives at all."""
+    bound: Bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +67,10 @@ class Observation:
     Of the fullest worker, 0 to 1 and more with what is queued: the larger of its share of KV blocks and of
     batch slots. Unused where `Policy.queue_s` tells it from the backlog.
     """
-    tightest: str = ""
+    tightest: Bound | None = None
     """Which of the two it is."""
+    size: Size | None = None
+    """One worker by a profile, if there is one; without it, one is taken to do what was learned."""
     rate: Reading
     """Tokens a second that a busy worker was seen to do: a sample of the capacity."""
     requests: Reading = ZERO
@@ -119,5 +131,7 @@ class Decision:
     source: Source = "Measured"
     limited: str = ""
     """What keeps it from having what it needs, in one word; empty if nothing does."""
+    bound: Bound | None = None
+    """What keeps one worker from serving more, as far as that is known."""
     pressure: float = 0.0
     """What it needs against what it has: who goes first where there is not enough for all."""

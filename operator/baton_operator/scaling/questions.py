@@ -86,12 +86,16 @@ class Question:
         which = 'role="prefill"'
         step = f"rate({self._series(metrics.WORKER_STEP, which, '_sum')}[{self.window_s}s])"
         computed = self._series(metrics.WORKER_PROMPT_TOKENS, f'{which}, source="computed"')
+        prompts = self._series(metrics.WORKER_PREFILL_TIME, which, "_count")
+        computed_prompts = f"sum(rate({prompts}[{self.window_s}s]))"
         speed = f"sum without (source) (rate({computed}[{self.window_s}s])) / ({step} > {BUSY})"
         return {
             "workers": f"count({self._up('prefill')} == 1)",
             "queued_tokens": f"sum({self._series(metrics.WORKER_QUEUED_TOKENS, which)})",
             "queued": f"sum({self._series(metrics.WORKER_QUEUED, which)})",
             "speed": f"quantile(0.8, {speed})",
+            # Tokens of a prompt that is computed.
+            "uncached": f"sum(rate({computed}[{self.window_s}s])) / ({computed_prompts} > 0)",
         }
 
     def _of_decode(self) -> Mapping[str, str]:
@@ -118,6 +122,8 @@ class Question:
             "mean_usage": f"avg(avg_over_time({usage}[{self.window_s}s]))",
             "mean_running": f"sum(avg_over_time({running}[{self.window_s}s]))",
             "token": self._quantile(metrics.WORKER_TOKEN, which),
+            "token_mean": self._mean(metrics.WORKER_TOKEN, which),
+            "prompt": self._mean(metrics.WORKER_PROMPT_LENGTH, which),
         }
 
     def _up(self, role: str) -> str:
@@ -129,6 +135,12 @@ class Question:
 
     def _rate(self, metric: Metric, more: str = "", window_s: int = 0) -> str:
         return f"sum(rate({self._series(metric, more)}[{window_s or self.window_s}s]))"
+
+    def _mean(self, metric: Metric, more: str) -> str:
+        total, count = (
+            f"sum(rate({self._series(metric, more, part)}[{self.window_s}s]))" for part in ("_sum", "_count")
+        )
+        return f"{total} / ({count} > 0)"
 
     def _quantile(self, metric: Metric, more: str = "") -> str:
         buckets = f"rate({self._series(metric, more, '_bucket')}[{self.window_s}s])"

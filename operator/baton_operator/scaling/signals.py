@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypedDict
 
+from baton_operator.kinds.role_scaler import Bound
 from baton_operator.rollout import RoleName
 from baton_operator.scaling.decision import HIGH
-from baton_operator.scaling.observation import Observation
+from baton_operator.scaling.observation import Observation, Size
 from baton_operator.scaling.reading import ZERO, Reading, unknown
 
 STALE_S = 90.0
@@ -74,17 +75,23 @@ class _OfRole(TypedDict):
     latency: Reading
     first_token: Reading
     utilisation: Reading
-    tightest: str
+    tightest: Bound
     rate: Reading
 
 
 def observed(
-    name: RoleName, figures: Figures, pods: Pods, objective_s: float, held: Reading | None = None
+    name: RoleName,
+    figures: Figures,
+    pods: Pods,
+    objective_s: float,
+    held: Reading | None = None,
+    size: Size | None = None,
 ) -> Observation:
     """
     One role as a decision wants it; `objective_s` is that of its latency.
 
-    `held` are requests that routers themselves said they hold, if they were asked.
+    `held` are requests that routers themselves said they hold, if they were asked. `size`: of one worker by a
+    profile.
     """
     requests = _sum(figures.read("in_flight"), figures.read("waiting"), figures.read("demand_answer"))
     seen_held = figures.read("held")
@@ -96,6 +103,7 @@ def observed(
         replicas=pods.replicas,
         ready=pods.ready,
         **role,
+        size=size,
         requests=requests,
         queued=_queued(name, figures, pods),
         held=seen_held,
@@ -116,7 +124,7 @@ def _prefill(figures: Figures, pods: Pods) -> _OfRole:
         latency=figures.read("first_token"),
         first_token=unknown("its latency says it"),
         utilisation=unknown("what waits says it"),
-        tightest="queued prompts",
+        tightest="Throughput",
         rate=figures.read("prefill_speed"),
     )
 
@@ -148,7 +156,7 @@ def _decode(figures: Figures, pods: Pods, objective_s: float) -> _OfRole:
         latency=latency,
         first_token=figures.read("first_token"),
         utilisation=_fuller(blocks, slots),
-        tightest="batch slots" if slots.above(blocks.value or 0.0) else "KV blocks",
+        tightest="BatchSlots" if slots.above(blocks.value or 0.0) else "KVBlocks",
         rate=_decode_rate(figures, latency, objective_s),
     )
 

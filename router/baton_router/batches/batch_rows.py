@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Row, func, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Table, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from baton_api.errors import BatchNotFound, StaleLease
@@ -93,9 +93,14 @@ def keep(connection: Connection, seq: int, found: Iterable[Result]) -> Sequence[
     ]
     if not rows:
         return ()
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    statement = dialect.insert(results).on_conflict_do_nothing().returning(results.c.status)
-    return connection.scalars(statement, rows).all()
+    return connection.scalars(insert_new(connection, results).returning(results.c.status), rows).all()
+
+
+def insert_new(connection: Connection, table: Table) -> postgresql.Insert | sqlite.Insert:
+    """An insertion that leaves out rows whose key is there already."""
+    if connection.dialect.name == "postgresql":
+        return postgresql.insert(table).on_conflict_do_nothing()
+    return sqlite.insert(table).on_conflict_do_nothing()
 
 
 def finalizing(connection: Connection, batch: Batch, now: int) -> Batch:

@@ -18,6 +18,7 @@ from baton_router.batches.announcer import Announcer
 from baton_router.batches.cluster import Cluster
 from baton_router.batches.pod_tokens import pod_tokens
 from baton_router.batches.runner_api import RunnerApi, Terms
+from baton_router.batches.runner_secret import RunnerSecret
 from baton_router.batches.settings import BatchSettings
 from baton_router.batches.storage import Storage
 from baton_router.batches.supervisor import Supervisor
@@ -37,7 +38,7 @@ class Execution:
         self,
         storage: Storage,
         settings: BatchSettings,
-        secret: bytes,
+        secret: RunnerSecret,
         ended: Callable[[], None],
         workers: Callable[[], int],
         beside: Callable[[], bool],

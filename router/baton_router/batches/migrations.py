@@ -51,6 +51,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
         "CREATE INDEX batches_of_job ON batches (job)",
     ),
     ("ALTER TABLE batches ADD COLUMN models TEXT",),
+    ("CREATE TABLE secrets (name TEXT PRIMARY KEY, value TEXT NOT NULL)",),
 )
 
 VERSION = len(STEPS)

@@ -38,8 +38,8 @@ FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 30.0
 
 TOO_MANY_REQUESTS, UNAVAILABLE = 429, 503
-AGAIN_LATER = frozenset({401, 408, 499})
-"""401 among them: the token may be renewed by then."""
+UNAUTHORIZED = 401
+AGAIN_LATER = frozenset({408, 499})
 SERVER_ERRORS = 500
 
 LOST_WORKER = frozenset({WorkerLost.code, TransferFailed.code})
@@ -54,7 +54,7 @@ class Outcome(enum.Enum):
     BUSY = "busy"
     FAULT = "fault"
     OUTAGE = "outage"
-    """A fault that others have as well."""
+    """A fault that others have as well, or that is not the line's."""
     LOST = "lost"
     """The worker, or the connection while the answer was awaited."""
     SLOW = "slow"
@@ -115,6 +115,8 @@ def outcome(status: int, code: str | None) -> Outcome:
         return Outcome.LOST
     if status in (TOO_MANY_REQUESTS, UNAVAILABLE):
         return Outcome.BUSY
+    if status == UNAUTHORIZED:  # the runner's token, which is renewed, or a worker's key: never the line
+        return Outcome.OUTAGE
     if status in AGAIN_LATER or status >= SERVER_ERRORS:
         return Outcome.FAULT
     return Outcome.ANSWERED

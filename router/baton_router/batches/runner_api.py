@@ -32,6 +32,7 @@ from baton_api.runner_tokens import RunnerToken
 from baton_router.answers import Receive, Scope, Send, send_error
 from baton_router.batches import slices, wire
 from baton_router.batches.pod_tokens import PodTokens
+from baton_router.batches.runner_secret import RunnerSecret
 from baton_router.batches.slices import Cursor, Done
 from baton_router.batches.storage import Storage
 from baton_router.batches.values import Batch, Result, Status
@@ -69,7 +70,7 @@ class RunnerApi:
     def __init__(
         self,
         storage: Storage,
-        secret: bytes,
+        secret: RunnerSecret,
         terms: Terms,
         recorded: Callable[[], None],
         pods: PodTokens | None = None,
@@ -93,6 +94,7 @@ class RunnerApi:
         try:
             batch, _, call = scope["path"].removeprefix(wire.PATH).partition("/")
             given = _bearer(scope)
+            await self._secret.get()
             job = await self._pods.job(given) if self._pods and _is_foreign(given) else ""
             token = self._token(given, batch) if not job else RunnerToken(batch, runner_tokens.START, "", 0)
             method = CALLS.get(call)
@@ -121,7 +123,7 @@ class RunnerApi:
 
     def _token(self, given: str, batch: str) -> RunnerToken:
         """Raises Unauthorized, also for a token of another batch."""
-        token = runner_tokens.read(self._secret, given, self._clock())
+        token = runner_tokens.read(self._secret.value, given, self._clock())
         if token is None or token.batch != batch:
             raise Unauthorized
         return token
@@ -229,7 +231,7 @@ class RunnerApi:
 
     def _issue(self, batch: Batch, epoch: int) -> str:
         expiry = self._clock() + self._terms.lease_s + GRACE_S
-        return runner_tokens.issue(self._secret, batch.id, epoch, batch.owner, expiry, batch.models)
+        return runner_tokens.issue(self._secret.value, batch.id, epoch, batch.owner, expiry, batch.models)
 
 
 CALLS = {"lease": "POST", "renew": "POST", "lines": "GET", "results": "POST", "release": "POST"}

@@ -10,10 +10,7 @@ let in wait until the batch controller stops the batch.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import re
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +18,7 @@ from typing import Any
 
 from baton_api import runner_tokens
 from baton_api.errors import NotReady, SetupError, Unauthorized
-from baton_router.batches.settings import BatchSettings
+from baton_router.batches.runner_secret import RunnerSecret
 from baton_router.tenants import NOBODY, Tenant
 
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"})
@@ -40,39 +37,29 @@ _TENANT = b"tenant:"
 _KEY = b"key:"
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 
-_MADE = secrets.token_bytes(32)
-"""The secret of a router that was given none: made before it forks, so that its processes share it."""
-
-
-def secret_of(settings: BatchSettings, ticket_secret: str) -> bytes:
-    """Signs runners' tokens."""
-    if given := settings.batch_secret.get_secret_value():
-        return given.encode()
-    # Whoever shares the database shares what is in its URL, a password, too.
-    if shared := ticket_secret or settings.database.get_secret_value():
-        return hmac.new(shared.encode(), b"baton-batch-runners", hashlib.sha256).digest()
-    return _MADE
-
 
 class RunnersAccess:
     """Lets runners' requests in."""
 
     def __init__(
-        self, secret: bytes, tenant: Callable[[bytes], Tenant | None], now: Callable[[], float] = time.time
+        self,
+        secret: RunnerSecret,
+        tenant: Callable[[bytes], Tenant | None],
+        now: Callable[[], float] = time.time,
     ) -> None:
         """`tenant` finds the tenant that is this owner; None if the owner is no longer let in."""
         self._secret = secret
         self._tenant = tenant
         self._now = now
 
-    def enter(self, scope: Any, authorization: bytes) -> Tenant:
+    async def enter(self, scope: Any, authorization: bytes) -> Tenant:
         """
         Whose batch a request with this header is of; the token goes no further.
 
-        Raises Unauthorized, and NotReady for an owner who is no longer let in.
+        Raises Unauthorized, NotReady for an owner who is no longer let in, and StorageUnavailable.
         """
         key = authorization.decode("latin-1").removeprefix("Bearer ")
-        token = runner_tokens.read(self._secret, key, self._now())
+        token = runner_tokens.read(await self._secret.get(), key, self._now())
         if token is None or token.epoch == runner_tokens.START or scope["path"] not in PATHS:
             raise Unauthorized
         scope[OWNER] = owner = bytes.fromhex(token.owner)

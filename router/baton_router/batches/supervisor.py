@@ -24,6 +24,7 @@ from functools import partial
 from baton_api import logs, runner_tokens
 from baton_api.errors import BatonError
 from baton_router.batches.run import Ended, default_name
+from baton_router.batches.runner_secret import RunnerSecret
 from baton_router.batches.storage import Storage
 from baton_router.batches.values import Batch, Status
 
@@ -77,7 +78,7 @@ class Supervisor:
     def __init__(
         self,
         storage: Storage,
-        secret: bytes,
+        secret: RunnerSecret,
         places: int,
         lease_s: float,
         clock: Callable[[], float] = time.time,
@@ -125,11 +126,12 @@ class Supervisor:
         name = default_name()
         ledger, now = self._storage.ledger, self._clock()
         try:
+            secret = await self._secret.get()
             lease = partial(ledger.lease, batch.id, name, now, self._lease_s, Status.IN_PROGRESS)
             epoch = await self._storage.run(lease)
             if epoch is not None:  # else another router was faster
                 try:
-                    status = await self._child(batch, url, name)
+                    status = await self._child(batch, url, name, secret)
                 except asyncio.CancelledError:
                     await self._gone(batch, name, Ended.TOLD_TO)
                     raise
@@ -141,10 +143,8 @@ class Supervisor:
             del self._running[batch.id]
             self._news.set()
 
-    async def _child(self, batch: Batch, url: str, name: str) -> int:
-        token = runner_tokens.issue(
-            self._secret, batch.id, runner_tokens.START, batch.owner, batch.expires_at
-        )
+    async def _child(self, batch: Batch, url: str, name: str, secret: bytes) -> int:
+        token = runner_tokens.issue(secret, batch.id, runner_tokens.START, batch.owner, batch.expires_at)
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "baton_cli.main", "batch", "run"),
             *(f"--router={url}", f"--batch={batch.id}", f"--runner={name}", "--leash"),

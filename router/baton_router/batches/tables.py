@@ -76,3 +76,10 @@ results = Table(
     Column("request_id", Text, nullable=False),
     Column("body", LargeBinary, nullable=False),
 )
+
+kept_secrets = Table(
+    "secrets",
+    METADATA,
+    Column("name", Text, primary_key=True),
+    Column("value", Text, nullable=False),
+)

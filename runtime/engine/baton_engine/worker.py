@@ -32,6 +32,7 @@ from baton_engine.handshake import Identity
 from baton_engine.kv_events import KvEvents
 from baton_engine.kv_publisher import KvPublisher
 from baton_engine.limits import EngineLimits
+from baton_engine.model import native
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Model, create_model
 from baton_engine.model.embedder import Embedder, Unable, embedder_of
@@ -313,7 +314,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
         case "bfloat16":
             return torch.bfloat16
         case _ if device.type == "cpu":
-            return preferred_dtype()
+            return preferred_dtype(torch.cpu.get_capabilities(), native.available())
         case _:
             return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
 

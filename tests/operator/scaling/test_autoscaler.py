@@ -16,12 +16,13 @@ from baton_operator.conditions import Transition
 from baton_operator.manifests.objects import Manifest
 from baton_operator.observer import Observer
 from baton_operator.scaling.autoscaler import COST, Autoscaler
+from baton_operator.scaling.capacity import ENOUGH
 from baton_operator.scaling.decision import HEADROOM
 from baton_operator.scaling.figures import ScalingFigures
 from baton_operator.scaling.prometheus import MetricsLost
 from baton_operator.scaling.settings import ScalingSettings
 from tests.operator.real_cluster import Inside, Listed, RealCluster, client, real_cluster
-from tests.operator.scaling.test_seeds import PROFILE
+from tests.operator.scaling.test_seeds import PREFILL, PROFILE
 
 pytestmark = [pytest.mark.processes, pytest.mark.asyncio(loop_scope="module")]
 
@@ -234,12 +235,21 @@ async def test_a_profile_says_what_a_worker_can_do_before_any_was_seen(service: 
     made.raise_for_status()
     await service.look()
     capacity = PROFILE.capacity.prefill_tokens_per_s
-    assert service.gauge("baton_autoscaler_capacity_tokens_per_second") == [capacity]
+    assert service.gauge("baton_autoscaler_capacity_tokens_per_second") == [pytest.approx(capacity)]
     for _ in range(2):
         await service.look()
     needed = math.ceil(2000.0 / (HEADROOM * capacity))
-    assert (await service.wanted("prefill"))[0] == needed > 1
-    assert "capacity" not in (await service.wanted("prefill"))[1], "nothing was learned yet"
+    wanted, said = await service.wanted("prefill")
+    assert wanted == needed > 1
+    assert said["bound"] == "TimeToFirstToken"
+    assert "(TimeToFirstToken)" in service.events[-1]
+    assert "capacity" not in said, "nothing was learned yet"
+    await service.settle()
+    for _ in range(ENOUGH + 5):
+        service.see(wanted, 1, demand_prompt=2000.0, in_flight=1.0, first_token=0.1, prefill_speed=5000.0)
+        await service.look()
+    (later,) = service.gauge("baton_autoscaler_capacity_tokens_per_second")
+    assert capacity < later < 500 / PREFILL.seconds(500, 500) < 5000, "the profile's line counts all the time"
 
 
 async def test_who_is_not_scaled_is_not_looked_at(service: Scaled) -> None:

@@ -1,4 +1,4 @@
-"""What a profile says of the workers of a service, and for how long that counts."""
+"""What is believed of a worker before enough was seen of it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import pytest
 from baton_api.profiles import Objectives as Measured
 from baton_api.profiles import PrefillLine, Profile, StepLine, TransferLine, capacity
 from baton_operator.kinds.inference_service import InferenceServiceSpec
-from baton_operator.kinds.service_policies import Objectives
 from baton_operator.scaling.capacity import ENOUGH, Capacity
 from baton_operator.scaling.decision import decide
 from baton_operator.scaling.observation import Memory, Observation, Policy
 from baton_operator.scaling.reading import ZERO, Reading, unknown
-from baton_operator.scaling.seeds import seeds
 from baton_operator.scaling.settings import policy
 
 PREFILL = PrefillLine(base_s=0.01, token_s=1e-3, pair_s=0.0)
@@ -33,21 +31,6 @@ PROFILE = Profile(
     objectives=MEASURED,
     capacity=capacity(PREFILL, STEP, TRANSFER, 100_000, 64, MEASURED),
 )
-
-
-def test_a_profile_is_reckoned_for_the_services_own_objectives() -> None:
-    same = seeds(PROFILE, Objectives(ttft="5s", itl="100ms"))
-    assert same == {
-        "prefill": PROFILE.capacity.prefill_tokens_per_s,
-        "decode": PROFILE.capacity.decode_tokens_per_s,
-    }
-    harder = seeds(PROFILE, Objectives(ttft="1s", itl="30ms"))
-    assert 0 < harder["prefill"] < same["prefill"]
-    assert 0 < harder["decode"] < same["decode"]
-
-
-def test_a_role_that_cannot_keep_the_objectives_is_not_guessed_at() -> None:
-    assert seeds(PROFILE, Objectives(ttft="100ms", itl="1ms")) == {}
 
 
 @pytest.mark.parametrize("samples", [0, 1, ENOUGH - 1])

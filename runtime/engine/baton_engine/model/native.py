@@ -261,6 +261,15 @@ def native_decoder(
     return NativeDecoder(spec, weights, dtype, native, threads or torch.get_num_threads())
 
 
+def available(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the kernels can be had here. Builds them if need be."""
+    try:
+        _library(tuple(sorted(environment.items())))
+    except library.Unavailable:
+        return False
+    return True
+
+
 @functools.cache
 def _library(environment: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
     native = library.load(dict(environment))

@@ -38,7 +38,9 @@ class CpuOps(PlainOps):
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
         super().__init__(spec)
         self.packs = (
-            dtype == torch.bfloat16 and computes_bfloat16() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+            dtype == torch.bfloat16
+            and computes_bfloat16(torch.cpu.get_capabilities())
+            and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         )
 
     def prepare(self, weight: Tensor, bias: Tensor | None = None) -> Linear:

@@ -52,7 +52,7 @@ INLINE void fetch_ahead(const struct context *context, size_t first, size_t end)
 }
 
 /*
- * Packs the keys and values of positions `first` to `end`, 64 at most. Up to a multiple of 32, places beyond
+ * Packs the keys and values of positions `first` to `end`, 64 at most. Up to a multiple of PANEL, places beyond
  * `end` hold zeros; what is in those after it is hidden.
  */
 INLINE void pack_keys(struct scratch *scratch, const struct context *context, size_t first, size_t end, size_t dim,
@@ -111,13 +111,15 @@ INLINE void soften(float *scores, uint32_t *weights, float scale, int seen_from,
     floats score[KEYS / LANES], top;
     for (int i = 0; i < KEYS / LANES; i++) score[i] = load(scores + i * LANES);
     if (seen_from > 0 || seen_to < KEYS) {
-        const ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        ints lane;
+        for (int i = 0; i < LANES; i++) lane[i] = i;
         for (int i = 0; i < KEYS / LANES; i++) {
             ints at = lane + i * LANES;
             score[i] = choose((at >= seen_from) & (at < seen_to), score[i], splat(HIDDEN_SCORE * 4.0f));
         }
     }
-    top = larger(larger(score[0], score[1]), larger(score[2], score[3]));
+    top = score[0];
+    for (int i = 1; i < KEYS / LANES; i++) top = larger(top, score[i]);
     float before = *best, now = largest(top);
     if (now > before) {
         /* Only a row that has seen nothing has HIDDEN_SCORE, and then the sums are 0. */

@@ -1,7 +1,7 @@
 /*
  * Products of a few rows with a packed matrix: the one kernel that linears and attention are made of.
  *
- * A matrix [n, k] is packed into panels of 32 outputs; a panel is [units][32] lanes, where a unit is one k
+ * A matrix [n, k] is packed into panels of two vectors of outputs; a panel is [units][PANEL] lanes, where a unit is one k
  * of float32 or two of bfloat16. So a panel is one stream of memory, read once, while the rows' numbers are
  * broadcast. Each output is summed along k in the same order however many rows there are: a row's result
  * does not depend on the rows beside it.
@@ -12,18 +12,18 @@
 #include "tiles.h"
 #include "vector.h"
 
-#define PANEL 32
+#define PANEL (2 * LANES)
 
 /* Rows that are multiplied at once: as many as the accumulators, two vectors each, find registers. */
 #if TILES
 #define TILE_ROWS 32
-#elif defined(__AVX512F__)
+#elif defined(__AVX512F__) || defined(__aarch64__)
 #define TILE_ROWS 12
 #else
-#define TILE_ROWS 3
+#define TILE_ROWS 6
 #endif
 
-/* result[row][32] (+)= rows . panel, in lanes; `add` continues the sums that are in `result`. */
+/* result[row][PANEL] (+)= rows . panel, in lanes; `add` continues the sums that are in `result`. */
 #define DEFINE_TILE(ROWS, KIND, NAME)                                                                      \
     static void NAME(const uint32_t *rows, size_t row_stride, const uint32_t *panel, size_t units,         \
                      float *result, size_t result_stride, int add) {                                       \
@@ -53,9 +53,9 @@
 DEFINE_TILES(1)
 DEFINE_TILES(2)
 DEFINE_TILES(3)
-#if TILE_ROWS >= 12
 DEFINE_TILES(4)
 DEFINE_TILES(6)
+#if TILE_ROWS >= 12
 DEFINE_TILES(8)
 DEFINE_TILES(12)
 #endif
@@ -83,11 +83,11 @@ INLINE void multiply(size_t count, const uint32_t *rows, size_t row_stride, cons
 #if TILE_ROWS >= 12
         if (count >= 12) TILE(12);
         else if (count >= 8) TILE(8);
-        else if (count >= 6) TILE(6);
-        else if (count >= 4) TILE(4);
         else
 #endif
-        if (count >= 3) TILE(3);
+        if (count >= 6) TILE(6);
+        else if (count >= 4) TILE(4);
+        else if (count >= 3) TILE(3);
         else if (count >= 2) TILE(2);
         else TILE(1);
     }

@@ -206,7 +206,7 @@ static float *load_vector(struct model *model, const void *from, size_t count) {
     return vector;
 }
 
-/* Gate and up, stacked in `from`, are packed side by side: one tile holds 16 of each. */
+/* Gate and up, stacked in `from`, are packed side by side: one tile holds a vector of each. */
 static int load_linear(struct model *model, struct linear *weight, const void *from, const void *bias, size_t outputs,
                        size_t inputs, int paired) {
     const int kind = (int)model->spec.kind;

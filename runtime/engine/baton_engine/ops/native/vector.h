@@ -1,9 +1,10 @@
 /*
- * Sixteen lanes of 32 bits, whatever the processor.
+ * One register of lanes of 32 bits, whatever the processor.
  *
  * A lane is one float, or a pair of bfloat16 numbers: the kernels are written once over lanes, and only
  * `dot` knows which it is. The compiler's vector extension carries them to any processor; where AVX-512
- * has an instruction that the extension cannot express, it is named here and nowhere else.
+ * has an instruction that the extension cannot express, it is named here and nowhere else. A vector is as
+ * wide as a register: gcc computes wider ones number by number.
  */
 #ifndef BATON_VECTOR_H
 #define BATON_VECTOR_H
@@ -13,18 +14,27 @@
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+#if defined(__AVX512F__)
 #define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#define VECTOR_BYTES (4 * LANES)
 
-typedef float floats __attribute__((vector_size(64)));
-typedef int32_t ints __attribute__((vector_size(64)));
-typedef uint32_t words __attribute__((vector_size(64)));
-typedef float loose_floats __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint32_t loose_words __attribute__((vector_size(64), aligned(2), may_alias));
-typedef uint16_t halves __attribute__((vector_size(32)));
-typedef uint16_t loose_halves __attribute__((vector_size(32), aligned(2), may_alias));
+typedef float floats __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t ints __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t words __attribute__((vector_size(VECTOR_BYTES)));
+typedef float loose_floats __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+typedef uint32_t loose_words __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));
+typedef uint16_t halves __attribute__((vector_size(VECTOR_BYTES / 2)));
+typedef uint16_t loose_halves __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
 
 typedef uint16_t bfloat16;
 
@@ -83,7 +93,7 @@ INLINE float widen(bfloat16 value) {
     return result;
 }
 
-/* Sixteen floats to bfloat16, to nearest even. */
+/* One vector of floats to bfloat16, to nearest even. */
 INLINE halves narrow(floats value) {
 #if defined(__AVX512BF16__)
     return (halves)_mm512_cvtneps_pbh((__m512)value);
@@ -94,7 +104,7 @@ INLINE halves narrow(floats value) {
 #endif
 }
 
-/* Writes sixteen floats as numbers of `kind`. */
+/* Writes one vector of floats as numbers of `kind`. */
 INLINE void put(void *to, size_t index, floats value, const int kind) {
     if (kind == BFLOAT16)
         *(loose_halves *)((bfloat16 *)to + index) = narrow(value);
@@ -106,7 +116,7 @@ INLINE float get(const void *from, size_t index, const int kind) {
     return kind == BFLOAT16 ? widen(((const bfloat16 *)from)[index]) : ((const float *)from)[index];
 }
 
-/* total + weights . x, where x is one lane for all sixteen: a product, or two of bfloat16. */
+/* total + weights . x, where x is one lane for all: a product, or two of bfloat16. */
 INLINE floats dot(floats total, words weights, uint32_t x, const int kind) {
     if (kind == FLOAT32) {
         float value;
@@ -119,6 +129,8 @@ INLINE floats dot(floats total, words weights, uint32_t x, const int kind) {
     }
 #if defined(__AVX512BF16__)
     return (floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)weights, (__m512bh)_mm512_set1_epi32((int)x));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return (floats)vbfdotq_f32((float32x4_t)total, (bfloat16x8_t)weights, (bfloat16x8_t)vdupq_n_u32(x));
 #else
     uint32_t low = x << 16, high = x & 0xffff0000u;
     float first, second;
@@ -154,7 +166,7 @@ INLINE floats silu(floats x) {
 }
 
 /*
- * Turns 16 rows of 16 lanes into columns: lane i of rows[j] goes to to[i * stride + j].
+ * Turns LANES rows of as many lanes into columns: lane i of rows[j] goes to to[i * stride + j].
  */
 INLINE void transpose(const uint32_t *const rows[LANES], size_t offset, uint32_t *to, size_t stride) {
 #if defined(__AVX512F__)
@@ -189,7 +201,7 @@ INLINE void transpose(const uint32_t *const rows[LANES], size_t offset, uint32_t
 #endif
 }
 
-/* Lanes (first[d], second[d]) of 32 bfloat16 numbers each, in order of d. */
+/* Lanes (first[d], second[d]) of 2 * LANES bfloat16 numbers each, in order of d. */
 INLINE void interleave(const bfloat16 *first, const bfloat16 *second, uint32_t *to) {
 #if defined(__AVX512BW__)
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
