@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from baton_api.errors import SetupError
+from baton_engine.model.config import SERVED
 from baton_engine.server.parts import Arguments, Call, Part, PlainReader, Reader, Thought, Words, merged
 from baton_engine.server.reasoning import families, formats
 from baton_engine.server.reasoning.families import FAMILIES, State
@@ -272,3 +273,14 @@ def test_a_parser_that_there_is_not_stops_the_start(
 ) -> None:
     with pytest.raises(SetupError, match=words):
         formats.format_of(chosen, [], description)
+
+
+def test_reasoning_families_are_those_of_models_served() -> None:
+    """A parser whose model cannot be loaded is a promise that is not kept; each name has its architecture."""
+    architectures = {
+        "qwen3": "Qwen3ForCausalLM", "qwen3-thinking": "Qwen3ForCausalLM", "deepseek-r1": "LlamaForCausalLM",
+        "nemotron": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
+    }  # fmt: skip
+    planned = {"glm45", "kimi_k2", "deepseek-v3", "granite"}
+    assert set(FAMILIES) == set(architectures) | planned
+    assert set(architectures.values()) <= set(SERVED)

@@ -56,13 +56,13 @@ class ReasoningFamily:
         return State.OPEN if self.implied else State.FREE
 
 
-def _tags(name: str, word: str = "think", implied: bool = False) -> ReasoningFamily:
-    return ReasoningFamily(name, f"<{word}>", f"</{word}>", implied)
+def _tags(name: str, implied: bool = False) -> ReasoningFamily:
+    return ReasoningFamily(name, "<think>", "</think>", implied)
 
 
-THINK = ("qwen3", "glm45", "kimi_k2", "deepseek-v3", "interns1", "olmo3", "nemotron")
+THINK = ("qwen3", "glm45", "kimi_k2", "deepseek-v3", "nemotron")
 """Families that write <think> themselves, or whose templates do, and that may leave it out."""
-ALWAYS = ("deepseek-r1", "qwen3-thinking", "step3", "minimax-m2")
+ALWAYS = ("deepseek-r1", "qwen3-thinking")
 """Families that think in any case, and do not always say where they begin."""
 
 FAMILIES: Mapping[str, ReasoningFamily] = {
@@ -70,11 +70,8 @@ FAMILIES: Mapping[str, ReasoningFamily] = {
     for family in (
         *(_tags(name) for name in THINK),
         *(_tags(name, implied=True) for name in ALWAYS),
-        ReasoningFamily("kimi", "◁think▷", "◁/think▷"),
         ReasoningFamily("mistral", "[THINK]", "[/THINK]"),
-        _tags("seed_oss", "seed:think"),
         ReasoningFamily("granite", "Here is my thought process:", "Here is my response:"),
-        ReasoningFamily("command-a", "<|START_THINKING|>", "<|END_THINKING|>"),
     )
 }
 
@@ -95,8 +92,7 @@ def canonical(name: str) -> str:
     known = {each.replace("_", "-"): each for each in (*FAMILIES, HARMONY, DESCRIBED, AUTO)}
     aliases = {
         "openai-gptoss": HARMONY, "gptoss": HARMONY, "harmony": HARMONY, "glm-4.5": "glm45",
-        "magistral": "mistral", "step-3": "step3", "minimax": "minimax-m2", "cohere": "command-a",
-        "deepseek-v3.1": "deepseek-v3", "seed-oss": "seed_oss",
+        "magistral": "mistral", "deepseek-v3.1": "deepseek-v3",
     }  # fmt: skip
     return aliases.get(plain) or known.get(plain, plain)
 
@@ -123,5 +119,5 @@ def detect(template: str) -> str:
         return "qwen3"
     if "</think>" in template:
         return "deepseek-r1"
-    names = ("kimi", "mistral", "seed_oss", "granite", "command-a")
+    names = ("mistral", "granite")
     return next((name for name in names if FAMILIES[name].end in template), "")

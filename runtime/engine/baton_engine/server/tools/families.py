@@ -29,7 +29,7 @@ FAMILIES: Mapping[str, ToolFamily] = {
 
 ALIASES: Mapping[str, str] = {
     "qwen": "hermes", "qwen25": "hermes", "qwen2.5": "hermes", "qwen3": "hermes",
-    "qwen3_xml": "qwen3_coder", "qwen3-coder": "qwen3_coder", "step3p5": "qwen3_coder", "mimo": "qwen3_coder",
+    "qwen3_xml": "qwen3_coder", "qwen3-coder": "qwen3_coder",
     "llama3_json": "llama3", "llama4_json": "llama3", "llama": "llama3",
     "llama4": "llama4_pythonic",
     "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31", "deepseek-v3": "deepseek_v3",
