@@ -172,6 +172,56 @@ def test_a_quarantined_block_is_not_handed_out_until_it_is_settled() -> None:
     assert (pool.quarantined, pool.available) == (0, 2)
 
 
+def test_pool_of_two_blocks_hands_out_one() -> None:
+    """The least pool has the reserved block and one more; with one block, the message says the way out."""
+    assert BlockPool(2).allocate(1) == [1]
+    with pytest.raises(SetupError) as refused:
+        BlockPool(1)
+    assert str(refused.value).endswith(" Start the worker with a larger --kv-cache-memory.")
+
+
+def test_evicted_blocks_are_counted_and_named() -> None:
+    """KV events name what is gone; the count is a metric. Blocks that nobody needed room for do not count."""
+    gone: list[bytes] = []
+    pool = BlockPool(4, on_evicted=gone.append)
+    hashes = chain(1, 2, 3)
+    pool.release(own(pool, hashes))
+    assert (pool.evictions, gone) == (0, [])
+    pool.allocate(2)
+    assert (pool.evictions, gone) == (2, [hashes[2], hashes[1]])
+    pool.forget()
+    assert (pool.evictions, gone) == (2, [hashes[2], hashes[1], hashes[0]])
+
+
+def test_pinned_twice_needs_two_unpins() -> None:
+    """Two transfers may read one shared block: it is safe to let go when the last has ended."""
+    pool = BlockPool(4)
+    blocks = pool.allocate(2)
+    pool.pin(blocks)
+    pool.pin(blocks[:1])
+    assert pool.pinned == 2
+    pool.unpin(blocks)
+    assert pool.pinned == 1
+    with pytest.raises(AssertionError, match="released while pinned"):
+        pool.release(blocks[:1])
+    pool = BlockPool(4)
+    blocks = pool.allocate(2)
+    pool.pin(blocks)
+    pool.pin(blocks[:1])
+    pool.unpin(blocks)
+    pool.unpin(blocks[:1])
+    pool.release(blocks)
+    assert (pool.pinned, pool.free) == (0, 3)
+
+
+def test_unused_counts_known_blocks_without_users() -> None:
+    pool = BlockPool(6)
+    shared, other = chain(1), chain(1, 2, 3)
+    pool.release(own(pool, other))
+    own(pool, shared)
+    assert pool.unused(pool.match(other)) == 2
+
+
 def test_our_own_mistakes_are_noticed() -> None:
     pool = BlockPool(4)
     (block,) = pool.allocate(1)
