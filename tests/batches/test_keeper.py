@@ -15,7 +15,7 @@ import pytest
 
 from baton_router.batches.database import Database
 from baton_router.batches.files import NewFile
-from baton_router.batches.keeper import Keeper
+from baton_router.batches.keeper import SWEEP_S, Keeper
 from baton_router.batches.ledger import Ledger
 from baton_router.batches.objects import Objects, Writer
 from baton_router.batches.settings import BatchSettings
@@ -212,11 +212,12 @@ async def test_keeper_with_failing_batches_serves_other_owners(tmp_path: Path, u
 
 
 class SlowObjects:
-    """A store whose reads take until it is told to go on."""
+    """A store whose calls take until it is told to go on."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
-        self.reading, self.go_on = threading.Event(), threading.Event()
+        self.reading, self.deleting = threading.Event(), threading.Event()
+        self.go_on = threading.Event()
 
     def read(self, key: str, start: int, end: int) -> Iterator[bytes]:
         self.reading.set()
@@ -227,6 +228,8 @@ class SlowObjects:
         return self._objects.writer(key)
 
     def delete(self, key: str) -> None:
+        self.deleting.set()
+        assert self.go_on.wait(60)
         self._objects.delete(key)
 
 
@@ -256,6 +259,28 @@ async def test_keeper_waiting_for_the_store_keeps_its_lease(tmp_path: Path, urls
             slow.go_on.set()
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)
+
+
+async def test_keeper_sweeping_a_slow_store_goes_on(tmp_path: Path, urls: str) -> None:
+    """While the removal of an object takes long, a batch that comes is looked after."""
+    time = Time()
+    with kept(tmp_path, urls) as storage:
+        ledger = storage.ledger
+        id = stored(storage, line("a"), time.now).id
+        run = asyncio.create_task(Keeper(storage, time).run())
+        try:
+            await until(lambda: ledger.find(id).status is Status.IN_PROGRESS)
+            slow = storage.objects = SlowObjects(storage.objects)
+            storage.files.promise("o/broken", 0)
+            time.now += SWEEP_S
+            await until(slow.deleting.is_set)
+            other = stored(storage, b"", time.now)
+            ledger.request_cancel("o", other.id, int(time.now))
+            await until(lambda: ledger.find(other.id).status is Status.CANCELLED)
+        finally:
+            slow.go_on.set()
+            run.cancel()
+            await asyncio.gather(run, return_exceptions=True)
 
 
 async def test_keeper_that_comes_too_late_takes_no_lease(tmp_path: Path, urls: str) -> None:

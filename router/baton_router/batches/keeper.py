@@ -99,7 +99,7 @@ class Keeper:
         """Until cancelled. Asks nothing of a database before there is a batch in it."""
         failed_s, swept = 0.0, 0.0
         self._stopping.clear()
-        renewing = asyncio.create_task(self._renew())
+        renewing, sweeping = asyncio.create_task(self._renew()), None
         try:
             while True:
                 self._woken.clear()
@@ -108,9 +108,8 @@ class Keeper:
                         await self._round()
                         await self._stop_refused()
                         await self._storage.look(self._now())
-                        if self._now() - swept >= SWEEP_S:
-                            await self._storage.keep(self._sweep)
-                            swept = self._now()
+                        if self._now() - swept >= SWEEP_S and (sweeping is None or sweeping.done()):
+                            sweeping, swept = asyncio.create_task(self._swept()), self._now()
                         failed_s = 0.0
                     except BatonError as error:
                         failed_s = min(RETRY_LIMIT_S, max(1.0, 2 * failed_s))
@@ -121,6 +120,7 @@ class Keeper:
         finally:
             self._stopping.set()  # for the threads, whom nobody can cancel
             tasks = [renewing, *(task for _, task in self._busy.values())]
+            tasks += [sweeping] if sweeping else []
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -165,6 +165,12 @@ class Keeper:
 
     def _set_back(self, batch: Batch) -> None:
         self._setbacks[batch.id] = Setback.after(self._setbacks.get(batch.id), batch.done, self._now())
+
+    async def _swept(self) -> None:
+        try:
+            await self._storage.keep(self._sweep)
+        except BatonError as error:
+            log.warning("Files that nobody wants could not be removed: %s", error)
 
     async def _renew(self) -> None:
         """The leases of all work that goes on."""
