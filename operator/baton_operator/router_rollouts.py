@@ -37,6 +37,7 @@ class RouterRollouts:
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit
         self._turns: set[Name] = set()
+        self._waiting: set[Name] = set()
 
     def admit(self, made: Plan, observed: Observed) -> Plan:
         """The plan; without the routers' Deployment if that has to wait for other services."""
@@ -46,19 +47,25 @@ class RouterRollouts:
         there = observed.objects.get(routers)
         wished = next((one for one in made.apply if key(one) == routers), None)
         if not is_upgrade(there, wished):
+            self._waiting.discard(service)
             if is_settled(there):
                 self._turns.discard(service)
             return made
         if service in self._turns or len(self._turns) < self._limit:
             self._turns.add(service)
             return made
-        log.info("The routers keep their template until those of %d other services are ready.", self._limit)
+        if service not in self._waiting:
+            self._waiting.add(service)
+            log.info(
+                "The routers keep their template until those of %d other services are ready.", self._limit
+            )
         rest = [one for one in made.apply if key(one) != routers]
         return replace(made, apply=rest, again_s=min(made.again_s or WAIT_S, WAIT_S))
 
     def forget(self, namespace: str, name: str) -> None:
         """The service is gone."""
         self._turns.discard((namespace, name))
+        self._waiting.discard((namespace, name))
 
 
 def is_upgrade(there: Manifest | None, wished: Manifest | None) -> bool:

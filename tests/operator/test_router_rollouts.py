@@ -127,8 +127,9 @@ def test_upgrade_replaces_routers_of_a_few_services_at_a_time(seed: int) -> None
     assert most == 3
 
 
-def test_upgrade_stops_where_routers_do_not_become_ready() -> None:
+def test_upgrade_stops_where_routers_do_not_become_ready(caplog: pytest.LogCaptureFixture) -> None:
     """The other services keep routers that serve; one that a user changes, or deletes, is not held up."""
+    caplog.set_level("INFO")
     services = [Upgraded(number) for number in range(6)]
     rollouts = RouterRollouts(2)
 
@@ -141,6 +142,7 @@ def test_upgrade_stops_where_routers_do_not_become_ready() -> None:
 
     look()
     assert [one.image == NEW.router for one in services] == [True, True, False, False, False, False]
+    assert sum("keep their template" in one for one in caplog.messages) == 4, "one line for each that waits"
     services[5].cluster.change({**SPEC, "router": {"replicas": 2, "env": [{"name": "A", "value": "b"}]}})
     look()
     assert services[5].image == NEW.router
