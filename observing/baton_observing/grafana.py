@@ -11,7 +11,7 @@ from string import ascii_uppercase
 
 from grafana_foundation_sdk.builders import common as common_builders
 from grafana_foundation_sdk.builders import dashboard as builders
-from grafana_foundation_sdk.builders import prometheus, stat, timeseries
+from grafana_foundation_sdk.builders import prometheus, stat, statetimeline, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common, dashboard
 
@@ -34,7 +34,11 @@ def text(board: Board) -> str:
         panel.id_val = number  # links to one panel stay right as long as none comes before it
     for variable in (built.templating.list_val or ()) if built.templating else ():
         variable.auto = variable.auto_min = variable.auto_count = None  # of intervals only
-    return json.dumps(json.loads(JSONEncoder().encode(built)), indent=1, sort_keys=True) + "\n"
+    made = json.loads(JSONEncoder().encode(built))
+    for given, annotation in zip(made.get("annotations", {}).get("list", ()), board.annotations, strict=True):
+        # Of the Prometheus data source; the SDK knows only what all of them have.
+        given |= {"titleFormat": annotation.name, "textFormat": annotation.text}
+    return json.dumps(made, indent=1, sort_keys=True) + "\n"
 
 
 def _board(board: Board) -> builders.Dashboard:
@@ -60,6 +64,15 @@ def _board(board: Board) -> builders.Dashboard:
     )
     for variable in board.variables:
         made = made.with_variable(_variable(variable))
+    for annotation in board.annotations:
+        made = made.annotation(
+            builders.AnnotationQuery()
+            .name(annotation.name)
+            .datasource(SOURCE)
+            .enable(True)
+            .icon_color("blue")
+            .expr(annotation.expression)
+        )
     for row in board.rows:
         made = made.with_row(builders.Row(row.title))
         for panel in row.panels:
@@ -82,8 +95,12 @@ def _variable(variable: Variable) -> builders.QueryVariable:
     )
 
 
-def _panel(panel: Panel) -> timeseries.Panel | stat.Panel:
-    made = _number(panel) if panel.kind == "number" else _lines(panel)
+def _panel(panel: Panel) -> timeseries.Panel | stat.Panel | statetimeline.Panel:
+    made: timeseries.Panel | stat.Panel | statetimeline.Panel
+    if panel.kind == "number":
+        made = _number(panel)
+    else:
+        made = _states(panel) if panel.kind == "states" else _lines(panel)
     made = (
         made.title(panel.title)
         .description(_description(panel))
@@ -110,6 +127,23 @@ def _number(panel: Panel) -> stat.Panel:
         .graph_mode(common.BigValueGraphMode.AREA)
         .color_mode(common.BigValueColorMode.VALUE)
         .reduce_options(common_builders.ReduceDataOptions().calcs(["lastNotNull"]))
+    )
+
+
+def _states(panel: Panel) -> statetimeline.Panel:
+    options = {
+        str(one.value): dashboard.ValueMappingResult(text=one.text, color=one.color, index=number)
+        for number, one in enumerate(panel.states)
+    }
+    return (
+        statetimeline.Panel()
+        .height(HEIGHT)
+        .mappings([dashboard.ValueMap(options=options)])
+        .merge_values(True)
+        .show_value(common.VisibilityMode.AUTO)
+        .row_height(0.8)
+        .fill_opacity(70)
+        .legend(common_builders.VizLegendOptions().show_legend(False))
     )
 
 

@@ -12,13 +12,16 @@ from typing import Literal
 
 from baton_observing.promql import Scope
 
-Kind = Literal["lines", "stacked", "number"]
-"""Lines over time, areas on top of one another, or one number now."""
+Kind = Literal["lines", "stacked", "number", "states"]
+"""Lines over time, areas on top of one another, one number now, or a timeline of states for each series."""
 
-HERE = Scope("$__rate_interval", ('namespace=~"$namespace"', 'service=~"$service"'))
+CLUSTER = 'cluster=~"$cluster"'
+"""One cluster's Prometheus has no such label, which `.*` matches as well."""
+
+HERE = Scope("$__rate_interval", (CLUSTER, 'namespace=~"$namespace"', 'service=~"$service"'))
 """Series of the services that are chosen at a dashboard's top."""
 
-EVERYWHERE = Scope("$__rate_interval")
+EVERYWHERE = Scope("$__rate_interval", (CLUSTER,))
 """Series of what belongs to no service."""
 
 
@@ -28,6 +31,16 @@ class Query:
 
     expression: str
     legend: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a value means in a timeline of states."""
+
+    value: int
+    text: str
+    color: str
+    """As Grafana calls it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +54,8 @@ class Panel:
     """As Grafana calls it."""
     queries: tuple[Query, ...]
     kind: Kind = "lines"
+    states: tuple[State, ...] = ()
+    """Of all values, if it is a timeline of states."""
     width: int = 8
     """Of 24 columns."""
     limit: float | None = None
@@ -67,6 +82,16 @@ class Variable:
 
 
 @dataclass(frozen=True, slots=True)
+class Annotation:
+    """Times that are marked in all panels of a dashboard: those at which an expression has series."""
+
+    name: str
+    text: str
+    """Of each series, by its labels."""
+    expression: str
+
+
+@dataclass(frozen=True, slots=True)
 class Board:
     """A dashboard."""
 
@@ -76,6 +101,7 @@ class Board:
     about: str
     variables: tuple[Variable, ...]
     rows: tuple[Row, ...]
+    annotations: tuple[Annotation, ...] = ()
 
     @property
     def panels(self) -> Iterator[Panel]:

@@ -39,6 +39,11 @@ NAMELESS = "(none)"
 MOST_LINES = 8
 """In a legend; all are drawn."""
 
+STATE_COLORS = {
+    "green": "#37872d", "red": "#c4162a", "orange": "#ff780a", "blue": "#1f60c4", "gray": "#888888",
+    "transparent": "none",
+}  # fmt: skip
+
 SCALES = (
     (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e3, 1e3, "k"), (1, 1, ""), (1e-3, 1e-3, "m"), (1e-6, 1e-6, "µ"),
 )  # fmt: skip
@@ -112,6 +117,8 @@ def _panel(axes: Axes, panel: Panel, answers: Sequence[Sequence[Line]]) -> None:
     ]
     if panel.kind == "number":
         _number(axes, panel, [line for _, line in named])
+    elif panel.kind == "states":
+        _states(axes, panel, named)
     else:
         _lines(axes, panel, named)
 
@@ -122,6 +129,18 @@ def _number(axes: Axes, panel: Panel, lines: Sequence[Line]) -> None:
     bad = value is not None and panel.limit is not None and value >= panel.limit
     text = "no data" if value is None else written(value, panel.unit)
     axes.text(0.0, 0.5, text, fontsize=20, va="center", color="#c4162a" if bad else "#37872d")
+
+
+def _states(axes: Axes, panel: Panel, named: Sequence[tuple[str, Line]]) -> None:
+    """A row for each series, in the colors of its states."""
+    colors = {one.value: STATE_COLORS[one.color] for one in panel.states}
+    for row, (_, line) in enumerate(named[:MOST_LINES]):
+        shown = [colors.get(round(value), "#888888") for value in line.values]
+        axes.scatter(line.times, [row] * len(line.times), c=shown, marker="s", s=24, linewidths=0)
+    axes.set_yticks(range(len(named[:MOST_LINES])), [name for name, _ in named[:MOST_LINES]])
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _clock(value)))
+    axes.tick_params(labelsize=6)
 
 
 def _lines(axes: Axes, panel: Panel, named: Sequence[tuple[str, Line]]) -> None:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from baton_api.metrics import Metric
 
-SCRAPED = frozenset({"namespace", "service", "role", "worker", "revision", "pod", "process"})
+SCRAPED = frozenset({"cluster", "namespace", "service", "role", "worker", "revision", "pod", "process"})
 """Labels that a series has of where it was scraped: docs/observing.md says how they come to be there."""
 
 Aggregation = Literal["sum", "max", "min", "avg", "count"]
@@ -133,9 +133,17 @@ def shares(parts: str, whole: str) -> str:
     return f"{parts} / on() group_left() ({whole} > 0)"
 
 
-def or_zero(expression: str) -> str:
-    """For what is not there until it happens for the first time."""
-    return f"({expression}) or on() vector(0)"
+def or_zero(expression: str, **labels: str) -> str:
+    """
+    For what is not there until it happens for the first time. `labels`: of the zero, for the legend.
+
+    >>> or_zero("errors", code="none")
+    '(errors) or on() label_replace(vector(0), "code", "none", "", "")'
+    """
+    zero = "vector(0)"
+    for label, value in labels.items():
+        zero = f'label_replace({zero}, "{label}", "{value}", "", "")'
+    return f"({expression}) or on() {zero}"
 
 
 def _grouped(how: Aggregation, by: tuple[str, ...], expression: str) -> str:

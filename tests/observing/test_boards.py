@@ -79,11 +79,68 @@ class TestQueries:
 def test_a_panel_says_what_it_means_and_chooses_by_what_is_chosen(board: Board, panel: Panel) -> None:
     assert len(panel.meaning) > 25 and panel.meaning.endswith(".")
     assert panel.unit and panel.queries
+    assert bool(panel.states) == (panel.kind == "states")
     chosen = {f"${variable.name}" for variable in board.variables}
     for query in panel.queries:
         assert set(re.findall(r"\$(?!__)\w+", query.expression)) <= chosen
+        assert "$cluster" in query.expression or "baton:" in query.expression
         assert set(NAMES.findall(query.expression)) <= known_names()
         assert set(re.findall(r"{{(\w+)}}", query.legend)) <= set(re.findall(r"\w+", query.expression))
+
+
+@pytest.mark.parametrize(("board", "panel"), PANELS, ids=[f"{b.name}-{p.title}" for b, p in PANELS])
+def test_panel_legend_names_its_zero(board: Board, panel: Panel) -> None:
+    """Where nothing has happened yet a zero stands in, whose legend would be what is around the labels."""
+    for query in panel.queries:
+        if "vector(0)" not in query.expression:
+            continue
+        assert set(re.findall(r"{{(\w+)}}", query.legend)) <= _named_in(query.expression)
+
+
+def _named_in(expression: str) -> set[str]:
+    """Labels that a zero is given."""
+    zero = expression[expression.index("or on() ") :]
+    return set(re.findall(r', "(\w+)", "[^"]+", "", ""', zero))
+
+
+def in_seconds(query: str) -> bool:
+    """Whether a query gives seconds: of a gauge of them, a quantile or a mean, but not of how often."""
+    units = {metric.name: metric.unit for metric in metrics.CONTRACT}
+    (name, *_) = NAMES.findall(query) or [""]
+    base = re.sub(r"_(bucket|sum|count)$", "", name) if name not in units else name
+    return units.get(base) == "seconds" and (base == name or "histogram_quantile" in query)
+
+
+@pytest.mark.parametrize(("board", "panel"), PANELS, ids=[f"{b.name}-{p.title}" for b, p in PANELS])
+def test_panel_shows_seconds_or_counts(board: Board, panel: Panel) -> None:
+    assert {in_seconds(query.expression) for query in panel.queries} == {panel.unit == "s"}
+
+
+def test_conditions_and_reasons_are_timelines_of_states() -> None:
+    discrete = {metrics.OPERATOR_CONDITION, metrics.AUTOSCALER_DECIDED_BY, metrics.AUTOSCALER_HELD,
+                metrics.AUTOSCALER_UNKNOWN}  # fmt: skip
+    shown = {
+        metric: {
+            panel.kind
+            for _, panel in PANELS
+            if any(
+                f"{metric.name}{{" in one.expression and "count" not in one.expression
+                for one in panel.queries
+            )
+        }
+        for metric in discrete
+    }
+    assert all(kinds == {"states"} for kinds in shown.values()), shown
+
+
+def test_boards_of_services_mark_rollouts_and_choose_clusters() -> None:
+    for board in BOARDS:
+        names = [variable.name for variable in board.variables]
+        assert names[0] == "cluster"
+        assert bool(board.annotations) == ("service" in names)
+        for annotation in board.annotations:
+            assert set(NAMES.findall(annotation.expression)) <= known_names()
+            assert set(re.findall(r"\$\w+", annotation.expression)) <= {f"${name}" for name in names}
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
@@ -94,7 +151,11 @@ class TestJson:
         for variable in read["templating"]["list"]:
             for name in ("auto", "auto_min", "auto_count"):  # which it gives to each kind of variable
                 del variable[name]
-        assert read == board_json(board)
+        written = board_json(board)
+        for annotation in written.get("annotations", {}).get("list", ()):
+            for name in ("titleFormat", "textFormat"):  # of the data source, not of the SDK
+                del annotation[name]
+        assert read == written
 
     def test_it_fits_grafanas_schema(self, board: Board, schema: Draft7Validator) -> None:
         assert not [error.message for error in schema.iter_errors(board_json(board))]

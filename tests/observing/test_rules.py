@@ -16,9 +16,11 @@ from baton_api import metrics
 from baton_observing import rules
 from baton_observing.alerts import ALERTS
 from baton_observing.alerts.alert import runbook
+from baton_observing.annotations import ROLLOUTS
 from baton_observing.boards import BOARDS
+from baton_observing.promql import Scope
 from tests.observing.alert_cases import CASES
-from tests.observing.told_series import Series, level, rise
+from tests.observing.told_series import OF, Series, level, rise
 
 ROOT = Path(__file__).parents[2]
 RUNBOOKS = ROOT / "docs" / "runbooks"
@@ -76,6 +78,25 @@ def test_prometheus_understands_each_panels_query(folder: Path) -> None:
     recorded = [{"record": f"panel:{number}", "expr": one} for number, one in enumerate(expressions)]
     (folder / "panels.yaml").write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": recorded}]}))
     assert f"{len(queries)} rules found" in promtool("check", "rules", "panels.yaml", folder=folder)
+
+
+def test_rollouts_are_marked_while_a_revision_is_new(folder: Path) -> None:
+    """Of a service that had another one before: its first revision is no rollout."""
+    expression = re.sub(r"\$\w+", ".*", ROLLOUTS.expression)
+    marked = [{"labels": '{namespace="models", service="chat", revision="b"}', "value": 20}]
+    test = {
+        "interval": "1m",
+        "input_series": [
+            {"series": Scope("").series(metrics.OPERATOR_WEIGHT, revision=revision, **OF), "values": values}
+            for revision, values in (("a", "100+0x60"), ("b", "_x30 20+0x60"))
+        ],
+        "promql_expr_test": [
+            {"expr": expression, "eval_time": at, "exp_samples": samples}
+            for at, samples in (("3m", []), ("29m", []), ("32m", marked), ("40m", []))
+        ],
+    }
+    (folder / "rollouts.yaml").write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": [test]}))
+    assert "SUCCESS" in promtool("test", "rules", "rollouts.yaml", folder=folder)
 
 
 def alone(name: str, severity: str) -> dict[str, Any]:

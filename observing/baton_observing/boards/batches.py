@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from baton_api import metrics
+from baton_observing.annotations import ROLLOUTS
 from baton_observing.panels import HERE, Board, Panel, Query, Row
 from baton_observing.promql import or_zero, ratio
-from baton_observing.variables import NAMESPACE, SERVICE
+from baton_observing.variables import CLUSTER, NAMESPACE, SERVICE
 
 PROGRESS = Row(
     "Will they be done in time?",
@@ -130,6 +131,7 @@ BOARD = Board(
     "batches",
     "Baton: Batches",
     "Whether batches get done in time, and what keeps them from it.",
-    (NAMESPACE, SERVICE),
+    (CLUSTER, NAMESPACE, SERVICE),
     (PROGRESS, WORK, MEANS),
+    (ROLLOUTS,),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from baton_api import metrics
 from baton_observing.panels import EVERYWHERE, Board, Panel, Query, Row
 from baton_observing.promql import or_zero, ratio
+from baton_observing.variables import CLUSTER
 
 ALIVE = Row(
     "Is it alive?",
@@ -145,6 +146,6 @@ BOARD = Board(
     "operator",
     "Baton: Operator",
     "Whether the operator leads, sees, gets through its work and is answered.",
-    (),
+    (CLUSTER,),
     (ALIVE, LOOKS, API),
 )

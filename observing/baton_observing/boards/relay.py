@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from baton_api import metrics
+from baton_observing import dcgm
+from baton_observing.annotations import ROLLOUTS
 from baton_observing.panels import HERE, Board, Panel, Query, Row
 from baton_observing.promql import Scope, or_zero, ratio
-from baton_observing.variables import NAMESPACE, ROLE, SERVICE, WORKER
+from baton_observing.variables import CLUSTER, NAMESPACE, ROLE, SERVICE, WORKER
 
 CHOSEN = Scope(HERE.window, (*HERE.chosen, 'role=~"$role"', 'worker=~"$worker"'))
 
@@ -178,7 +180,9 @@ BATON = Row(
             unit="reqps",
             queries=(
                 Query(
-                    or_zero(CHOSEN.per_second(metrics.WORKER_TRANSFER_FAILURES, "reason") + " > 0"),
+                    or_zero(
+                        CHOSEN.per_second(metrics.WORKER_TRANSFER_FAILURES, "reason") + " > 0", reason="none"
+                    ),
                     "{{reason}}",
                 ),
             ),
@@ -213,7 +217,7 @@ BATON = Row(
             unit="ops",
             queries=(
                 Query(
-                    or_zero(CHOSEN.per_second(metrics.WORKER_QUARANTINES, "transport")),
+                    or_zero(CHOSEN.per_second(metrics.WORKER_QUARANTINES, "transport"), transport="none"),
                     "{{transport}}",
                 ),
             ),
@@ -222,10 +226,47 @@ BATON = Row(
     ),
 )
 
+GPUS = Row(
+    "Are the GPUs at work?",
+    (
+        Panel(
+            title="GPU busy",
+            meaning="Share of the time in which a kernel ran, and in which tensor cores did. Busy without "
+            "tensor cores: small batches, or long contexts. Needs NVIDIA's DCGM exporter.",
+            unit="percentunit",
+            queries=(
+                Query(f"{dcgm.by_pod(dcgm.USED)} / 100", "{{pod}}"),
+                Query(dcgm.by_pod(dcgm.TENSOR_ACTIVE), "{{pod}} tensor cores"),
+            ),
+        ),
+        Panel(
+            title="GPU memory in use",
+            meaning="Weights, KV cache and buffers. It is constant once a worker has started. Near 1 the "
+            "next allocation may fail.",
+            unit="percentunit",
+            queries=(
+                Query(
+                    f"{dcgm.by_pod(dcgm.MEMORY_USED, 'sum')} / ({dcgm.by_pod(dcgm.MEMORY_USED, 'sum')} + "
+                    f"{dcgm.by_pod(dcgm.MEMORY_FREE, 'sum')})",
+                    "{{pod}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Last GPU error (XID)",
+            meaning="Code of the last error of each worker's GPUs; 0 without one. NVIDIA's list of XID "
+            "errors says for which the node has to be drained.",
+            unit="none",
+            queries=(Query(dcgm.by_pod(dcgm.XID, "max"), "{{pod}}"),),
+        ),
+    ),
+)
+
 BOARD = Board(
     "relay",
     "Baton: Prefill and decode",
     "What workers have to do, how much room they have, and how blocks come from one to the other.",
-    (NAMESPACE, SERVICE, ROLE, WORKER),
-    (WORK, CACHE, BATON),
+    (CLUSTER, NAMESPACE, SERVICE, ROLE, WORKER),
+    (WORK, CACHE, BATON, GPUS),
+    (ROLLOUTS,),
 )

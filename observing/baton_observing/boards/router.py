@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from baton_api import metrics
+from baton_observing.annotations import ROLLOUTS
 from baton_observing.panels import HERE, Board, Panel, Query, Row
 from baton_observing.promql import or_zero, ratio
-from baton_observing.variables import NAMESPACE, SERVICE
+from baton_observing.variables import CLUSTER, NAMESPACE, SERVICE
 
 PROMPTS = HERE.per_second(metrics.ROUTER_PREFIX_TOKENS, kind="prompt")
 
@@ -80,9 +81,18 @@ WORKERS = Row(
             "answers that could not be completed.",
             unit="reqps",
             queries=(
-                Query(or_zero(HERE.per_second(metrics.ROUTER_RETRIES, "cause") + " > 0"), "again: {{cause}}"),
-                Query(or_zero(HERE.per_second(metrics.ROUTER_RESUMES, "result") + " > 0"), "{{result}}"),
-                Query(or_zero(HERE.per_second(metrics.ROUTER_CUT, "cause") + " > 0"), "cut: {{cause}}"),
+                Query(
+                    or_zero(HERE.per_second(metrics.ROUTER_RETRIES, "cause") + " > 0", cause="none"),
+                    "again: {{cause}}",
+                ),
+                Query(
+                    or_zero(HERE.per_second(metrics.ROUTER_RESUMES, "result") + " > 0", result="none"),
+                    "resume: {{result}}",
+                ),
+                Query(
+                    or_zero(HERE.per_second(metrics.ROUTER_CUT, "cause") + " > 0", cause="none"),
+                    "cut: {{cause}}",
+                ),
             ),
             runbook="BatonRetrying",
         ),
@@ -109,21 +119,25 @@ KNOWLEDGE = Row(
             runbook="BatonKvEventsMissing",
         ),
         Panel(
-            title="KV events: lag and gaps",
-            meaning="From the making of the last batch to its arrival (right if clocks are), and batches "
-            "that were "
-            "missing and asked for again.",
+            title="Lag of KV events",
+            meaning="From the making of a worker's last batch to its arrival. It is right if clocks are.",
             unit="s",
-            queries=(
-                Query(HERE.now(metrics.ROUTER_KV_LAG, "worker", how="max"), "{{worker}} lag"),
-                Query(HERE.times(metrics.ROUTER_KV_GAPS), "gaps (number)"),
-            ),
+            queries=(Query(HERE.now(metrics.ROUTER_KV_LAG, "worker", how="max"), "{{worker}}"),),
+            runbook="BatonKvEventsMissing",
+        ),
+        Panel(
+            title="Gaps in KV events",
+            meaning="Times within the window that batches of events were missing and requested again.",
+            unit="none",
+            queries=(Query(HERE.times(metrics.ROUTER_KV_GAPS), "gaps"),),
+            width=12,
             runbook="BatonKvEventsMissing",
         ),
         Panel(
             title="Workers whose cache is ignored, or counts half",
             meaning="Ignored: too little of what it should hold is there. Half: its KV events do not come.",
             unit="none",
+            width=12,
             queries=(
                 Query(HERE.now(metrics.ROUTER_CACHE_IGNORED), "ignored"),
                 Query(HERE.now(metrics.ROUTER_KV_DEGRADED), "counts half"),
@@ -135,12 +149,14 @@ KNOWLEDGE = Row(
             meaning="Chunks of prompts that any worker is believed to hold.",
             unit="short",
             queries=(Query(HERE.now(metrics.ROUTER_INDEX_CHUNKS, how="max"), "chunks"),),
+            width=12,
         ),
         Panel(
             title="Memory of the index",
             meaning="Estimated. It is bounded: what is oldest is forgotten.",
             unit="bytes",
             queries=(Query(HERE.now(metrics.ROUTER_INDEX_BYTES, how="max"), "bytes"),),
+            width=12,
         ),
     ),
 )
@@ -173,7 +189,10 @@ COST = Row(
             meaning="Requests that the scheduler process did not acknowledge in time: away, late, or full.",
             unit="reqps",
             queries=(
-                Query(or_zero(HERE.per_second(metrics.ROUTER_UNASKED, "reason") + " > 0"), "{{reason}}"),
+                Query(
+                    or_zero(HERE.per_second(metrics.ROUTER_UNASKED, "reason") + " > 0", reason="none"),
+                    "{{reason}}",
+                ),
             ),
             runbook="BatonSchedulerAway",
         ),
@@ -191,7 +210,10 @@ COST = Row(
             "waited: too much load. Unready: no worker came up in time.",
             unit="reqps",
             queries=(
-                Query(or_zero(HERE.per_second(metrics.ROUTER_REJECTS, "reason") + " > 0"), "{{reason}}"),
+                Query(
+                    or_zero(HERE.per_second(metrics.ROUTER_REJECTS, "reason") + " > 0", reason="none"),
+                    "{{reason}}",
+                ),
             ),
             kind="stacked",
             runbook="BatonSendingAway",
@@ -215,6 +237,7 @@ BOARD = Board(
     "router",
     "Baton: Router",
     "How requests find their workers, how right the router is, and what that costs.",
-    (NAMESPACE, SERVICE),
+    (CLUSTER, NAMESPACE, SERVICE),
     (CHOICE, WORKERS, KNOWLEDGE, COST),
+    (ROLLOUTS,),
 )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from baton_api import metrics
-from baton_observing.panels import HERE, Board, Panel, Query, Row
+from baton_observing.annotations import ROLLOUTS
+from baton_observing.panels import HERE, Board, Panel, Query, Row, State
 from baton_observing.promql import or_zero
-from baton_observing.variables import NAMESPACE, SERVICE
+from baton_observing.variables import CLUSTER, NAMESPACE, SERVICE
 
 REPLICAS = Row(
     "Are there as many as there should be?",
@@ -27,10 +28,8 @@ REPLICAS = Row(
             "reason to hold (below).",
             unit="none",
             queries=(
-                Query(
-                    or_zero(HERE.now(metrics.AUTOSCALER_RECOMMENDED, "role", how="max")), "{{role}} by load"
-                ),
-                Query(or_zero(HERE.now(metrics.AUTOSCALER_DESIRED, "role", how="max")), "{{role}} decided"),
+                Query(HERE.now(metrics.AUTOSCALER_RECOMMENDED, "role", how="max"), "{{role}} by load"),
+                Query(HERE.now(metrics.AUTOSCALER_DESIRED, "role", how="max"), "{{role}} decided"),
             ),
             runbook="BatonScalingFlapping",
         ),
@@ -40,7 +39,11 @@ REPLICAS = Row(
             unit="none",
             queries=(
                 Query(
-                    or_zero(HERE.times(metrics.AUTOSCALER_DECISIONS, "role", "direction")),
+                    or_zero(
+                        HERE.times(metrics.AUTOSCALER_DECISIONS, "role", "direction"),
+                        role="no",
+                        direction="change",
+                    ),
                     "{{role}} {{direction}}",
                 ),
             ),
@@ -49,20 +52,24 @@ REPLICAS = Row(
     ),
 )
 
+NOW = (State(0, "no", "transparent"), State(1, "yes", "blue"))
+
 REASONS = Row(
     "Why?",
     (
         Panel(
             title="Reason of the last decision",
-            meaning="1 for the one that holds. docs/kubernetes.md explains each.",
+            meaning="Why each role has its number of workers, over time. docs/scaling.md explains it.",
             unit="none",
             queries=(
                 Query(
-                    or_zero(HERE.now(metrics.AUTOSCALER_DECIDED_BY, "role", "reason", how="max") + " > 0"),
+                    HERE.now(metrics.AUTOSCALER_DECIDED_BY, "role", "reason", how="max"),
                     "{{role}}: {{reason}}",
                 ),
             ),
-            kind="stacked",
+            kind="states",
+            states=NOW,
+            width=12,
         ),
         Panel(
             title="Not made smaller because",
@@ -70,24 +77,37 @@ REASONS = Row(
             unit="none",
             queries=(
                 Query(
-                    or_zero(HERE.now(metrics.AUTOSCALER_HELD, "role", "reason", how="max") + " > 0"),
+                    or_zero(
+                        HERE.now(metrics.AUTOSCALER_HELD, "role", "reason", how="max"),
+                        role="all",
+                        reason="nothing holds",
+                    ),
                     "{{role}}: {{reason}}",
                 ),
             ),
-            kind="stacked",
+            kind="states",
+            states=NOW,
+            width=12,
         ),
         Panel(
-            title="Metrics that the autoscaler lacks",
-            meaning="Inputs that could not be had, and for how long there have been none at all. While "
-            "they are "
-            "missing nothing is made smaller.",
+            title="Inputs that the autoscaler lacks",
+            meaning="Inputs that could not be read, over time. While one is unknown nothing is made smaller.",
             unit="none",
             queries=(
-                Query(
-                    or_zero(HERE.now(metrics.AUTOSCALER_UNKNOWN, "input", how="max") + " > 0"), "no {{input}}"
-                ),
-                Query(or_zero(HERE.now(metrics.AUTOSCALER_METRICS_AGE, how="max")), "age in s"),
+                Query(HERE.now(metrics.AUTOSCALER_UNKNOWN, "role", "input", how="max"), "{{role}} {{input}}"),
             ),
+            kind="states",
+            states=(State(0, "known", "green"), State(1, "unknown", "orange")),
+            width=12,
+            runbook="BatonMetricsLost",
+        ),
+        Panel(
+            title="Age of the metrics",
+            meaning="Time since the autoscaler last had metrics of a service. Above two minutes it is blind.",
+            unit="s",
+            queries=(Query(HERE.now(metrics.AUTOSCALER_METRICS_AGE, "service", how="max"), "{{service}}"),),
+            width=12,
+            limit=120,
             runbook="BatonMetricsLost",
         ),
     ),
@@ -102,33 +122,56 @@ ROLLOUT = Row(
             unit="none",
             queries=(Query(HERE.now(metrics.OPERATOR_WEIGHT, "revision", how="max"), "{{revision}}"),),
             kind="stacked",
+            width=12,
             runbook="BatonRolloutStuck",
         ),
         Panel(
             title="Rollbacks",
             meaning="Generations that failed and were taken back: kubectl describe isvc says what was wrong.",
             unit="none",
-            queries=(Query(or_zero(HERE.times(metrics.OPERATOR_ROLLBACKS, "service")), "{{service}}"),),
-            runbook="BatonRolledBack",
-        ),
-        Panel(
-            title="Conditions that hold",
-            meaning="Ready, ModelReady, PrefillReady, DecodeReady, RouterReady and SpecSupported should be "
-            "there; "
-            "Progressing and Degraded should not for long.",
-            unit="none",
             queries=(
                 Query(
-                    "sum by (type) ("
-                    + HERE.now(
-                        metrics.OPERATOR_CONDITION, "namespace", "service", "type", how="max", status="True"
-                    )
-                    + ")",
-                    "{{type}}",
+                    or_zero(HERE.times(metrics.OPERATOR_ROLLBACKS, "service"), service="none"), "{{service}}"
                 ),
             ),
-            kind="stacked",
+            width=12,
+            runbook="BatonRolledBack",
+        ),
+    ),
+)
+
+
+def _conditions(types: str) -> str:
+    """1 where it is True, 0 where it is False, 2 where that is unknown."""
+
+    def of(status: str) -> str:
+        return HERE.now(metrics.OPERATOR_CONDITION, "service", "type", how="max", type=types, status=status)
+
+    return f"{of('True')} or 0 * {of('False')} or 2 * {of('Unknown')}"
+
+
+CONDITIONS = Row(
+    "Is everything as it should be?",
+    (
+        Panel(
+            title="Conditions that should hold",
+            meaning="Ready and what it consists of, over time. kubectl describe isvc says why one does not.",
+            unit="none",
+            queries=(Query(_conditions("!~Progressing|Degraded"), "{{service}} {{type}}"),),
+            kind="states",
+            states=(State(1, "True", "green"), State(0, "False", "red"), State(2, "Unknown", "gray")),
+            width=12,
             runbook="BatonServiceNotReady",
+        ),
+        Panel(
+            title="Conditions that should not last",
+            meaning="Progressing while something changes, Degraded after a rollback: neither for long.",
+            unit="none",
+            queries=(Query(_conditions("=~Progressing|Degraded"), "{{service}} {{type}}"),),
+            kind="states",
+            states=(State(1, "True", "orange"), State(0, "False", "green"), State(2, "Unknown", "gray")),
+            width=12,
+            runbook="BatonRolloutStuck",
         ),
     ),
 )
@@ -137,6 +180,7 @@ BOARD = Board(
     "scaling",
     "Baton: Scaling and rollout",
     "How many workers there are, how many there should be and why, and how a new generation takes over.",
-    (NAMESPACE, SERVICE),
-    (REPLICAS, REASONS, ROLLOUT),
+    (CLUSTER, NAMESPACE, SERVICE),
+    (REPLICAS, REASONS, ROLLOUT, CONDITIONS),
+    (ROLLOUTS,),
 )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from baton_api import metrics
 from baton_observing import objectives, recording
+from baton_observing.annotations import ROLLOUTS
 from baton_observing.panels import HERE, Board, Panel, Query, Row
 from baton_observing.promql import or_zero, ratio, shares
-from baton_observing.variables import MODEL, NAMESPACE, SERVICE, TENANT
+from baton_observing.variables import CLUSTER, MODEL, NAMESPACE, SERVICE, TENANT
 
 CHOSEN = "{" + ", ".join(HERE.chosen) + "}"
 
@@ -186,7 +187,8 @@ TRAFFIC = Row(
                                 metrics.ROUTER_REQUESTS, "code", model="=~$model", code="=~[45].."
                             ),
                             REQUESTS,
-                        )
+                        ),
+                        code="none",
                     ),
                     "{{code}}",
                 ),
@@ -256,6 +258,7 @@ BOARD = Board(
     "service",
     "Baton: Service",
     "Whether a service keeps its objectives, and where to look if it does not.",
-    (NAMESPACE, SERVICE, MODEL, TENANT),
+    (CLUSTER, NAMESPACE, SERVICE, MODEL, TENANT),
     (NOW, BUDGETS, TIMES, TRAFFIC),
+    (ROLLOUTS,),
 )
