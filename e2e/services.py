@@ -21,6 +21,13 @@ LESS = {"kvCacheMemory": "256Mi", "env": [{"name": "OMP_NUM_THREADS", "value": "
 """What a story's workers take of a machine that all of them share."""
 
 
+def node_address(cluster: Kubernetes) -> str:
+    """Of the node, at which pods reach what listens beside it."""
+    (node, *_) = cluster.objects("nodes")
+    found: str = next(one["address"] for one in node["status"]["addresses"] if one["type"] == "InternalIP")
+    return found
+
+
 def addresses(cluster: Kubernetes, revision: str) -> set[str]:
     """Of a generation's pods."""
     pods = cluster.objects("pods", f"baton.dev/revision={revision}")

@@ -1,10 +1,11 @@
-"""A hub of one model on 127.0.0.1, as far as `snapshot_download` asks."""
+"""A hub of one model, on 127.0.0.1 unless it is told otherwise, as far as `snapshot_download` asks."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,10 +15,19 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REVISIONS = ("main", "v1", COMMIT)
 """All are that commit."""
 
+PIECE_S = 1.0
+"""Seconds from one piece of slow weights to the next: clients give up after ten without any."""
+
 
 @contextmanager
-def serving(folder: Path, model: str, asked: list[str]) -> Iterator[str]:
-    """The endpoint of a hub that has `folder` as `model`; the paths it is asked for go to `asked`."""
+def serving(
+    folder: Path, model: str, asked: list[str], host: str = "127.0.0.1", weights_s: float = 0.0
+) -> Iterator[str]:
+    """
+    The endpoint of a hub that has `folder` as `model`; the paths it is asked for go to `asked`.
+
+    It listens at `host`, and takes `weights_s` seconds to send a file of weights.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -45,11 +55,15 @@ def serving(folder: Path, model: str, asked: list[str]) -> Iterator[str]:
                 body = json.dumps({"id": model, "sha": COMMIT, "siblings": files}).encode()
                 self._send(200, body, with_body)
             elif path.startswith(resolve) and (folder / path.rsplit("/", 1)[1]).is_file():
-                self._send(200, (folder / path.rsplit("/", 1)[1]).read_bytes(), with_body)
+                weights = path.endswith(".safetensors")
+                body = (folder / path.rsplit("/", 1)[1]).read_bytes()
+                self._send(200, body, with_body, seconds=weights_s if weights else 0.0)
             else:
                 self._send(404, b"{}", with_body, error="RepoNotFound")
 
-        def _send(self, status: int, body: bytes, with_body: bool, error: str = "") -> None:
+        def _send(
+            self, status: int, body: bytes, with_body: bool, error: str = "", seconds: float = 0.0
+        ) -> None:
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.send_header("Content-Type", "application/json")
@@ -58,16 +72,22 @@ def serving(folder: Path, model: str, asked: list[str]) -> Iterator[str]:
             if error:
                 self.send_header("X-Error-Code", error)
             self.end_headers()
-            if with_body:
-                self.wfile.write(body)
+            if not with_body:
+                return
+            pieces = max(1, round(seconds / PIECE_S))
+            size = -(-len(body) // pieces)
+            for begin in range(0, len(body), size):
+                if seconds:
+                    time.sleep(PIECE_S)  # the slow line itself
+                self.wfile.write(body[begin : begin + size])
 
         def log_message(self, format: str, *args: object) -> None: ...
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer((host, 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"http://{host}:{server.server_port}"
     finally:
         server.shutdown()
         thread.join()
