@@ -100,6 +100,8 @@ class Generation(Part):
 
 def _without_claim(model: Model) -> Model:
     """The same model without the size and class of the claim to be made, which workers do not depend on."""
+    if model.cache.type != "PVC":
+        return model
     cache = model.cache.model_copy(update={"size": None, "storage_class_name": None})
     return model.model_copy(update={"cache": cache})
 

@@ -87,7 +87,8 @@ def plan(observed: Observed, images: Images, now: float) -> Plan:
     """`now`: Unix seconds. Raises ValueError if the spec cannot be carried out."""
     spec = _with_defaults(InferenceServiceSpec.model_validate(observed.service["spec"]), images)
     state, again_s = _decided(observed, spec, images, now)
-    wished = [mark(one) for one in (*_shared(observed, state, images), *_workers(observed, state))]
+    wanted = (*_shared(observed, state, images), *_workers(observed, state))
+    wished = [mark(one) for one in wanted]
     create = _created(observed, state)
     return Plan(
         apply=[one for one in wished if not is_so(observed.objects.get(key(one)), one)],
@@ -249,7 +250,15 @@ def _created(observed: Observed, state: State) -> list[Manifest]:
     there = observed.find("v1", "PersistentVolumeClaim", files.claim)
     if files.job_needed and not state.model.there and (there or not files.makes_claim):
         uid = there["metadata"].get("uid", "") if there else ""
-        wished.append(files.job(owner, list(spec.security.image_pull_secrets), uid))
+        blueprint = state.wanted.blueprint
+        job = files.job(
+            owner,
+            pull_secrets=list(spec.security.image_pull_secrets),
+            claim_uid=uid,
+            account=blueprint.service_account_name or names.workers_account(owner.name),
+            placement=blueprint.decode.placement,
+        )
+        wished.append(job)
     for name, role in scalers.roles(spec).items():
         if role.scaling is not None:
             wished.append(scalers.scaler(observed, name, _current(state, name, state.targets[name])))

@@ -236,6 +236,12 @@ def _canary(
     before = steps[new.step - 1].weight if new.step else 0
     weight = steps[new.step].weight if new.step_since is not None else before
     replicas = {name: _part(wanted, name, steps[new.step].weight) for name in new.roles}
+    carried = sum(one.share(wanted.targets) for one in old)
+    if carried < 1 - EPSILON and any(role.ready > replicas[name] for name, role in new.roles.items()):
+        # It has grown further while no other one could serve: it goes back as they become whole.
+        weight = max(weight, round(ALL * (1 - carried)))
+        there = {name: min(role.replicas, wanted.targets[name]) for name, role in new.roles.items()}
+        replicas = {name: max(part, there[name]) for name, part in replicas.items()}
     fates = _without(wanted, seen, new, old, now)
     weights = {name: fate.weight * (ALL - weight) // ALL for name, fate in fates.items()}
     weights[max(weights, key=lambda one: weights[one])] += ALL - weight - sum(weights.values())

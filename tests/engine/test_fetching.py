@@ -16,6 +16,7 @@ import pytest
 from obstore.store import LocalStore
 
 from baton_api.errors import SetupError
+from baton_api.model_fetch import RESULT_FILE
 from baton_engine.model import buckets, builtin, fetching
 from baton_engine.model.builtin import SMOLLM2
 from baton_engine.model.fetching import MARKER, Fetched, Source, fetch
@@ -242,8 +243,11 @@ def test_a_hubs_model_is_fetched_at_one_commit_and_then_needs_no_hub(tmp_path: P
         (repository / name).write_text("{}")
     command = ["hf://org/tiny", str(folder), "--revision=v1", "--allow=*.json", "--allow=*.safetensors"]
     with serving(repository, "org/tiny", asked) as endpoint:
-        done = run(*command, home=tmp_path / "home", HF_ENDPOINT=endpoint)
+        result = tmp_path / "result"
+        told = {RESULT_FILE: str(result), "HF_ENDPOINT": endpoint}
+        done = run(*command, home=tmp_path / "home", **told)
         assert done.returncode == 0, done.stderr
+        assert result.read_text() == COMMIT
         unknown = run("hf://org/other", str(tmp_path / "b"), home=tmp_path / "home", HF_ENDPOINT=endpoint)
         newer = run(
             "hf://org/tiny",

@@ -179,5 +179,53 @@ def test_job_without_a_pod_is_named_in_the_condition() -> None:
     )
 
 
+def test_fetching_pod_runs_where_and_as_the_workers_do() -> None:
+    """On their nodes, which may be tainted, by their account, and within the limits that a quota may want."""
+    placement = {
+        "nodeSelector": {"pool": "gpu"},
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "priorityClassName": "serving",
+        "runtimeClassName": "nvidia",
+        "topologySpread": [{"topologyKey": "zone"}],
+    }
+    cluster = settled({**HUB, "decode": {"placement": placement}})
+    pod = job(cluster)["spec"]["template"]["spec"]
+    assert pod["serviceAccountName"] == "chat-workers"
+    assert pod["nodeSelector"] == {"pool": "gpu"} and pod["tolerations"] == placement["tolerations"]
+    assert pod["priorityClassName"] == "serving"
+    assert not {"runtimeClassName", "topologySpreadConstraints"} & pod.keys()
+    assert "memory" in pod["containers"][0]["resources"]["limits"]
+    cluster = settled({**HUB, "security": {"serviceAccountName": "bucket-reader"}})
+    assert job(cluster)["spec"]["template"]["spec"]["serviceAccountName"] == "bucket-reader"
+
+
+def test_last_words_of_a_failed_fetch_stay_with_its_pod() -> None:
+    """So a gated model's 401 is in the condition: the log's end is the pod's message, and the pod stays."""
+    spec = job(settled())["spec"]["template"]["spec"]
+    assert spec["restartPolicy"] == "Never"
+    assert spec["containers"][0]["terminationMessagePolicy"] == "FallbackToLogsOnError"
+
+
+def test_pods_that_fetch_for_themselves_ask_for_the_room() -> None:
+    model = {"uri": "hf://org/model", "cache": {"size": "20Gi"}}
+    cluster = settled({**HUB, "model": model})
+    (worker, *_) = [
+        one["spec"]["template"]["spec"]
+        for (_, kind, name), one in cluster.objects.items()
+        if kind == "Deployment" and "decode" in name
+    ]
+    (fetch,) = worker["initContainers"]
+    assert fetch["resources"]["requests"]["ephemeral-storage"] == "20Gi"
+    assert fetch["resources"]["limits"]["ephemeral-storage"] == "20Gi"
+    (volume,) = [one["emptyDir"] for one in worker["volumes"] if one["name"] == "model"]
+    assert volume == {"sizeLimit": "20Gi"}
+
+
+def job(cluster: FakeCluster) -> Any:
+    """The Job that fetches."""
+    (made,) = [one for (_, kind, _), one in cluster.objects.items() if kind == "Job"]
+    return made
+
+
 def generations(cluster: FakeCluster) -> list[Any]:
     return [one for (_, _, name), one in sorted(cluster.objects.items()) if "-rev-" in name]

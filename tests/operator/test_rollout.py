@@ -134,6 +134,11 @@ CASES = [
         id="nor beside a canary",
     ),
     pytest.param(
+        wanted(canary=CANARY), ["z 2/2 4/4 100", "a 1/1 1/1"],
+        {"z": "2 4 75 Warming", "a": "2 4 25 Serving"},
+        id="a canary that serves alone is no smaller before another one is whole",
+    ),
+    pytest.param(
         wanted(), ["z 0/2 0/4!"], {"z": "2 4 100 Serving"}, id="without another one there is no way back",
     ),
     pytest.param(

@@ -25,9 +25,10 @@ class SecretReference(Part):
     ),
     Rule("self.type != 'HostPath' || has(self.path)", "a cache of type HostPath needs path", ".path"),
     Rule(
-        "self.type == 'PVC' || (!has(self.claimName) && !has(self.size) && !has(self.storageClassName))",
-        "claimName, size and storageClassName are for a cache of type PVC",
+        "self.type == 'PVC' || (!has(self.claimName) && !has(self.storageClassName))",
+        "claimName and storageClassName are for a cache of type PVC",
     ),
+    Rule("self.type != 'HostPath' || !has(self.size)", "a folder of the node has no size", ".size"),
     Rule("self.type == 'HostPath' || !has(self.path)", "path is for a cache of type HostPath", ".path"),
 )
 class Cache(Part):
@@ -42,10 +43,12 @@ class Cache(Part):
     """A PersistentVolumeClaim that exists."""
 
     size: Quantity | None = None
-    """Of a PersistentVolumeClaim to be made."""
+    """PVC: size of the PersistentVolumeClaim to be made; a change of it does not touch a claim that is there.
+    None: storage of the node that each pod requests for the files, and may use."""
 
     storage_class_name: Subdomain | None = None
-    """Of a PersistentVolumeClaim to be made; the cluster's default if it is left out."""
+    """Class of the PersistentVolumeClaim to be made; the cluster's default if it is left out. A change of it
+    does not touch a claim that is there."""
 
     path: Annotated[str, Field(max_length=1024, pattern=r"^/[^:]+$")] | None = None
     """Folder on the nodes."""

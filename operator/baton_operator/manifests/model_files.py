@@ -12,10 +12,12 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+from baton_api.model_fetch import RESULT_FILE
 from baton_operator import names
 from baton_operator.kinds.model import Model
+from baton_operator.kinds.worker_role import Placement
 from baton_operator.manifests.objects import Manifest, Owner, given, made
-from baton_operator.manifests.pods import container_security, pod_security, scratch
+from baton_operator.manifests.pods import container_security, placed, pod_security, scratch
 
 FOLDER = "/models"
 """Where the volume with a model's files is mounted."""
@@ -23,6 +25,11 @@ FOLDER = "/models"
 VOLUME = "model"
 CLAIM = "baton.dev/claim"
 """Annotation of a Job: the UID of the claim that it fills, because another claim may get the same name."""
+
+MEMORY_LIMIT = "4Gi"
+"""Of what fetches; files of any size pass through it piece by piece."""
+
+TERMINATION_LOG = "/dev/termination-log"
 
 JOB_TTL_S = 86_400
 JOB_RETRIES = 6
@@ -108,7 +115,7 @@ class ModelFiles:
         if self.model.cache.type == "HostPath":
             folder = {"path": self.model.cache.path, "type": "DirectoryOrCreate"}
             return [{"name": VOLUME, "hostPath": folder}]
-        return [{"name": VOLUME, "emptyDir": {}}]
+        return [{"name": VOLUME, "emptyDir": given(sizeLimit=self.model.cache.size)}]
 
     @property
     def mounts(self) -> list[Manifest]:
@@ -119,15 +126,22 @@ class ModelFiles:
         """What fetches the files in the pod itself."""
         return [self._fetching("fetch")] if self.fetched and not self.job_needed else []
 
-    def job(self, owner: Owner, pull_secrets: list[str], claim_uid: str) -> Manifest:
+    def job(
+        self, owner: Owner, *, pull_secrets: list[str], claim_uid: str, account: str, placement: Placement
+    ) -> Manifest:
         """
         The Job that fetches the files into the claim. Its name says which: it is never changed.
 
-        `claim_uid` is empty for a claim that the operator did not make.
+        Its pod runs where `placement` puts those that read the files, so that both reach the volume, and
+        under their account, by which a cloud's store may know them. `claim_uid` is empty for a claim that the
+        operator did not make.
         """
         volumes, _ = scratch("/tmp")
+        near = placement.model_copy(update={"runtime_class_name": None, "topology_spread": []})
         pod = {
-            "restartPolicy": "OnFailure",
+            **placed(near, {}),
+            "restartPolicy": "Never",  # a pod that failed stays, with its log and its last words
+            "serviceAccountName": account,
             "automountServiceAccountToken": False,
             "securityContext": pod_security(),
             **given(imagePullSecrets=[{"name": name} for name in pull_secrets]),
@@ -166,14 +180,20 @@ class ModelFiles:
         options += [f"--allow={pattern}" for pattern in model.allow_patterns]
         _, mounts = scratch("/tmp")
         secret = model.credentials_secret_ref
+        storage = given(**{"ephemeral-storage": model.cache.size}) if model.cache.type == "None" else {}
         return {
             "name": name,
             "image": self.image,
             "args": ["fetch", model.uri, self.path, *options],
-            "env": [{"name": "HOME", "value": "/tmp"}],
+            "env": [{"name": "HOME", "value": "/tmp"}, {"name": RESULT_FILE, "value": TERMINATION_LOG}],
             **given(envFrom=[{"secretRef": {"name": secret.name}}] if secret else []),
             "securityContext": container_security(),
-            "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}},
+            "resources": {
+                "requests": {"cpu": "500m", "memory": "512Mi", **storage},
+                "limits": {"memory": MEMORY_LIMIT, **storage},
+            },
+            "terminationMessagePath": TERMINATION_LOG,
+            "terminationMessagePolicy": "FallbackToLogsOnError",  # so that status can say what went wrong
             "volumeMounts": [{"name": VOLUME, "mountPath": FOLDER}, *mounts],
         }
 
