@@ -192,6 +192,33 @@ def test_tokens_are_drawn_with_their_probability(name: str, vocab: int, spread: 
         assert abs(drawn[token] - count * probability) < 5 * deviation, token
 
 
+def drawn_by_torch(logits: Tensor, params: SamplingParams, position: int) -> int:
+    """The token of one row: everything sorted, cut, and looked up in double precision."""
+    weights, order = (logits.double() / params.temperature).softmax(-1).sort(descending=True)
+    weights[weights < params.min_p * weights[0]] = 0.0
+    if params.top_k:
+        weights[params.top_k :] = 0.0
+    before = weights.cumsum(-1) - weights
+    weights[before >= params.top_p * weights.sum()] = 0.0
+    kept = torch.zeros_like(weights).scatter(0, order, weights)
+    ends = kept.cumsum(-1)
+    number = uniform(params.seed, position) * float(ends[-1])
+    return int(torch.searchsorted(ends, torch.tensor(number, dtype=torch.float64), right=True))
+
+
+@pytest.mark.parametrize("spread", [0.5, 3.0])
+@pytest.mark.parametrize("vocab", [1000, 80 * sampler.BLOCK, 600 * sampler.BLOCK])
+@pytest.mark.parametrize("top_k", [0, 2, 63, 64, 65, 100, 511, 513, 5000, 10**6])
+def test_sampler_cuts_draw_as_sorted_torch_does(top_k: int, vocab: int, spread: float) -> None:
+    """top_p is a share of what top_k and min_p leave, however many tokens these are."""
+    logits = make_logits(1, vocab, seed=top_k, spread=spread)
+    chance = random.Random(f"{top_k} {vocab} {spread}")
+    for seed in range(15):
+        cuts = {"top_p": chance.choice([0.1, 0.5, 0.9, 0.99]), "min_p": chance.choice([0.0, 0.0, 0.02])}
+        params = replace(PLAIN, seed=seed, top_k=top_k, temperature=chance.choice([0.7, 1.0, 1.5]), **cuts)
+        assert tokens(logits, [Draw(params, (0,))]) == [drawn_by_torch(logits[0], params, 1)], params
+
+
 def test_a_cut_beyond_the_likeliest_candidates_is_exact() -> None:
     """Many block maxima, nearly equal logits: the nucleus has thousands of tokens."""
     vocab = 600 * sampler.BLOCK

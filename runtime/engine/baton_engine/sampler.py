@@ -180,6 +180,8 @@ class _Likely:
     def __init__(self, values: NDArray[np.float32], maxima: NDArray[np.float32]) -> None:
         self._values = values
         self._maxima = maxima
+        self.size = values.size
+        """Tokens, and what fills up the last block."""
         self.peak = maxima.max()
 
     def above(self, bound: np.float32) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -206,6 +208,8 @@ class _Likely:
 def _least_kept(likely: _Likely, total: np.float64, params: SamplingParams) -> np.float32:
     """The least weight that min-p, top-k and top-p keep; always positive."""
     floor = max(likely.peak * np.float32(params.min_p), TINY)
+    # The mass of which top-p takes its share is known before all tokens are seen, if nothing else cuts it.
+    uncut = not params.min_p and not 0 < params.top_k < likely.size
     least = likely.peak
     for bound in likely.bounds():
         complete = bool(bound <= floor)
@@ -213,7 +217,7 @@ def _least_kept(likely: _Likely, total: np.float64, params: SamplingParams) -> n
         if 0 < params.top_k <= len(descending):
             descending = descending[: params.top_k]
             complete = True
-        if params.top_p < 1.0 and (complete or not params.min_p):
+        if params.top_p < 1.0 and (complete or uncut):
             ends = descending.cumsum(dtype=np.float64)
             reached = int(ends.searchsorted(params.top_p * (ends[-1] if complete else total)))
             if reached < len(descending):
