@@ -86,6 +86,33 @@ def test_attention_sees_its_own_row_up_to_itself(name: str, window: int | None) 
     torch.testing.assert_close(got, by_definition(q, cache, 1, batch, window), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("name", CASES)
+def test_attention_ignores_nan_left_by_other_requests(
+    name: str, window: int | None, dtype: torch.dtype
+) -> None:
+    """Rows are padded to the longest; what lies beyond a row's context has no say, not even NaN."""
+    torch.manual_seed(6)
+    batch = batch_of(CASES[name], random.Random(8))
+    clean = KVCache(SPEC, BLOCKS, dtype, CPU)
+    for row in batch.rows:
+        for position in range(row.context):
+            slot = clean.kv[row.blocks[position // BLOCK_SIZE], ..., position % BLOCK_SIZE, :]
+            slot.normal_()
+    written = clean.kv != 0
+    written[0] = True
+    stale = KVCache(SPEC, BLOCKS, dtype, CPU)
+    stale.kv.copy_(clean.kv.masked_fill(~written, torch.nan))
+    q = torch.randn(batch.size, SPEC.heads, SPEC.head_dim, dtype=dtype)
+    wanted = PlainOps(SPEC).attention(q, clean, 1, batch, window)
+    before = stale.kv.clone()
+    got = PlainOps(SPEC).attention(q, stale, 1, batch, window)
+    assert got.isfinite().all()
+    torch.testing.assert_close(got, wanted, atol=0, rtol=0)
+    torch.testing.assert_close(stale.kv, before, atol=0, rtol=0, equal_nan=True)
+
+
 def test_attention_in_bfloat16_is_near_the_exact_one() -> None:
     torch.manual_seed(4)
     cache = KVCache(SPEC, BLOCKS, torch.bfloat16, CPU)

@@ -48,6 +48,10 @@ class Part:
     mask: Tensor | None
     """[R, 1, L, context] or [1, 1, L, context], True where a key is seen; None if all are, or by `causal`."""
     causal: bool
+    unused: Tensor | None = None
+    """[R, slots] True where a row's last block holds nothing of its own; None if no key is padding."""
+    last: Tensor | None = None
+    """[R] which of the row's B blocks that is. Those after it are block 0, which nobody writes."""
 
 
 class PlainOps:
@@ -106,6 +110,11 @@ class PlainOps:
         for part in self._parts(batch, window):
             # [R * B, 2, K, slot, D] -> [2, R, K, B * slot, D]
             held = kv.index_select(0, part.blocks).view(part.rows, -1, *kv.shape[1:])
+            if part.unused is not None and part.last is not None:
+                # What another request left there may be NaN, and a weight of 0 times NaN is NaN.
+                row = torch.arange(part.rows, device=held.device)
+                unused = part.unused[:, None, None, :, None]
+                held[row, part.last] = held[row, part.last].masked_fill(unused, 0)
             keys, values = held.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, : part.context]
             queries = q[part.tokens].view(part.rows, -1, *q.shape[1:]).transpose(1, 2)  # [R, H, L, D]
             mixed = functional.scaled_dot_product_attention(
@@ -152,13 +161,18 @@ def _single_tokens(batch: Batch, rows: Sequence[int], window: int | None) -> Par
     mask = keys < ends
     if window is not None:
         mask &= keys >= ends - window
+    padded = min(contexts) < longest
+    last = (ends[:, 0] - 1) // batch.block_size
+    slots = torch.arange(batch.block_size, device=device)
     return Part(
         tokens=torch.tensor([batch.starts[r] for r in rows], device=device),
         rows=len(rows),
         blocks=batch.block_table[torch.tensor(rows, device=device), :width].flatten(),
         context=longest,
-        mask=None if min(contexts) == longest and window is None else mask[:, None, None],
+        mask=mask[:, None, None] if padded or window is not None else None,
         causal=False,
+        unused=last[:, None] * batch.block_size + slots >= ends if padded else None,
+        last=last if padded else None,
     )
 
 
