@@ -67,13 +67,14 @@ REFUSALS = (
     ),
     Refusal(
         "--enable-deterministic-inference",
-        "a request with a seed gets the same tokens alone and in a batch already",
+        "the random numbers of a request depend on its seed and on positions only, never on its batch",
     ),
     Refusal(
         "--enable-priority-scheduling --schedule-* --scheduling-policy --priority-scheduling-* "
         "--scheduler-* --num-scheduler-steps --num-continuous-decode-steps --num-reserved-decode-tokens "
         "--disable-hybrid-kv-cache-manager --max-micro-batch-size",
-        "requests are taken in the order of their arrival, with no policy to set",
+        "a worker takes requests in the order of their arrival, those of class batch last; in front of "
+        "workers, a router orders them by class (x-baton-class) and tenant",
     ),
     Refusal(
         "--enable-mixed-chunk",
@@ -111,8 +112,12 @@ REFUSALS = (
         "start `baton prefill` and `baton decode`, or all at once by `baton up`",
     ),
     Refusal(
-        "--disaggregation-* --kv-transfer-config --prefill-round-robin-balance --kv-events-config",
+        "--disaggregation-* --kv-transfer-config --prefill-round-robin-balance",
         "`baton prefill` and `baton decode` move blocks over NIXL and agree about the rest by themselves",
+    ),
+    Refusal(
+        "--kv-events-config",
+        "--kv-events is where a worker publishes KV events, --kv-replay where missed ones are repeated",
     ),
     Refusal(
         "--enable-prefix-caching --no-enable-prefix-caching --disable-radix-cache --radix-* "
@@ -149,7 +154,8 @@ REFUSALS = (
     ),
     Refusal(
         "--revision --code-revision --tokenizer-revision --hf-config-path --hf-token",
-        "fetch that revision (HF_TOKEN is read from the environment) and give its folder as MODEL",
+        "fetch it with `baton fetch --revision` (HF_TOKEN is read from the environment) and give the "
+        "folder as MODEL",
     ),
     Refusal(
         "--tokenizer-path --tokenizer --tokenizer-mode --skip-tokenizer-init --tokenizer-worker-num "
@@ -273,8 +279,12 @@ REFUSALS = (
     Refusal(
         "--enable-custom-logit-processor --logits-processors --logits-processor-pattern "
         "--enable-prompt-embeds --enable-return-hidden-states --enable-return-routed-experts "
-        "--tool-server --enable-trace --oltp-* --otlp-* --collect-detailed-traces",
+        "--tool-server",
         "this is not served",
+    ),
+    Refusal(
+        "--enable-trace --oltp-* --otlp-* --collect-detailed-traces",
+        "--tracing-endpoint is where spans of requests are sent by OTLP over HTTP",
     ),
     Refusal(
         "--model-path --model --chat-template --reasoning-parser --tool-call-parser --served-model-name",
@@ -299,20 +309,30 @@ REFUSALS = (
     ),
     Refusal(
         "--max-concurrent-requests --queue-size --queue-timeout-secs --rate-limit-*",
-        "workers hold the queue: --max-running and --max-queued there",
+        "--queue-requests, --queue-bytes and --wait-s bound the router's queue; --tenants-file bounds each "
+        "tenant",
     ),
     Refusal(
         "--retry-* --disable-retries --cb-* --disable-circuit-breaker --disable-health-check "
         "--health-success-threshold --health-check-timeout-secs --health-check-endpoint "
         "--worker-startup-*",
-        "--retries, --retry-ratio, --health-interval-s and --health-misses are what there is to set",
+        "--retries and --retry-ratio bound retries, --health-interval-s and --health-misses set health "
+        "checks; the circuit breaker needs no settings",
     ),
     Refusal(
-        "--jwt-* --control-plane-*",
-        "clients are told apart by API keys: --api-key or --api-key-file",
+        "--jwt-*",
+        "with --jwt-jwks, --jwt-issuer and --jwt-audience a router takes an issuer's tokens like API keys",
     ),
     Refusal(
-        "--history-backend --oracle-* --postgres-* --redis-* --mcp-config-path --enable-igw --backend",
+        "--control-plane-*",
+        "every path wants the same keys: --api-key or --api-key-file",
+    ),
+    Refusal(
+        "--history-backend --oracle-* --postgres-* --redis-*",
+        "responses are kept in memory (--responses-kept), files and batches in the database of --database",
+    ),
+    Refusal(
+        "--mcp-config-path --enable-igw --backend",
         "this is not served",
     ),
 )

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import doctest
+import inspect
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
 
+import baton_engine
+from baton_api import headers, limits, openapi
 from baton_api.errors import SetupError
 from baton_cli import command, main, peers
 from baton_cli.options import options_of, read_settings, with_options
-from baton_cli.refusals import REFUSALS
+from baton_cli.refusals import REFUSALS, Refusal
+from baton_engine import engine
+from baton_engine.cache import BLOCK_SIZE
+from baton_engine.model import resolve
+from baton_engine.model.checkpoint import GGUF_SUFFIX
+from baton_engine.randomness import uniform
+from baton_engine.server import generate
 from baton_engine.settings import WorkerSettings
 from baton_router.settings import RouterSettings
 
@@ -20,6 +30,18 @@ OWN = {option.flag for option in options_of(WorkerSettings)} - {"--model"}
 """But for the model, which is an argument."""
 
 ROUTERS = {option.flag for option in options_of(RouterSettings)}
+
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = {
+    name: typer.main.get_command(main.create_app([name])).commands[name]  # type: ignore[attr-defined]
+    for name in ("serve", "prefill", "decode", "router", "up", "fetch")
+}
+
+
+def _kind(field: str) -> Any:
+    """The type of a worker's setting."""
+    return WorkerSettings.model_fields[field].annotation
 
 
 def serve(*arguments: str) -> WorkerSettings:
@@ -100,7 +122,7 @@ def test_a_launch_line_from_elsewhere_means_here_what_it_means_there(
         ("serve --disable-overlap-schedule", ("penalties",)),
         ("serve --disable-overlap", ("penalties",)),
         ("serve --grammar-backend xgrammar", ("llguidance",)),
-        ("serve --schedule-policy lpm", ("order of their arrival",)),
+        ("serve --schedule-policy lpm", ("order of their arrival", "x-baton-class")),
         ("serve --watchdog-timeout 300", ("ends by itself",)),
         ("serve --enable-metrics", ("/metrics", "always")),
         ("serve --disaggregation-mode prefill", ("`baton prefill`", "`baton decode`", "`baton up`")),
@@ -159,6 +181,114 @@ def test_no_refusal_is_out_of_reach_or_unfinished() -> None:
         for flag in refusal.flags.split():
             assert flag not in seen, flag
             seen.append(flag)
+
+
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+SOURCES = "\n".join(path.read_text() for path in Path(baton_engine.__file__).parent.rglob("*.py"))
+SETTINGS = WorkerSettings, RouterSettings
+WORKER, ROUTER = set(WorkerSettings.model_fields), set(RouterSettings.model_fields)
+WORDS = {word for field in WORKER | ROUTER for word in field.split("_")}
+PATHS = set(openapi.document(("m",), "worker", keyed=False)["paths"])
+
+
+def test_refusals_name_flags_that_exist() -> None:
+    """What to use instead is a flag of a worker or a router, or of the command that is named with it."""
+    commands = {name: {option.name for option in command.params} for name, command in COMMANDS.items()}
+    known = WORKER | ROUTER | {"chunked_prefill_size", "help"}
+    for refusal in REFUSALS:
+        for quoted in re.findall(r"`baton (\w+)", refusal.reason):
+            assert quoted in commands, refusal.reason
+        for flag in FLAG.findall(refusal.reason):
+            field = flag.removeprefix("--").replace("-", "_")
+            of = re.search(rf"`baton (\w+)[^`]*{flag}", refusal.reason)
+            assert field in (commands[of[1]] if of else known), refusal.reason
+
+
+FACTS: dict[str, bool] = {
+    "--tp-size": WORDS.isdisjoint({"tp", "tensor", "pipeline", "nccl", "nnodes"}),
+    "--base-gpu-id": "cuda:N" in str(WorkerSettings.model_fields["device"].description),
+    "--numa-node": "numa" not in WORDS,
+    "--disable-cuda-graph*": "CUDAGraph" not in SOURCES and "cuda.graph" not in SOURCES,
+    "--disable-overlap*": "overlap" not in WORDS,
+    "--grammar-backend": "from llguidance import" in SOURCES and "import xgrammar" not in SOURCES,
+    "--attention-backend": WORDS.isdisjoint({"attention", "backend", "compile"}),
+    "--enable-deterministic-inference": [*inspect.signature(uniform).parameters] == ["seed", "position"],
+    "--enable-priority-scheduling": headers.CLASS == "x-baton-class" and headers.PATIENT_CLASS == "batch",
+    "--enable-mixed-chunk": "mixed_chunk_tokens" in WORKER,
+    "--max-prefill-tokens": "--chunked-prefill-size" in peers.WORKER_ALIASES["chunk_tokens"],
+    "--watchdog-timeout": engine.FAILURES_LIMIT > 0,
+    "--enable-metrics*": all(
+        f'Route("{path}"' in SOURCES for path in ("/metrics", "/load", "/debug/requests")
+    ),
+    "--disable-log-requests": not WorkerSettings().log_requests and not RouterSettings().log_requests,
+    "--log-level*": "log_requests" in WORKER & ROUTER and "log_level" not in WORKER | ROUTER,
+    "--disaggregation-mode": {"prefill", "decode", "up"} <= main.SERVERS,
+    "--disaggregation-*": "disaggregation" not in WORDS and "nixl" in get_args(_kind("transfer")),
+    "--kv-events-config": {"kv_events", "kv_replay"} <= WORKER,
+    "--enable-prefix-caching": WORDS.isdisjoint({"prefix", "radix"}),
+    "--hicache-*": WORDS.isdisjoint({"offload", "swap", "hicache", "lmcache", "sleep"}),
+    "--page-size": BLOCK_SIZE == 16,
+    "--num-gpu-blocks-override": BLOCK_SIZE == 16,
+    "--kv-cache-dtype": "Of weights and KV cache." in str(WorkerSettings.model_fields["dtype"].description),
+    "--download-dir": "HF_HOME" in str(resolve.__doc__),
+    "--quantization*": GGUF_SUFFIX == ".gguf" and WORDS.isdisjoint({"quantization", "loader"}),
+    "--revision": "HF_TOKEN" in str(resolve.__doc__) and "revision" not in WORKER,
+    "--tokenizer-path": "tokenizer" not in WORDS,
+    "--trust-remote-code": "trust_remote_code=True" not in SOURCES,
+    "--hf-overrides": WORDS.isdisjoint({"rope", "overrides"}),
+    "--generation-config": get_args(_kind("sampling_defaults")) == ("model", "openai"),
+    "--preferred-sampling-params": '"generation_config.json"' in SOURCES,
+    "--enable-lora": WORDS.isdisjoint({"lora", "loras", "adapter", "adapters"}),
+    "--speculative-*": WORDS.isdisjoint({"speculative", "draft", "spec"}),
+    "--enable-multimodal": WORDS.isdisjoint({"multimodal", "image", "media", "mm"}),
+    "--is-embedding": "/v1/embeddings" in PATHS and {"mean", "last"} <= {*get_args(_kind("pooling"))},
+    "--enable-auto-tool-choice": "tool_call_parser" in WORKER and "auto_tool_choice" not in WORKER,
+    "--tool-parser-plugin": "plugin" not in WORDS,
+    "--exclude-tools-when-tool-choice-none": "exclude" not in WORDS,
+    "--max-logprobs": limits.TOP_LOGPROBS.most == limits.LOGPROBS.most == 20,
+    "--max-num-queued-tokens": "max_queued" in WORKER,
+    "--sse-keep-alive-interval": generate.KEEP_ALIVE_S == 15,
+    "--h11-*": (ROOT / "docs/reference/limits.md").is_file(),
+    "--disable-fastapi-docs": PATHS.isdisjoint({"/docs", "/redoc", "/tokenizer_info"}),
+    "--enable-reasoning": "reasoning_parser" in WORKER,
+    "--response-role": "response_role" not in WORKER,
+    "--chat-template-content-format": "content" not in WORDS,
+    "--completion-template": 'refuse_not_served(fields, ("suffix"' in SOURCES,
+    "--enable-force-include-usage": "stream_include_usage" in WORKER,
+    "--enable-request-id-headers": headers.REQUEST_ID == "x-request-id",
+    "--return-tokens-as-token-ids": '"return_token_ids"' in SOURCES,
+    "--stream-interval": "stream_interval" not in WORKER,
+    "--ssl-*": "tls_folder" in WORKER & ROUTER and "ssl" not in WORDS,
+    "--skip-server-warmup": "await worker.warm_up()" in SOURCES,
+    "--config": all(kind.model_config["env_prefix"].startswith("BATON_") for kind in SETTINGS),
+    "--allow-credentials": "allowed_origins" in WORKER & ROUTER and "middleware" not in WORDS,
+    "--enable-custom-logit-processor": WORDS.isdisjoint({"processor", "processors", "embeds", "hidden"}),
+    "--enable-trace": "tracing_endpoint" in WORKER & ROUTER,
+    "--model-path": ROUTER.isdisjoint({"model", "chat_template", "reasoning_parser", "tool_call_parser"}),
+    "--load-balance-method": "router" in main.SERVERS,
+    "--pd-disaggregation": {"prefill", "decode"} <= ROUTER,
+    "--policy": WORDS.isdisjoint({"policy", "threshold", "balance", "eviction"}),
+    "--selector": "Services" in str(RouterSettings.model_fields["kubernetes_selector"].description)
+    or "Service's" in str(RouterSettings.model_fields["kubernetes_selector"].description),
+    "--max-concurrent-requests": {"queue_requests", "queue_bytes", "wait_s", "tenants_file"} <= ROUTER,
+    "--retry-*": {field for field in ROUTER if field.startswith(("retr", "health", "breaker"))}
+    == {"retries", "retry_ratio", "health_interval_s", "health_misses"},
+    "--jwt-*": {"jwt_jwks", "jwt_issuer", "jwt_audience"} <= ROUTER,
+    "--control-plane-*": {"api_key", "api_key_file"} <= ROUTER and "plane" not in WORDS,
+    "--history-backend": {"responses_kept", "database"} <= ROUTER,
+    "--mcp-config-path": WORDS.isdisjoint({"mcp", "igw", "backend"}),
+}
+"""By the first flag of each refusal: what must be so for its reason to be true."""
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.flags.split()[0])
+def test_refusals_reasons_are_true(refusal: Refusal) -> None:
+    """A feature that is added here must change the words that say it is not there."""
+    assert FACTS[refusal.flags.split()[0]], refusal.reason
+
+
+def test_refusals_facts_belong_to_refusals() -> None:
+    assert FACTS.keys() == {refusal.flags.split()[0] for refusal in REFUSALS}
 
 
 def test_the_examples_are_true() -> None:
