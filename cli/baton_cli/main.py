@@ -8,6 +8,7 @@ way out; what broke by itself ends with status 1.
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -156,6 +157,7 @@ def _given(given: dict[str, Any], model: str | None, model_path: str | None) -> 
 
 def main(arguments: list[str] | None = None) -> None:
     """The way in."""
+    _take_interrupts()
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         create_app(arguments)(arguments)
@@ -165,6 +167,12 @@ def main(arguments: list[str] | None = None) -> None:
     except BatonError as error:
         complain(error)
         raise SystemExit(FAILED) from None
+
+
+def _take_interrupts() -> None:
+    """Let SIGINT end the command even if it was started with the signal ignored, as a script's `&` does."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def complain(error: BatonError) -> None:

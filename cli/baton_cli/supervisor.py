@@ -214,7 +214,8 @@ async def supervise(watcher: Watcher, drain_s: float) -> AsyncIterator[Superviso
     """
     A supervisor whose members have all ended when this is left, whatever happened.
 
-    Ctrl-C, SIGTERM and SIGHUP end the body with Interrupted; a second one ends all processes at once.
+    Ctrl-C, SIGTERM and SIGHUP end the body with Interrupted; a second one ends all processes at once. SIGHUP
+    stays ignored where it was, as under nohup.
     """
     supervisor = Supervisor(watcher, drain_s)
     with _signals(supervisor) as interrupted:
@@ -247,7 +248,9 @@ def _signals(supervisor: Supervisor) -> Iterator[asyncio.Event]:
             interrupted.set()
             body.cancel()
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup wants it to outlive its terminal
+        numbers.append(signal.SIGHUP)
     for number in numbers:
         loop.add_signal_handler(number, signalled)
     try:

@@ -86,10 +86,14 @@ class RunningUp:
             self._news.notify_all()
 
 
+IGNORING = ("sh", "-c", 'trap "" INT HUP; exec "$@"', "sh")
+"""Starts a command with these signals ignored."""
+
+
 def start_baton(*arguments: str) -> subprocess.Popen[str]:
-    """`baton` with these arguments."""
+    """`baton` with these arguments, as a script's `nohup baton ... &` starts it."""
     return subprocess.Popen(
-        [sys.executable, "-m", "baton_cli.main", *arguments],
+        [*IGNORING, sys.executable, "-m", "baton_cli.main", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

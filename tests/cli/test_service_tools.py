@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from baton_api import profiles
-from tests.cli.service import RunningUp, await_true, running_up
+from tests.cli.service import IGNORING, RunningUp, await_true, running_up
 from tests.engine.models import make_model
 
 pytestmark = pytest.mark.processes
@@ -118,12 +118,13 @@ def test_top_shows_what_was_done(service: RunningUp) -> None:
     assert "2 of 2 workers ready" in text and "\x1b" not in text
 
 
-def test_top_stays_on_a_terminal_until_it_is_told_to_end(service: RunningUp) -> None:
+@pytest.mark.parametrize("prefix", [(), IGNORING], ids=["by default", "inherited as ignored"])
+def test_top_stays_on_terminal_until_sigint(service: RunningUp, prefix: tuple[str, ...]) -> None:
     ours, theirs = pty.openpty()
     os.set_blocking(ours, False)
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
     top = subprocess.Popen(
-        [sys.executable, "-m", "baton_cli.main", "top", f"--url={service.url}", "--interval=0.1"],
+        [*prefix, sys.executable, "-m", "baton_cli.main", "top", f"--url={service.url}", "--interval=0.1"],
         env={**os.environ, "BATON_API_KEY": KEY, "TERM": "xterm-256color"},
         stdin=theirs,
         stdout=theirs,

@@ -38,6 +38,9 @@ def test_a_service_answers_outlives_its_workers_and_leaves_nothing(tiny: Path) -
         assert moved["prefill_worker"] == "prefill-0"
         assert str(moved["transport"]).startswith("nixl")
 
+        # Started under nohup, it outlives its terminal.
+        up.process.send_signal(signal.SIGHUP)
+
         # A killed worker comes back at the same address, and meanwhile the other one answers.
         before = up.children()
         before["prefill"].kill()
@@ -55,7 +58,7 @@ def test_a_service_answers_outlives_its_workers_and_leaves_nothing(tiny: Path) -
         assert again.json()["choices"] == first.json()["choices"]
         assert relays(workers["decode"])[0]["prefill_worker"] == "prefill-0"
 
-        # Ctrl-C is a clean end.
+        # SIGINT is a clean end, although it was ignored where the service was started.
         left = psutil.Process(up.process.pid).children(recursive=True)
         assert len(left) == 3
         assert up.end(signal.SIGINT) == 0
