@@ -25,7 +25,7 @@ from baton_engine.snapshot import EngineSnapshot
 from baton_engine.transfer import Transfer
 from baton_engine.transfer.loopback import LoopbackTransfer
 from baton_prefill.admission import PromptLimits
-from baton_prefill.prompts import GuidesOf
+from baton_prefill.prompts import Client, GuidesOf
 from baton_prefill.server import PrefillServer, ServerLimits
 from tests.engine.fake_model import FakeModel, make_cache
 from tests.engine.faulty_transfer import FaultyTransfer
@@ -161,10 +161,11 @@ def serve(
     secret: bytes = b"",
     wall_clock: Callable[[], float] = lambda: 1000.0,
     guides: GuidesOf = no_guide,
+    client: Client | None = None,
 ) -> PrefillServer:
     limits = PromptLimits(side.model.spec.vocab, side.model.spec.context - 1, side.cache.block_size)
     return PrefillServer(
-        side.client,
+        client or side.client,
         side.client.engine,
         side.cache,
         side.transfer,

@@ -214,8 +214,14 @@ def test_sampler_cuts_draw_as_sorted_torch_does(top_k: int, vocab: int, spread: 
     logits = make_logits(1, vocab, seed=top_k, spread=spread)
     chance = random.Random(f"{top_k} {vocab} {spread}")
     for seed in range(15):
-        cuts = {"top_p": chance.choice([0.1, 0.5, 0.9, 0.99]), "min_p": chance.choice([0.0, 0.0, 0.02])}
-        params = replace(PLAIN, seed=seed, top_k=top_k, temperature=chance.choice([0.7, 1.0, 1.5]), **cuts)
+        params = replace(
+            PLAIN,
+            seed=seed,
+            top_k=top_k,
+            top_p=chance.choice([0.1, 0.5, 0.9, 0.99]),
+            min_p=chance.choice([0.0, 0.0, 0.02]),
+            temperature=chance.choice([0.7, 1.0, 1.5]),
+        )
         assert tokens(logits, [Draw(params, (0,))]) == [drawn_by_torch(logits[0], params, 1)], params
 
 

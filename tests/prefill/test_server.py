@@ -16,7 +16,7 @@ import pytest
 
 from baton_api import messages, tickets
 from baton_api.errors import SetupError, TransferFailed
-from baton_api.hashing import chain_hash, root_hash
+from baton_api.hashing import block_hashes, chain_hash, root_hash
 from baton_api.messages import (
     PROTOCOL,
     Abort,
@@ -34,6 +34,7 @@ from baton_api.messages import (
 )
 from baton_engine import control
 from baton_engine.control import Connection
+from baton_engine.requests import Output, Request
 from baton_engine.transfer.checksums import block_checksum
 from baton_prefill.server import PrefillServer
 from tests.decode.pair import QUICK, Side, eventually, fake_side, serve
@@ -153,6 +154,32 @@ async def test_prefill_reader_goes_on_while_shared_threads_are_busy() -> None:
         finally:
             busy.set()
             await blocked
+
+
+class Watched:
+    """A worker's engine client that remembers what it was asked."""
+
+    def __init__(self, side: Side) -> None:
+        self._side = side
+        self.requests: list[Request] = []
+
+    def generate(self, request: Request) -> AsyncIterator[Output]:
+        self.requests.append(request)
+        return self._side.client.generate(request)
+
+
+@pytest.mark.parametrize("length", [1, 4, 28, 30])
+async def test_prefill_prompt_is_hashed_once_by_its_admission(length: int) -> None:
+    """What was hashed off the event loop is not hashed again when the engine gets the prompt on it."""
+    side = fake_side("prefill-0")
+    client = Watched(side)
+    async with open_bench(side, client=client) as bench, bench.peer() as peer:
+        peer.send(prefill(tokens=PROMPT[:length], parent=root_hash("t"), salt="t"))
+        await chunks(peer)
+        peer.send(Done(room="r", epoch=1))
+        await hear(peer, Drained)
+    (request,) = client.requests
+    assert request.hashes == block_hashes(PROMPT[:length], side.cache.block_size, root_hash("t"))
 
 
 async def test_blocks_are_announced_as_they_are_computed_and_then_committed() -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
+from baton_api.hashing import block_hashes, root_hash
 from baton_engine.cache import KVCache
 from baton_engine.engine import Engine
 from baton_engine.kv_events import KvEvents, KvSnapshot
@@ -44,6 +45,7 @@ class AsyncEngine:
             kv_events=kv_events,
             clock=clock,
         )
+        self._block_size = cache.block_size
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, _Stream] = {}
         self._idle = asyncio.Event()
@@ -58,6 +60,10 @@ class AsyncEngine:
         """Stop the compute thread; generations that are left end with ABORT."""
         await asyncio.to_thread(self.engine.stop)
         await asyncio.sleep(0)  # what the thread reported last is delivered
+
+    def hashes(self, prompt: Sequence[int], salt: str) -> Sequence[bytes]:
+        """`Request.hashes` of a prompt. Takes a while for a long one: not for the event loop."""
+        return tuple(block_hashes(prompt, self._block_size, root_hash(salt)))
 
     def generate(self, request: Request) -> Generation:
         """

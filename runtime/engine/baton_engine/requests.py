@@ -286,6 +286,9 @@ class Request:
     prompt: tuple[int, ...]
     sampling: SamplingParams
     salt: str = ""
+    hashes: Sequence[bytes] | None = None
+    """Chain hashes of the prompt's full blocks under `salt`; several requests may share them. None: `submit`
+    makes them, which takes 18 ms for 131k tokens: not for the event loop."""
     guide: Guide | None = None
     """Keeps to `sampling.constraint` and `sampling.thinking`; there if and only if one of them is."""
     pooling: Pooling | None = None

@@ -26,9 +26,11 @@ class PromptLimits:
     block_size: int
 
 
-def check(ask: Prefill, limits: PromptLimits) -> bytes:
+def check(ask: Prefill, limits: PromptLimits) -> list[bytes]:
     """
-    The chain hash of the whole prompt. Raises InvalidRequest, which says what is wrong.
+    The chain hashes of the prompt's blocks, the part in the last one included.
+
+    Raises InvalidRequest, which says what is wrong.
 
     The parent hash is compared on the way: it differs if the two workers mean different tokens.
     """
@@ -47,12 +49,14 @@ def check(ask: Prefill, limits: PromptLimits) -> bytes:
     problem = _sampling_problem(ask.sampling, limits.vocab)
     if problem:
         raise InvalidRequest(problem)
+    hashes: list[bytes] = []
     parent = root_hash(ask.salt)
     for block in range(blocks):
         if block == ask.start_block and parent != ask.parent:
             raise InvalidRequest(f"the tokens before block {block} are not those that the decode worker has")
         parent = chain_hash(parent, tokens[block * size : (block + 1) * size])
-    return parent
+        hashes.append(parent)
+    return hashes
 
 
 def _sampling_problem(sampling: Sampling, vocab: int) -> str | None:

@@ -76,11 +76,14 @@ class Prompt:
         self,
         room: Room,
         request_id: str,
+        hashes: Sequence[bytes],
         computer: Computer,
         connection: Connection,
         on_released: Callable[[Prompt], None],
     ) -> None:
+        """`hashes` are `Request.hashes` of its prompt."""
         self.room = room
+        self._hashes = hashes
         self.request_id = request_id
         self._computer = computer
         self._connection = connection
@@ -152,6 +155,7 @@ class Prompt:
                 prompt=tuple(ask.tokens),
                 sampling=sampling,
                 salt=ask.salt,
+                hashes=self._hashes,
                 guide=guide,
                 client_id=ask.request_id,
                 notes=None if self._spans is None else self._spans.noted(),

@@ -191,7 +191,7 @@ class PrefillServer:
             if before.room.ask.epoch >= ask.epoch:
                 return  # said twice, or late
             before.do(before.room.abort())
-        reason, tail = self._busy(), b""
+        reason, hashes = self._busy(), list[bytes]()
         busy = bool(reason)
         if not reason:
             reason = self._ticket_refusal(ask.ticket, ask.request_id) or ""
@@ -200,7 +200,9 @@ class PrefillServer:
                 # Hashing a long prompt takes milliseconds that the event loop does not have. Nothing else may
                 # hold this thread: heartbeats are read only after it.
                 loop = asyncio.get_running_loop()
-                tail = await loop.run_in_executor(self._admissions, admission.check, ask, self._limits.prompt)
+                hashes = await loop.run_in_executor(
+                    self._admissions, admission.check, ask, self._limits.prompt
+                )
             except InvalidRequest as error:
                 reason = error.message
         if reason:
@@ -211,7 +213,8 @@ class PrefillServer:
             connection.send(Failed(room=ask.room, epoch=ask.epoch, reason=reason, retry=busy, busy=busy))
             return
         self._attempts += 1
-        room = Room(ask, self._limits.prompt.block_size, tail)
+        size = self._limits.prompt.block_size
+        room = Room(ask, size, hashes[-1])
 
         def forget(ended: Prompt) -> None:
             prompts.pop(ask.room)
@@ -222,7 +225,8 @@ class PrefillServer:
 
         # The room's name is the peer's choice; two peers may choose the same.
         request_id = f"{ask.room}#{self._attempts}"
-        prompt = Prompt(room, request_id, self._computer, connection, forget)
+        full = hashes[: len(ask.tokens) // size]
+        prompt = Prompt(room, request_id, full, self._computer, connection, forget)
         prompts[ask.room] = prompt
         self._prompts.add(prompt)
         self._presence.begin()

@@ -131,6 +131,7 @@ async def open_api(
     max_running: int = 64,
     max_queued: int = 4096,
     chunk_tokens: int = 512,
+    client: type[AsyncEngine] = AsyncEngine,
     **served_fields: Any,
 ) -> AsyncIterator[Api]:
     model = TalkingModel()
@@ -138,7 +139,7 @@ async def open_api(
     limits = EngineLimits(
         max_model_len=CONTEXT, max_running=max_running, max_queued=max_queued, chunk_tokens=chunk_tokens
     )
-    engine = AsyncEngine(model, cache, limits)
+    engine = client(model, cache, limits)
     engine.start()
     fields: dict[str, Any] = {
         "names": (MODEL,),

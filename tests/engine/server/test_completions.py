@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import re
+import threading
+from collections.abc import Sequence
+from typing import Any
 
 import openai
 import pytest
 
-from tests.engine.server.api import MODEL, TOKENIZER, Api, events
+from baton_api import headers
+from baton_api.hashing import block_hashes, root_hash
+from baton_engine.client import AsyncEngine, Generation
+from baton_engine.model.embedder import Embedder
+from baton_engine.requests import Pooling, Request
+from tests.engine.server.api import BLOCK_SIZE, MODEL, TOKENIZER, Api, events, open_api
 
 GO = "<|assistant|>"
 
@@ -138,3 +146,53 @@ async def test_a_suffix_is_refused_by_name(api: Api) -> None:
     answer = await api.complete(suffix="the end")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "suffix")
     assert (await api.complete(suffix="")).status_code == 200
+
+
+class Watched(AsyncEngine):
+    """Remembers what it was asked, and on which thread."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.hashed: list[tuple[tuple[int, ...], str]] = []
+        self.threads: set[int] = set()
+        self.requests: list[Request] = []
+
+    def hashes(self, prompt: Sequence[int], salt: str) -> Sequence[bytes]:
+        self.hashed.append((tuple(prompt), salt))
+        self.threads.add(threading.get_ident())
+        return super().hashes(prompt, salt)
+
+    def generate(self, request: Request) -> Generation:
+        self.requests.append(request)
+        return super().generate(request)
+
+
+async def test_completions_hash_each_prompt_once_off_the_event_loop() -> None:
+    """The choices of a prompt share its hashes; a long one would hold up every stream of the worker."""
+    prompts = [list(range(40)), list(range(3, 60))]
+    async with open_api(client=Watched) as api:
+        watched = api.served.engine
+        assert isinstance(watched, Watched)
+        response = await api.http.post(
+            "/v1/completions",
+            json={"model": MODEL, "prompt": prompts, "n": 3, "max_tokens": 2},
+            headers={headers.SALT: "t"},
+        )
+        assert response.status_code == 200, response.text
+        assert watched.hashed == [(tuple(prompt), "t") for prompt in prompts]
+        assert threading.get_ident() not in watched.threads
+        assert len(watched.requests) == 6
+        for request in watched.requests:
+            assert request.hashes == tuple(block_hashes(request.prompt, BLOCK_SIZE, root_hash("t")))
+
+
+async def test_embeddings_hash_inputs_off_the_event_loop() -> None:
+    embedder = Embedder(pooling=Pooling.MEAN)
+    async with open_api(client=Watched, embedder=embedder, hidden=TOKENIZER.vocab_size) as api:
+        watched = api.served.engine
+        assert isinstance(watched, Watched)
+        body = {"model": MODEL, "input": ["one text that is long enough", "another one"]}
+        assert (await api.http.post("/v1/embeddings", json=body)).status_code == 200
+        assert len(watched.hashed) == 2 and threading.get_ident() not in watched.threads
+        for request in watched.requests:
+            assert request.hashes == tuple(block_hashes(request.prompt, BLOCK_SIZE, root_hash()))

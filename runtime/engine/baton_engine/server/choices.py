@@ -58,6 +58,7 @@ class Choices:
                     prompt=work.prompts[index // n].tokens,
                     sampling=work.parameters.choice(index % n, work.prompts[index // n].max_tokens),
                     salt=salt,
+                    hashes=work.prompts[index // n].hashes,
                     guide=None if work.guides is None else work.guides(),
                     client_id=exchange.request_id,
                     trace=exchange.onward,

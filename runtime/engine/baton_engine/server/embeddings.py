@@ -43,11 +43,13 @@ class Asked:
     """One checked request."""
 
     inputs: Sequence[tuple[int, ...]]
+    hashes: Sequence[Sequence[bytes]]
+    """`Request.hashes` of each."""
     pooling: Pooling
     format: VectorFormat
     names: tuple[str, ...]
-    cache_salt: str = ""
-    """The client's; see `hashing.client_salt`."""
+    salt: str = ""
+    """Whose cache they share; see `hashing.client_salt`."""
 
     @property
     def tokens(self) -> int:
@@ -63,20 +65,14 @@ class Embeddings:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
         with self._served.drain.request():
-            body = await bodies.read(scope, receive)
+            body, salt = await bodies.read(scope, receive), salt_of(scope)
             async with until_disconnect(receive):
-                asked = await asyncio.to_thread(self._read, body)
+                asked = await asyncio.to_thread(self._read, body, salt)
             exchange.answer_id = f"embd-{uuid.uuid4().hex}"
             exchange.prompt_tokens = asked.tokens
             if self._served.tracing is not None:
                 exchange.spans = self._served.tracing.begin("worker", exchange.trace, exchange.started)
-            computation = Computation(
-                self._served,
-                exchange,
-                asked,
-                client_salt(salt_of(scope), asked.cache_salt),
-                patient=is_patient(scope),
-            )
+            computation = Computation(self._served, exchange, asked, patient=is_patient(scope))
             try:
                 with self._served.running.entered((exchange.request_id, *asked.names), computation):
                     async with until_disconnect(receive):
@@ -89,13 +85,13 @@ class Embeddings:
             self._record(exchange, FinishReason.STOP)
             await send_json(encoded, send)
 
-    def _read(self, body: bytes) -> Asked:
+    def _read(self, body: bytes, salt: str) -> Asked:
         fields = bodies.parse(body)
         fields.require("model")
         check_model(fields, self._served)
         embedder = able(self._served)
         fields.text("user")
-        salt = read_cache_salt(fields)
+        salt = client_salt(salt, read_cache_salt(fields))
         shape = read_format(fields, embedder, self._served.hidden)
         inputs = read_prompts(fields, "input", self._served.tokenizer, limits.INPUTS.most)
         for position, given in enumerate(inputs):
@@ -108,7 +104,9 @@ class Embeddings:
                 )
             if len(given.tokens) > self._served.max_model_len:
                 raise ContextTooLong(len(given.tokens), 0, self._served.max_model_len, param=param)
-        return Asked([given.tokens for given in inputs], embedder.pooling, shape, read_names(fields), salt)
+        tokens = [given.tokens for given in inputs]
+        hashes = [self._served.engine.hashes(prompt, salt) for prompt in tokens]
+        return Asked(tokens, hashes, embedder.pooling, shape, read_names(fields), salt)
 
     def _encoded(self, asked: Asked, vectors: Sequence[Vector]) -> bytes:
         data = [
@@ -142,11 +140,8 @@ def able(served: Served) -> Embedder:
 class Computation:
     """The vectors of one request while they are computed."""
 
-    def __init__(
-        self, served: Served, exchange: Exchange, asked: Asked, salt: str = "", *, patient: bool = False
-    ) -> None:
+    def __init__(self, served: Served, exchange: Exchange, asked: Asked, *, patient: bool = False) -> None:
         self._served = served
-        self._salt = salt
         self._patient = patient
         self._exchange = exchange
         self._asked = asked
@@ -183,7 +178,8 @@ class Computation:
             id=f"{self._exchange.answer_id}-{index}",
             prompt=self._asked.inputs[index],
             sampling=SamplingParams(max_tokens=0),
-            salt=self._salt,
+            salt=self._asked.salt,
+            hashes=self._asked.hashes[index],
             pooling=self._asked.pooling,
             patient=self._patient,
             notes=None if self._exchange.spans is None else self._exchange.spans.noted(),

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -103,9 +104,9 @@ class Generate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
         with self._served.drain.request():
-            body = await bodies.read(scope, receive)
+            body, salt = await bodies.read(scope, receive), salt_of(scope)
             async with until_disconnect(receive):
-                work, names, cache_salt = await asyncio.to_thread(self._read, body)
+                work, names, salt = await asyncio.to_thread(self._read, body, salt)
                 work = await guided(work, self._served.grammars)
             exchange.answer_id = work.shape.id
             exchange.stream = work.parameters.streaming.wanted
@@ -115,15 +116,7 @@ class Generate:
             remote = named_remote(scope, self._served, exchange.request_id)
             followed = headers.FOLLOW.encode() in dict(scope["headers"]) and resumable(work)
             told = self._log.read(exchange, work)
-            choices = Choices(
-                self._served,
-                work,
-                exchange,
-                remote,
-                told,
-                client_salt(salt_of(scope), cache_salt),
-                patient=is_patient(scope),
-            )
+            choices = Choices(self._served, work, exchange, remote, told, salt, patient=is_patient(scope))
             names = (exchange.request_id, work.shape.id, *names)
             try:
                 with self._served.running.entered(names, choices):
@@ -137,8 +130,8 @@ class Generate:
                 raise
             self._record(choices, exchange, FinishReason.ABORT if choices.aborted else FinishReason.ERROR)
 
-    def _read(self, body: bytes) -> tuple[Work, tuple[str, ...], str]:
-        """The work, the names by which it can be ended, and the client's salt."""
+    def _read(self, body: bytes, salt: str) -> tuple[Work, tuple[str, ...], str]:
+        """The work, the names by which it can be ended, and `salt` with the client's own."""
         fields = bodies.parse(body)
         if self._model_required:
             fields.require("model")
@@ -155,7 +148,9 @@ class Generate:
         resumption = read_resumption(fields, self._served.tokenizer.vocab_size)
         if resumption is not None:
             work = resumed(work, resumption)
-        return work, read_names(fields), read_cache_salt(fields)
+        salt, hashes = client_salt(salt, read_cache_salt(fields)), self._served.engine.hashes
+        prompts = [replace(prompt, hashes=hashes(prompt.tokens, salt)) for prompt in work.prompts]
+        return replace(work, prompts=tuple(prompts)), read_names(fields), salt
 
     async def _answer(self, work: Work, choices: Choices, receive: Receive, send: Send) -> None:
         pieces: list[list[Piece]] = [[] for _ in choices.all]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton_api.errors import BatonError, ContextTooLong
@@ -20,6 +20,8 @@ class Prompt:
     tokens: tuple[int, ...]
     max_tokens: int
     """Of each of its choices."""
+    hashes: Sequence[bytes] | None = None
+    """`Request.hashes`, the same for all of its choices."""
 
 
 @dataclass(frozen=True, slots=True)
