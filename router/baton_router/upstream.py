@@ -89,7 +89,9 @@ class Upstream:
             try:
                 connection = kept or await self._connect()
             except Lost as unreachable:
-                raise reset or unreachable from unreachable
+                if reset is None:
+                    raise
+                raise reset from unreachable
             exchange = connection.send(head, body)
             exchange.resent = reset is not None
             self._busy.add(connection)
