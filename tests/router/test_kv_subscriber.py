@@ -24,6 +24,7 @@ from baton_router.block_map import Tree
 from baton_router.knowledge import Knowledge
 from baton_router.kv_feed import SILENCE_S
 from baton_router.kv_subscriber import Feeds, reachable_at
+from baton_router.prompt_chunks import Message, of_messages, root_name
 from baton_router.settings import RouterSettings
 from baton_router.upstream import Upstream
 from baton_router.workers import Worker, Workers
@@ -280,14 +281,14 @@ async def test_what_a_worker_drops_is_not_looked_for_there() -> None:
         worker.publish(storing(names))
         body = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 5120}]}
         assert (await running.post(body)).status_code == 200
-        made = router.scheduler.dispatcher.dispatches[-1]
+        prompt = of_messages([Message("user", "x" * 5120)], None, root_name("", "tiny"))
         knowledge = router.scheduler.dispatcher.knowledge
         await until(lambda: len(knowledge.blocks) == 10)
-        assert list(knowledge.held(made.prompt, knowledge.match(made.prompt)).values()) == [5120]
+        assert list(knowledge.held(prompt, knowledge.match(prompt)).values()) == [5120]
         worker.publish([Removed(name) for name in reversed(names[10:])])
 
         def held() -> list[int]:
-            return list(knowledge.held(made.prompt, knowledge.match(made.prompt)).values())
+            return list(knowledge.held(prompt, knowledge.match(prompt)).values())
 
         await until(lambda: held() == [1024])  # 10 of 40 blocks
         assert running.metric("baton_router_index_chunks") == 2

@@ -206,13 +206,13 @@ async def test_requests_find_a_worker_by_any_of_its_names(tmp_path: Path) -> Non
         )
         await until(lambda: "large:sql" in there.router.workers.models())
         listed = (await there.running.client.get("/v1/models")).json()["data"]
-        assert [one["id"] for one in listed] == ["l", "large", "large:sql", "tiny"]
+        assert [one["id"] for one in listed] == ["large", "tiny", "l", "large:sql"]
         for name, worker in (("large:sql", adapted), ("l", adapted), ("tiny", tiny)):
             count = len(worker.asked)
             assert (await there.running.post({**anew(QUESTION), "model": name})).status_code == 200
             assert len(worker.asked) == count + 1
         unknown = await there.running.post({**QUESTION, "model": "huge"})
-        assert unknown.status_code == 404 and "large:sql, tiny" in unknown.text
+        assert unknown.status_code == 404 and "large, tiny, l, large:sql" in unknown.text
         await there.end(adapted)
         missed = await there.running.post({**QUESTION, "model": "large"})
         assert missed.status_code == 503 and "the last one that did went" in missed.text
