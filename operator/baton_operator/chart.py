@@ -14,7 +14,7 @@ from pathlib import Path
 
 from baton_api import generated_files
 from baton_operator.crd import GROUP, RESOURCES, files
-from baton_operator.rbac import SERVICES, Rule, own
+from baton_operator.rbac import CLUSTER, SERVICES, Rule, own
 
 HEAD = "{{/* Generated from baton_operator by `make fix`. Do not edit. */}}\n"
 LEASE = '{{ include "baton.lease" . }}'
@@ -39,6 +39,7 @@ def generated() -> dict[str, str]:
     """Paths within the chart, and their text."""
     rules = {
         "baton.serviceRules": SERVICES,
+        "baton.clusterRules": CLUSTER,
         "baton.ownRules": own(LEASE),
         "baton.viewRules": VIEW,
         "baton.editRules": EDIT,

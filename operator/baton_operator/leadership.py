@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
 from kubernetes.aio.client.exceptions import ApiException
 
+from baton_api import labels
+from baton_api.errors import SetupError
 from baton_operator import lease
-from baton_operator.api_server import CONFLICT, ApiServer
+from baton_operator.api_server import CONFLICT, FORBIDDEN, ApiServer
+from baton_operator.manifests.objects import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +40,14 @@ class Leadership:
         name: str,
         me: str,
         clock: Callable[[], float],
+        namespaces: Sequence[str] = (),
         renew_s: float = lease.RENEW_S,
     ) -> None:
         self._api = api
         self._namespace = namespace
         self._name = name
         self._clock = clock
+        self._namespaces = namespaces
         self._renew_s = renew_s
         self._view = lease.View(me)
         self.looked: float | None = None
@@ -62,6 +67,30 @@ class Leadership:
         while not await self._look():  # noqa: ASYNC110 - nobody tells when the Lease runs out
             await asyncio.sleep(self._renew_s)
         log.info("This operator leads: it holds the Lease %s/%s.", self._namespace, self._name)
+
+    async def alone(self) -> None:
+        """
+        Wait until it is certain that no other operator looks after the same services. The Lease is ours.
+
+        Each operator writes its Lease before it looks for others, so of two at least one sees the other.
+        An operator of some namespaces has no right to see the Leases of others, and does not look. Raises
+        SetupError if there is another.
+        """
+        rivals = lease.Rivals(self._namespace, self._name, self._clock())
+        selector = f"{labels.MANAGED_BY}={labels.OPERATOR}"
+        while not self._namespaces:
+            try:
+                found = rivals.look(await self._api.list(API, KIND, selector=selector), self._clock())
+            except ApiException as error:
+                log.warning("Cannot look for other operators: %s %s", error.status, error.reason)
+                if error.status == FORBIDDEN:
+                    return
+                found = False
+            if found is True:
+                return
+            if found:
+                raise SetupError(_told(found))
+            await asyncio.sleep(self._renew_s)
 
     async def keep(self) -> None:
         """Renew it; ends when it is lost."""
@@ -97,10 +126,22 @@ class Leadership:
         now, time = self._clock(), datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         self.looked = now
         if there is None:
-            first = lease.new(self._namespace, self._name, self._view.me, time)
+            first = lease.new(self._namespace, self._name, self._view.me, time, self._namespaces)
             return await self._api.create(first) and await self._renewed()
         self._view = self._view.seen(there, now)
         if not self._view.may_take(there, now):
             return False
-        self._view = self._view.wrote(await self._api.replace(lease.taken(there, self._view.me, time)), now)
+        taken = lease.taken(there, self._view.me, time, self._namespaces)
+        self._view = self._view.wrote(await self._api.replace(taken), now)
         return True
+
+
+def _told(other: Manifest) -> str:
+    metadata = other["metadata"]
+    where = metadata.get("annotations", {}).get(lease.NAMESPACES) or "all namespaces"
+    return (
+        f"Another operator looks after the same services: {lease.holder(other)} holds the Lease "
+        f"{metadata['namespace']}/{metadata['name']} and watches {where}. Two operators would undo each "
+        "other's writes. Uninstall one of them, or give each namespaces of its own by --namespaces "
+        "(watch.namespaces of the chart)."
+    )

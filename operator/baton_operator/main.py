@@ -15,7 +15,8 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from kubernetes.aio.client.exceptions import ApiException
@@ -73,14 +74,12 @@ async def _run(settings: OperatorSettings, listening: Listening) -> None:
     free = ApiServer(client, lambda: None, figures.answered)
     me = settings.identity or f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
     client.user_agent = f"baton-operator/{me}"  # audit logs tell one operator from another
-    leadership = Leadership(free, settings.lease_namespace, settings.lease_name, me, clock)
+    leadership = Leadership(
+        free, settings.lease_namespace, settings.lease_name, me, clock, settings.namespaces
+    )
     queue, scaling = (WorkQueue(clock, random.Random()) for _ in range(2))
 
-    def changed(change: Change) -> None:
-        for key, after_s in handlers.woken(change):
-            (scaling if key[0] == handlers.SCALING else queue).add(key, after_s)
-
-    cache = Cache(settings.namespaces, changed)
+    cache = Cache(settings.namespaces, _waking(queue, scaling))
     api = ApiServer(client, leadership.guard, figures.answered, cache)
     reflectors = Reflectors(
         free, cache, clock, random.Random(), settings.watch_silence_s, figures.watches.seen
@@ -93,17 +92,19 @@ async def _run(settings: OperatorSettings, listening: Listening) -> None:
     )
     reconcilers = _reconcilers(settings, api, cache, figures, events, prometheus)
 
-    async def reconcile() -> None:
-        await reflectors.synced()  # what is not listed yet would look as if it did not exist
-        crews = [queue, scaling] * settings.concurrency
-        await asyncio.gather(*(crew.work(one, reconcilers, figures.reconciled, clock) for one in crews))
+    crews = [
+        partial(crew.work, one, reconcilers, figures.reconciled, clock)
+        for one in [queue, scaling] * settings.concurrency
+    ]
 
     async def work() -> None:
         tasks.extend(map(asyncio.create_task, (leadership.keep(), events.run())))
+        await leadership.alone()
         await _served(free)
         tasks.extend(reflectors.run())
-        tasks.append(asyncio.create_task(reconcile()))
         health.led = True
+        # What is not listed yet would look as if it did not exist.
+        tasks.append(asyncio.create_task(_after(reflectors.synced(), crews)))
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
     tasks: list[asyncio.Task[None]] = []
@@ -117,21 +118,43 @@ async def _run(settings: OperatorSettings, listening: Listening) -> None:
         await client.close()
 
 
+def _waking(queue: WorkQueue, scaling: WorkQueue) -> Callable[[Change], None]:
+    """Puts the keys that a change is about into their queues."""
+
+    def changed(change: Change) -> None:
+        for key, after_s in handlers.woken(change):
+            (scaling if key[0] == handlers.SCALING else queue).add(key, after_s)
+
+    return changed
+
+
+async def _after(ready: Awaitable[None], crews: Sequence[Callable[[], Awaitable[None]]]) -> None:
+    """Have the crews work once it is ready; ends when one of them fails."""
+    await ready
+    await asyncio.gather(*(work() for work in crews))
+
+
 async def _lead(
     leadership: Leadership, work: Callable[[], Coroutine[Any, Any, None]], tasks: list[asyncio.Task[None]]
 ) -> None:
-    """Wait for the Lease, and work until a signal says to stop; ends the process if any of `tasks` ends."""
+    """
+    Wait for the Lease, and work until a signal says to stop; ends the process if any of `tasks` ends.
+
+    Raises SetupError if another operator does the same work.
+    """
     if not await _until_signal(leadership.take()):
         return
-    if await _until_signal(work()):
+    try:
+        if await _until_signal(work()):
+            for task in tasks:
+                if task.done() and (error := task.exception()):
+                    log.error("The operator ends: %s: %s", type(error).__name__, error)
+            os._exit(LOST)  # nothing that could still be written should be
+    finally:
         for task in tasks:
-            if task.done() and (error := task.exception()):
-                log.error("The operator ends: %s: %s", type(error).__name__, error)
-        os._exit(LOST)  # nothing that could still be written should be
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await leadership.release()
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await leadership.release()
 
 
 def _reconcilers(

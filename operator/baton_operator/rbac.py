@@ -62,6 +62,17 @@ SERVICES = (
 """Wherever there are services: in a ClusterRole, or in a Role of each namespace that is watched."""
 
 
+CLUSTER = (
+    Rule(
+        "coordination.k8s.io",
+        ("leases",),
+        ("list",),
+        "Whether another operator looks after the same services.",
+    ),
+)
+"""Besides SERVICES in the ClusterRole of an operator that watches all namespaces."""
+
+
 def own(lease: str) -> tuple[Rule, ...]:
     """In the operator's own namespace: the Lease of that name. What is to be created has no name yet."""
     group, why = "coordination.k8s.io", "One operator at a time."

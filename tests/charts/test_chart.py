@@ -15,7 +15,7 @@ from baton_api import __version__
 from baton_operator import chart
 from baton_operator.crd import RESOURCES
 from baton_operator.manifests import pods
-from baton_operator.rbac import SERVICES, own, rules
+from baton_operator.rbac import CLUSTER, SERVICES, own, rules
 from baton_operator.settings import OperatorSettings
 from tests.charts.helm import CHART, NAMESPACE, ROOT, VALUES, helm, of_kind, render
 
@@ -147,7 +147,7 @@ class TestEverySet:
 class TestRights:
     def test_for_the_whole_cluster_they_are_those_that_the_operator_names(self) -> None:
         manifests = render({})
-        assert rules(SERVICES) in [one["rules"] for one in of_kind(manifests, "ClusterRole")]
+        assert rules((*SERVICES, *CLUSTER)) in [one["rules"] for one in of_kind(manifests, "ClusterRole")]
         (lease,) = of_kind(manifests, "Role")
         assert lease["metadata"]["namespace"] == NAMESPACE
         assert lease["rules"] == rules(own("baton-operator"))
@@ -178,7 +178,7 @@ class TestRights:
 
     def test_the_handbook_lists_each_with_its_reason(self) -> None:
         text = (ROOT / "docs" / "kubernetes.md").read_text()
-        for rule in (*SERVICES, *own("baton-operator")):
+        for rule in (*SERVICES, *CLUSTER, *own("baton-operator")):
             resources = ", ".join(f"`{name}`" for name in rule.resources)
             assert f"| {resources} | {', '.join(rule.verbs)} | {rule.why} |" in text
 

@@ -21,8 +21,8 @@ from aiohttp import web
 from baton_operator.api_resources import API, WATCHED, plural
 from baton_operator.handlers import GATHER_S
 
-LOOK = "GET inferenceservices"
-"""A request of who looks at a service."""
+WRITES = ("POST", "PUT", "PATCH", "DELETE")
+"""Methods that change objects."""
 
 SERVED = (
     *((one.api, one.kind) for one in WATCHED if not one.optional),
@@ -97,12 +97,21 @@ class FakeApi:
         await self._store(where, made, lose=lose)
 
     async def at_rest(self) -> None:
-        """Nobody has looked at an InferenceService for as long as looks are gathered, several times over."""
-        looks, since = -1, time.monotonic()
-        while looks != self.requests[LOOK] or time.monotonic() - since < 6 * GATHER_S:
-            if looks != self.requests[LOOK]:
-                looks, since = self.requests[LOOK], time.monotonic()
+        """Nobody has written for as long as changes are gathered, several times over."""
+        writes, since = -1, time.monotonic()
+        while writes != self.writes or time.monotonic() - since < 6 * GATHER_S:
+            if writes != self.writes:
+                writes, since = self.writes, time.monotonic()
             await asyncio.sleep(0.05)
+
+    @property
+    def writes(self) -> int:
+        """All but those of the Lease."""
+        return sum(
+            count
+            for name, count in self.requests.items()
+            if name.startswith(WRITES) and not name.endswith(" leases")
+        )
 
     async def expire(self) -> None:
         """All watches end with the news that their versions are too old."""

@@ -142,7 +142,7 @@ class RealCluster:
         subjects = [{"apiGroup": group, **user}]
         name = {"metadata": {"name": "operator"}}
         for where, kind, rules in (
-            (RBAC, "ClusterRole", rbac.rules(rbac.SERVICES)),
+            (RBAC, "ClusterRole", rbac.rules((*rbac.SERVICES, *rbac.CLUSTER))),
             (f"{RBAC}/namespaces/{OPERATOR}", "Role", rbac.rules(rbac.own("baton-operator"))),
         ):
             plural = kind.lower() + "s"

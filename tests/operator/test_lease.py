@@ -5,7 +5,19 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from baton_operator.lease import DURATION_S, GIVE_UP_S, RENEW_S, View, new, released, taken
+import pytest
+
+from baton_operator.lease import (
+    DURATION_S,
+    GIVE_UP_S,
+    NAMESPACES,
+    RENEW_S,
+    Rivals,
+    View,
+    new,
+    released,
+    taken,
+)
 
 TIME = "2026-01-01T00:00:00.000000Z"
 
@@ -62,6 +74,41 @@ def test_each_new_holder_is_counted() -> None:
     again = taken(lease, "me", "2026-01-01T00:00:22.000000Z")
     assert again["spec"]["leaseTransitions"] == 2
     assert again["spec"]["acquireTime"] == "2026-01-01T00:00:20.000000Z"
+
+
+def test_lease_says_which_namespaces_its_holder_watches() -> None:
+    assert new("baton", "operator", "me", TIME)["metadata"]["annotations"] == {NAMESPACES: ""}
+    lease = taken(HELD, "me", TIME, ("models", "more"))
+    assert lease["metadata"]["annotations"] == {NAMESPACES: "models,more"}
+    assert lease["metadata"]["labels"] == {"app.kubernetes.io/managed-by": "baton"}
+
+
+OWN = versioned(new("own", "operator", "me", TIME), 3)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "after_s", "answer"),
+    [
+        ([OWN], None, 0, True),
+        ([OWN, versioned(released(HELD), 2)], None, 0, True),
+        ([OWN, HELD], [OWN, HELD], 2, False),
+        ([OWN, HELD], [OWN, versioned(HELD, 2)], 2, True),
+        ([OWN, HELD], [OWN, HELD], DURATION_S + 1, True),
+        ([OWN, HELD], [OWN, versioned(released(HELD), 2)], 2, True),
+        ([OWN], [versioned(OWN, 4)], 2, True),
+    ],
+    ids=["alone", "released", "not known", "alive", "dead", "gone since", "ourselves"],
+)
+def test_rival_is_alive_once_seen_to_renew(
+    first: list[dict[str, Any]], second: list[dict[str, Any]] | None, after_s: float, answer: bool
+) -> None:
+    """It gives the Lease of the one that is alive, or whether it is certain that there is none."""
+    rivals = Rivals("own", "operator", 100)
+    found = rivals.look(first, 100)
+    if second is not None:
+        found = rivals.look(second, 100 + after_s)
+    assert bool(found) == answer
+    assert (found is not True and answer) == (second is not None and second[1:] == [versioned(HELD, 2)])
 
 
 def test_there_are_never_two_holders_whatever_is_late_or_lost() -> None:

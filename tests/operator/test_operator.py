@@ -109,7 +109,7 @@ async def test_all_its_rights_are_used_and_none_is_missing(cluster: RealCluster)
     used = {(one.group, one.resource, one.verb) for one in asked}
     unused = {
         (rule.group, resource, verb)
-        for rule in [*rbac.SERVICES, *rbac.own("baton-operator")]
+        for rule in [*rbac.SERVICES, *rbac.CLUSTER, *rbac.own("baton-operator")]
         for resource in rule.resources
         for verb in rule.verbs
     } - used

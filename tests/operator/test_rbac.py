@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from baton_operator.api_resources import OWNED, PRUNED, WATCHED, plural
 from baton_operator.crd import RESOURCES
-from baton_operator.rbac import SERVICES, own, rules
+from baton_operator.rbac import CLUSTER, SERVICES, own, rules
 
-EVERYTHING = [*SERVICES, *own("baton-operator")]
+EVERYTHING = [*SERVICES, *CLUSTER, *own("baton-operator")]
 
 
 def granted() -> dict[str, set[str]]:

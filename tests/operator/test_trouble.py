@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -94,3 +95,24 @@ async def test_a_watch_that_stalls_is_begun_anew(tmp_path: Path) -> None:
         api.silent = False
         await until(lambda: api.status()["observedGeneration"] == 2)
         assert operator.process.returncode is None
+
+
+async def test_second_operator_of_the_cluster_refuses_to_start(tmp_path: Path) -> None:
+    """With a Lease of its own it would take nobody's, and both would write what the other one takes back."""
+    async with operated(tmp_path) as (api, first):
+        second, watches = tmp_path / "second", api.watches.copy()
+        second.mkdir()
+        async with started(second, api.kubeconfig, "second", "--lease-name=other") as other:
+            assert await asyncio.wait_for(other.process.wait(), 60) != 0
+            said = other.log.read_text()
+        assert "Another operator looks after the same services: operator holds the Lease" in said
+        assert "baton/baton-operator and watches all namespaces" in said
+        lease = api.objects["coordination.k8s.io/v1", "leases", "baton", "other"]
+        assert lease["spec"]["holderIdentity"] == "", "the Lease is left to the next one"
+        assert api.watches == watches, "it has not begun to work"
+        await follows(api)
+        first.process.kill()
+        await first.process.wait()
+        # One that crashed leaves its Lease held, and is not waited for longer than that lasts.
+        async with started(second, api.kubeconfig, "second", "--lease-name=other"):
+            await follows(api)

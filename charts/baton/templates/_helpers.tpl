@@ -10,7 +10,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Of the Lease, and of the ConfigMap by which the operator proves that its watches live. */}}
+{{/* Name of the Lease, and of what belongs to the operator. */}}
 {{- define "baton.lease" -}}
 {{ include "baton.fullname" . }}-operator
 {{- end -}}

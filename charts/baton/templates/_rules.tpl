@@ -95,6 +95,13 @@
   verbs: [create, patch]
 {{- end -}}
 
+{{- define "baton.clusterRules" -}}
+# Whether another operator looks after the same services.
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  verbs: [list]
+{{- end -}}
+
 {{- define "baton.ownRules" -}}
 # One operator at a time.
 - apiGroups: [coordination.k8s.io]
