@@ -16,7 +16,7 @@ from baton_api import logs
 from baton_api.announcements import Announcer, Listening, Ready, Refused
 from baton_api.announcements import Bar as AnnouncedBar
 from baton_api.errors import SetupError
-from baton_api.model_fetch import RESULT_FILE
+from baton_api.model_fetch import PINNED_REVISION, RESULT_FILE
 from baton_api.workers import Role
 from baton_cli.child import die_with_parent
 from baton_cli.display import Bar, Display
@@ -54,7 +54,8 @@ def fetch(uri: str, folder: str, revision: str, patterns: Sequence[str]) -> None
     display = Display(Console(stderr=True))
     with display.bars():
         source = fetching.Source(uri, revision, tuple(patterns))
-        fetched = fetching.fetch(source, Path(folder), Bar(display, "fetch"))
+        pinned = os.environ.get(PINNED_REVISION, "")
+        fetched = fetching.fetch(source, Path(folder), Bar(display, "fetch"), pinned)
     if path := os.environ.get(RESULT_FILE):
         Path(path).write_text(fetched.revision)
     done = "Fetched" if fetched.anew else "There already:"

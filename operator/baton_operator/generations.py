@@ -12,7 +12,8 @@ from baton_api.workers import Role
 from baton_operator import names
 from baton_operator.generation import Blueprint, Generation
 from baton_operator.kinds.inference_service import InferenceServiceSpec
-from baton_operator.manifests.objects import Manifest, made
+from baton_operator.manifests.model_files import PIN_KEY
+from baton_operator.manifests.objects import Manifest, Owner, made
 from baton_operator.model_fetch import PROOF, Proof
 from baton_operator.observed import Observed, Pod, seconds
 from baton_operator.rollout import RoleName, RoleState, Seen
@@ -60,6 +61,15 @@ def memory(observed: Observed, generation: Generation, proof: Proof | None) -> M
     there = {**names.of_service(owner.name), labels.REVISION: revision}
     annotations = {PROOF: proof.text} if proof else None
     return made(owner, "v1", "ConfigMap", name, {"data": data, "immutable": True}, there, annotations)
+
+
+def model_pin(owner: Owner, generation: Generation, commit: str) -> Manifest:
+    """The ConfigMap that names the commit which all pods of a generation fetch."""
+    revision = generation.revision
+    there = {**names.of_service(owner.name), labels.REVISION: revision}
+    return made(
+        owner, "v1", "ConfigMap", names.model_pin(owner.name, revision), {"data": {PIN_KEY: commit}}, there
+    )
 
 
 def role_names(generation: Generation) -> dict[RoleName, Role]:

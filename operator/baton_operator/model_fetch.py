@@ -16,7 +16,7 @@ from typing import Any, Literal
 from baton_operator import names
 from baton_operator.generation import Generation
 from baton_operator.manifests import workers
-from baton_operator.manifests.model_files import CLAIM, ModelFiles
+from baton_operator.manifests.model_files import CLAIM, PIN_KEY, ModelFiles
 from baton_operator.manifests.objects import Manifest
 from baton_operator.observed import Observed, Pod
 
@@ -52,7 +52,9 @@ class ModelFetch:
     proof: Proof | None = None
     """To be written down. None if the files are not there, or no Job has to fetch them."""
     revision: str = ""
-    """What was fetched, as in Proof."""
+    """What was fetched, as in Proof; several if pods have fetched different ones."""
+    pin: str = ""
+    """The commit that all pods of the generation are to fetch, once one has fetched the newest."""
     outdated_job: bool = False
     """Whether the Job that is there fills a claim that was deleted: it stands in the way of another one."""
 
@@ -70,7 +72,7 @@ def fetches(observed: Observed, known: Mapping[str, Generation]) -> dict[str, Mo
 def _fetch(observed: Observed, files: Mapping[str, ModelFiles], revision: str) -> ModelFetch:
     wanted = files[revision]
     if not wanted.job_needed:
-        return ModelFetch("Present", revision=_noted(observed, revision, wanted))
+        return _fetched_by_pods(observed, wanted, revision)
     same = [name for name, one in files.items() if one.place == wanted.place]
     claim = observed.find("v1", "PersistentVolumeClaim", wanted.claim)
     uid: str = claim["metadata"].get("uid", "") if claim else ""
@@ -129,8 +131,11 @@ def _last_trouble(pods: list[Pod]) -> str:
     return max(troubled, key=lambda pod: (pod.created, pod.name)).trouble.rstrip(".") if troubled else ""
 
 
-def _noted(observed: Observed, revision: str, files: ModelFiles) -> str:
-    """What the pods of a generation have fetched for themselves; several if they differ."""
-    if not files.fetched:
-        return ""
-    return ", ".join(sorted({pod.note for pod in observed.pods if pod.revision == revision and pod.note}))
+def _fetched_by_pods(observed: Observed, files: ModelFiles, revision: str) -> ModelFetch:
+    """Each pod fetches for itself: the first that has done so says which commit the others are to fetch."""
+    pods = [pod for pod in observed.pods if files.fetched and pod.revision == revision and pod.note]
+    there = observed.find("v1", "ConfigMap", files.pin)
+    first = min(pods, key=lambda pod: (pod.created, pod.name)).note if pods else ""
+    pin: str = there["data"][PIN_KEY] if there else first
+    fetched = sorted({pod.note for pod in pods} | ({pin} if pin else set()))
+    return ModelFetch("Present", revision=", ".join(fetched), pin=pin if files.pinned else "")

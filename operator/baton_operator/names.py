@@ -46,6 +46,11 @@ def generation(service: str, revision: str) -> str:
     return f"{service}-rev-{revision}"
 
 
+def model_pin(service: str, revision: str) -> str:
+    """The ConfigMap that names the commit which all pods of a generation fetch."""
+    return f"{generation(service, revision)}-model"
+
+
 def model_claim(service: str) -> str:
     return f"{service}-model"
 

@@ -227,6 +227,8 @@ def _workers(observed: Observed, state: State) -> list[Manifest]:
     wished = []
     for revision, generation in state.generations.items():
         wished.append(generations.memory(observed, generation, state.models[revision].proof))
+        if commit := state.models[revision].pin:
+            wished.append(generations.model_pin(owner, generation, commit))
         fate = state.fates[revision]
         if not there[revision] and not any(fate.replicas.values()):
             continue

@@ -16,7 +16,7 @@ import pytest
 from obstore.store import LocalStore
 
 from baton_api.errors import SetupError
-from baton_api.model_fetch import RESULT_FILE
+from baton_api.model_fetch import PINNED_REVISION, RESULT_FILE
 from baton_engine.model import buckets, builtin, fetching
 from baton_engine.model.builtin import SMOLLM2
 from baton_engine.model.fetching import MARKER, Fetched, Source, fetch
@@ -266,3 +266,15 @@ def test_a_hubs_model_is_fetched_at_one_commit_and_then_needs_no_hub(tmp_path: P
     assert newer.returncode == 2 and "no revision 'v9'" in newer.stderr
     again = run(*command, home=tmp_path / "home", HF_HUB_OFFLINE="1")
     assert again.stdout == f"There already: hf://org/tiny at {COMMIT} in {folder}\n", again.stderr
+
+
+@pytest.mark.processes
+def test_fetch_without_a_revision_takes_the_pinned_commit(tmp_path: Path) -> None:
+    repository, asked = tmp_path / "repository", list[str]()
+    repository.mkdir()
+    (repository / "config.json").write_text("{}")
+    with serving(repository, "org/tiny", asked) as endpoint:
+        told = {PINNED_REVISION: "v1", "HF_ENDPOINT": endpoint}
+        done = run("hf://org/tiny", str(tmp_path / "a"), home=tmp_path / "home", **told)
+    assert done.returncode == 0, done.stderr
+    assert "/api/models/org/tiny/revision/v1" in asked

@@ -60,6 +60,8 @@ class FakeCluster:
         """Generations whose pods crash."""
         self.files: set[tuple[str, str]] = set()
         """What was fetched: the UID of a claim, and the folder in it."""
+        self.newest = "0123abcd"
+        """The hub's newest commit."""
         self.fetch_s = 0.0
         """Seconds that a fetch takes."""
         self.fetches_fail = False
@@ -215,7 +217,8 @@ class FakeCluster:
                     changes = {"restarts": pod.restarts + 1, "trouble": "CrashLoopBackOff: exit code 1"}
                     moves.append(partial(self._change, pod, **changes))
             elif not pod.ready:
-                moves.append(partial(self._change, pod, ready=True, trouble=""))
+                note = self._fetched(pod.revision) if pod.revision else ""
+                moves.append(partial(self._change, pod, ready=True, trouble="", note=pod.note or note))
         return moves
 
     def _of_jobs(self) -> list[Move]:
@@ -258,8 +261,19 @@ class FakeCluster:
     def _complete(self, job: Manifest, pod: Pod) -> None:
         spec = job["spec"]["template"]["spec"]
         self.files.add((self._uid(*_claims(spec)), spec["containers"][0]["args"][2]))
-        self._change(pod, phase="Succeeded", note="0123abcd")
+        self._change(pod, phase="Succeeded", note=self.newest)
         job["status"] = {"conditions": [DONE], "completionTime": timestamp(self.now)}
+
+    def _fetched(self, revision: str) -> str:
+        """The commit that a pod's first container fetches, of a hub where newer ones may come."""
+        for one in self._deployments():
+            pod = one["spec"]["template"]["spec"]
+            if one["metadata"]["labels"].get(labels.REVISION) == revision and "initContainers" in pod:
+                (fetch,) = pod["initContainers"]
+                pins = [var["valueFrom"]["configMapKeyRef"] for var in fetch["env"] if "valueFrom" in var]
+                found = [self.objects.get(("v1", "ConfigMap", one["name"])) for one in pins]
+                return next((one["data"]["revision"] for one in found if one), self.newest)
+        return ""
 
     def _uid(self, claim: str) -> str:
         there = self.objects.get(("v1", "PersistentVolumeClaim", claim))

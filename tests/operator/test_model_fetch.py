@@ -221,6 +221,34 @@ def test_pods_that_fetch_for_themselves_ask_for_the_room() -> None:
     assert volume == {"sizeLimit": "20Gi"}
 
 
+def test_pods_without_a_cache_fetch_one_commit_whenever_they_start() -> None:
+    """Workers of one generation never differ, although the hub has a newer commit by then."""
+    spec = {**HUB, "model": {"uri": "hf://org/model"}}
+    cluster = settled(spec)
+    revision = cluster.service["status"]["currentRevision"]
+    cluster.newest = "89abcdef"
+    cluster.change({**spec, "decode": {"replicas": 5}})
+    cluster.settle()
+    assert {pod.note for pod in cluster.alive(revision)} == {"0123abcd"}
+    assert cluster.service["status"]["model"]["resolvedRevision"] == "0123abcd"
+    cluster.change({**spec, "engine": {"maxModelLen": 1024}})
+    cluster.settle()
+    assert cluster.service["status"]["model"]["resolvedRevision"] == "89abcdef", "another generation"
+    cluster.change({**spec, "rollout": {"rollbackTo": revision}})
+    cluster.settle()
+    assert {pod.note for pod in cluster.alive(revision)} == {"0123abcd"}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [{"uri": "hf://org/model", "revision": "v1"}, {"uri": "s3://bucket/model"}, HUB["model"]],
+    ids=["a revision", "a bucket", "a Job"],
+)
+def test_model_that_is_the_same_for_all_pods_is_not_pinned(model: dict[str, Any]) -> None:
+    cluster = settled({**HUB, "model": model})
+    assert not [name for name in cluster.names("ConfigMap") if name.endswith("-model")]
+
+
 def job(cluster: FakeCluster) -> Any:
     """The Job that fetches."""
     (made,) = [one for (_, kind, _), one in cluster.objects.items() if kind == "Job"]

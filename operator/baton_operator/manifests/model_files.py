@@ -12,7 +12,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from baton_api.model_fetch import RESULT_FILE
+from baton_api.model_fetch import PINNED_REVISION, RESULT_FILE
 from baton_operator import names
 from baton_operator.kinds.model import Model
 from baton_operator.kinds.worker_role import Placement
@@ -29,6 +29,9 @@ CLAIM = "baton.dev/claim"
 MEMORY_LIMIT = "4Gi"
 """Of what fetches; files of any size pass through it piece by piece."""
 
+PIN_KEY = "revision"
+"""Key of the ConfigMap that names the commit which all pods of a generation fetch."""
+
 TERMINATION_LOG = "/dev/termination-log"
 
 JOB_TTL_S = 86_400
@@ -42,6 +45,13 @@ class ModelFiles:
     service: str
     model: Model
     image: str
+    pin: str = ""
+    """ConfigMap that may name the commit to fetch where the model names no revision."""
+
+    @property
+    def pinned(self) -> bool:
+        """Whether each pod would otherwise look for the newest commit by itself."""
+        return self.scheme == "hf" and not self.model.revision and not self.job_needed
 
     @property
     def scheme(self) -> str:
@@ -171,6 +181,13 @@ class ModelFiles:
         return made(owner, "v1", "PersistentVolumeClaim", name, {"spec": spec})
 
     @property
+    def _pinning(self) -> list[Manifest]:
+        if not self.pinned:
+            return []
+        source = {"name": self.pin, "key": PIN_KEY, "optional": True}
+        return [{"name": PINNED_REVISION, "valueFrom": {"configMapKeyRef": source}}]
+
+    @property
     def _rest(self) -> str:
         return self.model.uri.partition("://")[2]
 
@@ -185,7 +202,11 @@ class ModelFiles:
             "name": name,
             "image": self.image,
             "args": ["fetch", model.uri, self.path, *options],
-            "env": [{"name": "HOME", "value": "/tmp"}, {"name": RESULT_FILE, "value": TERMINATION_LOG}],
+            "env": [
+                {"name": "HOME", "value": "/tmp"},
+                {"name": RESULT_FILE, "value": TERMINATION_LOG},
+                *self._pinning,
+            ],
             **given(envFrom=[{"secretRef": {"name": secret.name}}] if secret else []),
             "securityContext": container_security(),
             "resources": {

@@ -31,7 +31,8 @@ COMMANDS = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.BOTH: "serve"}
 def files(owner: Owner, generation: Generation) -> ModelFiles:
     """The model's files of a generation."""
     blueprint = generation.blueprint
-    return ModelFiles(owner.name, blueprint.model, blueprint.engine.image or generation.image)
+    image = blueprint.engine.image or generation.image
+    return ModelFiles(owner.name, blueprint.model, image, names.model_pin(owner.name, generation.revision))
 
 
 def deployment(owner: Owner, generation: Generation, role: Role, replicas: int) -> Manifest:

@@ -49,8 +49,12 @@ class Fetched:
     """Whether it was fetched now."""
 
 
-def fetch(source: Source, folder: Path, progress: Progress = SILENT) -> Fetched:
-    """Bring the files into `folder`, unless they are there. Raises SetupError."""
+def fetch(source: Source, folder: Path, progress: Progress = SILENT, pinned: str = "") -> Fetched:
+    """
+    Bring the files into `folder`, unless they are there. Raises SetupError.
+
+    `pinned` is the commit that stands for the newest one of the hub, if the source names no revision.
+    """
     if found := _marked(source, folder):
         return found
     try:
@@ -58,7 +62,7 @@ def fetch(source: Source, folder: Path, progress: Progress = SILENT) -> Fetched:
         with _alone(folder, progress):
             if found := _marked(source, folder):  # somebody else has fetched them meanwhile
                 return found
-            revision = _bring(source, folder, progress)
+            revision = _bring(source, folder, progress, pinned)
             _mark(source, revision, folder)
     except OSError as error:
         raise SetupError(
@@ -68,14 +72,14 @@ def fetch(source: Source, folder: Path, progress: Progress = SILENT) -> Fetched:
     return Fetched(revision, anew=True)
 
 
-def _bring(source: Source, folder: Path, progress: Progress) -> str:
+def _bring(source: Source, folder: Path, progress: Progress, pinned: str) -> str:
     scheme, separator, rest = source.uri.partition("://")
     if source.revision and scheme != "hf":
         raise SetupError(f"{source.uri} has no revisions: only models of the hub (hf://) have.")
     match scheme if separator and rest else "":
         case "hf":
             progress.start(f"Fetching {rest}", 0)
-            commit = hub.download(rest, source.revision, source.patterns, folder, WAYS_OUT)
+            commit = hub.download(rest, source.revision or pinned, source.patterns, folder, WAYS_OUT)
             progress.done()
             return commit
         case "s3" | "gs":
