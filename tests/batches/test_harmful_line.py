@@ -21,7 +21,7 @@ from tests.engine.models import make_model
 LINES = 60
 HARMFUL = 23
 MARK = "this request ends its worker"
-END_S = 400.0
+END_S = 600.0
 
 
 class Supervisor:
