@@ -7,7 +7,12 @@ from typing import Any
 
 from baton_cli.status.standing import Part, Standing, Trouble
 
-GOOD = frozenset({"Ready", "ModelReady", "PrefillReady", "DecodeReady", "RouterReady", "SpecSupported"})
+GOOD = frozenset(
+    {
+        *("Ready", "ModelReady", "PrefillReady", "DecodeReady", "RouterReady", "SpecSupported"),
+        "ExposureReady",
+    }
+)
 """Conditions that should be true."""
 
 BAD = frozenset({"Degraded", "Failed", "ScalingLimited"})

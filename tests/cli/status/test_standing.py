@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from baton_cli.status import of_cluster, of_router
+from baton_operator import conditions
 
 LOAD = {"running": 2, "queued": 0}
 INFO = {"version": "1", "status": "ready", "models": [{"id": "tiny"}]}
@@ -152,3 +153,10 @@ def test_what_somebody_wanted_is_no_trouble(reason: str) -> None:
     found = of_cluster.standing(service(condition("Ready", "False", reason)), [])
     assert not found.troubles and not found.serving
     assert of_cluster.standing(service(condition("Ready", "False", "RollingOut")), []).well
+
+
+def test_conditions_of_a_service_are_those_of_the_operator() -> None:
+    """A condition that the operator adds is shown as good or bad, and not passed over."""
+    of_batches = {"UpToDate"}
+    assert conditions.GOOD - of_batches <= of_cluster.GOOD
+    assert conditions.BAD <= of_cluster.BAD
