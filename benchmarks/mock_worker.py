@@ -20,6 +20,8 @@ from typing import cast
 import httptools
 import uvloop
 
+from baton_api import headers
+
 PREFILL_PORTS, DECODE_PORTS = (9101, 9102), (9103, 9104)
 PLAIN_PORTS = (9105, 9106, 9107, 9108)
 EVENTS = 8
@@ -127,7 +129,7 @@ class MockWorker(asyncio.Protocol):
         self._path = url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if name == b"x-baton-prefill":
+        if name == headers.PREFILL.encode():
             self._remote = 1
 
     def on_body(self, body: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import openai
 
+from baton_api import labels
 from e2e.installation import ROOT
 from e2e.kubernetes import Kubernetes
 from e2e.relays import QUESTION, pulled_bytes
@@ -42,7 +43,7 @@ def test_a_service_of_ten_lines_answers(cluster: Kubernetes) -> None:
 
 
 def test_its_prompt_was_computed_by_another_pod(cluster: Kubernetes) -> None:
-    roles = {pod["metadata"]["labels"]["baton.dev/role"]: pod for pod in cluster.objects("pods")}
+    roles = {pod["metadata"]["labels"][labels.ROLE]: pod for pod in cluster.objects("pods")}
     assert {"prefill", "decode", "router"} <= roles.keys()
 
     assert pulled_bytes(cluster, roles["decode"]["metadata"]["name"]) > 0

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from baton_api import labels
 from e2e.client import ask
 from e2e.kubernetes import Kubernetes, Manifest
 from e2e.patience import until
@@ -108,7 +109,7 @@ def _pods(cluster: Kubernetes) -> dict[str, str]:
     """Names by roles."""
     found: dict[str, Any] = {}
     for pod in cluster.objects("pods"):
-        found[pod["metadata"]["labels"]["baton.dev/role"]] = pod["metadata"]["name"]
+        found[pod["metadata"]["labels"][labels.ROLE]] = pod["metadata"]["name"]
     return found
 
 

@@ -19,6 +19,7 @@ from types import TracebackType
 
 import httpx
 
+from baton_api import headers
 from e2e.services import NAME
 
 PATIENCE_S = 120.0
@@ -103,7 +104,7 @@ class Traffic:
             try:
                 async with client.stream("POST", self._url, json=body) as answer:
                     begun = True
-                    worker = answer.headers.get("x-baton-worker", "")
+                    worker = answer.headers.get(headers.WORKER, "")
                     lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
                     why = _wrong(answer.status_code, lines)
             except httpx.HTTPError as error:

@@ -63,22 +63,38 @@ RETRY_SPREAD_S = 4
 RETRY_LIMIT_S = 120
 """OpenAI's clients ignore a longer `Retry-After`."""
 
+MISSING_REQUIRED_PARAMETER = "missing_required_parameter"
+INVALID_TYPE = "invalid_type"
+INVALID_VALUE = "invalid_value"
+INTEGER_BELOW_MIN_VALUE = "integer_below_min_value"
+INTEGER_ABOVE_MAX_VALUE = "integer_above_max_value"
+DECIMAL_BELOW_MIN_VALUE = "decimal_below_min_value"
+DECIMAL_ABOVE_MAX_VALUE = "decimal_above_max_value"
+EMPTY_ARRAY = "empty_array"
+ARRAY_ABOVE_MAX_LENGTH = "array_above_max_length"
+STRING_ABOVE_MAX_LENGTH = "string_above_max_length"
+OBJECT_ABOVE_MAX_PROPERTIES = "object_above_max_properties"
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+INVALID_FUNCTION_PARAMETERS = "invalid_function_parameters"
+PREVIOUS_RESPONSE_NOT_FOUND = "previous_response_not_found"
+UNSUPPORTED_PARAMETER = "unsupported_parameter"
+
 CODES = {
-    "missing_required_parameter": "The field must be there.",
-    "invalid_type": "The value is of another JSON type than the field's.",
-    "invalid_value": "The value is none of those that the field may have.",
-    "integer_below_min_value": "The whole number is too low.",
-    "integer_above_max_value": "The whole number is too high.",
-    "decimal_below_min_value": "The number is too low.",
-    "decimal_above_max_value": "The number is too high.",
-    "empty_array": "There must be at least one item.",
-    "array_above_max_length": "There are too many items.",
-    "string_above_max_length": "There are too many characters.",
-    "object_above_max_properties": "There are too many members.",
-    "context_length_exceeded": "The prompt, or it and the tokens asked for, do not fit the model's context.",
-    "invalid_function_parameters": "The schema of a tool's arguments is none, or too large.",
-    "previous_response_not_found": "The response to continue is not kept.",
-    "unsupported_parameter": "The field asks for something that is not served; leave it out.",
+    MISSING_REQUIRED_PARAMETER: "The field must be there.",
+    INVALID_TYPE: "The value is of another JSON type than the field's.",
+    INVALID_VALUE: "The value is none of those that the field may have.",
+    INTEGER_BELOW_MIN_VALUE: "The whole number is too low.",
+    INTEGER_ABOVE_MAX_VALUE: "The whole number is too high.",
+    DECIMAL_BELOW_MIN_VALUE: "The number is too low.",
+    DECIMAL_ABOVE_MAX_VALUE: "The number is too high.",
+    EMPTY_ARRAY: "There must be at least one item.",
+    ARRAY_ABOVE_MAX_LENGTH: "There are too many items.",
+    STRING_ABOVE_MAX_LENGTH: "There are too many characters.",
+    OBJECT_ABOVE_MAX_PROPERTIES: "There are too many members.",
+    CONTEXT_LENGTH_EXCEEDED: "The prompt, or it and the tokens asked for, do not fit the model's context.",
+    INVALID_FUNCTION_PARAMETERS: "The schema of a tool's arguments is none, or too large.",
+    PREVIOUS_RESPONSE_NOT_FOUND: "The response to continue is not kept.",
+    UNSUPPORTED_PARAMETER: "The field asks for something that is not served; leave it out.",
 }
 """What an InvalidRequest may say as `code`; it says null where fields contradict one another."""
 
@@ -144,7 +160,7 @@ class ContextTooLong(InvalidRequest):
     Shorten the prompt, or ask for fewer tokens. `/tokenize` counts a prompt's tokens.
     """
 
-    code = "context_length_exceeded"
+    code = CONTEXT_LENGTH_EXCEEDED
 
     def __init__(self, prompt: int, wanted: int, limit: int, *, param: str) -> None:
         asked = f"{prompt} prompt tokens" + (f" and {wanted} to generate" if wanted else "")
@@ -163,7 +179,7 @@ class PromptTooLarge(InvalidRequest):
     Shorten the prompt, or start the worker with a larger `--kv-cache-memory`.
     """
 
-    code = "context_length_exceeded"
+    code = CONTEXT_LENGTH_EXCEEDED
 
     def __init__(self, needed: int, blocks: int, block_size: int) -> None:
         super().__init__(
@@ -180,7 +196,7 @@ class PreviousResponseNotFound(InvalidRequest):
     Send the conversation so far as `input` in place of `previous_response_id`.
     """
 
-    code = "previous_response_not_found"
+    code = PREVIOUS_RESPONSE_NOT_FOUND
 
     def __init__(self, id: str) -> None:
         super().__init__(

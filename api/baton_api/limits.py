@@ -12,6 +12,20 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from baton_api.errors import (
+    ARRAY_ABOVE_MAX_LENGTH,
+    DECIMAL_ABOVE_MAX_VALUE,
+    DECIMAL_BELOW_MIN_VALUE,
+    EMPTY_ARRAY,
+    INTEGER_ABOVE_MAX_VALUE,
+    INTEGER_BELOW_MIN_VALUE,
+    INVALID_FUNCTION_PARAMETERS,
+    INVALID_VALUE,
+    OBJECT_ABOVE_MAX_PROPERTIES,
+    STRING_ABOVE_MAX_LENGTH,
+    BodyTooLarge,
+)
+
 
 class Kind(enum.StrEnum):
     """What of a value is bounded, which decides the code of the error."""
@@ -26,19 +40,19 @@ class Kind(enum.StrEnum):
 
 
 _ABOVE = {
-    Kind.BYTES: "content_size_limit_exceeded",
+    Kind.BYTES: BodyTooLarge.code,
     Kind.LEVELS: None,
-    Kind.ITEMS: "array_above_max_length",
-    Kind.PAIRS: "object_above_max_properties",
-    Kind.CHARACTERS: "string_above_max_length",
-    Kind.INTEGER: "integer_above_max_value",
-    Kind.DECIMAL: "decimal_above_max_value",
+    Kind.ITEMS: ARRAY_ABOVE_MAX_LENGTH,
+    Kind.PAIRS: OBJECT_ABOVE_MAX_PROPERTIES,
+    Kind.CHARACTERS: STRING_ABOVE_MAX_LENGTH,
+    Kind.INTEGER: INTEGER_ABOVE_MAX_VALUE,
+    Kind.DECIMAL: DECIMAL_ABOVE_MAX_VALUE,
 }
 _BELOW = {
-    Kind.ITEMS: "empty_array",
-    Kind.CHARACTERS: "invalid_value",
-    Kind.INTEGER: "integer_below_min_value",
-    Kind.DECIMAL: "decimal_below_min_value",
+    Kind.ITEMS: EMPTY_ARRAY,
+    Kind.CHARACTERS: INVALID_VALUE,
+    Kind.INTEGER: INTEGER_BELOW_MIN_VALUE,
+    Kind.DECIMAL: DECIMAL_BELOW_MIN_VALUE,
 }
 
 
@@ -136,7 +150,7 @@ BAD_WORD = Limit("bad_words[]", Kind.CHARACTERS, 256, 1)
 # --- What form the answer has ---
 
 CONSTRAINT = Limit("response_format, regex, ebnf, json_schema, structural_tag, structured_outputs, guided_*",
-                   Kind.BYTES, 256 * 1024, other_code="invalid_value",
+                   Kind.BYTES, 256 * 1024, other_code=INVALID_VALUE,
                    note="and what can be compiled in 2 s of processor time")  # fmt: skip
 SCHEMA_NAME = Limit("response_format.json_schema.name", Kind.CHARACTERS, 64, 1)
 CHOICES = Limit("structured_outputs.choice, guided_choice", Kind.ITEMS, 4096, 1)
@@ -151,8 +165,8 @@ PROMPT_LOGPROBS = Limit("prompt_logprobs", Kind.INTEGER, 20, note="not in a stre
 
 # --- About the request ---
 
-METADATA = Limit("metadata", Kind.PAIRS, 16, paths="chat", other_code="invalid_value")
-METADATA_KEY = Limit("metadata (a key)", Kind.CHARACTERS, 64, paths="chat", other_code="invalid_value")
+METADATA = Limit("metadata", Kind.PAIRS, 16, paths="chat", other_code=INVALID_VALUE)
+METADATA_KEY = Limit("metadata (a key)", Kind.CHARACTERS, 64, paths="chat", other_code=INVALID_VALUE)
 METADATA_VALUE = Limit("metadata.*", Kind.CHARACTERS, 512, paths="chat")
 SAFETY_IDENTIFIER = Limit("safety_identifier", Kind.CHARACTERS, 64, paths="chat")
 CACHE_SALT = Limit(
@@ -165,7 +179,7 @@ BATCHES_PAGE = Limit("limit", Kind.INTEGER, 100, 1, paths="batches")
 EXPIRES_AFTER = Limit("expires_after[seconds], output_expires_after.seconds", Kind.INTEGER, 2_592_000, 3600,
                       paths="files, batches")  # fmt: skip
 TEMPLATE_KWARGS = Limit("chat_template_kwargs", Kind.PAIRS, 32, paths="chat, tokenize",
-                        other_code="invalid_value")  # fmt: skip
+                        other_code=INVALID_VALUE)  # fmt: skip
 
 # --- Tools ---
 
@@ -176,7 +190,7 @@ TOOL_NAME = Limit("tools[].function.name, functions[].name", Kind.CHARACTERS, 64
 TOOL_DESCRIPTION = Limit("tools[].function.description, functions[].description", Kind.CHARACTERS, 65_536,
                          paths="chat")  # fmt: skip
 TOOL_SCHEMA = Limit("tools[].function.parameters, functions[].parameters", Kind.CHARACTERS, 131_072,
-                    paths="chat", other_code="invalid_function_parameters", note="as JSON")  # fmt: skip
+                    paths="chat", other_code=INVALID_FUNCTION_PARAMETERS, note="as JSON")  # fmt: skip
 
 
 def table() -> dict[str, Limit]:

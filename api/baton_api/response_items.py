@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from baton_api import limits
-from baton_api.errors import InvalidRequest
+from baton_api.errors import INVALID_VALUE, InvalidRequest
 
 PAGE_DEFAULT = 20
 
@@ -77,7 +77,7 @@ def page(items: Sequence[bytes], query: Mapping[str, str]) -> bytes:
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidRequest(
-            "Invalid 'order': expected one of 'asc', 'desc'.", param="order", code="invalid_value"
+            "Invalid 'order': expected one of 'asc', 'desc'.", param="order", code=INVALID_VALUE
         )
     ordered = list(items if order == "asc" else reversed(items))
     ids = [_id(item) for item in ordered]
@@ -85,7 +85,7 @@ def page(items: Sequence[bytes], query: Mapping[str, str]) -> bytes:
     if after := query.get("after"):
         if after not in ids:
             raise InvalidRequest(
-                "Invalid 'after': the response has no such item.", param="after", code="invalid_value"
+                "Invalid 'after': the response has no such item.", param="after", code=INVALID_VALUE
             )
         first = ids.index(after) + 1
     last = first + limit
@@ -106,7 +106,7 @@ def _limit(text: str) -> int:
     number = int(text) if text.isascii() and text.removeprefix("-").isdigit() and len(text) < 10 else None
     if number is not None and row.least <= number <= row.most:
         return number
-    code = "invalid_value" if number is None else row.code if number > row.most else row.code_below
+    code = INVALID_VALUE if number is None else row.code if number > row.most else row.code_below
     raise InvalidRequest(
         f"Invalid 'limit': expected a whole number from {row.least} to {row.most}.", param="limit", code=code
     )

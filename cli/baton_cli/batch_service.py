@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 import httpx
 
+from baton_api import headers
 from baton_api.errors import NotReady, SetupError
 
 Shown = dict[str, Any]
@@ -170,7 +171,7 @@ class BatchService:
             self._lost("")
             return True
         status, said = answer.status_code, _message(answer)
-        if status == TOO_MANY and answer.headers.get("x-should-retry") != "false":
+        if status == TOO_MANY and answer.headers.get(headers.SHOULD_RETRY) != "false":
             self._lost(said)
             return False
         if status in (502, 503, 504):

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from xxhash import xxh3_64_intdigest as digest
 
-from baton_api.errors import InvalidRequest, ModelNotFound
+from baton_api.errors import MISSING_REQUIRED_PARAMETER, UNSUPPORTED_PARAMETER, InvalidRequest, ModelNotFound
 from baton_api.hashing import client_salt
 from baton_api.resuming import BODY as RESUMPTION
 from baton_router import prompt_chunks
@@ -122,7 +122,7 @@ class Asked:
             raise InvalidRequest(
                 f"Unsupported parameter: {RESUMPTION!r}. Only a router may say where an answer goes on.",
                 param=RESUMPTION,
-                code="unsupported_parameter",
+                code=UNSUPPORTED_PARAMETER,
             )
         if tenant.models is not None:
             _check_model(tenant.models, self.model)
@@ -171,7 +171,7 @@ def _check_model(allowed: frozenset[str], model: str | None) -> None:
     """Who may not have every model cannot leave to the worker which one it is."""
     if model is None:
         raise InvalidRequest(
-            "You must provide a model parameter.", param="model", code="missing_required_parameter"
+            "You must provide a model parameter.", param="model", code=MISSING_REQUIRED_PARAMETER
         )
     if model not in allowed:
         raise ModelNotFound(model, tuple(sorted(allowed)))

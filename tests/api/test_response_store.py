@@ -10,7 +10,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton_api.errors import InvalidRequest, PreviousResponseNotFound, ResponseNotFound
+from baton_api.errors import (
+    INTEGER_ABOVE_MAX_VALUE,
+    INTEGER_BELOW_MIN_VALUE,
+    INVALID_VALUE,
+    PREVIOUS_RESPONSE_NOT_FOUND,
+    InvalidRequest,
+    PreviousResponseNotFound,
+    ResponseNotFound,
+)
 from baton_api.response_items import listed, named, page
 from baton_api.response_store import OVERHEAD, ResponseStore, StoreLimits, Turn, owner
 
@@ -50,7 +58,7 @@ def test_what_was_put_is_found_by_its_owner_alone() -> None:
             store.previous(someone, id)
         assert (error.value.param, error.value.code) == (
             "previous_response_id",
-            "previous_response_not_found",
+            PREVIOUS_RESPONSE_NOT_FOUND,
         )
         with pytest.raises(ResponseNotFound):
             store.delete(someone, id)
@@ -237,14 +245,14 @@ def test_a_page(query: dict[str, str], ids: range, more: bool) -> None:
 @pytest.mark.parametrize(
     ("query", "code"),
     [
-        ({"limit": "0"}, "integer_below_min_value"),
-        ({"limit": "101"}, "integer_above_max_value"),
-        ({"limit": "-1"}, "integer_below_min_value"),
-        ({"limit": "x"}, "invalid_value"),
-        ({"limit": "9" * 99}, "invalid_value"),
-        ({"limit": "²"}, "invalid_value"),
-        ({"order": "up"}, "invalid_value"),
-        ({"after": "none"}, "invalid_value"),
+        ({"limit": "0"}, INTEGER_BELOW_MIN_VALUE),
+        ({"limit": "101"}, INTEGER_ABOVE_MAX_VALUE),
+        ({"limit": "-1"}, INTEGER_BELOW_MIN_VALUE),
+        ({"limit": "x"}, INVALID_VALUE),
+        ({"limit": "9" * 99}, INVALID_VALUE),
+        ({"limit": "²"}, INVALID_VALUE),
+        ({"order": "up"}, INVALID_VALUE),
+        ({"after": "none"}, INVALID_VALUE),
     ],
     ids=str,
 )

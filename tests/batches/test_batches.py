@@ -7,6 +7,14 @@ from typing import Any
 
 import pytest
 
+from baton_api import headers
+from baton_api.errors import (
+    INTEGER_BELOW_MIN_VALUE,
+    INVALID_TYPE,
+    INVALID_VALUE,
+    MISSING_REQUIRED_PARAMETER,
+    STRING_ABOVE_MAX_LENGTH,
+)
 from baton_router.batches.values import Result, Status
 from tests.batches.serving import (
     answered,
@@ -101,7 +109,7 @@ async def test_j5_what_has_ended_cannot_be_cancelled(end: str) -> None:
         answer = await router.client.post(f"/v1/batches/{id}/cancel")
         check_error(answer, 409, None, None)
         assert answer.json()["error"]["message"] == f"Cannot cancel a batch with status '{end}'."
-        assert answer.headers["x-should-retry"] == "false"
+        assert answer.headers[headers.SHOULD_RETRY] == "false"
 
 
 async def test_j5_cancelling_twice_is_cancelling_once_and_what_is_done_stays() -> None:
@@ -138,7 +146,7 @@ async def test_a_batch_that_was_cancelled_before_any_line_has_no_files() -> None
 J8: dict[str, tuple[bytes, str, int | None]] = {
     "no json on line 2": (line("a") + b"{\n", "invalid_json_line", 2),
     "duplicate custom_id": (line("a") + line("a"), "duplicate_custom_id", 2),
-    "no custom_id": (line("a", custom_id=None), "missing_required_parameter", 1),
+    "no custom_id": (line("a", custom_id=None), MISSING_REQUIRED_PARAMETER, 1),
     "method GET": (line("a", method="GET"), "invalid_method", 1),
     "another endpoint": (line("a", url="/v1/completions"), "invalid_url", 1),
     "no lines": (b"\n\n", "empty_file", None),
@@ -159,29 +167,29 @@ async def test_j8_a_file_that_is_no_batch_fails_with_line_and_code(name: str) ->
 
 J9: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "an unknown file": ({"input_file_id": "file-none"}, 404, "input_file_id", ""),
-    "no file": ({"input_file_id": None}, 400, "input_file_id", "missing_required_parameter"),
-    "a number for a file": ({"input_file_id": 7}, 400, "input_file_id", "invalid_type"),
-    "a window that is none": ({"completion_window": "1 week"}, 400, "completion_window", "invalid_value"),
-    "a window of no time": ({"completion_window": "59s"}, 400, "completion_window", "invalid_value"),
-    "an endless window": ({"completion_window": "31d"}, 400, "completion_window", "invalid_value"),
-    "no window": ({"completion_window": None}, 400, "completion_window", "missing_required_parameter"),
-    "another endpoint": ({"endpoint": "/v1/foo"}, 400, "endpoint", "invalid_value"),
-    "17 keys": ({"metadata": {str(n): "" for n in range(17)}}, 400, "metadata", "invalid_value"),
-    "a long key": ({"metadata": {"k" * 65: ""}}, 400, f"metadata.{'k' * 65}", "invalid_value"),
-    "a long value": ({"metadata": {"k": "v" * 513}}, 400, "metadata.k", "string_above_max_length"),
-    "a number in metadata": ({"metadata": {"k": 1}}, 400, "metadata.k", "invalid_type"),
-    "metadata a list": ({"metadata": []}, 400, "metadata", "invalid_type"),
+    "no file": ({"input_file_id": None}, 400, "input_file_id", MISSING_REQUIRED_PARAMETER),
+    "a number for a file": ({"input_file_id": 7}, 400, "input_file_id", INVALID_TYPE),
+    "a window that is none": ({"completion_window": "1 week"}, 400, "completion_window", INVALID_VALUE),
+    "a window of no time": ({"completion_window": "59s"}, 400, "completion_window", INVALID_VALUE),
+    "an endless window": ({"completion_window": "31d"}, 400, "completion_window", INVALID_VALUE),
+    "no window": ({"completion_window": None}, 400, "completion_window", MISSING_REQUIRED_PARAMETER),
+    "another endpoint": ({"endpoint": "/v1/foo"}, 400, "endpoint", INVALID_VALUE),
+    "17 keys": ({"metadata": {str(n): "" for n in range(17)}}, 400, "metadata", INVALID_VALUE),
+    "a long key": ({"metadata": {"k" * 65: ""}}, 400, f"metadata.{'k' * 65}", INVALID_VALUE),
+    "a long value": ({"metadata": {"k": "v" * 513}}, 400, "metadata.k", STRING_ABOVE_MAX_LENGTH),
+    "a number in metadata": ({"metadata": {"k": 1}}, 400, "metadata.k", INVALID_TYPE),
+    "metadata a list": ({"metadata": []}, 400, "metadata", INVALID_TYPE),
     "another anchor": (
         {"output_expires_after": {"anchor": "now", "seconds": 3600}}, 400, "output_expires_after.anchor",
-        "invalid_value",
+        INVALID_VALUE,
     ),
     "too short": (
         {"output_expires_after": {"anchor": "created_at", "seconds": 3599}}, 400,
-        "output_expires_after.seconds", "integer_below_min_value",
+        "output_expires_after.seconds", INTEGER_BELOW_MIN_VALUE,
     ),
     "no seconds": (
         {"output_expires_after": {"anchor": "created_at"}}, 400, "output_expires_after.seconds",
-        "missing_required_parameter",
+        MISSING_REQUIRED_PARAMETER,
     ),
 }  # fmt: skip
 
@@ -198,7 +206,7 @@ async def test_j9_a_batch_that_cannot_be(name: str) -> None:
 async def test_j9_a_file_of_another_purpose() -> None:
     async with serving() as router:
         file = (await upload(router, line("a"), purpose="user_data")).json()["id"]
-        check_error(await create(router, file), 400, "input_file_id", "invalid_value")
+        check_error(await create(router, file), 400, "input_file_id", INVALID_VALUE)
 
 
 BODIES = {

@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from baton_api.errors import StorageUnavailable
+from baton_api import headers
+from baton_api.errors import StorageFull, StorageUnavailable
 from baton_router.batches.database import Database
 from baton_router.batches.ledger import Ledger
 from tests.batches.postgres import Postgres
@@ -81,7 +82,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 
 def check_away(answer: httpx.Response) -> None:
-    check_error(answer, 503, None, "storage_unavailable")
+    check_error(answer, 503, None, StorageUnavailable.code)
     assert 1 <= int(answer.headers["retry-after"]) <= 120
 
 
@@ -89,12 +90,12 @@ async def test_a_full_disk_is_said_to_be_and_keeps_nothing_in_part(disk: Disk) -
     async with serving(state=str(disk.place / "state")) as router:
         kept = await uploaded(router, line("a"))
         full = await upload(router, b"x" * 2 * DISK)
-        check_error(full, 507, None, "storage_full")
-        assert full.headers["x-should-retry"] == "false"
+        check_error(full, 507, None, StorageFull.code)
+        assert full.headers[headers.SHOULD_RETRY] == "false"
         await until(lambda: len(disk.files()) == 1)
         disk.fill()
-        check_error(await upload(router, b"x" * 5000), 507, None, "storage_full")
-        check_error(await create(router, kept), 507, None, "storage_full")
+        check_error(await upload(router, b"x" * 5000), 507, None, StorageFull.code)
+        check_error(await create(router, kept), 507, None, StorageFull.code)
         assert await content(router, kept) == line("a"), "what is kept can be read all the same"
         assert (await router.client.get("/v1/batches")).json()["data"] == []
         disk.free()

@@ -15,6 +15,16 @@ from typing import Any
 import psutil
 import pytest
 
+from baton_api import headers as header_names
+from baton_api.errors import (
+    INTEGER_ABOVE_MAX_VALUE,
+    INTEGER_BELOW_MIN_VALUE,
+    INVALID_TYPE,
+    INVALID_VALUE,
+    MISSING_REQUIRED_PARAMETER,
+    BodyTooLarge,
+    QuotaExceeded,
+)
 from baton_router.batches import asked, form, lines, storage
 from tests.batches.serving import (
     bearer,
@@ -111,19 +121,19 @@ async def test_i3_what_was_deleted_is_gone() -> None:
 
 
 I4: dict[str, tuple[dict[str, Any], str, str]] = {
-    "purpose nope": ({"files": {"file": b"x"}, "data": {"purpose": "nope"}}, "purpose", "invalid_value"),
-    "no purpose": ({"files": {"file": b"x"}}, "purpose", "missing_required_parameter"),
-    "no file": ({"files": {"purpose": (None, b"batch")}}, "file", "missing_required_parameter"),
-    "an empty file": ({"files": {"file": b""}, "data": {"purpose": "batch"}}, "file", "invalid_value"),
+    "purpose nope": ({"files": {"file": b"x"}, "data": {"purpose": "nope"}}, "purpose", INVALID_VALUE),
+    "no purpose": ({"files": {"file": b"x"}}, "purpose", MISSING_REQUIRED_PARAMETER),
+    "no file": ({"files": {"purpose": (None, b"batch")}}, "file", MISSING_REQUIRED_PARAMETER),
+    "an empty file": ({"files": {"file": b""}, "data": {"purpose": "batch"}}, "file", INVALID_VALUE),
     "another anchor": (
         {"files": {"file": b"x"}, "data": {"purpose": "batch", "expires_after[anchor]": "now"}},
         "expires_after[anchor]",
-        "invalid_value",
+        INVALID_VALUE,
     ),
     "no seconds": (
         {"files": {"file": b"x"}, "data": {"purpose": "batch", "expires_after[anchor]": "created_at"}},
         "expires_after[seconds]",
-        "missing_required_parameter",
+        MISSING_REQUIRED_PARAMETER,
     ),
 }
 
@@ -137,7 +147,7 @@ async def test_i4_a_form_that_is_no_upload_is_refused_and_leaves_nothing(name: s
         assert (await router.client.get("/v1/files")).json()["data"] == []
 
 
-SECONDS = {"3599": "integer_below_min_value", "2592001": "integer_above_max_value", "1e4": "invalid_type"}
+SECONDS = {"3599": INTEGER_BELOW_MIN_VALUE, "2592001": INTEGER_ABOVE_MAX_VALUE, "1e4": INVALID_TYPE}
 
 
 @pytest.mark.parametrize("seconds", SECONDS)
@@ -263,18 +273,18 @@ async def test_a_file_that_is_too_large_is_refused_and_leaves_nothing(tmp_path: 
     async with serving(state=str(tmp_path), file_limit=1000) as router:
         assert (await upload(router, b"x" * 1000)).status_code == 200
         for size in (1001, 5_000_000):
-            check_error(await upload(router, b"x" * size), 413, None, "content_size_limit_exceeded")
+            check_error(await upload(router, b"x" * size), 413, None, BodyTooLarge.code)
         await until(lambda: len([f for f in (tmp_path / "files").rglob("*") if f.is_file()]) == 1)
 
 
 async def test_a_key_keeps_no_more_than_its_quota() -> None:
     async with serving(files_per_key=2, file_bytes_per_key=100) as router:
         first = await uploaded(router, b"x" * 60)
-        check_error(await upload(router, b"x" * 60), 429, None, "insufficient_quota")
+        check_error(await upload(router, b"x" * 60), 429, None, QuotaExceeded.code)
         await uploaded(router, b"x" * 40)
         full = await upload(router, b"x")
-        check_error(full, 429, None, "insufficient_quota")
-        assert full.headers["x-should-retry"] == "false"
+        check_error(full, 429, None, QuotaExceeded.code)
+        assert full.headers[header_names.SHOULD_RETRY] == "false"
         await router.client.delete(f"/v1/files/{first}")
         assert (await upload(router, b"x")).status_code == 200
 

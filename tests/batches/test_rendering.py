@@ -6,6 +6,7 @@ import json
 
 import msgspec
 
+from baton_api.errors import TransferFailed
 from baton_router.batches.rendering import Usage, rows
 from baton_router.batches.values import Result
 
@@ -28,7 +29,7 @@ def test_rows_are_openais_in_the_order_of_the_input() -> None:
         (3, {"id": "batch_req_7_3", "custom_id": "n3", "error": None,
              "response": {"status_code": 400, "request_id": "req_3", "body": {"error": {}}}}),
         (9, {"id": "batch_req_7_9", "custom_id": "n9", "response": None,
-             "error": {"code": "worker_error", "message": "m"}}),
+             "error": {"code": TransferFailed.code, "message": "m"}}),
     ]  # fmt: skip
 
 

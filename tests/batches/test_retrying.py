@@ -6,7 +6,17 @@ import random
 
 import pytest
 
-from baton_api.errors import TransferFailed, WorkerLost
+from baton_api.errors import (
+    CONTEXT_LENGTH_EXCEEDED,
+    InternalError,
+    ModelNotFound,
+    Overloaded,
+    RateLimited,
+    RequestAborted,
+    TransferFailed,
+    Unauthorized,
+    WorkerLost,
+)
 from baton_router.batches import retrying
 from baton_router.batches.retrying import Outcome, Tries
 
@@ -15,17 +25,17 @@ from baton_router.batches.retrying import Outcome, Tries
     ("status", "code", "means"),
     [
         (200, None, Outcome.ANSWERED),
-        (400, "context_length_exceeded", Outcome.ANSWERED),
-        (404, "model_not_found", Outcome.ANSWERED),
+        (400, CONTEXT_LENGTH_EXCEEDED, Outcome.ANSWERED),
+        (404, ModelNotFound.code, Outcome.ANSWERED),
         (413, None, Outcome.ANSWERED),
-        (401, "invalid_api_key", Outcome.OUTAGE),
+        (401, Unauthorized.code, Outcome.OUTAGE),
         (403, None, Outcome.ANSWERED),
         (408, None, Outcome.FAULT),
-        (429, "rate_limit_exceeded", Outcome.BUSY),
-        (499, "request_aborted", Outcome.FAULT),
-        (500, "internal_error", Outcome.FAULT),
+        (429, RateLimited.code, Outcome.BUSY),
+        (499, RequestAborted.code, Outcome.FAULT),
+        (500, InternalError.code, Outcome.FAULT),
         (502, None, Outcome.FAULT),
-        (503, "overloaded", Outcome.BUSY),
+        (503, Overloaded.code, Outcome.BUSY),
         (503, None, Outcome.BUSY),
         (503, WorkerLost.code, Outcome.LOST),
         (503, TransferFailed.code, Outcome.LOST),

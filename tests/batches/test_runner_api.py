@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from sqlalchemy import text
 
-from baton_api import runner_tokens
+from baton_api import headers, runner_tokens
 from baton_router.batches import wire
 from baton_router.batches.database import Database
 from baton_router.batches.runner_secret import secret_of
@@ -236,7 +236,7 @@ async def test_a_runner_sends_lines_in_the_lowest_class_and_without_its_token() 
         assert answer.status_code == 200
         seen = batch.worker.asked[-1].headers
         assert not any("bbt1" in value or name == "authorization" for name, value in seen)
-        urgent = {**bearer(token), "x-baton-class": "interactive"}
+        urgent = {**bearer(token), headers.CLASS: "interactive"}
         answer = await batch.router.client.post(CHAT, json=QUESTION, headers=urgent)
         assert answer.status_code == 403
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
+from baton_api import headers as header_names
 from baton_api import runner_tokens
 from baton_api.errors import NotReady, StorageUnavailable, Unauthorized
 from baton_router.access import Access, tenant_of
@@ -53,7 +54,7 @@ def scope_of(
 ) -> dict[str, Any]:
     secret = secret_of(given, given.ticket_secret) or b""
     token = runner_tokens.issue(secret, "batch_1", epoch, owner.hex(), time.time() + 60, models)
-    headers = [(b"authorization", b"Bearer " + token.encode()), (b"x-baton-class", b"batch")]
+    headers = [(b"authorization", b"Bearer " + token.encode()), (header_names.CLASS.encode(), b"batch")]
     return {"path": path, "method": "POST", "headers": headers}
 
 
@@ -70,7 +71,7 @@ async def test_they_are_the_tenants_but_of_the_lowest_class_and_without_its_limi
     assert (tenant.default_class, tenant.classes) == ("batch", frozenset({"batch"}))
     assert tenant.limits is NOBODY.limits
     assert scope[OWNER] == b"tenant:acme"
-    assert scope["headers"] == [(b"x-baton-class", b"batch")]
+    assert scope["headers"] == [(header_names.CLASS.encode(), b"batch")]
 
 
 async def test_where_owners_are_keys_they_are_nobodys_in_particular(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from baton_api.errors import INVALID_TYPE, MISSING_REQUIRED_PARAMETER
 from baton_router.batches import lines
 from baton_router.batches.names import Names, repeated
 from baton_router.batches.validation import Bounds, Verdict, examine
@@ -45,16 +46,16 @@ BAD: dict[str, tuple[bytes, str, int | None, str | None]] = {
     "no utf-8": (text(line(), b'{"custom_id":"\xff"}\n'), "invalid_json_line", 2, None),
     "deep": (text(b"[" * 500 + b"\n"), "invalid_json_line", 1, None),
     "no object": (text([1]), "invalid_line", 1, None),
-    "no custom_id": (text(line(), without("custom_id")), "missing_required_parameter", 2, "custom_id"),
-    "custom_id null": (text(line(None)), "missing_required_parameter", 1, "custom_id"),
-    "custom_id a number": (text(line(7)), "invalid_type", 1, "custom_id"),
+    "no custom_id": (text(line(), without("custom_id")), MISSING_REQUIRED_PARAMETER, 2, "custom_id"),
+    "custom_id null": (text(line(None)), MISSING_REQUIRED_PARAMETER, 1, "custom_id"),
+    "custom_id a number": (text(line(7)), INVALID_TYPE, 1, "custom_id"),
     "duplicate custom_id": (text(line("a"), line("b"), line("a")), "duplicate_custom_id", 3, "custom_id"),
-    "no method": (text(without("method")), "missing_required_parameter", 1, "method"),
+    "no method": (text(without("method")), MISSING_REQUIRED_PARAMETER, 1, "method"),
     "method GET": (text(line(method="GET")), "invalid_method", 1, "method"),
-    "no url": (text(without("url")), "missing_required_parameter", 1, "url"),
+    "no url": (text(without("url")), MISSING_REQUIRED_PARAMETER, 1, "url"),
     "another endpoint": (text(line(url="/v1/embeddings")), "invalid_url", 1, "url"),
-    "no body": (text(without("body")), "missing_required_parameter", 1, "body"),
-    "body a list": (text(line(body=[])), "invalid_type", 1, "body"),
+    "no body": (text(without("body")), MISSING_REQUIRED_PARAMETER, 1, "body"),
+    "body a list": (text(line(body=[])), INVALID_TYPE, 1, "body"),
     "blank lines only": (b"\n \r\n\t\n", "empty_file", None, None),
     "a bom only": (b"\xef\xbb\xbf", "empty_file", None, None),
     "a long line": (text(line(), line("b", body={"x": "y" * 1000})), "line_too_long", 2, None),

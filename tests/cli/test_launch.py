@@ -14,6 +14,7 @@ import httpx
 import psutil
 import pytest
 
+from baton_api.errors import Unauthorized
 from tests.cli.service import END_S, START_S, await_true, running_up, start_baton
 from tests.engine.models import make_model
 
@@ -110,7 +111,7 @@ def test_a_server_with_a_key_file_is_closed_and_takes_new_keys_without_a_restart
             assert server.get(path).status_code == 401
             assert server.get(path, "k-first-key").status_code == 200
         assert server.chat("k-first-key", model="tiny").status_code == 200
-        assert server.chat("k-wrong-key", model="tiny").json()["error"]["code"] == "invalid_api_key"
+        assert server.chat("k-wrong-key", model="tiny").json()["error"]["code"] == Unauthorized.code
 
         file.write_text("bob:k-second-key\n# alice is gone\n")
         _await_status(server, "k-second-key", 200)

@@ -10,6 +10,8 @@ import httpx
 import openai
 import pytest
 
+from baton_api import headers
+
 ANY: Any = object()
 """A value that the specification leaves open."""
 
@@ -29,7 +31,7 @@ def check_error(
     """E(status, param, code); `param` may be a tuple of what is allowed."""
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"].startswith("application/json")
-    assert answer.headers["x-request-id"]
+    assert answer.headers[headers.REQUEST_ID]
     body = answer.json()
     assert set(body) == {"error"}
     check_error_object(body["error"], param, code, kind)

@@ -13,6 +13,8 @@ import openai
 import pytest
 from openai.types import Batch
 
+from baton_api import metrics
+from baton_api.errors import CONTEXT_LENGTH_EXCEEDED, ModelNotFound
 from tests.conformance import deployment
 from tests.conformance.conftest import ALWAYS_RELAYED, smollm2
 from tests.conformance.deployment import PAIR, PATIENCE_S, QUESTION, Deployment, Deployments, await_true
@@ -161,9 +163,7 @@ def test_J4_a_cancelled_batch_keeps_what_was_done(served: Deployment) -> None:
     assert last.status == "cancelled" and last.cancelled_at
     assert 0 < counts(last)[1] < 500
     assert len(rows(served, last.output_file_id)) == counts(last)[1]
-    await_true(
-        lambda: served.total("baton_worker_requests_running") == 0, PATIENCE_S, "no request runs any more"
-    )
+    await_true(lambda: served.total(metrics.WORKER_RUNNING.name) == 0, PATIENCE_S, "no request runs any more")
     assert served.client.files.delete(batch.input_file_id).deleted
 
 
@@ -201,8 +201,8 @@ def test_J7_lines_that_cannot_be_served_are_errors_of_their_own(served: Deployme
     assert [row["response"]["status_code"] for row in errors] == [400, 404, 400]
     told = [row["response"]["body"]["error"] for row in errors]
     assert told[0]["param"] == "stream"
-    assert (told[1]["param"], told[1]["code"]) == ("model", "model_not_found")
-    assert told[2]["code"] == "context_length_exceeded"
+    assert (told[1]["param"], told[1]["code"]) == ("model", ModelNotFound.code)
+    assert told[2]["code"] == CONTEXT_LENGTH_EXCEEDED
 
 
 def no_batches(served: Deployment) -> dict[str, list[Any]]:

@@ -9,6 +9,17 @@ from typing import Any
 import openai
 import pytest
 
+from baton_api.errors import (
+    ARRAY_ABOVE_MAX_LENGTH,
+    CONTEXT_LENGTH_EXCEEDED,
+    DECIMAL_ABOVE_MAX_VALUE,
+    DECIMAL_BELOW_MIN_VALUE,
+    INTEGER_ABOVE_MAX_VALUE,
+    INTEGER_BELOW_MIN_VALUE,
+    INVALID_TYPE,
+    INVALID_VALUE,
+    MISSING_REQUIRED_PARAMETER,
+)
 from tests.conformance.deployment import QUESTION, Deployment
 from tests.conformance.expected import check_error, check_param, exactly, refusal
 
@@ -87,7 +98,7 @@ def test_B7_a_stop_string_can_be_kept(served: Deployment, field: str) -> None:
 
 def test_B8_stops_are_at_most_four_and_not_empty(served: Deployment) -> None:
     five = refusal(lambda: served.chat(stop=["a", "b", "c", "d", "e"]), openai.BadRequestError)
-    check_error(five, 400, "stop", "array_above_max_length")
+    check_error(five, 400, "stop", ARRAY_ABOVE_MAX_LENGTH)
     check_param(refusal(lambda: served.chat(stop=[""]), openai.BadRequestError), "stop")
     assert served.chat(stop=None, max_tokens=1).choices
     assert served.chat(stop=["w", "x", "y", "z"], max_tokens=1).choices
@@ -119,28 +130,28 @@ def test_B11_n_greedy_choices_are_equal(served: Deployment) -> None:
     assert first.message.content == second.message.content
 
 
-@pytest.mark.parametrize("n, code", [(0, "integer_below_min_value"), (129, "integer_above_max_value")])
+@pytest.mark.parametrize("n, code", [(0, INTEGER_BELOW_MIN_VALUE), (129, INTEGER_ABOVE_MAX_VALUE)])
 def test_B12_n_is_from_1_to_128(served: Deployment, n: int, code: str) -> None:
     check_error(served.post_chat(n=n), 400, "n", code)
 
 
 def test_B12_n_is_a_number(served: Deployment) -> None:
-    check_error(served.post_chat(n="2"), 400, "n", "invalid_type")
+    check_error(served.post_chat(n="2"), 400, "n", INVALID_TYPE)
 
 
 @pytest.mark.parametrize(
     "field, value, code",
     [
-        ("temperature", -0.1, "decimal_below_min_value"),
-        ("temperature", 2.1, "decimal_above_max_value"),
-        ("temperature", "hot", "invalid_type"),
-        ("top_p", -0.1, "decimal_below_min_value"),
-        ("top_p", 1.1, "decimal_above_max_value"),
-        ("presence_penalty", 2.1, "decimal_above_max_value"),
-        ("frequency_penalty", -2.1, "decimal_below_min_value"),
-        ("min_p", 1.5, "decimal_above_max_value"),
+        ("temperature", -0.1, DECIMAL_BELOW_MIN_VALUE),
+        ("temperature", 2.1, DECIMAL_ABOVE_MAX_VALUE),
+        ("temperature", "hot", INVALID_TYPE),
+        ("top_p", -0.1, DECIMAL_BELOW_MIN_VALUE),
+        ("top_p", 1.1, DECIMAL_ABOVE_MAX_VALUE),
+        ("presence_penalty", 2.1, DECIMAL_ABOVE_MAX_VALUE),
+        ("frequency_penalty", -2.1, DECIMAL_BELOW_MIN_VALUE),
+        ("min_p", 1.5, DECIMAL_ABOVE_MAX_VALUE),
         ("repetition_penalty", 0, None),
-        ("top_k", -2, "integer_below_min_value"),
+        ("top_k", -2, INTEGER_BELOW_MIN_VALUE),
     ],
 )
 def test_B13_a_parameter_out_of_range_is_named(
@@ -272,7 +283,7 @@ def test_B20_messages_that_cannot_be_are_named(served: Deployment, messages: Any
 
 def test_B21_messages_are_required(served: Deployment) -> None:
     answer = served.post("/v1/chat/completions", {"model": served.model})
-    check_error(answer, 400, "messages", "missing_required_parameter")
+    check_error(answer, 400, "messages", MISSING_REQUIRED_PARAMETER)
 
 
 def test_B22_tokenize_counts_what_usage_counts(served: Deployment) -> None:
@@ -283,7 +294,7 @@ def test_B22_tokenize_counts_what_usage_counts(served: Deployment) -> None:
 
 def test_B23_a_prompt_over_the_context_is_refused_at_once(served: Deployment) -> None:
     answer = served.post_chat(user("capital " * (served.context + 1)))
-    check_error(answer, 400, "messages", "context_length_exceeded")
+    check_error(answer, 400, "messages", CONTEXT_LENGTH_EXCEEDED)
     assert served.chat(max_tokens=1).choices
 
 
@@ -293,7 +304,7 @@ def test_B24_max_tokens_is_from_1_to_the_context(served: Deployment, tokens: Cal
 
 
 def test_B24_prompt_and_max_tokens_together_are_within_the_context(served: Deployment) -> None:
-    check_error(served.post_chat(max_tokens=served.context), 400, code="context_length_exceeded")
+    check_error(served.post_chat(max_tokens=served.context), 400, code=CONTEXT_LENGTH_EXCEEDED)
 
 
 def test_B25_a_last_message_of_the_assistant_can_be_continued(served: Deployment) -> None:
@@ -317,7 +328,7 @@ def test_B26_the_narrowest_sampling_is_greedy(served: Deployment) -> None:
 
 @pytest.mark.parametrize("field", ["service_tier", "reasoning_effort", "verbosity"])
 def test_B27_an_unknown_word_is_refused(served: Deployment, field: str) -> None:
-    check_error(served.post_chat(**{field: "most"}), 400, field, "invalid_value")
+    check_error(served.post_chat(**{field: "most"}), 400, field, INVALID_VALUE)
 
 
 def test_B28_metadata_is_bounded(served: Deployment) -> None:

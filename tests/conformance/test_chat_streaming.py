@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from baton_api import metrics
+from baton_api.errors import CONTEXT_LENGTH_EXCEEDED, DECIMAL_ABOVE_MAX_VALUE, ModelNotFound
 from tests.conformance.deployment import QUESTION, Deployment, choices_of, data_events, joined
 from tests.conformance.expected import check_error, check_param, exactly
 
@@ -98,11 +100,11 @@ def test_C9_the_sdks_helper_adds_the_stream_up(served: Deployment) -> None:
 
 
 def test_C10_a_bad_request_for_a_stream_has_a_real_status(served: Deployment) -> None:
-    check_error(served.post_chat(stream=True, temperature=2.1), 400, "temperature", "decimal_above_max_value")
+    check_error(served.post_chat(stream=True, temperature=2.1), 400, "temperature", DECIMAL_ABOVE_MAX_VALUE)
     long = [{"role": "user", "content": "capital " * (served.context + 1)}]
-    check_error(served.post_chat(long, stream=True), 400, "messages", "context_length_exceeded")
+    check_error(served.post_chat(long, stream=True), 400, "messages", CONTEXT_LENGTH_EXCEEDED)
     body = {"model": "nope", "messages": QUESTION, "stream": True}
-    check_error(served.post("/v1/chat/completions", body), 404, ("model", None), "model_not_found")
+    check_error(served.post("/v1/chat/completions", body), 404, ("model", None), ModelNotFound.code)
     check_error(served.post_chat(stream=True, regex="("), 400)
 
 
@@ -128,7 +130,7 @@ def test_C13_a_stream_comes_as_it_is_made(served: Deployment) -> None:
             texts += bool(json.loads(line[6:])["choices"][0]["delta"].get("content"))
             if texts == 3:
                 break
-        running = served.total("baton_worker_requests_running")
+        running = served.total(metrics.WORKER_RUNNING.name)
     assert texts == 3 and running >= 1
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from baton_api.errors import CONTEXT_LENGTH_EXCEEDED, INTEGER_ABOVE_MAX_VALUE, INTEGER_BELOW_MIN_VALUE
 from tests.conformance.deployment import Deployment, choices_of
 from tests.conformance.expected import check_error, check_param, exactly
 
@@ -85,9 +86,9 @@ def test_G5_prompts_that_cannot_be_are_named(served: Deployment, prompt: Any) ->
 
 def test_G5_the_prompt_is_within_the_context(served: Deployment) -> None:
     answer = served.post_completion([5] * (served.context + 1), max_tokens=1)
-    check_error(answer, 400, "prompt", "context_length_exceeded")
+    check_error(answer, 400, "prompt", CONTEXT_LENGTH_EXCEEDED)
     check_error(
-        served.post_completion([5] * (served.context - 2), max_tokens=16), 400, code="context_length_exceeded"
+        served.post_completion([5] * (served.context - 2), max_tokens=16), 400, code=CONTEXT_LENGTH_EXCEEDED
     )
 
 
@@ -114,7 +115,7 @@ def test_G7_no_tokens_may_be_asked_for(served: Deployment) -> None:
     assert echoed.choices[0].text == PROMPT and echoed.choices[0].finish_reason == "length"
     assert echoed.usage and echoed.usage.completion_tokens == 0
     assert served.complete(PROMPT, max_tokens=0).choices[0].text == ""
-    check_error(served.post_completion(PROMPT, max_tokens=-1), 400, "max_tokens", "integer_below_min_value")
+    check_error(served.post_completion(PROMPT, max_tokens=-1), 400, "max_tokens", INTEGER_BELOW_MIN_VALUE)
 
 
 def test_G8_a_suffix_is_refused(served: Deployment) -> None:
@@ -137,7 +138,7 @@ def test_G9_best_of_gives_the_most_likely_first(served: Deployment) -> None:
     assert best.usage.completion_tokens == every.usage.completion_tokens
     check_error(served.post_completion(PROMPT, n=3, best_of=2), 400, "best_of")
     check_error(served.post_completion(PROMPT, best_of=2, stream=True), 400, "best_of")
-    check_error(served.post_completion(PROMPT, best_of=21), 400, "best_of", "integer_above_max_value")
+    check_error(served.post_completion(PROMPT, best_of=21), 400, "best_of", INTEGER_ABOVE_MAX_VALUE)
 
 
 def test_G10_a_stream_adds_up_to_the_whole_text(served: Deployment) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from baton_api import metrics
 from tests.conformance.conftest import smollm2
 from tests.conformance.deployment import (
     ONE_WORKER,
@@ -27,7 +28,7 @@ from tests.conformance.deployment import (
 from tests.conformance.expected import check_error, check_error_object
 
 LONG_RUN = 4000
-RUNNING = "baton_worker_requests_running"
+RUNNING = metrics.WORKER_RUNNING.name
 HELD_BLOCKS = ('baton_worker_kv_blocks{state="owned"}', 'baton_worker_kv_blocks{state="pinned"}')
 CHAT = "/v1/chat/completions"
 

@@ -9,6 +9,8 @@ import httpx
 import openai
 import pytest
 
+from baton_api import headers as header_names
+from baton_api.errors import MISSING_REQUIRED_PARAMETER, BodyTooLarge, ModelNotFound, Unauthorized
 from tests.conformance.deployment import QUESTION, Deployment
 from tests.conformance.expected import ANY, check_error, check_param, refusal
 
@@ -55,20 +57,20 @@ def test_A2_a_model_with_a_slash_is_found_by_sdk_and_by_path(served: Deployment)
 
 def test_A3_an_unknown_model_is_not_found(served: Deployment) -> None:
     answer = refusal(lambda: served.client.models.retrieve("nope"), openai.NotFoundError)
-    check_error(answer, 404, "model", "model_not_found")
+    check_error(answer, 404, "model", ModelNotFound.code)
 
 
 def test_A4_generating_with_an_unknown_model_is_not_found(served: Deployment) -> None:
     chat = served.post(CHAT, {"model": "nope", "messages": QUESTION})
-    check_error(chat, 404, ("model", None), "model_not_found")
+    check_error(chat, 404, ("model", None), ModelNotFound.code)
     check_error(
-        served.post(COMPLETIONS, {"model": "nope", "prompt": "a"}), 404, ("model", None), "model_not_found"
+        served.post(COMPLETIONS, {"model": "nope", "prompt": "a"}), 404, ("model", None), ModelNotFound.code
     )
 
 
 def test_A5_the_model_is_required(served: Deployment) -> None:
-    check_error(served.post(CHAT, {"messages": QUESTION}), 400, "model", "missing_required_parameter")
-    check_error(served.post(COMPLETIONS, {"prompt": "a"}), 400, "model", "missing_required_parameter")
+    check_error(served.post(CHAT, {"messages": QUESTION}), 400, "model", MISSING_REQUIRED_PARAMETER)
+    check_error(served.post(COMPLETIONS, {"prompt": "a"}), 400, "model", MISSING_REQUIRED_PARAMETER)
 
 
 @pytest.mark.parametrize("body", [b'{"model":', b"[]", b"", b"\xff\xfe", b'{"model": NaN}', b'"text"'])
@@ -98,7 +100,7 @@ def test_A9_a_key_is_asked_for_where_it_should_be(guarded: Deployment) -> None:
 
     for ask in (models, chat):
         for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "k"}):
-            check_error(ask(wrong), 401, None, "invalid_api_key")
+            check_error(ask(wrong), 401, None, Unauthorized.code)
         assert ask({"Authorization": "Bearer k"}).status_code == 200
         assert ask({"Authorization": "bearer k"}).status_code == 200
     for path in ("/health", "/ready", "/metrics"):
@@ -124,21 +126,24 @@ def test_A10_every_answer_has_an_id_of_its_own(served: Deployment) -> None:
         served.post_chat(temperature=9),
         served.http.get("/v1/nothing"),
     ]
-    ids = [answer.headers["x-request-id"] for answer in answers]
+    ids = [answer.headers[header_names.REQUEST_ID] for answer in answers]
     assert all(ids) and len(set(ids)) == len(ids)
     raw = served.client.chat.completions.with_raw_response.create(
         model=served.model, messages=[{"role": "user", "content": "Hi"}], max_tokens=1
     )
-    assert raw.headers["x-request-id"] and raw.parse()._request_id == raw.headers["x-request-id"]
+    assert (
+        raw.headers[header_names.REQUEST_ID]
+        and raw.parse()._request_id == raw.headers[header_names.REQUEST_ID]
+    )
 
 
 def test_A10_a_request_id_that_was_sent_comes_back(served: Deployment) -> None:
     mine = {"X-Request-Id": "mine-1234"}
-    assert served.http.get("/v1/models", headers=mine).headers["x-request-id"] == "mine-1234"
+    assert served.http.get("/v1/models", headers=mine).headers[header_names.REQUEST_ID] == "mine-1234"
     bad = served.http.post(CHAT, json={"messages": []}, headers=mine)
-    assert bad.status_code == 400 and bad.headers["x-request-id"] == "mine-1234"
+    assert bad.status_code == 400 and bad.headers[header_names.REQUEST_ID] == "mine-1234"
     good = served.http.post(CHAT, json=served.chat_body(max_tokens=1), headers=mine)
-    assert good.status_code == 200 and good.headers["x-request-id"] == "mine-1234"
+    assert good.status_code == 200 and good.headers[header_names.REQUEST_ID] == "mine-1234"
 
 
 def test_A11_unknown_fields_are_let_through(served: Deployment) -> None:
@@ -187,4 +192,4 @@ def test_A15_a_number_beyond_any_range_is_refused(served: Deployment) -> None:
 
 def test_A16_a_body_over_the_limit_is_413(served: Deployment) -> None:
     answer = served.http.post(CHAT, content=b" " * (64 * 1024 * 1024), headers=JSON)
-    check_error(answer, 413, None, "content_size_limit_exceeded")
+    check_error(answer, 413, None, BodyTooLarge.code)

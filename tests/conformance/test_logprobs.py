@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from baton_api.errors import INVALID_TYPE
 from tests.conformance.conftest import smollm2
 from tests.conformance.deployment import ONE_WORKER, PAIR, Deployment, Deployments, choices_of
 from tests.conformance.expected import check_error, exactly
@@ -69,7 +70,7 @@ def test_F3_top_logprobs_are_0_to_20_and_need_logprobs(served: Deployment, field
 
 
 def test_F3_logprobs_is_a_bool_in_chat(served: Deployment) -> None:
-    check_error(served.post_chat(COUNTING, logprobs=3), 400, "logprobs", "invalid_type")
+    check_error(served.post_chat(COUNTING, logprobs=3), 400, "logprobs", INVALID_TYPE)
 
 
 def test_F4_logprobs_without_the_best(served: Deployment) -> None:

@@ -14,6 +14,8 @@ import openai
 import pytest
 from openai.types.responses import Response
 
+from baton_api import metrics
+from baton_api.errors import MISSING_REQUIRED_PARAMETER, ModelNotFound
 from tests.conformance.deployment import PATIENCE_S, QUESTION, Deployment, await_true
 from tests.conformance.expected import check_error, check_param, refusal
 
@@ -55,7 +57,7 @@ def test_K2_what_cannot_be_embedded_is_named(served: Deployment, wrong: Any) -> 
     answer = served.post("/v1/embeddings", {"model": served.model, "input": wrong})
     check_error(answer, 400, ("input", "model"))
     unknown = served.post("/v1/embeddings", {"model": "nope", "input": "a"})
-    check_error(unknown, 404, "model", "model_not_found")
+    check_error(unknown, 404, "model", ModelNotFound.code)
 
 
 def test_K3_a_response(served: Deployment) -> None:
@@ -142,16 +144,16 @@ def test_K7_a_response_is_checked_like_a_chat(served: Deployment) -> None:
         return served.post("/v1/responses", {"model": served.model, "input": "hi", **more})
 
     check_error(post(temperature=3), 400, "temperature")
-    check_error(post(model="nope"), 404, ("model", None), "model_not_found")
+    check_error(post(model="nope"), 404, ("model", None), ModelNotFound.code)
     check_param(post(tools=[{"type": "web_search"}]), "tools")
     check_error(post(max_output_tokens=0), 400, "max_output_tokens")
     check_error(post(temperature=3, stream=True), 400, "temperature")
-    check_error(served.post("/v1/responses", {"input": "hi"}), 400, "model", "missing_required_parameter")
+    check_error(served.post("/v1/responses", {"input": "hi"}), 400, "model", MISSING_REQUIRED_PARAMETER)
 
 
 def test_K8_counters_grow_by_what_was_done(served: Deployment) -> None:
-    choices, tokens = "baton_worker_requests_total", "baton_worker_generation_tokens_total"
-    front = "baton_router_requests_total"
+    choices, tokens = metrics.WORKER_REQUESTS.name, metrics.WORKER_GENERATION_TOKENS.name
+    front = metrics.ROUTER_REQUESTS.name
     before = [served.total(choices), served.total(tokens), fronted(served, front)]
     usages = [served.chat(max_tokens=3 + index % 2).usage for index in range(10)]
     spent = sum(usage.completion_tokens for usage in usages if usage)
@@ -258,12 +260,12 @@ def test_K15_a_request_is_aborted_by_its_id(served: Deployment, stream: bool) ->
     running = threading.Thread(target=lambda: answers.append(served.post("/v1/chat/completions", body)))
     running.start()
     try:
-        await_true(lambda: served.total("baton_worker_requests_running") >= 1, PATIENCE_S, "it runs")
+        await_true(lambda: served.total(metrics.WORKER_RUNNING.name) >= 1, PATIENCE_S, "it runs")
         aborted = served.post("/abort_request", {"rid": f"abort-me-{stream}"})
         assert aborted.status_code == 200, aborted.text
     finally:
         running.join(timeout=60)
-    await_true(lambda: served.total("baton_worker_requests_running") == 0, PATIENCE_S, "nothing runs")
+    await_true(lambda: served.total(metrics.WORKER_RUNNING.name) == 0, PATIENCE_S, "nothing runs")
     (answer,) = answers
     assert 'finish_reason":"abort' not in answer.text.replace(" ", "")
     unknown = served.post("/abort_request", {"rid": "nobody"})

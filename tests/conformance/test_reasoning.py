@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from baton_api.errors import INVALID_VALUE
 from tests.conformance.deployment import QUESTION, Deployment, choices_of, joined
 from tests.conformance.expected import check_error, exactly
 from tests.conformance.scripted import ANSWER, THOUGHT
@@ -126,7 +127,7 @@ def test_E23_a_thought_that_is_cut_is_no_answer(thinker: Deployment) -> None:
 def test_E24_arguments_of_templates_are_checked(thinker: Deployment) -> None:
     check_error(thinker.post_chat(chat_template_kwargs="enable_thinking"), 400, "chat_template_kwargs")
     check_error(thinker.post_chat(separate_reasoning="yes"), 400, "separate_reasoning")
-    check_error(thinker.post_chat(reasoning_effort="huge"), 400, "reasoning_effort", "invalid_value")
+    check_error(thinker.post_chat(reasoning_effort="huge"), 400, "reasoning_effort", INVALID_VALUE)
 
 
 def test_E25_an_earlier_thought_may_come_back_in(thinker: Deployment) -> None:

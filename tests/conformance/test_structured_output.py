@@ -10,6 +10,7 @@ import pytest
 from jsonschema import validate
 from pydantic import BaseModel, Field
 
+from baton_api.errors import INVALID_VALUE, MISSING_REQUIRED_PARAMETER
 from tests.conformance.deployment import Deployment, joined
 from tests.conformance.expected import check_error, check_param, exactly
 
@@ -90,13 +91,13 @@ def test_E3_the_sdk_parses_into_a_model(served: Deployment) -> None:
 def test_E4_what_a_schema_needs_is_asked_for(served: Deployment, wrong: dict[str, Any]) -> None:
     answer = served.post_chat(response_format=wrong)
     check_param(answer, "response_format")
-    assert answer.json()["error"]["code"] == "missing_required_parameter"
+    assert answer.json()["error"]["code"] == MISSING_REQUIRED_PARAMETER
 
 
 def test_E4_an_unknown_format_is_refused(served: Deployment) -> None:
     answer = served.post_chat(response_format={"type": "poem"})
     check_param(answer, "response_format")
-    assert answer.json()["error"]["code"] == "invalid_value"
+    assert answer.json()["error"]["code"] == INVALID_VALUE
     check_param(served.post_chat(response_format=schema_format(CITY, strict="yes")), "response_format")
     check_param(served.post_chat(response_format=schema_format(CITY) | {"json_schema": 5}), "response_format")
 

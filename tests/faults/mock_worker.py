@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from baton_api import headers
+from baton_api.errors import InternalError
 from baton_api.reports import PromptReport
 from baton_api.resuming import BODY, Beginning, Resumption, begin_line, tokens_line
 from baton_api.workers import Load, Role
@@ -317,7 +318,7 @@ class MockWorker:
                     "message": "so it is",
                     "type": "server_error",
                     "param": None,
-                    "code": "internal_error",
+                    "code": InternalError.code,
                 }
                 writer.write(chunk(b"data: " + json.dumps({"error": error}).encode() + b"\n\n"))
                 await writer.drain()

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from baton_api.errors import PoisonRequest
+from baton_api import headers, metrics
+from baton_api.errors import PoisonRequest, WorkerLost
 from tests.faults import caller
 from tests.faults.caller import CHAT, COMPLETIONS, RESPONSES, End, Outcome
 from tests.faults.cluster import until
@@ -132,7 +133,7 @@ async def test_what_cannot_go_on_elsewhere_ends_with_an_error_that_says_so(
     assert ends(outcomes) == {End.TOLD: 3}, shown(outcomes)
     for outcome in outcomes:
         error = json.loads(outcome.body.rpartition("data: ")[2])["error"]
-        assert (error["code"], error["retryable"]) == ("upstream_lost", True)
+        assert (error["code"], error["retryable"]) == (WorkerLost.code, True)
 
 
 async def test_a_stream_that_everybody_breaks_ends_with_an_error_that_says_so(crew: Crew) -> None:
@@ -256,7 +257,7 @@ async def test_a_worker_that_began_anew_is_not_believed_to_hold_anything(crew: C
 
 def _cached(outcome: Outcome) -> int:
     """Of the prompt, as the router believed when it decided."""
-    decision = dict(part.split("=") for part in outcome.headers["x-baton-decision"].split(";"))
+    decision = dict(part.split("=") for part in outcome.headers[headers.DECISION].split(";"))
     return int(decision["cached"])
 
 
@@ -302,7 +303,7 @@ async def test_a_client_that_leaves_before_its_body_is_whole_is_forgotten(crew: 
 
 
 async def _in_flight(crew: Crew, count: int) -> bool:
-    return (await crew.router.metrics())["baton_router_requests_in_flight"] == count
+    return (await crew.router.metrics())[metrics.ROUTER_IN_FLIGHT.name] == count
 
 
 async def test_a_hundred_clients_that_leave_at_any_moment_leave_nothing_behind(crew: Crew) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from baton_api import headers as header_names
+from baton_api import metrics
 from baton_api.reports import Fallback, PromptReport
 from tests.faults.cluster import LONG_PROMPT, Cluster, until
 
@@ -49,7 +51,7 @@ async def test_a_prefill_worker_killed_before_it_begins_costs_only_time(cluster:
     asking = asyncio.create_task(cluster.ask(prompt))
 
     async def fetching() -> bool:
-        return (await cluster.decode.metrics())["baton_worker_requests_fetching"] == 1
+        return (await cluster.decode.metrics())[metrics.WORKER_FETCHING.name] == 1
 
     await until(fetching, "the decode worker has asked")
     await cluster.prefill.kill()
@@ -174,11 +176,11 @@ async def test_a_decode_worker_that_hangs_and_wakes_goes_on(cluster: Cluster) ->
 
 async def test_the_decode_worker_says_why_it_computed_a_prompt_itself(cluster: Cluster) -> None:
     await cluster.prefill.kill()
-    headers = {"x-baton-prefill": cluster.prefill.control}
+    headers = {header_names.PREFILL: cluster.prefill.control}
     answer = await cluster.http.post(
         f"{cluster.decode.url}/v1/completions", json=cluster.body(cluster.prompt(300)), headers=headers
     )
-    report = PromptReport.decode(answer.raise_for_status().headers["x-baton-prompt"])
+    report = PromptReport.decode(answer.raise_for_status().headers[header_names.PROMPT])
     assert report is not None
     assert (report.remote, report.fallback) in ((False, Fallback.UNREACHABLE), (False, Fallback.LOST))
 
@@ -223,7 +225,7 @@ async def test_a_thousand_clients_that_go_away_at_any_moment_leave_nothing_behin
     await cluster.same_as_alone(prompt, await cluster.ask(prompt))
     for node in (cluster.prefill, cluster.decode):
         figures = await node.metrics()
-        assert figures["baton_worker_requests_running"] == 0
-        assert figures["baton_worker_requests_queued"] == 0
-        assert figures["baton_worker_requests_fetching"] == 0
-        assert figures["baton_worker_requests_held"] == 0
+        assert figures[metrics.WORKER_RUNNING.name] == 0
+        assert figures[metrics.WORKER_QUEUED.name] == 0
+        assert figures[metrics.WORKER_FETCHING.name] == 0
+        assert figures[metrics.WORKER_HELD.name] == 0

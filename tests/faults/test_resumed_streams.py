@@ -16,6 +16,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from baton_api import headers
 from tests.engine.models import VOCAB, make_model
 from tests.faults.cluster import CONTEXT, PATIENCE_S, Node, until
 
@@ -59,7 +60,7 @@ class Spared:
         lines: list[str] = []
         async with self.http.stream("POST", self.router.url + path, json=body) as answer:
             assert answer.status_code == 200
-            name = answer.headers["x-baton-worker"]
+            name = answer.headers[headers.WORKER]
             async for line in answer.aiter_lines():
                 lines.append(line)
                 if hurt is not None and sum(one.startswith("data:") for one in lines) == after:

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from baton_api import headers
 from tests.engine.models import VOCAB, make_model
 from tests.faults.cluster import CONTEXT, PATIENCE_S, Node, until
 
@@ -63,12 +64,12 @@ async def test_tenants_share_no_blocks_in_any_worker(tmp_path: Path) -> None:
             """Tokens of the prompt that were cached anywhere, and at the decode worker; and the text."""
             body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
             answer = await http.post(f"{router.url}/v1/completions", json=body, headers=_bearer(key))
-            cached = int(answer.raise_for_status().headers["x-cached-tokens"])
+            cached = int(answer.raise_for_status().headers[headers.CACHED])
             rows: list[dict[str, Any]] = []
 
             async def told() -> bool:
                 every = (await http.get(f"{decode.url}/debug/requests")).json()["data"]
-                rows[:] = [one for one in every if one["request_id"] == answer.headers["x-request-id"]]
+                rows[:] = [one for one in every if one["request_id"] == answer.headers[headers.REQUEST_ID]]
                 return bool(rows)
 
             await until(told, "the decode worker tells of the request")

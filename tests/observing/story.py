@@ -27,6 +27,7 @@ import httpx
 import pytest
 import yaml
 
+from baton_api import headers as header_names
 from baton_observing import pictures, rules
 from baton_observing.prometheus import Prometheus
 from tests.cli.service import RunningUp, await_true, running_up
@@ -172,7 +173,7 @@ class Load:
             "max_tokens": chance.randint(4, 24),
             "ignore_eos": True,
         }
-        headers = {"x-baton-class": chance.choice(("interactive", "default"))}
+        headers = {header_names.CLASS: chance.choice(("interactive", "default"))}
         with client.stream(
             "POST", "/v1/completions", json={**body, "stream": True}, headers=headers
         ) as answer:

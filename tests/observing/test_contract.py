@@ -136,7 +136,7 @@ async def test_the_operator_exposes_its_part(tmp_path: Path) -> None:
 
 
 async def leads(operator: Any) -> bool:
-    return bool(await operator.figure("baton_operator_leader") == 1)
+    return bool(await operator.figure(metrics.OPERATOR_LEADER.name) == 1)
 
 
 def test_every_metric_is_some_processs() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from baton_api import metrics
 from baton_api.metrics.peers import PEER_NAMES
 from tests.observing.whole_service import Told
 
@@ -63,18 +64,18 @@ def test_what_they_show_is_what_ours_show(told: Told) -> None:
         return float(sum(one.value for one in found[name] if labels.items() <= one.labels.items()))
 
     for theirs, ours in (
-        ("vllm:prompt_tokens_total", "baton_worker_prompt_tokens_total"),
-        ("vllm:generation_tokens_total", "baton_worker_generation_tokens_total"),
-        ("vllm:e2e_request_latency_seconds_count", "baton_worker_request_seconds_count"),
-        ("sglang:time_to_first_token_seconds_sum", "baton_worker_time_to_first_token_seconds_sum"),
-        ("sglang:token_usage", "baton_worker_kv_usage_ratio"),
+        ("vllm:prompt_tokens_total", metrics.WORKER_PROMPT_TOKENS.name),
+        ("vllm:generation_tokens_total", metrics.WORKER_GENERATION_TOKENS.name),
+        ("vllm:e2e_request_latency_seconds_count", metrics.WORKER_REQUEST_TIME.name + "_count"),
+        ("sglang:time_to_first_token_seconds_sum", metrics.WORKER_FIRST_TOKEN.name + "_sum"),
+        ("sglang:token_usage", metrics.WORKER_KV_USAGE.name),
     ):
         assert total(theirs) == total(ours), theirs
     assert total("vllm:request_success_total", finished_reason="length") == total(
-        "baton_worker_requests_total", finish_reason="length"
+        metrics.WORKER_REQUESTS.name, finish_reason="length"
     )
-    queries = total("baton_worker_prefix_cache_queries_total")
-    assert total("sglang:cache_hit_rate") == total("baton_worker_prefix_cache_hits_total") / queries
+    queries = total(metrics.WORKER_CACHE_QUERIES.name)
+    assert total("sglang:cache_hit_rate") == total(metrics.WORKER_CACHE_HITS.name) / queries
 
 
 @pytest.mark.processes

@@ -17,6 +17,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton_api import headers, metrics
 from tests.cli.service import END_S, RunningUp, await_true, running_up, start_baton
 from tests.engine.models import make_model
 from tests.router.collector import Collector, Span
@@ -103,7 +104,7 @@ def _ask(up: RunningUp) -> None:
     with httpx.Client(base_url=up.url, trust_env=False, timeout=ROUNDS_S) as client:
 
         def post(name: str, body: object, **given: str) -> httpx.Response:
-            return client.post("/v1/completions", json=body, headers={"x-request-id": name, **given})
+            return client.post("/v1/completions", json=body, headers={headers.REQUEST_ID: name, **given})
 
         traced = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
         assert post(STREAMED, {**question, "stream": True}, **traced).is_success
@@ -140,7 +141,7 @@ def _scrape(told: Told, up: RunningUp, workers: dict[str, str]) -> None:
         told.pages["router"] = page(up.url)
         requests = told.families("router").get("baton_router_requests")
         ended = [one for one in requests.samples if one.name.endswith("_total")] if requests else []
-        batches = told.families("router")["baton_batches"].samples
+        batches = told.families("router")[metrics.BATCHES.name].samples
         done = [one.value for one in batches if one.labels["status"] == "completed"]
         return sum(one.value for one in ended) >= 8 and done == [1.0]
 

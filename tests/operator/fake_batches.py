@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from baton_api import labels
 from baton_operator.batches import Verdict, decide
 from baton_operator.conditions import written
 from baton_operator.manifests.objects import Manifest
@@ -20,7 +21,7 @@ SERVICE: Manifest = {
         "router": {"batches": {"execution": "Jobs"}},
     },
 }
-BY_ROUTER = {"app.kubernetes.io/managed-by": "baton-router"}
+BY_ROUTER = {labels.MANAGED_BY: "baton-router"}
 
 
 class FakeBatch:

@@ -21,6 +21,7 @@ import psutil
 import yaml
 from kubernetes.aio.client import ApiClient
 
+from baton_api import labels
 from baton_operator import connection, rbac
 from baton_operator.api_resources import API, WATCHED
 from baton_operator.api_server import ApiServer, path, path_of
@@ -209,7 +210,7 @@ class RealCluster:
         wanted = set()
         for one in (await self.admin.get(path("apps/v1", "Deployment", namespace))).json()["items"]:
             of_it = one["metadata"]["labels"]
-            if of_it["baton.dev/service"] != name:
+            if of_it[labels.SERVICE] != name:
                 continue
             for number in range(one["spec"]["replicas"]):
                 pod = f"{one['metadata']['name']}-{number}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton_api import batch_jobs
+from baton_api import batch_jobs, labels
 from baton_operator.batches import PARTING_S, is_news
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests import batch_job as manifests
@@ -379,7 +379,7 @@ def test_runners_reach_routers_whoever_else_does() -> None:
     cluster.settle()
     policy = cluster.objects["networking.k8s.io/v1", "NetworkPolicy", "chat-router"]["spec"]
     (rule,) = policy["ingress"]
-    runners = {"matchLabels": {"baton.dev/service": "chat", "baton.dev/role": "batch"}}
+    runners = {"matchLabels": {labels.SERVICE: "chat", labels.ROLE: "batch"}}
     assert {"podSelector": runners} in rule["from"]
 
 

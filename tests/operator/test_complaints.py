@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from baton_api import labels
 from baton_operator.crd import RESOURCES, Resource
 from baton_operator.manifests.exposure import GATEWAY_API
 from baton_operator.manifests.objects import Manifest
@@ -89,7 +90,7 @@ def test_pods_of_an_old_generation_do_not_count_when_new_ones_are_spread() -> No
     """Row 16."""
     (decode,) = (one for one in of(settled(SPREAD), "Deployment") if "decode" in one["metadata"]["name"])
     (spread,) = decode["spec"]["template"]["spec"]["topologySpreadConstraints"]
-    assert spread["matchLabelKeys"] == ["baton.dev/revision"]
+    assert spread["matchLabelKeys"] == [labels.REVISION]
 
 
 def test_a_change_of_one_role_makes_a_generation_of_both() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from baton_api import labels
 from baton_operator.lease import (
     DURATION_S,
     GIVE_UP_S,
@@ -80,7 +81,7 @@ def test_lease_says_which_namespaces_its_holder_watches() -> None:
     assert new("baton", "operator", "me", TIME)["metadata"]["annotations"] == {NAMESPACES: ""}
     lease = taken(HELD, "me", TIME, ("models", "more"))
     assert lease["metadata"]["annotations"] == {NAMESPACES: "models,more"}
-    assert lease["metadata"]["labels"] == {"app.kubernetes.io/managed-by": "baton"}
+    assert lease["metadata"]["labels"] == {labels.MANAGED_BY: "baton"}
 
 
 OWN = versioned(new("own", "operator", "me", TIME), 3)

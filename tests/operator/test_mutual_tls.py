@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from baton_api import labels
 from baton_operator.manifests.exposure import CERTIFICATE_API
 from baton_operator.manifests.mutual_tls import by_issuer
 from baton_operator.manifests.objects import Manifest
@@ -31,7 +32,7 @@ def deployments(cluster: FakeCluster) -> dict[str, Manifest]:
     found = {}
     for key, manifest in cluster.objects.items():
         if key[1] == "Deployment":
-            role = manifest["metadata"]["labels"]["baton.dev/role"]
+            role = manifest["metadata"]["labels"][labels.ROLE]
             found[role] = manifest["spec"]["template"]["spec"]
     return found
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton_api import batch_jobs
+from baton_api import batch_jobs, labels
 from baton_engine.settings import WorkerSettings
 from baton_operator import names
 from baton_operator.manifests import network
@@ -126,7 +126,7 @@ JOBS = {**RESTRICTED, "router": {"batches": {"execution": "Jobs"}}}
 ANY = 41_000
 """A port that UCX may choose."""
 
-OPERATOR = Peer("baton-system", {"baton.dev/role": "operator"}, "10.2.0.1")
+OPERATOR = Peer("baton-system", {labels.ROLE: "operator"}, "10.2.0.1")
 PROMETHEUS = Peer(MONITORING, {"app.kubernetes.io/name": "prometheus"}, "10.3.0.1")
 CONTROLLER = Peer(GATEWAY, {}, "10.4.0.1")
 IN_NAMESPACE = Peer(MODELS, {}, "10.0.9.1")
@@ -217,7 +217,7 @@ def roles(objects: list[Manifest]) -> dict[str, Peer]:
     """A pod of each Deployment, by its role."""
     deployments = [one for one in objects if one["kind"] == "Deployment"]
     return {
-        one["metadata"]["labels"]["baton.dev/role"]: Peer.of(
+        one["metadata"]["labels"][labels.ROLE]: Peer.of(
             one["spec"]["template"], one["metadata"]["namespace"], f"10.0.{number}.1"
         )
         for number, one in enumerate(deployments)

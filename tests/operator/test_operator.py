@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from baton_api import labels as label_names
+from baton_api import metrics
 from baton_operator import rbac
 from baton_operator.api_resources import API
 from baton_operator.api_server import path
@@ -190,7 +192,7 @@ async def _batch_from_beginning_to_end(cluster: RealCluster) -> None:
     """One that a router has made: its Job is made, rests, and is deleted; at last it is deleted itself."""
     where = path(API, "BatchJob", "models")
     spec = {"serviceName": "chat", "batchId": "batch_1", "ttlSecondsAfterFinished": 60}
-    by_router = {"app.kubernetes.io/managed-by": "baton-router"}
+    by_router = {label_names.MANAGED_BY: "baton-router"}
     await cluster.api.post(
         where,
         {
@@ -272,7 +274,7 @@ async def _may_do_nothing(cluster: RealCluster, token: str) -> None:
 SLICE: dict[str, Any] = {
     "metadata": {
         "name": "routed-decode",
-        "labels": {"baton.dev/service": "routed", "baton.dev/role": "both"},
+        "labels": {label_names.SERVICE: "routed", label_names.ROLE: "both"},
     },
     "addressType": "IPv4",
     "endpoints": [{"addresses": ["10.0.0.1"]}],
@@ -305,7 +307,7 @@ STRAYS: tuple[tuple[tuple[str, str], dict[str, Any]], ...] = (
 
 
 async def _stray(cluster: RealCluster, kind: tuple[str, str], body: dict[str, Any]) -> None:
-    labels = {"baton.dev/service": "chat", "app.kubernetes.io/managed-by": "baton"}
+    labels = {label_names.SERVICE: "chat", label_names.MANAGED_BY: "baton"}
     await cluster.api.post(path(*kind, "models"), {"metadata": {"name": "stray", "labels": labels}, **body})
 
 
@@ -402,7 +404,7 @@ async def test_one_that_was_stopped_and_comes_back_finds_itself_replaced_and_wri
 
 
 async def _leads(operator: Any) -> bool:
-    return bool(await operator.figure("baton_operator_leader") == 1)
+    return bool(await operator.figure(metrics.OPERATOR_LEADER.name) == 1)
 
 
 async def _is(operator: Any, path: str) -> bool:

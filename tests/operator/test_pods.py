@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from baton_api import labels as label_names
 from baton_operator.generation import Blueprint, Generation
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests import ports, routers
@@ -59,7 +60,7 @@ def test_routers_are_spread(placement: Manifest, expected: dict[str, str]) -> No
     spread = router(placement=placement)["topologySpreadConstraints"]
     assert {one["topologyKey"]: one["whenUnsatisfiable"] for one in spread} == expected
     assert all(one["matchLabelKeys"] == ["pod-template-hash"] for one in spread)
-    labels = {"baton.dev/service": "chat", "baton.dev/role": "router"}
+    labels = {label_names.SERVICE: "chat", label_names.ROLE: "router"}
     assert all(one["labelSelector"] == {"matchLabels": labels} for one in spread)
 
 
@@ -163,7 +164,7 @@ def listening(cluster: FakeCluster) -> dict[str, dict[str, int]]:
             for port in one["spec"]["template"]["spec"]["containers"][0]["ports"]
         }
         for one in deployments
-        if one["metadata"]["labels"]["baton.dev/role"] != "router"
+        if one["metadata"]["labels"][label_names.ROLE] != "router"
     }
 
 

@@ -11,6 +11,7 @@ import pytest_asyncio
 from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.exceptions import ApiException
 
+from baton_api import labels
 from baton_operator.api_resources import API
 from baton_operator.api_server import path
 from baton_operator.manifests.objects import Manifest
@@ -90,11 +91,11 @@ async def test_what_others_change_is_put_back_and_what_they_add_stays(
     await settled(cluster, inside, where)
     service = path("v1", "Service", where, "chat")
     await cluster.api.patch(
-        service, {"spec": {"selector": {"baton.dev/role": "nobody"}}, "metadata": {"annotations": {"a": "b"}}}
+        service, {"spec": {"selector": {labels.ROLE: "nobody"}}, "metadata": {"annotations": {"a": "b"}}}
     )
     await inside.reconcile(namespace=where)
     there = (await cluster.admin.get(service)).json()
-    assert there["spec"]["selector"]["baton.dev/role"] == "router"
+    assert there["spec"]["selector"][labels.ROLE] == "router"
     assert there["metadata"]["annotations"]["a"] == "b"
 
 

@@ -13,8 +13,8 @@ from baton_operator.trial import Tried
 from baton_operator.tries import WINDOW_S, RouterTries
 from baton_router.tallies import Spread
 
-NAME = "baton_router_generation_requests_total"
-FIRST_TOKENS = "baton_router_generation_first_token_seconds"
+NAME = metrics.ROUTER_GENERATION_REQUESTS.name
+FIRST_TOKENS = metrics.ROUTER_GENERATION_FIRST_TOKEN.name
 
 
 class Routers:

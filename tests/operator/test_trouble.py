@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from baton_api import metrics
 from tests.operator.fake_api import FakeApi
 from tests.operator.real_cluster import Process, started, until
 
@@ -77,7 +78,7 @@ async def test_unlisted_kind_keeps_the_operator_from_working(tmp_path: Path) -> 
             return "not listed yet: pods" in (await operator.get("/readyz")).text
 
         await until(says)
-        assert await operator.figure("baton_operator_cache_unsynced_kinds") == 1
+        assert await operator.figure(metrics.OPERATOR_UNSYNCED.name) == 1
         assert api.status() == {}
         api.refused = ""
         await until(lambda: api.status().get("observedGeneration") == 1)

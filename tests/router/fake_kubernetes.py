@@ -21,6 +21,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from baton_api import labels
+
 PATH = "/apis/discovery.k8s.io/v1/namespaces/models/endpointslices"
 SELECTOR = "baton.dev/service=chat"
 
@@ -29,7 +31,7 @@ def a_slice(
     name: str, *addresses: str, role: str = "decode", revision: str = "r1", **conditions: bool
 ) -> Any:
     return {
-        "metadata": {"name": name, "labels": {"baton.dev/role": role, "baton.dev/revision": revision}},
+        "metadata": {"name": name, "labels": {labels.ROLE: role, labels.REVISION: revision}},
         "addressType": "IPv4",
         "endpoints": [{"addresses": [address], "conditions": conditions} for address in addresses],
         "ports": [{"name": "http", "port": 8000}],

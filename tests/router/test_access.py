@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from baton_api import headers
-from baton_api.errors import SetupError
+from baton_api.errors import Forbidden, ModelNotFound, SetupError, Unauthorized
 from baton_cli.main import create_app as create_cli
 from baton_router.access import Access
 from baton_router.app import create_app
@@ -55,7 +55,7 @@ async def get(router: RunningRouter, path: str, key: str, method: str = "GET") -
 
 
 async def test_a_worker_is_told_the_tenants_salt_and_no_clients(file: str) -> None:
-    forged = {"x-baton-salt": "another's", "x-baton-ticket": "forged"}
+    forged = {headers.SALT: "another's", headers.TICKET: "forged"}
     async with FakeWorker() as worker:
         async with running_router([worker], tenants_file=file, ticket_secret=SECRET) as router:
             for key in ("acme-1", "acme-2", "ops"):
@@ -98,7 +98,7 @@ async def test_a_tenant_sees_and_asks_for_its_own_models_only(file: str) -> None
             await get(router, "/v1/models/large", "acme-1"),
         ):
             assert answer.status_code == 404
-            assert answer.json()["error"]["code"] == "model_not_found"
+            assert answer.json()["error"]["code"] == ModelNotFound.code
         assert (await ask(router, "ops", model="large")).status_code == 200
         answer = await router.client.post(
             "/generate", json={"text": "x"}, headers={"authorization": "Bearer acme-1"}
@@ -123,7 +123,7 @@ async def test_what_concerns_others_is_an_admins(file: str) -> None:
     async with FakeWorker() as worker, running_router([worker], tenants_file=file) as router:
         for method, path in ADMIN:
             answer = await get(router, path, "acme-1", method)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden"), path
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, Forbidden.code), path
             assert f"'acme' may not {method} {path}" in answer.json()["error"]["message"]
             if method == "GET":
                 assert (await get(router, path, "ops")).status_code != 403
@@ -189,10 +189,10 @@ async def test_a_token_is_as_good_as_a_key(tmp_path: Path, file: str) -> None:
             "message": "The token has expired.",
             "type": "invalid_request_error",
             "param": None,
-            "code": "invalid_api_key",
+            "code": Unauthorized.code,
         }
         stranger = await ask(router, issuer.token(sub="umbrella"))
-        assert (stranger.status_code, stranger.json()["error"]["code"]) == (403, "forbidden")
+        assert (stranger.status_code, stranger.json()["error"]["code"]) == (403, Forbidden.code)
         assert (await ask(router, "a.b.c")).status_code == 401
         assert len(worker.asked) == 5
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from baton_api import headers as header_names
 from baton_api import metrics
 from baton_api.headers import PROMPT
 from baton_api.reports import PromptReport
@@ -61,12 +62,12 @@ async def test_every_figure_after_a_story(tmp_path: Path) -> None:
 
         assert await ask("a", STREAM) == 200
         worker.behaviour = saying(200, whole_answer(), (PROMPT, local.encode()))
-        assert await ask("b", anew(QUESTION), **{"x-baton-class": "interactive"}) == 200
+        assert await ask("b", anew(QUESTION), **{header_names.CLASS: "interactive"}) == 200
         assert await ask("b", {**QUESTION, "model": "tinier"}) == 404
         assert await ask("nobody", QUESTION) == 401
         given = {"authorization": "Bearer a", "content-type": "application/json"}
         assert (await router.client.post(CHAT, content=b"{", headers=given)).status_code == 400
-        await until(lambda: router.metric("baton_router_loop_lag_seconds_count") >= 2)
+        await until(lambda: router.metric(metrics.ROUTER_LOOP_LAG.name + "_count") >= 2)
         shown = await page(router)
 
         def of(name: str) -> dict[str, float]:
@@ -77,29 +78,29 @@ async def test_every_figure_after_a_story(tmp_path: Path) -> None:
                 if key.partition("{")[0] == name and value
             }
 
-        assert of("baton_router_requests_total") == {
+        assert of(metrics.ROUTER_REQUESTS.name) == {
             f"{{{TINY}}}": 1,
             f'{{class="interactive",code="200",model="tiny",path="{CHAT}"}}': 1,
             f'{{class="default",code="404",model="other",path="{CHAT}"}}': 1,
             f'{{class="other",code="401",model="other",path="{CHAT}"}}': 1,
             f'{{class="other",code="400",model="other",path="{CHAT}"}}': 1,
         }
-        assert of("baton_router_tenant_tokens_total") == {
+        assert of(metrics.ROUTER_TENANT_TOKENS.name) == {
             '{kind="prompt",tenant="a"}': REPORT.tokens,
             '{kind="cached",tenant="a"}': REPORT.cached,
             '{kind="generated",tenant="a"}': 3,
             '{kind="prompt",tenant="b"}': 100,
             '{kind="generated",tenant="b"}': 7,
         }
-        assert of("baton_router_decisions_total") == {
+        assert of(metrics.ROUTER_DECISIONS.name) == {
             '{path="remote",reason="cheaper"}': 2,
             '{path="fallback",reason="lost"}': 1,
         }
-        assert of("baton_router_prefix_tokens_total") == {
+        assert of(metrics.ROUTER_PREFIX_TOKENS.name) == {
             '{kind="cached"}': REPORT.cached,
             '{kind="prompt"}': REPORT.tokens + 100,
         }
-        assert of("baton_router_transfer_seconds_sum") == {"": REPORT.transfer_s}
+        assert of(metrics.ROUTER_TRANSFER.name + "_sum") == {"": REPORT.transfer_s}
         default, interactive = '{class="default"}', '{class="interactive"}'
         for name, counts in {
             "time_to_first_byte_seconds": {default: 1},
@@ -110,17 +111,17 @@ async def test_every_figure_after_a_story(tmp_path: Path) -> None:
             "transfer_seconds": {"": 1},
         }.items():
             assert of(f"baton_router_{name}_count") == counts, name
-        assert 0.005 < of("baton_router_time_per_output_token_seconds_sum")[default] < 1
-        assert of("baton_router_loop_lag_seconds_sum")[""] > 0
-        chunks = of("baton_router_index_chunks")[""]
-        assert of("baton_router_index_bytes")[""] == (160 + 2 * 116) * chunks
-        assert of("baton_router_tenants") == {"": 2} and not of("baton_router_tenants_stale")
-        assert not of("baton_router_requests_in_flight") and not of("baton_router_retries_total")
+        assert 0.005 < of(metrics.ROUTER_OUTPUT_TOKEN.name + "_sum")[default] < 1
+        assert of(metrics.ROUTER_LOOP_LAG.name + "_sum")[""] > 0
+        chunks = of(metrics.ROUTER_INDEX_CHUNKS.name)[""]
+        assert of(metrics.ROUTER_INDEX_BYTES.name)[""] == (160 + 2 * 116) * chunks
+        assert of(metrics.ROUTER_TENANTS.name) == {"": 2} and not of(metrics.ROUTER_TENANTS_STALE.name)
+        assert not of(metrics.ROUTER_IN_FLIGHT.name) and not of(metrics.ROUTER_RETRIES.name)
 
         file.write_text("tenants: [{nane: a}]")
         await asyncio.sleep(1.1)
         shown = await page(router)
-        assert of("baton_router_tenants") == {"": 2} and of("baton_router_tenants_stale") == {"": 1}
+        assert of(metrics.ROUTER_TENANTS.name) == {"": 2} and of(metrics.ROUTER_TENANTS_STALE.name) == {"": 1}
 
 
 async def test_each_figure_of_the_list_is_shown(tmp_path: Path) -> None:
@@ -144,7 +145,7 @@ async def test_a_client_makes_no_new_series() -> None:
         for number in range(20):
             await router.post({**QUESTION, "model": f"m-{number}"})
             await router.client.post(f"/v1/{number}", json=QUESTION)
-            await router.client.post(CHAT, json=QUESTION, headers={"x-baton-class": f"c-{number}"})
+            await router.client.post(CHAT, json=QUESTION, headers={header_names.CLASS: f"c-{number}"})
             series = len((await router.client.get("/metrics")).text.splitlines())
             before = before or series
             assert series == before
@@ -195,4 +196,4 @@ async def test_a_loop_that_stands_still_is_late() -> None:
     watch.cancel()
     (family,) = lag.collect()
     values = {sample.name: sample.value for sample in family.samples}
-    assert values["baton_router_loop_lag_seconds_sum"] > 0.1
+    assert values[metrics.ROUTER_LOOP_LAG.name + "_sum"] > 0.1

@@ -9,6 +9,8 @@ import sys
 import msgspec
 import pytest
 
+from baton_api import metrics
+from baton_api.errors import ModelNotFound, Overloaded
 from baton_api.workers import Role
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker
@@ -30,7 +32,7 @@ async def test_models_are_those_of_all_workers_and_stay_the_same() -> None:
         assert answer.json() == listed["data"][0]
         missing = await router.client.get("/v1/models/three")
         assert missing.status_code == 404
-        assert missing.json()["error"]["code"] == "model_not_found"
+        assert missing.json()["error"]["code"] == ModelNotFound.code
         assert (await router.client.get("/v1/models")).json() == listed
 
 
@@ -62,7 +64,7 @@ async def test_models_and_ready_are_503_until_a_decode_worker_is_ready() -> None
             for path in ("/ready", "/v1/models", "/v1/models/tiny"):
                 answer = await router.client.get(path)
                 assert answer.status_code == 503
-                assert answer.json()["error"]["code"] == "overloaded"
+                assert answer.json()["error"]["code"] == Overloaded.code
                 assert worker.name in answer.json()["error"]["message"]
                 assert 1 <= int(answer.headers["retry-after"]) <= 120
             assert (await router.client.get("/health")).status_code == 200
@@ -122,7 +124,7 @@ async def test_metrics_count_requests_and_show_states() -> None:
         text = (await router.client.get("/metrics")).text
         labels = f'class="default",code="200",model="tiny",path="{CHAT}"'
         assert f"baton_router_requests_total{{{labels}}} 1.0" in text
-        assert router.metric("baton_router_requests_total", path=CHAT, code="404", model="other") == 1
+        assert router.metric(metrics.ROUTER_REQUESTS.name, path=CHAT, code="404", model="other") == 1
         ready = f'baton_router_worker_state{{role="decode",state="ready",worker="{worker.name}"}} 1.0'
         assert ready in text
         assert "baton_router_requests_in_flight 0.0" in text

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from baton_api import metrics
 from tests.authority import Authority
 from tests.router.fake_worker import FakeWorker
 from tests.router.running import running_router
@@ -26,8 +27,8 @@ async def test_a_router_tells_when_its_certificate_ends(tmp_path: Path) -> None:
     shown: dict[str, Any] = {"tls_folder": str(folder), "tls_name": NAME}
     async with FakeWorker() as worker, running_router([worker], **shown) as router:
         page = (await router.client.get("/metrics")).text
-    (end,) = figure(page, "baton_router_certificate_end_timestamp_seconds")
-    (life,) = figure(page, "baton_router_certificate_life_seconds")
+    (end,) = figure(page, metrics.ROUTER_CERTIFICATE_END.name)
+    (life,) = figure(page, metrics.ROUTER_CERTIFICATE_LIFE.name)
     assert life == 3 * DAY_S
     assert end == pytest.approx(time.time() + DAY_S, abs=600)
 
@@ -36,4 +37,4 @@ async def test_without_one_there_is_nothing_to_tell() -> None:
     async with FakeWorker() as worker, running_router([worker]) as router:
         page = (await router.client.get("/metrics")).text
     assert "# TYPE baton_router_certificate_life_seconds gauge" in page
-    assert not figure(page, "baton_router_certificate_life_seconds")
+    assert not figure(page, metrics.ROUTER_CERTIFICATE_LIFE.name)

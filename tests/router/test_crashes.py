@@ -11,7 +11,8 @@ from contextlib import AsyncExitStack
 import httpx
 import pytest
 
-from baton_api.errors import PoisonRequest
+from baton_api import headers, metrics
+from baton_api.errors import PoisonRequest, WorkerLost
 from baton_api.headers import PATIENT_CLASS
 from baton_api.resuming import Beginning, begin_line, tokens_line
 from baton_router.crashes import (
@@ -125,10 +126,10 @@ async def test_a_request_that_kills_workers_costs_two_of_them(body: object) -> N
         for _ in range(4):
             answer = await router.post(body)
             assert (answer.status_code, answer.json()["error"]["code"]) == (500, PoisonRequest.code)
-            assert answer.headers["x-should-retry"] == "false"
+            assert answer.headers[headers.SHOULD_RETRY] == "false"
             assert "retry-after" not in answer.headers
         assert sum(len(worker.asked) for worker in (one, two, three, four)) == 2
-        assert router.metric("baton_router_admission_rejects_total", reason="poison") == 4
+        assert router.metric(metrics.ROUTER_REJECTS.name, reason="poison") == 4
 
 
 async def test_a_stream_that_kills_three_workers_is_not_sent_again() -> None:
@@ -178,7 +179,7 @@ async def test_requests_that_kill_workers_cannot_exceed_the_budget() -> None:
         router = await stack.enter_async_context(routing)
         for _ in range(3):
             answer = await router.post(anew(QUESTION))
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "upstream_lost")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, WorkerLost.code)
         assert 1 <= sum(len(worker.asked) for worker in workers) <= 3
 
 
@@ -189,7 +190,7 @@ async def test_a_batch_line_that_kills_its_worker_is_told_at_once() -> None:
         FakeWorker(fake_worker.crash) as two,
         running_router([one, two]) as router,
     ):
-        patient = {"x-baton-class": PATIENT_CLASS}
+        patient = {headers.CLASS: PATIENT_CLASS}
         answer = await router.client.post(CHAT, json=anew(QUESTION), headers=patient)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "upstream_lost")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, WorkerLost.code)
         assert len(one.asked) + len(two.asked) == 1

@@ -7,6 +7,7 @@ import random
 import msgspec
 import pytest
 
+from baton_api import labels
 from baton_api.workers import Role
 from baton_router.discovery.endpoint_slices import Slice, listed
 from baton_router.discovery.listed import Changes, Listed, Standing, changes, merged
@@ -113,11 +114,11 @@ SLICES: dict[str, tuple[list[Slice], list[Listed]]] = {
     ),
     "in two slices while it is moved": ([pieces(endpoints=ONE), pieces(endpoints=ONE)], [worker("10.0.0.1")]),
     "role and revision": (
-        [pieces(endpoints=ONE, labels={"baton.dev/role": "prefill", "baton.dev/revision": "abc"})],
+        [pieces(endpoints=ONE, labels={labels.ROLE: "prefill", labels.REVISION: "abc"})],
         [worker("10.0.0.1", Role.PREFILL, "abc")],
     ),
-    "role both": ([pieces(endpoints=ONE, labels={"baton.dev/role": "both"})], [worker("10.0.0.1")]),
-    "a router's": ([pieces(endpoints=ONE, labels={"baton.dev/role": "router"})], []),
+    "role both": ([pieces(endpoints=ONE, labels={labels.ROLE: "both"})], [worker("10.0.0.1")]),
+    "a router's": ([pieces(endpoints=ONE, labels={labels.ROLE: "router"})], []),
     "the port by its name": ([pieces(endpoints=ONE, ports=PORTS)], [worker("10.0.0.1")]),
     "the only port by any name": ([pieces(endpoints=ONE, ports=[{"port": 8000}])], [worker("10.0.0.1")]),
     "by TLS": (

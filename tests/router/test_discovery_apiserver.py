@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from baton_api import labels
 from baton_api.workers import Role
 from baton_router.discovery.listed import Listed, Standing
 from tests.router.fake_kubernetes import PATH, a_slice
@@ -21,7 +22,7 @@ RULE = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "ver
 
 
 def manifest(item: dict[str, Any]) -> dict[str, Any]:
-    item["metadata"]["labels"]["baton.dev/service"] = "chat"
+    item["metadata"]["labels"][labels.SERVICE] = "chat"
     return {"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", **item}
 
 
@@ -41,7 +42,7 @@ async def test_a_real_api_server_tells_who_is_there_and_needs_to_allow_no_more_t
         await api.post("/api/v1/namespaces", {"metadata": {"name": "models"}})
         await api.post(PATH, manifest(a_slice("one", A)))
         other = manifest(a_slice("other", "10.9.9.9"))
-        other["metadata"]["labels"]["baton.dev/service"] = "another"
+        other["metadata"]["labels"][labels.SERVICE] = "another"
         await api.post(PATH, other)
         async with following(api) as follower:
             await until(lambda: "may not list and watch endpointslices" in follower.source.trouble)

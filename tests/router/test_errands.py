@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from baton_api import __version__
+from baton_api import __version__, headers
+from baton_api.errors import Overloaded, WorkerLost
 from baton_api.workers import Role
 from baton_router.about import SECRETS
 from baton_router.settings import RouterSettings
@@ -18,7 +19,7 @@ from tests.router.running import RunningRouter, running_router
 
 
 async def abort(router: RunningRouter, **body: Any) -> httpx.Response:
-    return await router.client.post("/abort_request", json=body, headers={"x-request-id": "op-1"})
+    return await router.client.post("/abort_request", json=body, headers={headers.REQUEST_ID: "op-1"})
 
 
 async def test_an_abort_goes_to_every_worker_and_is_summed() -> None:
@@ -28,12 +29,12 @@ async def test_an_abort_goes_to_every_worker_and_is_summed() -> None:
     async with one, two, prefill, running_router([one, two], [prefill]) as router:
         answer = await abort(router, rid="mine")
         assert (answer.status_code, answer.json()) == (200, {"aborted": 3})
-        assert answer.headers["x-request-id"] == "op-1"
+        assert answer.headers[headers.REQUEST_ID] == "op-1"
         for worker in (one, two, prefill):
             (asked,) = worker.asked
             assert (asked.method, asked.target, asked.body) == ("POST", "/abort_request", b'{"rid":"mine"}')
             assert asked.header("content-type") == "application/json"
-            assert asked.header("x-request-id") == "op-1"
+            assert asked.header(headers.REQUEST_ID) == "op-1"
 
 
 async def test_caches_are_emptied_everywhere() -> None:
@@ -73,7 +74,7 @@ async def test_a_worker_that_answers_nonsense_is_not_counted_as_an_abort() -> No
     async with FakeWorker(saying(200, b"<html>")) as worker, running_router([worker]) as router:
         answer = await abort(router, rid="mine")
         assert answer.status_code == 503
-        assert answer.json()["error"]["code"] == "upstream_lost"
+        assert answer.json()["error"]["code"] == WorkerLost.code
 
 
 async def test_one_token_is_asked_of_a_pair() -> None:
@@ -82,7 +83,7 @@ async def test_one_token_is_asked_of_a_pair() -> None:
         answer = await router.client.get("/health_generate")
         assert (answer.status_code, answer.content) == (200, b"")
         (probe,) = decode.probed
-        assert probe.header("x-baton-prefill") == "127.0.0.1:7001"
+        assert probe.header(headers.PREFILL) == "127.0.0.1:7001"
         assert not prefill.probed
         decode.probe = plain(503, b'{"error":{}}')
         answer = await router.client.get("/health_generate")
@@ -93,7 +94,7 @@ async def test_without_a_worker_no_token_can_be_had() -> None:
     async with running_router() as router:
         answer = await router.client.get("/health_generate")
         assert answer.status_code == 503
-        assert answer.json()["error"]["code"] == "overloaded"
+        assert answer.json()["error"]["code"] == Overloaded.code
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/abort_request"), ("POST", "/health_generate")])

@@ -18,7 +18,8 @@ from contextlib import asynccontextmanager
 import httpx
 import psutil
 
-from baton_api import headers
+from baton_api import headers, metrics
+from baton_api.errors import PREVIOUS_RESPONSE_NOT_FOUND, BodyTooLarge
 from baton_api.workers import Role
 from baton_router import responses
 from tests.router import fake_worker
@@ -63,7 +64,7 @@ class Fronts:
 
     async def counted(self, requests: int) -> dict[str, float]:
         """Requests by process, once all have counted theirs: each tells what it counted once a second."""
-        while sum((counted := await self.figure("baton_router_requests_total")).values()) < requests:  # noqa: ASYNC110
+        while sum((counted := await self.figure(metrics.ROUTER_REQUESTS.name)).values()) < requests:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         return counted
 
@@ -79,7 +80,7 @@ class Fronts:
 
     async def know_the_workers(self, workers: int) -> None:
         """Return when both frontend processes know the workers."""
-        while [*(await self.figure("baton_router_roster_workers")).values()] != [workers] * 2:  # noqa: ASYNC110
+        while [*(await self.figure(metrics.ROUTER_ROSTER_WORKERS.name)).values()] != [workers] * 2:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 
     async def ready(self) -> bool:
@@ -123,24 +124,24 @@ async def test_all_paths_are_served_and_each_process_tells_what_it_counted() -> 
         for number in range(20):
             answer = await fronts.post(STREAM if number % 2 else QUESTION)
             assert answer.status_code == 200
-            assert answer.headers["x-baton-worker"] == worker.name
+            assert answer.headers[headers.WORKER] == worker.name
         assert [one["id"] for one in (await fronts.client.get("/v1/models")).json()["data"]] == ["tiny"]
         assert (await fronts.client.get("/debug/decisions")).json()["data"][0]["decode"] == worker.name
         assert (await fronts.client.get("/nothing")).status_code == 404
         for _ in range(100):
-            counted = await fronts.figure("baton_router_requests_total")
+            counted = await fronts.figure(metrics.ROUTER_REQUESTS.name)
             if sum(counted.values()) == 20:
                 break
             await asyncio.sleep(0.1)
         assert sum(counted.values()) == 20
-        assert set(await fronts.figure("baton_router_worker_state")) == {"scheduler"}
+        assert set(await fronts.figure(metrics.ROUTER_WORKER_STATE.name)) == {"scheduler"}
 
 
 async def test_a_prompt_follows_its_prefix_whichever_front_has_it() -> None:
     async with FakeWorker() as one, FakeWorker() as two, running_fronts(one, two) as fronts:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "The same beginning. " * 200}]}
         answers = [await fronts.post(body) for _ in range(12)]
-        assert len({answer.headers["x-baton-worker"] for answer in answers}) == 1
+        assert len({answer.headers[headers.WORKER] for answer in answers}) == 1
 
 
 async def test_keys_are_wanted_by_every_process() -> None:
@@ -177,13 +178,13 @@ async def test_stateless_responses_are_served_by_frontends() -> None:
         counted = await fronts.counted(12)
         assert counted["scheduler"] == 2
         missing = await fronts.post({**more, "previous_response_id": "resp_x"}, path=responses.PATH)
-        assert (missing.status_code, missing.json()["error"]["code"]) == (400, "previous_response_not_found")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (400, PREVIOUS_RESPONSE_NOT_FOUND)
 
 
 async def test_a_bad_body_of_a_response_is_refused_by_a_frontend() -> None:
     async with FakeWorker(respond) as worker, running_fronts(worker, max_body=1000) as fronts:
         large = await fronts.post({"input": "x" * 2000}, path=responses.PATH)
-        assert (large.status_code, large.json()["error"]["code"]) == (413, "content_size_limit_exceeded")
+        assert (large.status_code, large.json()["error"]["code"]) == (413, BodyTooLarge.code)
         async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
             assert (await client.post(fronts.url + responses.PATH, content=b"{")).status_code == 400
         assert not worker.asked
@@ -252,7 +253,7 @@ async def test_a_silent_scheduler_costs_a_503_in_the_end() -> None:
         assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
         assert not worker.asked
         for _ in range(100):  # each frontend process tells what it counted once a second
-            unasked = await fronts.figure("baton_router_unasked_total")
+            unasked = await fronts.figure(metrics.ROUTER_UNASKED.name)
             if sum(unasked.values()) == 4:
                 break
             await asyncio.sleep(0.1)

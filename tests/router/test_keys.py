@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from baton_api.errors import SetupError
+from baton_api import headers as header_names
+from baton_api.errors import SetupError, Unauthorized
 from baton_router.app import create_app
 from baton_router.server import introduce
 from baton_router.settings import RouterSettings
@@ -31,10 +32,10 @@ async def test_a_key_is_wanted_for_all_but_what_monitors_ask_for() -> None:
             answer = await ask(router, **headers)
             assert answer.status_code == 401
             assert answer.json()["error"] == answer.json()["error"] | {
-                "type": "invalid_request_error", "param": None, "code": "invalid_api_key",
+                "type": "invalid_request_error", "param": None, "code": Unauthorized.code,
             }  # fmt: skip
             assert answer.headers["www-authenticate"] == 'Bearer realm="baton"'
-            assert answer.headers["x-request-id"]
+            assert answer.headers[header_names.REQUEST_ID]
             for path in ("/v1/models", "/workers", "/no/such/path"):
                 assert (await router.client.get(path, headers=headers)).status_code == 401
         assert worker.asked == []

@@ -13,6 +13,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from baton_api import headers, metrics
 from baton_api.hashing import block_hashes, root_hash
 from baton_api.kv_events import SnapshotFrame, block_number, frame
 from baton_api.reports import PromptReport
@@ -272,7 +273,7 @@ async def test_what_a_worker_drops_is_not_looked_for_there() -> None:
     )  # fmt: skip
 
     async def answer(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
-        writer.write(plain(200, whole_answer(), ("x-baton-prompt", report.encode())))
+        writer.write(plain(200, whole_answer(), (headers.PROMPT, report.encode())))
 
     async with FakeWorker(answer) as http, telling(http) as worker, running_router([http]) as running:
         router = running.router
@@ -291,9 +292,9 @@ async def test_what_a_worker_drops_is_not_looked_for_there() -> None:
             return list(knowledge.held(prompt, knowledge.match(prompt)).values())
 
         await until(lambda: held() == [1024])  # 10 of 40 blocks
-        assert running.metric("baton_router_index_chunks") == 2
-        assert running.metric("baton_router_kv_events_total", worker=name) >= 2
-        assert running.metric("baton_router_kv_events_degraded", worker=name) == 0
-        assert running.metric("baton_router_cache_parity_ratio", worker=name) == 1
-        assert 0 <= running.metric("baton_router_kv_events_lag_seconds", worker=name) < 60
+        assert running.metric(metrics.ROUTER_INDEX_CHUNKS.name) == 2
+        assert running.metric(metrics.ROUTER_KV_EVENTS.name, worker=name) >= 2
+        assert running.metric(metrics.ROUTER_KV_DEGRADED.name, worker=name) == 0
+        assert running.metric(metrics.ROUTER_CACHE_PARITY.name, worker=name) == 1
+        assert 0 <= running.metric(metrics.ROUTER_KV_LAG.name, worker=name) < 60
     assert not [one for one in threading.enumerate() if one.name == "baton-kv-events"]

@@ -9,7 +9,9 @@ import time
 import httpx
 import pytest
 
-from baton_api import tickets
+from baton_api import headers as header_names
+from baton_api import metrics, tickets
+from baton_api.errors import UNSUPPORTED_PARAMETER, BodyTooLarge, ModelNotFound, Overloaded, WorkerLost
 from baton_api.metrics import STALE
 from baton_api.workers import Role
 from baton_router.breaker import FAILURES_IN_A_ROW
@@ -31,7 +33,7 @@ async def test_an_answer_has_the_bytes_of_a_direct_call(body: object) -> None:
         assert routed.status_code == direct.status_code == 200
         assert routed.content == direct.content
         assert routed.headers["content-type"] == direct.headers["content-type"]
-        assert routed.headers["x-baton-worker"] == worker.name
+        assert routed.headers[header_names.WORKER] == worker.name
 
 
 async def test_a_body_arrives_byte_for_byte_whatever_is_in_it() -> None:
@@ -50,10 +52,10 @@ async def test_a_body_arrives_byte_for_byte_whatever_is_in_it() -> None:
 async def test_a_worker_is_told_of_what_nobody_waits_for_and_of_no_other_class() -> None:
     async with FakeWorker() as worker, running_router([worker]) as router:
         for kind in ("batch", "interactive", "Batch"):
-            answer = await router.client.post(CHAT, json=anew(QUESTION), headers={"x-baton-class": kind})
+            answer = await router.client.post(CHAT, json=anew(QUESTION), headers={header_names.CLASS: kind})
             assert answer.status_code == 200
         assert (await router.post(anew(QUESTION))).status_code == 200
-        told = [asked.header("x-baton-class") for asked in worker.asked]
+        told = [asked.header(header_names.CLASS) for asked in worker.asked]
         assert told == ["batch", None, "batch", None]
 
 
@@ -112,7 +114,7 @@ async def test_a_dead_workers_requests_go_elsewhere_and_it_is_put_aside() -> Non
         await dying.die()
         for _ in range(30):
             assert (await router.post(anew(QUESTION))).status_code == 200
-        assert router.metric("baton_router_retries_total", cause="connect") == FAILURES_IN_A_ROW
+        assert router.metric(metrics.ROUTER_RETRIES.name, cause="connect") == FAILURES_IN_A_ROW
 
 
 @pytest.mark.parametrize("status", [429, 503])
@@ -172,9 +174,9 @@ async def test_a_worker_lost_in_a_stream_gives_an_error_event_and_a_cut(half: by
                     two.release.set()
         begun, _, error = seen.rpartition(b"data: ")
         assert begun == fake_worker.event("The")
-        assert json.loads(error)["error"]["code"] == "upstream_lost"
+        assert json.loads(error)["error"]["code"] == WorkerLost.code
         assert len(one.asked) + len(two.asked) == 1
-        assert router.metric("baton_router_answers_cut_total", cause="reset") == 1
+        assert router.metric(metrics.ROUTER_CUT.name, cause="reset") == 1
 
 
 async def test_a_stream_without_its_end_is_not_taken_for_complete() -> None:
@@ -207,7 +209,7 @@ async def test_a_worker_that_does_not_begin_in_time_costs_a_503() -> None:
     async with FakeWorker(fake_worker.hang) as worker, running_router([worker], answer_s=0.2) as router:
         answer = await router.post()
         assert answer.status_code == 503
-        assert answer.json()["error"]["code"] == "upstream_lost"
+        assert answer.json()["error"]["code"] == WorkerLost.code
         await worker.left.wait()
 
 
@@ -222,7 +224,7 @@ async def test_requests_move_on_from_a_worker_that_fell_silent() -> None:
         silent.silent = True
         answers = await asyncio.gather(*asking)
         assert [answer.status_code for answer in answers] == [200] * 8
-        assert router.metric("baton_router_retries_total", cause="hung") == len(silent.asked) > 0
+        assert router.metric(metrics.ROUTER_RETRIES.name, cause="hung") == len(silent.asked) > 0
 
 
 async def test_a_worker_of_which_requests_hear_is_not_down_because_it_does_not_say_how_it_is() -> None:
@@ -251,7 +253,7 @@ async def test_a_client_that_leaves_takes_its_request_along() -> None:
             async with asyncio.timeout(60):
                 await worker.left.wait()
             await until(lambda: router.router.workers.decode[0].in_flight == 0)
-            await until(lambda: router.metric("baton_router_requests_in_flight") == 0)
+            await until(lambda: router.metric(metrics.ROUTER_IN_FLIGHT.name) == 0)
 
 
 async def test_without_a_worker_the_answer_is_503_with_a_time_to_come_back() -> None:
@@ -259,7 +261,7 @@ async def test_without_a_worker_the_answer_is_503_with_a_time_to_come_back() -> 
         answer = await router.post()
         assert answer.status_code == 503
         assert 1 <= int(answer.headers["retry-after"]) <= 120
-        assert answer.json()["error"]["code"] == "overloaded"
+        assert answer.json()["error"]["code"] == Overloaded.code
         assert "--decode" in answer.json()["error"]["message"]
 
 
@@ -271,7 +273,7 @@ async def test_an_unknown_model_is_404_and_the_served_ones_are_named() -> None:
         assert (error["type"], error["param"], error["code"]) == (
             "invalid_request_error",
             "model",
-            "model_not_found",
+            ModelNotFound.code,
         )
         assert "tiny" in error["message"]
         assert not worker.asked
@@ -309,14 +311,14 @@ async def test_a_body_over_the_limit_is_413_and_one_at_the_limit_passes() -> Non
             body = body.replace(b'"pad": ""', b'"pad": "' + b"x" * (size - len(body)) + b'"')
             answer = await router.client.post(CHAT, content=body)
             assert answer.status_code == status
-        assert answer.json()["error"]["code"] == "content_size_limit_exceeded"
+        assert answer.json()["error"]["code"] == BodyTooLarge.code
         assert len(worker.asked) == 1
 
 
 async def test_headers_of_ours_and_of_the_connection_do_not_pass() -> None:
     async with FakeWorker() as worker, running_router([worker]) as router:
         sent = {
-            "x-baton-prefill": "10.0.0.1:1",
+            header_names.PREFILL: "10.0.0.1:1",
             "X-Baton-Ticket": "forged",
             "x-baton-anything": "1",
             "te": "trailers",
@@ -336,26 +338,31 @@ async def test_headers_of_ours_and_of_the_connection_do_not_pass() -> None:
 
 
 async def test_a_workers_own_headers_do_not_reach_the_client() -> None:
-    extra = (("x-baton-secret", "1"), ("server", "x"), ("keep-alive", "5"), ("x-request-id", "other"))
+    extra = (
+        ("x-baton-secret", "1"),
+        ("server", "x"),
+        ("keep-alive", "5"),
+        (header_names.REQUEST_ID, "other"),
+    )
     async with (
         FakeWorker(fake_worker.saying(200, b"{}", *extra)) as worker,
         running_router([worker]) as router,
     ):
-        answer = await router.client.post(CHAT, json=QUESTION, headers={"x-request-id": "mine"})
-        assert answer.headers.get_list("x-request-id") == ["mine"]
+        answer = await router.client.post(CHAT, json=QUESTION, headers={header_names.REQUEST_ID: "mine"})
+        assert answer.headers.get_list(header_names.REQUEST_ID) == ["mine"]
         assert not {"x-baton-secret", "server", "keep-alive"} & set(answer.headers)
 
 
 @pytest.mark.parametrize("given", [None, "mine-1", "x" * 128, "x" * 129, "with space", ""])
 async def test_every_answer_has_a_request_id_that_the_worker_had_too(given: str | None) -> None:
     async with FakeWorker() as worker, running_router([worker]) as router:
-        headers = {"x-request-id": given} if given is not None else {}
+        headers = {header_names.REQUEST_ID: given} if given is not None else {}
         answer = await router.client.post(CHAT, json=QUESTION, headers=headers)
-        identity = answer.headers["x-request-id"]
-        assert worker.asked[0].header("x-request-id") == identity
+        identity = answer.headers[header_names.REQUEST_ID]
+        assert worker.asked[0].header(header_names.REQUEST_ID) == identity
         assert (identity == given) == (given in ("mine-1", "x" * 128))
         for path in ("/v1/models", "/health", "/nowhere", "/v1/models/none"):
-            assert (await router.client.get(path)).headers["x-request-id"]
+            assert (await router.client.get(path)).headers[header_names.REQUEST_ID]
 
 
 async def test_a_request_names_a_prefill_worker_with_a_ticket_for_it() -> None:
@@ -367,8 +374,8 @@ async def test_a_request_names_a_prefill_worker_with_a_ticket_for_it() -> None:
     ):
         answer = await router.post()
         asked = worker.asked[0]
-        assert asked.header("x-baton-prefill") == "127.0.0.1:7001"
-        ticket, room = asked.header("x-baton-ticket"), answer.headers["x-request-id"]
+        assert asked.header(header_names.PREFILL) == "127.0.0.1:7001"
+        ticket, room = asked.header(header_names.TICKET), answer.headers[header_names.REQUEST_ID]
         assert ticket is not None
         assert tickets.refusal(b"s3cret", ticket, room, "127.0.0.1:7001", time.time()) is None
         assert tickets.refusal(b"s3cret", ticket, room, "127.0.0.1:7002", time.time())
@@ -379,7 +386,7 @@ async def test_without_a_fitting_prefill_worker_the_decode_worker_is_asked_alone
     other = FakeWorker(role=Role.PREFILL, control="127.0.0.1:7001", compatibility="different")
     async with FakeWorker() as worker, other, running_router([worker], [other]) as router:
         assert (await router.post()).status_code == 200
-        assert worker.asked[0].header("x-baton-prefill") is None
+        assert worker.asked[0].header(header_names.PREFILL) is None
 
 
 async def test_connections_to_a_worker_are_used_again() -> None:
@@ -425,7 +432,7 @@ async def test_stale_connection_is_replaced_once_and_counted() -> None:
     async with FakeWorker(stale) as worker, running_router([worker], health_interval_s=600) as router:
         assert [(await router.post()).status_code for _ in range(2)] == [200, 200]
         assert len(worker.asked) == 3
-        assert router.metric("baton_router_retries_total", cause=STALE) == 1
+        assert router.metric(metrics.ROUTER_RETRIES.name, cause=STALE) == 1
         assert router.router.workers.decode[0].health.breaker.failures == 0
         worker.behaviour = fake_worker.die_at_once
         assert (await router.post()).status_code == 503
@@ -481,5 +488,5 @@ async def test_client_cannot_resume_an_answer_by_itself(path: str, body: bytes) 
         answer = await router.client.post(path, content=body)
         assert answer.status_code == 400
         error = answer.json()["error"]
-        assert (error["param"], error["code"]) == ("baton_resume", "unsupported_parameter")
+        assert (error["param"], error["code"]) == ("baton_resume", UNSUPPORTED_PARAMETER)
         assert not worker.asked

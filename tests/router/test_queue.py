@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from baton_api import headers
 from baton_api.errors import BatonError, ModelNotFound, NotInTime, NotReady, Overloaded
 from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
@@ -304,7 +305,7 @@ async def test_an_interactive_request_that_would_come_too_late_is_told_when_to_c
         late = await cluster.send("late", LONG, kind="interactive", objective_s=5.0)
         error = late.exception()
         assert isinstance(error, NotInTime)
-        assert error.headers["x-predicted-ttft-ms"] == "10000"
+        assert error.headers[headers.PREDICTED] == "10000"
         assert 5 <= int(error.headers["retry-after"]) <= 9
         patient = await cluster.send("patient", LONG)
         assert not patient.done()

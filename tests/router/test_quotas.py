@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from baton_api.errors import RateLimited
+from baton_api import headers as header_names
+from baton_api import metrics
+from baton_api.errors import Overloaded, RateLimited
 from baton_router.asks import Ask
 from baton_router.prompt_chunks import of_text
 from baton_router.quotas import Quotas
@@ -44,10 +46,10 @@ async def test_who_has_used_its_requests_is_told_when_to_come_again(tmp_path: Pa
     async with FakeWorker() as worker, running_router([worker], **settings) as router:
         assert [(await ask(router, "small")).status_code for _ in range(3)] == [200, 200, 429]
         refused = await ask(router, "small")
-        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert refused.json()["error"]["code"] == RateLimited.code
         assert 1 <= int(refused.headers["retry-after"]) <= 36
         assert (await ask(router, "other")).status_code == 200
-        assert router.metric("baton_router_admission_rejects_total", reason="requests") == 2
+        assert router.metric(metrics.ROUTER_REJECTS.name, reason="requests") == 2
         assert len(worker.asked) == 3
 
 
@@ -94,7 +96,7 @@ async def test_a_class_must_be_one_and_the_tenants_to_use(tmp_path: Path) -> Non
             assert (await ask(router, "some", x_baton_class=kind)).status_code == status
         for wrong in ("soon", "-1", "nan", "inf", ""):
             answer = await ask(router, "some", x_slo_ttft_ms=wrong)
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-slo-ttft-ms")
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, header_names.OBJECTIVE)
         assert (await ask(router, "some", x_slo_ttft_ms="2500")).status_code == 200
 
 
@@ -106,16 +108,16 @@ async def test_who_waits_is_counted_and_a_client_that_leaves_is_not(tmp_path: Pa
         tasks = [asyncio.create_task(ask(router, "one", anew(STREAM)))]
         await worker.arrived.wait()
         tasks += [asyncio.create_task(ask(router, "two", anew(STREAM), x_baton_class="interactive"))]
-        await until(lambda: router.metric("baton_router_queue_depth", **{"class": "interactive"}) == 1)
-        await until(lambda: router.metric("baton_router_queue_age_seconds", **{"class": "interactive"}) > 0)
+        await until(lambda: router.metric(metrics.ROUTER_QUEUE_DEPTH.name, **{"class": "interactive"}) == 1)
+        await until(lambda: router.metric(metrics.ROUTER_QUEUE_AGE.name, **{"class": "interactive"}) > 0)
         tasks[1].cancel()
-        await until(lambda: router.metric("baton_router_queue_depth", **{"class": "interactive"}) == 0)
+        await until(lambda: router.metric(metrics.ROUTER_QUEUE_DEPTH.name, **{"class": "interactive"}) == 0)
         assert len(worker.asked) == 1
         # What it had reserved is free again: the next one waits, and is not refused.
         tasks += [asyncio.create_task(ask(router, "two", anew(STREAM), x_slo_ttft_ms="50"))]
         answer = await tasks[2]
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
-        assert "x-predicted-ttft-ms" in answer.headers and "retry-after" in answer.headers
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, Overloaded.code)
+        assert header_names.PREDICTED in answer.headers and "retry-after" in answer.headers
         tasks[0].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 

@@ -11,7 +11,8 @@ import httpx
 import openai
 import pytest
 
-from baton_api import headers
+from baton_api import headers, metrics
+from baton_api.errors import PREVIOUS_RESPONSE_NOT_FOUND, WorkerLost
 from tests.router import fake_worker
 from tests.router.fake_worker import STREAM_END, STREAM_HEAD, Asked, FakeWorker, chunk, plain
 from tests.router.running import running_router
@@ -183,10 +184,10 @@ async def test_a_previous_response_that_is_not_kept_is_a_400(stream: bool) -> No
             answer = await router.post({**QUESTION, "previous_response_id": id, "stream": stream}, PATH)
             assert answer.status_code == 400
             error = answer.json()["error"]
-            assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
-            assert answer.headers["x-request-id"]
+            assert (error["param"], error["code"]) == ("previous_response_id", PREVIOUS_RESPONSE_NOT_FOUND)
+            assert answer.headers[headers.REQUEST_ID]
         assert len(worker.asked) == 1
-        assert router.metric("baton_router_requests_total", path=PATH, code="400") == 2
+        assert router.metric(metrics.ROUTER_REQUESTS.name, path=PATH, code="400") == 2
 
 
 async def test_the_sdk_retrieves_deletes_and_cannot_cancel() -> None:
@@ -296,7 +297,7 @@ async def test_a_stream_whose_worker_is_lost_ends_with_an_error_event_and_a_cut(
         name, data = received.rstrip(b"\n").rsplit(b"\n\n", 1)[1].split(b"\n")
         event = json.loads(data.removeprefix(b"data: "))
         assert name == b"event: error"
-        assert (event["type"], event["sequence_number"], event["code"]) == ("error", 4, "upstream_lost")
+        assert (event["type"], event["sequence_number"], event["code"]) == ("error", 4, WorkerLost.code)
         assert event["message"] == event["error"]["message"]
         assert len(router.router.responses) == 0
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+from baton_api import metrics
 from baton_api.workers import Role
 from baton_router.upstream import Upstream
 from baton_router.workers import State
@@ -132,8 +133,8 @@ async def test_scaling_and_replacing_workers_under_load_fails_no_request_and_lea
         await there.end(prefills[0])
         await until(lambda: not there.leftovers())
         figures = there.router.figures
-        assert figures.registry.get_sample_value("baton_router_requests_in_flight") == 0
-        assert not figures.registry.get_sample_value("baton_router_answers_cut_total")
+        assert figures.registry.get_sample_value(metrics.ROUTER_IN_FLIGHT.name) == 0
+        assert not figures.registry.get_sample_value(metrics.ROUTER_CUT.name)
 
 
 async def test_what_a_leaving_worker_has_it_finishes(tmp_path: Path) -> None:

@@ -72,6 +72,6 @@ def test_however_it_is_cut_all_bytes_pass_and_an_error_is_an_event_of_its_own(se
     assert passed == b"" or passed.endswith(b"\n")
     *before, error = events_of(passed + events.error(WorkerLost("w")))
     said = json.loads(error)["error"]
-    assert (said["code"], said["retryable"]) == ("upstream_lost", True)
+    assert (said["code"], said["retryable"]) == (WorkerLost.code, True)
     assert all(event == b"[DONE]" or json.loads(event) for event in before)
     assert passed + events.finish() == stream[:cut]

@@ -11,6 +11,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
+from baton_api import metrics
 from baton_router.listener import Listener
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker
@@ -78,13 +79,13 @@ async def test_many_streams_at_once_are_all_complete() -> None:
     ):
         clients = [await asking(router) for _ in range(STREAMS)]
         await until(lambda: len(one.asked) + len(two.asked) == STREAMS, 60)
-        assert router.metric("baton_router_requests_in_flight") == STREAMS
+        assert router.metric(metrics.ROUTER_IN_FLIGHT.name) == STREAMS
         one.release.set()
         two.release.set()
         for reader, writer in clients:
             assert b"[DONE]" in await reader.readuntil(b"\r\n0\r\n\r\n")
             writer.close()
-        assert router.metric("baton_router_requests_total", path=CHAT, code="200") == STREAMS
+        assert router.metric(metrics.ROUTER_REQUESTS.name, path=CHAT, code="200") == STREAMS
         assert abs(len(one.asked) - len(two.asked)) <= 2, "two choices keep two workers even"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from baton_api import headers as header_names
 from baton_api.headers import PROMPT
 from baton_api.reports import PromptReport
 from baton_api.resuming import Beginning, begin_line, tokens_line
@@ -69,11 +70,15 @@ async def test_a_request_is_a_trace_of_where_its_time_went() -> None:
     ):
         settings: dict[str, Any] = {"tracing_endpoint": collector.url, "alone_tokens": 0}
         async with running_router([worker], [prefill], **settings) as router:
-            headers = {"traceparent": f"00-{TRACE}-{SPAN}-01", "tracestate": "a=1", "x-request-id": "r-1"}
+            headers = {
+                "traceparent": f"00-{TRACE}-{SPAN}-01",
+                "tracestate": "a=1",
+                header_names.REQUEST_ID: "r-1",
+            }
             answer = await router.client.post(CHAT, json=asking, headers=headers)
             assert answer.status_code == 200
-            assert answer.headers["x-cached-tokens"] == "240"
-            queue, prefilling, moving = answer.headers["server-timing"].split(", ")
+            assert answer.headers[header_names.CACHED] == "240"
+            queue, prefilling, moving = answer.headers[header_names.TIMING].split(", ")
             assert moving.startswith("transfer;dur=")
             assert prefilling == "prefill;dur=20.0" and 2.0 <= float(queue.removeprefix("queue;dur=")) < 1000
     (route,) = collector.named("route")
@@ -206,11 +211,11 @@ async def test_a_collector_that_is_away_costs_no_request() -> None:
 async def test_an_answer_without_a_report_says_nothing_of_its_prompt() -> None:
     async with FakeWorker() as worker, running_router([worker]) as router:
         answer = await router.post()
-        assert "x-cached-tokens" not in answer.headers and "server-timing" not in answer.headers
+        assert header_names.CACHED not in answer.headers and header_names.TIMING not in answer.headers
         worker.behaviour = saying(200, whole_answer(), (PROMPT, REPORT.encode()))
-        assert (await router.post()).headers["x-cached-tokens"] == "240"
+        assert (await router.post()).headers[header_names.CACHED] == "240"
         worker.behaviour = saying(400, json.dumps({"error": {}}).encode())
-        assert "x-cached-tokens" not in (await router.post()).headers
+        assert header_names.CACHED not in (await router.post()).headers
 
 
 async def test_model_names_of_clients_are_not_kept() -> None:

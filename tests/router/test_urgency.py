@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from baton_api import headers
 from baton_api.errors import Forbidden, InvalidRequest
 from baton_router.tenants import NOBODY, Tenant
 from baton_router.urgency import urgency
@@ -13,9 +14,13 @@ SOME = Tenant(name="some", classes=frozenset({"default", "batch"}), default_clas
 SAID: dict[str, tuple[list[tuple[bytes, bytes]], Tenant, tuple[str, float | None]]] = {
     "nothing": ([], NOBODY, ("default", None)),
     "the tenant's own": ([(b"x-other", b"critical")], SOME, ("batch", None)),
-    "a class": ([(b"x-baton-class", b" Critical ")], NOBODY, ("critical", None)),
-    "an objective": ([(b"x-slo-ttft-ms", b"1500")], NOBODY, ("default", 1.5)),
-    "both": ([(b"x-baton-class", b"default"), (b"x-slo-ttft-ms", b"0.5")], SOME, ("default", 0.0005)),
+    "a class": ([(headers.CLASS.encode(), b" Critical ")], NOBODY, ("critical", None)),
+    "an objective": ([(headers.OBJECTIVE.encode(), b"1500")], NOBODY, ("default", 1.5)),
+    "both": (
+        [(headers.CLASS.encode(), b"default"), (headers.OBJECTIVE.encode(), b"0.5")],
+        SOME,
+        ("default", 0.0005),
+    ),
 }
 
 
@@ -28,15 +33,15 @@ def test_what_is_said(name: str) -> None:
 @pytest.mark.parametrize("value", [b"", b"soon", b"0", b"-5", b"nan", b"inf", b"1e400", b"\xff"])
 def test_an_objective_must_be_a_time(value: bytes) -> None:
     with pytest.raises(InvalidRequest, match="above 0"):
-        urgency([(b"x-slo-ttft-ms", value)], NOBODY)
+        urgency([(headers.OBJECTIVE.encode(), value)], NOBODY)
 
 
 @pytest.mark.parametrize("value", [b"", b"urgent", b"\xff"])
 def test_a_class_must_be_one(value: bytes) -> None:
     with pytest.raises(InvalidRequest, match="critical, interactive, default, batch"):
-        urgency([(b"x-baton-class", value)], NOBODY)
+        urgency([(headers.CLASS.encode(), value)], NOBODY)
 
 
 def test_a_class_must_be_the_tenants() -> None:
     with pytest.raises(Forbidden, match="interactive"):
-        urgency([(b"x-baton-class", b"interactive")], SOME)
+        urgency([(headers.CLASS.encode(), b"interactive")], SOME)

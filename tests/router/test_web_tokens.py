@@ -116,7 +116,7 @@ async def test_a_bad_token_is_refused_with_what_is_wrong(made: Callable[[Issuer]
     token = made(issuer)
     with pytest.raises(Unauthorized, match=said) as caught:
         await reader.judge(token)
-    assert caught.value.code == "invalid_api_key" and reader.known(token) is None
+    assert caught.value.code == Unauthorized.code and reader.known(token) is None
 
 
 async def test_clocks_may_differ_a_little() -> None:

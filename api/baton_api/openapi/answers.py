@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from baton_api.errors import QuotaExceeded
 from baton_api.openapi.values import (
     ANYTHING,
     BOOLEAN,
@@ -33,7 +34,7 @@ def schemas() -> dict[str, Schema]:
         "Error": whole({
             "error": whole({
                 "message": TEXT | {"minLength": 1},
-                "type": one_of("invalid_request_error", "server_error", "insufficient_quota"),
+                "type": one_of("invalid_request_error", "server_error", QuotaExceeded.code),
                 "param": nullable(TEXT),
                 "code": nullable(TEXT),
             })

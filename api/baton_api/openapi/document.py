@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton_api import __version__, limits
+from baton_api import headers as header_names
 from baton_api.openapi import answers, kept, requests
 from baton_api.openapi.values import COUNT, TEXT, Schema, one_of, ref
 
@@ -111,7 +112,13 @@ def _used(paths: dict[str, Any], components: dict[str, Schema]) -> dict[str, Sch
 
 
 def _headers() -> Schema:
-    return {"x-request-id": {"description": "Names the request in logs.", "required": True, "schema": TEXT}}
+    return {
+        header_names.REQUEST_ID: {
+            "description": "Names the request in logs.",
+            "required": True,
+            "schema": TEXT,
+        }
+    }
 
 
 def _error(status: int) -> Schema:

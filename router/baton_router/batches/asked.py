@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from baton_api import limits
-from baton_api.errors import InvalidRequest
+from baton_api.errors import INVALID_TYPE, INVALID_VALUE, MISSING_REQUIRED_PARAMETER, InvalidRequest
 from baton_api.limits import Limit
 from baton_router.batches import completion_window
 from baton_router.batches.files import PURPOSES
@@ -92,7 +92,7 @@ def new_batch(body: bytes) -> NewBatch:
     window = _text(fields, "completion_window")
     if completion_window.seconds(window) is None:
         told = f"completion_window must be a time from 60s to 30d, such as 24h or 90m, not {window[:100]!r}."
-        raise InvalidRequest(told, param="completion_window", code="invalid_value")
+        raise InvalidRequest(told, param="completion_window", code=INVALID_VALUE)
     return NewBatch(
         file,
         endpoint,
@@ -127,7 +127,7 @@ def _text(fields: Mapping[str, Any], name: str) -> str:
     if value is None:
         raise _missing(name)
     if not isinstance(value, str):
-        raise InvalidRequest(f"{name} must be a string.", param=name, code="invalid_type")
+        raise InvalidRequest(f"{name} must be a string.", param=name, code=INVALID_TYPE)
     return value
 
 
@@ -135,14 +135,14 @@ def _metadata(value: Any) -> dict[str, str] | None:
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise InvalidRequest("metadata must be an object.", param="metadata", code="invalid_type")
+        raise InvalidRequest("metadata must be an object.", param="metadata", code=INVALID_TYPE)
     if len(value) > limits.METADATA.most:
         told = f"metadata has {len(value)} members and may have {limits.METADATA.most}."
         raise InvalidRequest(told, param="metadata", code=limits.METADATA.code)
     for key, one in value.items():
         where = f"metadata.{key[:100]}"
         if not isinstance(one, str):
-            raise InvalidRequest(f"{where} must be a string.", param=where, code="invalid_type")
+            raise InvalidRequest(f"{where} must be a string.", param=where, code=INVALID_TYPE)
         for text, limit in ((key, limits.METADATA_KEY), (one, limits.METADATA_VALUE)):
             if len(text) > limit.most:
                 told = f"{where} has {len(text)} characters and may have {limit.most}."
@@ -155,7 +155,7 @@ def _expiry(value: Any) -> int | None:
         return None
     name = "output_expires_after"
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{name} must be an object.", param=name, code="invalid_type")
+        raise InvalidRequest(f"{name} must be an object.", param=name, code=INVALID_TYPE)
     if _text({f"{name}.{key}": one for key, one in value.items()}, f"{name}.anchor") != ANCHOR:
         raise _none_of(f"{name}.anchor", (ANCHOR,))
     seconds = value.get("seconds")
@@ -165,14 +165,14 @@ def _expiry(value: Any) -> int | None:
         seconds = int(seconds)
     if not isinstance(seconds, int) or isinstance(seconds, bool):
         raise InvalidRequest(
-            f"{name}.seconds must be a whole number.", param=f"{name}.seconds", code="invalid_type"
+            f"{name}.seconds must be a whole number.", param=f"{name}.seconds", code=INVALID_TYPE
         )
     return _within(seconds, f"{name}.seconds", limits.EXPIRES_AFTER)
 
 
 def _integer(text: str, name: str, limit: Limit) -> int:
     if not re.fullmatch(r"-?[0-9]{1,18}", text):
-        raise InvalidRequest(f"{name} must be a whole number.", param=name, code="invalid_type")
+        raise InvalidRequest(f"{name} must be a whole number.", param=name, code=INVALID_TYPE)
     return _within(int(text), name, limit)
 
 
@@ -186,10 +186,10 @@ def _within(number: int, name: str, limit: Limit) -> int:
 
 def _missing(name: str) -> InvalidRequest:
     return InvalidRequest(
-        f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter"
+        f"Missing required parameter: '{name}'.", param=name, code=MISSING_REQUIRED_PARAMETER
     )
 
 
 def _none_of(name: str, values: tuple[str, ...]) -> InvalidRequest:
     told = f"{name} must be one of {', '.join(values)}."
-    return InvalidRequest(told, param=name, code="invalid_value")
+    return InvalidRequest(told, param=name, code=INVALID_VALUE)

@@ -15,7 +15,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, or_, select, text, update
 
-from baton_api.errors import FileNotFound, InvalidRequest, QuotaExceeded
+from baton_api.errors import INVALID_VALUE, FileNotFound, InvalidRequest, QuotaExceeded
 from baton_router.batches.database import Database, bindable
 from baton_router.batches.tables import batches, files, promises
 from baton_router.batches.values import ENDED, StoredFile
@@ -124,7 +124,7 @@ class Files:
                     raise InvalidRequest(
                         f"There is no file {after[:100]!r} to go on after.",
                         param="after",
-                        code="invalid_value",
+                        code=INVALID_VALUE,
                     )
                 wanted = wanted.where(files.c.seq < seq if newest_first else files.c.seq > seq)
             order = files.c.seq.desc() if newest_first else files.c.seq.asc()

@@ -12,7 +12,7 @@ import unicodedata
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from baton_api.errors import BodyTooLarge, InvalidRequest
+from baton_api.errors import STRING_ABOVE_MAX_LENGTH, BodyTooLarge, InvalidRequest
 
 FIELD_LIMIT = 1024
 """Bytes of a field that is no file."""
@@ -122,7 +122,7 @@ class Form:
             raise InvalidRequest(
                 f"The field is over the limit of {FIELD_LIMIT} bytes.",
                 param=self._name[:100],
-                code="string_above_max_length",
+                code=STRING_ABOVE_MAX_LENGTH,
             )
 
     def _part_ends(self) -> None:

@@ -38,7 +38,14 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, exists, func, insert, select, text, update
 
-from baton_api.errors import BatchEnded, BatchNotFound, FileNotFound, InvalidRequest, StaleLease
+from baton_api.errors import (
+    INVALID_VALUE,
+    BatchEnded,
+    BatchNotFound,
+    FileNotFound,
+    InvalidRequest,
+    StaleLease,
+)
 from baton_router.batches import completion_window
 from baton_router.batches.batch_rows import as_json, batch_of, change, fetch, finalizing, free, held, keep
 from baton_router.batches.database import Database, bindable
@@ -137,7 +144,7 @@ class Ledger:
                     raise InvalidRequest(
                         f"There is no batch {after[:100]!r} to go on after.",
                         param="after",
-                        code="invalid_value",
+                        code=INVALID_VALUE,
                     )
                 wanted = wanted.where(batches.c.seq < seq)
             rows = connection.execute(wanted.order_by(batches.c.seq.desc()).limit(limit + 1)).all()

@@ -11,7 +11,7 @@ import hashlib
 
 import msgspec
 
-from baton_api.errors import InvalidRequest, WorkerLost
+from baton_api.errors import INVALID_VALUE, InvalidRequest, WorkerLost
 from baton_router.batches.retrying import GROUPS, Outcome, Tries
 from baton_router.batches.values import Result
 
@@ -39,7 +39,7 @@ def body_of(text: bytes) -> bytes:
 def no_stream(line: int, name: str) -> Result:
     """The result of a line that was answered by a stream."""
     error = InvalidRequest(
-        "A request of a batch cannot be streamed: leave `stream` out.", param="stream", code="invalid_value"
+        "A request of a batch cannot be streamed: leave `stream` out.", param="stream", code=INVALID_VALUE
     )
     return Result(line, BAD_REQUEST, msgspec.json.encode(error.body()), name)
 

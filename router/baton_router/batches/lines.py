@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from baton_api.errors import InvalidRequest
+from baton_api.errors import INVALID_TYPE, INVALID_VALUE, MISSING_REQUIRED_PARAMETER, InvalidRequest
 from baton_router.batches.values import LineError, Result
 
 METHOD = "POST"
@@ -102,17 +102,17 @@ def _fault(number: int, line: bytes) -> LineError:
     for name in ("custom_id", "method", "url"):
         value = fields.get(name)
         if value is None:
-            return LineError("missing_required_parameter", f"The line has no {name}.", name, number)
+            return LineError(MISSING_REQUIRED_PARAMETER, f"The line has no {name}.", name, number)
         if not isinstance(value, str):
-            return LineError("invalid_type", f"{name} must be a string.", name, number)
+            return LineError(INVALID_TYPE, f"{name} must be a string.", name, number)
     if fields.get("body") is None:
-        return LineError("missing_required_parameter", "The line has no body.", "body", number)
-    return LineError("invalid_type", "body must be an object.", "body", number)
+        return LineError(MISSING_REQUIRED_PARAMETER, "The line has no body.", "body", number)
+    return LineError(INVALID_TYPE, "body must be an object.", "body", number)
 
 
 def refused(number: int, line: Line) -> Result | None:
     """The answer to a request that no batch can have, whatever serves it; None if it may be tried."""
     if line.body.stream is not True:
         return None
-    error = InvalidRequest("A batch's requests cannot be streamed.", param="stream", code="invalid_value")
+    error = InvalidRequest("A batch's requests cannot be streamed.", param="stream", code=INVALID_VALUE)
     return Result(number, error.status, msgspec.json.encode(error.body()))

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from baton_api import limits
-from baton_api.errors import BodyTooLarge, InvalidRequest, RangeNotSatisfiable
+from baton_api.errors import INVALID_VALUE, BodyTooLarge, InvalidRequest, RangeNotSatisfiable
 from baton_router.access import tenant_of
 from baton_router.answers import Scope
 from baton_router.batches import asked, public, upload
@@ -128,7 +128,7 @@ def _create(storage: Storage, owner: str, wanted: NewBatch, now: int, models: fr
         raise InvalidRequest(
             f"The file {file.id} has the purpose {file.purpose!r}; a batch's input has 'batch'.",
             param="input_file_id",
-            code="invalid_value",
+            code=INVALID_VALUE,
         )
     return storage.ledger.create(
         owner,

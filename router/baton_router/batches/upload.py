@@ -15,7 +15,14 @@ from functools import partial
 
 from fastapi import Request
 
-from baton_api.errors import BatonError, BodyTooLarge, InvalidRequest, QuotaExceeded
+from baton_api.errors import (
+    INVALID_VALUE,
+    MISSING_REQUIRED_PARAMETER,
+    BatonError,
+    BodyTooLarge,
+    InvalidRequest,
+    QuotaExceeded,
+)
 from baton_router.batches import asked
 from baton_router.batches.files import NewFile, Quota
 from baton_router.batches.form import Form
@@ -94,11 +101,11 @@ class _Upload:
             raise InvalidRequest("The body ends before the form does.")
         if form.filename is None:
             raise InvalidRequest(
-                "Missing required parameter: 'file'.", param="file", code="missing_required_parameter"
+                "Missing required parameter: 'file'.", param="file", code=MISSING_REQUIRED_PARAMETER
             )
         purpose, expires_at = asked.upload(form.fields, self._now)
         if not form.size:
-            raise InvalidRequest("The file is empty.", param="file", code="invalid_value")
+            raise InvalidRequest("The file is empty.", param="file", code=INVALID_VALUE)
         return NewFile(
             owner=self._owner,
             purpose=purpose,

@@ -12,13 +12,14 @@ from collections.abc import Iterable
 
 import msgspec
 
+from baton_api import labels as label_names
 from baton_api.workers import Role
 from baton_router.discovery.listed import Listed, Standing
 
-ROLE = "baton.dev/role"
+ROLE = label_names.ROLE
 """decode, both, prefill; without it decode. Slices of anything else, such as routers, are none of ours."""
 
-REVISION = "baton.dev/revision"
+REVISION = label_names.REVISION
 
 HTTPS = "https"
 """What a Service says as `appProtocol` of workers that are spoken to by TLS."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from baton_api.errors import InvalidRequest
+from baton_api.errors import INVALID_VALUE, InvalidRequest
 from baton_engine.requests import Guide, SamplingParams
 
 WORD = 32
@@ -65,7 +65,7 @@ class Permits:
             if not bits.any():
                 raise InvalidRequest(
                     "The answer cannot go on: no token of this model continues it as its constraint wants.",
-                    code="invalid_value",
+                    code=INVALID_VALUE,
                 )
         for wish in self._wanted(vocab):
             if not narrowed:

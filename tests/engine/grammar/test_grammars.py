@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from baton_api import limits
-from baton_api.errors import InvalidRequest, Overloaded
+from baton_api.errors import INVALID_VALUE, InvalidRequest, Overloaded
 from baton_engine.grammar import texts
 from baton_engine.grammar.grammars import CACHE_LIMIT, THREADS, Grammars
 from baton_engine.requests import Constraint
@@ -136,7 +136,7 @@ def test_what_cannot_be_is_refused_with_the_reason(grammars: Grammars, case: str
     with pytest.raises(InvalidRequest) as error:
         grammars.check(constraint)
     assert told in error.value.message
-    assert error.value.code == "invalid_value"
+    assert error.value.code == INVALID_VALUE
 
 
 def test_what_comes_at_once_from_many_threads_is_compiled_once(grammars: Grammars) -> None:

@@ -11,6 +11,8 @@ import msgspec
 import openai
 import pytest
 
+from baton_api import headers as header_names
+from baton_api.errors import INVALID_TYPE, MISSING_REQUIRED_PARAMETER, STRING_ABOVE_MAX_LENGTH, RequestAborted
 from baton_engine.server.http import HttpServer
 from baton_engine.server.running import Running
 from tests.engine.server.api import MODEL, USER, Api, eventually
@@ -26,7 +28,7 @@ async def abort(http: httpx.AsyncClient, **body: Any) -> int:
 async def started(api: Api, **body: Any) -> asyncio.Task[httpx.Response]:
     """A request that runs and does not end by itself soon."""
     api.model.go.clear()
-    headers = {"x-request-id": "sent"}
+    headers = {header_names.REQUEST_ID: "sent"}
     fields = {"model": MODEL, "messages": USER, "ignore_eos": True} | body
     task = asyncio.create_task(api.http.post("/v1/chat/completions", json=fields, headers=headers))
     await asyncio.to_thread(api.model.inside.wait)
@@ -48,7 +50,7 @@ async def test_a_request_that_was_not_streamed_is_an_error(api: Api, name: dict[
     running = await started(api, rid="mine", request_id="ours", n=n)
     assert await abort(api.http, **name) == 1
     api.model.go.set()
-    assert_error(await running, 499, "request_aborted", None)
+    assert_error(await running, 499, RequestAborted.code, None)
     await eventually(lambda: not api.served.engine.snapshot().owned_blocks)
     api.assert_all_blocks_back()
     assert await api.metric('baton_worker_requests_total{finish_reason="abort"}') == n
@@ -67,7 +69,7 @@ async def test_a_stream_ends_with_an_error_event(api: Api, server: HttpServer) -
         rest = [line async for line in lines if line]
     assert rest[-1] == "data: [DONE]"
     error = msgspec.json.decode(rest[-2].removeprefix("data: "))["error"]
-    assert (error["code"], error["type"]) == ("request_aborted", "invalid_request_error")
+    assert (error["code"], error["type"]) == (RequestAborted.code, "invalid_request_error")
     assert not any('"finish_reason":"' in line for line in rest)
     await eventually(lambda: not api.served.engine.snapshot().owned_blocks)
     api.assert_all_blocks_back()
@@ -111,14 +113,14 @@ async def test_one_that_waits_in_the_queue_ends_too(api: Api) -> None:
 @pytest.mark.parametrize(
     ("body", "code", "param"),
     [
-        ({}, "missing_required_parameter", "rid"),
-        ({"rid": ""}, "missing_required_parameter", "rid"),
-        ({"abort_all": False}, "missing_required_parameter", "rid"),
-        ({"abort_all": 1}, "invalid_type", "abort_all"),
-        ({"rid": 7}, "invalid_type", "rid"),
-        ({"rid": ["a", 7]}, "invalid_type", "rid[1]"),
-        ({"rid": "x" * 129}, "string_above_max_length", "rid"),
-        ({"request_id": ["x"]}, "invalid_type", "request_id"),
+        ({}, MISSING_REQUIRED_PARAMETER, "rid"),
+        ({"rid": ""}, MISSING_REQUIRED_PARAMETER, "rid"),
+        ({"abort_all": False}, MISSING_REQUIRED_PARAMETER, "rid"),
+        ({"abort_all": 1}, INVALID_TYPE, "abort_all"),
+        ({"rid": 7}, INVALID_TYPE, "rid"),
+        ({"rid": ["a", 7]}, INVALID_TYPE, "rid[1]"),
+        ({"rid": "x" * 129}, STRING_ABOVE_MAX_LENGTH, "rid"),
+        ({"request_id": ["x"]}, INVALID_TYPE, "request_id"),
     ],
     ids=str,
 )
@@ -140,7 +142,7 @@ async def test_aborts_at_any_moment_leave_nothing(api: Api) -> None:
         response = await asking
         assert ended in (0, 1)
         if not ended:
-            assert response.status_code == 200 and "request_aborted" not in response.text
+            assert response.status_code == 200 and RequestAborted.code not in response.text
         return ended
 
     ended = sum([await one for one in asyncio.as_completed([ask(number) for number in range(60)])])

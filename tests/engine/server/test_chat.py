@@ -5,6 +5,8 @@ from __future__ import annotations
 import openai
 import pytest
 
+from baton_api import headers as header_names
+from baton_api.errors import ModelNotFound
 from tests.engine.server.api import CONTEXT, END, LETTERS, MODEL, TOKENIZER, USER, Api, open_api
 
 
@@ -201,7 +203,7 @@ async def test_models_are_listed_and_found_with_their_slash(api: Api, sdk: opena
     assert listed.id == MODEL and listed.object == "model" and listed.created > 0
     with pytest.raises(openai.NotFoundError) as caught:
         await sdk.models.retrieve("nope")
-    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    assert (caught.value.code, caught.value.param) == (ModelNotFound.code, "model")
 
 
 async def test_a_remote_prefill_is_made_from_the_routers_headers() -> None:
@@ -211,7 +213,11 @@ async def test_a_remote_prefill_is_made_from_the_routers_headers() -> None:
         asked.append((address, ticket, request_id))
 
     async with open_api(remote=remote) as api:
-        headers = {"x-baton-prefill": "10.0.0.1:7000", "x-baton-ticket": "v1.x", "x-request-id": "r-1"}
+        headers = {
+            header_names.PREFILL: "10.0.0.1:7000",
+            header_names.TICKET: "v1.x",
+            header_names.REQUEST_ID: "r-1",
+        }
         body = {"model": MODEL, "messages": USER, "max_tokens": 1, "n": 2}
         assert (await api.http.post("/v1/chat/completions", json=body, headers=headers)).status_code == 200
         await api.chat()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from baton_api.errors import UNSUPPORTED_PARAMETER
 from baton_engine.settings import WorkerSettings
 from tests.engine.server.api import MODEL, TOKENIZER, USER, Api, events, open_api
 from tests.engine.server.test_validation import assert_error
@@ -58,7 +59,7 @@ async def test_others_bring_none(api: Api) -> None:
         ({"chat_template_kwargs": {"chat_template": source}}, "chat_template_kwargs.chat_template"),
     ):
         response = await api.chat(**body)
-        assert_error(response, 400, "unsupported_parameter", param)
+        assert_error(response, 400, UNSUPPORTED_PARAMETER, param)
         assert "--trust-request-chat-template" in response.text
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from baton_api.errors import SetupError
+from baton_api.errors import UNSUPPORTED_PARAMETER, SetupError
 from baton_engine.settings import WorkerSettings
 from tests.engine.server.api import MODEL, TOKENIZER, USER, Api, events, make_tokenizer, open_api
 from tests.engine.server.test_validation import assert_error
@@ -207,7 +207,7 @@ async def test_without_a_parser_thoughts_are_text_and_a_budget_is_refused() -> N
         assert body["choices"][0]["message"]["content"] == SCRIPT
         assert body["choices"][0]["message"]["reasoning_content"] is None
         assert_error(
-            await chat(api, thinking_token_budget=3), 400, "unsupported_parameter", "thinking_token_budget"
+            await chat(api, thinking_token_budget=3), 400, UNSUPPORTED_PARAMETER, "thinking_token_budget"
         )
 
 

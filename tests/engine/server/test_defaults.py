@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from baton_api.errors import CONTEXT_LENGTH_EXCEEDED
 from baton_engine.model.generation import SamplingDefaults
 from baton_engine.server.parameters import Defaults
 from baton_engine.settings import WorkerSettings
@@ -102,7 +103,7 @@ async def test_what_is_too_long_is_refused_or_shortened_as_the_server_says(kind:
         ask = strict.chat if kind == "chat" else strict.complete
         for length, wanted in ((2 * CONTEXT, 8), (100, CONTEXT), (100, 2 * CONTEXT), (CONTEXT - 4, 8)):
             refused = await ask(**body(length), max_tokens=wanted)
-            assert refused.json()["error"]["code"] == "context_length_exceeded"
+            assert refused.json()["error"]["code"] == CONTEXT_LENGTH_EXCEEDED
         ask = kind_one.chat if kind == "chat" else kind_one.complete
         for length, wanted in ((2 * CONTEXT, 8), (100, 2 * CONTEXT), (2 * CONTEXT, CONTEXT)):
             answer = await ask(**body(length), max_tokens=wanted)

@@ -8,7 +8,8 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from baton_api.errors import MESSAGE_LIMIT, NotReady
+from baton_api import headers
+from baton_api.errors import MESSAGE_LIMIT, InternalError, NotReady
 from baton_engine.server.edge import Edge
 
 FAILURES: list[Exception] = [
@@ -33,7 +34,7 @@ def failing(error: Exception, *, begun: bool = False) -> Edge:
 async def ask(edge: Edge) -> httpx.Response:
     transport = httpx.ASGITransport(app=edge)
     async with httpx.AsyncClient(transport=transport, base_url="http://worker") as http:
-        return await http.get("/anything", headers={"x-request-id": "mine"})
+        return await http.get("/anything", headers={headers.REQUEST_ID: "mine"})
 
 
 @pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
@@ -44,10 +45,10 @@ async def test_the_inside_goes_to_the_log_alone(error: Exception, caplog: pytest
         "message": "Internal server error; the server's log has the details.",
         "type": "server_error",
         "param": None,
-        "code": "internal_error",
+        "code": InternalError.code,
     }
     assert "secret" not in response.text and "secret" not in str(response.headers)
-    assert response.headers["x-request-id"] == "mine"
+    assert response.headers[headers.REQUEST_ID] == "mine"
     (logged,) = (record for record in caplog.records if record.levelno == logging.ERROR)
     assert "mine" in logged.getMessage() and logged.exc_info is not None and logged.exc_info[1] is error
 

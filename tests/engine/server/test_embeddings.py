@@ -13,6 +13,19 @@ import openai
 import pytest
 import torch
 
+from baton_api import metrics
+from baton_api.errors import (
+    ARRAY_ABOVE_MAX_LENGTH,
+    CONTEXT_LENGTH_EXCEEDED,
+    EMPTY_ARRAY,
+    INTEGER_ABOVE_MAX_VALUE,
+    INTEGER_BELOW_MIN_VALUE,
+    INVALID_TYPE,
+    INVALID_VALUE,
+    MISSING_REQUIRED_PARAMETER,
+    UNSUPPORTED_PARAMETER,
+    ModelNotFound,
+)
 from baton_engine.model.embedder import Embedder, Unable
 from baton_engine.requests import Pooling
 from baton_engine.server.http import HttpServer
@@ -120,28 +133,28 @@ async def test_only_the_dimensions_that_a_model_was_trained_for_are_served() -> 
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str | None]] = {
-    "no input": ({"input": None}, "input", "missing_required_parameter"),
+    "no input": ({"input": None}, "input", MISSING_REQUIRED_PARAMETER),
     "an empty text": ({"input": ""}, "input", None),
     "an empty text in a list": ({"input": ["a", ""]}, "input[1]", None),
-    "an empty list": ({"input": []}, "input", "empty_array"),
-    "a list of an empty list": ({"input": [[]]}, "input[0]", "empty_array"),
-    "a number": ({"input": 7}, "input", "invalid_type"),
-    "a mixed list": ({"input": ["a", 7]}, "input[1]", "invalid_type"),
-    "ids and a text": ({"input": [7, "a"]}, "input[1]", "invalid_type"),
-    "a negative id": ({"input": [-1]}, "input[0]", "integer_below_min_value"),
-    "an id beyond the vocabulary": ({"input": [[HIDDEN]]}, "input[0][0]", "integer_above_max_value"),
-    "too many texts": ({"input": ["a"] * 2049}, "input", "array_above_max_length"),
-    "a text over the context": ({"input": "x" * (CONTEXT + 1)}, "input", "context_length_exceeded"),
-    "an unknown encoding": ({"encoding_format": "hex"}, "encoding_format", "invalid_value"),
-    "no dimensions": ({"dimensions": 0}, "dimensions", "integer_below_min_value"),
-    "too many dimensions": ({"dimensions": HIDDEN + 1}, "dimensions", "integer_above_max_value"),
+    "an empty list": ({"input": []}, "input", EMPTY_ARRAY),
+    "a list of an empty list": ({"input": [[]]}, "input[0]", EMPTY_ARRAY),
+    "a number": ({"input": 7}, "input", INVALID_TYPE),
+    "a mixed list": ({"input": ["a", 7]}, "input[1]", INVALID_TYPE),
+    "ids and a text": ({"input": [7, "a"]}, "input[1]", INVALID_TYPE),
+    "a negative id": ({"input": [-1]}, "input[0]", INTEGER_BELOW_MIN_VALUE),
+    "an id beyond the vocabulary": ({"input": [[HIDDEN]]}, "input[0][0]", INTEGER_ABOVE_MAX_VALUE),
+    "too many texts": ({"input": ["a"] * 2049}, "input", ARRAY_ABOVE_MAX_LENGTH),
+    "a text over the context": ({"input": "x" * (CONTEXT + 1)}, "input", CONTEXT_LENGTH_EXCEEDED),
+    "an unknown encoding": ({"encoding_format": "hex"}, "encoding_format", INVALID_VALUE),
+    "no dimensions": ({"dimensions": 0}, "dimensions", INTEGER_BELOW_MIN_VALUE),
+    "too many dimensions": ({"dimensions": HIDDEN + 1}, "dimensions", INTEGER_ABOVE_MAX_VALUE),
     "dimensions that the model has not said to have": (
         {"dimensions": 8},
         "dimensions",
-        "unsupported_parameter",
+        UNSUPPORTED_PARAMETER,
     ),
-    "a user that is none": ({"user": 7}, "user", "invalid_type"),
-    "no model": ({"model": None}, "model", "missing_required_parameter"),
+    "a user that is none": ({"user": 7}, "user", INVALID_TYPE),
+    "no model": ({"model": None}, "model", MISSING_REQUIRED_PARAMETER),
 }
 
 
@@ -159,7 +172,7 @@ async def test_what_does_not_fit_is_refused_by_name(
 
 async def test_another_model_is_not_found(api: Api) -> None:
     answer = await embed(api, model="nope")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, ModelNotFound.code)
 
 
 async def test_a_model_that_only_generates_says_so() -> None:
@@ -182,7 +195,7 @@ async def test_a_client_that_goes_away_ends_the_computation(api: Api) -> None:
     api.model.go.clear()
     task = asyncio.create_task(embed(api, input=["Hi"] * 200))
     await eventually(lambda: api.model.inside.is_set())
-    assert await api.metric("baton_worker_requests_running") > 0
+    assert await api.metric(metrics.WORKER_RUNNING.name) > 0
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

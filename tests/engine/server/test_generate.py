@@ -8,6 +8,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from baton_api.errors import (
+    CONTEXT_LENGTH_EXCEEDED,
+    DECIMAL_ABOVE_MAX_VALUE,
+    INTEGER_ABOVE_MAX_VALUE,
+    INTEGER_BELOW_MIN_VALUE,
+    INVALID_TYPE,
+    MISSING_REQUIRED_PARAMETER,
+    UNSUPPORTED_PARAMETER,
+)
 from tests.engine.server.api import CONTEXT, TOKENIZER, Api, events
 from tests.engine.server.test_validation import assert_error
 
@@ -108,29 +117,29 @@ async def test_the_clients_own_id_is_the_answers(api: Api) -> None:
 @pytest.mark.parametrize(
     ("body", "code", "param"),
     [
-        ({}, "missing_required_parameter", "text"),
+        ({}, MISSING_REQUIRED_PARAMETER, "text"),
         ({"text": "a", "input_ids": [1]}, None, "text"),
-        ({"text": 7}, "invalid_type", "text"),
-        ({"input_ids": [-1]}, "integer_below_min_value", "input_ids[0]"),
-        ({"text": "a", "sampling_params": []}, "invalid_type", "sampling_params"),
-        ({"text": "a", "sampling_params": {"min_p": 3}}, "decimal_above_max_value", "sampling_params.min_p"),
-        ({"text": "a", "sampling_params": {"n": 0}}, "integer_below_min_value", "sampling_params.n"),
+        ({"text": 7}, INVALID_TYPE, "text"),
+        ({"input_ids": [-1]}, INTEGER_BELOW_MIN_VALUE, "input_ids[0]"),
+        ({"text": "a", "sampling_params": []}, INVALID_TYPE, "sampling_params"),
+        ({"text": "a", "sampling_params": {"min_p": 3}}, DECIMAL_ABOVE_MAX_VALUE, "sampling_params.min_p"),
+        ({"text": "a", "sampling_params": {"n": 0}}, INTEGER_BELOW_MIN_VALUE, "sampling_params.n"),
         (
             {"text": "a", "sampling_params": {"max_new_tokens": -1}},
-            "integer_below_min_value",
+            INTEGER_BELOW_MIN_VALUE,
             "sampling_params.max_new_tokens",
         ),
-        ({"text": "a", "sampling_params": {"max_new_tokens": CONTEXT}}, "context_length_exceeded", "text"),
-        ({"text": "a", "stream": "yes"}, "invalid_type", "stream"),
-        ({"text": "a", "return_logprob": 1}, "invalid_type", "return_logprob"),
-        ({"text": "a", "top_logprobs_num": 21}, "integer_above_max_value", "top_logprobs_num"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": CONTEXT}}, CONTEXT_LENGTH_EXCEEDED, "text"),
+        ({"text": "a", "stream": "yes"}, INVALID_TYPE, "stream"),
+        ({"text": "a", "return_logprob": 1}, INVALID_TYPE, "return_logprob"),
+        ({"text": "a", "top_logprobs_num": 21}, INTEGER_ABOVE_MAX_VALUE, "top_logprobs_num"),
         (
             {"text": "a", "return_logprob": True, "logprob_start_len": 0, "stream": True},
             None,
             "logprob_start_len",
         ),
-        ({"text": "a", "image_data": "x"}, "unsupported_parameter", "image_data"),
-        ({"text": "a", "rid": 7}, "invalid_type", "rid"),
+        ({"text": "a", "image_data": "x"}, UNSUPPORTED_PARAMETER, "image_data"),
+        ({"text": "a", "rid": 7}, INVALID_TYPE, "rid"),
     ],
     ids=str,
 )  # fmt: skip

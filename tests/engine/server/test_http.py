@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from baton_api import limits
-from baton_api.errors import SetupError
+from baton_api.errors import Overloaded, SetupError
 from baton_engine.server.http import HttpServer
 from tests.engine.server.api import MODEL, USER, Api
 
@@ -46,7 +46,7 @@ async def test_a_closed_server_tells_whom_it_never_answered_to_try_again(api: Ap
         response = await waiting
     assert response.status_code == 503
     assert 1 <= int(response.headers["retry-after"]) <= 120
-    assert response.json()["error"]["code"] == "overloaded"
+    assert response.json()["error"]["code"] == Overloaded.code
 
 
 async def test_a_closed_server_cuts_what_did_not_finish_and_frees_its_port(api: Api) -> None:

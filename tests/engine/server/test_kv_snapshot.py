@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 
+from baton_api import headers
 from baton_api.hashing import block_hashes, root_hash
 from baton_api.kv_events import FRAME_ENTRIES, Frames, SnapshotFrame, block_number
 from baton_api.workers import Load, Role
@@ -70,7 +71,7 @@ async def test_the_blocks_of_a_prompt_are_there_with_their_parents(api: Api, sil
 async def test_the_answer_names_the_last_block_of_the_prompt(api: Api) -> None:
     answer = await api.complete(prompt="A prompt of some length.", max_tokens=1)
     chain = block_hashes(TOKENIZER.encode("A prompt of some length."), BLOCK_SIZE, root_hash())
-    assert f"tail={block_number(chain[-1]):016x}" in answer.headers["x-baton-prompt"]
+    assert f"tail={block_number(chain[-1]):016x}" in answer.headers[headers.PROMPT]
 
 
 async def test_a_large_cache_comes_in_parts() -> None:

@@ -12,6 +12,16 @@ import httpx
 import pytest
 
 from baton_api import limits
+from baton_api.errors import (
+    CONTEXT_LENGTH_EXCEEDED,
+    DECIMAL_ABOVE_MAX_VALUE,
+    DECIMAL_BELOW_MIN_VALUE,
+    INTEGER_ABOVE_MAX_VALUE,
+    INTEGER_BELOW_MIN_VALUE,
+    INVALID_TYPE,
+    INVALID_VALUE,
+    UNSUPPORTED_PARAMETER,
+)
 from baton_api.limits import Kind, Limit
 from baton_engine.server.http import HttpServer
 from tests.engine.server.api import LETTERS, MODEL, USER, Api
@@ -19,7 +29,7 @@ from tests.engine.server.test_validation import assert_error, nested
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TYPES = {"content-type": "application/json"}
-ROOMY = "context_length_exceeded"
+ROOMY = CONTEXT_LENGTH_EXCEEDED
 
 
 @dataclass(frozen=True)
@@ -99,9 +109,9 @@ TRIALS: dict[str, Trial] = {
     "MAX_TOKENS": chat(lambda number: {"max_tokens": number}, "max_tokens", otherwise=ROOMY),
     "MAX_TOKENS_OR_NONE": complete(lambda number: {"max_tokens": number}, otherwise=ROOMY),
     "THINKING_BUDGET": chat(
-        lambda number: {"thinking_token_budget": number}, otherwise="unsupported_parameter"
+        lambda number: {"thinking_token_budget": number}, otherwise=UNSUPPORTED_PARAMETER
     ),
-    "MIN_TOKENS": chat(lambda number: {"min_tokens": number}, otherwise="integer_above_max_value"),
+    "MIN_TOKENS": chat(lambda number: {"min_tokens": number}, otherwise=INTEGER_ABOVE_MAX_VALUE),
     "STOPS": chat(lambda count: {"stop": ["x"] * count}),
     "STOP": chat(lambda count: {"stop": "x" * count}, "stop"),
     "STOP_IDS": chat(lambda count: {"stop_token_ids": [1] * count}),
@@ -261,16 +271,16 @@ TOO_MUCH = [
     ("temperature", "NaN", None),
     ("temperature", "Infinity", None),
     ("temperature", "-Infinity", None),
-    ("temperature", str(10**400), "decimal_above_max_value"),
-    ("temperature", str(-(10**400)), "decimal_below_min_value"),
-    ("n", str(10**400), "integer_above_max_value"),
-    ("n", "1e300", "integer_above_max_value"),
-    ("seed", str(-(10**4000)), "integer_below_min_value"),
-    ("max_tokens", "1e308", "integer_above_max_value"),
-    ("top_k", "-0.5", "invalid_type"),
-    ("stop_token_ids", f"[{10**400}]", "integer_above_max_value"),
-    ("logit_bias", f'{{"1": {10**400}}}', "decimal_above_max_value"),
-    ("logit_bias", f'{{"{10**400}": 1}}', "invalid_value"),
+    ("temperature", str(10**400), DECIMAL_ABOVE_MAX_VALUE),
+    ("temperature", str(-(10**400)), DECIMAL_BELOW_MIN_VALUE),
+    ("n", str(10**400), INTEGER_ABOVE_MAX_VALUE),
+    ("n", "1e300", INTEGER_ABOVE_MAX_VALUE),
+    ("seed", str(-(10**4000)), INTEGER_BELOW_MIN_VALUE),
+    ("max_tokens", "1e308", INTEGER_ABOVE_MAX_VALUE),
+    ("top_k", "-0.5", INVALID_TYPE),
+    ("stop_token_ids", f"[{10**400}]", INTEGER_ABOVE_MAX_VALUE),
+    ("logit_bias", f'{{"1": {10**400}}}', DECIMAL_ABOVE_MAX_VALUE),
+    ("logit_bias", f'{{"{10**400}": 1}}', INVALID_VALUE),
 ]
 
 

@@ -32,16 +32,16 @@ async def test_counters_grow_by_the_requests_and_their_usage(api: Api) -> None:
     usages = [(await api.chat(max_tokens=tokens)).json()["usage"] for tokens in range(1, 11)]
     assert await api.metric('baton_worker_requests_total{finish_reason="length"}') == 10
     generated = sum(usage["completion_tokens"] for usage in usages)
-    assert await api.metric("baton_worker_generation_tokens_total") == generated
+    assert await api.metric(contract.WORKER_GENERATION_TOKENS.name) == generated
     cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
     assert await api.metric('baton_worker_prompt_tokens_total{source="cached"}') == cached
     computed = sum(usage["prompt_tokens"] for usage in usages) - cached
     assert await api.metric('baton_worker_prompt_tokens_total{source="computed"}') == computed
-    assert await api.metric("baton_worker_time_to_first_token_seconds_count") == 10
-    assert await api.metric("baton_worker_inter_token_latency_seconds_count") == generated - 10
-    assert await api.metric("baton_worker_request_seconds_count") == 10
-    assert await api.metric("baton_worker_step_seconds_count") >= generated
-    assert await api.metric("baton_worker_forward_seconds_sum") > 0
+    assert await api.metric(contract.WORKER_FIRST_TOKEN.name + "_count") == 10
+    assert await api.metric(contract.WORKER_TOKEN.name + "_count") == generated - 10
+    assert await api.metric(contract.WORKER_REQUEST_TIME.name + "_count") == 10
+    assert await api.metric(contract.WORKER_STEP.name + "_count") >= generated
+    assert await api.metric(contract.WORKER_FORWARD.name + "_sum") > 0
 
 
 async def test_gauges_show_what_runs_and_what_waits() -> None:
@@ -50,9 +50,9 @@ async def test_gauges_show_what_runs_and_what_waits() -> None:
         running = [asyncio.create_task(api.chat()) for _ in range(3)]
         await asyncio.to_thread(api.model.inside.wait)
         await eventually(lambda: api.served.engine.snapshot().queued == 2)
-        assert await api.metric("baton_worker_requests_running") == 1
-        assert await api.metric("baton_worker_requests_queued") == 2
-        assert await api.metric("baton_worker_queued_tokens") > 0
+        assert await api.metric(contract.WORKER_RUNNING.name) == 1
+        assert await api.metric(contract.WORKER_QUEUED.name) == 2
+        assert await api.metric(contract.WORKER_QUEUED_TOKENS.name) > 0
         assert await api.metric('baton_worker_kv_blocks{state="owned"}') > 0
         api.model.go.set()
         await asyncio.gather(*running)

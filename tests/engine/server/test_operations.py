@@ -9,7 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from baton_api import __version__
+from baton_api import __version__, headers
+from baton_api.errors import Overloaded
 from baton_api.keys import KeyDigest, Keys
 from baton_api.messages import TokenChoice
 from baton_api.workers import Role
@@ -130,7 +131,7 @@ async def test_a_token_is_generated_to_see_whether_one_can_be(api: Api) -> None:
 async def test_an_engine_that_has_ended_is_not_well(api: Api) -> None:
     await api.served.engine.close()
     response = await api.http.get("/health_generate")
-    assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, Overloaded.code)
     assert (await api.http.get("/health")).status_code == 200
 
 
@@ -168,7 +169,7 @@ async def test_a_pair_is_well_if_the_prefill_worker_brought_the_prompt(relay: Re
     prefill = Prefill(relay)
     async with open_api(remote=prefill) as api:
         prefill.served = api.served
-        response = await api.http.get("/health_generate", headers={"x-baton-prefill": "127.0.0.1:1"})
+        response = await api.http.get("/health_generate", headers={headers.PREFILL: "127.0.0.1:1"})
         assert prefill.asked > api.served.settings.local_prefill_tokens
         assert response.status_code == (200 if relay else 503)
         if relay is None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 
+from baton_api import headers as header_names
 from baton_api.keys import KeyDigest, Keys
 from baton_engine.settings import WorkerSettings
 from tests.engine.server.api import MODEL, USER, Api, open_api
@@ -56,8 +57,8 @@ async def test_a_page_may_read_errors_and_the_requests_id() -> None:
         assert (refused.status_code, answered.status_code) == (401, 200)
         for answer in (refused, answered):
             assert answer.headers["access-control-allow-origin"] == "*"
-            assert "x-request-id" in answer.headers["access-control-expose-headers"]
-            assert answer.headers["x-request-id"]
+            assert header_names.REQUEST_ID in answer.headers["access-control-expose-headers"]
+            assert answer.headers[header_names.REQUEST_ID]
         assert refused.headers["www-authenticate"] == 'Bearer realm="baton"'
 
 

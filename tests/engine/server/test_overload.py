@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from baton_api.errors import RETRY_SPREAD_S
+from baton_api.errors import RETRY_SPREAD_S, Overloaded
 from tests.engine.server.api import MODEL, USER, Api, eventually, open_api
 
 BODIES: dict[str, dict[str, Any]] = {
@@ -29,7 +29,7 @@ def assert_refused(response: httpx.Response) -> int:
     assert response.status_code == 503
     assert response.headers["content-type"] == "application/json"
     error = response.json()["error"]
-    assert (error["type"], error["param"], error["code"]) == ("server_error", None, "overloaded")
+    assert (error["type"], error["param"], error["code"]) == ("server_error", None, Overloaded.code)
     return int(response.headers["retry-after"])
 
 

@@ -10,6 +10,7 @@ import openai
 import pytest
 from starlette.types import Message
 
+from baton_api.errors import InternalError, Overloaded
 from baton_engine.server.chat import prepare
 from baton_engine.server.exchange import open_exchange
 from baton_engine.server.generate import Generate
@@ -130,7 +131,7 @@ async def test_a_full_queue_is_a_503_with_retry_after(stream: bool, n: int) -> N
         assert [response.status_code for response in await asyncio.gather(*running)] == [200, 200]
         assert refused.status_code == 503
         assert 1 <= int(refused.headers["retry-after"]) <= 120
-        assert refused.json()["error"]["code"] == "overloaded"
+        assert refused.json()["error"]["code"] == Overloaded.code
 
 
 async def test_choices_that_find_no_room_refuse_the_whole_stream() -> None:
@@ -190,7 +191,7 @@ async def test_an_error_before_the_first_token_is_a_500_that_tells_nothing(api: 
     for stream in (False, True):
         response = await api.chat(stream=stream, messages=messages)
         assert response.status_code == 500
-        assert response.json()["error"]["code"] == "internal_error"
+        assert response.json()["error"]["code"] == InternalError.code
         assert "kernel" not in response.text
     assert (await api.chat()).status_code == 200, "others go on"
 

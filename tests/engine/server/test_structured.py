@@ -14,11 +14,18 @@ import jsonschema
 import pytest
 
 from baton_api import limits
+from baton_api.errors import (
+    EMPTY_ARRAY,
+    INVALID_TYPE,
+    INVALID_VALUE,
+    MISSING_REQUIRED_PARAMETER,
+    STRING_ABOVE_MAX_LENGTH,
+)
 from baton_engine.grammar.grammars import Grammars
 from tests.engine.server.api import TOKENIZER, Api, events, eventually, open_api
 from tests.engine.server.test_validation import assert_error
 
-MISSING, TYPE, VALUE = "missing_required_parameter", "invalid_type", "invalid_value"
+MISSING, TYPE, VALUE = MISSING_REQUIRED_PARAMETER, INVALID_TYPE, INVALID_VALUE
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "maximum": 99}},
@@ -188,7 +195,7 @@ WRONG: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "no schema": (named(None), MISSING, f"{SCHEMAS}.schema"),
     "a schema that is none": (named([1]), TYPE, f"{SCHEMAS}.schema"),
     "a name with a blank": (named(name="a b"), VALUE, f"{SCHEMAS}.name"),
-    "a name that is too long": (named(name="a" * 65), "string_above_max_length", f"{SCHEMAS}.name"),
+    "a name that is too long": (named(name="a" * 65), STRING_ABOVE_MAX_LENGTH, f"{SCHEMAS}.name"),
     "strict as a word": (named(strict="yes"), TYPE, f"{SCHEMAS}.strict"),
     "a description that is none": (named(description=1), TYPE, f"{SCHEMAS}.description"),
     "an unknown type": ({"response_format": {"type": "grammar"}}, VALUE, "response_format.type"),
@@ -205,7 +212,7 @@ WRONG: dict[str, tuple[dict[str, Any], str | None, str]] = {
         MISSING,
         "structured_outputs",
     ),
-    "no choices": ({"structured_outputs": {"choice": []}}, "empty_array", "structured_outputs.choice"),
+    "no choices": ({"structured_outputs": {"choice": []}}, EMPTY_ARRAY, "structured_outputs.choice"),
     "a choice that is no text": ({"guided_choice": ["a", 1]}, TYPE, "guided_choice[1]"),
     "a nested field": ({"structured_outputs": {"regex": "("}}, VALUE, "structured_outputs.regex"),
     "blanks that are no pattern": (

@@ -6,6 +6,14 @@ from typing import Any
 
 import pytest
 
+from baton_api.errors import (
+    EMPTY_ARRAY,
+    INTEGER_ABOVE_MAX_VALUE,
+    INTEGER_BELOW_MIN_VALUE,
+    INVALID_TYPE,
+    MISSING_REQUIRED_PARAMETER,
+    ModelNotFound,
+)
 from tests.engine.server.api import CONTEXT, MODEL, TOKENIZER, USER, Api, make_tokenizer, open_api
 from tests.engine.server.test_validation import assert_error
 
@@ -67,24 +75,24 @@ async def test_what_is_over_the_context_is_counted_all_the_same(api: Api) -> Non
 
 
 BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
-    ("/tokenize", {}, "missing_required_parameter", "prompt"),
-    ("/tokenize", {"prompt": 7}, "invalid_type", "prompt"),
-    ("/tokenize", {"prompt": []}, "empty_array", "prompt"),
-    ("/tokenize", {"prompt": [7]}, "invalid_type", "prompt[0]"),
-    ("/tokenize", {"prompt": ["a", ["b"]]}, "invalid_type", "prompt[1]"),
+    ("/tokenize", {}, MISSING_REQUIRED_PARAMETER, "prompt"),
+    ("/tokenize", {"prompt": 7}, INVALID_TYPE, "prompt"),
+    ("/tokenize", {"prompt": []}, EMPTY_ARRAY, "prompt"),
+    ("/tokenize", {"prompt": [7]}, INVALID_TYPE, "prompt[0]"),
+    ("/tokenize", {"prompt": ["a", ["b"]]}, INVALID_TYPE, "prompt[1]"),
     ("/tokenize", {"prompt": "a", "messages": USER}, None, "messages"),
-    ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, "invalid_type", "add_special_tokens"),
-    ("/tokenize", {"prompt": "a", "return_token_strs": "no"}, "invalid_type", "return_token_strs"),
-    ("/tokenize", {"messages": []}, "empty_array", "messages"),
-    ("/detokenize", {}, "missing_required_parameter", "tokens"),
-    ("/detokenize", {"tokens": "abc"}, "invalid_type", "tokens"),
-    ("/detokenize", {"tokens": ["a"]}, "invalid_type", "tokens[0]"),
-    ("/detokenize", {"tokens": [True]}, "invalid_type", "tokens[0]"),
-    ("/detokenize", {"tokens": [VOCAB]}, "integer_above_max_value", "tokens[0]"),
-    ("/detokenize", {"tokens": [-1]}, "integer_below_min_value", "tokens[0]"),
-    ("/detokenize", {"tokens": [[1], 2]}, "invalid_type", "tokens[1]"),
-    ("/detokenize", {"tokens": [1, [2]]}, "invalid_type", "tokens[1]"),
-    ("/detokenize", {"tokens": [[1], [VOCAB]]}, "integer_above_max_value", "tokens[1][0]"),
+    ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, INVALID_TYPE, "add_special_tokens"),
+    ("/tokenize", {"prompt": "a", "return_token_strs": "no"}, INVALID_TYPE, "return_token_strs"),
+    ("/tokenize", {"messages": []}, EMPTY_ARRAY, "messages"),
+    ("/detokenize", {}, MISSING_REQUIRED_PARAMETER, "tokens"),
+    ("/detokenize", {"tokens": "abc"}, INVALID_TYPE, "tokens"),
+    ("/detokenize", {"tokens": ["a"]}, INVALID_TYPE, "tokens[0]"),
+    ("/detokenize", {"tokens": [True]}, INVALID_TYPE, "tokens[0]"),
+    ("/detokenize", {"tokens": [VOCAB]}, INTEGER_ABOVE_MAX_VALUE, "tokens[0]"),
+    ("/detokenize", {"tokens": [-1]}, INTEGER_BELOW_MIN_VALUE, "tokens[0]"),
+    ("/detokenize", {"tokens": [[1], 2]}, INVALID_TYPE, "tokens[1]"),
+    ("/detokenize", {"tokens": [1, [2]]}, INVALID_TYPE, "tokens[1]"),
+    ("/detokenize", {"tokens": [[1], [VOCAB]]}, INTEGER_ABOVE_MAX_VALUE, "tokens[1][0]"),
 ]
 
 
@@ -97,7 +105,7 @@ async def test_every_bad_request_is_told_what_is_wrong(api: Api) -> None:
 async def test_the_model_may_be_named_but_not_another(api: Api) -> None:
     assert (await tokenize(api, prompt="a", model=MODEL))["count"] == 1
     response = await api.http.post("/tokenize", json={"prompt": "a", "model": "nope"})
-    assert_error(response, 404, "model_not_found", "model")
+    assert_error(response, 404, ModelNotFound.code, "model")
 
 
 async def test_no_text_is_no_error(api: Api) -> None:

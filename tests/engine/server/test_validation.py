@@ -10,16 +10,35 @@ from typing import Any
 import httpx
 import pytest
 
+from baton_api import headers as header_names
 from baton_api import limits
+from baton_api.errors import (
+    ARRAY_ABOVE_MAX_LENGTH,
+    CONTEXT_LENGTH_EXCEEDED,
+    DECIMAL_ABOVE_MAX_VALUE,
+    DECIMAL_BELOW_MIN_VALUE,
+    EMPTY_ARRAY,
+    INTEGER_ABOVE_MAX_VALUE,
+    INTEGER_BELOW_MIN_VALUE,
+    INVALID_TYPE,
+    INVALID_VALUE,
+    MISSING_REQUIRED_PARAMETER,
+    OBJECT_ABOVE_MAX_PROPERTIES,
+    STRING_ABOVE_MAX_LENGTH,
+    UNSUPPORTED_PARAMETER,
+    BodyTooLarge,
+    ModelNotFound,
+    Unauthorized,
+)
 from baton_api.keys import KeyDigest, Keys
 from tests.engine.server.api import CONTEXT, MODEL, TOKENIZER, USER, Api, make_tokenizer, open_api
 
 VOCAB = TOKENIZER.vocab_size
-TYPE, VALUE = "invalid_type", "invalid_value"
-HIGH, LOW = "decimal_above_max_value", "decimal_below_min_value"
-INT_HIGH, INT_LOW = "integer_above_max_value", "integer_below_min_value"
-LONG, EMPTY, MISSING = "array_above_max_length", "empty_array", "missing_required_parameter"
-CONTEXT_CODE, UNSERVED = "context_length_exceeded", "unsupported_parameter"
+TYPE, VALUE = INVALID_TYPE, INVALID_VALUE
+HIGH, LOW = DECIMAL_ABOVE_MAX_VALUE, DECIMAL_BELOW_MIN_VALUE
+INT_HIGH, INT_LOW = INTEGER_ABOVE_MAX_VALUE, INTEGER_BELOW_MIN_VALUE
+LONG, EMPTY, MISSING = ARRAY_ABOVE_MAX_LENGTH, EMPTY_ARRAY, MISSING_REQUIRED_PARAMETER
+CONTEXT_CODE, UNSERVED = CONTEXT_LENGTH_EXCEEDED, UNSUPPORTED_PARAMETER
 
 
 def nested(depth: int) -> Any:
@@ -62,7 +81,7 @@ SHARED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stop": [""]}, VALUE, "stop"),
     ({"stop": 7}, TYPE, "stop"),
     ({"stop": ["a", 7]}, TYPE, "stop[1]"),
-    ({"stop": "x" * 257}, "string_above_max_length", "stop"),
+    ({"stop": "x" * 257}, STRING_ABOVE_MAX_LENGTH, "stop"),
     ({"stop_token_ids": [VOCAB]}, INT_HIGH, "stop_token_ids[0]"),
     ({"stop_token_ids": [1, -1]}, INT_LOW, "stop_token_ids[1]"),
     ({"stop_token_ids": 7}, TYPE, "stop_token_ids"),
@@ -74,7 +93,7 @@ SHARED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"logit_bias": {"7": 101}}, HIGH, "logit_bias.7"),
     ({"logit_bias": {"7": "x"}}, TYPE, "logit_bias.7"),
     ({"logit_bias": [1]}, TYPE, "logit_bias"),
-    ({"logit_bias": {str(i): 1 for i in range(301)}}, "object_above_max_properties", "logit_bias"),
+    ({"logit_bias": {str(i): 1 for i in range(301)}}, OBJECT_ABOVE_MAX_PROPERTIES, "logit_bias"),
     ({"min_tokens": 9, "max_tokens": 8}, INT_HIGH, "min_tokens"),
     ({"min_tokens": -1}, INT_LOW, "min_tokens"),
     ({"max_tokens": -1}, INT_LOW, "max_tokens"),
@@ -91,8 +110,8 @@ SHARED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"response_format": {"type": "poem"}}, VALUE, "response_format.type"),
     ({"response_format": {}}, MISSING, "response_format.type"),
     ({"response_format": "text"}, TYPE, "response_format"),
-    ({"allowed_token_ids": []}, "empty_array", "allowed_token_ids"),
-    ({"allowed_token_ids": [1, VOCAB]}, "integer_above_max_value", "allowed_token_ids[1]"),
+    ({"allowed_token_ids": []}, EMPTY_ARRAY, "allowed_token_ids"),
+    ({"allowed_token_ids": [1, VOCAB]}, INTEGER_ABOVE_MAX_VALUE, "allowed_token_ids[1]"),
     ({"bad_words": [1]}, TYPE, "bad_words[0]"),
     ({"bad_words": ["  "]}, VALUE, "bad_words[0]"),
     ({"prompt_logprobs": 1, "stream": True}, None, "prompt_logprobs"),
@@ -102,7 +121,7 @@ SHARED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"return_tokens_as_token_ids": 1}, TYPE, "return_tokens_as_token_ids"),
     ({"use_beam_search": True}, UNSERVED, "use_beam_search"),
     ({"extra_key": "x"}, UNSERVED, "extra_key"),
-    ({"cache_salt": 1}, "invalid_type", "cache_salt"),
+    ({"cache_salt": 1}, INVALID_TYPE, "cache_salt"),
     ({"chat_template": "{{ 1 }}"}, UNSERVED, "chat_template"),
 ]
 
@@ -188,9 +207,9 @@ CHAT: list[tuple[dict[str, Any], str | None, str]] = [
     ({"verbosity": "shouting"}, VALUE, "verbosity"),
     ({"metadata": {str(i): "" for i in range(17)}}, VALUE, "metadata"),
     ({"metadata": {"k" * 65: ""}}, VALUE, "metadata"),
-    ({"metadata": {"k": "v" * 513}}, "string_above_max_length", "metadata.k"),
+    ({"metadata": {"k": "v" * 513}}, STRING_ABOVE_MAX_LENGTH, "metadata.k"),
     ({"metadata": {"k": 1}}, TYPE, "metadata.k"),
-    ({"safety_identifier": "x" * 65}, "string_above_max_length", "safety_identifier"),
+    ({"safety_identifier": "x" * 65}, STRING_ABOVE_MAX_LENGTH, "safety_identifier"),
     ({"continue_final_message": True}, VALUE, "continue_final_message"),
     ({"continue_final_message": True, "add_generation_prompt": True}, None, "continue_final_message"),
     ({"chat_template_kwargs": {"messages": []}}, VALUE, "chat_template_kwargs"),
@@ -242,7 +261,7 @@ def assert_error(response: httpx.Response, status: int, code: str | None, param:
     assert error["type"] == "invalid_request_error"
     assert 0 < len(error["message"]) <= 2000
     assert "Traceback" not in error["message"] and ".py" not in error["message"]
-    assert response.headers["x-request-id"]
+    assert response.headers[header_names.REQUEST_ID]
 
 
 async def post(api: Api, path: str, body: dict[str, Any]) -> httpx.Response:
@@ -338,15 +357,15 @@ async def test_a_body_over_the_limit_is_a_413(api: Api, announced: bool) -> None
         content=body if announced else parts(),
         headers={"content-type": "application/json"},
     )
-    assert_error(response, 413, "content_size_limit_exceeded", None)
+    assert_error(response, 413, BodyTooLarge.code, None)
 
 
 async def test_unknown_models_routes_and_methods_have_openais_shape(api: Api) -> None:
-    assert_error(await api.chat(model="nope"), 404, "model_not_found", "model")
-    assert_error(await api.complete(model="n" * 10_000), 404, "model_not_found", "model")
-    assert_error(await api.http.get("/v1/models/nope"), 404, "model_not_found", "model")
+    assert_error(await api.chat(model="nope"), 404, ModelNotFound.code, "model")
+    assert_error(await api.complete(model="n" * 10_000), 404, ModelNotFound.code, "model")
+    assert_error(await api.http.get("/v1/models/nope"), 404, ModelNotFound.code, "model")
     assert_error(await api.http.get("/v1/nothing"), 404, None, None)
-    assert_error(await api.http.get("/v1/models/"), 404, "model_not_found", "model")
+    assert_error(await api.http.get("/v1/models/"), 404, ModelNotFound.code, "model")
     assert_error(await api.http.get("/v1/chat/completions"), 405, None, None)
     assert_error(await api.http.post("/v1/models"), 405, None, None)
     assert (await api.http.get("/v1/chat/completions")).headers["allow"] == "POST"
@@ -355,17 +374,17 @@ async def test_unknown_models_routes_and_methods_have_openais_shape(api: Api) ->
 
 async def test_every_answer_has_a_request_id_and_a_good_one_of_the_client_is_kept(api: Api) -> None:
     first, second = await api.chat(), await api.chat(n=0)
-    assert first.headers["x-request-id"] != second.headers["x-request-id"]
+    assert first.headers[header_names.REQUEST_ID] != second.headers[header_names.REQUEST_ID]
     for path in ("/health", "/v1/models", "/nothing"):
-        response = await api.http.get(path, headers={"x-request-id": "mine-1"})
-        assert response.headers["x-request-id"] == "mine-1"
+        response = await api.http.get(path, headers={header_names.REQUEST_ID: "mine-1"})
+        assert response.headers[header_names.REQUEST_ID] == "mine-1"
     for bad in ("x" * 129, "two words", ""):
-        response = await api.http.get("/health", headers={"x-request-id": bad})
-        assert response.headers["x-request-id"] not in (bad, "")
+        response = await api.http.get("/health", headers={header_names.REQUEST_ID: bad})
+        assert response.headers[header_names.REQUEST_ID] not in (bad, "")
 
 
 async def test_two_requests_under_one_id_do_not_meet(api: Api) -> None:
-    headers = {"x-request-id": "same"}
+    headers = {header_names.REQUEST_ID: "same"}
     body = {"model": MODEL, "messages": USER, "max_tokens": 8}
     responses = await asyncio.gather(
         *(api.http.post("/v1/chat/completions", json=body, headers=headers) for _ in range(2))
@@ -376,12 +395,12 @@ async def test_two_requests_under_one_id_do_not_meet(api: Api) -> None:
 async def test_a_key_is_wanted_for_all_but_what_monitors_ask_for() -> None:
     async with open_api(keys=Keys((KeyDigest.of("secret"),))) as api:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
-            assert_error(await api.http.get("/v1/models", headers=headers), 401, "invalid_api_key", None)
+            assert_error(await api.http.get("/v1/models", headers=headers), 401, Unauthorized.code, None)
         right = {"authorization": "Bearer secret"}
         assert (await api.http.get("/v1/models", headers=right)).status_code == 200
-        assert_error(await api.chat(), 401, "invalid_api_key", None)
+        assert_error(await api.chat(), 401, Unauthorized.code, None)
         for path in ("/load", "/debug/requests", "/no/such/path"):
-            assert_error(await api.http.get(path), 401, "invalid_api_key", None)
+            assert_error(await api.http.get(path), 401, Unauthorized.code, None)
         for path in ("/health", "/ready", "/metrics"):
             assert (await api.http.get(path)).status_code == 200
 
@@ -399,7 +418,7 @@ async def test_a_model_without_a_template_names_the_other_endpoint() -> None:
 async def test_a_prompt_over_the_whole_cache_says_how_large_it_is() -> None:
     async with open_api(blocks=9) as api:
         response = await api.chat(messages=[{"role": "user", "content": "x" * 100}])
-        assert_error(response, 400, "context_length_exceeded", None)
+        assert_error(response, 400, CONTEXT_LENGTH_EXCEEDED, None)
         assert "--kv-cache-memory" in response.text
 
 

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from baton_api import labels, metrics
 from baton_operator.api_resources import API
 from baton_operator.api_server import path
 from baton_operator.conditions import Transition
@@ -138,10 +139,10 @@ async def test_a_role_grows_by_its_own_load_and_everybody_is_told_once(service: 
     await service.settle()
     assert await service.cluster.condition("ScalingActive", service.name) == "True Measured"
     deployments = (await service.cluster.admin.get(path("apps/v1", "Deployment", "models"))).json()["items"]
-    replicas = {one["metadata"]["labels"]["baton.dev/role"]: one["spec"]["replicas"] for one in deployments}
+    replicas = {one["metadata"]["labels"][labels.ROLE]: one["spec"]["replicas"] for one in deployments}
     assert (replicas["prefill"], replicas["decode"]) == (4, 1)
-    assert service.gauge("baton_autoscaler_desired_replicas") == [4]
-    assert service.gauge("baton_autoscaler_capacity_tokens_per_second") == [1000.0]
+    assert service.gauge(metrics.AUTOSCALER_DESIRED.name) == [4]
+    assert service.gauge(metrics.AUTOSCALER_CAPACITY.name) == [1000.0]
     writes = service.inside.writes
     service.see(4, 1, demand_prompt=3000.0, prefill_speed=1000.0, in_flight=2.0)
     for _ in range(4):
@@ -166,7 +167,7 @@ async def test_without_metrics_nothing_shrinks_and_status_says_so(service: Scale
     await service.settle()
     assert await service.cluster.condition("ScalingActive", service.name) == "False MetricsHeld"
     assert service.events == []
-    assert set(service.gauge("baton_autoscaler_inputs_unknown")) == {1.0}
+    assert set(service.gauge(metrics.AUTOSCALER_UNKNOWN.name)) == {1.0}
 
 
 async def test_the_worker_goes_that_has_least_to_do(service: Scaled) -> None:
@@ -202,7 +203,7 @@ async def test_whoever_scales_from_outside_is_told_and_not_written_over(service:
     await service.look()
     replicas, said = await service.wanted("prefill")
     assert (replicas, said["recommended"]) == (1, 4)
-    assert service.gauge("baton_autoscaler_desired_replicas") == [4]
+    assert service.gauge(metrics.AUTOSCALER_DESIRED.name) == [4]
     assert service.events == []
 
 
@@ -212,7 +213,7 @@ async def test_what_was_learned_outlives_the_operator(service: Scaled) -> None:
     another = Scaled(service.cluster, service.listed, service.inside, service.name)
     another.see(1, 1, demand_prompt=500.0, in_flight=1.0, first_token=0.1)
     await another.look()
-    assert another.gauge("baton_autoscaler_capacity_tokens_per_second") == [1000.0]
+    assert another.gauge(metrics.AUTOSCALER_CAPACITY.name) == [1000.0]
 
 
 async def test_a_profile_says_what_a_worker_can_do_before_any_was_seen(service: Scaled) -> None:
@@ -224,7 +225,7 @@ async def test_a_profile_says_what_a_worker_can_do_before_any_was_seen(service: 
     await service.look()
     await service.look()
     assert [one.split(";")[0] for one in service.events] == ["There is no ConfigMap measured"]
-    assert not service.gauge("baton_autoscaler_capacity_tokens_per_second")
+    assert not service.gauge(metrics.AUTOSCALER_CAPACITY.name)
     body = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -235,7 +236,7 @@ async def test_a_profile_says_what_a_worker_can_do_before_any_was_seen(service: 
     made.raise_for_status()
     await service.look()
     capacity = PROFILE.capacity.prefill_tokens_per_s
-    assert service.gauge("baton_autoscaler_capacity_tokens_per_second") == [pytest.approx(capacity)]
+    assert service.gauge(metrics.AUTOSCALER_CAPACITY.name) == [pytest.approx(capacity)]
     for _ in range(2):
         await service.look()
     needed = math.ceil(2000.0 / (HEADROOM * capacity))
@@ -248,7 +249,7 @@ async def test_a_profile_says_what_a_worker_can_do_before_any_was_seen(service: 
     for _ in range(ENOUGH + 5):
         service.see(wanted, 1, demand_prompt=2000.0, in_flight=1.0, first_token=0.1, prefill_speed=5000.0)
         await service.look()
-    (later,) = service.gauge("baton_autoscaler_capacity_tokens_per_second")
+    (later,) = service.gauge(metrics.AUTOSCALER_CAPACITY.name)
     assert capacity < later < 500 / PREFILL.seconds(500, 500) < 5000, "the profile's line counts all the time"
 
 

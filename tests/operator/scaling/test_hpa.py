@@ -22,7 +22,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton_api import metrics
+from baton_api import labels, metrics
 from baton_operator.api_server import path
 from tests.operator.real_cluster import Inside, Listed, RealCluster, client, real_cluster, until
 from tests.operator.scaling.test_autoscaler import SCALING, SPEC, Scaled
@@ -178,7 +178,7 @@ async def test_an_hpa_follows_the_operators_advice_and_the_deployment_follows_it
             service.see(1, 4, in_flight=20.0, decode_token=0.01, **full)
             deployments = (await cluster.admin.get(path("apps/v1", "Deployment", "models"))).json()["items"]
             replicas = {
-                one["metadata"]["labels"]["baton.dev/role"]: one["spec"]["replicas"] for one in deployments
+                one["metadata"]["labels"][labels.ROLE]: one["spec"]["replicas"] for one in deployments
             }
             assert replicas["decode"] == 4
             # It was asked for 4, and 4 are there: an HPA that took the number for a ratio would go on.

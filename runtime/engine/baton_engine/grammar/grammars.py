@@ -23,7 +23,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from baton_api import limits
-from baton_api.errors import BatonError, InternalError, InvalidRequest, Overloaded
+from baton_api.errors import INVALID_VALUE, BatonError, InternalError, InvalidRequest, Overloaded
 from baton_engine.grammar import trial
 from baton_engine.grammar.guides import GrammarGuide
 from baton_engine.grammar.thinking import ThinkingGuide
@@ -199,7 +199,7 @@ def _key(kind: str, source: bytes) -> bytes:
 
 
 def _refused(reason: str) -> InvalidRequest:
-    return InvalidRequest(f"The constraint cannot be used: {reason}", code="invalid_value")
+    return InvalidRequest(f"The constraint cannot be used: {reason}", code=INVALID_VALUE)
 
 
 def _short(reason: str) -> str:

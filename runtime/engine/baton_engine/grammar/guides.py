@@ -8,7 +8,7 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from baton_api.errors import ConstraintBroken, InvalidRequest
+from baton_api.errors import INVALID_VALUE, ConstraintBroken, InvalidRequest
 
 SLOW_MASK_S = 0.5
 """Processor time for one mask after which an answer ends: the trial could not foresee it, and all wait."""
@@ -51,5 +51,5 @@ class GrammarGuide:
 def _too_complex() -> InvalidRequest:
     return InvalidRequest(
         "The answer cannot go on: its constraint became too complex for this worker. Simplify it.",
-        code="invalid_value",
+        code=INVALID_VALUE,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton_api.errors import InvalidRequest
+from baton_api.errors import MISSING_REQUIRED_PARAMETER, InvalidRequest
 from baton_engine.server.fields import Fields
 from baton_engine.server.running import Running, read_names
 
@@ -20,6 +20,6 @@ def abort_request(fields: Fields, running: Running) -> dict[str, int]:
         raise InvalidRequest(
             "Say which request to abort: 'rid' or 'request_id', or 'abort_all'.",
             param="rid",
-            code="missing_required_parameter",
+            code=MISSING_REQUIRED_PARAMETER,
         )
     return {"aborted": sum(running.abort(name) for name in dict.fromkeys(names))}

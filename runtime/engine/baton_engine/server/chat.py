@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from baton_api import limits
-from baton_api.errors import InvalidRequest
+from baton_api.errors import UNSUPPORTED_PARAMETER, InvalidRequest
 from baton_engine.requests import SamplingParams, Thinking
 from baton_engine.server import parameters, structured
 from baton_engine.server.chat_format import ChatFormat
@@ -99,7 +99,7 @@ def _formed(sampling: SamplingParams, opening: Opening, wishes: Wishes, served: 
             "'thinking_token_budget' needs to know how the model marks its thoughts: start the worker with "
             "--reasoning-parser.",
             param="thinking_token_budget",
-            code="unsupported_parameter",
+            code=UNSUPPORTED_PARAMETER,
         )
     thinking = None
     if marks is not None and (constraint is not None or wishes.budget is not None):

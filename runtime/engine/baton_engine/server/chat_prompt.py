@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton_api import limits
-from baton_api.errors import InvalidRequest
+from baton_api.errors import EMPTY_ARRAY, InvalidRequest
 from baton_engine.server.fields import Fields, wrong_type
 from baton_engine.server.messages import Message, read_messages
 from baton_engine.server.prompts import read_ids
@@ -79,7 +79,7 @@ def _of_ids(fields: Fields, name: str, toolbox: Toolbox | None, served: Served) 
     tokens = read_ids(ids, served.tokenizer, fields.param(name))
     if not tokens:
         raise InvalidRequest(
-            f"Invalid '{name}': empty array. Expected at least 1 token.", param=name, code="empty_array"
+            f"Invalid '{name}': empty array. Expected at least 1 token.", param=name, code=EMPTY_ARRAY
         )
     text = served.tokenizer.decode(tokens[-TAIL:], skip_special_tokens=False)
     return ChatPrompt(tokens=tokens, text=text, toolbox=toolbox, last=None, continued=False, param=name)

@@ -20,7 +20,7 @@ import numpy as np
 from starlette.types import Receive, Scope, Send
 
 from baton_api import limits
-from baton_api.errors import ContextTooLong, InvalidRequest, NotReady, RequestAborted
+from baton_api.errors import INVALID_VALUE, ContextTooLong, InvalidRequest, NotReady, RequestAborted
 from baton_api.hashing import client_salt
 from baton_engine.model.embedder import Embedder, Unable
 from baton_engine.requests import FinishReason, Pooling, Request, SamplingParams, Vector
@@ -100,7 +100,7 @@ class Embeddings:
                 raise InvalidRequest(
                     f"Invalid '{param}': the text is empty. Expected at least 1 character.",
                     param=param,
-                    code="invalid_value",
+                    code=INVALID_VALUE,
                 )
             if len(given.tokens) > self._served.max_model_len:
                 raise ContextTooLong(len(given.tokens), 0, self._served.max_model_len, param=param)

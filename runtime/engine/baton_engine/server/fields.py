@@ -12,7 +12,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from baton_api.errors import InvalidRequest
+from baton_api.errors import (
+    ARRAY_ABOVE_MAX_LENGTH,
+    INVALID_TYPE,
+    INVALID_VALUE,
+    MISSING_REQUIRED_PARAMETER,
+    STRING_ABOVE_MAX_LENGTH,
+    InvalidRequest,
+)
 
 ECHO_LIMIT = 60
 """Characters of a bad value that an error message repeats."""
@@ -46,7 +53,7 @@ class Fields:
             raise InvalidRequest(
                 f"Missing required parameter: '{self.param(name)}'.",
                 param=self.param(name),
-                code="missing_required_parameter",
+                code=MISSING_REQUIRED_PARAMETER,
             )
         return value
 
@@ -80,7 +87,7 @@ class Fields:
                 f"Invalid '{self.param(name)}': string too long. Expected at most {limit} characters, "
                 f"but got {len(value)}.",
                 param=self.param(name),
-                code="string_above_max_length",
+                code=STRING_ABOVE_MAX_LENGTH,
             )
         return value
 
@@ -101,7 +108,7 @@ class Fields:
                 f"Invalid '{self.param(name)}': array too long. Expected at most {limit} items, "
                 f"but got {len(value)}.",
                 param=self.param(name),
-                code="array_above_max_length",
+                code=ARRAY_ABOVE_MAX_LENGTH,
             )
         return value
 
@@ -118,7 +125,7 @@ class Fields:
 
     def wrong_value(self, name: str, reason: str) -> NoReturn:
         param = self.param(name)
-        raise InvalidRequest(f"Invalid value for '{param}': {reason}.", param=param, code="invalid_value")
+        raise InvalidRequest(f"Invalid value for '{param}': {reason}.", param=param, code=INVALID_VALUE)
 
 
 def integer(value: object, param: str, low: int, high: int) -> int:
@@ -144,7 +151,7 @@ def wrong_type(param: str, expected: str, value: object) -> InvalidRequest:
     return InvalidRequest(
         f"Invalid type for '{param}': expected {expected}, but got {_kind(value)} instead.",
         param=param,
-        code="invalid_type",
+        code=INVALID_TYPE,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from baton_api import limits
-from baton_api.errors import InvalidRequest
+from baton_api.errors import EMPTY_ARRAY, InvalidRequest
 from baton_engine.server.fields import Fields, shown, wrong_type
 from baton_engine.server.parameters import not_served
 from baton_engine.server.tools.toolbox import INPUT
@@ -36,7 +36,7 @@ def read_messages(fields: Fields) -> list[Message]:
         raise InvalidRequest(
             "Invalid 'messages': empty array. Expected at least 1 message.",
             param="messages",
-            code="empty_array",
+            code=EMPTY_ARRAY,
         )
     messages: list[Message] = []
     called = Called()
@@ -180,7 +180,7 @@ def _content(fields: Fields) -> str | Sequence[str]:
     fields.array("content", limits.PARTS.most)
     if not content:
         raise InvalidRequest(
-            f"Invalid '{path}': empty array. Expected at least 1 part.", param=path, code="empty_array"
+            f"Invalid '{path}': empty array. Expected at least 1 part.", param=path, code=EMPTY_ARRAY
         )
     return [_part(part, f"{path}[{position}]") for position, part in enumerate(content)]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from baton_api import limits
-from baton_api.errors import InvalidRequest
+from baton_api.errors import INTEGER_ABOVE_MAX_VALUE, UNSUPPORTED_PARAMETER, InvalidRequest
 from baton_engine.model.generation import SamplingDefaults
 from baton_engine.requests import SamplingParams
 from baton_engine.server.fields import Fields, integer, number, shown, wrong_type
@@ -165,7 +165,7 @@ def not_served(param: str, what: str = "") -> InvalidRequest:
     return InvalidRequest(
         f"{what or repr(param)} is not served by this worker; leave it out.",
         param=param,
-        code="unsupported_parameter",
+        code=UNSUPPORTED_PARAMETER,
     )
 
 
@@ -290,5 +290,5 @@ def check_min_tokens(parameters: Parameters, limit: int) -> None:
         raise InvalidRequest(
             f"Invalid 'min_tokens': {wanted} is over the {limit} tokens that there can be at most.",
             param="min_tokens",
-            code="integer_above_max_value",
+            code=INTEGER_ABOVE_MAX_VALUE,
         )

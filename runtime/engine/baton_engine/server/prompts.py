@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from baton_api import limits
-from baton_api.errors import InvalidRequest
+from baton_api.errors import EMPTY_ARRAY, InvalidRequest
 from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.server.fields import Fields, integer, wrong_type
 
@@ -67,5 +67,5 @@ def read_ids(ids: list[Any], tokenizer: Tokenizer, param: str) -> tuple[int, ...
 
 def _empty(param: str) -> InvalidRequest:
     return InvalidRequest(
-        f"Invalid '{param}': the prompt is empty. Expected at least 1 token.", param=param, code="empty_array"
+        f"Invalid '{param}': the prompt is empty. Expected at least 1 token.", param=param, code=EMPTY_ARRAY
     )

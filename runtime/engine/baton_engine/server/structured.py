@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from baton_api import limits
-from baton_api.errors import InvalidRequest
+from baton_api.errors import INVALID_VALUE, MISSING_REQUIRED_PARAMETER, InvalidRequest
 from baton_engine.grammar import texts
 from baton_engine.requests import Constraint
 from baton_engine.server.fields import Fields, shown, wrong_type
@@ -110,7 +110,7 @@ def _structured_outputs(fields: Fields) -> Iterator[Found]:
             "'structured_outputs' has one of 'json', 'regex', 'choice', 'grammar', 'json_object' and "
             "'structural_tag'.",
             param=fields.param("structured_outputs"),
-            code="missing_required_parameter",
+            code=MISSING_REQUIRED_PARAMETER,
         )
     yield from found
 
@@ -127,7 +127,7 @@ def _schema(fields: Fields, name: str, white_space: str | None = None) -> Iterat
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(
-                f"Invalid value for '{param}': it is not JSON: {error}.", param=param, code="invalid_value"
+                f"Invalid value for '{param}': it is not JSON: {error}.", param=param, code=INVALID_VALUE
             ) from error
     if not isinstance(value, dict | bool):
         raise wrong_type(param, "an object, or a string that holds one", value)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton_api import limits
-from baton_api.errors import InvalidRequest
+from baton_api.errors import EMPTY_ARRAY, InvalidRequest
 from baton_engine.server import chat
 from baton_engine.server.fields import Fields, wrong_type
 from baton_engine.server.generate import check_model
@@ -70,7 +70,7 @@ def _tokens(fields: Fields, served: Served) -> list[Sequence[int]]:
         raise wrong_type("prompt", "a string or an array of strings", value)
     if not value:
         raise InvalidRequest(
-            "Invalid 'prompt': empty array. Expected at least 1 string.", param="prompt", code="empty_array"
+            "Invalid 'prompt': empty array. Expected at least 1 string.", param="prompt", code=EMPTY_ARRAY
         )
     fields.array("prompt", limits.PROMPTS.most)
     for position, text in enumerate(value):

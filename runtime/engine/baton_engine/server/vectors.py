@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton_api.errors import InvalidRequest
+from baton_api.errors import UNSUPPORTED_PARAMETER, InvalidRequest
 from baton_engine.model.embedder import Embedder
 from baton_engine.requests import Vector
 from baton_engine.server.fields import Fields
@@ -47,7 +47,7 @@ def read_format(fields: Fields, embedder: Embedder, hidden: int) -> VectorFormat
             f"This model's embeddings have {hidden} dimensions, and it does not say that fewer of them "
             "serve; leave 'dimensions' out, or start the worker with --matryoshka if it was trained so.",
             param="dimensions",
-            code="unsupported_parameter",
+            code=UNSUPPORTED_PARAMETER,
         )
     if embedder.lengths and dimensions not in embedder.lengths:
         known = ", ".join(map(str, embedder.lengths))

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from baton_api.errors import InvalidRequest
+from baton_api.errors import (
+    EMPTY_ARRAY,
+    INVALID_TYPE,
+    INVALID_VALUE,
+    MISSING_REQUIRED_PARAMETER,
+    InvalidRequest,
+)
 from baton_engine.server.responses.conversation import read
 
 
@@ -128,45 +134,45 @@ def test_each_message_knows_the_item_that_it_began_with() -> None:
 
 
 WRONG: dict[str, tuple[Any, str, str]] = {
-    "no object": ("Hi", "input[1]", "invalid_type"),
-    "no role": ({"content": "Hi"}, "input[1].role", "missing_required_parameter"),
-    "another role": ({"role": "wizard", "content": "Hi"}, "input[1].role", "invalid_value"),
-    "no content": ({"role": "user"}, "input[1].content", "missing_required_parameter"),
-    "a number as content": ({"role": "user", "content": 7}, "input[1].content", "invalid_type"),
-    "no parts": ({"role": "user", "content": []}, "input[1].content", "empty_array"),
+    "no object": ("Hi", "input[1]", INVALID_TYPE),
+    "no role": ({"content": "Hi"}, "input[1].role", MISSING_REQUIRED_PARAMETER),
+    "another role": ({"role": "wizard", "content": "Hi"}, "input[1].role", INVALID_VALUE),
+    "no content": ({"role": "user"}, "input[1].content", MISSING_REQUIRED_PARAMETER),
+    "a number as content": ({"role": "user", "content": 7}, "input[1].content", INVALID_TYPE),
+    "no parts": ({"role": "user", "content": []}, "input[1].content", EMPTY_ARRAY),
     "an image": (
         {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
         "input[1].content[0].type",
-        "invalid_value",
+        INVALID_VALUE,
     ),
     "a part without text": (
         {"role": "user", "content": [{"type": "input_text"}]},
         "input[1].content[0].text",
-        "missing_required_parameter",
+        MISSING_REQUIRED_PARAMETER,
     ),
-    "another item": ({"type": "web_search_call"}, "input[1].type", "invalid_value"),
-    "a reference": ({"type": "item_reference", "id": "msg_1"}, "input[1].type", "invalid_value"),
+    "another item": ({"type": "web_search_call"}, "input[1].type", INVALID_VALUE),
+    "a reference": ({"type": "item_reference", "id": "msg_1"}, "input[1].type", INVALID_VALUE),
     "a call without a name": (
         {"type": "function_call", "call_id": "c", "arguments": "{}"},
         "input[1].name",
-        "missing_required_parameter",
+        MISSING_REQUIRED_PARAMETER,
     ),
     "a call without an id": (
         {"type": "function_call", "name": "f", "arguments": "{}"},
         "input[1].call_id",
-        "missing_required_parameter",
+        MISSING_REQUIRED_PARAMETER,
     ),
     "an output without its call": (
         {"type": "function_call_output", "output": "7"},
         "input[1].call_id",
-        "missing_required_parameter",
+        MISSING_REQUIRED_PARAMETER,
     ),
     "an output that is nothing": (
         {"type": "function_call_output", "call_id": "c"},
         "input[1].output",
-        "missing_required_parameter",
+        MISSING_REQUIRED_PARAMETER,
     ),
-    "a thought that is no object": (THOUGHT | {"content": ["x"]}, "input[1].content[0]", "invalid_type"),
+    "a thought that is no object": (THOUGHT | {"content": ["x"]}, "input[1].content[0]", INVALID_TYPE),
 }
 
 

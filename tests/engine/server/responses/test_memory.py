@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from baton_api import headers
+from baton_api.errors import PREVIOUS_RESPONSE_NOT_FOUND
 from baton_api.keys import KeyDigest, Keys
 from baton_engine.server.http import HttpServer
 from baton_engine.settings import WorkerSettings
@@ -106,7 +107,7 @@ async def test_a_previous_response_that_is_not_kept_is_a_400(api: Api) -> None:
             answer = await respond(api, previous_response_id=id, stream=stream)
             assert answer.status_code == 400
             error = answer.json()["error"]
-            assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
+            assert (error["param"], error["code"]) == ("previous_response_id", PREVIOUS_RESPONSE_NOT_FOUND)
 
 
 async def test_a_request_may_continue_one_and_not_be_kept(api: Api) -> None:

@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai.types.responses import ResponseOutputMessage, ResponseOutputText
 
-from baton_api.errors import InternalError
+from baton_api.errors import CONTEXT_LENGTH_EXCEEDED, InternalError, ModelNotFound
 from baton_engine.server.http import HttpServer
 from baton_engine.server.responses.request import OWN
 from tests.engine.server.api import CONTEXT, LETTERS, MODEL, Api
@@ -201,7 +201,7 @@ async def test_a_long_conversation_is_cut_where_the_request_allows_it(api: Api) 
     talk = [{"role": "user" if turn % 2 == 0 else "assistant", "content": "x" * 50} for turn in range(21)]
     refused = await respond(api, input=talk)
     assert refused.status_code == 400
-    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    assert refused.json()["error"]["code"] == CONTEXT_LENGTH_EXCEEDED
     assert refused.json()["error"]["param"] == "input"
     response = whole_response(
         (await respond(api, input=talk, instructions="y" * 20, truncation="auto")).json()
@@ -213,7 +213,7 @@ async def test_a_long_conversation_is_cut_where_the_request_allows_it(api: Api) 
     assert (response.usage.input_tokens - 1 - 22 - 52) % turn == 0  # whole turns, and the instructions
     last = "z" * (CONTEXT + 1)
     hopeless = await respond(api, input=[*talk, {"role": "user", "content": last}], truncation="auto")
-    assert hopeless.json()["error"]["code"] == "context_length_exceeded"
+    assert hopeless.json()["error"]["code"] == CONTEXT_LENGTH_EXCEEDED
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str | None]] = {
@@ -305,7 +305,7 @@ async def test_whatever_a_body_says_the_answer_is_one_or_a_refusal(api: Api, see
 
 async def test_an_unknown_model_is_not_found(api: Api) -> None:
     answer = await respond(api, model="nope")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, ModelNotFound.code)
 
 
 async def test_a_stream_that_breaks_says_so_and_is_cut(api: Api, server: HttpServer) -> None:

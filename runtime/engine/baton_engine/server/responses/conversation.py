@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton_api import limits
-from baton_api.errors import InvalidRequest
+from baton_api.errors import EMPTY_ARRAY, InvalidRequest
 from baton_engine.server.fields import Fields, shown, wrong_type
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -121,7 +121,7 @@ def _said(item: Fields, name: str) -> str | list[dict[str, Any]]:
     if not content:
         param = item.param(name)
         raise InvalidRequest(
-            f"Invalid '{param}': empty array. Expected at least 1 part.", param=param, code="empty_array"
+            f"Invalid '{param}': empty array. Expected at least 1 part.", param=param, code=EMPTY_ARRAY
         )
     return [_part(part, item.param(f"{name}[{position}]")) for position, part in enumerate(content)]
 

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from baton_api import limits, response_items
-from baton_api.errors import InvalidRequest
+from baton_api.errors import CONTEXT_LENGTH_EXCEEDED, EMPTY_ARRAY, InvalidRequest
 from baton_engine.server import chat
 from baton_engine.server.fields import Fields
 from baton_engine.server.guided import named
@@ -28,7 +28,7 @@ def prepare(fields: Fields, served: Served, memory: Memory) -> Work:
     recalled = memory.recall(fields.text("previous_response_id"), given)
     if not recalled.items:
         raise InvalidRequest(
-            "Invalid 'input': empty array. Expected at least 1 item.", param="input", code="empty_array"
+            "Invalid 'input': empty array. Expected at least 1 item.", param="input", code=EMPTY_ARRAY
         )
     asked = request.read(fields, recalled.items, recalled.earlier)
     with refusals.renamed(asked.conversation.sources):
@@ -90,7 +90,7 @@ def _fitted(asked: Asked, served: Served) -> Work:
         try:
             works[start] = _chat(asked, served, start)
         except InvalidRequest as error:
-            if error.code != "context_length_exceeded" or start == starts[-1]:
+            if error.code != CONTEXT_LENGTH_EXCEEDED or start == starts[-1]:
                 raise
             return False
         return True

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton_api import limits
-from baton_api.errors import InvalidRequest
+from baton_api.errors import UNSUPPORTED_PARAMETER, InvalidRequest
 from baton_engine.server.fields import Fields, shown, wrong_type
 from baton_engine.server.parameters import not_served
 from baton_engine.server.responses import conversation, tools
@@ -128,7 +128,7 @@ def _refuse(fields: Fields) -> None:
             raise InvalidRequest(
                 f"Unsupported parameter: '{name}'. Responses have {here!r} in its place.",
                 param=name,
-                code="unsupported_parameter",
+                code=UNSUPPORTED_PARAMETER,
             )
 
 

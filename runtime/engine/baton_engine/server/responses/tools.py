@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from baton_api import limits
-from baton_api.errors import InvalidRequest
+from baton_api.errors import UNSUPPORTED_PARAMETER, InvalidRequest
 from baton_engine.server.fields import Fields, shown, wrong_type
 
 CHOICES = ("none", "auto", "required")
@@ -31,7 +31,7 @@ def _tool(tool: object, path: str) -> dict[str, Any]:
         raise InvalidRequest(
             f"Tools of type {shown(kind)} are not served here: only 'function' and 'custom' are.",
             param="tools",
-            code="unsupported_parameter",
+            code=UNSUPPORTED_PARAMETER,
         )
     fields.require("name")
     fields.text("name")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton_api import limits
-from baton_api.errors import InvalidRequest
+from baton_api.errors import UNSUPPORTED_PARAMETER, InvalidRequest
 from baton_engine.server.fields import Fields, shown
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra")
@@ -57,7 +57,7 @@ def read_template(fields: Fields, trusted: bool) -> str | None:
                 f"'{place.param('chat_template')}' is not allowed: this server runs no such templates. "
                 "Start it with --trust-request-chat-template if those who send requests may be trusted.",
                 param=place.param("chat_template"),
-                code="unsupported_parameter",
+                code=UNSUPPORTED_PARAMETER,
             )
         return source
     return None

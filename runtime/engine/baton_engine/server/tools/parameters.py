@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from baton_api.errors import InvalidRequest
+from baton_api.errors import INVALID_FUNCTION_PARAMETERS, InvalidRequest
 from baton_engine.server.tools import values
 from baton_engine.server.tools.lark import Lark, joined
 from baton_engine.server.tools.schemas import closed
@@ -68,5 +68,5 @@ def not_enforced(tool: Tool, reason: str) -> InvalidRequest:
         f"Invalid schema for function '{tool.name}': {reason}, which cannot be enforced in the form in which "
         "this model writes calls.",
         param="tools",
-        code="invalid_function_parameters",
+        code=INVALID_FUNCTION_PARAMETERS,
     )

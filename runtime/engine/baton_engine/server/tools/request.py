@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from baton_api import limits
-from baton_api.errors import InvalidRequest
+from baton_api.errors import EMPTY_ARRAY, INVALID_FUNCTION_PARAMETERS, INVALID_VALUE, InvalidRequest
 from baton_engine.server.fields import Fields, shown, wrong_type
 from baton_engine.server.tools import schemas
 from baton_engine.server.tools.toolbox import NO_PARAMETERS, TextGrammar, Tool, Toolbox
@@ -137,7 +137,7 @@ def _check_parameters(fields: Fields, name: str, parameters: dict[str, Any]) -> 
         raise InvalidRequest(
             f"Invalid schema for function '{name}': {reason}.",
             param=fields.param("parameters"),
-            code="invalid_function_parameters",
+            code=INVALID_FUNCTION_PARAMETERS,
         )
 
 
@@ -153,7 +153,7 @@ def _check_names(tools: Iterable[Tool], path: str) -> None:
             raise InvalidRequest(
                 f"Invalid '{path}': there are several tools named {tool.name!r}.",
                 param=f"{path}[{position}]{inner}.name",
-                code="invalid_value",
+                code=INVALID_VALUE,
             )
         seen.add(tool.name)
 
@@ -186,7 +186,7 @@ def _chosen(fields: Fields, toolbox: Toolbox) -> Toolbox:
     if not items:
         param = allowed.param("tools")
         raise InvalidRequest(
-            f"Invalid '{param}': empty array. Expected at least 1 tool.", param=param, code="empty_array"
+            f"Invalid '{param}': empty array. Expected at least 1 tool.", param=param, code=EMPTY_ARRAY
         )
     names = set()
     for position, item in enumerate(items):
@@ -228,7 +228,7 @@ def _functions(fields: Fields) -> Toolbox:
         raise InvalidRequest(
             "Invalid 'functions': empty array. Expected at least 1 function.",
             param="functions",
-            code="empty_array",
+            code=EMPTY_ARRAY,
         )
     tools = []
     for position, item in enumerate(items):
