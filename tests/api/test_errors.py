@@ -146,7 +146,9 @@ def test_every_code_that_is_said_of_a_request_is_explained() -> None:
         for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):
             for keyword in call.keywords:
                 value = keyword.value
-                if keyword.arg == "code" and isinstance(value, ast.Constant):
+                if keyword.arg == "code" and isinstance(value, ast.Name) and hasattr(errors, value.id):
+                    said.add(getattr(errors, value.id))
+                elif keyword.arg == "code" and isinstance(value, ast.Constant):
                     said.add(str(value.value))
     said = {code for code in said if code.isidentifier()}  # the label of metrics is matched by patterns
     assert said - {BodyTooLarge.code} == set(CODES)

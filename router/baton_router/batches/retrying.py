@@ -16,7 +16,7 @@ import enum
 import random
 from dataclasses import dataclass, replace
 
-from baton_api.errors import TransferFailed, WorkerLost
+from baton_api.errors import PoisonRequest, TransferFailed, WorkerLost
 
 FAULTS = 5
 """Errors of the service after which the last of them is the line's answer."""
@@ -115,6 +115,8 @@ def outcome(status: int, code: str | None) -> Outcome:
         return Outcome.LOST
     if status in (TOO_MANY_REQUESTS, UNAVAILABLE):
         return Outcome.BUSY
+    if code == PoisonRequest.code:
+        return Outcome.ANSWERED  # the router saw more workers die of it than a runner would try
     if status == UNAUTHORIZED:  # the runner's token, which is renewed, or a worker's key: never the line
         return Outcome.OUTAGE
     if status in AGAIN_LATER or status >= SERVER_ERRORS:
