@@ -57,7 +57,8 @@ AUTOSCALER_INPUT = Metric(
     "gauge",
     "events",
     "What decisions are made from, as far as it is known: demand and rate in tokens a second, backlog in "
-    "tokens, latency and first_token in seconds, utilisation from 0 to 1, requests and held in requests.",
+    "tokens, latency and first_token in seconds, utilisation as a share and above 1 with what is queued, "
+    "requests, queued and held in requests.",
     (*SCALED, Label("input", bound="the autoscaler's inputs, some ten")),
 )
 AUTOSCALER_CAPACITY = Metric(

@@ -18,7 +18,7 @@ from baton_operator.scaling.observation import Decision, Observation
 Service = tuple[str, str]
 """Namespace and name."""
 
-INPUTS = ("demand", "backlog", "latency", "first_token", "utilisation", "rate", "requests", "held")
+INPUTS = ("demand", "backlog", "latency", "first_token", "utilisation", "rate", "requests", "queued", "held")
 
 
 @dataclass(frozen=True, slots=True)

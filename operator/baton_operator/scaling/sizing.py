@@ -8,6 +8,7 @@ meets first. Measurements correct the lines by one factor for each role: its spe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -29,6 +30,10 @@ Line = TypeVar("Line", PrefillLine, StepLine)
 SMOOTHING = 0.1
 """What one sample changes of a speed."""
 
+CHANCE = 1.645
+"""Standard deviations of a number of streams that it exceeds with a chance of one in twenty."""
+
+UNLIMITED = 10**9
 ROUNDING = 1e-3
 LEAST_S = 1e-6
 
@@ -113,16 +118,18 @@ def sizes(
 
 def _decode(profile: Profile, step: StepLine, objectives: profiles.Objectives, computing_s: float) -> Size:
     """`computing_s`: of the prompt of each request, if the worker computes it as well."""
-    limits: Mapping[Bound, int] = {
+    in_time = profiles.streams_in_time(step, UNLIMITED, objectives)
+    limits: Mapping[Bound, float] = {
         "KVBlocks": profiles.streams_in_room(profile.kv_tokens, objectives),
         "BatchSlots": profile.max_streams,
-        "InterTokenLatency": profiles.streams_in_time(step, profile.max_streams, objectives),
+        # Streams come and go by chance. For blocks and slots they queue; too many make all tokens late.
+        "InterTokenLatency": max(1.0, in_time - CHANCE * math.sqrt(in_time)) if in_time else 0.0,
     }
     bound = min(limits, key=lambda one: limits[one])
     if not (streams := limits[bound]):
         return Size(0.0, bound)
     answer, context = objectives.output_tokens, profiles.mean_context(objectives)
-    generating_s = answer * step.seconds(streams, streams * context) / streams
+    generating_s = answer * (step.base_s / streams + step.stream_s + step.token_s * context)
     return Size(answer / (generating_s + computing_s), bound)
 
 
