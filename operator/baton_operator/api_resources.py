@@ -115,8 +115,8 @@ WATCHED = (
         "v1",
         "PersistentVolumeClaim",
         "persistentvolumeclaims",
-        (*READ, "create"),
-        "Models' files, which are never deleted.",
+        (*READ, "create", "patch"),
+        "Models' files. A claim is never deleted; it grows with the size that the spec asks for.",
     ),
     ApiResource(
         "v1",

@@ -94,7 +94,19 @@ def _same_quantity(there: object, wished: object) -> bool:
     """The API server writes numbers with units in a way of its own."""
     if not isinstance(there, str) or not isinstance(wished, str):
         return False
-    one, other = _QUANTITY.fullmatch(there), _QUANTITY.fullmatch(wished)
-    if one is None or other is None:
+    if _QUANTITY.fullmatch(there) is None or _QUANTITY.fullmatch(wished) is None:
         return False
-    return Decimal(one[1]) * _UNITS[one[2]] == Decimal(other[1]) * _UNITS[other[2]]
+    return amount(there) == amount(wished)
+
+
+def amount(quantity: str) -> Decimal:
+    """
+    A number with a unit, as a number. Raises ValueError.
+
+    >>> amount("1Gi") == 1024 * amount("1Mi"), amount("500m")
+    (True, Decimal('0.500'))
+    """
+    match = _QUANTITY.fullmatch(quantity)
+    if match is None:
+        raise ValueError(f"{quantity!r} is no quantity: expected a number with a unit, such as 20Gi.")
+    return Decimal(match[1]) * _UNITS[match[2]]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from baton_api import labels
 from baton_operator import generations, names, scalers
 from baton_operator.api_resources import PRUNED
-from baton_operator.drift import is_so, keep_template, mark
+from baton_operator.drift import amount, is_so, keep_template, mark
 from baton_operator.generation import Generation
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.service_policies import MutualTls
@@ -87,7 +87,7 @@ def plan(observed: Observed, images: Images, now: float) -> Plan:
     """`now`: Unix seconds. Raises ValueError if the spec cannot be carried out."""
     spec = _with_defaults(InferenceServiceSpec.model_validate(observed.service["spec"]), images)
     state, again_s = _decided(observed, spec, images, now)
-    wanted = (*_shared(observed, state, images), *_workers(observed, state))
+    wanted = (*_shared(observed, state, images), *_workers(observed, state), *_grown_claim(observed, state))
     wished = [mark(one) for one in wanted]
     create = _created(observed, state)
     return Plan(
@@ -265,6 +265,19 @@ def _created(observed: Observed, state: State) -> list[Manifest]:
         if role.scaling is not None:
             wished.append(scalers.scaler(observed, name, _current(state, name, state.targets[name])))
     return wished
+
+
+def _grown_claim(observed: Observed, state: State) -> list[Manifest]:
+    """The model's claim, if it is to be larger than it is. Its storage class may refuse that."""
+    owner = observed.owner
+    wished = ModelFiles(owner.name, state.spec.model, "").persistent_volume_claim(owner)
+    there = observed.find(*key(wished)) if wished is not None else None
+    if wished is None or there is None or there.get("status", {}).get("phase") != "Bound":
+        return []  # Kubernetes lets no claim grow before it is bound
+    sizes = [one["spec"]["resources"]["requests"]["storage"] for one in (there, wished)]
+    if amount(sizes[1]) <= amount(sizes[0]):
+        return []
+    return [{**wished, "spec": {"resources": {"requests": {"storage": sizes[1]}}}}]
 
 
 def _current(state: State, name: RoleName, otherwise: int) -> int:

@@ -89,11 +89,11 @@ class ServiceReconciler:
         made = self._rollouts.admit(made, observed)
         assert made.state is not None
         try:
-            await self._carry_out(made, observed)
+            unmet = await self._carry_out(made, observed)
         except Refusal as refusal:
             await self._say(observed, *report.refused(observed, refusal, now))
             raise refusal.answer from refusal
-        status, transitions = report.report(observed, made.state, now)
+        status, transitions = report.report(observed, made.state, now, unmet)
         # The API server fills in defaults; without them there would always be a difference.
         whole = InferenceServiceStatus.model_validate(status)
         await self._say(
@@ -102,7 +102,9 @@ class ServiceReconciler:
         await self._bind(scalers, made.state)
         return min(self._resync_s, made.again_s if made.again_s is not None else self._resync_s)
 
-    async def _carry_out(self, made: Plan, observed: Observed) -> None:
+    async def _carry_out(self, made: Plan, observed: Observed) -> str:
+        """What was refused although the service does well without it; empty if nothing was."""
+        unmet = ""
         for manifest in made.create:
             try:
                 await self._api.create(manifest)
@@ -115,6 +117,9 @@ class ServiceReconciler:
             try:
                 await self._api.apply(manifest, ours=ours)
             except ApiException as error:
+                if error.status in REFUSED and manifest["kind"] == "PersistentVolumeClaim":
+                    unmet = str(Refusal(manifest, error))  # it stays as large as it is
+                    continue
                 if error.status in REFUSED or (error.status == CONFLICT and not ours):
                     raise Refusal(manifest, error) from error
                 raise
@@ -122,6 +127,7 @@ class ServiceReconciler:
             there = observed.objects[gone]
             if "deletionTimestamp" not in there["metadata"]:
                 await self._api.delete(there)
+        return unmet
 
     async def _say(
         self, observed: Observed, status: report.Status, transitions: Sequence[Transition]

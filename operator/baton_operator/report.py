@@ -15,10 +15,14 @@ from baton_operator.rollout import Fate, RoleName, Seen
 Status = dict[str, Any]
 
 
-def report(observed: Observed, state: State, now: float) -> tuple[Status, list[Transition]]:
-    """The whole status, and what has changed of its conditions."""
+def report(observed: Observed, state: State, now: float, unmet: str = "") -> tuple[Status, list[Transition]]:
+    """
+    The whole status, and what has changed of its conditions.
+
+    `unmet` says what the API server refuses of the spec, without which the service does well.
+    """
     owner, spec = observed.owner, state.spec
-    facts = _facts(observed, state)
+    facts = _facts(observed, state, unmet)
     before = observed.status.get("conditions", ())
     conditions, transitions = written(facts, before, observed.generation, now)
     roles: Status = {name: _role(observed, state, name) for name in scalers.roles(spec)}
@@ -56,7 +60,7 @@ def refused(observed: Observed, error: ValueError, now: float) -> tuple[Status, 
     return {**observed.status, "conditions": [*conditions, *kept]}, transitions
 
 
-def _facts(observed: Observed, state: State) -> list[Fact]:
+def _facts(observed: Observed, state: State, unmet: str) -> list[Fact]:
     ready = {name: _ready(state, name) for name in scalers.roles(state.spec)}
     routers = sum(pod.ready for pod in observed.pods if pod.role == names.ROUTER)
     failed = [fate for fate in state.fates.values() if fate.phase == "Failed"]
@@ -81,6 +85,8 @@ def _facts(observed: Observed, state: State) -> list[Fact]:
             f"The cluster has no {' and no '.join(state.unsupported)}: install it, or ask for none of it."
         )
         facts.append(Fact("SpecSupported", False, "ApiMissing", message))
+    elif unmet:
+        facts.append(Fact("SpecSupported", False, "ClaimRefused", unmet))
     else:
         facts.append(Fact("SpecSupported", True, "Supported"))
     return [*facts, _scaling(observed, state), _limit(observed, state)]

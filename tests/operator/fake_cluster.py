@@ -169,7 +169,11 @@ class FakeCluster:
         before = self.objects.get(key(manifest))
         metadata = {"uid": f"uid-{next(self._numbers)}", "creationTimestamp": timestamp(self.now)}
         made = {**manifest, "metadata": {**metadata, **manifest["metadata"]}}
+        if made["kind"] == "PersistentVolumeClaim":
+            made |= {"status": {"phase": "Bound"}}
         if before is not None:
+            if manifest["kind"] == "PersistentVolumeClaim":
+                made["spec"] = {**before["spec"], **manifest["spec"]}
             if before.get("immutable"):
                 assert manifest["data"] == before["data"], "an immutable ConfigMap"
             if self._is_of_workers(manifest):

@@ -249,6 +249,21 @@ def test_model_that_is_the_same_for_all_pods_is_not_pinned(model: dict[str, Any]
     assert not [name for name in cluster.names("ConfigMap") if name.endswith("-model")]
 
 
+@pytest.mark.parametrize(
+    ("size", "then"), [("40Gi", "40Gi"), ("10Gi", "20Gi"), ("20480Mi", "20Gi")], ids=["more", "less", "same"]
+)
+def test_claim_grows_with_its_size_and_rolls_nobody(size: str, then: str) -> None:
+    cluster = settled()
+    before = cluster.service["status"]["currentRevision"]
+    cache = {**HUB["model"]["cache"], "size": size}
+    cluster.change({**HUB, "model": {**HUB["model"], "cache": cache}})
+    cluster.settle()
+    claim = cluster.objects["v1", "PersistentVolumeClaim", "chat-model"]["spec"]
+    assert claim["resources"]["requests"]["storage"] == then
+    assert claim["accessModes"] == ["ReadWriteMany"]
+    assert [one["name"] for one in cluster.service["status"]["revisions"]] == [before]
+
+
 def job(cluster: FakeCluster) -> Any:
     """The Job that fetches."""
     (made,) = [one for (_, kind, _), one in cluster.objects.items() if kind == "Job"]

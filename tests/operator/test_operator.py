@@ -36,7 +36,10 @@ LEASE = path("coordination.k8s.io/v1", "Lease", OPERATOR, "baton-operator")
 
 EXPOSED: dict[str, Any] = {"hosts": ["chat.example.org"], "tls": {"issuerRef": {"name": "issuer"}}}
 EVERYTHING: dict[str, Any] = {
-    "model": {"uri": "hf://org/model", "cache": {"type": "PVC", "size": "20Gi"}},
+    "model": {
+        "uri": "hf://org/model",
+        "cache": {"type": "PVC", "size": "20Gi", "storageClassName": "growing"},
+    },
     "prefill": {},
     "decode": {"scaling": {"minReplicas": 1, "maxReplicas": 4}},
     "autoscaling": {"mode": "External"},
@@ -81,6 +84,7 @@ async def test_all_its_rights_are_used_and_none_is_missing(cluster: RealCluster)
         await cluster.until(is_fetched)
         await cluster.until(lambda: _serves(cluster))
         assert await cluster.condition("Active", "tune", "LoraAdapter") == "False NotImplemented"
+        await _claim_grows(cluster)
         await _batch_from_beginning_to_end(cluster)
         await _grows_and_shrinks(cluster)
         # A service without any of it, and then with an Ingress: what was made is pruned.
@@ -142,6 +146,24 @@ async def test_exposure_follows_what_the_gateway_says(cluster: RealCluster) -> N
             await cluster.api.patch(where, {"status": {"parents": [parent]}})
             await reaches(cluster, "ExposureReady", wanted, "routed")
         await cluster.api.delete(path(API, "InferenceService", "models", "routed"))
+
+
+async def _claim_grows(cluster: RealCluster) -> None:
+    """Once it is bound, because its class allows it."""
+    where = path("v1", "PersistentVolumeClaim", "models", "chat-model")
+    growing = {"metadata": {"name": "growing"}, "provisioner": "none", "allowVolumeExpansion": True}
+    await cluster.api.post("/apis/storage.k8s.io/v1/storageclasses", growing)
+    await cluster.api.patch(where, {"spec": {"volumeName": "volume"}})
+    bound = {"phase": "Bound", "capacity": {"storage": "20Gi"}}
+    await cluster.api.patch(f"{where}/status", {"status": bound})
+    cache = {**EVERYTHING["model"]["cache"], "size": "40Gi"}
+    await cluster.put({**EVERYTHING, "model": {**EVERYTHING["model"], "cache": cache}})
+
+    async def has_grown() -> bool:
+        claim = (await cluster.admin.get(where)).json()
+        return bool(claim["spec"]["resources"]["requests"]["storage"] == "40Gi")
+
+    await cluster.until(has_grown)
 
 
 async def _grows_and_shrinks(cluster: RealCluster) -> None:

@@ -128,6 +128,29 @@ async def test_what_the_api_server_refuses_is_said_in_status(cluster: RealCluste
     assert "imagePullPolicy" in said["message"]
 
 
+async def test_claim_that_may_not_grow_is_named_and_service_serves_on(
+    cluster: RealCluster, api: ApiClient
+) -> None:
+    """Its storage class allows no other size."""
+    where = await namespace(cluster, "small")
+    await cluster.put(HUB, namespace=where)
+    inside = Inside(api)
+    await settled(cluster, inside, where)
+    claim = path("v1", "PersistentVolumeClaim", where, "chat-model")
+    await cluster.api.patch(claim, {"spec": {"volumeName": "volume"}})
+    await cluster.api.patch(
+        f"{claim}/status", {"status": {"phase": "Bound", "capacity": {"storage": "20Gi"}}}
+    )
+    cache = {**HUB["model"]["cache"], "size": "40Gi"}
+    await cluster.put({**HUB, "model": {**HUB["model"], "cache": cache}}, namespace=where)
+    await inside.reconcile(namespace=where)
+    status = (await cluster.service(namespace=where))["status"]
+    conditions = {one["type"]: one for one in status["conditions"]}
+    assert conditions["SpecSupported"]["reason"] == "ClaimRefused"
+    assert conditions["SpecSupported"]["message"].startswith("PersistentVolumeClaim chat-model: ")
+    assert conditions["Ready"]["status"] == "True"
+
+
 async def test_one_that_is_deleted_is_left_to_the_garbage_collector(
     cluster: RealCluster, api: ApiClient
 ) -> None:

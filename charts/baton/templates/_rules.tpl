@@ -49,10 +49,10 @@
 - apiGroups: [""]
   resources: [configmaps]
   verbs: [list, watch, create, patch, delete]
-# Models' files, which are never deleted.
+# Models' files. A claim is never deleted; it grows with the size that the spec asks for.
 - apiGroups: [""]
   resources: [persistentvolumeclaims]
-  verbs: [list, watch, create]
+  verbs: [list, watch, create, patch]
 # State of workers and routers. A deletion cost is written before a role shrinks.
 - apiGroups: [""]
   resources: [pods]

@@ -43,8 +43,9 @@ class Cache(Part):
     """A PersistentVolumeClaim that exists."""
 
     size: Quantity | None = None
-    """PVC: size of the PersistentVolumeClaim to be made; a change of it does not touch a claim that is there.
-    None: storage of the node that each pod requests for the files, and may use."""
+    """PVC: size of the PersistentVolumeClaim to be made. A larger one makes the claim grow, if its class
+    allows that; a smaller one changes nothing. None: storage of the node that each pod requests for the
+    files, and may use."""
 
     storage_class_name: Subdomain | None = None
     """Class of the PersistentVolumeClaim to be made; the cluster's default if it is left out. A change of it
