@@ -143,6 +143,8 @@ def test_every_code_that_is_said_of_a_request_is_explained() -> None:
     said = {code for limit in table().values() for code in (limit.code, limit.code_below) if code}
     said |= {kind.code for _, kind in below(InvalidRequest) if kind.code}
     for file in ROOT.rglob("baton_*/**/*.py"):
+        if "baton_observing" in file.parts:
+            continue  # there a code is a label of a metric
         for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):
             for keyword in call.keywords:
                 value = keyword.value
@@ -150,7 +152,6 @@ def test_every_code_that_is_said_of_a_request_is_explained() -> None:
                     said.add(getattr(errors, value.id))
                 elif keyword.arg == "code" and isinstance(value, ast.Constant):
                     said.add(str(value.value))
-    said = {code for code in said if code.isidentifier()}  # the label of metrics is matched by patterns
     assert said - {BodyTooLarge.code} == set(CODES)
 
 
