@@ -105,8 +105,8 @@ class ApiServer:
         """
         Events after that version: their type, and the object. The first one has neither: the watch has begun.
 
-        Ends when the API server ends it, after `limit_s` at the latest. Raises ApiException: 410 if the
-        version is too old, 0 if the connection breaks or brings nothing for `silence_s`.
+        Ends when the API server ends it, after `limit_s` at the latest, or when it brings nothing for
+        `silence_s`. Raises ApiException: 410 if the version is too old, 0 if the connection breaks.
         """
         query = {
             "watch": "true",
@@ -130,6 +130,8 @@ class ApiServer:
                         status = event["object"]
                         raise ApiException(status=status.get("code", 500), reason=status.get("message", ""))
                     yield event["type"], event["object"]
+            except TimeoutError:
+                return  # it was silent
             finally:
                 response.close()
         except (ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
@@ -258,7 +260,10 @@ class ApiServer:
         self._answered(method, response.status)
         if not 200 <= response.status < 300:
             raise ApiException(status=response.status, reason=_reason(content) or response.reason)
-        return cast(Manifest, msgspec.json.decode(content))
+        try:
+            return cast(Manifest, msgspec.json.decode(content))
+        except msgspec.DecodeError as error:  # a proxy's page
+            raise ApiException(status=0, reason=f"The answer is not JSON: {error}") from error
 
     async def _send(
         self,

@@ -92,7 +92,7 @@ def _service(resource: ApiResource, manifest: Manifest) -> str:
     if resource.kind == "InferenceService":
         found = manifest["metadata"]["name"]
     elif resource.custom:
-        found = manifest["spec"]["serviceName"]
+        found = manifest.get("spec", {}).get("serviceName", "")
     else:
         found = manifest["metadata"].get("labels", {}).get(labels.SERVICE, "")
     return found

@@ -18,7 +18,7 @@ from baton_operator.reflector import Reflectors
 
 LATE_S = 120.0
 """Seconds without anything from a watch after which the operator counts as dead. A watch that is silent is
-begun anew long before, and the API server sends a bookmark each minute."""
+begun anew long before, and the API server's answer to that counts."""
 
 SILENT_S = 30.0
 """Seconds without an answer about the Lease after which an operator that waits is not ready."""

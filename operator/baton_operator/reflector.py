@@ -33,7 +33,10 @@ WATCH_S = (300.0, 600.0)
 
 SILENCE_S = 70.0
 """Seconds without anything by a watch after which it is begun anew. The API server sends a bookmark each
-minute."""
+minute, but none for a kind of which nothing has ever changed."""
+
+LASTING_S = 1.0
+"""Seconds that a watch lasts unless something is wrong."""
 
 
 class Reflector:
@@ -92,7 +95,6 @@ class Reflector:
             self._store.absent()
         else:
             self._store.replace(snapshot, version)
-        self._failures = 0
         self._listed()
 
     def _may_lack(self, status: int) -> bool:
@@ -115,8 +117,9 @@ class Reflector:
         return snapshot, of_list
 
     async def _watch(self) -> None:
-        """Follow changes; returns when everything has to be listed again. Raises ApiException."""
+        """Follow changes from watch to watch. Raises ApiException when everything has to be listed again."""
         if not self._store.served:
+            self._failures = 0
             await asyncio.sleep(ABSENT_S)
             return
         while True:
@@ -124,20 +127,17 @@ class Reflector:
                 if await self._follow():
                     self._failures = 0
                     continue
-                broken = ApiException(status=0, reason="the watch ended before it began")
+                broken = ApiException(status=0, reason="the watch ended as soon as it began")
             except ApiException as error:
-                if error.status == GONE:
-                    log.info("The watch of %s begins anew: %s", self.resource, error.reason)
-                    return
                 if error.status:
-                    raise
+                    raise  # 410 too: everything has to be listed again
                 broken = error
             await self._failed(broken)
 
     async def _follow(self) -> bool:
-        """One watch to its end; whether it brought anything. Raises ApiException."""
+        """One watch to its end; whether it was one, or ended at once. Raises ApiException."""
         resource, namespace, version = self._store.resource, self._store.namespace, str(self._store.version)
-        brought = False
+        brought, began = False, self._clock()
         watch = self._api.watch(
             resource.api, resource.kind, namespace, self._selector, version,
             limit_s=self._rng.uniform(*WATCH_S), silence_s=self._silence_s,
@@ -152,7 +152,7 @@ class Reflector:
                 if event != "BOOKMARK":
                     self._seen(self.resource)
                 self._store.happened(event, manifest)
-        return brought
+        return brought or self._clock() - began > LASTING_S
 
     async def _failed(self, error: ApiException) -> None:
         """Say so, and wait for a while."""

@@ -114,7 +114,7 @@ class OperatorSettings(BaseSettings):
 
     watch_silence_s: float = Field(default=70.0, gt=0)
     """Seconds without any news by a watch after which it is begun anew. The API server sends a bookmark each
-    minute if there is nothing else."""
+    minute if there is nothing else, but none for a kind of which nothing has ever changed."""
 
     resync_s: float = Field(default=600.0, gt=0)
     """Seconds after which a service is looked at although nothing has changed."""

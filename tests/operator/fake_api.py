@@ -280,7 +280,8 @@ class FakeApi:
         def marked() -> Any:
             return {"kind": self._kinds[place], "metadata": {"resourceVersion": str(seen)}}
 
-        await send("BOOKMARK", marked())
+        if not self.silent:
+            await send("BOOKMARK", marked())
         cuts, bookmarks = self._cuts, self._bookmarks
         while True:
             async with self._news:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -287,12 +288,16 @@ def test_store_ends_equal_to_server_whatever_the_order(seed: int) -> None:
 
 @asynccontextmanager
 async def following(
-    api: FakeApi, namespaces: tuple[str, ...] = (), silence_s: float = 70.0, seed: int = 0
+    api: FakeApi,
+    namespaces: tuple[str, ...] = (),
+    silence_s: float = 70.0,
+    seed: int = 0,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[tuple[Cache, Reflectors]]:
     client = await connection.client(str(api.kubeconfig))
     cache = Cache(namespaces, lambda change: None)
     server = ApiServer(client, lambda: None, lambda method, code: None)
-    made = Reflectors(server, cache, time.monotonic, random.Random(seed), silence_s)
+    made = Reflectors(server, cache, clock, random.Random(seed), silence_s)
     tasks = made.run()
     try:
         yield cache, made
@@ -373,6 +378,19 @@ async def test_watch_that_stalls_is_begun_anew(tmp_path: Path) -> None:
         assert cache.services() == []
         api.silent = False
         await until(lambda: cache.services() == [("models", "chat")])
+
+
+async def test_quiet_kind_is_watched_without_pauses(tmp_path: Path) -> None:
+    """
+    No bookmark comes for a kind of which nothing has ever changed, so each of its watches ends by silence.
+
+    That is no failure: after ten of them in a row, a pause that doubles would be minutes.
+    """
+    ticks = itertools.count(step=10)
+    async with FakeApi(tmp_path) as api:
+        api.silent = True
+        async with following(api, silence_s=0.02, clock=lambda: float(next(ticks))):
+            await until(lambda: min(api.watches.values(), default=0) > 12, 30)
 
 
 async def test_kinds_that_cannot_be_listed_are_named(tmp_path: Path) -> None:

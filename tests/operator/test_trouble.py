@@ -49,8 +49,10 @@ async def test_requests_that_fail_for_a_while_are_made_again(tmp_path: Path, sta
         assert operator.process.returncode is None
 
 
-async def test_watches_that_are_too_old_begin_anew_and_what_was_missed_is_seen(tmp_path: Path) -> None:
-    async with operated(tmp_path) as (api, operator):
+@pytest.mark.parametrize("options", [(), ("--namespaces=models,others",)], ids=["cluster", "namespaces"])
+async def test_watch_that_expires_is_begun_anew(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """What was missed meanwhile is seen."""
+    async with operated(tmp_path, *options) as (api, operator):
         await api.put({**PAIR, "suspend": True}, lose=True)
         await api.expire()
         await until(lambda: api.status()["observedGeneration"] == 2)

@@ -22,8 +22,8 @@ ALIVE = Row(
         ),
         Panel(
             title="Age of the quietest watch",
-            meaning="Time since it last brought an event, a bookmark or an answer. The API server sends a "
-            "bookmark each minute; above 120 s the operator fails its liveness probe.",
+            meaning="Time since it last brought an event, a bookmark or an answer. A silent watch is begun "
+            "anew after 70 s; above 120 s the operator fails its liveness probe.",
             unit="s",
             queries=(Query(EVERYWHERE.now(metrics.OPERATOR_WATCH_AGE, how="max"), "age"),),
             kind="number",
