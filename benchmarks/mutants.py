@@ -48,7 +48,10 @@ class Target:
 
 
 TARGETS = {
-    "scheduler": Target(("baton_engine/scheduler.py",), ("tests/engine/test_scheduler.py",)),
+    "scheduler": Target(
+        ("baton_engine/scheduler.py",),
+        ("tests/engine/test_scheduler.py", "tests/engine/test_scheduler_fetches.py"),
+    ),
     "block pool": Target(("baton_engine/blocks.py",), ("tests/engine/test_blocks.py",)),
     "sampler": Target(("baton_engine/sampler.py",), ("tests/engine/test_sampler.py",)),
     "queue": Target(
