@@ -75,6 +75,17 @@ def test_the_commit_waits_for_the_last_chunk() -> None:
     assert announce(made, asked) == [chunk(0, [4, 5, 6]), COMMIT]
 
 
+def test_commit_reports_both_times_and_ends_computing() -> None:
+    """The decode worker's relay record shows the waiting and the computing of the prompt apart."""
+    made = computing()
+    announce(made, made.computed(40, [4, 5, 6]))
+    (sent,) = made.finished(FIRST, 32, queue_s=0.25, compute_s=0.5)
+    assert isinstance(sent, Send) and isinstance(sent.message, Commit)
+    assert (sent.message.cached_tokens, sent.message.queue_s, sent.message.compute_s) == (32, 0.25, 0.5)
+    assert made.state is State.COMMITTED
+    assert made.failed("too late", retry=True) == []
+
+
 def test_progress_told_twice_or_late_is_announced_once() -> None:
     made = computing()
     announce(made, made.computed(32, [4, 5, 6]))
