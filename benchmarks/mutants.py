@@ -62,7 +62,10 @@ TARGETS = {
     "ledger": Target(("baton_router/batches/ledger.py",), ("tests/batches/test_ledger.py",)),
     "plan": Target(("baton_operator/plan.py",), ("tests/operator/test_plan.py",)),
     "rollout": Target(("baton_operator/rollout.py",), ("tests/operator/test_rollout.py",)),
-    "scaling": Target(("baton_operator/scaling/decision.py",), ("tests/operator/scaling/test_decision.py",)),
+    "scaling": Target(
+        ("baton_operator/scaling/decision.py", "baton_operator/scaling/sizing.py"),
+        ("tests/operator/scaling/test_decision.py", "tests/operator/scaling/test_sizing.py"),
+    ),
     "prefill sessions": Target(("baton_prefill/rooms.py",), ("tests/prefill/test_rooms.py",)),
     "decode sessions": Target(("baton_decode/rooms.py",), ("tests/decode/test_rooms.py",)),
 }

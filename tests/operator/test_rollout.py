@@ -67,6 +67,7 @@ CANARY = {"steps": [{"weight": 10, "pauseSeconds": 60}, {"weight": 50, "pauseSec
 
 def shown(fates: Mapping[str, Fate]) -> dict[str, str]:
     """`prefill decode weight phase` of each generation."""
+    assert all(one.revision == name for name, one in fates.items())
     return {
         name: f"{one.replicas.get('prefill', '-')} {one.replicas['decode']} {one.weight} {one.phase}"
         for name, one in fates.items()
@@ -188,12 +189,100 @@ CASES = [
         wanted(prefill=0, decode=0), ["z 0/0 0/0", "a 0/0 0/0"],
         {"z": "0 0 100 Serving", "a": "0 0 0 Retired"}, id="a service of nobody changes at once",
     ),
+    pytest.param(
+        wanted(prefill=0, decode=0), ["z 0/0 0/0", "a 1/1 1/1 100"],
+        {"z": "0 0 100 Serving", "a": "0 0 0 Draining"}, id="and its last workers go",
+    ),
+    pytest.param(
+        wanted(), ["z 3/3 6/6", "a 1/1 1/1 25"],
+        {"z": "2 4 100 Serving", "a": "0 0 0 Draining"}, id="more than the targets is no more than all",
+    ),
+    pytest.param(
+        wanted(), ["z 0/2 0/4", "a 2/2 4/4 100"],
+        {"z": "2 4 0 Warming", "a": "2 4 100 Draining"}, id="who was asked for is not sent away",
+    ),
+    pytest.param(
+        wanted(surge=2, unavailable=1), ["z 0/0 0/0", "a 2/2 4/4 100"],
+        {"z": "2 3 0 Warming", "a": "1 3 100 Draining"}, id="both bounds together are how far one goes ahead",
+    ),
+    pytest.param(
+        wanted(surge=3), ["z 0/0 0/0", "b 1/1 1/1 25", "a 2/2 3/3 75"],
+        {"z": "2 3 0 Warming", "b": "1 1 25 Draining", "a": "2 3 75 Draining"},
+        id="all old ones count against the surge",
+    ),
+    pytest.param(
+        wanted(), ["z 0/0 0/0", "a 1/2 4/4 100"],
+        {"z": "1 1 0 Warming", "a": "2 4 100 Draining"}, id="who is not ready now may be again",
+    ),
+    pytest.param(
+        wanted(), ["z 1/1 2/2 50", "b 1/1 2/2 10", "a 1/1 2/2 40"],
+        {"z": "2 3 50 Warming", "b": "0 0 25 Draining", "a": "1 2 25 Draining"},
+        id="who serves least gives up first",
+    ),
+    pytest.param(
+        wanted(unavailable=1, surge=0), ["z 1/1 2/2 50", "- - 4/4 50"],
+        {"z": "2 3 50 Warming", "-": "- 1 50 Draining"}, id="prefill workers that the old one has not",
+    ),
+    pytest.param(
+        wanted(prefill=12, decode=12), ["z 4/4 4/4", "c 3/3 3/3", "b 3/3 3/3", "a 6/6 6/6"],
+        {"z": "5 5 33 Warming", "c": "3 3 17 Draining", "b": "3 3 17 Draining", "a": "2 2 33 Draining"},
+        id="what rounding leaves is the largest one's",
+    ),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("want", "there", "fates"), CASES)
 def test_what_becomes_of_each_generation(want: Wanted, there: list[str], fates: dict[str, str]) -> None:
     assert shown(decide(want, [seen(one) for one in there], 1.0)) == fates
+
+
+def test_pause_every_generation_keeps_what_it_has() -> None:
+    standing = replace(seen("z 1/1 1/2 10"), step=1, step_since=5.0)
+    failed = replace(seen("b 0/0 0/0"), failed=True)
+    there = [standing, failed, seen("c 0/1 0/1"), seen("d 0/0 0/0"), seen("a 2/2 4/4 90")]
+    fates = decide(wanted(canary=CANARY, paused=True), there, 1.0)
+    assert fates["z"] == Fate("z", "Serving", {"prefill": 1, "decode": 2}, 10, 1, 5.0)
+    assert shown(fates) == {
+        "z": "1 2 10 Serving",
+        "b": "0 0 0 Failed",
+        "c": "1 1 0 Warming",
+        "d": "0 0 0 Retired",
+        "a": "2 4 90 Serving",
+    }
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_generation_that_failed_before_is_named_so(held: bool) -> None:
+    """Whichever one is wanted now, and whether or not its model is there."""
+    failed = replace(seen("b 1/1 1/1"), failed=True)
+    there = [seen("z 0/0 0/0"), failed, seen("a 2/2 4/4 100")]
+    assert shown(decide(wanted(held=held), there, 1.0))["b"] == "0 0 0 Failed"
+    assert shown(decide(wanted(held=held), [replace(there[0], failed=True), *there[1:]], 1.0)) == {
+        "z": "0 0 0 Failed", "b": "0 0 0 Failed", "a": "2 4 100 Serving",
+    }  # fmt: skip
+
+
+def test_generation_that_crashes_says_how_often_it_started() -> None:
+    fates = decide(wanted(), [seen("z 1/1 0/1!"), seen("a 2/2 4/4 100")], 1.0)
+    assert fates["z"].reason == f"a worker of it was started {CRASHES + 1} times"
+
+
+LAST = [
+    pytest.param([("a", 60, "1/1 1/1"), ("b", 40, "2/2 4/4")], "a", id="most requests"),
+    pytest.param([("b", 0, "1/1 1/1"), ("a", 0, "2/2 4/4")], "a", id="else most of the service"),
+    pytest.param([("a", 0, "1/1 1/1"), ("b", 0, "1/1 1/1")], "b", id="else the newest"),
+]
+
+
+@pytest.mark.parametrize(("olds", "last"), LAST)
+@pytest.mark.parametrize("policy", [{}, {"canary": CANARY}])
+def test_of_old_generations_the_one_that_serves_most_stays(
+    olds: list[tuple[str, int, str]], last: str, policy: dict[str, Any]
+) -> None:
+    new = replace(seen("z 0/0 0/0"), failed=not policy)
+    old = [seen(f"{name} {roles} {weight}") for name, weight, roles in olds]
+    fates = decide(wanted(**policy), [new, *old], 1.0)
+    assert [name for name, _, _ in olds if fates[name].phase != "Draining"] == [last]
 
 
 def test_a_suspended_service_has_nobody() -> None:
@@ -206,8 +295,20 @@ def test_no_progress_for_too_long_is_a_failure_and_asked_for_in_time() -> None:
     want, there = wanted(progressDeadlineSeconds=600), [seen("z 0/1 0/1"), seen("a 2/2 4/4 100")]
     assert next_look(want, there, 100.0) == 500.0
     assert decide(want, there, 599.0)["z"].phase == "Warming"
+    assert decide(want, there, 600.0)["z"].phase == "Warming"
     failed = decide(want, there, 601.0)["z"]
     assert (failed.phase, failed.reason) == ("Failed", "it made no progress for 600 s")
+    later = [replace(there[0], progressed=50.0), there[1]]
+    assert (next_look(want, later, 100.0), next_look(want, later, 650.0)) == (550.0, 0.0)
+    assert decide(want, later, 650.0)["z"].phase == "Warming"
+    assert decide(want, later, 651.0)["z"].phase == "Failed"
+
+
+def test_generation_that_carries_the_service_has_no_deadline() -> None:
+    """One worker more than the targets is not ready: nobody waits for it."""
+    want, there = wanted(progressDeadlineSeconds=600), [seen("z 2/2 4/5"), seen("a 2/2 4/4 100")]
+    assert next_look(want, there, 100.0) is None
+    assert decide(want, there, 10_000.0)["z"].phase == "Serving"
 
 
 FAILING = [
@@ -331,6 +432,11 @@ def test_a_canary_goes_step_by_step_and_the_old_one_stays_whole() -> None:
     over = decide(want, [second, old], 140.0)
     assert shown(over) == {"z": "2 3 50 Warming", "a": "1 2 50 Draining"}
     assert over["z"].step == 2
+    assert next_look(want, [replace(standing, step=2), old], 30.0) is None, "it has gone all steps"
+    assert next_look(want, [ready, old], 30.0) is None, "it does not stand on its step yet"
+    lost = replace(standing, roles=seen("z 1/1 0/1").roles)
+    again = decide(want, [lost, old], 69.0)["z"]
+    assert (again.weight, again.step, again.step_since) == (0, 0, None), "a step begins anew"
 
 
 class Cluster:
