@@ -57,7 +57,12 @@ async def running_router(
     wait: bool = True,
     **settings: object,
 ) -> AsyncIterator[RunningRouter]:
-    """A router in front of these workers; it has looked at all of them, unless `wait` is False."""
+    """
+    A router in front of these workers; it has looked at all of them, unless `wait` is False.
+
+    All parts share one event loop. On a loaded machine a connection can take longer than `connect_s` allows
+    by default, and the router would then take its healthy workers for lost.
+    """
     config = RouterSettings.model_validate(
         {
             "port": 0,
@@ -65,6 +70,7 @@ async def running_router(
             "prefill": [worker.url for worker in prefill],
             "drain_s": 1,
             "recovery_s": 0,
+            "connect_s": 60,
             **settings,
         }
     )
