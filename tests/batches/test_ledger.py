@@ -14,6 +14,7 @@ import pytest
 from sqlalchemy import inspect, text
 
 from baton_api.errors import (
+    INVALID_VALUE,
     BatchEnded,
     BatchNotFound,
     FileNotFound,
@@ -181,8 +182,67 @@ def test_batches_are_listed_newest_first(database: Database) -> None:
     assert ([one.id for one in page], more) == (made[:0:-1], True)
     page, more = ledger.page("a", limit=3, after=page[-1].id)
     assert ([one.id for one in page], more) == (made[:1], False)
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequest, match=f"There is no batch '{made[0]}'") as refused:
         ledger.page("b", limit=3, after=made[0])
+    assert (refused.value.param, refused.value.code) == ("after", INVALID_VALUE)
+
+
+@pytest.mark.parametrize(("limit", "more"), [(1, True), (2, True), (3, False), (4, False)])
+def test_page_of_three_batches_says_whether_more_follow(database: Database, limit: int, more: bool) -> None:
+    made = [new_batch(database).id for _ in range(3)]
+    page, follow = Ledger(database).page("a", limit=limit)
+    assert ([one.id for one in page], follow) == (made[::-1][:limit], more)
+
+
+def test_get_returns_the_batch_of_that_id(database: Database) -> None:
+    """Two batches of one owner differ by their id alone."""
+    ledger = Ledger(database)
+    for batch in [new_batch(database) for _ in range(2)]:
+        assert ledger.get("a", batch.id) == ledger.find(batch.id) == batch
+
+
+def in_every_status(database: Database, owner: str) -> dict[Status, str]:
+    """One batch of `owner` in each status that has lines to validate, to run, or to render."""
+    ledger = Ledger(database)
+    ids = [new_batch(database, owner).id for _ in range(3)]
+    for id, total in zip(ids[1:], (1, 0), strict=True):
+        ledger.validated(id, leased(ledger, id), NOW, total=total, model="tiny")
+    statuses = Status.VALIDATING, Status.IN_PROGRESS, Status.FINALIZING
+    assert [ledger.find(id).status for id in ids] == list(statuses)
+    return dict(zip(statuses, ids, strict=True))
+
+
+def test_owners_under_way_have_lines_to_validate_or_run(database: Database) -> None:
+    ledger = Ledger(database)
+    assert ledger.owners_under_way() == []
+    batches = {owner: in_every_status(database, owner) for owner in "abc"}
+    for owner, status in [("b", Status.VALIDATING), ("c", Status.VALIDATING), ("c", Status.IN_PROGRESS)]:
+        ledger.request_cancel(owner, batches[owner][status], NOW)
+    assert sorted(ledger.owners_under_way()) == ["a", "b"]
+
+
+def test_cancel_refused_cancels_what_an_owner_has_under_way(database: Database) -> None:
+    ledger = Ledger(database)
+    own, other = in_every_status(database, "a"), in_every_status(database, "b")
+    before = [ledger.find(id) for id in (own[Status.FINALIZING], *other.values())]
+    assert ledger.cancel_refused("a", "the key is gone", NOW + 5) == 2
+    for status in (Status.VALIDATING, Status.IN_PROGRESS):
+        batch = ledger.find(own[status])
+        assert (batch.status, batch.cancelling_at) == (Status.CANCELLING, NOW + 5)
+        assert batch.errors == (LineError("owner_refused", "the key is gone"),)
+    assert [ledger.find(one.id) for one in before] == before
+    assert ledger.cancel_refused("a", "the key is gone", NOW + 6) == 0
+
+
+def test_reassign_gives_files_and_batches_to_another(database: Database) -> None:
+    files, ledger = Files(database), Ledger(database)
+    batch, kept = new_batch(database), new_batch(database, "c")
+    file = files.add(new_file(), NOW)
+    assert ledger.reassign("a", "b") == (2, 1)
+    assert (ledger.page("a", limit=9)[0], files.page("a", NOW, limit=9)[0]) == ([], [])
+    assert ledger.get("b", batch.id).input_file == batch.input_file
+    assert [one.id for one in files.page("b", NOW, limit=9)[0]] == [file.id, batch.input_file]
+    assert ledger.get("c", kept.id) == kept and len(files.page("c", NOW, limit=9)[0]) == 1
 
 
 def test_from_validation_to_the_end(database: Database) -> None:
@@ -301,6 +361,23 @@ def test_renew_in_window_ends_soon_after_the_window(database: Database) -> None:
     assert ledger.renew(id, epoch, end - 1, 30, in_window=True).leased_until == end + 29
     for later in (end, end + 5, end + 29):
         assert ledger.renew(id, epoch, later, 30, in_window=True).leased_until == end + 30
+    assert ledger.renew(id, epoch, end + 5, 30).leased_until == end + 35, "no window bounds other leases"
+
+
+def test_take_leases_from_now_on(database: Database) -> None:
+    ledger, id, epoch = running(database)
+    assert ledger.take(id, "renderer", NOW + 7, 30) == epoch + 1
+    assert (ledger.find(id).runner, ledger.find(id).leased_until) == ("renderer", NOW + 37)
+
+
+def test_unfinished_leaves_out_what_expires(database: Database) -> None:
+    """A batch that is to be rendered goes to its own end, however late; the two before it expire."""
+    ledger = Ledger(database)
+    ids = in_every_status(database, "a")
+    end = NOW + 86400
+    for status, id in ids.items():
+        assert [one.id for one in ledger.unfinished(end - 1, status)] == [id]
+        assert [one.id for one in ledger.unfinished(end, status)] == [id] * (status is Status.FINALIZING)
 
 
 def test_renew_of_a_released_lease_leaves_it_free(database: Database) -> None:
@@ -335,7 +412,10 @@ def test_unfinished_shows_every_owner_whatever_one_has(database: Database) -> No
     assert found[:3] == [many[0], late, many[1]] and len(found) == 100
     rest = ledger.unfinished(NOW, Status.VALIDATING, without=[many[0], late])
     assert [one.id for one in rest] == many[1:101]
-    assert ledger.overdue(NOW + 86400)[1].id == late
+    overdue = ledger.overdue(NOW + 86400)
+    assert overdue[1].id == late and len(overdue) == 100
+    assert [one.id for one in ledger.overdue(NOW + 86400, limit=2)] == [many[0], late]
+    assert [one.id for one in ledger.unfinished(NOW, Status.VALIDATING, limit=2)] == [many[0], late]
 
 
 def test_ended_batches_keep_no_rows_that_stand_in_their_files(database: Database) -> None:
@@ -349,7 +429,9 @@ def test_ended_batches_keep_no_rows_that_stand_in_their_files(database: Database
     assert ledger.forget(NOW, 3600) == 0
     assert other.done(other_id) == [(1, 1)]
     assert ledger.find(id).completed == 5
-    assert ledger.forget(NOW + 86400 + 3601, 3600) == 1
+    end = ledger.find(id).expires_at
+    assert [ledger.forget(end + later, 3600) for later in (-3600, 0, 3600)] == [0, 0, 0]
+    assert ledger.forget(end + 3601, 3600) == 1
     with pytest.raises(BatchNotFound):
         ledger.find(id)
 
@@ -405,6 +487,33 @@ def test_of_two_results_of_a_line_the_first_stands(database: Database) -> None:
     assert ledger.record(id, epoch, [bad(1), good(2)], NOW).new == 1
     assert ledger.results(ledger.find(id)) == [good(1, "first"), good(2)]
     assert ledger.counts(id) == (2, 0)
+
+
+@pytest.mark.parametrize(("status", "completed"), [(0, 0), (199, 0), (200, 1), (299, 1), (300, 0), (500, 0)])
+def test_counts_take_2xx_alone_as_completed(database: Database, status: int, completed: int) -> None:
+    ledger, id, epoch = running(database)
+    assert ledger.record(id, epoch, [Result(3, status, b"{}")], NOW).completed == completed
+    assert ledger.record(id, epoch, [good(3)], NOW) == Recorded(0, Status.IN_PROGRESS, 0), "it has a result"
+    batch = ledger.find(id)
+    assert ledger.counts(id) == (batch.completed, batch.failed) == (completed, 1 - completed)
+
+
+def test_record_after_the_last_line_keeps_nothing(database: Database) -> None:
+    ledger, id, epoch = running(database, total=1)
+    ledger.record(id, epoch, [good(1)], NOW)
+    assert ledger.record(id, epoch, [good(2)], NOW) == Recorded(0, Status.FINALIZING, 0)
+    assert ledger.done(id) == [(1, 1)]
+
+
+def test_finalize_of_a_batch_with_lines_left_is_refused(database: Database) -> None:
+    ledger, id, epoch = running(database)
+    with pytest.raises(StaleLease) as refused:
+        ledger.finalize(id, epoch, NOW, output=new_file(), errors=None)
+    assert str(refused.value) == str(StaleLease(id, epoch, epoch, Status.IN_PROGRESS))
+    assert ledger.find(id).status is Status.IN_PROGRESS
+    assert len(Files(database).page("a", NOW, limit=9)[0]) == 1, "the output is not kept"
+    ended = ledger.finalize(id, epoch, NOW, output=None, errors=None, expired=True)
+    assert (ended.runner, ended.leased_until) == ("", 0)
 
 
 def test_done_lines_come_as_ranges_page_by_page(database: Database) -> None:
