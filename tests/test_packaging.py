@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterable
+from importlib.metadata import packages_distributions
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,3 +75,64 @@ def test_nothing_else_is_in_the_wheel(wheel: list[str]) -> None:
     assert {name for name in tops if not name.endswith(".dist-info")} == {
         Path(package).name for package in PACKAGES["packages"]
     }
+
+
+INSTALLED_WITH = {
+    "baton_api": ("router",),  # `origins` is for the web servers, which have it
+    "baton_operator": ("operator",),
+    "baton_router": ("router", "jwt"),
+    "baton_engine": ("runtime", "nixl", "kernels"),
+    "baton_prefill": ("runtime", "nixl", "kernels"),
+    "baton_decode": ("runtime", "nixl", "kernels"),
+    "baton_observing": ("observing", "pictures"),
+    "baton_cli": ("runtime", "nixl", "chat", "pictures", "operator", "jwt"),
+}
+"""Extras that the image of a package installs, or, for the command line, what its commands ask for."""
+
+
+@pytest.mark.parametrize("package", INSTALLED_WITH)
+def test_package_imports_only_what_its_extras_declare(package: str) -> None:
+    """Everything is installed here; an image has its extras alone: an undeclared import fails only there."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    folder = next(ROOT / path for path in PACKAGES["packages"] if Path(path).name == package)
+    distributions = packages_distributions()
+    undeclared = {
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in folder.rglob("*.py")
+        for name in imported(ast.parse(file.read_text()))
+        if name not in sys.stdlib_module_names
+        and not name.startswith("baton_")
+        and not declared(project, INSTALLED_WITH[package]) & {plain(each) for each in distributions[name]}
+    }
+    assert not undeclared
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """Top-level names of all modules that a module imports, anywhere in it."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+def declared(project: dict[str, Any], extras: Iterable[str]) -> set[str]:
+    """Plain names of the distributions that the project requires with these extras, Baton's own included."""
+    requirements = list(project["dependencies"])
+    for extra in extras:
+        requirements += project["optional-dependencies"][extra]
+    names = {plain(re.split(r"[\[>=<!~; ]", each)[0]) for each in requirements}
+    inner = [
+        extra
+        for each in requirements
+        if (found := re.match(r"baton\[(.*)\]", each))
+        for extra in found[1].split(",")
+    ]
+    return names | declared({**project, "dependencies": []}, inner) if inner else names
+
+
+def plain(distribution: str) -> str:
+    """The normalized name of a distribution."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()

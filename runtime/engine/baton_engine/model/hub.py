@@ -52,7 +52,7 @@ def download(model: str, revision: str, patterns: Sequence[str], folder: Path, w
 
 @contextmanager
 def _told(model: str, revision: str, opening: str, ways_out: str) -> Iterator[None]:
-    import httpx
+    import httpx2
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -73,7 +73,7 @@ def _told(model: str, revision: str, opening: str, ways_out: str) -> Iterator[No
         raise SetupError(
             f"{the} hub has no model {model!r} (or it is private and HF_TOKEN is not set). {ways_out}"
         ) from error
-    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError, TypeError, KeyError) as error:
+    except (HfHubHTTPError, httpx2.HTTPError, OSError, ValueError, TypeError, KeyError) as error:
         # The last three are a mirror that answers with something else than a hub does.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300].rstrip(".")
         raise SetupError(f"{the} hub did not give {model!r}: {reason}. {ways_out}") from error
