@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from baton_api.messages import Abort, Chunk, Commit, Done, Failed, TokenChoice
+from baton_api.messages import Abort, Chunk, Commit, Done, Failed, Prefill, TokenChoice
 from baton_api.reports import Fallback
 from baton_decode.rooms import (
     Action,
@@ -20,8 +21,9 @@ from baton_decode.rooms import (
     State,
     Verify,
 )
-from baton_engine.requests import Fetch, Fetched, SamplingParams
+from baton_engine.requests import Fetch, Fetched, RelayRecord, SamplingParams
 from baton_engine.transfer import Pulled
+from baton_engine.wire import to_wire
 from tests.decode.schedules import STRANGER, Schedule
 
 TAIL = b"t" * 16
@@ -105,6 +107,42 @@ def test_chunks_are_pulled_as_they_come_and_the_commit_ends_the_room() -> None:
     assert (fetched.relay.computed_tokens, fetched.relay.local_tokens) == (38, 32)
     assert (fetched.relay.blocks, fetched.relay.bytes, fetched.relay.transfer_s) == (3, 200, 2.0)
     assert made.settled
+
+
+def test_begin_asks_for_the_prompt_with_all_it_depends_on() -> None:
+    fetch = Fetch("q", (3, 1, 4), 0, b"p" * 16, (21,), SamplingParams(seed=5), "tenant", "00-trace")
+    made = Room(replace(room().order, fetch=fetch))
+    expected = Prefill(
+        room="r", epoch=2, tokens=[3, 1, 4], start_block=0, parent=b"p" * 16,
+        sampling=to_wire(SamplingParams(seed=5)), salt="tenant", ticket="ticket-1",
+        request_id="request-1", trace="00-trace", deadline_s=7.5,
+    )  # fmt: skip
+    assert made.begin("request-1", "ticket-1", 7.5) == [Send(expected)]
+    assert made.reason is None
+
+
+def test_relay_record_names_worker_times_and_transport() -> None:
+    """Only the seconds with a read under way count: 10 to 11 and 14 to 16."""
+    made = room()
+    made.chunk(chunk(2, [5]), 10.0)
+    made.verified(1, [True] * len(made.pulled(1, pulled(), 11.0)))
+    made.chunk(chunk(3, [6, 7]), 14.0)
+    made.pulled(2, pulled(50), 16.0)
+    made.verified(2, [True, True])
+    fetched = reported(made.commit(commit(queue_s=0.25, compute_s=0.5)))
+    assert (fetched.request_id, made.reason) == ("q", None)
+    assert fetched.relay == RelayRecord(
+        prefill_worker="prefill-0",
+        prompt_tokens=70,
+        computed_tokens=38,
+        local_tokens=32,
+        blocks=3,
+        bytes=150,
+        transport="loopback",
+        transfer_s=3.0,
+        queue_s=0.25,
+        compute_s=0.5,
+    )
 
 
 def test_positions_count_not_the_order_of_arrival() -> None:
@@ -194,6 +232,42 @@ def test_a_commit_with_impossible_numbers_is_not_believed(wrong: Commit) -> None
     assert reported(room().commit(wrong)).reason == Fallback.PROTOCOL
 
 
+@pytest.mark.parametrize(
+    "edge",
+    [
+        commit(first=TokenChoice(token=0)),
+        commit(first=TokenChoice(token=99)),
+        commit(cached_tokens=0),
+        commit(cached_tokens=70),
+    ],
+)
+def test_commit_at_the_edge_of_its_ranges_is_accepted(edge: Commit) -> None:
+    made = room()
+    assert made.commit(edge) == []
+    assert made.state is State.COMMITTED
+
+
+def test_second_commit_changes_nothing() -> None:
+    made = room()
+    made.commit(commit())
+    assert made.commit(commit(first=TokenChoice(token=8))) == []
+    made.chunk(chunk(2, [5, 6, 7]), 0.0)
+    assert reported(bring(made, 1, 3)).first == TokenChoice(token=7)
+
+
+def test_commit_after_the_peer_failed_is_dropped() -> None:
+    made = room()
+    made.chunk(chunk(2, [5, 6, 7]), 0.0)
+    made.failed(Failed(room="r", epoch=2, reason="no memory", retry=True))
+    assert made.commit(commit()) == []
+    assert reported(bring(made, 1, 3)).reason == Fallback.FAILED
+
+
+@pytest.mark.parametrize("block", [1, 63])
+def test_first_and_last_block_of_the_peer_are_read(block: int) -> None:
+    assert room().chunk(chunk(2, [block]), 0.0) == [Pull(1, (block,), (21,))]
+
+
 def test_missing_logprobs_are_a_mismatch() -> None:
     assert reported(room(logprobs=2).commit(commit())).reason == Fallback.MISMATCH
     good = commit(first=TokenChoice(token=7, logprob=-0.5, top=[(7, -0.5), (8, -0.9)]))
@@ -256,6 +330,13 @@ def test_a_peer_without_room_is_not_one_that_failed() -> None:
     done, report = room().failed(Failed(room="r", epoch=2, reason="full", retry=True, busy=True))
     assert done == DONE
     assert reported([report]) == Fetched("q", arrived=0, reason=Fallback.BUSY)
+
+
+@pytest.mark.parametrize(("retry", "reason"), [(True, Fallback.FAILED), (False, Fallback.REJECTED)])
+def test_failed_prompt_is_rejected_if_a_retry_is_useless(retry: bool, reason: Fallback) -> None:
+    made = room()
+    fetched = reported(made.failed(Failed(room="r", epoch=2, reason="no", retry=retry)))
+    assert (fetched.reason, made.reason) == (reason, reason)
 
 
 def test_a_lost_connection_is_reported_without_a_word_to_nobody() -> None:

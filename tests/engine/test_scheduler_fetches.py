@@ -10,7 +10,7 @@ from baton_api.hashing import root_hash
 from baton_engine.jobs import Job, Stage
 from baton_engine.kv_events import Change, KvEvents, Stored
 from baton_engine.requests import Fetch, SamplingParams
-from baton_engine.scheduler import Plan, Scheduler
+from baton_engine.scheduler import YIELDS, Plan, Scheduler
 from tests.engine.serving import Recipient, prompt_of
 from tests.engine.test_scheduler import SIZE, Books, shape
 
@@ -305,6 +305,8 @@ def test_advance_reports_each_new_block_with_its_tokens() -> None:
     for _ in range(4):
         books.step()
     events.flush()
+    by_hash, parents = books.pool.known()
+    assert [parents[by_hash[name]] for name in job.hashes] == [root_hash(), *job.hashes[:2]]
     prompt = prompt_of(10)
     root, (first, second, third) = root_hash(), job.hashes
     assert log.changes == [
@@ -312,3 +314,75 @@ def test_advance_reports_each_new_block_with_its_tokens() -> None:
         Stored(second, first, prompt[4:8]),
         Stored(third, second, [*prompt[8:], 1, 1]),
     ]
+
+
+def test_end_while_waiting_leaves_the_queue() -> None:
+    books = Books()
+    first, second = books.add("a", 4), books.add("b", 4, seed=1)
+    books.scheduler.end(first)
+    assert first.stage is Stage.ENDED
+    assert list(books.scheduler.waiting) == [second]
+
+
+@pytest.mark.parametrize(
+    ("patient", "order"),
+    [(False, ["back", "a", "b", "patient"]), (True, ["a", "b", "back", "patient"])],
+)
+def test_requeue_goes_before_all_of_its_kind(patient: bool, order: list[str]) -> None:
+    books = remote_books()
+    job, _ = fetching(books, "back", patient=patient)
+    books.add("patient", 4, seed=3, patient=True)
+    books.add("a", 4, seed=1)
+    books.add("b", 4, seed=2)
+    books.scheduler.fetched(job, 0, frozenset())
+    books.scheduler.requeue(job)
+    assert [job.request.id for job in books.scheduler.waiting] == order
+
+
+def test_shared_pass_leaves_the_rest_to_patient_prompts() -> None:
+    """After `YIELDS` passes, patient prompts get what the others leave of one pass, and not more."""
+    books = Books(blocks=200)
+    books.add("long", YIELDS * 16 + 10, max_tokens=3)
+    books.add("patient", 30, seed=1, patient=True)
+    for _ in range(YIELDS):
+        assert shape(books.step()) == ([], [("long", 16)])
+    assert shape(books.step()) == ([], [("long", 10), ("patient", 6)])
+
+
+def test_patient_prompt_leaves_tokens_to_patient_decodes() -> None:
+    books = Books()
+    books.add("a", 4, patient=True, max_tokens=9)
+    books.step()
+    books.add("b", 40, seed=1, patient=True)
+    assert shape(books.step()) == (["a"], [("b", 15)])
+
+
+@pytest.mark.parametrize(("left", "rest"), [(0, []), (1, [("patient", 1)])])
+def test_prompt_under_way_uses_even_the_last_token(left: int, rest: list[tuple[str, int]]) -> None:
+    """A pass with one token left computes one; a pass with none computes no empty chunk."""
+    books = Books(blocks=200)
+    books.add("patient", 40, patient=True)
+    books.step()
+    books.add("long", (YIELDS + 1) * 16 - left, seed=1, max_tokens=3)
+    for _ in range(YIELDS):
+        assert shape(books.step()) == ([], [("long", 16)])
+    assert shape(books.step()) == ([], [("long", 16 - left), *rest])
+
+
+def test_new_prompt_uses_even_the_last_token() -> None:
+    books = Books()
+    books.add("a", 15)
+    books.add("b", 9, seed=1)
+    assert shape(books.step()) == ([], [("a", 15), ("b", 1)])
+
+
+def test_retraction_goes_on_until_the_rest_can_grow() -> None:
+    """Each request has one full block, and none is free: two must go, so that two can grow."""
+    books = Books()
+    for seed in range(4):
+        books.add(f"{seed}", 4, seed=seed, max_tokens=50)
+    books.step()
+    books.pool.allocate(books.pool.available)
+    plan = books.scheduler.plan()
+    assert [job.request.id for job in plan.retracted] == ["0", "1"]
+    assert shape(plan)[0] == ["2", "3"]
