@@ -217,6 +217,7 @@ async def test_waiting_at_a_frontend_counts_in_order_and_age() -> None:
     """A request may have waited before the scheduler heard of it."""
     async with cluster_of(wait_s=20.0) as cluster:
         first = await cluster.send("first", LONG)
+        assert cluster.queue.oldest(LEVELS["default"]) is None
         await cluster.send("young", LONG)
         await cluster.send("old", LONG, waited_s=15.0)
         assert cluster.queue.oldest(LEVELS["default"]) == cluster.now - 15.0
@@ -331,6 +332,8 @@ async def test_patience_ends_with_an_error_that_says_so(fields: dict[str, Any], 
         assert not waiting.done()
         await cluster.pass_time(0.2)
         assert isinstance(waiting.exception(), NotInTime)
+        assert str(waiting.exception()) == str(NotInTime(seconds + 0.1, seconds, waited=True))
+        assert cluster.queue.rejects == {"waited": 1}
         await cluster.pass_time(1e6)
         assert not batch.done()
 
@@ -349,7 +352,8 @@ async def test_without_a_ready_worker_one_waits_for_it_to_recover() -> None:
         worker.health = before.missed(1, "it does not answer")
         lost = await cluster.send("lost")
         await cluster.pass_time(5.0)
-        assert isinstance(lost.exception(), NotReady)
+        assert isinstance(lost.exception(), NotReady) and "within 5.0 s" in str(lost.exception())
+        assert cluster.queue.rejects == {"unready": 1}
 
 
 async def test_who_has_been_everywhere_is_not_kept_waiting() -> None:
