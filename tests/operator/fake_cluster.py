@@ -159,9 +159,10 @@ class FakeCluster:
         return [pod for pod in there if revision in ("", pod.revision)]
 
     def wanted_files(self, deployment: Manifest) -> set[tuple[str, str]]:
-        """What workers of it have to find on volumes."""
+        """What workers of it have to find on the operator's volumes; a claim of the user's has its files."""
         pod = deployment["spec"]["template"]["spec"]
-        return {(self._uid(claim), pod["containers"][0]["args"][1]) for claim in _claims(pod)}
+        model = pod["containers"][0]["args"][1]
+        return {(uid, model) for claim in _claims(pod) if (uid := self._uid(claim))}
 
     def _write(self, manifest: Manifest) -> None:
         """What the API server makes of an applied object: it refuses what cannot change, and keeps status."""
