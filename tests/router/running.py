@@ -21,6 +21,9 @@ STREAM = {**QUESTION, "stream": True}
 
 _numbers = itertools.count()
 
+CONNECT_S = 60.0
+"""Seconds for a connection: on a busy machine the default of 1 s is not always enough."""
+
 
 def anew(body: dict[str, Any]) -> dict[str, Any]:
     """The same with a prompt that no worker holds yet: it may go to any."""
@@ -70,7 +73,7 @@ async def running_router(
             "prefill": [worker.url for worker in prefill],
             "drain_s": 1,
             "recovery_s": 0,
-            "connect_s": 60,
+            "connect_s": CONNECT_S,
             **settings,
         }
     )

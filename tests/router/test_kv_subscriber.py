@@ -30,7 +30,7 @@ from baton_router.settings import RouterSettings
 from baton_router.upstream import Upstream
 from baton_router.workers import Worker, Workers
 from tests.router.fake_worker import Asked, FakeWorker, plain, whole_answer
-from tests.router.running import running_router, until
+from tests.router.running import CONNECT_S, running_router, until
 
 SIZE = 4
 ROOT = root_hash()
@@ -98,7 +98,7 @@ class Following:
     def __init__(self, http: FakeWorker) -> None:
         self.http = http
         self.now = 0.0
-        self.worker = Worker(Upstream("127.0.0.1", http.port), Role.DECODE)
+        self.worker = Worker(Upstream("127.0.0.1", http.port, CONNECT_S), Role.DECODE)
         self.worker.answered(http.load)
         self.knowledge = Knowledge()
         self.background = BackgroundTasks()
