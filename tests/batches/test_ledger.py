@@ -692,6 +692,17 @@ def test_many_open_an_empty_database_at_once(database_url: str) -> None:
         one.close()
 
 
+def test_closed_database_closes_connections_in_use(database_url: str) -> None:
+    """A keeper may still be in a transaction when its router stops: its connection must not stay open."""
+    database = Database(database_url, busy_s=30)
+    with database.reading() as connection:
+        used: Any = connection.connection.dbapi_connection
+        database.close()
+        used.execute("SELECT 1")
+    with pytest.raises(Exception, match="closed"):
+        used.execute("SELECT 1")
+
+
 def test_a_database_of_a_newer_version_is_refused(database: Database, database_url: str) -> None:
     with database.writing() as connection:
         connection.execute(text("UPDATE baton_schema SET version = 99"))

@@ -18,6 +18,7 @@ from typing import Any
 
 import sqlalchemy
 from sqlalchemy import Connection, Engine, create_engine, event, exc
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from baton_api.errors import BatonError, SetupError, StorageFull, StorageUnavailable
 from baton_router.batches.migrations import migrate
@@ -54,6 +55,8 @@ class Database:
         self.dialect = self._engine.dialect.name
         self._opening = threading.Lock()
         self._open = False
+        self._closed = False
+        event.listen(self._engine, "checkin", self._checked_in)
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
@@ -68,7 +71,14 @@ class Database:
             yield connection
 
     def close(self) -> None:
+        """Close all connections; one that a thread still uses is closed when its transaction ends."""
+        self._closed = True
         self._engine.dispose()
+
+    def _checked_in(self, _: object, record: ConnectionPoolEntry) -> None:
+        # SQLAlchemy gives it back to a pool that nobody closes any more.
+        if self._closed:
+            record.invalidate()
 
     def _writer(self) -> Engine:
         return self._engine.execution_options(writes=True)
