@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-CONTRACT = ROOT / "docs/failure-contract.md"
-OPERATOR = ROOT / "docs/operator-defects.md"
+CONTRACT = ROOT / "docs/concepts/failures.md"
+OPERATOR = ROOT / "docs/contributing/operator-defects.md"
 TESTS = "\n".join(path.read_text() for path in sorted(ROOT.glob("tests/**/*.py")))
 
 

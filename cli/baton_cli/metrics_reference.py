@@ -14,7 +14,7 @@ Written by `make fix` from `baton_api.metrics`; change the contract there.
 
 All are at `GET /metrics`, of workers and routers at the port of their API and of the operator at that of its
 health, without a key. Times are in seconds. A router of several processes adds the label `process` to each
-series. [Observing](../observing.md) says what to look at first.
+series. [Observability](../guides/observability.md) says what to look at first.
 """
 
 PARTS = {

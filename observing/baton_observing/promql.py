@@ -13,7 +13,7 @@ from typing import Literal
 from baton_api.metrics import Metric
 
 SCRAPED = frozenset({"cluster", "namespace", "service", "role", "worker", "revision", "pod", "process"})
-"""Labels that a series has of where it was scraped: docs/observing.md says how they come to be there."""
+"""Labels that Prometheus adds when it scrapes (docs/guides/observability.md)."""
 
 Aggregation = Literal["sum", "max", "min", "avg", "count"]
 Over = Literal["avg", "max", "min", "changes", "deriv"]

@@ -1,7 +1,7 @@
 """
 The failure contract, row by row: a real router, and workers in processes of their own that go wrong.
 
-`docs/failure-contract.md` says what each row is. Every one is tried with little to do and with 70 % of what
+`docs/concepts/failures.md` says what each row is. Every one is tried with little to do and with 70 % of what
 the workers are good for, and a client is never shown more of it than the row says.
 """
 

@@ -56,7 +56,7 @@ def service(prometheus: str, canary: int) -> dict[str, Any]:
 
 
 def configuration(router: str, operator: str) -> str:
-    """As docs/observing.md has it, and the operator besides."""
+    """As docs/guides/observability.md has it, and the operator besides."""
     name = {"namespace": NAMESPACE, "service": SERVICE}
     host = router.removeprefix("http://")
     jobs = [

@@ -1,4 +1,4 @@
-"""What users of other operators complain about, where no other test is about it: docs/operator-defects.md."""
+"""Complaints about other operators that no other test covers: docs/contributing/operator-defects.md."""
 
 from __future__ import annotations
 

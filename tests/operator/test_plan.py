@@ -456,7 +456,9 @@ def test_a_time_that_passes_changes_no_plan() -> None:
 def test_every_reason_why_a_service_is_not_ready_is_explained() -> None:
     root = Path(__file__).parents[2]
     explained = set(
-        re.findall(r"^\| `([A-Za-z]+)` \|", (root / "docs" / "kubernetes.md").read_text(), re.MULTILINE)
+        re.findall(
+            r"^\| `([A-Za-z]+)` \|", (root / "docs" / "guides" / "kubernetes.md").read_text(), re.MULTILINE
+        )
     )
     seen = set()
     for spec in (PAIR, HUB, changed(PAIR, "suspend", True), changed(MINIMAL, "decode.replicas", 0)):

@@ -1,5 +1,5 @@
 """
-Takes the pictures of docs/page.md: `python -m tests.page.screens [--url URL]`.
+Takes the pictures of docs/guides/dashboard.md: `python -m tests.page.screens [--url URL]`.
 
 Without a URL a service of two prefill and two decode workers is started for it, with the built-in model.
 """

@@ -214,7 +214,7 @@ def test_limits_are_said_to_hold_for_each_replica() -> None:
     said = RouterSettings.model_fields["tenants_file"].description or ""
     said_by_operator = Authentication.model_fields["tenants_secret_ref"].description or ""
     places = [said, said_by_operator]
-    places += [(root / one).read_text() for one in ("docs/tenants.md", "examples/tenants.yaml")]
+    places += [(root / one).read_text() for one in ("docs/guides/tenants.md", "examples/tenants.yaml")]
     for text in places:
         assert "each router replica" in " ".join(text.split()).lower()
 

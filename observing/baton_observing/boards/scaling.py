@@ -59,7 +59,7 @@ REASONS = Row(
     (
         Panel(
             title="Reason of the last decision",
-            meaning="Why each role has its number of workers, over time. docs/scaling.md explains it.",
+            meaning="Why each role has its number of workers, over time. docs/guides/scaling.md explains it.",
             unit="none",
             queries=(
                 Query(

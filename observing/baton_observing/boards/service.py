@@ -217,7 +217,7 @@ TRAFFIC = Row(
         Panel(
             title="Tokens by tenant",
             meaning="Prompts and answers together, of the ten tenants that use most. Limits: "
-            "docs/tenants.md.",
+            "docs/guides/tenants.md.",
             unit="cps",
             queries=(
                 Query(
