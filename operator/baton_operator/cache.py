@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from baton_api import batch_jobs, labels
+from baton_operator import http_route
 from baton_operator.api_resources import WATCHED, ApiResource
 from baton_operator.manifests.objects import Manifest
 from baton_operator.observed import Key
@@ -60,6 +61,8 @@ class Change:
     """Name of the BatchJob that it belongs to; empty if it belongs to none."""
     respecified: bool = True
     """Whether its spec changed: false if only status or metadata did."""
+    routes: tuple[Name, ...] = ()
+    """For a Gateway: the InferenceServices whose HTTPRoute names it."""
 
 
 Listener = Callable[[Change], None]
@@ -226,6 +229,8 @@ class Cache:
         self._listener = listener
         self._numbers = itertools.count(1)
         self._changes: dict[Name, int] = {}
+        self._routes: dict[Name, set[Name]] = {}
+        """InferenceServices by the Gateways that their HTTPRoutes name."""
         self._stores = {
             (one.kind, namespace): Store(one, namespace, self._changed)
             for one in WATCHED
@@ -290,8 +295,23 @@ class Cache:
 
     def _changed(self, change: Change) -> None:
         service = change.namespace, change.service
+        if change.resource.kind == "InferenceService":
+            self._route(service, change.manifest)
+        elif change.resource.kind == "Gateway":
+            routes = self._routes.get((change.namespace, change.name), ())
+            change = replace(change, routes=tuple(sorted(routes)))
         if change.resource.kind == "InferenceService" and change.manifest is None:
             self._changes.pop(service, None)
         else:
             self._changes[service] = next(self._numbers)
         self._listener(change)
+
+    def _route(self, service: Name, manifest: Manifest | None) -> None:
+        """Index a service by the Gateways that its HTTPRoute names."""
+        named = () if manifest is None else http_route.gateways(manifest)
+        for gateway in [one for one, routes in self._routes.items() if service in routes]:
+            self._routes[gateway].discard(service)
+            if not self._routes[gateway]:
+                del self._routes[gateway]
+        for gateway in named:
+            self._routes.setdefault(gateway, set()).add(service)

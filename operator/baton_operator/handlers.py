@@ -32,6 +32,9 @@ def woken(change: Change) -> list[tuple[Key, float]]:
             return [(("BatchJob", namespace, name), GATHER_S if news else batches.COUNTING_S)]
         case "LoraAdapter":
             return [(("LoraAdapter", namespace, name), GATHER_S)]
+        case "Gateway":
+            # Controllers count routes in its status, which changes no URL.
+            return [(("InferenceService", *one), GATHER_S) for one in change.routes if change.respecified]
     if change.batch_job:
         return [(("BatchJob", namespace, change.batch_job), GATHER_S)]
     return [(service, GATHER_S)] if change.service else []

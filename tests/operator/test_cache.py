@@ -191,6 +191,53 @@ def test_change_wakes_the_keys_it_is_about(
     assert woken(kind, manifest, before) == keys
 
 
+class TestGatewayChanges:
+    """A change of a Gateway wakes the services whose HTTPRoute names it, and no others."""
+
+    def woken(self, *events: tuple[str, Manifest]) -> list[str]:
+        """Services that the last event wakes."""
+        changes: list[Change] = []
+        cache = Cache((), changes.append)
+        for kind in ("InferenceService", "Gateway"):
+            found = cache.store(kind, "models")
+            assert found is not None
+            found.replace({}, 10)
+        for kind, manifest in events:
+            changes.clear()
+            found = cache.store(kind, "models")
+            assert found is not None
+            deleted = "deletionTimestamp" in manifest["metadata"]
+            found.happened("DELETED" if deleted else "MODIFIED", manifest)
+        return [key[2] for change in changes for key, _ in handlers.woken(change)]
+
+    def service(self, name: str, version: int, *gateways: str) -> tuple[str, Manifest]:
+        exposure = {"type": "HTTPRoute", "gatewayRefs": [{"name": one} for one in gateways]}
+        spec = {"exposure": exposure} if gateways else {}
+        metadata = config_map(name, version, f"uid-{name}", generation=version)["metadata"]
+        return "InferenceService", {"metadata": metadata, "spec": spec}
+
+    def gateway(self, version: int, generation: int = 1, **more: Any) -> tuple[str, Manifest]:
+        metadata = config_map("front", version, "uid-front", generation=generation, **more)["metadata"]
+        return "Gateway", {"metadata": metadata, "spec": {"listeners": []}, "status": {"seen": version}}
+
+    def test_new_gateway_wakes_services_that_name_it(self) -> None:
+        services = (self.service("a", 11, "front"), self.service("b", 12, "other"), self.service("c", 13))
+        assert self.woken(*services, self.gateway(14)) == ["a"]
+
+    def test_changed_listener_wakes_and_status_does_not(self) -> None:
+        before = (self.service("a", 11, "front"), self.gateway(12))
+        assert self.woken(*before, self.gateway(13)) == []
+        assert self.woken(*before, self.gateway(13, generation=2)) == ["a"]
+
+    def test_deleted_gateway_wakes_services_that_named_it(self) -> None:
+        before = (self.service("a", 11, "front"), self.service("b", 12, "front"), self.gateway(13))
+        assert self.woken(*before, self.gateway(14, deletionTimestamp="now")) == ["a", "b"]
+
+    def test_service_that_no_longer_names_it_is_left_alone(self) -> None:
+        before = (self.service("a", 11, "front"), self.service("a", 12, "other"))
+        assert self.woken(*before, self.gateway(13)) == []
+
+
 class World:
     """A server with a log of changes, and a store that hears of them late and in pieces."""
 

@@ -70,6 +70,13 @@ async def reaches(cluster: RealCluster, type: str, wanted: str, name: str = "cha
     await cluster.until(so)
 
 
+async def has_url(cluster: RealCluster, name: str, url: str) -> None:
+    async def so() -> bool:
+        return bool((await cluster.service(name))["status"]["url"] == url)
+
+    await cluster.until(so)
+
+
 async def test_all_its_rights_are_used_and_none_is_missing(cluster: RealCluster) -> None:
     """From an empty namespace to a service that serves, through changes, until it has been deleted."""
     async with running_operator(cluster, "rights") as operator:
@@ -124,7 +131,11 @@ async def test_all_its_rights_are_used_and_none_is_missing(cluster: RealCluster)
 
 
 async def test_exposure_follows_what_the_gateway_says(cluster: RealCluster) -> None:
-    """The URL has the listener's scheme and port, the condition what the controller wrote."""
+    """
+    The URL has the listener's scheme and port, the condition what the controller wrote.
+
+    The Gateway is created after the service: its watch alone must update the URL.
+    """
     api = "gateway.networking.k8s.io/v1"
     listener = {"name": "web", "protocol": "HTTP", "port": 8080}
     gateway = {
@@ -135,17 +146,20 @@ async def test_exposure_follows_what_the_gateway_says(cluster: RealCluster) -> N
     }
     exposure = {"type": "HTTPRoute", "gatewayRefs": [{"name": "front"}], "hosts": ["routed.example.org"]}
     async with running_operator(cluster, "routes"):
-        await cluster.api.post(path(api, "Gateway", "models"), gateway)
         await cluster.put({**PAIR, "exposure": exposure}, "routed")
         await reaches(cluster, "ExposureReady", "Unknown Pending", "routed")
+        assert (await cluster.service("routed"))["status"]["url"] == "https://routed.example.org"
+        await cluster.api.post(path(api, "Gateway", "models"), gateway)
+        await has_url(cluster, "routed", "http://routed.example.org:8080")
+        changed = {"spec": {"listeners": [{**listener, "port": 9090}]}}
+        await cluster.api.patch(path(api, "Gateway", "models", "front"), changed)
+        await has_url(cluster, "routed", "http://routed.example.org:9090")
         where = path(api, "HTTPRoute", "models", "routed")
         for accepted, wanted in (("False", "False NotAllowedByListeners"), ("True", "True Accepted")):
             condition = {"type": "Accepted", "status": accepted, "reason": "NotAllowedByListeners"}
             parent = {"parentRef": {"name": "front"}, "conditions": [{**condition, "observedGeneration": 9}]}
             await cluster.api.patch(where, {"status": {"parents": [parent]}})
             await reaches(cluster, "ExposureReady", wanted, "routed")
-        # The Gateway may reach the cache after the service; the status of its route updates the URL.
-        assert (await cluster.service("routed"))["status"]["url"] == "http://routed.example.org:8080"
         await cluster.api.delete(path(API, "InferenceService", "models", "routed"))
 
 
