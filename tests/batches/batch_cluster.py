@@ -27,6 +27,8 @@ class BatchCluster:
         """Each request: its method and path."""
         self.status = 0
         """With it, everything is answered so."""
+        self.refused = ""
+        """Name of a BatchJob of which every request is answered by 403."""
         self.issuer = Issuer()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -61,6 +63,9 @@ class BatchCluster:
         self.asked.append(f"{method} {path}")
         if self.status:
             return self.status, {}
+        named = (path.split("/")[-2], (body or {}).get("metadata", {}).get("name"))
+        if self.refused and self.refused in named:
+            return 403, {}
         if path == "/openid/v1/jwks":
             return 200, json.loads(self.issuer.shown())
         if (method, path) == ("POST", JOBS):

@@ -53,9 +53,8 @@ def in_a_pod(cluster: BatchCluster, **more: Any) -> AbstractAsyncContextManager[
         batch_execution="external",
         batch_jobs=SERVICE,
         batch_jobs_uid="uid-of-the-service",
-        kubernetes_api=cluster.url,
         kubernetes_namespace=NAMESPACE,
-        **more,
+        **{"kubernetes_api": cluster.url, **more},
     )
 
 
@@ -166,18 +165,61 @@ async def test_a_word_that_comes_after_another_routers_word_of_the_end_is_made_g
         assert not storage.jobs.there()
 
 
-async def test_a_cluster_that_does_not_answer_is_asked_again(cluster: BatchCluster) -> None:
+async def test_announcer_refused_batch_job_is_tried_again(
+    cluster: BatchCluster, caplog: pytest.LogCaptureFixture
+) -> None:
     async with in_a_pod(cluster) as router:
         telling = announcer(router)
         id = await created(router, THREE)
         await reaching(router, id, "in_progress")
         for status in (403, 500, 404):
             cluster.status = status
-            with pytest.raises(OSError, match=str(status)):
-                await telling.round()
+            await telling.round()
+            assert f"{batch_jobs.name_of(id)}: status {status}" in caplog.text
         cluster.status = 0
         await telling.round()
         assert batch_jobs.name_of(id) in cluster.jobs
+
+
+async def test_announcer_refused_batch_job_delays_no_other(cluster: BatchCluster) -> None:
+    """Neither its creation nor its status; while it is refused it is not sent every round."""
+    async with in_a_pod(cluster) as router:
+        access = Cluster(access_of(router.router.settings))
+        now = [0.0]
+        telling = Announcer(router.router.storage, access, SERVICE, "uid-of-the-service", lambda: now[0])
+        first, second = [await created(router, THREE) for _ in range(2)]
+        for id in (first, second):
+            await reaching(router, id, "in_progress")
+        cluster.refused = batch_jobs.name_of(first)
+        await telling.round()
+        assert list(cluster.jobs) == [batch_jobs.name_of(second)]
+        run_lines(router.router.storage.ledger, second, [answered(1)], time.time())
+        attempts = len(cluster.asked)
+        now[0] += 0.9
+        await telling.round()
+        assert len(cluster.asked) == attempts
+        now[0] += 10.0
+        await telling.round()
+        assert cluster.jobs[batch_jobs.name_of(second)]["status"]["progress"] == "1/3"
+        cluster.refused = ""
+        now[0] += 10.0
+        await telling.round()
+        cluster.refused = batch_jobs.name_of(first)
+        for id in (first, second):
+            run_lines(router.router.storage.ledger, id, [answered(2)], time.time())
+        now[0] += 10.0
+        await telling.round()
+        shown = [cluster.jobs[batch_jobs.name_of(id)]["status"]["progress"] for id in (first, second)]
+        assert shown == ["0/3", "2/3"]
+
+
+async def test_announcer_without_an_api_server_raises(cluster: BatchCluster) -> None:
+    """Then there is no use in the other batches of the round."""
+    async with in_a_pod(cluster, kubernetes_api="http://127.0.0.1:9") as router:
+        telling = announcer(router)
+        await reaching(router, await created(router, THREE), "in_progress")
+        with pytest.raises(OSError, match="not asked"):
+            await telling.round()
 
 
 async def test_a_batch_that_a_batch_job_has_made_waits_for_its_pod(cluster: BatchCluster) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -68,6 +68,10 @@ def status(batch: Batch) -> dict[str, Any]:
     }
 
 
+class RequestRefused(Exception):
+    """The API server answered, and refused one BatchJob or its status."""
+
+
 class Announcer:
     """One router's. `clock` is monotonic."""
 
@@ -81,6 +85,8 @@ class Announcer:
         self._clock = clock
         self._told: dict[str, tuple[dict[str, Any], float]] = {}
         """What was last said of a batch, and when."""
+        self._refused: dict[str, tuple[float, float]] = {}
+        """By batch: when to try its BatchJob again, and the pause in seconds before that."""
 
     async def run(self) -> None:
         """Until cancelled. While the cluster or the database is away, batches wait."""
@@ -96,23 +102,42 @@ class Announcer:
             await asyncio.sleep(failed_s or self._storage.settings.batch_poll_s)
 
     async def round(self) -> None:
-        """Make what is missing, tell what has changed. Raises OSError and BatonError."""
+        """
+        Create missing BatchJobs and write the status of changed ones.
+
+        A BatchJob that the API server refuses is tried again later and does not delay the others. Raises
+        OSError if the API server does not answer, and BatonError if the database does not.
+        """
         jobs = self._storage.jobs
-        for batch in await self._storage.run(jobs.missing):
-            await self._make(batch)
+        missing = await self._storage.run(jobs.missing)
+        await self._each(missing, self._make)
         there = await self._storage.run(jobs.there)
-        for batch in there:
-            await self._tell(batch)
-        gone = self._told.keys() - {batch.id for batch in there}
-        for id in gone:
+        await self._each(there, self._tell)
+        for id in self._told.keys() - {batch.id for batch in there}:
             del self._told[id]
+        for id in self._refused.keys() - {batch.id for batch in (*missing, *there)}:
+            del self._refused[id]
+
+    async def _each(self, batches: Sequence[Batch], announce: Callable[[Batch], Awaitable[None]]) -> None:
+        for batch in batches:
+            due, pause_s = self._refused.get(batch.id, (0.0, 0.0))
+            if pause_s and self._clock() < due:
+                continue
+            try:
+                await announce(batch)
+            except RequestRefused as refused:
+                pause_s = min(RETRY_LIMIT_S, max(1.0, 2 * pause_s))
+                log.warning("%s Next attempt in %g s.", refused, pause_s)
+                self._refused[batch.id] = self._clock() + pause_s, pause_s
+            else:
+                self._refused.pop(batch.id, None)
 
     async def _make(self, batch: Batch) -> None:
         made = batch_job(batch, self._service, self._uid)
         name = made["metadata"]["name"]
         answer = await self._cluster.make(made)
         if answer not in (MADE, THERE):
-            raise OSError(f"The BatchJob {name} was refused with status {answer}.")
+            raise RequestRefused(f"The API server refused to create the BatchJob {name}: status {answer}.")
         await self._storage.run(partial(self._storage.jobs.claim, batch.id, name))
         if answer == MADE:
             log.info("%s is run by the BatchJob %s.", batch.id, name)
@@ -129,7 +154,9 @@ class Announcer:
                 await self._storage.run(partial(self._storage.jobs.disown, batch.id, batch.job))
                 return
             if answer != 200:
-                raise OSError(f"The status of the BatchJob {batch.job} was refused: {answer}.")
+                raise RequestRefused(
+                    f"The API server refused the status of the BatchJob {batch.job}: status {answer}."
+                )
             self._told[batch.id] = wanted, now
         if last:
             await self._storage.run(partial(self._storage.jobs.disown, batch.id, batch.job))
