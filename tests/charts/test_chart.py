@@ -177,7 +177,7 @@ class TestRights:
                 assert (subject["name"], subject["namespace"]) == (account, NAMESPACE)
 
     def test_the_handbook_lists_each_with_its_reason(self) -> None:
-        text = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
+        text = (ROOT / "docs" / "guides" / "operator-permissions.md").read_text()
         for rule in (*SERVICES, *CLUSTER, *own("baton-operator")):
             resources = ", ".join(f"`{name}`" for name in rule.resources)
             assert f"| {resources} | {', '.join(rule.verbs)} | {rule.why} |" in text
