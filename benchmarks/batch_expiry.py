@@ -23,11 +23,11 @@ from pathlib import Path
 
 from sqlalchemy import text
 
+from baton_batches.database import Database
+from baton_batches.ledger import Ledger
+from baton_batches.storage import LEDGER
+from baton_batches.values import Batch, Result, Status
 from baton_cli.batch_service import BatchService
-from baton_router.batches.database import Database
-from baton_router.batches.ledger import Ledger
-from baton_router.batches.storage import LEDGER
-from baton_router.batches.values import Batch, Result, Status
 from benchmarks.batch_chaos import database
 from tests.batches import chaos
 from tests.batches.chaos import Router

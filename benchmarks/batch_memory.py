@@ -19,11 +19,11 @@ from pathlib import Path
 
 import psutil
 
-from baton_router.batches.database import Database
-from baton_router.batches.files import Files, NewFile
-from baton_router.batches.ledger import Ledger
-from baton_router.batches.outbox import GROUP
-from baton_router.batches.values import Result
+from baton_batches.database import Database
+from baton_batches.files import Files, NewFile
+from baton_batches.ledger import Ledger
+from baton_batches.outbox import GROUP
+from baton_batches.values import Result
 from benchmarks.batch_chaos import database
 from tests.batches import chaos
 from tests.batches.mock_worker import answer_to

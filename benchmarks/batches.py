@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from baton_cli.batch_service import BatchService
-from baton_router.upstream import Upstream
+from baton_http.upstream import Upstream
 
 CHAT = "/v1/chat/completions"
 PROBE = 10

@@ -20,11 +20,11 @@ from collections.abc import AsyncIterator, Iterator
 
 import psutil
 
-from baton_router.batches.files import NewFile
-from baton_router.batches.keeper import Keeper
-from baton_router.batches.settings import BatchSettings
-from baton_router.batches.storage import Storage
-from baton_router.batches.values import Batch, Result, Status
+from baton_batches.controller import Keeper
+from baton_batches.files import NewFile
+from baton_batches.settings import BatchSettings
+from baton_batches.storage import Storage
+from baton_batches.values import Batch, Result, Status
 from tests.batches.postgres import Postgres
 
 CHAT = "/v1/chat/completions"

@@ -57,13 +57,11 @@ TARGETS = {
     "block pool": Target(("baton_engine/blocks.py",), ("tests/engine/test_blocks.py",)),
     "sampler": Target(("baton_engine/sampler.py",), ("tests/engine/test_sampler.py",)),
     "queue": Target(
-        ("baton_router/queue.py", "baton_router/waiting_room.py"),
+        ("baton_router/scheduling/queue.py", "baton_router/scheduling/waiting_room.py"),
         ("tests/router/test_queue.py", "tests/router/test_waiting_room.py"),
     ),
-    "choice": Target(("baton_router/choice.py",), ("tests/router/test_choice.py",)),
-    "ledger": Target(
-        ("baton_router/batches/ledger.py",), ("tests/batches/test_ledger.py",), without="postgres"
-    ),
+    "choice": Target(("baton_router/scheduling/pair_selection.py",), ("tests/router/test_choice.py",)),
+    "ledger": Target(("baton_batches/ledger.py",), ("tests/batches/test_ledger.py",), without="postgres"),
     "plan": Target(("baton_operator/plan.py",), ("tests/operator/test_plan.py",)),
     "rollout": Target(("baton_operator/rollout.py",), ("tests/operator/test_rollout.py",)),
     "scaling": Target(

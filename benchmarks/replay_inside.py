@@ -25,12 +25,12 @@ from baton_api.errors import BatonError
 from baton_api.kv_events import BlockRemoved, BlockStored, Event
 from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
-from baton_router import kv_feed, prompt_chunks
-from baton_router.asks import Ask
-from baton_router.scheduler import Scheduler
+from baton_http.upstreams import Upstreams
+from baton_router.cache import kv_feed, prompt_chunks
+from baton_router.scheduling.picker import Ask
+from baton_router.scheduling.scheduler import Scheduler
 from baton_router.settings import RouterSettings
-from baton_router.upstreams import Upstreams
-from baton_router.workers import Worker
+from baton_router.workers.worker import Worker
 from benchmarks import virtual_time, workloads
 from benchmarks.crowd import Asked, play
 from benchmarks.model_worker import Changed, ModelWorker, Timing, answer_text, prompt_text, text_of

@@ -21,12 +21,12 @@ import psutil
 from baton_api.kv_events import BlockRemoved, BlockStored, Event
 from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
-from baton_router.asks import Ask
-from baton_router.block_map import HeldBlocks
-from baton_router.prompt_chunks import Prompt
-from baton_router.scheduler import Scheduler
+from baton_http.upstreams import Upstreams
+from baton_router.cache.block_map import HeldBlocks
+from baton_router.cache.prompt_chunks import Prompt
+from baton_router.scheduling.picker import Ask
+from baton_router.scheduling.scheduler import Scheduler
 from baton_router.settings import RouterSettings
-from baton_router.upstreams import Upstreams
 from benchmarks.model_worker import BlockCache
 
 PREFILL, DECODE = 8, 4

@@ -56,7 +56,7 @@ def test_the_wheel_holds_the_sources_of_the_native_kernels(wheel: list[str]) -> 
 
 def test_the_wheel_holds_the_files_of_the_page(wheel: list[str]) -> None:
     folder = ROOT / "router"
-    files = {str(file.relative_to(folder)) for file in (folder / "baton_router/page/web").iterdir()}
+    files = {str(file.relative_to(folder)) for file in (folder / "baton_router/dashboard/web").iterdir()}
     assert any(name.endswith(".html") for name in files)
     assert files <= set(wheel)
 

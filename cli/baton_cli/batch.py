@@ -116,9 +116,9 @@ def run(
 ) -> None:
     """Work through BATCH for a router, who starts this by itself, or as a Job of Kubernetes."""
     from baton_api import logs
-    from baton_router.batches import job
-    from baton_router.batches.run import run
-    from baton_router.batches.submission import Submission
+    from baton_batches import job
+    from baton_batches.run import run
+    from baton_batches.submission import Submission
 
     logs.begin(logs.read_format(log_format), runner or "runner")
     if token_file is not None:
@@ -144,9 +144,9 @@ def reassign(
     port: Annotated[int, typer.Option(help="The router's --port: it names the default state folder.")] = 8080,
 ) -> None:
     """Give the files and batches of one owner to another, in the database of a router."""
-    from baton_router.batches.runners_access import owner_of
-    from baton_router.batches.settings import BatchSettings
-    from baton_router.batches.storage import Storage
+    from baton_batches.settings import BatchSettings
+    from baton_batches.storage import Storage
+    from baton_router.tenants.runner_access import owner_of
 
     storage = Storage(BatchSettings.model_validate({"database": database, "state": state}), port)
     try:

@@ -31,34 +31,34 @@ from baton_api.errors import (
 )
 from baton_api.metrics import BackgroundTask
 from baton_api.response_store import ResponseStore, StoreLimits, owner
-from baton_router import about, front_figures, responses
-from baton_router.access import Access, authorization, shown, tenant_of
-from baton_router.answers import Receive, Scope, Send, send_error
-from baton_router.batches.cluster import Cluster
-from baton_router.batches.execution import Execution
-from baton_router.batches.keeper import Keeper
-from baton_router.batches.routes import routes
-from baton_router.batches.runner_secret import RunnerSecret
-from baton_router.batches.runners_access import OWNER
-from baton_router.batches.storage import Storage
-from baton_router.batches.wire import PATH as RUNNERS
-from baton_router.discovery.sources import access_of
-from baton_router.dispatcher import explained
-from baton_router.errands import ERRANDS, Errands
-from baton_router.figures import CertificateFigures, Figures, WorkerFigures
-from baton_router.forward import FORWARDED, REQUEST_ID, Trust, request_id
-from baton_router.kv_figures import CacheFigures
-from baton_router.link import Family
-from baton_router.page.page import DATA, Page
-from baton_router.policy import choose
-from baton_router.proxy import Proxy
-from baton_router.queue_figures import QueueFigures
-from baton_router.responses import Responses
-from baton_router.scheduler import Scheduler
+from baton_batches.cluster import Cluster
+from baton_batches.controller import Keeper
+from baton_batches.execution import Execution
+from baton_batches.routes import routes
+from baton_batches.runner_secret import RunnerSecret
+from baton_batches.storage import Storage
+from baton_batches.wire import PATH as RUNNERS
+from baton_http.replies import REQUEST_ID, Receive, Scope, Send, request_id, send_error
+from baton_http.upstreams import Upstreams
+from baton_router import service_info
+from baton_router.dashboard.page import DATA, Page
+from baton_router.frontends import metrics as front_figures
+from baton_router.frontends.link import Family
+from baton_router.metrics.collectors import CacheFigures, QueueFigures, TenantFigures
+from baton_router.metrics.registry import CertificateFigures, Figures, WorkerFigures
+from baton_router.metrics.tracing import tracing_of
+from baton_router.proxy import responses
+from baton_router.proxy.admin_operations import ERRANDS, Errands
+from baton_router.proxy.forwarding import FORWARDED, Trust
+from baton_router.proxy.proxy import Proxy
+from baton_router.proxy.responses import Responses
+from baton_router.scheduling.dispatcher import explained
+from baton_router.scheduling.fallback_policy import choose
+from baton_router.scheduling.scheduler import Scheduler
 from baton_router.settings import RouterSettings
-from baton_router.tenant_figures import TenantFigures
-from baton_router.tracing import tracing_of
-from baton_router.upstreams import Upstreams
+from baton_router.tenants.access import Access, authorization, shown, tenant_of
+from baton_router.tenants.runner_access import OWNER
+from baton_router.workers.discovery.sources import access_of
 
 log = logging.getLogger(__name__)
 
@@ -208,7 +208,7 @@ def _rest(router: Router) -> FastAPI:
     created = int(time.time())
 
     def model(name: str) -> dict[str, Any]:
-        return about.model_card(router.workers, name, created)
+        return service_info.model_card(router.workers, name, created)
 
     def served(request: Request) -> tuple[str, ...]:
         """The names of models that whoever asks may use."""
@@ -241,15 +241,15 @@ def _rest(router: Router) -> FastAPI:
     @app.get("/workers")
     async def workers() -> JSONResponse:
         now = time.monotonic()
-        return JSONResponse({"data": [about.view(worker, now) for worker in router.workers.all]})
+        return JSONResponse({"data": [service_info.view(worker, now) for worker in router.workers.all]})
 
     @app.get("/workers/targets")
     async def targets() -> JSONResponse:
-        return JSONResponse(about.targets(router.workers.all))
+        return JSONResponse(service_info.targets(router.workers.all))
 
     @app.get("/version")
     async def version() -> JSONResponse:
-        return JSONResponse(about.version())
+        return JSONResponse(service_info.version())
 
     @app.get("/openapi.json")
     async def description(request: Request) -> JSONResponse:
@@ -260,13 +260,13 @@ def _rest(router: Router) -> FastAPI:
     @app.get("/get_model_info")
     async def model_info(request: Request) -> JSONResponse:
         ready()
-        return JSONResponse(about.model_info(router.workers, served(request)))
+        return JSONResponse(service_info.model_info(router.workers, served(request)))
 
     @app.get("/server_info")
     @app.get("/get_server_info")
     async def server_info() -> JSONResponse:
         now = time.monotonic()
-        return JSONResponse(about.server_info(router.settings, router.workers, created, now))
+        return JSONResponse(service_info.server_info(router.settings, router.workers, created, now))
 
     @app.get("/v1/models")
     async def models(request: Request) -> JSONResponse:
@@ -298,7 +298,15 @@ def _rest(router: Router) -> FastAPI:
     async def cancel(id: str, request: Request) -> Response:
         response_answers.cancel(router.responses, router.whose(request.scope), id)
 
-    app.include_router(routes(router.storage, router.keeper, router.whose, router.settings.body_s))
+    app.include_router(
+        routes(
+            router.storage,
+            router.keeper,
+            whose=router.whose,
+            models_of=lambda scope: tenant_of(scope).models,
+            body_s=router.settings.body_s,
+        )
+    )
 
     @app.exception_handler(BatonError)
     async def ours(request: Request, error: BatonError) -> JSONResponse:

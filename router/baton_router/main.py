@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from baton_router import fronts, process, server
+from baton_router import process, server
+from baton_router.frontends import pool
 from baton_router.settings import RouterSettings
 
 
@@ -18,7 +19,7 @@ def run(settings: RouterSettings, ready: Callable[[str], None] | None = None) ->
     listening = server.bind(settings.host, settings.port)
     process.prepare()
     if settings.processes > 1:
-        fronts.run(settings, listening, ready)
+        pool.run(settings, listening, ready)
         return
     with asyncio.Runner(loop_factory=server.new_event_loop) as runner:
         runner.run(server.serve(settings, listening, ready))

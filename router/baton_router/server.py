@@ -21,11 +21,11 @@ import uvicorn
 
 from baton_api import exposure, origins
 from baton_api.errors import SetupError
-from baton_router.access import Access
-from baton_router.answers import Receive, Scope, Send
+from baton_http.protocol import listener
+from baton_http.replies import Receive, Scope, Send
 from baton_router.app import create_app
-from baton_router.listener import listener
 from baton_router.settings import RouterSettings
+from baton_router.tenants.access import Access
 
 log = logging.getLogger(__name__)
 

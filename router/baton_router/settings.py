@@ -20,9 +20,9 @@ from baton_api.keys import KeyDigests
 from baton_api.logs import Format
 from baton_api.sizes import Bytes
 from baton_api.texts import Names, Origins
-from baton_router import revision_weights
-from baton_router.batches.settings import BatchSettings
-from baton_router.discovery.dns_name import DnsName
+from baton_batches.settings import BatchSettings
+from baton_router.scheduling import revision_weights
+from baton_router.workers.discovery.dns import DnsName
 
 
 def _worker_url(url: str) -> str:

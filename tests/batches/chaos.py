@@ -25,8 +25,8 @@ from typing import Any
 import httpx
 import psutil
 
+from baton_batches import values
 from baton_cli.batch_service import BatchService
-from baton_router.batches import line_results
 from tests.batches.mock_worker import MODEL
 
 ROOT = Path(__file__).parents[2]
@@ -185,7 +185,7 @@ def anonymous(batch: str, output: bytes) -> bytes:
         assert found is not None, line[:200]
         number = int(found[2])
         assert found[1].decode() == f"batch_req_{batch.removeprefix('batch_')}_{number}"
-        assert found[3].decode() == line_results.request_id(batch, number)
+        assert found[3].decode() == values.request_id(batch, number)
         return line.replace(found[1], b"ID").replace(found[3], b"REQUEST")
 
     return b"\n".join(one(line) for line in output.splitlines())

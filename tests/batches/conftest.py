@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_router.batches.database import Database
+from baton_batches.database import Database
 from tests.batches.postgres import Postgres
 
 

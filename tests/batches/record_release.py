@@ -25,9 +25,9 @@ from typing import Any
 import httpx
 
 import baton_router
-from baton_router.batches.ledger import Ledger
-from baton_router.batches.storage import LEDGER
-from baton_router.batches.values import Result
+from baton_batches.ledger import Ledger
+from baton_batches.storage import LEDGER
+from baton_batches.values import Result
 from tests.batches import chaos
 from tests.batches.chaos import CHAT, Program, Router
 
@@ -87,8 +87,8 @@ def _ended(client: httpx.Client, ledger: Path) -> dict[str, str]:
 
 def _by_the_ledger(path: Path, owner: str, inputs: dict[str, str]) -> dict[str, str]:
     """Batches that nobody has begun, or whose holder died a moment ago."""
-    from baton_router.batches.database import Database
-    from baton_router.batches.files import Files
+    from baton_batches.database import Database
+    from baton_batches.files import Files
 
     database, now = Database(f"sqlite:///{path}"), int(time.time())
     ledger, files = Ledger(database), Files(database)

@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
-from baton_router.batches.ledger import Ledger
-from baton_router.batches.values import Result
+from baton_batches.ledger import Ledger
+from baton_batches.values import Result
 from tests.router.fake_worker import FakeWorker
 from tests.router.running import RunningRouter, running_router
 

@@ -15,7 +15,7 @@ from baton_api.errors import (
     MISSING_REQUIRED_PARAMETER,
     STRING_ABOVE_MAX_LENGTH,
 )
-from baton_router.batches.values import Result, Status
+from baton_batches.values import Result, Status
 from tests.batches.serving import (
     answered,
     check_error,

@@ -15,8 +15,8 @@ import pytest
 
 from baton_api import headers
 from baton_api.errors import StorageFull, StorageUnavailable
-from baton_router.batches.database import Database
-from baton_router.batches.ledger import Ledger
+from baton_batches.database import Database
+from baton_batches.ledger import Ledger
 from tests.batches.postgres import Postgres
 from tests.batches.s3_server import KEYS, S3Server
 from tests.batches.serving import (

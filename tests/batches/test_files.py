@@ -25,7 +25,8 @@ from baton_api.errors import (
     BodyTooLarge,
     QuotaExceeded,
 )
-from baton_router.batches import asked, form, lines, storage
+from baton_batches import lines, requests, storage
+from baton_batches import multipart as form
 from tests.batches.serving import (
     bearer,
     check_error,
@@ -42,7 +43,7 @@ from tests.router.running import until
 DAYS_30 = 30 * 86400
 
 
-@pytest.mark.parametrize("module", [asked, form, lines, storage], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [requests, form, lines, storage], ids=lambda module: module.__name__)
 def test_the_examples_are_true(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert result.attempted and not result.failed

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from baton_api import batch_jobs
+from baton_batches.run import Ended
 from baton_operator.manifests import batch_job as manifests
-from baton_router.batches.run import Ended
 from tests.batches import chaos
 from tests.batches.batch_cluster import NAMESPACE, SERVICE
 from tests.batches.pods import LINES, Story, story_of

@@ -13,18 +13,18 @@ import pytest
 
 from baton_api import batch_jobs
 from baton_api.errors import SetupError, Unauthorized
+from baton_batches import wire
+from baton_batches.announcer import Announcer
+from baton_batches.cluster import Cluster
+from baton_batches.database import Database
+from baton_batches.files import NewFile, add
+from baton_batches.jobs import Jobs
+from baton_batches.ledger import Ledger
+from baton_batches.values import Batch
+from baton_batches.wire import Apply
 from baton_router.app import create_app
-from baton_router.batches import wire
-from baton_router.batches.announcer import Announcer
-from baton_router.batches.cluster import Cluster
-from baton_router.batches.database import Database
-from baton_router.batches.files import NewFile, add
-from baton_router.batches.jobs import Jobs
-from baton_router.batches.ledger import Ledger
-from baton_router.batches.values import Batch
-from baton_router.batches.wire import Apply
-from baton_router.discovery.sources import access_of
 from baton_router.settings import RouterSettings
+from baton_router.workers.discovery.sources import access_of
 from tests.batches.batch_cluster import NAMESPACE, SERVICE, BatchCluster
 from tests.batches.serving import (
     answered,

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from baton_router.batches.database import Database
-from baton_router.batches.files import NewFile
-from baton_router.batches.keeper import SWEEP_S, Keeper
-from baton_router.batches.ledger import Ledger
-from baton_router.batches.objects import Objects, Writer
-from baton_router.batches.settings import BatchSettings
-from baton_router.batches.storage import Storage
-from baton_router.batches.values import Batch, Status
+from baton_batches.controller import SWEEP_S, Keeper
+from baton_batches.database import Database
+from baton_batches.files import NewFile
+from baton_batches.ledger import Ledger
+from baton_batches.object_store import Objects, Writer
+from baton_batches.settings import BatchSettings
+from baton_batches.storage import Storage
+from baton_batches.values import Batch, Status
 from tests.batches.serving import CHAT, answered, line, rows, run_lines
 from tests.router.running import until
 

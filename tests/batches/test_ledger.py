@@ -23,12 +23,12 @@ from baton_api.errors import (
     SetupError,
     StaleLease,
 )
-from baton_router.batches.database import Database
-from baton_router.batches.files import Files, NewFile, Quota
-from baton_router.batches.ledger import Ledger
-from baton_router.batches.summary import Summary, summarize
-from baton_router.batches.tables import METADATA
-from baton_router.batches.values import Batch, LineError, Recorded, Result, Status, StoredFile
+from baton_batches.database import Database
+from baton_batches.files import Files, NewFile, Quota
+from baton_batches.ledger import Ledger
+from baton_batches.metrics import Summary, summarize
+from baton_batches.schema import METADATA
+from baton_batches.values import Batch, LineError, Recorded, Result, Status, StoredFile
 
 NOW = 1_700_000_000
 CHAT = "/v1/chat/completions"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from baton_api.errors import SetupError, StorageUnavailable
-from baton_router.batches.objects import Folder, Objects, new_key
-from baton_router.batches.s3 import PART, Bucket
+from baton_batches.object_store import Folder, Objects, new_key
+from baton_batches.s3 import PART, Bucket
 from tests.batches.s3_server import KEYS, S3Server
 
 

@@ -18,10 +18,10 @@ from typing import Any
 import httpx
 import pytest
 
-from baton_router.batches.database import Database
-from baton_router.batches.ledger import Ledger
-from baton_router.batches.migrations import VERSION
-from baton_router.batches.storage import LEDGER
+from baton_batches.database import Database
+from baton_batches.ledger import Ledger
+from baton_batches.schema import VERSION
+from baton_batches.storage import LEDGER
 from tests.batches import chaos
 from tests.batches.chaos import CHAT, Program, Router
 from tests.batches.mock_worker import MODEL

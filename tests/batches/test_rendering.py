@@ -7,8 +7,8 @@ import json
 import msgspec
 
 from baton_api.errors import TransferFailed
-from baton_router.batches.rendering import Usage, rows
-from baton_router.batches.values import Result
+from baton_batches.rendering import Usage, rows
+from baton_batches.values import Result
 
 NUMBERED = [(number, json.dumps({"custom_id": f"n{number}", "x": 1}).encode()) for number in (1, 3, 4, 9)]
 

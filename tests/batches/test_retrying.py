@@ -18,8 +18,8 @@ from baton_api.errors import (
     Unauthorized,
     WorkerLost,
 )
-from baton_router.batches import retrying
-from baton_router.batches.retrying import Outcome, Tries
+from baton_batches import retries
+from baton_batches.retries import Outcome, Tries
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ from baton_router.batches.retrying import Outcome, Tries
     ],
 )
 def test_what_an_answer_means(status: int, code: str | None, means: Outcome) -> None:
-    assert retrying.outcome(status, code) is means
+    assert retries.outcome(status, code) is means
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_tries_after_each_loss_bound_the_group_further() -> None:
 
 def test_waits_grow_to_a_bound_and_differ() -> None:
     rng = random.Random(7)
-    waits = [[retrying.wait_s(tries, rng) for _ in range(50)] for tries in range(12)]
+    waits = [[retries.wait_s(tries, rng) for _ in range(50)] for tries in range(12)]
     for tries, drawn in enumerate(waits):
         longest = min(30.0, 0.5 * 2**tries)
         assert longest / 2 <= min(drawn) < max(drawn) <= longest

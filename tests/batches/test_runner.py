@@ -10,11 +10,11 @@ from collections import Counter
 import pytest
 
 from baton_api.errors import WorkerLost
-from baton_router.batches.door import Answer, Dismissed, Door
-from baton_router.batches.retrying import GROUPS, LOSSES, Outcome
-from baton_router.batches.runner import HELD_BYTES, Runner
-from baton_router.batches.values import Result
-from baton_router.batches.wire import SLICE_BYTES, Lease, Line, Order, Progress, Receipt, Renewal, Slice
+from baton_batches.retries import GROUPS, LOSSES, Outcome
+from baton_batches.runner import HELD_BYTES, Runner
+from baton_batches.runner_gateway import Answer, Dismissed, Door
+from baton_batches.values import Result
+from baton_batches.wire import SLICE_BYTES, Lease, Line, Order, Progress, Receipt, Renewal, Slice
 from tests.batches import virtual_time
 
 GOOD = b'{"choices": []}'

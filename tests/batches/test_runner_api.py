@@ -15,12 +15,12 @@ import pytest
 from sqlalchemy import text
 
 from baton_api import headers, runner_tokens
-from baton_router.batches import wire
-from baton_router.batches.database import Database
-from baton_router.batches.runner_secret import secret_of
-from baton_router.batches.storage import LEDGER
-from baton_router.batches.values import Batch, Result
-from baton_router.batches.wire import Apply, Lease, Order
+from baton_batches import wire
+from baton_batches.database import Database
+from baton_batches.runner_secret import secret_of
+from baton_batches.storage import LEDGER
+from baton_batches.values import Batch, Result
+from baton_batches.wire import Apply, Lease, Order
 from tests.batches.serving import bearer, created, line, reaching
 from tests.router.fake_worker import FakeWorker
 from tests.router.running import CHAT, QUESTION, RunningRouter, running_router

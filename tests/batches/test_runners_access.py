@@ -15,18 +15,18 @@ from pydantic import SecretStr
 from baton_api import headers as header_names
 from baton_api import runner_tokens
 from baton_api.errors import NotReady, StorageUnavailable, Unauthorized
-from baton_router.access import Access, tenant_of
-from baton_router.batches import wire
-from baton_router.batches.files import NewFile
-from baton_router.batches.keeper import REFUSED_S, Keeper
-from baton_router.batches.runner_secret import RunnerSecret, secret_of
-from baton_router.batches.runners_access import OWNER
-from baton_router.batches.settings import BatchSettings
-from baton_router.batches.storage import Storage
-from baton_router.batches.values import LineError, Status
-from baton_router.batches.wire import Apply
+from baton_batches import wire
+from baton_batches.controller import REFUSED_S, Keeper
+from baton_batches.files import NewFile
+from baton_batches.runner_secret import RunnerSecret, secret_of
+from baton_batches.settings import BatchSettings
+from baton_batches.storage import Storage
+from baton_batches.values import LineError, Status
+from baton_batches.wire import Apply
 from baton_router.settings import RouterSettings
-from baton_router.tenants import NOBODY
+from baton_router.tenants.access import Access, tenant_of
+from baton_router.tenants.runner_access import OWNER
+from baton_router.tenants.tenants import NOBODY
 from tests.batches.postgres import Postgres
 from tests.batches.serving import CHAT, answered, bearer, create, line, run_lines, uploaded
 from tests.router.fake_worker import FakeWorker

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from baton_router.batches.slices import Cursor, Done, cut
+from baton_batches.input_slices import Cursor, Done, cut
 
 NOTHING = Done(())
 

@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
-from baton_router.batches.supervisor import Setback, chosen
-from baton_router.batches.values import Batch, Status
+from baton_batches.supervisor import Setback, chosen
+from baton_batches.values import Batch, Status
 
 PLAIN = Batch(
     **{field.name: None for field in dataclasses.fields(Batch)}  # type: ignore[arg-type]

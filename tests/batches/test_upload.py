@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from baton_router.batches.objects import Folder, Writer
-from baton_router.batches.settings import BatchSettings
-from baton_router.batches.storage import Storage
-from baton_router.batches.upload import receive
+from baton_batches.object_store import Folder, Writer
+from baton_batches.settings import BatchSettings
+from baton_batches.storage import Storage
+from baton_batches.upload import receive
 from tests.router.running import until
 
 

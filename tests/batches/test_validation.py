@@ -12,10 +12,9 @@ import msgspec
 import pytest
 
 from baton_api.errors import INVALID_TYPE, MISSING_REQUIRED_PARAMETER
-from baton_router.batches import lines
-from baton_router.batches.names import Names, repeated
-from baton_router.batches.validation import Bounds, Verdict, examine
-from baton_router.batches.values import VALIDATION_LIMIT, Result
+from baton_batches import lines
+from baton_batches.validation import Bounds, Names, Verdict, examine, repeated
+from baton_batches.values import VALIDATION_LIMIT, Result
 
 CHAT = "/v1/chat/completions"
 BOUNDS = Bounds(bytes=10**9, lines=1000, line=1000)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from baton_router.batches.window import FIRST, MOST, Window
+from baton_batches.window import FIRST, MOST, Window
 
 
 class Service:

@@ -259,13 +259,13 @@ def test_a_runner_without_a_token_says_so(
 
 
 def test_only_a_router_can_be_run_for() -> None:
-    from baton_router.batches.run import run
+    from baton_batches.run import run
 
     with pytest.raises(SetupError, match="is no router's address"):
         run("https://example.org", "batch_1", "token")
 
 
 def test_the_statuses_of_ends_are_all_known() -> None:
-    from baton_router.batches.values import ENDED
+    from baton_batches.values import ENDED
 
     assert {str(status) for status in ENDED} == batch_commands.ENDED

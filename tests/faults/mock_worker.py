@@ -27,7 +27,7 @@ from baton_api.errors import InternalError
 from baton_api.reports import PromptReport
 from baton_api.resuming import BODY, Beginning, Resumption, begin_line, tokens_line
 from baton_api.workers import Load, Role
-from baton_router.costs import Kind
+from baton_router.workers.costs import Kind
 
 TOKENS = 20
 """Of an answer that does not say how many."""

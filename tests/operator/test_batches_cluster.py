@@ -12,15 +12,15 @@ from kubernetes.aio.client import ApiClient
 
 from baton_api import batch_jobs
 from baton_api.errors import Unauthorized
+from baton_batches.announcer import batch_job
+from baton_batches.cluster import Cluster
+from baton_batches.pod_tokens import pod_tokens
+from baton_http.kubernetes import KubernetesAccess
 from baton_operator.api_resources import API
 from baton_operator.api_server import path
 from baton_operator.batch_reconciler import BatchReconciler
 from baton_operator.conditions import Transition
 from baton_operator.manifests.objects import Manifest
-from baton_router.batches.announcer import batch_job
-from baton_router.batches.cluster import Cluster
-from baton_router.batches.pod_tokens import pod_tokens
-from baton_router.discovery.kubernetes import Access
 from tests.operator.fake_batches import IMAGE, SERVICE
 from tests.operator.real_cluster import (
     Inside,
@@ -234,7 +234,7 @@ async def router(cluster: RealCluster, api: ApiClient, tmp_path: Path) -> Cluste
     (tmp_path / "token").write_text(await cluster.token("models", "chat-router"))
     (tmp_path / "namespace").write_text("models")
     (tmp_path / "ca.crt").write_bytes((cluster.api.account / "ca.crt").read_bytes())
-    return Cluster(Access(cluster.api.url, tmp_path))
+    return Cluster(KubernetesAccess(cluster.api.url, tmp_path))
 
 
 async def test_a_router_may_make_batch_jobs_and_tell_of_them_and_no_more(

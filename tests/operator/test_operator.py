@@ -16,12 +16,13 @@ import pytest_asyncio
 
 from baton_api import labels as label_names
 from baton_api import metrics
+from baton_http.kubernetes import KubernetesAccess
 from baton_operator import rbac
 from baton_operator.api_resources import API
 from baton_operator.api_server import path
 from baton_operator.lease import DURATION_S
-from baton_router.discovery.kubernetes import Access, KubernetesWorkers
-from baton_router.discovery.listed import Listed
+from baton_router.workers.discovery.kubernetes import KubernetesWorkers
+from baton_router.workers.discovery.listed import Listed
 from tests.operator.fake_prometheus import NOTHING, fake_prometheus
 from tests.operator.real_cluster import OPERATOR, RealCluster, real_cluster, running_operator
 
@@ -271,7 +272,7 @@ async def test_a_routers_account_may_do_what_routers_do_and_nothing_else(
     (account / "token").write_text(await cluster.token("models", "routed-router"))
     (account / "namespace").write_text("models")
     (account / "ca.crt").write_bytes((cluster.api.account / "ca.crt").read_bytes())
-    access = Access(cluster.api.url, account)
+    access = KubernetesAccess(cluster.api.url, account)
     found: list[frozenset[Listed]] = []
     workers = KubernetesWorkers(access, "baton.dev/service=routed", "http", random.Random(0), retry_s=0.1)
     following = asyncio.create_task(workers.follow(found.append))

@@ -13,7 +13,7 @@ import signal
 import sys
 
 from baton_api.errors import SetupError
-from baton_router.prefork import Body, Crew, Member, Started
+from baton_router.frontends.prefork import Body, Crew, Member, Started
 
 
 def member(name: str, how: str) -> Body:

@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 from baton_api import headers
 from baton_api.errors import Forbidden, ModelNotFound, SetupError, Unauthorized
+from baton_batches.files import NewFile
 from baton_cli.main import create_app as create_cli
-from baton_router.access import Access
 from baton_router.app import create_app
-from baton_router.batches.files import NewFile
 from baton_router.settings import RouterSettings
-from baton_router.tenants import cache_salt
+from baton_router.tenants.access import Access
+from baton_router.tenants.tenants import cache_salt
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker
 from tests.router.issuer import AUDIENCE, ISSUER, Issuer

@@ -15,10 +15,9 @@ from baton_api import metrics
 from baton_api.headers import PROMPT
 from baton_api.reports import PromptReport
 from baton_api.workers import Role
-from baton_router.accounts import MODELS_SHOWN, TENANTS_SHOWN, Accounts
-from baton_router.labels import OTHER, Names
-from baton_router.loop_lag import LoopLag
-from baton_router.sse import tokens_said
+from baton_http.sse import tokens_said
+from baton_router.metrics.registry import LoopLag
+from baton_router.metrics.usage import MODELS_SHOWN, OTHER, TENANTS_SHOWN, Accounts, Names
 from tests.router.fake_worker import FakeWorker, saying, whole_answer
 from tests.router.running import CHAT, QUESTION, STREAM, RunningRouter, anew, running_router, until
 from tests.router.test_tracing import REPORT, reported

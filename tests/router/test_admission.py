@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from baton_router.admission import (
+from baton_router.scheduling.admission import (
     LEAST_PACE,
     LEAST_TOLERANCE,
     MOST_PACE,

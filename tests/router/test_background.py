@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from baton_api.background import REPEATED_S, BackgroundTasks
 from baton_api.errors import NotReady
 from baton_api.metrics import ROUTER_BACKGROUND_ERRORS, BackgroundTask
-from baton_router.background import REPEATED_S, BackgroundTasks
-from baton_router.front import Front
-from baton_router.scheduler_service import SchedulerService
+from baton_http.upstream import Lost, Upstream
+from baton_router.frontends.frontend import Front
+from baton_router.frontends.scheduler_service import SchedulerService
 from baton_router.settings import RouterSettings
-from baton_router.upstream import Lost, Upstream
 from tests.router.fake_worker import FakeWorker
 from tests.router.running import RunningRouter, running_router, until
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from baton_api.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-from baton_router.block_map import AWAITED_LIMIT, BlockMap
-from baton_router.prefix_index import PrefixIndex
-from baton_router.prompt_chunks import Prompt
+from baton_router.cache.block_map import AWAITED_LIMIT, BlockMap
+from baton_router.cache.prefix_index import PrefixIndex
+from baton_router.cache.prompt_chunks import Prompt
 
 
 def stored(blocks: Sequence[int], parent: int | None = None) -> BlockStored:

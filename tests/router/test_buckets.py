@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from baton_router.buckets import MINUTE_S, Bucket, Quota
-from baton_router.tenants import Limits
+from baton_router.scheduling.quotas import MINUTE_S, Bucket, Quota
+from baton_router.tenants.tenants import Limits
 
 
 def refused(quota: Quota, tokens: int, now: float) -> str | None:

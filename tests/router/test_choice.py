@@ -8,9 +8,9 @@ from itertools import product
 
 import pytest
 
-from baton_router import choice
-from baton_router.choice import ALONE, CLOSE_S, Group, PlainWay, Way, choose, concern, ways
-from baton_router.costs import NEVER
+from baton_router.scheduling import pair_selection
+from baton_router.scheduling.pair_selection import ALONE, CLOSE_S, Group, PlainWay, Way, choose, concern, ways
+from baton_router.workers.costs import NEVER
 
 CONTEXT = 4000
 
@@ -58,7 +58,7 @@ class Decode:
     @property
     def alone_s(self) -> float:
         mine = self.backlog_s + (1 + concern(self.waiting)) * self.compute_s
-        return self.price_s + mine + self.streams * choice.DISTURBANCE * self.compute_s
+        return self.price_s + mine + self.streams * pair_selection.DISTURBANCE * self.compute_s
 
 
 Moving = dict[tuple[str, str], float]
@@ -76,12 +76,12 @@ def found_ways(
     ]
     return ways(
         [
-            choice.decode_offer(
+            pair_selection.decode_offer(
                 d.cached, d.backlog_s, d.waiting, d.compute_s, d.streams, d.room_s, d.slowdown_s
             )
             for d in decodes
         ],
-        [choice.prefill_offer(p.cached, p.backlog_s, p.waiting, p.compute_s) for p in prefills],
+        [pair_selection.prefill_offer(p.cached, p.backlog_s, p.waiting, p.compute_s) for p in prefills],
         groups,
         lambda source, target: moving.get((prefills[source].name, decodes[target].name), 0.005),
         alone_limit,

@@ -15,8 +15,8 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
-from baton_router.answers import Receive, Scope, Send
-from baton_router.control import Control
+from baton_http.replies import Receive, Scope, Send
+from baton_router.frontends.control import Control
 from tests.router.running import until
 
 app = FastAPI()

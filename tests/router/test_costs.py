@@ -10,13 +10,21 @@ import pytest
 from baton_api import profiles
 from baton_api.errors import SetupError
 from baton_api.profiles import Capacity, PrefillLine, Profile, StepLine, TransferLine
-from baton_router.bookings import PrefillBookings, StreamBookings
-from baton_router.costs import LEAST_S, NEVER, Kind, Prior, StepCost, TransferCost
-from baton_router.knowledge import Knowledge
-from baton_router.least_squares import FORGETTING, LeastSquares
-from baton_router.scheduler import Scheduler
+from baton_http.upstreams import Upstreams
+from baton_router.scheduling.scheduler import Scheduler
 from baton_router.settings import RouterSettings
-from baton_router.upstreams import Upstreams
+from baton_router.workers.bookings import PrefillBookings, StreamBookings
+from baton_router.workers.costs import (
+    FORGETTING,
+    LEAST_S,
+    NEVER,
+    Kind,
+    LeastSquares,
+    Prior,
+    StepCost,
+    TransferCost,
+)
+from baton_router.workers.state import Knowledge
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -15,15 +15,15 @@ from baton_api import headers, metrics
 from baton_api.errors import PoisonRequest, WorkerLost
 from baton_api.headers import PATIENT_CLASS
 from baton_api.resuming import Beginning, begin_line, tokens_line
-from baton_router.crashes import (
+from baton_router.proxy.retries import (
     BATCH_LOSSES_LIMIT,
     LOSSES_LIMIT,
     REMEMBERED_LIMIT,
     REMEMBERED_S,
+    RESERVE,
     Crashes,
     Key,
 )
-from baton_router.retries import RESERVE
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker
 from tests.router.running import CHAT, QUESTION, STREAM, anew, running_router, until

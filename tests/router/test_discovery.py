@@ -9,8 +9,8 @@ import pytest
 
 from baton_api import labels
 from baton_api.workers import Role
-from baton_router.discovery.endpoint_slices import Slice, listed
-from baton_router.discovery.listed import Changes, Listed, Standing, changes, merged
+from baton_router.workers.discovery.endpoint_slices import Slice, listed
+from baton_router.workers.discovery.listed import Changes, Listed, Standing, changes, merged
 
 A, B, C = (Listed(f"10.0.0.{last}", 8000, Role.DECODE, "r1") for last in (1, 2, 3))
 PREFILL = Listed("10.0.0.1", 8000, Role.PREFILL, "r1")

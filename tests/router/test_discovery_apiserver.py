@@ -9,7 +9,7 @@ import pytest
 
 from baton_api import labels
 from baton_api.workers import Role
-from baton_router.discovery.listed import Listed, Standing
+from baton_router.workers.discovery.listed import Listed, Standing
 from tests.router.fake_kubernetes import PATH, a_slice
 from tests.router.real_kubernetes import RealKubernetes, real_kubernetes
 from tests.router.running import until

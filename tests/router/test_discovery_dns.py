@@ -9,9 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from baton_api.workers import Role
-from baton_router.discovery.dns import NOBODY_TIMES, Address, DnsWorkers, LastGood
-from baton_router.discovery.dns_name import DnsName
-from baton_router.discovery.listed import Listed
+from baton_router.workers.discovery.dns import NOBODY_TIMES, Address, DnsName, DnsWorkers, LastGood
+from baton_router.workers.discovery.listed import Listed
 from tests.router.fake_dns import FakeDns
 from tests.router.running import until
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from baton_api.workers import Role
-from baton_router.discovery.kubernetes import Access, KubernetesWorkers
-from baton_router.discovery.listed import Listed, Standing
+from baton_http.kubernetes import KubernetesAccess
+from baton_router.workers.discovery.kubernetes import KubernetesWorkers
+from baton_router.workers.discovery.listed import Listed, Standing
 from tests.router.fake_kubernetes import SELECTOR, FakeKubernetes, a_slice
 from tests.router.real_kubernetes import RealKubernetes
 from tests.router.running import until
@@ -45,7 +46,7 @@ class Follower:
 async def following(
     api: FakeKubernetes | RealKubernetes, list_every_s: float = LONG_S, list_s: float = LONG_S
 ) -> AsyncIterator[Follower]:
-    access = Access(api.url, api.account)
+    access = KubernetesAccess(api.url, api.account)
     source = KubernetesWorkers(access, SELECTOR, "http", random.Random(0), list_every_s, 0.005, list_s)
     follower = Follower(source)
     task = asyncio.create_task(source.follow(follower.took))

@@ -10,9 +10,9 @@ from pydantic import ValidationError
 
 from baton_api.errors import SetupError
 from baton_api.workers import Role
-from baton_router.discovery.listed import Listed
-from baton_router.discovery.sources import Sources
 from baton_router.settings import RouterSettings
+from baton_router.workers.discovery.listed import Listed
+from baton_router.workers.discovery.sources import Sources
 
 
 def sources(**given: Any) -> Sources:

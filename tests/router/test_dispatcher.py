@@ -12,11 +12,11 @@ from baton_api.errors import NotReady
 from baton_api.kv_events import BlockRemoved, BlockStored
 from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
-from baton_router.dispatcher import Dispatch, Dispatcher, explained
-from baton_router.parity import REQUESTS
-from baton_router.prompt_chunks import Message, Prompt, of_messages, of_text
-from baton_router.upstream import Upstream
-from baton_router.workers import Worker, Workers
+from baton_http.upstream import Upstream
+from baton_router.cache.accuracy import REQUESTS
+from baton_router.cache.prompt_chunks import Message, Prompt, of_messages, of_text
+from baton_router.scheduling.dispatcher import Dispatch, Dispatcher, explained
+from baton_router.workers.worker import Worker, Workers
 
 
 def worker(role: Role, port: int, **load: Any) -> Worker:
@@ -206,7 +206,7 @@ def test_what_a_worker_holds_counts_half_while_its_events_do_not_come() -> None:
 def test_a_worker_that_never_holds_what_it_should_is_chosen_by_load_until_it_does(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, logger="baton_router.dispatcher")
+    caplog.set_level(logging.INFO, logger="baton_router.scheduling.dispatcher")
     cluster = Cluster(decodes=1, prefills=0)
     cluster.serve(text(1))
     for actual, counted in ((0, 4_999), (4_999, 0)):

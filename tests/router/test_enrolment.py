@@ -9,12 +9,12 @@ import pytest
 
 from baton_api.errors import ModelNotFound, NotReady
 from baton_api.workers import Load, Role
-from baton_router.discovery.listed import Listed, Standing
-from baton_router.enrolment import LET_GO_S, Enrolment
-from baton_router.knowledge import NOWHERE, Knowledge
-from baton_router.prompt_chunks import of_text
-from baton_router.upstreams import Upstreams
-from baton_router.workers import MISSED_S, State, Worker, Workers
+from baton_http.upstreams import Upstreams
+from baton_router.cache.prompt_chunks import of_text
+from baton_router.workers.discovery.listed import Listed, Standing
+from baton_router.workers.registration import LET_GO_S, Enrolment
+from baton_router.workers.state import NOWHERE, Knowledge
+from baton_router.workers.worker import MISSED_S, State, Worker, Workers
 
 DRAIN_S = 60.0
 A, B = Listed("10.0.0.1", 8000, Role.DECODE), Listed("10.0.0.2", 8000, Role.DECODE)

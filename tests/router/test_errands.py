@@ -11,7 +11,7 @@ import pytest
 from baton_api import __version__, headers
 from baton_api.errors import Overloaded, WorkerLost
 from baton_api.workers import Role
-from baton_router.about import SECRETS
+from baton_router.service_info import SECRETS
 from baton_router.settings import RouterSettings
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker, plain, saying

@@ -9,7 +9,7 @@ import pytest
 
 from baton_api.errors import WorkerLost
 from baton_api.resuming import Beginning, Resumption, begin_line, tokens_line, with_resumption
-from baton_router.following import FollowedStream
+from baton_router.proxy.resume_state import FollowedStream
 
 BEGUN = Beginning("chatcmpl-1", 1700000000, 42, 16)
 KEEP_ALIVE = b": keep-alive\n\n"

@@ -21,7 +21,7 @@ import psutil
 from baton_api import headers, metrics
 from baton_api.errors import PREVIOUS_RESPONSE_NOT_FOUND, BodyTooLarge
 from baton_api.workers import Role
-from baton_router import responses
+from baton_router.proxy import responses
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker
 from tests.router.running import CHAT, QUESTION, STREAM, anew, until

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from baton_api.workers import Load, Role
-from baton_router.discovery.listed import Standing
-from baton_router.dispatcher import Dispatch, Dispatcher
-from baton_router.prompt_chunks import Prompt, of_text
-from baton_router.shares import AHEAD_LIMIT
-from baton_router.upstream import Upstream
-from baton_router.workers import Worker, Workers
+from baton_http.upstream import Upstream
+from baton_router.cache.prompt_chunks import Prompt, of_text
+from baton_router.scheduling.dispatcher import Dispatch, Dispatcher
+from baton_router.scheduling.revision_weights import AHEAD_LIMIT
+from baton_router.workers.discovery.listed import Standing
+from baton_router.workers.worker import Worker, Workers
 
 
 def worker(role: Role, port: int, revision: str, **load: Any) -> Worker:

@@ -14,21 +14,21 @@ import zmq
 import zmq.asyncio
 
 from baton_api import headers, metrics
+from baton_api.background import BackgroundTasks
 from baton_api.hashing import block_hashes, root_hash
 from baton_api.kv_events import SnapshotFrame, block_number, frame
 from baton_api.reports import PromptReport
 from baton_api.workers import Role
 from baton_engine.kv_events import Change, Removed, Stored
 from baton_engine.kv_publisher import KvPublisher
-from baton_router.background import BackgroundTasks
-from baton_router.block_map import Tree
-from baton_router.knowledge import Knowledge
-from baton_router.kv_feed import SILENCE_S
-from baton_router.kv_subscriber import Feeds, reachable_at
-from baton_router.prompt_chunks import Message, of_messages, root_name
+from baton_http.upstream import Upstream
+from baton_router.cache.block_map import Tree
+from baton_router.cache.kv_feed import SILENCE_S
+from baton_router.cache.prompt_chunks import Message, of_messages, root_name
 from baton_router.settings import RouterSettings
-from baton_router.upstream import Upstream
-from baton_router.workers import Worker, Workers
+from baton_router.workers.kv_subscriber import Feeds, reachable_at
+from baton_router.workers.state import Knowledge
+from baton_router.workers.worker import Worker, Workers
 from tests.router.fake_worker import Asked, FakeWorker, plain, whole_answer
 from tests.router.running import CONNECT_S, running_router, until
 

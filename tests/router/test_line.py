@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton_router.line import AGEING, Entry, Line
-from baton_router.ranking import Ranking
+from baton_router.scheduling.tenant_queue import AGEING, Entry, Line, Ranking
 
 _numbers = itertools.count()
 

@@ -14,20 +14,20 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from baton_api.background import BackgroundTasks
 from baton_api.errors import ModelNotFound, NotReady, Overloaded, QuotaExceeded
 from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
-from baton_router import link
-from baton_router.asks import Ask, Grant
-from baton_router.background import BackgroundTasks
-from baton_router.link import Family, raised, refused
-from baton_router.places import Places
-from baton_router.prompt_chunks import Prompt
-from baton_router.remote_picker import RemotePicker
-from baton_router.scheduler_service import SchedulerService
-from baton_router.upstream import Lost
-from baton_router.upstreams import Upstreams
-from baton_router.workers import Worker
+from baton_http.upstream import Lost
+from baton_http.upstreams import Upstreams
+from baton_router.cache.prompt_chunks import Prompt
+from baton_router.frontends import link
+from baton_router.frontends.link import Family, raised, refused
+from baton_router.frontends.remote_picker import RemotePicker
+from baton_router.frontends.scheduler_service import SchedulerService
+from baton_router.scheduling.admission import Places
+from baton_router.scheduling.picker import Ask, Grant
+from baton_router.workers.worker import Worker
 from tests.router.fake_worker import FakeWorker, hang
 from tests.router.running import until
 

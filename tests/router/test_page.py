@@ -16,8 +16,7 @@ import pytest
 
 from baton_api.reports import PromptReport
 from baton_api.workers import Role
-from baton_router.page.files import FOLDER, TYPES
-from baton_router.page.page import WATCHES_LIMIT
+from baton_router.dashboard.page import FOLDER, TYPES, WATCHES_LIMIT
 from tests.router.fake_worker import (
     STREAM_END,
     STREAM_HEAD,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton_router.parity import LEAST_TOKENS, REQUESTS, Parity
+from baton_router.cache.accuracy import LEAST_TOKENS, REQUESTS, Parity
 
 
 def learn(parity: Parity, share: float, times: int) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from baton_router.asks import Grant
-from baton_router.patience import OVERDUE, SLOW, Patience, first_byte_s, patience_s
+from baton_router.proxy.timeouts import OVERDUE, SLOW, Patience, first_byte_s, patience_s
+from baton_router.scheduling.picker import Grant
 
 PREDICTIONS = {
     "a short one has the least": (0.05, 2.05),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton_api.reports import PromptReport
-from baton_router.phases import Seen, phases
+from baton_router.metrics.tracing import Seen, phases
 
 
 def report(**fields: Any) -> PromptReport:

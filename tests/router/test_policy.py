@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from baton_api.workers import Load, Role
-from baton_router.policy import choose, choose_pair
-from baton_router.upstream import Upstream
-from baton_router.workers import Worker, Workers
+from baton_http.upstream import Upstream
+from baton_router.scheduling.fallback_policy import choose, choose_pair
+from baton_router.workers.worker import Worker, Workers
 
 
 def worker(port: int, listed: Role = Role.DECODE, **load: object) -> Worker:

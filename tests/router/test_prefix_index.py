@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from baton_router.prefix_index import PrefixIndex
+from baton_router.cache.prefix_index import PrefixIndex
 
 
 class Plain:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from baton_router.prefork import RESTART_LIMIT_S, STEADY_S, Member
+from baton_router.frontends.prefork import RESTART_LIMIT_S, STEADY_S, Member
 
 
 class Program:

@@ -9,7 +9,7 @@ import sys
 from prometheus_client import CollectorRegistry
 
 from baton_api import metrics
-from baton_router.tallies import Spread, Tally
+from baton_api.metrics.counters import Spread, Tally
 
 PROGRAM = """
 import resource

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from baton_router.asked import Asked
-from baton_router.prompt_chunks import CHUNK_BYTES, Prompt
+from baton_router.cache.prompt_chunks import CHUNK_BYTES, Prompt
+from baton_router.proxy.routed_request import Asked
 
 SYSTEM = {"role": "system", "content": "Be brief. " * 200}
 USER = {"role": "user", "content": "What is the capital of France?"}

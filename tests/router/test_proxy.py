@@ -14,8 +14,8 @@ from baton_api import metrics, tickets
 from baton_api.errors import UNSUPPORTED_PARAMETER, BodyTooLarge, ModelNotFound, Overloaded, WorkerLost
 from baton_api.metrics import STALE
 from baton_api.workers import Role
-from baton_router.breaker import FAILURES_IN_A_ROW
-from baton_router.upstream import STALE_S, Exchange, Lost, Upstream
+from baton_http.upstream import STALE_S, Exchange, Lost, Upstream
+from baton_router.workers.circuit_breaker import FAILURES_IN_A_ROW
 from tests.router import fake_worker
 from tests.router.fake_worker import Asked, FakeWorker
 from tests.router.running import CHAT, QUESTION, STREAM, anew, running_router, until

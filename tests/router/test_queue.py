@@ -14,16 +14,16 @@ from baton_api import headers
 from baton_api.errors import BatonError, ModelNotFound, NotInTime, NotReady, Overloaded
 from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
-from baton_router.asks import Ask
-from baton_router.costs import Kind
-from baton_router.dispatcher import Dispatch, Dispatcher
-from baton_router.prompt_chunks import of_text
-from baton_router.queue import Queue
+from baton_http.upstream import Upstream
+from baton_router.cache.prompt_chunks import of_text
+from baton_router.scheduling.dispatcher import Dispatch, Dispatcher
+from baton_router.scheduling.picker import Ask
+from baton_router.scheduling.queue import Queue
+from baton_router.scheduling.waiting_room import LEVELS
+from baton_router.scheduling.worker_capacity import NEARLY_DONE_S, TOGETHER_S
 from baton_router.settings import RouterSettings
-from baton_router.spare import NEARLY_DONE_S, TOGETHER_S
-from baton_router.upstream import Upstream
-from baton_router.waiting_room import LEVELS
-from baton_router.workers import FULL_S, Worker, Workers
+from baton_router.workers.costs import Kind
+from baton_router.workers.worker import FULL_S, Worker, Workers
 
 LONG, SHORT = 40_000, 400
 """Bytes of prompts."""

@@ -14,10 +14,10 @@ import pytest
 from baton_api import headers as header_names
 from baton_api import metrics
 from baton_api.errors import Overloaded, RateLimited
-from baton_router.asks import Ask
-from baton_router.prompt_chunks import of_text
-from baton_router.quotas import Quotas
-from baton_router.tenants import Limits
+from baton_router.cache.prompt_chunks import of_text
+from baton_router.scheduling.picker import Ask
+from baton_router.scheduling.quotas import Quotas
+from baton_router.tenants.tenants import Limits
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker
 from tests.router.running import CHAT, STREAM, RunningRouter, anew, running_router, until

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from baton_router.retries import CRASH_S, LEAST_PER_S, RESERVE, RetryBudget
+from baton_router.proxy.retries import CRASH_S, LEAST_PER_S, RESERVE, RetryBudget
 
 
 class Clock:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton_api.errors import SetupError
-from baton_router.revision_weights import RevisionWeights, parse
+from baton_router.scheduling.revision_weights import RevisionWeights, parse
 
 WRONG = ["", "=1", "abc", "abc=", "abc=ten", "abc=-1", "abc=nan", "abc=inf"]
 

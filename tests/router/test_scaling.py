@@ -11,8 +11,8 @@ from pathlib import Path
 
 from baton_api import metrics
 from baton_api.workers import Role
-from baton_router.upstream import Upstream
-from baton_router.workers import State
+from baton_http.upstream import Upstream
+from baton_router.workers.worker import State
 from tests.router.fake_kubernetes import SELECTOR, FakeKubernetes, a_slice
 from tests.router.fake_worker import FakeWorker, gated, hang
 from tests.router.running import CHAT, QUESTION, STREAM, RunningRouter, anew, running_router, until

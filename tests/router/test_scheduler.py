@@ -11,14 +11,14 @@ import pytest
 from baton_api.errors import BatonError
 from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
-from baton_router.asks import Ask, Grant
-from baton_router.discovery.listed import Listed
-from baton_router.prompt_chunks import of_text
-from baton_router.scheduler import Scheduler
+from baton_http.upstreams import Upstreams
+from baton_router.cache.prompt_chunks import of_text
+from baton_router.scheduling.picker import Ask, Grant
+from baton_router.scheduling.scheduler import Scheduler
 from baton_router.settings import RouterSettings
-from baton_router.tenants import CLASSES, Limits
-from baton_router.upstreams import Upstreams
-from baton_router.workers import Worker
+from baton_router.tenants.tenants import CLASSES, Limits
+from baton_router.workers.discovery.listed import Listed
+from baton_router.workers.worker import Worker
 
 LISTED = [Listed("127.0.0.1", 8100 + number, Role.DECODE) for number in range(3)]
 LISTED += [Listed("127.0.0.1", 8200 + number, Role.PREFILL) for number in range(3)]

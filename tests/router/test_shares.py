@@ -9,7 +9,7 @@ from itertools import repeat
 
 import pytest
 
-from baton_router.shares import AHEAD_LIMIT, REVISIONS_LIMIT, Shares
+from baton_router.scheduling.revision_weights import AHEAD_LIMIT, REVISIONS_LIMIT, Shares
 
 
 def given(weights: Mapping[str, float], preferences: list[str]) -> Counter[str]:

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from baton_api.errors import WorkerLost
-from baton_router import sse
-from baton_router.sse import EventStream
+from baton_http import sse
+from baton_http.sse import EventStream
 
 ONE = b'data: {"a": 1}\n\n'
 DONE = b"data: [DONE]\n\n"

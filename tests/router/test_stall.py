@@ -9,10 +9,10 @@ from typing import Any, ParamSpec, cast
 
 import pytest
 
-from baton_router.client import Client
-from baton_router.sse import EventStream
-from baton_router.stall import Stall
-from baton_router.upstream import Exchange
+from baton_http.client import Client
+from baton_http.sse import EventStream
+from baton_http.upstream import Exchange
+from baton_router.proxy.timeouts import Stall
 from benchmarks import virtual_time
 
 SILENT_S = 0.4

@@ -12,7 +12,7 @@ import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
 from baton_api import metrics
-from baton_router.listener import Listener
+from baton_http.protocol import Listener
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker
 from tests.router.running import CHAT, STREAM, RunningRouter, running_router, until

@@ -14,7 +14,7 @@ from baton_api.errors import SetupError
 from baton_api.watched import LOOK_S
 from baton_operator.kinds.router_spec import Authentication
 from baton_router.settings import RouterSettings
-from baton_router.tenants import CLASSES, Limits, Tenant, Tenants, cache_salt
+from baton_router.tenants.tenants import CLASSES, Limits, Tenant, Tenants, cache_salt
 from tests.router.fake_worker import FakeWorker
 from tests.router.running import CHAT, QUESTION, running_router
 

@@ -15,8 +15,8 @@ from baton_api.headers import PROMPT
 from baton_api.reports import PromptReport
 from baton_api.resuming import Beginning, begin_line, tokens_line
 from baton_api.workers import Role
+from baton_router.metrics.tracing import tracing_of
 from baton_router.settings import RouterSettings
-from baton_router.tracing import tracing_of
 from tests.router.collector import Collector
 from tests.router.fake_worker import (
     STREAM_END,

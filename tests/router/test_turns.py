@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from baton_router.turns import Turns
+from baton_router.scheduling.fair_share import Turns
 
 
 def served(turns: Turns, costs: dict[str, float], times: int) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton_api import mutual_tls
-from baton_router.upstreams import Upstreams
+from baton_http.upstreams import Upstreams
 from tests.authority import Authority
 
 WORKER = "10.0.0.1:8000"

@@ -6,8 +6,8 @@ import pytest
 
 from baton_api import headers
 from baton_api.errors import Forbidden, InvalidRequest
-from baton_router.tenants import NOBODY, Tenant
-from baton_router.urgency import urgency
+from baton_router.proxy.routed_request import urgency
+from baton_router.tenants.tenants import NOBODY, Tenant
 
 SOME = Tenant(name="some", classes=frozenset({"default", "batch"}), default_class="batch")
 

@@ -8,12 +8,12 @@ import pytest
 
 from baton_api.reports import Fallback, PromptReport
 from baton_api.workers import Load, Role
-from baton_router.breaker import FAILURES_IN_A_ROW, PAUSE_S
-from baton_router.knowledge import Knowledge
-from baton_router.policy import Pair
-from baton_router.upstream import Upstream
-from baton_router.verdicts import APART_S, Verdicts
-from baton_router.workers import FULL_S, State, Worker
+from baton_http.upstream import Upstream
+from baton_router.scheduling.fallback_policy import Pair
+from baton_router.scheduling.outcomes import APART_S, Verdicts
+from baton_router.workers.circuit_breaker import FAILURES_IN_A_ROW, PAUSE_S
+from baton_router.workers.state import Knowledge
+from baton_router.workers.worker import FULL_S, State, Worker
 
 
 def worker(role: Role, port: int, revision: str = "") -> Worker:

@@ -8,9 +8,16 @@ from collections import Counter
 
 import pytest
 
-from baton_router.line import Entry
-from baton_router.turns import QUANTUM
-from baton_router.waiting_room import LEVELS, LOWEST, PATIENCE_SHARE, STARVED_S, WINDOW, WaitingRoom
+from baton_router.scheduling.fair_share import QUANTUM
+from baton_router.scheduling.tenant_queue import Entry
+from baton_router.scheduling.waiting_room import (
+    LEVELS,
+    LOWEST,
+    PATIENCE_SHARE,
+    STARVED_S,
+    WINDOW,
+    WaitingRoom,
+)
 from tests.router.test_line import entry
 
 CRITICAL, INTERACTIVE, DEFAULT, BATCH = range(4)

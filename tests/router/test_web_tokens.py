@@ -17,10 +17,10 @@ import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from baton_api.errors import Forbidden, NotReady, SetupError, Unauthorized
-from baton_router import jwks
-from baton_router.jwks import AGAIN_S, FAILED_AGAIN_S, REFRESH_S, IssuersKeys
-from baton_router.tenants import Tenant
-from baton_router.web_tokens import Rules, WebTokens
+from baton_http import jwks
+from baton_http.jwks import AGAIN_S, FAILED_AGAIN_S, REFRESH_S, IssuersKeys
+from baton_router.tenants.tenants import Tenant
+from baton_router.tenants.web_tokens import Rules, WebTokens
 from tests.router.issuer import AUDIENCE, ISSUER, Issuer
 from tests.router.running import until
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import random
 
-from baton_router.costs import TAUGHT, Kind
-from baton_router.knowledge import Known
-from baton_router.spare import takes
-from baton_router.wishes import Wishes
+from baton_router.scheduling.worker_capacity import Wishes, takes
+from baton_router.workers.costs import TAUGHT, Kind
+from baton_router.workers.state import Known
 
 MOST = 100
 

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { computedBy, decisionNumber, nothing, taken } from "../../../router/baton_router/page/web/answer.js";
+import { computedBy, decisionNumber, nothing, taken } from "../../../router/baton_router/dashboard/web/answer.js";
 
 const delta = (fields, more = {}) => JSON.stringify({ choices: [{ index: 0, delta: fields, ...more }] });
 const all = (...events) => events.reduce(taken, nothing());

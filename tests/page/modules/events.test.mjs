@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { EventReader } from "../../../router/baton_router/page/web/events.js";
+import { EventReader } from "../../../router/baton_router/dashboard/web/events.js";
 
 const TEXT = 'event: service\ndata: {"a": 1}\n\n: nothing\n\ndata: one\ndata: two\r\n\r\ndata:[DONE]\n\n';
 const EXPECTED = [

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { layout, linkId, shownOn } from "../../../router/baton_router/page/web/layout.js";
+import { layout, linkId, shownOn } from "../../../router/baton_router/dashboard/web/layout.js";
 import { record, worker } from "./records.mjs";
 
 const cluster = (prefills, decodes) => [

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { axisEnd, bars, opening, ticks } from "../../../router/baton_router/page/web/scale.js";
+import { axisEnd, bars, opening, ticks } from "../../../router/baton_router/dashboard/web/scale.js";
 import { record, running } from "./records.mjs";
 
 test("the axis ends at a round number that the longest request fits in", () => {

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { KEPT, Requests } from "../../../router/baton_router/page/web/state.js";
+import { KEPT, Requests } from "../../../router/baton_router/dashboard/web/state.js";
 import { record, running } from "./records.mjs";
 
 const asked = running([{ name: "queue", start: 0, end: 5 }, { name: "prefill", start: 5, end: null }]);

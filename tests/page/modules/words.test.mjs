@@ -1,9 +1,9 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { route, sentences } from "../../../router/baton_router/page/web/explain.js";
-import { labels } from "../../../router/baton_router/page/web/names.js";
-import { count, counted, seconds, share, shortened } from "../../../router/baton_router/page/web/sizes.js";
+import { route, sentences } from "../../../router/baton_router/dashboard/web/explain.js";
+import { labels } from "../../../router/baton_router/dashboard/web/names.js";
+import { count, counted, seconds, share, shortened } from "../../../router/baton_router/dashboard/web/sizes.js";
 import { record, running, worker } from "./records.mjs";
 
 const named = labels([worker("decode", "10.0.0.2:8000"), worker("prefill", "10.0.0.1:8000"), worker("decode", "10.0.0.3:8000")]);

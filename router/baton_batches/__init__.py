@@ -1,0 +1,1 @@
+"""Files and batches of the OpenAI API: work that outlives a request and a process."""

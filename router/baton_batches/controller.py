@@ -1,0 +1,399 @@
+"""
+What becomes of batches besides their execution: they are validated, rendered, ended and forgotten here.
+
+One task per router, beside any number of others on the same ledger: each step is done under a lease, by
+whichever router gets it, and a router that dies in the middle of one is replaced when its lease runs out.
+The steps run in threads, and let others run every few milliseconds; leases are renewed beside them, however
+long the store of objects takes for a call. Owners take turns, and a batch whose step failed waits longer each
+time, so that it takes no other's place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+
+from baton_api.errors import BatonError, StaleLease
+from baton_batches import lines, rendering
+from baton_batches.files import OUTPUT, NewFile
+from baton_batches.object_store import Writer, new_key
+from baton_batches.storage import Storage
+from baton_batches.supervisor import Setback, chosen
+from baton_batches.validation import Bounds, examine
+from baton_batches.values import Batch, Result, Status
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 15.0
+
+STUCK_S = 300.0
+"""Seconds without any progress after which a step's lease is renewed no more: another router may try it."""
+
+SLICE = 32 * 1024
+BREATH_S = 0.0002
+"""After so many bytes of a file a thread pauses, or what else runs in this process would wait for it."""
+
+AT_ONCE = 2
+"""Batches that are read or rendered at the same time."""
+
+SWEEP_S = 60.0
+"""Seconds between two rounds of removing what nobody wants."""
+
+REFUSED_S = 120.0
+"""Seconds for which an owner is refused before its batches are cancelled: replicas do not see a new file of
+tenants at the same moment."""
+
+RETRY_LIMIT_S = 30.0
+
+OUTPUT_S = 30 * 86_400
+"""For which output files are kept, if the batch does not say."""
+
+RESULTS_AT_ONCE = 100
+ROWS_AT_ONCE = 256 * 1024
+"""Bytes that are written at once."""
+
+
+class Stopped(Exception):
+    """The router ends; another goes on."""
+
+
+class Keeper:
+    """Looks after all batches of a ledger."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        now: Callable[[], float] = time.time,
+        refusal: Callable[[str], str | None] = lambda owner: None,
+        lease_s: float = LEASE_S,
+    ) -> None:
+        """
+        `now` gives seconds of the Unix epoch. `refusal`: why the batches of an owner may not go on; None if
+        they may.
+        """
+        self._storage = storage
+        self._lease_s = lease_s
+        self._refusal = refusal
+        self._refused_since: dict[str, float] = {}
+        """By owner with batches under way."""
+        self._name = f"keeper {socket.gethostname()} {os.getpid()}"
+        self._now = now
+        self._woken = asyncio.Event()
+        self._stopping = threading.Event()
+        self._busy: dict[str, tuple[Batch, asyncio.Task[None]]] = {}
+        self._leases: dict[str, _Lease] = {}
+        self._setbacks: dict[str, Setback] = {}
+
+    def wake(self) -> None:
+        """Something has changed: look at once."""
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Until cancelled. Asks nothing of a database before there is a batch in it."""
+        failed_s, swept = 0.0, 0.0
+        self._stopping.clear()
+        renewing, sweeping = asyncio.create_task(self._renew()), None
+        try:
+            while True:
+                self._woken.clear()
+                if self._storage.in_use:
+                    try:
+                        await self._round()
+                        await self._stop_refused()
+                        await self._storage.look(self._now())
+                        if self._now() - swept >= SWEEP_S and (sweeping is None or sweeping.done()):
+                            sweeping, swept = asyncio.create_task(self._swept()), self._now()
+                        failed_s = 0.0
+                    except BatonError as error:
+                        failed_s = min(RETRY_LIMIT_S, max(1.0, 2 * failed_s))
+                        log.warning("Batches cannot be looked after: %s Next try in %g s.", error, failed_s)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(failed_s or self._storage.settings.batch_poll_s):
+                        await self._woken.wait()
+        finally:
+            self._stopping.set()  # for the threads, whom nobody can cancel
+            tasks = [renewing, *(task for _, task in self._busy.values())]
+            tasks += [sweeping] if sweeping else []
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _round(self) -> None:
+        """Begin what there is to do, as far as there is room."""
+        now = self._now()
+        without = {*self._busy, *(id for id, setback in self._setbacks.items() if now < setback.until)}
+        found = await self._storage.run(partial(self._found, now, without))
+        busy = [batch for batch, _ in self._busy.values()]
+        for batch in chosen([batch for batch, _ in found.values()], busy, AT_ONCE):
+            task = asyncio.create_task(self._work(*found[batch.id]), name=f"keep {batch.id}")
+            self._busy[batch.id] = batch, task
+
+    async def _stop_refused(self) -> None:
+        """Cancel the batches of owners who have not been let in for REFUSED_S."""
+        ledger, now = self._storage.ledger, self._now()
+        owners = await self._storage.run(ledger.owners_under_way)
+        reasons = {owner: reason for owner in owners if (reason := self._refusal(owner)) is not None}
+        self._refused_since = {owner: self._refused_since.get(owner, now) for owner in reasons}
+        for owner, since in self._refused_since.items():
+            if now - since >= REFUSED_S:
+                stop = partial(ledger.cancel_refused, owner, reasons[owner], int(now))
+                log.warning("%d batches are cancelled: %s", await self._storage.run(stop), reasons[owner])
+
+    async def _work(self, batch: Batch, work: Callable[[], object]) -> None:
+        try:
+            await self._storage.keep(work)
+        except (StaleLease, Stopped):
+            pass  # whoever took it goes on
+        except BatonError as error:
+            log.warning("%s stays %s for now: %s", batch.id, batch.status, error)
+            self._set_back(batch)
+        except Exception:
+            log.exception("%s stays %s: what it needs next broke.", batch.id, batch.status)
+            self._set_back(batch)
+        else:
+            self._setbacks.pop(batch.id, None)
+        finally:
+            del self._busy[batch.id]
+            self.wake()
+
+    def _set_back(self, batch: Batch) -> None:
+        self._setbacks[batch.id] = Setback.after(self._setbacks.get(batch.id), batch.done, self._now())
+
+    async def _swept(self) -> None:
+        try:
+            await self._storage.keep(self._sweep)
+        except BatonError as error:
+            log.warning("Files that nobody wants could not be removed: %s", error)
+
+    async def _renew(self) -> None:
+        """The leases of all work that goes on."""
+        while True:
+            await asyncio.sleep(self._lease_s / 3)
+            for lease in list(self._leases.values()):
+                try:
+                    await self._storage.run(partial(lease.renew, self._lease_s))
+                except BatonError:
+                    pass  # not now: the next time, before it has run out
+                except Exception:
+                    log.exception("A lease could not be renewed.")
+
+    def _found(self, now: float, without: Collection[str]) -> dict[str, tuple[Batch, Callable[[], object]]]:
+        """What can be done for which batch."""
+        ledger = self._storage.ledger
+        free = partial(ledger.unfinished, now, without=without)
+        works: list[tuple[Callable[[Batch], None], list[Batch]]] = [
+            (partial(self._end, expired=True), ledger.overdue(now, without=without)),
+            (self._end, [*free(Status.CANCELLING), *free(Status.FINALIZING)]),
+            (self._validate, free(Status.VALIDATING)),
+        ]
+        return {batch.id: (batch, partial(work, batch)) for work, found in works for batch in found}
+
+    # --- In threads ---
+
+    @contextmanager
+    def _lease(self, batch: Batch) -> Iterator[_Lease | None]:
+        """None if another has it, or if the batch has another status by now."""
+        ledger = self._storage.ledger
+        epoch = ledger.lease(batch.id, self._name, self._now(), self._lease_s, batch.status)
+        if epoch is None:
+            yield None
+            return
+        lease = self._leases[batch.id] = _Lease(self._storage, batch.id, epoch, self._now, self._stopping)
+        try:
+            yield lease
+        except BaseException:
+            with suppress(BatonError):
+                ledger.release(batch.id, epoch)
+            raise
+        finally:
+            del self._leases[batch.id]
+
+    def _validate(self, batch: Batch) -> None:
+        settings = self._storage.settings
+        with self._lease(batch) as lease:
+            if lease is None:
+                return
+            bounds = Bounds(settings.batch_file_limit, settings.batch_lines, settings.batch_line_limit)
+            verdict = examine(
+                lambda: lease.watched(self._storage.objects.read(batch.input_object, 0, batch.input_bytes)),
+                batch.input_bytes,
+                batch.endpoint,
+                bounds,
+                lambda found: self._storage.ledger.record(batch.id, lease.epoch, found, int(self._now())),
+            )
+            ended = self._storage.ledger.validated(
+                batch.id,
+                lease.epoch,
+                int(self._now()),
+                total=verdict.total,
+                model=verdict.model,
+                errors=verdict.errors,
+            )
+        log.info("%s has %d requests and is %s.", batch.id, verdict.total, ended.status)
+
+    def _end(self, batch: Batch, expired: bool = False) -> None:
+        """Render what there is, and end the batch with it; the files of a second renderer are dropped."""
+        with self._lease(batch) as lease:
+            if lease is None:
+                return
+            batch = self._storage.ledger.find(batch.id)
+            usage = rendering.Usage()
+            with self._outputs(batch) as (output, errors):
+                if batch.in_progress_at is not None:
+                    pieces = lease.watched(
+                        self._storage.objects.read(batch.input_object, 0, batch.input_bytes)
+                    )
+                    numbered = lines.split(pieces, self._storage.settings.batch_line_limit)
+                    for result, row in rendering.rows(batch.id, numbered, lease.results(batch), expired):
+                        (output if result.completed else errors).add(row)
+                        if result.completed:
+                            usage.add(result.body)
+                ended = self._storage.ledger.finalize(
+                    batch.id,
+                    lease.epoch,
+                    int(self._now()),
+                    output=output.finished(),
+                    errors=errors.finished(),
+                    usage=usage.counts(),
+                    expired=expired,
+                )
+        log.info(
+            "%s is %s: %d completed, %d failed, of %d.",
+            *(ended.id, ended.status, ended.completed, ended.failed, ended.total),
+        )
+
+    @contextmanager
+    def _outputs(self, batch: Batch) -> Iterator[tuple[_Output, _Output]]:
+        """Two files; neither remains if it does not come to an end."""
+        keeps = OUTPUT_S if batch.output_seconds is None else batch.output_seconds
+        expires = int(self._now()) + keeps
+        both = [
+            _Output(self._storage, batch, kind, expires, int(self._now())) for kind in ("output", "error")
+        ]
+        try:
+            yield both[0], both[1]
+        except BaseException:
+            for one in both:
+                one.drop()
+            raise
+
+    def _sweep(self) -> None:
+        """Remove what nobody wants any more."""
+        storage, now = self._storage, int(self._now())
+        while storage.files.purge(now) and not self._stopping.is_set():
+            time.sleep(BREATH_S)
+        for key in storage.files.broken(now):
+            storage.objects.delete(key)
+            storage.files.withdraw(key)
+        while storage.ledger.forget(now, storage.settings.batches_kept_s) and not self._stopping.is_set():
+            time.sleep(BREATH_S)
+
+
+class _Lease:
+    """A lease, which the keeper renews for as long as the work under it makes progress."""
+
+    def __init__(
+        self, storage: Storage, batch: str, epoch: int, now: Callable[[], float], stopping: threading.Event
+    ) -> None:
+        self.epoch = epoch
+        self._storage = storage
+        self._batch = batch
+        self._now = now
+        self._stopping = stopping
+        self._moved = now()
+        self._lost: StaleLease | None = None
+
+    def renew(self, seconds: float) -> None:
+        """Raises StorageUnavailable."""
+        now = self._now()
+        if now - self._moved > STUCK_S:
+            return
+        try:
+            self._storage.ledger.renew(self._batch, self.epoch, now, seconds)
+        except StaleLease as error:
+            self._lost = error
+
+    def watched(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
+        """The same pieces, with pauses. Raises StaleLease, and Stopped when the router ends."""
+        for piece in pieces:
+            if self._stopping.is_set():
+                raise Stopped
+            if self._lost is not None:
+                raise self._lost
+            self._moved = self._now()
+            for start in range(0, len(piece), SLICE):
+                yield piece[start : start + SLICE]
+                time.sleep(BREATH_S)
+
+    def results(self, batch: Batch) -> Iterator[Result]:
+        """All that were recorded, in the order of lines."""
+        last = 0
+        while found := self._storage.ledger.results(batch, last, RESULTS_AT_ONCE):
+            time.sleep(BREATH_S)
+            yield from found
+            last = found[-1].line
+
+
+class _Output:
+    """A file that is there once it has a row."""
+
+    def __init__(self, storage: Storage, batch: Batch, kind: str, expires_at: int, now: int) -> None:
+        self._storage = storage
+        self._batch = batch
+        self._kind = kind
+        self._expires_at = expires_at
+        self._now = now
+        self._tally = rendering.Tally()
+        self._rows = bytearray()
+        self._key = ""
+        self._writer: Writer | None = None
+        self._committed = False
+
+    def add(self, row: bytes) -> None:
+        self._tally.add(row)
+        self._rows += row
+        if len(self._rows) >= ROWS_AT_ONCE:
+            self._write()
+
+    def finished(self) -> NewFile | None:
+        """The file in its place; None if it would be empty."""
+        if not self._tally.lines:
+            return None
+        self._write().commit()
+        self._committed = True
+        return NewFile(
+            owner=self._batch.owner,
+            purpose=OUTPUT,
+            filename=f"{self._batch.id}_{self._kind}.jsonl",
+            bytes=self._tally.size,
+            sha256=self._tally.hash.hexdigest(),
+            object=self._key,
+            expires_at=self._expires_at,
+        )
+
+    def drop(self) -> None:
+        """
+        Nobody will ask for it.
+
+        What is in its place already may have a row, for all that is known; if not, it is swept up later.
+        """
+        with suppress(BatonError):
+            if self._writer is not None and not self._committed:
+                self._writer.abort()
+                self._storage.files.withdraw(self._key)
+
+    def _write(self) -> Writer:
+        if self._writer is None:
+            self._key = new_key(self._batch.owner)
+            self._storage.files.promise(self._key, self._now)
+            self._writer = self._storage.objects.writer(self._key)
+        self._writer.write(bytes(self._rows))
+        self._rows.clear()
+        return self._writer

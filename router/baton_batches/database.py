@@ -1,0 +1,194 @@
+"""
+One database, SQLite or Postgres: its connections, its two kinds of transaction, and what its errors mean.
+
+Nothing is connected before the first transaction, so that a router starts, and serves what needs no ledger,
+while its database is away. A lost connection is seen and replaced; what was under way when it was lost ends
+with an error that says to come back.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy
+from sqlalchemy import Connection, Engine, create_engine, event, exc
+from sqlalchemy.pool import ConnectionPoolEntry
+
+from baton_api.errors import BatonError, SetupError, StorageFull, StorageUnavailable
+from baton_batches.schema import migrate
+
+CONNECTIONS = 8
+"""Most at a time; a router has fewer threads than that at work in its ledger."""
+
+POSTGRES: dict[str, Any] = {
+    "connect_timeout": 5,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 15_000,
+    "options": "-c statement_timeout=30s -c lock_timeout=10s -c idle_in_transaction_session_timeout=60s",
+}
+"""So that a server that has gone, or hangs, is given up within half a minute and not within hours."""
+
+DISK_FULL = "53100"
+"""Postgres' code."""
+
+
+class Database:
+    """Transactions. Threads may share it; processes may share what is behind it."""
+
+    def __init__(self, url: str, busy_s: float = 5.0) -> None:
+        """
+        `url` is `sqlite:///<path>` or `postgresql://...`; `busy_s` bounds a wait for
+        SQLite's one writer.
+
+        Raises SetupError if it is neither.
+        """
+        self.place, self._engine = _engine(url, busy_s)
+        self._folder = Path(self._engine.url.database or "").parent
+        self.dialect = self._engine.dialect.name
+        self._opening = threading.Lock()
+        self._open = False
+        self._closed = False
+        event.listen(self._engine, "checkin", self._checked_in)
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """A transaction that sees one state. Raises StorageUnavailable."""
+        with self._translated(), self._ready(), self._engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """A transaction, kept whole or not at all. Raises StorageUnavailable and StorageFull."""
+        with self._translated(), self._ready(), self._writer().begin() as connection:
+            yield connection
+
+    def close(self) -> None:
+        """Close all connections; one that a thread still uses is closed when its transaction ends."""
+        self._closed = True
+        self._engine.dispose()
+
+    def _checked_in(self, _: object, record: ConnectionPoolEntry) -> None:
+        # SQLAlchemy gives it back to a pool that nobody closes any more.
+        if self._closed:
+            record.invalidate()
+
+    def _writer(self) -> Engine:
+        return self._engine.execution_options(writes=True)
+
+    @contextmanager
+    def _ready(self) -> Iterator[None]:
+        """The schema is there, from the first transaction on."""
+        if not self._open:
+            with self._opening:
+                if not self._open:
+                    self._make_folder()
+                    with self._writer().begin() as connection:
+                        migrate(connection)
+                    self._open = True
+        yield
+
+    def _make_folder(self) -> None:
+        if self.dialect == "sqlite":
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            except OSError as error:
+                raise StorageUnavailable(
+                    f"The folder {self._folder} of {self.place} cannot be made: {error.strerror}."
+                ) from error
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except exc.DBAPIError as error:
+            if isinstance(error, exc.OperationalError | exc.InterfaceError | exc.InternalError):
+                raise self._meaning(error.orig) from error
+            raise
+        except exc.TimeoutError as error:  # no connection of the pool came free
+            raise StorageUnavailable("The database of files and batches is overloaded.") from error
+
+    def _meaning(self, error: object) -> BatonError:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code == sqlite3.SQLITE_FULL or getattr(error, "sqlstate", None) == DISK_FULL:
+            return StorageFull(self.place)
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            return StorageUnavailable(f"{self.place} is locked by another process; try again.")
+        if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+            return StorageUnavailable(f"{self.place} cannot be written: see that its folder can be.")
+        return StorageUnavailable(f"{self.place} does not answer; try again.")
+
+
+def bindable(text: str) -> str:
+    """A client's text as a database can be asked about it: Postgres refuses to hear of a NUL."""
+    return text.replace("\0", "\ufffd")
+
+
+def _engine(url: str, busy_s: float) -> tuple[str, Engine]:
+    """What messages call the database, which never shows a password, and the way to it."""
+    try:
+        parsed = sqlalchemy.make_url(url)
+    except exc.ArgumentError as error:
+        raise SetupError(
+            "The database's URL cannot be read; one looks like postgresql://user@host/name."
+        ) from error
+    if parsed.drivername == "sqlite" and parsed.database:
+        return f"the database {Path(parsed.database).name}", _sqlite(parsed, busy_s)
+    if parsed.drivername in ("postgresql", "postgres", "postgresql+psycopg"):
+        parsed = parsed.set(drivername="postgresql+psycopg")
+        engine = create_engine(
+            parsed,
+            pool_size=CONNECTIONS,
+            max_overflow=0,
+            pool_timeout=10,
+            pool_pre_ping=True,
+            connect_args=POSTGRES,
+        )
+        return f"the database at {parsed.host or 'a local socket'}", engine
+    raise SetupError(
+        f"The database's URL begins with {parsed.drivername!r}; known are postgresql:// and sqlite:///."
+    )
+
+
+def _sqlite(url: sqlalchemy.URL, busy_s: float) -> Engine:
+    # Without isolation level the driver begins nothing by itself, and the transactions are exactly ours.
+    arguments = {"timeout": busy_s, "check_same_thread": False, "isolation_level": None}
+    engine = create_engine(url, pool_size=CONNECTIONS, max_overflow=0, connect_args=arguments)
+
+    @event.listens_for(engine, "connect")
+    def connected(connection: sqlite3.Connection, _: object) -> None:
+        _write_ahead(connection, busy_s)
+        connection.execute("PRAGMA synchronous = FULL")  # what was acknowledged outlives a loss of power
+
+    @event.listens_for(engine, "begin")
+    def begun(connection: Connection) -> None:
+        # A writer that begins as a reader may find, once it writes, that another was faster, and fail.
+        writes = connection.get_execution_options().get("writes", False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+    return engine
+
+
+def _write_ahead(connection: sqlite3.Connection, busy_s: float) -> None:
+    """
+    Have readers and a writer not wait for each other.
+
+    SQLite itself does not wait while two first users of an empty file both want this: one hears
+    SQLITE_BUSY at once, whatever its timeout is.
+    """
+    until = time.monotonic() + busy_s
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                raise
+        time.sleep(0.01)

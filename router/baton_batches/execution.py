@@ -1,0 +1,99 @@
+"""
+How a router has its batches run: the API for runners, and their supervisor.
+
+With `--batch-execution subprocess` this router starts runners itself; with `external` somebody else does,
+such as Jobs in Kubernetes for which the router makes BatchJobs; with `off` nobody does, and batches wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from baton_api.background import BackgroundTasks
+from baton_api.errors import SetupError
+from baton_api.metrics import BackgroundTask
+from baton_batches.announcer import Announcer
+from baton_batches.cluster import Cluster
+from baton_batches.pod_tokens import pod_tokens
+from baton_batches.runner_api import RunnerApi, Terms
+from baton_batches.runner_secret import RunnerSecret
+from baton_batches.settings import BatchSettings
+from baton_batches.storage import Storage
+from baton_batches.supervisor import Supervisor
+
+ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+"""What a process on this machine connects to where a router listens on all addresses."""
+
+WINDOW = 512
+WINDOW_EACH = 64
+"""Lines of one batch under way at once, at most, in all and for each decode worker: the larger one counts."""
+
+
+class Execution:
+    """One router's."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        settings: BatchSettings,
+        secret: RunnerSecret,
+        ended: Callable[[], None],
+        workers: Callable[[], int],
+        beside: Callable[[], bool],
+        cluster: Cluster,
+    ) -> None:
+        """
+        `ended` hears of it when a batch needs no runner any more. `workers`: how many decode workers there
+        are, at least 1. `beside`: whether others have sent requests lately. Raises SetupError for settings
+        that do not go together.
+        """
+        self._workers = workers
+        self._beside = beside
+        terms = Terms(settings.batch_lease_s, settings.batch_line_s, self._window)
+        if settings.batch_jobs and settings.batch_execution != "external":
+            raise SetupError("--batch-jobs is for --batch-execution external: else this router runs batches.")
+        self._pods = pod_tokens(cluster, settings.batch_jobs) if settings.batch_jobs else None
+        self.api = RunnerApi(storage, secret, terms, ended, self._pods)
+        self.url = ""
+        """Where this router listens. Runners are started only if somebody has said so."""
+        self._settings = settings
+        self._supervisor = Supervisor(storage, secret, settings.batch_parallel, settings.batch_lease_s)
+        self._announcer = Announcer(
+            storage, cluster, settings.batch_jobs, settings.batch_jobs_uid, time.monotonic
+        )
+        self._background: BackgroundTasks | None = None
+
+    def _window(self) -> int:
+        workers = self._workers()
+        widest = self._settings.batch_window or max(WINDOW, WINDOW_EACH * workers)
+        return min(widest, workers * self._settings.batch_window_beside) if self._beside() else widest
+
+    def start(self, background: BackgroundTasks) -> None:
+        """Begin to start runners, or to have them started, if that is this router's to do."""
+        self._background = background
+        if self.url and self._settings.batch_execution == "subprocess":
+            url = reachable(self.url)
+            background.start(BackgroundTask.BATCH_RUNNERS, lambda: self._supervisor.run(url))
+        elif self.url and self._settings.batch_jobs:
+            background.start(BackgroundTask.BATCH_JOBS, self._announcer.run)
+
+    async def close(self) -> None:
+        """End all runners that this router has started; they post what is done."""
+        if self._background is not None:
+            await self._background.stop(BackgroundTask.BATCH_RUNNERS, BackgroundTask.BATCH_JOBS)
+        if self._pods is not None:
+            await self._pods.close()
+
+
+def reachable(url: str) -> str:
+    """
+    The same router as a process on this machine calls it.
+
+    >>> reachable("http://0.0.0.0:8080")
+    'http://127.0.0.1:8080'
+    """
+    parts = urlsplit(url)
+    host = ANYWHERE.get(parts.hostname or "", "")
+    return f"http://{host}:{parts.port}" if host else url

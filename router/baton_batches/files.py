@@ -1,0 +1,214 @@
+"""
+The ledger of files: a row says that a file is there; its bytes lie in the store of objects.
+
+Before bytes are written, their key is promised; the file's row takes the promise's place once they are all
+there. An upload that broke off, or a process that died on the way, leaves a promise that nobody keeps, and
+whose bytes are removed a day later. A file that was deleted or has expired is found no more at once; its
+bytes go when no batch needs them.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, or_, select, text, update
+
+from baton_api.errors import INVALID_VALUE, FileNotFound, InvalidRequest, QuotaExceeded
+from baton_batches.database import Database, bindable
+from baton_batches.schema import batches, files, promises
+from baton_batches.values import ENDED, StoredFile
+
+PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
+"""Those that an upload may have."""
+OUTPUT = "batch_output"
+
+BROKEN_S = 86_400
+"""Seconds after which a promise is broken: no upload takes that long."""
+
+TOMBSTONE_S = 86_400
+"""Seconds for which a deleted file's row stays, so that a client who pages past it can go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewFile:
+    """A file whose bytes are in their place."""
+
+    owner: str
+    purpose: str
+    filename: str
+    bytes: int
+    sha256: str
+    object: str
+    expires_at: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What one key may keep; 0 is no bound."""
+
+    files: int = 0
+    bytes: int = 0
+
+
+def new_id(prefix: str) -> str:
+    """128 bits of chance: nobody guesses another's."""
+    return f"{prefix}{secrets.token_hex(16)}"
+
+
+class Files:
+    """Calls that wait for the database: make them in a thread."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def promise(self, object: str, now: int) -> None:
+        """Say, before the first of them is written, where bytes will be."""
+        with self._database.writing() as connection:
+            connection.execute(insert(promises).values(object=object, made_at=now))
+
+    def withdraw(self, object: str) -> None:
+        """Nothing is there, or no more."""
+        with self._database.writing() as connection:
+            connection.execute(delete(promises).where(promises.c.object == object))
+
+    def broken(self, now: int, limit: int = 100) -> list[str]:
+        """Keys at which nothing belongs: the bytes may go, and then the promise."""
+        wanted = select(promises.c.object).where(promises.c.made_at < now - BROKEN_S).limit(limit)
+        with self._database.reading() as connection:
+            return list(connection.scalars(wanted))
+
+    def add(self, file: NewFile, now: int, quota: Quota = Quota()) -> StoredFile:
+        """Raises QuotaExceeded."""
+        with self._database.writing() as connection:
+            if quota.files or quota.bytes:
+                _check(connection, file, now, quota)
+            return add(connection, file, now)
+
+    def held(self, owner: str, now: int) -> tuple[int, int]:
+        """How many files, and bytes in them, somebody keeps."""
+        with self._database.reading() as connection:
+            return _held(connection, owner, now)
+
+    def get(self, owner: str, id: str, now: int, param: str = "id") -> StoredFile:
+        """Raises FileNotFound, with `param` as the field to blame."""
+        with self._database.reading() as connection:
+            row = connection.execute(
+                select(files).where(_seen(owner, now), files.c.id == bindable(id))
+            ).first()
+        if row is None:
+            raise FileNotFound(id, param)
+        return _file(row)
+
+    def page(
+        self,
+        owner: str,
+        now: int,
+        *,
+        limit: int,
+        after: str = "",
+        purpose: str = "",
+        newest_first: bool = True,
+    ) -> tuple[list[StoredFile], bool]:
+        """A page, and whether there is more after it. Raises InvalidRequest for an `after` that never was."""
+        wanted = select(files).where(_seen(owner, now))
+        if purpose:
+            wanted = wanted.where(files.c.purpose == bindable(purpose))
+        with self._database.reading() as connection:
+            if after:
+                seq = connection.scalar(
+                    select(files.c.seq).where(files.c.owner == owner, files.c.id == bindable(after))
+                )
+                if seq is None:
+                    raise InvalidRequest(
+                        f"There is no file {after[:100]!r} to go on after.",
+                        param="after",
+                        code=INVALID_VALUE,
+                    )
+                wanted = wanted.where(files.c.seq < seq if newest_first else files.c.seq > seq)
+            order = files.c.seq.desc() if newest_first else files.c.seq.asc()
+            rows = connection.execute(wanted.order_by(order).limit(limit + 1)).all()
+        return [_file(row) for row in rows[:limit]], len(rows) > limit
+
+    def delete(self, owner: str, id: str, now: int) -> None:
+        """Raises FileNotFound, so also the second time."""
+        with self._database.writing() as connection:
+            found = connection.execute(
+                update(files).where(_seen(owner, now), files.c.id == bindable(id)).values(deleted_at=now)
+            )
+        if found.rowcount == 0:
+            raise FileNotFound(id)
+
+    def purge(self, now: int, limit: int = 100) -> int:
+        """
+        Break the promise of files that are gone for their owners and wanted by no batch that goes on.
+
+        Returns of how many; their bytes are among `broken` from then on.
+        """
+        going_on = select(batches.c.input_object).where(batches.c.status.not_in([str(one) for one in ENDED]))
+        gone = or_(files.c.deleted_at.is_not(None), files.c.expires_at <= now)
+        unused = files.c.object.not_in(going_on)
+        wanted = select(files.c.seq, files.c.object).where(gone, files.c.object != "", unused)
+        with self._database.writing() as connection:
+            # Once the rows are locked no new batch can want them, but one may have come just before.
+            locked = {
+                object: seq for seq, object in connection.execute(wanted.limit(limit).with_for_update())
+            }
+            again = going_on.where(batches.c.input_object.in_(locked))
+            for object in connection.scalars(again).all():
+                del locked[object]
+            if locked:
+                connection.execute(insert(promises), [{"object": one, "made_at": 0} for one in locked])
+                connection.execute(
+                    update(files)
+                    .where(files.c.seq.in_(locked.values()))
+                    .values(object="", deleted_at=func.coalesce(files.c.deleted_at, now))
+                )
+            old = and_(files.c.object == "", files.c.deleted_at < now - TOMBSTONE_S)
+            connection.execute(delete(files).where(old))
+            return len(locked)
+
+
+def add(connection: Connection, file: NewFile, now: int) -> StoredFile:
+    """A row in the promise's place, inside somebody's transaction."""
+    connection.execute(delete(promises).where(promises.c.object == file.object))
+    values: dict[str, Any] = {
+        "id": new_id("file-"),
+        "owner": file.owner,
+        "purpose": file.purpose,
+        "filename": file.filename,
+        "bytes": file.bytes,
+        "sha256": file.sha256,
+        "object": file.object,
+        "created_at": now,
+        "expires_at": file.expires_at,
+    }
+    seq = connection.execute(insert(files).values(values).returning(files.c.seq)).scalar_one()
+    return StoredFile(seq=seq, deleted_at=None, **values)
+
+
+def _check(connection: Connection, file: NewFile, now: int, quota: Quota) -> None:
+    if connection.dialect.name == "postgresql":  # SQLite's one writer is alone anyway
+        lock = text("SELECT pg_advisory_xact_lock(hashtext(:owner))")
+        connection.execute(lock, {"owner": f"files of {file.owner}"})
+    count, size = _held(connection, file.owner, now)
+    if quota.files and count + 1 > quota.files:
+        raise QuotaExceeded("files", count, quota.files)
+    if quota.bytes and size + file.bytes > quota.bytes:
+        raise QuotaExceeded("bytes of files", size, quota.bytes)
+
+
+def _held(connection: Connection, owner: str, now: int) -> tuple[int, int]:
+    sums = select(func.count(), func.coalesce(func.sum(files.c.bytes), 0)).where(_seen(owner, now))
+    count, size = connection.execute(sums).one()
+    return int(count), int(size)
+
+
+def _seen(owner: str, now: int) -> ColumnElement[bool]:
+    lives = or_(files.c.expires_at.is_(None), files.c.expires_at > now)
+    return and_(files.c.owner == owner, files.c.deleted_at.is_(None), lives)
+
+
+def _file(row: Row[Any]) -> StoredFile:
+    return StoredFile(**row._mapping)

@@ -1,0 +1,109 @@
+"""
+Metrics of batches: counts of the ledger, and this router's work for runners.
+
+The batch controller queries the ledger on its rounds. A scrape never waits for the database.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+from sqlalchemy import and_, func, select
+
+from baton_api import metrics
+from baton_api.errors import BatonError, StorageFull, StorageUnavailable
+from baton_api.metrics.counters import Tally
+from baton_batches.database import Database
+from baton_batches.schema import batches
+from baton_batches.values import Status
+
+
+class BatchFigures(Collector):
+    """One router's. Threads may count what they have done for runners."""
+
+    def __init__(self) -> None:
+        self.summary = Summary()
+        """The last one that was had."""
+        self._lock = threading.Lock()
+        self._lines = Tally(metrics.BATCH_LINES)
+        self._retries = Tally(metrics.BATCH_RETRIES)
+        self._errors = Tally(metrics.BATCH_STORAGE_ERRORS)
+
+    def recorded(self, completed: int, failed: int) -> None:
+        """So many lines have their result in the ledger now."""
+        with self._lock:
+            self._lines.more(completed, "completed")
+            self._lines.more(failed, "failed")
+
+    def retried(self, told: Mapping[str, int]) -> None:
+        """A runner has tried lines again, by how the tries before ended."""
+        with self._lock:
+            for outcome, count in told.items():
+                if outcome in metrics.BATCH_RETRIES.by[0].values:
+                    self._retries.more(count, outcome)
+
+    def failed(self, error: BatonError) -> None:
+        """A call to ledger or files has; other errors than theirs are the caller's."""
+        if isinstance(error, StorageFull):
+            self._errors.add("full")
+        elif isinstance(error, StorageUnavailable):
+            self._errors.add("unavailable")
+
+    def collect(self) -> Iterator[Family]:
+        summary = self.summary
+        statuses = GaugeMetricFamily(
+            metrics.BATCHES.name, metrics.BATCHES.help, labels=metrics.BATCHES.labels
+        )
+        for status in Status:
+            statuses.add_metric([status], summary.statuses.get(status, 0))
+        yield statuses
+        for metric, value in (
+            (metrics.BATCH_LINES_LEFT, summary.lines_left),
+            (metrics.BATCH_RUNNERS, summary.runners),
+            (metrics.BATCHES_LATE, summary.late),
+        ):
+            yield GaugeMetricFamily(metric.name, metric.help, value=value)
+        for tally in (self._lines, self._retries, self._errors):
+            yield from tally.collect()
+
+
+LATE = 0.9
+"""Of the time of a batch: once that much has passed, as much of its lines should be done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One moment of a ledger."""
+
+    statuses: dict[Status, int] = field(default_factory=dict)
+    """Batches by status; those without any are left out."""
+    lines_left: int = 0
+    """Of batches in progress."""
+    runners: int = 0
+    """Batches in progress whose lease somebody holds."""
+    late: int = 0
+    """Batches in progress that are behind."""
+
+
+def summarize(database: Database, now: float) -> Summary:
+    """`now` in seconds of the Unix epoch. Raises StorageUnavailable."""
+    columns = batches.c
+    done = columns.completed + columns.failed
+    passed = columns.created_at + LATE * (columns.expires_at - columns.created_at)
+    behind = and_(passed < now, done < LATE * columns.total)
+    wanted = select(
+        columns.status,
+        func.count(),
+        func.sum(columns.total - done),
+        func.count().filter(columns.leased_until > now),
+        func.count().filter(behind),
+    ).group_by(columns.status)
+    with database.reading() as connection:
+        rows = {Status(status): tuple(map(int, rest)) for status, *rest in connection.execute(wanted)}
+    _, left, runners, late = rows.get(Status.IN_PROGRESS, (0, 0, 0, 0))
+    return Summary({status: counts[0] for status, counts in rows.items()}, left, runners, late)

@@ -1,0 +1,148 @@
+"""
+The output and error files of a batch: its results in the order of its lines, each on one.
+
+Results and lines go past side by side, so that neither is held whole. A line's name in the files is the
+`custom_id` that stands in the input; what has no result because its time ran out is said to be so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from baton_batches.values import Result
+
+EXPIRED = (
+    b'{"code":"batch_expired","message":'
+    b'"This request could not be executed before the completion window expired."}'
+)
+_QUOTED = msgspec.json.Encoder()
+
+
+class Named(msgspec.Struct):
+    """What is read of an input line."""
+
+    custom_id: str
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = 0
+    reasoning_tokens: int | None = 0
+
+
+class _Usage(msgspec.Struct):
+    """A usage of chat, completions and embeddings, or of responses."""
+
+    prompt_tokens: int | None = 0
+    completion_tokens: int | None = 0
+    input_tokens: int | None = 0
+    output_tokens: int | None = 0
+    total_tokens: int | None = 0
+    prompt_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+    output_tokens_details: _Details | None = None
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+_named = msgspec.json.Decoder(Named)
+_answer = msgspec.json.Decoder(_Answer)
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of all completed lines together."""
+
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+    total_tokens: int = 0
+
+    def add(self, body: bytes) -> None:
+        """Those of one answer; one that says nothing of them adds nothing."""
+        try:
+            usage = _answer.decode(body).usage
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return
+        if usage is None:
+            return
+        given = usage.prompt_tokens_details or usage.input_tokens_details or _Details()
+        made = usage.completion_tokens_details or usage.output_tokens_details or _Details()
+        self.input_tokens += (usage.prompt_tokens or 0) + (usage.input_tokens or 0)
+        self.output_tokens += (usage.completion_tokens or 0) + (usage.output_tokens or 0)
+        self.total_tokens += usage.total_tokens or 0
+        self.cached_tokens += given.cached_tokens or 0
+        self.reasoning_tokens += made.reasoning_tokens or 0
+
+    def counts(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(slots=True)
+class Tally:
+    """What went into one file."""
+
+    size: int = 0
+    lines: int = 0
+    hash: Any = field(default_factory=hashlib.sha256)
+
+    def add(self, row: bytes) -> None:
+        self.size += len(row)
+        self.lines += 1
+        self.hash.update(row)
+
+
+def rows(
+    batch: str, numbered: Iterable[tuple[int, bytes]], results: Iterator[Result], expired: bool
+) -> Iterator[tuple[Result, bytes]]:
+    """
+    Each result and its row, in the order of the input's lines.
+
+    Lines without a result are left out, or are errors of their own if their time has `expired`.
+    """
+    result = next(results, None)
+    for number, text in numbered:
+        if result is not None and result.line == number:
+            yield result, _row(batch, result, _named.decode(text).custom_id)
+            result = next(results, None)
+        elif expired:
+            unfinished = Result(number, 0, EXPIRED)
+            yield unfinished, _row(batch, unfinished, _named.decode(text).custom_id)
+
+
+def _row(batch: str, result: Result, custom_id: str) -> bytes:
+    answer = b"null"
+    error = b"null"
+    if result.status:
+        request = _QUOTED.encode(result.request_id)
+        answer = b'{"status_code":%d,"request_id":%b,"body":%b}' % (
+            result.status,
+            request,
+            _one_line(result.body),
+        )
+    else:
+        error = _one_line(result.body)
+    id = f"batch_req_{batch.removeprefix('batch_')}_{result.line}".encode()
+    name = _QUOTED.encode(custom_id)
+    return b'{"id":"%b","custom_id":%b,"response":%b,"error":%b}\n' % (id, name, answer, error)
+
+
+def _one_line(body: bytes) -> bytes:
+    """JSON as it is, unless it has line ends; what is no JSON becomes a string."""
+    try:
+        return msgspec.json.format(body, indent=-1) if b"\n" in body or b"\r" in body else _checked(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _QUOTED.encode(body.decode(errors="replace"))
+
+
+def _checked(body: bytes) -> bytes:
+    msgspec.json.decode(body, type=msgspec.Raw)
+    return body

@@ -1,0 +1,190 @@
+"""
+`/v1/files` and `/v1/batches`: what clients send is checked, and what is kept for them is shown.
+
+Each key sees its own files and batches; another's are as if they were not there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from urllib.parse import quote
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect
+
+from baton_api import limits
+from baton_api.errors import INVALID_VALUE, BodyTooLarge, InvalidRequest, RangeNotSatisfiable
+from baton_batches import public, requests, upload
+from baton_batches.controller import Keeper
+from baton_batches.requests import NewBatch
+from baton_batches.storage import Storage
+from baton_batches.values import Batch, StoredFile
+from baton_http.replies import Scope
+
+FILES = "/v1/files"
+BATCHES = "/v1/batches"
+
+BATCH_BODY = 64 * 1024
+"""Bytes of a request for a batch."""
+
+LEFT = 499
+
+
+def routes(
+    storage: Storage,
+    keeper: Keeper,
+    whose: Callable[[Scope], bytes],
+    models_of: Callable[[Scope], frozenset[str] | None],
+    body_s: float,
+    clock: Callable[[], float] = time.time,
+) -> APIRouter:
+    """`body_s` is how long a client may send nothing while it sends a body."""
+    api = APIRouter()
+
+    def owner(request: Request) -> str:
+        return whose(request.scope).hex()
+
+    def now() -> int:
+        return int(clock())
+
+    # --- Files ---
+
+    @api.post(FILES)
+    async def new_file(request: Request) -> Response:
+        try:
+            stored = await upload.receive(storage, request, owner(request), now(), body_s)
+        except ClientDisconnect:
+            return Response(status_code=LEFT)
+        return JSONResponse(public.file(stored))
+
+    @api.get(FILES)
+    async def list_files(request: Request) -> Response:
+        part = requests.page(request.query_params, limits.FILES_PAGE, limits.FILES_PAGE.most)
+        listed = partial(
+            storage.files.page,
+            owner(request),
+            now(),
+            limit=part.limit,
+            after=part.after,
+            purpose=part.purpose,
+            newest_first=part.newest_first,
+        )
+        found, has_more = await storage.run(listed)
+        return JSONResponse(public.page([public.file(one) for one in found], has_more))
+
+    @api.get(FILES + "/{id}")
+    async def file(id: str, request: Request) -> Response:
+        stored = await storage.run(partial(storage.files.get, owner(request), id, now()))
+        return JSONResponse(public.file(stored))
+
+    @api.get(FILES + "/{id}/content")
+    async def content(id: str, request: Request) -> Response:
+        stored = await storage.run(partial(storage.files.get, owner(request), id, now()))
+        return await _content(storage, stored, request)
+
+    @api.delete(FILES + "/{id}")
+    async def delete(id: str, request: Request) -> Response:
+        await storage.run(partial(storage.files.delete, owner(request), id, now()))
+        return JSONResponse(public.deleted(id))
+
+    # --- Batches ---
+
+    @api.post(BATCHES)
+    async def new_batch(request: Request) -> Response:
+        wanted = requests.new_batch(await _body(request, body_s))
+        models = models_of(request.scope)
+        kept = await storage.run(partial(_create, storage, owner(request), wanted, now(), models))
+        keeper.wake()
+        return JSONResponse(public.batch(kept))
+
+    @api.get(BATCHES)
+    async def list_batches(request: Request) -> Response:
+        part = requests.page(request.query_params, limits.BATCHES_PAGE, 20)
+        listed = partial(storage.ledger.page, owner(request), limit=part.limit, after=part.after)
+        found, has_more = await storage.run(listed)
+        return JSONResponse(public.page([public.batch(one) for one in found], has_more))
+
+    @api.get(BATCHES + "/{id}")
+    async def batch(id: str, request: Request) -> Response:
+        kept = await storage.run(partial(storage.ledger.get, owner(request), id))
+        return JSONResponse(public.batch(kept))
+
+    @api.post(BATCHES + "/{id}/cancel")
+    async def cancel(id: str, request: Request) -> Response:
+        kept = await storage.run(partial(storage.ledger.request_cancel, owner(request), id, now()))
+        keeper.wake()
+        return JSONResponse(public.batch(kept))
+
+    return api
+
+
+def _create(storage: Storage, owner: str, wanted: NewBatch, now: int, models: frozenset[str] | None) -> Batch:
+    file = storage.files.get(owner, wanted.input_file_id, now, param="input_file_id")
+    if file.purpose != "batch":
+        raise InvalidRequest(
+            f"The file {file.id} has the purpose {file.purpose!r}; a batch's input has 'batch'.",
+            param="input_file_id",
+            code=INVALID_VALUE,
+        )
+    return storage.ledger.create(
+        owner,
+        wanted.endpoint,
+        file,
+        now,
+        window=wanted.completion_window,
+        metadata=wanted.metadata,
+        output_seconds=wanted.output_seconds,
+        models=models,
+    )
+
+
+async def _body(request: Request, seconds: float) -> bytes:
+    """Raises BodyTooLarge, and InvalidRequest if it is slow or is not said to be JSON."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise InvalidRequest("The body must be JSON, with `Content-Type: application/json`.")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for data in request.stream():
+                body += data
+                if len(body) > BATCH_BODY:
+                    raise BodyTooLarge(BATCH_BODY)
+    except TimeoutError as error:
+        raise InvalidRequest(f"The request's body did not arrive within {seconds:g} seconds.") from error
+    return bytes(body)
+
+
+async def _content(storage: Storage, stored: StoredFile, request: Request) -> Response:
+    """The bytes, or the part of them that was asked for."""
+    tag = f'"{stored.sha256}"'
+    headers = {
+        "accept-ranges": "bytes",
+        "etag": tag,
+        "content-disposition": f"attachment; filename*=utf-8''{quote(stored.filename)}",
+        "x-content-type-options": "nosniff",
+    }
+    wanted = request.headers.get("range", "") if request.headers.get("if-range", tag) == tag else ""
+    part = requests.byte_range(wanted, stored.bytes)
+    if part is None:
+        raise RangeNotSatisfiable(stored.bytes)
+    start, end = part
+    headers["content-length"] = str(end - start)
+    whole = (start, end) == (0, stored.bytes)
+    if not whole:
+        headers["content-range"] = f"bytes {start}-{end - 1}/{stored.bytes}"
+    pieces = storage.objects.read(stored.object, start, end)
+    first = await storage.transfer(partial(next, pieces, b""))  # what is not there is said by the status
+
+    async def streamed() -> AsyncIterator[bytes]:
+        piece = first
+        while piece:
+            yield piece
+            piece = await storage.transfer(partial(next, pieces, b""))
+
+    status = 200 if whole else 206
+    return StreamingResponse(streamed(), status, headers, media_type="application/octet-stream")

@@ -1,0 +1,201 @@
+"""
+The runner: it sends the lines of one batch through the router and posts what comes of them.
+
+It owns nothing. Which lines are to be done it asks for slice by slice, what is done it posts in groups, and
+when it dies another one goes on where the rows in the ledger end: lines that were under way are sent again,
+and the first result of a line stands. So it may be killed at any moment, and its memory is the same for ten
+lines and for a million.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import random
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+
+from baton_batches import retries, values
+from baton_batches.outbox import Outbox
+from baton_batches.pending_lines import Pending, Waiting
+from baton_batches.retries import Outcome
+from baton_batches.runner_gateway import Dismissed, Door, Refused
+from baton_batches.values import Result
+from baton_batches.window import Window
+from baton_batches.wire import Lease, Order, Progress, Receipt
+
+HEARTBEAT_S = 1.0
+"""Seconds between two heartbeats at most: a cancellation is to be heard soon."""
+
+HELD_BYTES = 32 * 1024 * 1024
+"""Bytes of lines that are held here, waiting or under way, before more are asked for."""
+
+PATIENCE = 2
+"""Refusals after which the wait for the next try grows no more: it was not the line's fault."""
+
+
+class Runner:
+    """One run of one batch, from its lease to its end."""
+
+    def __init__(
+        self, batch: str, door: Door, lease: Lease, rng: random.Random, widest: int | None = None
+    ) -> None:
+        """`widest`: lines under way at once, at most, whatever the router would allow."""
+        self._batch = batch
+        self._door = door
+        self._lease = lease
+        self._rng = rng
+        self._clock = asyncio.get_running_loop().time
+        self._widest = widest
+        self._window = Window(self._clock(), most=self._bounded(lease.window))
+        self._waiting = Waiting()
+        self._outbox = Outbox(door.record)
+        self._answered_at = -math.inf
+        """When a line last came back well."""
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._held = 0
+        self._retried: Counter[str] = Counter()
+        """Lines that were tried again since the last heartbeat, by how they came back."""
+        self._sends = itertools.count()
+        self._stopping = False
+        self._to_send = asyncio.Event()
+        self._to_fetch = asyncio.Event()
+        """Something has changed that those may have waited for."""
+
+    def stop(self) -> None:
+        """Send nothing more, and break off what is under way; what is done is posted still."""
+        self._stopping = True
+        self._wake()
+
+    async def run(self) -> None:
+        """
+        Return when every line has a result in the ledger, or when it was stopped.
+
+        Raises Dismissed or Refused when the router wants nothing more of it.
+        """
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                beside = [
+                    self._tasks.create_task(self._beat()),
+                    self._tasks.create_task(self._fetch()),
+                    self._tasks.create_task(self._outbox.run(self._posted)),
+                ]
+                await self._send()
+                for task in self._under_way:
+                    task.cancel()
+                await self._outbox.emptied()
+                for task in beside:
+                    task.cancel()
+        except ExceptionGroup as group:
+            for error in group.exceptions:
+                if isinstance(error, Dismissed | Refused):
+                    raise error from None
+            raise
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(min(HEARTBEAT_S, self._lease.lease_s / 3))
+            told, self._retried = self._retried, Counter()
+            renewal = await self._door.renew(Progress(dict(told)))
+            self._window.bound(self._bounded(renewal.window))
+            self._obey(renewal.order)
+
+    async def _fetch(self) -> None:
+        cursor = ""
+        while not self._waiting.whole:
+            part = await self._door.lines(cursor)
+            cursor = part.cursor
+            self._held += sum(len(line.text) for line in part.lines)
+            self._waiting.add(part.lines, part.last)
+            self._to_send.set()
+            while self._waiting.new > self._window.size or self._held >= HELD_BYTES:
+                await _change(self._to_fetch)
+
+    async def _send(self) -> None:
+        while not self._stopping and not (self._waiting.whole and not self._waiting and not self._under_way):
+            now = self._clock()
+            if len(self._under_way) >= self._window.size or self._outbox.full:
+                await _change(self._to_send)
+            elif now < self._window.open_at:
+                await _change(self._to_send, self._window.open_at - now)
+            elif (pending := self._next(now)) is not None:
+                task = self._tasks.create_task(self._try(pending))
+                self._under_way.add(task)
+                task.add_done_callback(self._back)
+            else:
+                due = self._waiting.due()
+                await _change(self._to_send, None if due is None else due - now)
+
+    def _next(self, now: float) -> Pending | None:
+        return self._waiting.next(now, len(self._under_way), self._held >= HELD_BYTES)
+
+    async def _try(self, pending: Pending) -> None:
+        number = pending.line.number
+        name = values.request_id(self._batch, number)
+        body = values.body_of(pending.line.text)
+        sent = self._clock()
+        mark = f"{name}-{self._lease.epoch}-{next(self._sends)}"  # at a worker no two tries have one name
+        answer = await self._door.send(self._lease.endpoint, body, mark, self._lease.line_s)
+        outcome, result = answer.outcome, None
+        if answer.events:
+            result = values.no_stream(number, name)
+        elif outcome is Outcome.ANSWERED:
+            result = values.answered(number, name, answer.status, answer.body)
+            outcome = outcome if result else Outcome.FAULT
+        if outcome is Outcome.FAULT and pending.tries.failures and self._answered_at < pending.failed_at:
+            outcome = Outcome.OUTAGE
+        tries = pending.tries.after(outcome)
+        if result is None and tries.exhausted:
+            result = values.given_up(number, name, outcome, tries, answer.status, answer.body)
+        now = self._clock()
+        if result is not None:
+            if outcome is Outcome.ANSWERED:
+                self._answered_at = now
+                self._window.answered(now)
+            self._done(pending, result)
+        else:
+            self._again(replace(pending, tries=tries, failed_at=now), outcome, sent, answer.retry_s)
+
+    def _done(self, pending: Pending, result: Result) -> None:
+        self._held -= len(pending.line.text)
+        self._outbox.put(result)
+
+    def _again(self, pending: Pending, outcome: Outcome, sent: float, retry_s: float) -> None:
+        now, tries = pending.failed_at, pending.tries
+        self._retried[outcome.value] += 1
+        if outcome in (Outcome.BUSY, Outcome.AWAY):
+            wait = max(retry_s, retries.wait_s(min(tries.refusals, PATIENCE), self._rng))
+            self._window.refused(sent, now, wait)
+        else:
+            wait = retries.wait_s(tries.failures - 1, self._rng)
+        self._waiting.again(pending, now + wait)
+
+    def _back(self, task: asyncio.Task[None]) -> None:
+        self._under_way.discard(task)
+        self._wake()
+
+    def _posted(self, receipt: Receipt) -> None:
+        self._window.bound(self._bounded(receipt.window))
+        self._obey(receipt.order)
+        self._wake()
+
+    def _bounded(self, window: int) -> int:
+        return window if self._widest is None else min(window, self._widest)
+
+    def _obey(self, order: Order) -> None:
+        if order is Order.STOP:
+            self.stop()
+
+    def _wake(self) -> None:
+        self._to_send.set()
+        self._to_fetch.set()
+
+
+async def _change(news: asyncio.Event, seconds: float | None = None) -> None:
+    """Wait until something has changed, but not longer than that."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await news.wait()
+    news.clear()

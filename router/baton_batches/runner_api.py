@@ -1,0 +1,267 @@
+"""
+The internal batch API: what a runner may ask of the router, and nothing else.
+
+It holds no state that counts. Every call carries a token for one batch and one epoch; what a call changes
+is checked against the ledger in the same transaction, so that any replica can answer it, and a runner whose
+lease another has taken changes nothing. See `wire` for the calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import parse_qs
+
+import msgspec
+
+from baton_api import runner_tokens
+from baton_api.errors import (
+    BatonError,
+    InternalError,
+    InvalidRequest,
+    MethodNotAllowed,
+    NotReady,
+    RouteNotFound,
+    StaleLease,
+    Unauthorized,
+)
+from baton_api.runner_tokens import RunnerToken
+from baton_batches import input_slices, wire
+from baton_batches.input_slices import Cursor, Done
+from baton_batches.pod_tokens import PodTokens
+from baton_batches.runner_secret import RunnerSecret
+from baton_batches.storage import Storage
+from baton_batches.values import Batch, Result, Status
+from baton_batches.wire import Lease, Order, Receipt, Renewal, Slice
+from baton_http.client import Client, ClientGone
+from baton_http.replies import REQUEST_ID, Receive, Scope, Send, request_id, send_error
+
+log = logging.getLogger(__name__)
+
+BODY_LIMIT = 512 * 1024 * 1024
+"""Bytes of a group of results; it is larger than a megabyte only if one answer is."""
+
+BODY_S = 60.0
+
+GRACE_S = 60.0
+"""Seconds for which a token outlives its lease: a lease that has run out still counts unless it was taken."""
+
+EPOCHS = 64
+"""Of how many batches it is remembered which lines were done when their lease began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What runners are told when they begin."""
+
+    lease_s: float
+    line_s: float
+    window: Callable[[], int]
+    """Most lines of a batch under way at once, now."""
+
+
+class RunnerApi:
+    """Serves what begins with `wire.PATH`, as a bare ASGI callable."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        secret: RunnerSecret,
+        terms: Terms,
+        recorded: Callable[[], None],
+        pods: PodTokens | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """
+        `recorded` hears of it when a batch needs no runner any more. `pods` knows runners that come with a
+        token of Kubernetes. `clock`: of the Unix epoch.
+        """
+        self._pods = pods
+        self._storage = storage
+        self._recorded = recorded
+        self._secret = secret
+        self._terms = terms
+        self._clock = clock
+        self._done: OrderedDict[tuple[str, int], Done] = OrderedDict()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        name = request_id(scope["headers"])
+        client = Client(scope, receive, send)
+        try:
+            batch, _, call = scope["path"].removeprefix(wire.PATH).partition("/")
+            given = _bearer(scope)
+            await self._secret.get()
+            job = await self._pods.job(given) if self._pods and _is_foreign(given) else ""
+            token = self._token(given, batch) if not job else RunnerToken(batch, runner_tokens.START, "", 0)
+            method = CALLS.get(call)
+            if method is None:
+                raise RouteNotFound(scope["method"], scope["path"])
+            if scope["method"] != method:
+                raise MethodNotAllowed(scope["method"], scope["path"], method)
+            if (token.epoch == runner_tokens.START) != (call == "lease"):
+                raise Unauthorized
+            body = await client.body(BODY_LIMIT, BODY_S)
+            if call == "lines":
+                answer: object = await self._lines(token, scope["query_string"])
+            else:
+                answer = await self._storage.run(lambda: self._answer(call, token, body, job))
+            if call == "results" and isinstance(answer, Receipt) and answer.order is Order.STOP:
+                self._recorded()
+        except ClientGone:
+            return
+        except BatonError as error:
+            await send_error(send, error, name, close=not client.read)
+        except Exception:
+            log.exception("A call of batch %s's runner failed inside the router.", batch)
+            await send_error(send, InternalError(), name, close=not client.read)
+        else:
+            await _send(send, answer, name)
+
+    def _token(self, given: str, batch: str) -> RunnerToken:
+        """Raises Unauthorized, also for a token of another batch."""
+        token = runner_tokens.read(self._secret.value, given, self._clock())
+        if token is None or token.batch != batch:
+            raise Unauthorized
+        return token
+
+    def _answer(self, call: str, token: RunnerToken, body: bytes, job: str) -> object:
+        """In a thread. `job` is the BatchJob whose pod asks, if one does."""
+        try:
+            match call:
+                case "lease":
+                    runner = wire.apply(body).runner
+                    if job:
+                        self._claim(token, job)
+                    return self._lease(token, runner)
+                case "renew":
+                    return self._renew(token, body)
+                case "results":
+                    return self._record(token, wire.results(body))
+                case _:
+                    self._storage.ledger.release(token.batch, token.epoch)
+                    return None
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise _malformed(error) from error
+
+    def _claim(self, token: RunnerToken, job: str) -> None:
+        """See that the batch is this BatchJob's. Raises Unauthorized, and NotReady while it is validated."""
+        batch = self._storage.jobs.claim(token.batch, job)
+        if batch.status is Status.VALIDATING:
+            raise NotReady(f"{batch.id} is being validated.")
+
+    def _lease(self, token: RunnerToken, runner: str) -> Lease | None:
+        """None if there is nothing to run (any more). Raises StaleLease if another has the lease."""
+        ledger, terms = self._storage.ledger, self._terms
+        batch, now = ledger.find(token.batch), self._clock()
+        if _order(batch, now) is Order.STOP:
+            return None
+        # A supervisor takes the lease in its runner's name before it starts it.
+        way = ledger.take if batch.runner == runner else ledger.lease
+        epoch = way(batch.id, runner, now, terms.lease_s)
+        if epoch is None:
+            raise StaleLease(batch.id, token.epoch, batch.epoch, batch.status)
+        return Lease(
+            epoch=epoch,
+            token=self._issue(batch, epoch),
+            lease_s=terms.lease_s,
+            endpoint=batch.endpoint,
+            total=batch.total,
+            done=batch.done,
+            window=terms.window(),
+            line_s=terms.line_s,
+        )
+
+    def _renew(self, token: RunnerToken, body: bytes) -> Renewal:
+        if body:
+            self._storage.figures.retried(wire.progress(body).retries)
+        ledger, now = self._storage.ledger, self._clock()
+        batch = ledger.renew(token.batch, token.epoch, now, self._terms.lease_s, in_window=True)
+        return Renewal(self._issue(batch, token.epoch), _order(batch, now), self._terms.window())
+
+    def _record(self, token: RunnerToken, found: list[Result]) -> Receipt:
+        kept = self._storage.ledger.record(token.batch, token.epoch, found, int(self._clock()))
+        self._storage.figures.recorded(kept.completed, kept.new - kept.completed)
+        order = Order.GO_ON if kept.status is Status.IN_PROGRESS else Order.STOP
+        return Receipt(kept.new, order, self._terms.window())
+
+    async def _lines(self, token: RunnerToken, query: bytes) -> Slice:
+        """Ledger and store are asked in threads of their own: a slow store holds up no heartbeat."""
+        try:
+            cursor = Cursor.read(parse_qs(query.decode("latin-1")).get("after", [""])[0])
+        except ValueError as error:
+            raise _malformed(error) from error
+        batch, done = await self._storage.run(lambda: (self._holder(token), self._done_before(token)))
+        return await self._storage.transfer(lambda: self._slice(batch, done, cursor))
+
+    def _slice(self, batch: Batch, done: Done, cursor: Cursor) -> Slice:
+        size = batch.input_bytes
+        most = wire.SLICE_BYTES
+        while True:
+            end = min(size, cursor.position + most)
+            data = b"".join(self._storage.objects.read(batch.input_object, cursor.position, end))
+            lines, after = input_slices.cut(data, cursor, end == size, done, wire.SLICE_LINES)
+            if lines or after.position >= size:
+                return Slice(lines, str(after), after.position >= size)
+            most = wire.SLICE_BYTES if after != cursor else most * 2  # one line is longer than that
+            cursor = after
+
+    def _holder(self, token: RunnerToken) -> Batch:
+        """The batch that is the token's still. Raises StaleLease."""
+        batch = self._storage.ledger.find(token.batch)
+        if batch.epoch != token.epoch or batch.status.ended:
+            raise StaleLease(token.batch, token.epoch, batch.epoch, batch.status)
+        return batch
+
+    def _done_before(self, token: RunnerToken) -> Done:
+        """The lines that had a result when this epoch's runner, who asks for each line once, began."""
+        key = (token.batch, token.epoch)
+        done = self._done.get(key)
+        if done is None:
+            ranges: list[tuple[int, int]] = []
+            while more := self._storage.ledger.done(token.batch, after=ranges[-1][1] if ranges else 0):
+                ranges += more
+            done = self._done[key] = Done(ranges)
+            while len(self._done) > EPOCHS:
+                self._done.popitem(last=False)
+        return done
+
+    def _issue(self, batch: Batch, epoch: int) -> str:
+        expiry = self._clock() + self._terms.lease_s + GRACE_S
+        return runner_tokens.issue(self._secret.value, batch.id, epoch, batch.owner, expiry, batch.models)
+
+
+CALLS = {"lease": "POST", "renew": "POST", "lines": "GET", "results": "POST", "release": "POST"}
+
+
+def _bearer(scope: Scope) -> str:
+    """The token that a call comes with; empty if there is none."""
+    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    scheme, _, text = given.decode("latin-1").partition(" ")
+    return text.strip() if scheme.lower() == "bearer" else ""
+
+
+def _is_foreign(token: str) -> bool:
+    """Whether somebody else has signed it, if anybody has."""
+    return not token.startswith(runner_tokens.PREFIX)
+
+
+def _order(batch: Batch, now: float) -> Order:
+    """What its runner is to do at that time."""
+    runs = batch.status is Status.IN_PROGRESS and now < batch.expires_at
+    return Order.GO_ON if runs else Order.STOP
+
+
+def _malformed(error: Exception) -> InvalidRequest:
+    return InvalidRequest(f"This is no call of a runner's: {error}.")
+
+
+async def _send(send: Send, answer: object, name: bytes) -> None:
+    body = b"" if answer is None else wire.encode(answer)
+    headers = [(REQUEST_ID, name)]
+    if body:
+        headers += [(b"content-type", wire.MSGPACK.encode()), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200 if body else 204, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

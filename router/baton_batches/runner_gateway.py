@@ -1,0 +1,214 @@
+"""
+A runner's way to the router: the internal batch API, and the lines themselves on the OpenAI paths.
+
+What is asked of the internal API is asked until it is answered: a router that is away, starting or short of
+its database is one to wait for. A line is sent once; whether it is sent again is `retrying`'s to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from baton_api import headers
+from baton_api.errors import NotReady, SetupError
+from baton_batches import retries, wire
+from baton_batches.retries import Outcome
+from baton_batches.values import Result
+from baton_batches.wire import Apply, Lease, Progress, Receipt, Renewal, Slice
+from baton_http.upstream import Exchange, Headers, Lost, Upstream
+
+CONNECT_S = 5.0
+ASK_S = 60.0
+"""Seconds for one answer of the internal API: it may wait for the database."""
+
+ANSWER_LIMIT = 256 * 1024 * 1024
+"""Bytes of one line's answer."""
+
+OK, NO_CONTENT, UNAUTHORIZED, NOT_FOUND, CONFLICT = 200, 204, 401, 404, 409
+
+Read = TypeVar("Read")
+
+
+class Dismissed(Exception):
+    """The batch is another's now, or nobody's: what this runner does counts no more."""
+
+
+class Missing(Dismissed):
+    """There is no such batch."""
+
+
+class Refused(Exception):
+    """The token is not good (any more)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One try at a line."""
+
+    outcome: Outcome
+    status: int = 0
+    body: bytes = b""
+    retry_s: float = 0.0
+    """What `Retry-After` said."""
+    events: bool = False
+    """Whether it is a stream of events."""
+
+
+class _Error(msgspec.Struct):
+    code: str | None = None
+
+
+class _Failure(msgspec.Struct):
+    error: _Error = msgspec.field(default_factory=_Error)
+
+
+_failure = msgspec.json.Decoder(_Failure).decode
+
+
+class Door:
+    """One runner's, for one batch."""
+
+    def __init__(self, url: str, batch: str, token: str, rng: random.Random) -> None:
+        """Raises SetupError if `url` is no router's."""
+        self._upstream = upstream_of(url)
+        self._path = f"{wire.PATH}{batch}"
+        self._token = token
+        self._rng = rng
+
+    def close(self) -> None:
+        self._upstream.close()
+
+    # --- The internal batch API: each raises Dismissed or Refused ---
+
+    async def lease(self, runner: str) -> Lease | None:
+        """The right to work; None if there is nothing (left) to run."""
+        body = await self._ask("POST", "/lease", wire.encode(Apply(runner)))
+        if not body:
+            return None
+        lease = wire.lease(body)
+        self._token = lease.token
+        return lease
+
+    async def renew(self, progress: Progress) -> Renewal:
+        renewal = wire.renewal(await self._ask("POST", "/renew", wire.encode(progress)))
+        self._token = renewal.token
+        return renewal
+
+    async def lines(self, cursor: str) -> Slice:
+        return wire.slice(await self._ask("GET", f"/lines?after={cursor}"))
+
+    async def record(self, results: list[Result]) -> Receipt:
+        return wire.receipt(await self._ask("POST", "/results", wire.encode(results)))
+
+    async def release(self) -> None:
+        await self._ask("POST", "/release")
+
+    async def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
+        tries = 0
+        while True:
+            try:
+                async with asyncio.timeout(ASK_S):
+                    exchange = await self._upstream.request(
+                        self._head(method, self._path + path, len(body), wire.MSGPACK), body
+                    )
+                    try:
+                        answer = await whole(exchange)
+                    finally:
+                        exchange.close()
+            except (Lost, NotReady, TimeoutError):
+                pass
+            else:
+                if exchange.status in (OK, NO_CONTENT):
+                    return answer
+                if exchange.status == UNAUTHORIZED:
+                    raise Refused(answer.decode(errors="replace"))
+                if exchange.status == NOT_FOUND:
+                    raise Missing(answer.decode(errors="replace"))
+                if exchange.status == CONFLICT:
+                    raise Dismissed(answer.decode(errors="replace"))
+            await asyncio.sleep(retries.wait_s(tries, self._rng) / 5)
+            tries += 1
+
+    # --- Lines ---
+
+    async def send(self, path: str, body: bytes, request_id: str, seconds: float) -> Answer:
+        """One try at a line. To cancel it closes its connection, which ends it at the worker too."""
+        head = self._head("POST", path, len(body), "application/json", request_id)
+        try:
+            async with asyncio.timeout(seconds):
+                exchange = await self._upstream.request(head, body)
+                try:
+                    answer = await whole(exchange)
+                finally:
+                    exchange.close()
+        except TimeoutError:
+            return Answer(Outcome.SLOW)
+        except NotReady:  # no file descriptor is left
+            return Answer(Outcome.AWAY)
+        except Lost as lost:
+            return Answer(Outcome.AWAY if lost.cause == "connect" else Outcome.LOST)
+        status = exchange.status
+        code = _code(answer) if status >= retries.SERVER_ERRORS else None
+        return Answer(
+            retries.outcome(status, code),
+            status,
+            answer,
+            _retry_s(exchange.headers),
+            _events(exchange.headers),
+        )
+
+    def _head(self, method: str, path: str, length: int, kind: str, request_id: str = "") -> bytes:
+        lines = [
+            f"{method} {path} HTTP/1.1",
+            f"host: {self._upstream.name}",
+            f"content-type: {kind}",
+            f"content-length: {length}",
+            f"authorization: Bearer {self._token}",
+        ]
+        if request_id:
+            lines += [f"{headers.REQUEST_ID}: {request_id}", f"{headers.CLASS}: batch"]
+        return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def upstream_of(url: str) -> Upstream:
+    """Connections to a router. Raises SetupError if `url` is none's."""
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
+        raise SetupError(f"{url!r} is no router's address; one looks like http://127.0.0.1:8080.")
+    return Upstream(parts.hostname, parts.port or 80, CONNECT_S)
+
+
+async def whole(exchange: Exchange) -> bytes:
+    """The body of an answer. Raises Lost."""
+    pieces = []
+    size = 0
+    while piece := await exchange.read():
+        pieces.append(piece)
+        size += len(piece)
+        if size > ANSWER_LIMIT:
+            raise Lost("the router", "malformed")
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _code(body: bytes) -> str | None:
+    try:
+        return _failure(body).error.code
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _retry_s(given: Headers) -> float:
+    for name, value in given:
+        if name == b"retry-after" and value.isdigit():
+            return float(value)
+    return 0.0
+
+
+def _events(given: Headers) -> bool:
+    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in given)

@@ -1,0 +1,120 @@
+"""
+Files, batches and bytes of one router: opened when they are first needed, and asked in threads.
+
+The ledger, the store of objects and the keeper have threads of their own: a store that takes long for each
+call holds up transfers and the keeper's work, and no lease is lost meanwhile. A router that nobody gives
+files to makes no folder and connects to no database.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from baton_api.errors import BatonError
+from baton_batches.database import Database
+from baton_batches.files import Files
+from baton_batches.jobs import Jobs
+from baton_batches.ledger import Ledger
+from baton_batches.metrics import BatchFigures, summarize
+from baton_batches.object_store import Folder, Objects
+from baton_batches.settings import BatchSettings
+
+Answer = TypeVar("Answer")
+
+LEDGER_THREADS = 5
+KEEPER_THREADS = 3
+"""Together as many as the connections of a database: no other thread holds one for long."""
+
+TRANSFERS = 16
+"""Threads that read and write objects for clients and runners, and wait for the store."""
+
+LEDGER = "ledger.sqlite3"
+FILES = "files"
+
+
+class Storage:
+    """What the endpoints and the keeper share."""
+
+    def __init__(self, settings: BatchSettings, port: int) -> None:
+        """Touches nothing yet. Raises SetupError for a setting that cannot be one."""
+        self.settings = settings
+        self.figures = BatchFigures()
+        folder = state_folder(settings.state, port, os.environ)
+        self._temporary = folder is None
+        self._folder = folder or Path(tempfile.gettempdir()) / f"baton-router-{secrets.token_hex(16)}"
+        url = settings.database.get_secret_value()
+        self._shared = bool(url)
+        self._database = Database(url or f"sqlite:///{self._folder / LEDGER}")
+        self.files = Files(self._database)
+        self.ledger = Ledger(self._database)
+        self.jobs = Jobs(self._database)
+        self.objects = self._objects()
+        self._ledger_threads = ThreadPoolExecutor(LEDGER_THREADS, thread_name_prefix="ledger")
+        self._keeper_threads = ThreadPoolExecutor(KEEPER_THREADS, thread_name_prefix="keeper")
+        self._transfers = ThreadPoolExecutor(TRANSFERS, thread_name_prefix="transfer")
+
+    @property
+    def in_use(self) -> bool:
+        """Whether there may be batches to look after: some were kept before, or others may bring some."""
+        return self._shared or (self._folder / LEDGER).exists()
+
+    async def run(self, call: Callable[[], Answer]) -> Answer:
+        """A call of the ledger, in a thread; it goes on to its end also if nobody waits for it any more."""
+        return await self._run(self._ledger_threads, call)
+
+    async def transfer(self, call: Callable[[], Answer]) -> Answer:
+        """The same for a call of the store of objects."""
+        return await self._run(self._transfers, call)
+
+    async def keep(self, call: Callable[[], Answer]) -> Answer:
+        """The same for the keeper's long work with both."""
+        return await self._run(self._keeper_threads, call)
+
+    async def _run(self, threads: ThreadPoolExecutor, call: Callable[[], Answer]) -> Answer:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(threads, call)
+        except BatonError as error:
+            self.figures.failed(error)
+            raise
+
+    async def look(self, now: float) -> None:
+        """See how many batches there are and how far, for the figures. Raises StorageUnavailable."""
+        self.figures.summary = await self.run(lambda: summarize(self._database, now))
+
+    def close(self) -> None:
+        for threads in (self._transfers, self._keeper_threads, self._ledger_threads):
+            threads.shutdown(wait=True)
+        self._database.close()
+        if self._temporary:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _objects(self) -> Objects:
+        place = self.settings.files_store
+        if place.startswith("s3://"):
+            from baton_batches.s3 import Bucket
+
+            return Bucket(place, self.settings.files_endpoint)
+        return Folder(Path(place).expanduser() if place else self._folder / FILES)
+
+
+def state_folder(given: str, port: int, environment: Mapping[str, str]) -> Path | None:
+    """
+    Where a router keeps its state; None for one that has no place of its own.
+
+    >>> state_folder("", 8080, {"XDG_STATE_HOME": "/var/lib"})
+    PosixPath('/var/lib/baton/router-8080')
+    """
+    if given:
+        return Path(given).expanduser()
+    if port == 0:
+        return None
+    home = environment.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(home).expanduser() / "baton" / f"router-{port}"

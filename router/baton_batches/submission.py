@@ -1,0 +1,112 @@
+"""
+A batch made of a file, once: whoever is killed after it was made finds it again by what its metadata says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from urllib.parse import quote
+
+import msgspec
+
+from baton_api import batch_jobs
+from baton_api.errors import NotReady
+from baton_batches import requests, retries
+from baton_batches.runner_gateway import ASK_S, OK, upstream_of, whole
+from baton_http.upstream import Lost
+
+BATCHES = "/v1/batches"
+PAGE = 100
+
+AGAIN = frozenset({408, 429, *range(500, 600)})
+"""Answers after which the same request may get another one."""
+
+
+class Unfit(Exception):
+    """The router makes no batch of this, whoever asks; the text says why."""
+
+
+class _Batch(msgspec.Struct):
+    id: str
+    metadata: dict[str, str] | None = None
+
+
+class _Page(msgspec.Struct):
+    data: list[_Batch]
+    has_more: bool
+
+
+class Submission:
+    """What is asked for in the name of one BatchJob."""
+
+    def __init__(
+        self,
+        url: str,
+        key: str,
+        file: str,
+        endpoint: str,
+        job: str,
+        window: str = requests.DAY,
+        rng: random.Random | None = None,
+    ) -> None:
+        """`job` is the BatchJob's name and uid, as `name/uid`. Raises SetupError if `url` is no router's."""
+        self._upstream = upstream_of(url)
+        self._key = key
+        self._file = file
+        self._endpoint = endpoint
+        self._job = job
+        self._window = window
+        self._rng = rng or random.Random()
+
+    async def batch(self) -> str:
+        """The id of the batch, which is made if it is not there. Raises Unfit."""
+        try:
+            return await self._find() or await self._make()
+        finally:
+            self._upstream.close()
+
+    async def _find(self) -> str:
+        after = ""
+        while True:
+            more = f"&after={quote(after, safe='')}" if after else ""
+            page = msgspec.json.decode(await self._ask("GET", f"?limit={PAGE}{more}"), type=_Page)
+            for one in page.data:
+                if (one.metadata or {}).get(batch_jobs.METADATA) == self._job:
+                    return one.id
+            if not page.has_more:
+                return ""
+            after = page.data[-1].id
+
+    async def _make(self) -> str:
+        body = {
+            "input_file_id": self._file,
+            "endpoint": self._endpoint,
+            "completion_window": self._window,
+            "metadata": {batch_jobs.METADATA: self._job},
+        }
+        return msgspec.json.decode(await self._ask("POST", "", msgspec.json.encode(body)), type=_Batch).id
+
+    async def _ask(self, method: str, query: str, body: bytes = b"") -> bytes:
+        """Until it is answered. Raises Unfit."""
+        lines = [f"{method} {BATCHES}{query} HTTP/1.1", f"host: {self._upstream.name}"]
+        lines += ["content-type: application/json", f"content-length: {len(body)}"]
+        lines += [f"authorization: Bearer {self._key}"] if self._key else []
+        head = ("\r\n".join(lines) + "\r\n\r\n").encode()
+        tries = 0
+        while True:
+            try:
+                async with asyncio.timeout(ASK_S):
+                    exchange = await self._upstream.request(head, body)
+                    answer = await whole(exchange)
+            except (Lost, NotReady, TimeoutError):
+                pass
+            else:
+                if exchange.status == OK:
+                    return answer
+                if exchange.status not in AGAIN:
+                    raise Unfit(answer.decode(errors="replace"))
+            await asyncio.sleep(retries.wait_s(tries, self._rng) / 5)
+            tries += 1
+            if body and (found := await self._find()):  # nobody heard of it, and it was made all the same
+                return msgspec.json.encode({"id": found})

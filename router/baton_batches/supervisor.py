@@ -1,0 +1,186 @@
+"""
+Runners on one machine: one process for each batch that has lines to run and nobody who runs them.
+
+The ledger says which batches those are. A router takes a batch's lease in the name of the runner that it then
+starts, so that of several routers one starts a runner, and of several runners one works. A runner that dies
+loses its lease at once and is started again, more and more slowly while it gets nothing done. No runner
+outlives its router: each holds the end of a pipe that closes with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from baton_api import logs, runner_tokens
+from baton_api.errors import BatonError
+from baton_batches.run import Ended, default_name
+from baton_batches.runner_secret import RunnerSecret
+from baton_batches.storage import Storage
+from baton_batches.values import Batch, Status
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+"""Seconds from one look at the ledger to the next."""
+
+FIRST_DELAY_S = 0.5
+LONGEST_DELAY_S = 30.0
+
+END_S = 10.0
+"""Seconds that runners have to end when the router does."""
+
+TOKEN = "BATON_BATCH_TOKEN"
+"""The environment variable that a runner's token stands in: others on the machine can read its arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setback:
+    """A batch whose runners end without having done anything."""
+
+    done: int
+    """Lines of it that had a result then."""
+    times: int
+    until: float
+    """Before that no other is started."""
+
+    @staticmethod
+    def after(before: Setback | None, done: int, now: float) -> Setback:
+        times = before.times + 1 if before is not None and before.done == done else 1
+        return Setback(done, times, now + min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** min(times - 1, 16)))
+
+
+def chosen(waiting: Sequence[Batch], running: Collection[Batch], places: int) -> list[Batch]:
+    """Who of `waiting` gets the free places: of the owner with the fewest running, the oldest."""
+    held = Counter(batch.owner for batch in running)
+    left = sorted(waiting, key=lambda batch: batch.seq)
+    begun: list[Batch] = []
+    while left and len(running) + len(begun) < places:
+        batch = min(left, key=lambda one: held[one.owner])  # the first of several: the oldest
+        left.remove(batch)
+        held[batch.owner] += 1
+        begun.append(batch)
+    return begun
+
+
+class Supervisor:
+    """The runners of one router."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        secret: RunnerSecret,
+        places: int,
+        lease_s: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """At most `places` run at a time. `clock` gives seconds of the Unix epoch."""
+        self._lease_s = lease_s
+        self._storage = storage
+        self._secret = secret
+        self._places = places
+        self._clock = clock
+        self._running: dict[str, tuple[Batch, asyncio.Task[None]]] = {}
+        self._setbacks: dict[str, Setback] = {}
+        self._news = asyncio.Event()
+
+    async def run(self, url: str) -> None:
+        """Keep runners that speak to the router at `url`, until cancelled; then none is left."""
+        try:
+            while True:
+                try:
+                    await self._start(url)
+                except BatonError as error:
+                    log.warning("No batch can be started now: %s", error.message)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S):
+                        await self._news.wait()
+                self._news.clear()
+        finally:
+            tasks = [task for _, task in self._running.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _start(self, url: str) -> None:
+        if len(self._running) >= self._places or not self._storage.in_use:
+            return
+        now = self._clock()
+        without = {*self._running, *(id for id, setback in self._setbacks.items() if now < setback.until)}
+        unfinished = partial(self._storage.ledger.unfinished, now, Status.IN_PROGRESS, without=without)
+        waiting = await self._storage.run(unfinished)
+        for batch in chosen(waiting, [batch for batch, _ in self._running.values()], self._places):
+            self._running[batch.id] = batch, asyncio.create_task(self._keep(batch, url))
+
+    async def _keep(self, batch: Batch, url: str) -> None:
+        """One runner, from its start to its end."""
+        name = default_name()
+        ledger, now = self._storage.ledger, self._clock()
+        try:
+            secret = await self._secret.get()
+            lease = partial(ledger.lease, batch.id, name, now, self._lease_s, Status.IN_PROGRESS)
+            epoch = await self._storage.run(lease)
+            if epoch is not None:  # else another router was faster
+                try:
+                    status = await self._child(batch, url, name, secret)
+                except asyncio.CancelledError:
+                    await self._gone(batch, name, Ended.TOLD_TO)
+                    raise
+                await self._gone(batch, name, status)
+        except BatonError as error:
+            log.warning("%s is not run for now: %s", batch.id, error.message)
+            self._set_back(batch)
+        finally:
+            del self._running[batch.id]
+            self._news.set()
+
+    async def _child(self, batch: Batch, url: str, name: str, secret: bytes) -> int:
+        token = runner_tokens.issue(secret, batch.id, runner_tokens.START, batch.owner, batch.expires_at)
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "baton_cli.main", "batch", "run"),
+            *(f"--router={url}", f"--batch={batch.id}", f"--runner={name}", "--leash"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, **logs.for_children(), TOKEN: token},
+        )
+        try:
+            return await child.wait()
+        except asyncio.CancelledError:
+            with contextlib.suppress(ProcessLookupError):
+                child.terminate()
+            try:
+                async with asyncio.timeout(END_S):
+                    await child.wait()
+            except TimeoutError:
+                child.kill()
+                await child.wait()
+            raise
+
+    async def _gone(self, batch: Batch, name: str, status: int) -> None:
+        """The runner has ended: let another have the batch, after a while if this one got nothing done."""
+        batch = await self._storage.run(partial(self._let_go, batch.id, name))
+        if status in (Ended.THROUGH, Ended.TOLD_TO) or batch.status.ended:
+            self._setbacks.pop(batch.id, None)
+            return
+        self._set_back(batch)
+        if status != Ended.DISMISSED:
+            done = f"{batch.done} of {batch.total} lines are done"
+            log.warning("A runner of %s ended with status %d; %s.", batch.id, status, done)
+
+    def _set_back(self, batch: Batch) -> None:
+        self._setbacks[batch.id] = Setback.after(self._setbacks.get(batch.id), batch.done, self._clock())
+
+    def _let_go(self, id: str, name: str) -> Batch:
+        batch = self._storage.ledger.find(id)
+        if batch.runner == name:
+            self._storage.ledger.release(id, batch.epoch)
+        return batch

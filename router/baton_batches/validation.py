@@ -1,0 +1,156 @@
+"""
+Validation of an input file: read once, line by line, never held in memory as a whole.
+
+The report names all invalid lines up to a limit. Valid lines that can have no answer get their error here,
+so that runners send only lines that are worth a try.
+
+Repeated `custom_id`s are found in eight bytes per name: the first pass keeps a hash of each name, and only
+if two hashes are equal a second pass compares the names themselves.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import xxhash
+
+from baton_batches import lines
+from baton_batches.values import VALIDATION_LIMIT, LineError, Result
+
+BUCKETS = 256
+"""Hashes are sorted in so many parts, because a sorted part is a list, which takes several times its size."""
+
+
+class Names:
+    """A set of names that can only tell which of them may have come twice."""
+
+    def __init__(self) -> None:
+        self._buckets = [array("Q") for _ in range(BUCKETS)]
+
+    def add(self, name: str) -> None:
+        number = xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass"))
+        self._buckets[number % BUCKETS].append(number)
+
+    def suspects(self) -> set[int]:
+        """Hashes that more than one of the names have."""
+        return {
+            one for bucket in self._buckets for one, other in pairwise(sorted(bucket)) if one == other
+        }  # fmt: skip
+
+
+def repeated(named: Iterable[tuple[int, str]], suspects: set[int]) -> Iterator[tuple[int, str]]:
+    """Of numbered names, those that came before. Only names with a suspect hash are remembered."""
+    seen: set[str] = set()
+    for number, name in named:
+        if xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass")) in suspects:
+            if name in seen:
+                yield number, name
+            seen.add(name)
+
+
+RESULTS_AT_ONCE = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What one batch may bring."""
+
+    bytes: int
+    lines: int
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`errors` if the file is no batch; else how many requests it has, and the first one's model."""
+
+    total: int
+    model: str | None
+    errors: tuple[LineError, ...] = ()
+
+
+def examine(
+    read: Callable[[], Iterator[bytes]],
+    size: int,
+    endpoint: str,
+    bounds: Bounds,
+    keep: Callable[[list[Result]], object],
+) -> Verdict:
+    """`read` begins at the file's first byte each time; `keep` takes results that lines have already."""
+    if size > bounds.bytes:
+        told = f"The file has {size} bytes; a batch may have {bounds.bytes}."
+        return Verdict(0, None, (LineError("file_too_large", told),))
+    examined = _Examined(endpoint, bounds, keep)
+    try:
+        examined.run(lines.split(read(), bounds.line))
+    except lines.TooLong as fault:
+        told = f"The line is over the limit of {bounds.line} bytes; what follows it was not read."
+        examined.errors.append(LineError("line_too_long", told, None, fault.args[0]))
+    if not examined.total and not examined.errors:
+        examined.errors.append(LineError("empty_file", "The file has no requests."))
+    if suspects := examined.names.suspects():
+        examined.errors += _duplicates(lines.split(read(), bounds.line), suspects, endpoint)
+    errors = sorted(examined.errors, key=lambda error: error.line or 0)
+    return Verdict(examined.total, examined.model, tuple(errors[:VALIDATION_LIMIT]))
+
+
+class _Examined:
+    """What is known of a file so far."""
+
+    def __init__(self, endpoint: str, bounds: Bounds, keep: Callable[[list[Result]], object]) -> None:
+        self.total = 0
+        self.model: str | None = None
+        self.errors: list[LineError] = []
+        self.names = Names()
+        self._endpoint = endpoint
+        self._bounds = bounds
+        self._keep = keep
+
+    def run(self, numbered: Iterable[tuple[int, bytes]]) -> None:
+        refused: list[Result] = []
+        for number, text in numbered:
+            self.total += 1
+            if self.total > self._bounds.lines:
+                told = f"The file has more than {self._bounds.lines} requests; what follows was not read."
+                self.errors.append(LineError("too_many_lines", told, None, number))
+                return
+            line = lines.read(number, text, self._endpoint)
+            if isinstance(line, LineError):
+                self.errors.append(line)
+                if len(self.errors) >= VALIDATION_LIMIT:
+                    return
+                continue
+            self.names.add(line.custom_id)
+            if self.model is None and isinstance(line.body.model, str):
+                self.model = line.body.model
+            if (result := lines.refused(number, line)) is not None:
+                refused.append(result)
+                if len(refused) >= RESULTS_AT_ONCE:
+                    self._keep(refused)
+                    refused = []
+        if refused:
+            self._keep(refused)
+
+
+def _duplicates(
+    numbered: Iterable[tuple[int, bytes]], suspects: set[int], endpoint: str
+) -> Iterator[LineError]:
+    def named() -> Iterator[tuple[int, str]]:
+        for number, text in numbered:
+            line = lines.read(number, text, endpoint)
+            if not isinstance(line, LineError):
+                yield number, line.custom_id
+
+    found = 0
+    try:
+        for number, name in repeated(named(), suspects):
+            told = f"The custom_id {name[:100]!r} came before."
+            yield LineError("duplicate_custom_id", told, "custom_id", number)
+            found += 1
+            if found >= VALIDATION_LIMIT:
+                return
+    except lines.TooLong:
+        return  # said already, by the pass before

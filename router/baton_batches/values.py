@@ -1,0 +1,209 @@
+"""
+Values that the ledger holds: files, batches with their status, and results of lines.
+
+The id of a line's request follows from batch and line, so it is the same in every runner and at every retry.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from dataclasses import dataclass
+
+import msgspec
+
+from baton_api.errors import INVALID_VALUE, InvalidRequest, WorkerLost
+from baton_batches.retries import GROUPS, Outcome, Tries
+
+BAD_REQUEST = 400
+
+
+class _Input(msgspec.Struct):
+    body: msgspec.Raw
+
+
+_input = msgspec.json.Decoder(_Input).decode
+_raw = msgspec.json.Decoder(msgspec.Raw).decode
+
+
+def request_id(batch: str, line: int) -> str:
+    """What the request is called in the output, and how its name begins in the logs."""
+    return f"req_{hashlib.sha256(f'{batch}:{line}'.encode()).hexdigest()[:24]}"
+
+
+def body_of(text: bytes) -> bytes:
+    """The body of the request that an input line is."""
+    return bytes(_input(text).body)
+
+
+def no_stream(line: int, name: str) -> Result:
+    """The result of a line that was answered by a stream."""
+    error = InvalidRequest(
+        "A request of a batch cannot be streamed: leave `stream` out.", param="stream", code=INVALID_VALUE
+    )
+    return Result(line, BAD_REQUEST, msgspec.json.encode(error.body()), name)
+
+
+def answered(line: int, name: str, status: int, body: bytes) -> Result | None:
+    """The service's answer as the line's result; None if it is not the JSON that it should be."""
+    try:
+        whole = bytes(_raw(body))
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    if b"\n" in whole or b"\r" in whole:  # outside of strings; a line of the output is one line
+        whole = msgspec.json.format(whole, indent=-1)
+    return Result(line, status, whole, name)
+
+
+def given_up(line: int, name: str, outcome: Outcome, tries: Tries, status: int, body: bytes) -> Result:
+    """The result of a line that is not sent again."""
+    if (
+        outcome in (Outcome.FAULT, Outcome.OUTAGE)
+        and (last := answered(line, name, status, body)) is not None
+    ):
+        return last
+    match outcome:
+        case Outcome.SLOW:
+            code = "request_timeout"
+            message = f"There was no answer in time, {tries.timeouts} times over."
+        case Outcome.LOST:
+            code = WorkerLost.code
+            message = (
+                f"The request was given up: its worker or its connection was lost {tries.losses} times, the "
+                f"last {GROUPS.count(1)} times while no other request of the batch was under way. Look for "
+                f"{name} in the logs of the workers."
+            )
+        case _:
+            code = "server_error"
+            times = tries.faults + tries.outages
+            message = f"The service answered with status {status} and no JSON, {times} times over."
+    return Result(line, 0, msgspec.json.encode({"code": code, "message": message}), name)
+
+
+VALIDATION_LIMIT = 100
+"""Bad lines of an input file that are named; a file with more has no one who would read on."""
+
+
+class Status(enum.StrEnum):
+    """What becomes of a batch; the names are OpenAI's."""
+
+    VALIDATING = "validating"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    CANCELLING = "cancelling"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+
+    @property
+    def ended(self) -> bool:
+        return self in ENDED
+
+
+ENDED = frozenset({Status.COMPLETED, Status.FAILED, Status.EXPIRED, Status.CANCELLED})
+
+
+class LineError(msgspec.Struct, frozen=True):
+    """Why an input file is no batch, as far as one line of it is to blame; `line` counts from 1."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+class Result(msgspec.Struct, frozen=True):
+    """
+    How one line ended, once and for all.
+
+    With a `status` it was answered over HTTP, and `body` is the JSON of that answer; 2xx counts as completed
+    and goes to the output file. With 0 there was no answer, and `body` is `{"code": ..., "message": ...}`.
+    """
+
+    line: int
+    """Number of the line in the input file, from 1; blank lines count."""
+    status: int
+    body: bytes
+    request_id: str = ""
+
+    @property
+    def completed(self) -> bool:
+        return 200 <= self.status < 300
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """One file. Whose it is, and where its bytes lie, is for the router alone to know."""
+
+    seq: int
+    """Grows from file to file, so that files of the same second have an order."""
+    id: str
+    owner: str
+    purpose: str
+    filename: str
+    bytes: int
+    sha256: str
+    object: str
+    """Key of the bytes in the store of objects."""
+    created_at: int
+    expires_at: int | None
+    deleted_at: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One batch. Times are seconds of the Unix epoch; None: it has not come to that."""
+
+    seq: int
+    id: str
+    owner: str
+    endpoint: str
+    input_file: str
+    input_object: str
+    input_bytes: int
+    completion_window: str
+    metadata: dict[str, str] | None
+    output_seconds: int | None
+    """How long after the creation of the output files they are deleted; None: as any file of that purpose."""
+    status: Status
+    model: str | None
+    errors: tuple[LineError, ...]
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    total: int
+    """Lines to be answered; 0 until the file was validated."""
+    completed: int
+    failed: int
+    output_file: str | None
+    error_file: str | None
+    usage: dict[str, int] | None
+    runner: str
+    epoch: int
+    leased_until: float
+    job: str
+    """The BatchJob of Kubernetes that runs it, or is to hear of its end; empty if there is none."""
+    models: frozenset[str] | None
+    """Those that whoever made it could use; None if the owner's rights alone decide."""
+
+    @property
+    def done(self) -> int:
+        return self.completed + self.failed
+
+
+class Recorded(msgspec.Struct, frozen=True):
+    """What came of recording results."""
+
+    new: int
+    """How many lines had no result before."""
+    status: Status
+    """Of the batch now: finalizing once every line has a result."""
+    completed: int = 0
+    """Of the new ones, how many were answered well."""

@@ -1,0 +1,165 @@
+"""The client's side of one request: its body, what is sent to it, and whether it is still there."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+
+from baton_api.errors import BodyTooLarge, InvalidRequest
+from baton_http.protocol import EXTENSION, WITHOUT_BODY, Cycle
+from baton_http.replies import Receive, Scope, Send
+from baton_http.upstream import Headers
+
+PATIENCE = 4
+"""A body that is too large is still read to this many times the limit: who is cut off while sending
+does not read the answer that says why."""
+
+FLUSH_S = 5.0
+"""Seconds in which what was sent must reach a client whose connection is then cut."""
+
+
+class ClientGone(Exception):
+    """The client closed its connection; there is nobody to answer."""
+
+
+class Client:
+    """
+    One client, for one request.
+
+    As a context manager it watches the connection: when the client leaves, the body of the `with` is
+    cancelled wherever it waits, and ClientGone comes out.
+    """
+
+    __slots__ = (
+        "_cycle",
+        "_direct",
+        "_finished",
+        "_gone",
+        "_heard",
+        "_loop",
+        "_receive",
+        "_send",
+        "_task",
+        "moved",
+        "read",
+        "sending",
+        "started",
+    )
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        cycle: Cycle = scope["extensions"][EXTENSION]["cycle"]
+        self._cycle = cycle
+        self._heard = receive == cycle.receive
+        """Whether nobody else hears the request, or the answer, before us."""
+        self._direct = send == cycle.send
+        self.read = False
+        """Whether the whole body has come."""
+        self.started = False
+        self.sending = False
+        self.moved = 0.0
+        """Loop time at which the last sending began or ended."""
+        self._receive = receive
+        self._send = send
+        self._loop = cycle.loop  # to ask for the running one costs a call of the system
+        self._finished = False
+        self._gone = False
+
+    async def body(self, limit: int, seconds: float) -> bytes:
+        """The request's body. Raises BodyTooLarge, InvalidRequest if it is slow, ClientGone."""
+        if self._heard and (here := self._cycle.taken()) is not None:
+            self.read = True
+            return self._within(here, limit)
+        message = await self._receive()
+        if message["type"] == "http.request" and not message.get("more_body"):
+            self.read = True
+            return self._within(message["body"], limit)
+        body = bytearray()
+        size = 0
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    size += len(message["body"])
+                    if size <= limit:
+                        body += message["body"]
+                    self.read = not message.get("more_body")
+                    if self.read or size > PATIENCE * limit:
+                        break
+                    message = await self._receive()
+        except TimeoutError as error:
+            raise InvalidRequest(f"The request's body did not arrive within {seconds:g} seconds.") from error
+        if size > limit:
+            raise BodyTooLarge(limit)
+        return bytes(body)
+
+    async def start(self, status: int, headers: Headers) -> None:
+        self.started = True
+        self.moved = self._loop.time()
+        if self._direct and status not in WITHOUT_BODY:
+            self._cycle.start(status, headers)
+        else:
+            self._direct = False
+            await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def send(self, piece: bytes, more: bool) -> None:
+        """Pass on a part of the answer; waits while the client is slow."""
+        if not more:
+            self._finished = True
+        self.moved = self._loop.time()
+        cycle = self._cycle
+        if self._direct and not cycle.flow.write_paused:
+            cycle.write(piece, more)
+            return
+        self.sending = True
+        if self._direct:
+            await cycle.flow.drain()
+            cycle.write(piece, more)
+        else:
+            await self._send({"type": "http.response.body", "body": piece, "more_body": more})
+        self.sending = False
+        self.moved = self._loop.time()
+
+    async def cut(self, last: bytes = b"") -> None:
+        """End a started answer so that nobody can take it for complete."""
+        self._finished = True
+        try:
+            async with asyncio.timeout(FLUSH_S):
+                if last:
+                    await self._send({"type": "http.response.body", "body": last, "more_body": True})
+                self._cycle.transport.close()
+                while (await self._receive())["type"] != "http.disconnect":
+                    pass
+        except TimeoutError:
+            self.abort()
+
+    def abort(self) -> None:
+        """Drop the connection and what waits on it."""
+        self._cycle.transport.abort()
+
+    def __enter__(self) -> Client:
+        task = asyncio.current_task(self._loop)
+        assert task is not None
+        self._task = task
+        if self._cycle.disconnected:
+            raise ClientGone
+        self._cycle.on_gone = self._left
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._cycle.on_gone = None
+        if self._gone and self._task.uncancel() == 0 and kind is asyncio.CancelledError:
+            raise ClientGone from error
+
+    def _left(self) -> None:
+        if not self._finished:
+            self._gone = True
+            self._task.cancel()
+
+    @staticmethod
+    def _within(body: bytes, limit: int) -> bytes:
+        if len(body) > limit:
+            raise BodyTooLarge(limit)
+        return body

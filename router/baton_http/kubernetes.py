@@ -1,0 +1,91 @@
+"""
+Connections to the Kubernetes API server with a service account's credentials.
+
+Token and certificate authority are read again for each connection, because Kubernetes replaces both while a
+process runs.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from baton_http.upstream import Exchange, Upstream
+
+CONNECT_S = 5.0
+
+GONE = 410
+"""The status, of an answer or an event, that says that a resource version is too old."""
+
+
+class Unanswered(Exception):
+    """The API server did not give what was asked for; the text says why."""
+
+
+class Expired(Exception):
+    """A watch cannot go on from where it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class KubernetesAccess:
+    """Where the API server is, and who asks it."""
+
+    url: str
+    account: Path
+    """A folder with `token`, `ca.crt` and `namespace`, as Kubernetes mounts it."""
+    namespace: str = ""
+    """Empty: the account's own."""
+
+    def where(self) -> str:
+        """The namespace. Raises Unanswered if nobody says which."""
+        return self.namespace or self._text("namespace")
+
+    def open(self) -> Connected:
+        """Raises Unanswered if the account's files are not as they should be."""
+        if not self.url:
+            raise Unanswered("this is no pod of a cluster: give its URL with --kubernetes-api")
+        parts = urlsplit(self.url)
+        host = parts.hostname or ""
+        if parts.scheme == "http":  # a proxy on this machine, which has an account of its own
+            return Connected(Upstream(host, parts.port or 80, CONNECT_S), "")
+        try:
+            tls = ssl.create_default_context(cadata=self._text("ca.crt"))
+        except ssl.SSLError as error:
+            raise Unanswered(f"{self.account / 'ca.crt'} holds no certificate: {error}") from error
+        return Connected(Upstream(host, parts.port or 443, CONNECT_S, tls), self._text("token"))
+
+    def _text(self, name: str) -> str:
+        try:
+            return (self.account / name).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise Unanswered(f"{self.account / name} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """One cycle's connections."""
+
+    upstream: Upstream
+    token: str
+
+    async def get(self, target: str) -> Exchange:
+        """Raises Lost, Expired and Unanswered."""
+        head = f"GET {target} HTTP/1.1\r\nhost: {self.upstream.name}\r\naccept: application/json\r\n"
+        if self.token:
+            head += f"authorization: Bearer {self.token}\r\n"
+        exchange = await self.upstream.request(f"{head}user-agent: baton-router\r\n\r\n".encode())
+        if exchange.status == 200:
+            return exchange
+        exchange.close()
+        if exchange.status == GONE:
+            raise Expired
+        raise Unanswered(f"it answers with status {exchange.status}{HINTS.get(exchange.status, '')}")
+
+
+HINTS = {
+    401: ": the account's token is not accepted",
+    403: ": the account may not list and watch endpointslices of discovery.k8s.io in this namespace",
+    404: ": it has no EndpointSlices of discovery.k8s.io/v1",
+}

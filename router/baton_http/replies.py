@@ -1,0 +1,57 @@
+"""
+The router's own answers: JSON, the request's id on each, and errors in OpenAI's shape.
+
+Every error that the router words itself passes through here; a worker's answers do not, they pass as
+they are.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from baton_api import headers
+from baton_api.errors import BatonError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+REQUEST_ID = headers.REQUEST_ID.encode()
+
+_VISIBLE = re.compile(rb"[!-~]{1,128}")
+_encoder = msgspec.json.Encoder()
+
+
+async def send_error(send: Send, error: BatonError, request_id: bytes, close: bool = False) -> None:
+    """`error` as the whole answer; `close` ends the connection after it, as when a body was not read."""
+    more = [(name.encode(), value.encode()) for name, value in error.headers.items()]
+    if close:
+        more.append((b"connection", b"close"))
+    await send_json(send, error.status, _encoder.encode(error.body()), request_id, more)
+
+
+async def send_json(
+    send: Send, status: int, body: bytes, request_id: bytes, more: Iterable[tuple[bytes, bytes]] = ()
+) -> None:
+    """`body` as the whole answer, with `more` headers."""
+    fields = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (REQUEST_ID, request_id),
+        *more,
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": fields})
+    await send({"type": "http.response.body", "body": body})
+
+
+def request_id(given: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The client's own, if it is one; else a new one."""
+    for name, value in given:
+        if name == REQUEST_ID and _VISIBLE.fullmatch(value):
+            return value
+    return b"%032x" % random.getrandbits(128)  # a name and no secret: no call of the system

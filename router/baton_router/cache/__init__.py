@@ -1,0 +1,1 @@
+"""What the workers' prefix caches hold, by KV events and by what was sent to them."""

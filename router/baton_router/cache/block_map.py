@@ -1,0 +1,205 @@
+"""
+Which KV blocks workers say that they hold, and which chunks of prompts lie in them.
+
+Workers name blocks by tokens, the router names chunks by text, and it never tokenises. The two meet in
+what a worker reports of a prompt: the name of its last full block. From there the parents lead up through
+the whole prompt, and a chunk that ends at some share of the prompt's bytes ends in the block at that share
+of its blocks. From then on the index follows the blocks: who drops one does not hold the chunk any more,
+and who stores one does, whichever router sent it there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from baton_api.kv_events import BlockRemoved, BlockStored, Event
+from baton_router.cache.prefix_index import PrefixIndex
+from baton_router.cache.prompt_chunks import Prompt
+
+AWAITED_LIMIT = 1024
+"""Reports that came before the events of their blocks, and are kept until those come."""
+
+NAMES_LIMIT = 32
+"""Chunks in one block: there are several if messages are short, or if a model has several names."""
+
+Tree = dict[int, int | None]
+"""Block -> its parent; None at the beginning of a prompt."""
+
+
+class HeldBlocks:
+    """What one process of a worker has told. Once closed it changes nothing any more."""
+
+    def __init__(self, blocks: BlockMap, slot: int) -> None:
+        self.closed = False
+        self.tree: Tree = {}
+        self._map = blocks
+        self._slot = slot
+
+    def apply(self, events: Iterable[Event]) -> None:
+        """What has changed."""
+        if self.closed:
+            return
+        for event in events:
+            if isinstance(event, BlockStored):
+                self._stored(event)
+            elif isinstance(event, BlockRemoved):
+                gone = [block for block in event.block_hashes if block in self.tree]
+                for block in gone:
+                    del self.tree[block]
+                self._map.dropped(self._slot, gone)
+            else:
+                self.replace({})
+
+    def replace(self, tree: Tree) -> None:
+        """All that it holds; what it was believed to hold beside that it does not."""
+        if self.closed:
+            return
+        before, self.tree = self.tree, tree
+        self._map.replaced(self, self._slot, before)
+
+    def _stored(self, event: BlockStored) -> None:
+        parent = event.parent_block_hash
+        for block in event.block_hashes:
+            self.tree[block] = parent
+            parent = block
+        self._map.came(self, self._slot, event.block_hashes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Placement:
+    """A prompt whose chunks are to be found in blocks."""
+
+    prompt: Prompt
+    blocks: int
+    """Full ones."""
+    known: int
+    """Leading chunks that need not be looked at."""
+    slots: Collection[int]
+    """Workers that are believed to hold it all already."""
+
+
+class BlockMap:
+    """Belongs to one thread. Workers are the slots of the index."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+        self._held: dict[int, HeldBlocks] = {}
+        self._chunks: dict[int, tuple[int, ...]] = {}
+        """Block, held by somebody -> the chunks that end in it, in the order of their discovery."""
+        self._awaited: OrderedDict[int, _Placement] = OrderedDict()
+        """By the last block of the prompt."""
+
+    def __len__(self) -> int:
+        """Blocks with chunks."""
+        return len(self._chunks)
+
+    def open(self, slot: int) -> HeldBlocks:
+        """A process that will tell what it holds, and holds nothing yet."""
+        self.close(slot)
+        held = self._held[slot] = HeldBlocks(self, slot)
+        return held
+
+    def close(self, slot: int) -> None:
+        """It is gone."""
+        held = self._held.pop(slot, None)
+        if held is not None:
+            held.closed = True
+            self._let_go([block for block in self._chunks if block in held.tree])
+
+    def place(self, prompt: Prompt, tail: int, blocks: int, known: int, slots: Collection[int]) -> None:
+        """
+        The prompt ends in `blocks` full blocks, the last of them `tail`, with the workers of `slots`.
+
+        Of the leading `known` chunks it is known already where they are.
+        """
+        if not blocks or known >= len(prompt.names) or not prompt.bytes:
+            return
+        told = [held for slot in slots if (held := self._held.get(slot)) is not None]
+        placement = _Placement(prompt, blocks, known, slots)
+        for held in told:
+            if tail in held.tree:
+                self._place(held.tree, tail, placement)
+                return
+        if told:
+            self._awaited[tail] = placement
+            if len(self._awaited) > AWAITED_LIMIT:
+                self._awaited.popitem(last=False)
+
+    # --- From HeldBlocks ---
+
+    def came(self, held: HeldBlocks, slot: int, blocks: Sequence[int]) -> None:
+        """The worker holds these blocks, parents before children."""
+        chunks = [name for block in blocks for name in self._chunks.get(block, ())]
+        if chunks:
+            self._index.insert(slot, chunks)
+        if self._awaited:
+            for block in blocks:
+                if (placement := self._awaited.pop(block, None)) is not None:
+                    self._place(held.tree, block, placement)
+
+    def dropped(self, slot: int, blocks: Collection[int]) -> None:
+        """The worker does not hold these blocks any more."""
+        for block in blocks:
+            if block in self._chunks:
+                self._index.remove(slot, self._chunks[block])
+        self._let_go(blocks)
+
+    def replaced(self, held: HeldBlocks, slot: int, before: Tree) -> None:
+        """The worker holds something else than `before`; most of it has no chunks, and is not looked at."""
+        mapped, tree = list(self._chunks), held.tree
+        self.dropped(slot, [block for block in mapped if block in before and block not in tree])
+        came = [block for block in reversed(mapped) if block in tree and block not in before]
+        came += [tail for tail in self._awaited if tail in tree]
+        self.came(held, slot, came)
+
+    def _let_go(self, blocks: Iterable[int]) -> None:
+        """One worker less holds these; where none is left, the chunks are nowhere."""
+        for block in blocks:
+            if block in self._chunks and not any(block in held.tree for held in self._held.values()):
+                del self._chunks[block]
+
+    def _place(self, tree: Tree, tail: int, placement: _Placement) -> None:
+        names, chunks = placement.prompt.names[placement.known :], self._chunks
+        places = _places(tree, tail, placement)
+        for name, block in zip(reversed(names), places, strict=False):
+            there = chunks.get(block)
+            if there is None:
+                chunks[block] = (name,)
+            elif name not in there:
+                chunks[block] = (*there[-NAMES_LIMIT + 1 :], name)
+        if len(places) == len(names):
+            self._share(placement, places[::-1])
+
+    def _share(self, placement: _Placement, places: Sequence[int]) -> None:
+        """Others may hold the same blocks, from another router or from before this one began."""
+        for slot, held in self._held.items():
+            if slot in placement.slots:
+                continue
+            tree, count = held.tree, 0
+            while count < len(places) and places[count] in tree:
+                count += 1
+            if count:
+                self._index.insert(slot, placement.prompt.names[: placement.known + count])
+
+
+def _places(tree: Tree, tail: int, placement: _Placement) -> list[int]:
+    """
+    The blocks in which the prompt's chunks end, the last chunk's first, as far as they are held.
+
+    The walk costs a dictionary lookup for each block of the prompt.
+    """
+    blocks, sizes, size = placement.blocks, placement.prompt.sizes, placement.prompt.bytes
+    places: list[int] = []
+    block: int | None = tail
+    at = blocks
+    for index in range(len(sizes) - 1, placement.known - 1, -1):
+        wanted = -(-sizes[index] * blocks // size) or 1
+        for _ in range(at - wanted):
+            block = tree.get(block)  # type: ignore[arg-type]  # None, above a beginning, is in no tree
+        if block not in tree:
+            break
+        at = wanted
+        places.append(block)
+    return places

@@ -1,0 +1,135 @@
+"""
+A worker's KV events in their order, although some get lost: what to apply, and what to ask for.
+
+Batches are numbered. A number that is missing is asked for again; if it does not come, all blocks are
+asked for at once, and so they are at the beginning. Batches that come too early wait meanwhile. A feed on
+which nothing comes at all, not even the empty batches of an idle worker, is not to be relied on.
+
+Time is passed in, and nothing is sent from here.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Protocol
+
+from baton_api.kv_events import Event
+from baton_router.cache.block_map import Tree
+
+REPLAY_S = 1.0
+"""Seconds in which a replay has to close the gap."""
+
+SILENCE_S = 10.0
+"""Seconds without a batch in its order after which the feed is degraded: five of a worker's heartbeats."""
+
+HELD_LIMIT = 10_000
+"""Batches that wait for those before them."""
+
+RETRY_S = 0.5
+RETRY_LIMIT_S = 30.0
+"""From one snapshot that failed to the next try, at first and at most."""
+
+
+class Blocks(Protocol):
+    """Where events go, in their order."""
+
+    def apply(self, events: Sequence[Event]) -> None: ...
+
+    def replace(self, tree: Tree) -> None: ...
+
+
+class Ask(enum.Enum):
+    """What the worker is to be asked for."""
+
+    REPLAY = "replay"
+    """All batches from `Feed.next` on."""
+    SNAPSHOT = "snapshot"
+
+
+class Feed:
+    """One process's events. A process that began anew wants a new one."""
+
+    def __init__(self, blocks: Blocks, now: float) -> None:
+        self._blocks = blocks
+        self.next = 0
+        """The number of the batch to apply next."""
+        self.gaps = 0
+        self._missing: Ask | None = Ask.SNAPSHOT
+        """What would make it whole."""
+        self._asked_at: float | None = None
+        self._ask_from = now
+        self._pause = RETRY_S
+        self._held: dict[int, Sequence[Event]] = {}
+        self._heard = now
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is missing, as far as one can tell."""
+        return self._missing is None
+
+    def degraded(self, now: float) -> bool:
+        return now - self._heard > SILENCE_S
+
+    def due(self, now: float) -> Ask | None:
+        """What is to be asked for now; the caller does, and this is not said again meanwhile."""
+        asked_at = self._asked_at
+        if self._missing is Ask.REPLAY and asked_at is not None and now - asked_at > REPLAY_S:
+            self._want(Ask.SNAPSHOT, now)
+        if self._missing is None or self._asked_at is not None or now < self._ask_from:
+            return None
+        self._asked_at = now
+        return self._missing
+
+    def batch(self, seq: int, events: Sequence[Event], now: float) -> None:
+        """A batch came, by itself or in a replay."""
+        if self._missing is Ask.SNAPSHOT or seq > self.next:
+            self._hold(seq, events, now)
+        elif seq == self.next:
+            self._apply(events)
+            self._catch_up(now)
+
+    def replay_ended(self, now: float) -> None:
+        """The worker has no more to say; what is missing now it has forgotten."""
+        if self._missing is Ask.REPLAY:
+            self._want(Ask.SNAPSHOT, now)
+
+    def snapshot(self, seq: int, tree: Tree, now: float) -> None:
+        """All blocks, as they were after batch `seq`."""
+        self._blocks.replace(tree)
+        self.next = seq + 1
+        self._pause = RETRY_S
+        self._held = {number: events for number, events in self._held.items() if number > seq}
+        self._catch_up(now)
+
+    def failed(self, now: float) -> None:
+        """The snapshot did not come."""
+        self._want(Ask.SNAPSHOT, now + self._pause)
+        self._pause = min(2 * self._pause, RETRY_LIMIT_S)
+
+    def _apply(self, events: Sequence[Event]) -> None:
+        self._blocks.apply(events)
+        self.next += 1
+
+    def _hold(self, seq: int, events: Sequence[Event], now: float) -> None:
+        if len(self._held) >= HELD_LIMIT:
+            self._held.clear()  # whoever asks for a snapshot now is further than all of them
+            if self._missing is Ask.REPLAY:
+                self._want(Ask.SNAPSHOT, now)
+        self._held[seq] = events
+        if self._missing is None:
+            self.gaps += 1
+            self._want(Ask.REPLAY, now)
+
+    def _catch_up(self, now: float) -> None:
+        """Apply what has waited, as far as nothing is missing."""
+        while (events := self._held.pop(self.next, None)) is not None:
+            self._apply(events)
+        if not self._held:
+            self._missing, self._heard = None, now
+        elif self._missing is not Ask.REPLAY:
+            self.gaps += 1
+            self._want(Ask.REPLAY, now)
+
+    def _want(self, missing: Ask, start: float) -> None:
+        self._missing, self._asked_at, self._ask_from = missing, None, start

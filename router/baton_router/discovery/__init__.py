@@ -1,1 +1,0 @@
-"""Where the router finds its workers."""

@@ -1,0 +1,1 @@
+"""Several processes on one port: frontends that hold connections, and one scheduler."""

@@ -1,0 +1,150 @@
+"""
+One of several processes that hold clients' connections: it serves the hot paths, its scheduler the rest.
+
+Keys are judged here, bodies pass through here, a broken stream is resumed from here. Which worker gets a
+request is asked of the scheduler's process, and whatever is not hot is passed on to it, and so are requests
+for responses that are kept or continued, because it has the store. While that process
+is away, requests to generate wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import MutableMapping
+from contextlib import suppress
+from typing import Any
+
+from baton_api import metrics, mutual_tls
+from baton_api.background import BackgroundTasks
+from baton_api.errors import BatonError
+from baton_api.keys import OPEN_PATHS
+from baton_api.metrics import BackgroundTask
+from baton_http.client import Client, ClientGone
+from baton_http.replies import Receive, Scope, Send, request_id, send_error, send_json
+from baton_http.upstreams import Upstreams
+from baton_router.frontends.control import Control
+from baton_router.frontends.metrics import measured
+from baton_router.frontends.remote_picker import RemotePicker
+from baton_router.metrics.registry import Figures
+from baton_router.metrics.tracing import tracing_of
+from baton_router.proxy import responses
+from baton_router.proxy.forwarding import FORWARDED
+from baton_router.proxy.proxy import Proxy
+from baton_router.scheduling.admission import Places
+from baton_router.settings import RouterSettings
+from baton_router.tenants.access import Access
+
+TELL_S = 1.0
+"""Seconds from one report of this front's figures to the next."""
+
+MEET_S = 5.0
+"""Seconds that a front lets its clients wait for the scheduler's first word: without it there is nobody to
+send them to, while another front may serve what is not taken here."""
+
+
+class Front:
+    """An ASGI application."""
+
+    def __init__(self, settings: RouterSettings, scheduler: str, control: str) -> None:
+        """`scheduler` and `control` are the paths of the other process's sockets."""
+        self.settings = settings
+        self.draining = False
+        """Set when the process is to end: /ready says so, and what comes all the same is served."""
+        self.access = Access(settings)
+        tls = mutual_tls.client(settings.tls_folder, settings.tls_name)
+        self.upstreams = Upstreams(settings.connect_s, tls)
+        self.figures = Figures()
+        self._picker = RemotePicker(
+            scheduler,
+            self.upstreams,
+            settings.scheduler_patience_s,
+            Places(settings.queue_requests, settings.queue_bytes),
+            self._unasked,
+        )
+        self.figures.gauge(metrics.ROUTER_ROSTER_WORKERS, self._choosable)
+        self._tracing = tracing_of(settings)
+        self._background = BackgroundTasks()
+        self.figures.registry.register(self._background.errors)
+        self._proxy = Proxy(settings, self._picker, self.upstreams, self.figures, self._tracing)
+        self._control = Control(control)
+        self._keeps = bool(settings.responses_kept and settings.responses_memory and settings.responses_ttl_s)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+            return
+        path = scope["path"]
+        if path in FORWARDED and scope["method"] == "POST":
+            try:
+                await self.access.enter(scope)
+            except BatonError as error:
+                self.figures.accounts.refused(path, error.status)
+                await send_error(send, error, request_id(scope["headers"]))
+            else:
+                await (self._response if path == responses.PATH else self._proxy)(scope, receive, send)
+        elif path in OPEN_PATHS and (status := self._own(path)):
+            await send_json(send, status, b"", request_id(scope["headers"]))
+        else:
+            await self._control(scope, receive, send)
+
+    async def _response(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Responses are kept by the scheduler's process; a request that needs none of them is served here."""
+        settings, client = self.settings, Client(scope, receive, send)
+        try:
+            body = await client.body(settings.max_body, settings.body_s)
+        except ClientGone:
+            return
+        except BatonError as error:
+            self.figures.accounts.refused(scope["path"], error.status)
+            await send_error(send, error, request_id(scope["headers"]), close=not client.read)
+            return
+        unread = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def again() -> MutableMapping[str, Any]:
+            return unread.pop() if unread else await receive()
+
+        if responses.needs_store(body, keeps=self._keeps):
+            await self._control(scope, again, send)
+        else:
+            given = [header for header in scope["headers"] if header[0] != responses.STATE]
+            await self._proxy({**scope, "headers": [*given, (responses.STATE, b"0")]}, again, send)
+
+    def _own(self, path: str) -> int:
+        """The status with which this process answers by itself; 0 if the scheduler's is to be asked."""
+        if path == "/metrics":
+            return 0
+        if path != "/ready":
+            return 200
+        if self.draining or self._background.ended():
+            return 503
+        if self._picker.connected:
+            return 0
+        return 200 if self._picker.serving and self._choosable() else 503
+
+    def _choosable(self) -> int:
+        return sum(one.ready for one in self._picker.workers)
+
+    def _unasked(self, reason: str) -> None:
+        self.figures.unasked.labels(reason).inc()
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        self._background.start(BackgroundTask.SCHEDULER_LINK, self._picker.keep)
+        self._background.start(BackgroundTask.FRONTEND_METRICS, self._tell)
+        self._background.start(BackgroundTask.LOOP_LAG, self.figures.lag.watch)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._picker.met_scheduler.wait(), MEET_S)
+        await send({"type": "lifespan.startup.complete"})
+        with suppress(asyncio.CancelledError):  # a second signal does not wait for the end
+            await receive()
+        await self._background.stop()
+        self.upstreams.close()
+        await self.access.close()
+        if self._tracing is not None:
+            await self._tracing.close()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _tell(self) -> None:
+        while True:
+            await asyncio.sleep(TELL_S)
+            self._picker.measured(measured(self.figures.registry))

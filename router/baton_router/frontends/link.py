@@ -1,0 +1,183 @@
+"""
+The protocol between frontend processes and the scheduler over a Unix socket.
+
+Each message is a length of four bytes and msgpack. A frontend numbers its requests, and releases each number
+once, whether or not it received a grant, so that neither side keeps what the other has forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import msgspec
+
+from baton_api import errors
+from baton_api.errors import BatonError, InternalError
+from baton_api.reports import PromptReport
+from baton_router.scheduling.picker import Ask, Grant
+
+FRAME_LIMIT = 64 * 1024 * 1024
+"""Bytes of one message: the chunks of the longest prompt are some hundred kilobytes."""
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """One of those below."""
+
+
+class Pick(Message, frozen=True):
+    number: int
+    ask: Ask
+
+
+class Began(Message, frozen=True):
+    number: int
+    report: PromptReport | None
+
+
+class Failed(Message, frozen=True):
+    number: int
+    crashed: bool = False
+
+
+class Full(Message, frozen=True):
+    number: int
+
+
+class LetGo(Message, frozen=True):
+    """Also of a request that waits still: its client has left, or the front did not want to wait."""
+
+    number: int
+    complete: bool
+    tokens: int | None = None
+
+
+class Measured(Message, frozen=True):
+    """What a front has counted, once a second: families of Prometheus' samples."""
+
+    families: list[Family]
+
+
+class Held(Message, frozen=True):
+    """The request waits with the scheduler for a worker."""
+
+    number: int
+
+
+class Granted(Message, frozen=True):
+    grant: Grant
+    """Its number is the front's."""
+
+
+class Refused(Message, frozen=True):
+    number: int
+    kind: str
+    """The error's class."""
+    message: str
+    fields: dict[str, Any]
+
+
+class Roster(Message, frozen=True):
+    """All workers, as a front must know them to go on without the scheduler."""
+
+    workers: tuple[Entry, ...]
+
+
+class Family(msgspec.Struct, frozen=True, array_like=True):
+    """One metric's samples."""
+
+    name: str
+    help: str
+    kind: str
+    samples: list[tuple[str, dict[str, str], float]]
+
+
+FromFront = Pick | Began | Failed | Full | LetGo | Measured
+FromScheduler = Held | Granted | Refused | Roster
+
+
+def refused(number: int, error: BatonError) -> Refused:
+    return Refused(number, type(error).__name__, str(error), dict(vars(error)))
+
+
+def raised(refusal: Refused) -> BatonError:
+    """The error as the scheduler raised it."""
+    kind = getattr(errors, refusal.kind, None)
+    if not (isinstance(kind, type) and issubclass(kind, BatonError)):
+        kind = InternalError  # one that this process does not know
+    error = kind.__new__(kind, refusal.message)
+    error.args = (refusal.message,)
+    vars(error).update(refusal.fields)
+    return error
+
+
+class Wire(asyncio.Protocol):
+    """
+    One end of a connection: whole messages in and out.
+
+    What is sent within one turn of the event loop goes out in one write.
+    """
+
+    transport: asyncio.Transport
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._received = bytearray()
+        self._sending = bytearray()
+
+    def took(self, frame: memoryview) -> None:
+        """One message has come."""
+        raise NotImplementedError
+
+    def ended(self) -> None:
+        """The connection is closed."""
+        raise NotImplementedError
+
+    def send(self, message: FromFront | FromScheduler) -> None:
+        """Goes out soon, or nowhere if the connection is closed."""
+        if not self._sending:
+            self._loop.call_soon(self._flush)
+        encoded = self._encoder.encode(message)
+        self._sending += len(encoded).to_bytes(4)
+        self._sending += encoded
+
+    def _flush(self) -> None:
+        sending, self._sending = self._sending, bytearray()
+        if not self.transport.is_closing():
+            self.transport.write(sending)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        received = self._received
+        received += data
+        start, end = 0, len(received)
+        with memoryview(received) as view:
+            while end - start >= 4:
+                size = int.from_bytes(view[start : start + 4])
+                if size > FRAME_LIMIT:
+                    self.transport.abort()
+                    return
+                if end - start - 4 < size:
+                    break
+                start += 4 + size
+                self.took(view[start - size : start])
+        del received[:start]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ended()
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One worker."""
+
+    name: str
+    ready: bool
+    down_since: float
+    """Loop time from which on nothing came of it, if it is down; else 0."""
+    expired: bool = False
+    """Whether it was to end what it had, and has had its time."""
+    secure: bool = False
+    """Whether it is spoken to by TLS."""

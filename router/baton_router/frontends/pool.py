@@ -1,0 +1,113 @@
+"""
+The router as several processes on one port: one scheduler, and the fronts that ask it.
+
+All fronts accept from one socket, so that a connection that waits for one of them waits for any. The
+scheduler's process is the whole router behind Unix sockets in a folder that only this user can enter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from baton_api import logs
+from baton_api.metrics import BackgroundTask
+from baton_router.app import create_app
+from baton_router.frontends.frontend import Front
+from baton_router.frontends.prefork import Crew, Member, Started
+from baton_router.frontends.scheduler_service import SchedulerService
+from baton_router.server import BACKLOG, RouterServer, address, introduce, new_event_loop
+from baton_router.settings import RouterSettings
+from baton_router.tenants.access import Access
+
+GRACE_S = 10.0
+"""Seconds beyond the time to drain after which a process that does not end is killed."""
+
+
+def run(settings: RouterSettings, listening: socket.socket, ready: Callable[[str], None] | None) -> None:
+    """
+    Serve with `settings.processes` fronts until a signal says to stop.
+
+    Raises SetupError if the scheduler or a front cannot be started.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="baton-router-"))
+    scheduler, control = str(folder / "scheduler"), str(folder / "control")
+
+    def schedule(started: Started, life: int) -> None:
+        logs.called("router-scheduler")
+        listening.close()
+        _run(_scheduler(settings, url, scheduler, control, started), life)
+
+    def front(name: str, started: Started, life: int) -> None:
+        logs.called(f"router-{name}")
+        _run(_front(settings, listening, scheduler, control, started), life)
+
+    members = [Member("scheduler", schedule)]
+    names = [f"front-{number}" for number in range(settings.processes)]
+    members += [Member(name, functools.partial(front, name)) for name in names]
+    url = address(listening)
+    listening.listen(BACKLOG)
+    try:
+        introduce(settings, Access(settings).required, url)
+        Crew(members, settings.drain_notice_s + settings.drain_s + GRACE_S).run(
+            ready=(lambda: ready(url)) if ready else (lambda: None),
+            stopping=listening.close,  # else clients would still be connected, and nobody would accept them
+        )
+    finally:
+        listening.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _scheduler(
+    settings: RouterSettings, url: str, scheduler: str, control: str, started: Started
+) -> None:
+    router = create_app(settings)
+    router.execution.url = url
+    service = SchedulerService(router.scheduler, lambda: router.workers.all, time.monotonic)
+    router.fronts = service.figures
+    server = RouterServer(router, settings)
+    server.listening = started
+    server.ending = router.execution.close
+    background = router.background
+    background.start(BackgroundTask.SCHEDULER_SERVICE, lambda: service.serve(scheduler, background))
+    await server.serve(sockets=[_unix(control)])
+
+
+async def _front(
+    settings: RouterSettings, listening: socket.socket, scheduler: str, control: str, started: Started
+) -> None:
+    server = RouterServer(Front(settings, scheduler, control), settings)
+    server.listening = started
+    await server.serve(sockets=[listening])
+
+
+def _run(serving: Coroutine[Any, Any, None], life: int) -> None:
+    """Run a child's event loop, and stop as if told to if the parent is gone."""
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        loop = runner.get_loop()
+        loop.add_reader(life, _orphaned, loop, life)
+        runner.run(serving)
+
+
+def _orphaned(loop: asyncio.AbstractEventLoop, life: int) -> None:
+    loop.remove_reader(life)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _unix(path: str) -> socket.socket:
+    """A bound Unix socket; one of an earlier process is replaced."""
+    if os.path.exists(path):
+        os.unlink(path)
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    made.bind(path)
+    made.setblocking(False)
+    return made

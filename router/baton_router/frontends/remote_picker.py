@@ -1,0 +1,299 @@
+"""
+A Picker whose scheduler is another process, asked over a Unix socket. No request goes past it.
+
+The queue, the classes and the quotas are the scheduler's, so a request waits here until the scheduler has
+acknowledged it: while the scheduler is busy, and while it is away and started again. How many wait here is
+bounded, and a tenant may fill a share only. A request that is not acknowledged in time is rejected. A
+frontend connects again by itself, whichever of the two processes was started anew, and sends again what was
+not granted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from baton_api.errors import NotReady, Overloaded
+from baton_api.reports import PromptReport
+from baton_http.upstreams import Upstreams
+from baton_router.frontends import link
+from baton_router.frontends.link import (
+    Began,
+    Entry,
+    Failed,
+    Family,
+    FromScheduler,
+    Full,
+    Granted,
+    Held,
+    LetGo,
+    Measured,
+    Pick,
+    Wire,
+)
+from baton_router.scheduling.admission import Places
+from baton_router.scheduling.picker import Ask, Grant
+from baton_router.scheduling.queue import ENTRY_BYTES
+
+log = logging.getLogger(__name__)
+
+RECONNECT_S = 0.1
+RECONNECT_LIMIT_S = 1.0
+
+_decoder = msgspec.msgpack.Decoder(FromScheduler)
+
+
+class RemotePicker:
+    """Belongs to one event loop. `keep` holds the connection."""
+
+    def __init__(
+        self,
+        path: str,
+        upstreams: Upstreams,
+        patience_s: float,
+        places: Places,
+        unasked: Callable[[str], None],
+    ) -> None:
+        """
+        `places` bounds what waits for a word of the scheduler, for `patience_s` each.
+
+        `unasked` counts what was rejected: the scheduler was "away" or "late", or `places` were "full".
+        """
+        self._path = path
+        self._upstreams = upstreams
+        self._patience_s = patience_s
+        self._places = places
+        self._unasked = unasked
+        self._numbers = itertools.count(1)
+        self._wire: _SchedulerWire | None = None
+        self._waiting: dict[int, _Waiting] = {}
+        self._granted: set[int] = set()
+        """Numbers of which the scheduler that we are connected with wants to hear."""
+        self.busy: Counter[str] = Counter()
+        """Requests with each worker, by name."""
+        self._left: set[str] = set()
+        """Names of workers that the scheduler does not tell of any more."""
+        self.workers: tuple[Entry, ...] = ()
+        """As the scheduler last told them."""
+        self.met_scheduler = asyncio.Event()
+        """Set once it has told them for the first time."""
+
+        self._away_since = -math.inf
+        """Loop time at which the last connection ended."""
+
+    @property
+    def connected(self) -> bool:
+        return self._wire is not None
+
+    @property
+    def serving(self) -> bool:
+        """Whether a request that comes now can expect to be scheduled."""
+        return self.connected or asyncio.get_running_loop().time() - self._away_since < self._patience_s
+
+    async def keep(self) -> None:
+        """Be connected with the scheduler, again and again, until cancelled."""
+        loop = asyncio.get_running_loop()
+        pause = RECONNECT_S
+        while True:
+            try:
+                _, wire = await loop.create_unix_connection(lambda: _SchedulerWire(self), self._path)
+            except OSError:
+                await asyncio.sleep(pause)
+                pause = min(RECONNECT_LIMIT_S, 2 * pause)
+                continue
+            pause = RECONNECT_S
+            try:
+                await wire.closed
+            finally:
+                wire.transport.abort()
+            log.warning("The router's scheduler is away; requests wait until it is back.")
+
+    def measured(self, families: Sequence[Family]) -> None:
+        """Tell the scheduler what this front has counted."""
+        if self._wire is not None:
+            self._wire.send(Measured(list(families)))
+
+    # What `picker.Picker` wants.
+
+    async def pick(self, ask: Ask) -> Grant:
+        waiting = _Waiting(next(self._numbers), ask)
+        try:
+            self._places.refuse(waiting)
+        except Overloaded:
+            self._unasked("full")
+            raise
+        self._waiting[waiting.number] = waiting
+        self._take_place(waiting)
+        if self._wire is not None:
+            self._send(waiting.number, ask, self._wire)
+        try:
+            grant = await waiting.outcome
+        except BaseException:
+            self._forget(waiting.number)
+            if waiting.outcome.done() and not waiting.outcome.cancelled():
+                waiting.outcome.exception()  # it may have come too late to be anybody's
+            raise
+        finally:
+            self._leave_place(waiting)
+            del self._waiting[waiting.number]
+        return self._gave(grant)
+
+    def began(self, grant: Grant, report: PromptReport | None) -> None:
+        if grant.number in self._granted:
+            self._tell(Began(grant.number, report))
+
+    def failed(self, grant: Grant, *, crashed: bool = False) -> None:
+        if grant.number in self._granted:
+            self._tell(Failed(grant.number, crashed))
+
+    def full(self, grant: Grant) -> None:
+        if grant.number in self._granted:
+            self._tell(Full(grant.number))
+
+    def let_go(self, grant: Grant, *, complete: bool, tokens: int | None = None) -> None:
+        self.busy[grant.decode] -= 1
+        if grant.prefill:
+            self.busy[grant.prefill] -= 1
+        if grant.number in self._granted:
+            self._granted.discard(grant.number)
+            self._tell(LetGo(grant.number, complete, tokens))
+        if self._left:
+            self._forget_left()
+
+    # What the connection calls.
+
+    def met(self, wire: _SchedulerWire) -> None:
+        self._wire = wire
+        now = asyncio.get_running_loop().time()
+        for number, waiting in self._waiting.items():
+            if not waiting.outcome.done():
+                waited_s = waiting.ask.waited_s + now - waiting.since
+                self._send(number, msgspec.structs.replace(waiting.ask, waited_s=waited_s), wire)
+
+    def left(self, wire: _SchedulerWire) -> None:
+        """Whatever it had granted or held, another one will not know of it."""
+        self._wire = None
+        self._away_since = asyncio.get_running_loop().time()
+        self._granted.clear()
+        for waiting in self._waiting.values():
+            if waiting.timer is None and not waiting.outcome.done():
+                self._take_place(waiting)
+
+    def heard(self, message: FromScheduler) -> None:
+        if isinstance(message, link.Roster):
+            self._enrolled(message.workers)
+            return
+        number = message.grant.number if isinstance(message, Granted) else message.number
+        waiting = self._waiting.get(number)
+        if waiting is None or waiting.outcome.done():
+            return  # it was let go, and the scheduler will hear so
+        if isinstance(message, Held):
+            self._leave_place(waiting)
+        elif isinstance(message, Granted):
+            waiting.outcome.set_result(message.grant)
+        else:
+            self._granted.discard(number)
+            waiting.outcome.set_exception(link.raised(message))
+
+    def _enrolled(self, workers: tuple[Entry, ...]) -> None:
+        before = {one.name: one for one in self.workers}
+        self.workers = workers
+        self.met_scheduler.set()
+        for one in workers:
+            known = before.pop(one.name, None)
+            self._upstreams.meet(one.name, one.secure)
+            if one.down_since and not (known and known.down_since):
+                self._upstreams.of(one.name).fail_silent(one.down_since)
+            if one.expired and not (known and known.expired):
+                self._upstreams.of(one.name).fail_all("drained")
+        self._left.update(before)
+        self._left.difference_update(one.name for one in workers)
+        self._forget_left()
+
+    def _forget_left(self) -> None:
+        """Once nothing of theirs runs here: a scheduler that began anew may know of them in a moment."""
+        for name in [name for name in self._left if not self.busy[name]]:
+            self._left.discard(name)
+            del self.busy[name]
+            self._upstreams.drop(name)
+
+    def _send(self, number: int, ask: Ask, wire: Wire) -> None:
+        self._granted.add(number)
+        wire.send(Pick(number, ask))
+
+    def _take_place(self, waiting: _Waiting) -> None:
+        self._places.take(waiting)
+        waiting.timer = asyncio.get_running_loop().call_later(self._patience_s, self._give_up, waiting)
+
+    def _leave_place(self, waiting: _Waiting) -> None:
+        if waiting.timer is not None:
+            waiting.timer.cancel()
+            waiting.timer = None
+            self._places.leave(waiting)
+
+    def _give_up(self, waiting: _Waiting) -> None:
+        if not waiting.outcome.done():
+            self._unasked("late" if self.connected else "away")
+            waiting.outcome.set_exception(
+                NotReady(f"The router's scheduler did not answer within {self._patience_s:g} s.")
+            )
+
+    def _gave(self, grant: Grant) -> Grant:
+        self.busy[grant.decode] += 1
+        if grant.prefill:
+            self.busy[grant.prefill] += 1
+        return grant
+
+    def _forget(self, number: int) -> None:
+        """The scheduler shall not keep what nobody waits for."""
+        if number in self._granted:
+            self._granted.discard(number)
+            self._tell(LetGo(number, False))
+
+    def _tell(self, message: link.FromFront) -> None:
+        if self._wire is not None:
+            self._wire.send(message)
+
+
+class _Waiting:
+    """One request that was not granted yet."""
+
+    __slots__ = ("ask", "number", "outcome", "since", "size", "tenant", "timer")
+
+    def __init__(self, number: int, ask: Ask) -> None:
+        loop = asyncio.get_running_loop()
+        self.number = number
+        self.ask = ask
+        self.tenant = ask.tenant
+        self.size = ask.size + ENTRY_BYTES
+        self.since = loop.time()
+        self.outcome: asyncio.Future[Grant] = loop.create_future()
+        self.timer: asyncio.TimerHandle | None = None
+        """Until when the scheduler has to acknowledge it, while it has not: then it has a place here."""
+
+
+class _SchedulerWire(Wire):
+    """The front's end."""
+
+    def __init__(self, picker: RemotePicker) -> None:
+        super().__init__()
+        self._picker = picker
+        self.closed: asyncio.Future[None] = self._loop.create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._picker.met(self)
+
+    def took(self, frame: memoryview) -> None:
+        self._picker.heard(_decoder.decode(frame))
+
+    def ended(self) -> None:
+        self._picker.left(self)
+        if not self.closed.done():
+            self.closed.set_result(None)

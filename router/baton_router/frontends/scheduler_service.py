@@ -1,0 +1,187 @@
+"""
+The scheduler's side of the Unix socket: fronts come, ask, and take what was theirs along when they go.
+
+A front that dies lets go of all it was granted. All fronts hear of the workers as soon as something about
+them changes: they end requests on workers that are down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+from baton_api.background import BackgroundTasks
+from baton_api.errors import BatonError, InternalError
+from baton_api.metrics import BackgroundTask
+from baton_router.frontends import link
+from baton_router.frontends.link import (
+    Began,
+    Entry,
+    Failed,
+    Family,
+    FromFront,
+    Full,
+    Granted,
+    Held,
+    LetGo,
+    Measured,
+    Pick,
+    Roster,
+    Wire,
+)
+from baton_router.scheduling.picker import Grant, Picker
+from baton_router.workers.worker import TAKING, State, Worker
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.1
+"""Seconds between two looks at what fronts should know of the workers."""
+
+_decoder = msgspec.msgpack.Decoder(FromFront)
+
+
+class SchedulerService:
+    """Serves one Picker to fronts."""
+
+    def __init__(
+        self, picker: Picker, workers: Callable[[], tuple[Worker, ...]], clock: Callable[[], float]
+    ) -> None:
+        self._picker = picker
+        self._workers = workers
+        self._clock = clock
+        self._fronts: set[_FrontWire] = set()
+        self._roster: tuple[Entry, ...] = ()
+        self._down_since: dict[str, float] = {}
+
+    async def serve(self, path: str, background: BackgroundTasks) -> None:
+        """Listen at the socket until cancelled. One of an earlier process is replaced."""
+        loop = asyncio.get_running_loop()
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        server = await loop.create_unix_server(lambda: _FrontWire(self), path)
+        try:
+            while True:
+                with background.guard(BackgroundTask.SCHEDULER_SERVICE):
+                    self._look(loop.time())
+                await asyncio.sleep(LOOK_S)
+        finally:
+            server.close()
+            for front in list(self._fronts):
+                front.transport.abort()
+
+    def figures(self) -> dict[str, list[Family]]:
+        """What each front last said that it has counted."""
+        return {
+            f"front-{number}": front.families
+            for number, front in enumerate(sorted(self._fronts, key=lambda one: one.number))
+        }
+
+    def met(self, front: _FrontWire) -> None:
+        self._fronts.add(front)
+        front.send(Roster(self._roster))
+
+    def left(self, front: _FrontWire) -> None:
+        self._fronts.discard(front)
+
+    @property
+    def picker(self) -> Picker:
+        return self._picker
+
+    def _look(self, now: float) -> None:
+        roster = tuple(self._entry(worker, now) for worker in self._workers())
+        if roster != self._roster:
+            self._roster = roster
+            for front in self._fronts:
+                front.send(Roster(roster))
+
+    def _entry(self, worker: Worker, now: float) -> Entry:
+        state = worker.state(self._clock())
+        if state is not State.DOWN:
+            self._down_since.pop(worker.name, None)
+        elif worker.name not in self._down_since:
+            self._down_since[worker.name] = now
+        return Entry(
+            worker.name,
+            state in TAKING,
+            self._down_since.get(worker.name, 0.0),
+            worker.expired,
+            worker.upstream.secure,
+        )
+
+
+class _FrontWire(Wire):
+    """One front."""
+
+    _count = 0
+
+    def __init__(self, service: SchedulerService) -> None:
+        super().__init__()
+        self._service = service
+        self._picks: dict[int, asyncio.Task[None]] = {}
+        self._granted: dict[int, Grant] = {}
+        """By the front's numbers; the grants have the scheduler's."""
+        self.families: list[Family] = []
+        _FrontWire._count += 1
+        self.number = _FrontWire._count
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._service.met(self)
+
+    def took(self, frame: memoryview) -> None:
+        message = _decoder.decode(frame)
+        picker = self._service.picker
+        match message:
+            case Pick():
+                self._picks[message.number] = self._loop.create_task(self._pick(message))
+                self._loop.call_soon(self._hold, message.number)  # after the task's first step
+            case Began():
+                picker.began(self._granted[message.number], message.report)
+            case Failed():
+                picker.failed(self._granted[message.number], crashed=message.crashed)
+            case Full():
+                picker.full(self._granted[message.number])
+            case LetGo():
+                self._let_go(message)
+            case Measured():
+                self.families = message.families
+
+    def ended(self) -> None:
+        self._service.left(self)
+        for task in self._picks.values():
+            task.cancel()
+        for grant in self._granted.values():
+            self._service.picker.let_go(grant, complete=False)
+        self._granted.clear()
+
+    async def _pick(self, message: Pick) -> None:
+        number = message.number
+        try:
+            grant = await self._service.picker.pick(message.ask)
+        except BatonError as error:
+            self.send(link.refused(number, error))
+        except Exception:
+            log.exception("The scheduler failed to choose for a request.")
+            self.send(link.refused(number, InternalError()))
+        else:
+            self._granted[number] = grant
+            self.send(Granted(msgspec.structs.replace(grant, number=number)))
+        finally:
+            del self._picks[number]
+
+    def _hold(self, number: int) -> None:
+        if number in self._picks:
+            self.send(Held(number))
+
+    def _let_go(self, message: LetGo) -> None:
+        task = self._picks.get(message.number)
+        if task is not None:
+            task.cancel()
+        grant = self._granted.pop(message.number, None)
+        if grant is not None:
+            self._service.picker.let_go(grant, complete=message.complete, tokens=message.tokens)

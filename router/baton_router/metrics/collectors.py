@@ -1,0 +1,118 @@
+"""Metrics that are read off the router's state at a scrape: worker caches, queue, tenants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+
+from baton_api import metrics
+from baton_api.metrics import Metric
+from baton_router.scheduling.queue import Queue
+from baton_router.scheduling.waiting_room import LEVELS
+from baton_router.tenants.tenants import Tenants
+from baton_router.workers.kv_subscriber import Feeds
+from baton_router.workers.state import Knowledge
+from baton_router.workers.worker import Workers
+
+
+class CacheFigures(Collector):
+    """The index, the feeds, and how right both were."""
+
+    def __init__(self, workers: Workers, knowledge: Knowledge, feeds: Feeds) -> None:
+        self._workers = workers
+        self._knowledge = knowledge
+        self._feeds = feeds
+
+    def collect(self) -> Iterator[Family]:
+        chunks = _gauge(metrics.ROUTER_INDEX_CHUNKS)
+        chunks.add_metric([], len(self._knowledge))
+        yield chunks
+        memory = _gauge(metrics.ROUTER_INDEX_BYTES)
+        memory.add_metric([], self._knowledge.bytes)
+        yield memory
+        parity, ignored = _gauge(metrics.ROUTER_CACHE_PARITY), _gauge(metrics.ROUTER_CACHE_IGNORED)
+        for worker in self._workers.all:
+            if worker.health.load is None:
+                continue
+            known = self._knowledge.of(worker)
+            parity.add_metric([worker.name], known.parity.ratio)
+            ignored.add_metric([worker.name], float(known.parity.broken))
+        yield parity
+        yield ignored
+        yield from self._of_feeds()
+
+    def _of_feeds(self) -> Iterator[Family]:
+        events, gaps = _counter(metrics.ROUTER_KV_EVENTS), _counter(metrics.ROUTER_KV_GAPS)
+        lag, degraded = _gauge(metrics.ROUTER_KV_LAG), _gauge(metrics.ROUTER_KV_DEGRADED)
+        for name, follower in self._feeds.followed.items():
+            events.add_metric([name], follower.events)
+            gaps.add_metric([name], follower.feed.gaps)
+            lag.add_metric([name], follower.lag_s)
+            degraded.add_metric([name], float(follower.known.degraded))
+        yield events
+        yield gaps
+        yield lag
+        yield degraded
+
+
+def _gauge(metric: Metric) -> GaugeMetricFamily:
+    return GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
+
+
+def _counter(metric: Metric) -> CounterMetricFamily:
+    return CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
+
+
+REASONS = ("requests", "tokens", "streams", "full", "late", "waited", "unready", "poison")
+"""Why requests are refused: the first three are limits of their tenants."""
+
+
+class QueueFigures(Collector):
+    """How many wait, for how long, and who was sent away."""
+
+    def __init__(self, queue: Queue, clock: Callable[[], float]) -> None:
+        self._queue = queue
+        self._clock = clock
+
+    def collect(self) -> Iterator[Family]:
+        now = self._clock()
+        depth, age = _gauge(metrics.ROUTER_QUEUE_DEPTH), _gauge(metrics.ROUTER_QUEUE_AGE)
+        for name, level in LEVELS.items():
+            oldest = self._queue.oldest(level)
+            depth.add_metric([name], self._queue.count(level))
+            age.add_metric([name], 0.0 if oldest is None else now - oldest)
+        metric = metrics.ROUTER_REJECTS
+        rejects = CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
+        for reason in REASONS:
+            rejects.add_metric([reason], self._queue.rejects[reason])
+        yield from (depth, age, rejects)
+        metric = metrics.ROUTER_DEMAND
+        demand = CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
+        for kind in metric.foreseen:
+            demand.add_metric([kind], self._queue.demand[kind])
+        yield demand
+        for one, value in (
+            (metrics.ROUTER_HELD, self._queue.held),
+            (metrics.ROUTER_QUEUED_TOKENS, self._queue.queued_tokens),
+        ):
+            family = _gauge(one)
+            family.add_metric([], value)
+            yield family
+
+
+class TenantFigures(Collector):
+    """How many there are, and whether that is what the file says."""
+
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+
+    def collect(self) -> Iterator[Family]:
+        self._tenants.look()
+        for metric, value in (
+            (metrics.ROUTER_TENANTS, len(self._tenants)),
+            (metrics.ROUTER_TENANTS_STALE, bool(self._tenants.problem)),
+        ):
+            yield GaugeMetricFamily(metric.name, metric.help, value=float(value))

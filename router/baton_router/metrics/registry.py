@@ -1,0 +1,127 @@
+"""The router's metrics registry, under the names of `baton_api.metrics`, and the event loop's lag."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+
+from baton_api import __version__, metrics
+from baton_api.certificate_term import Term
+from baton_api.metrics import Metric
+from baton_api.metrics.counters import Spread
+from baton_router.metrics.usage import Accounts
+from baton_router.workers.worker import State, Workers
+
+
+class Figures:
+    """The counters that requests move."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.accounts = Accounts()
+        """Of whole requests."""
+        self.lag = LoopLag()
+        self.cut = self._counter(metrics.ROUTER_CUT)
+        self.resumes = self._counter(metrics.ROUTER_RESUMES)
+        self.retries = self._counter(metrics.ROUTER_RETRIES)
+        self.unasked = self._counter(metrics.ROUTER_UNASKED)
+        self.in_flight = 0
+        """Requests that are being served."""
+        self.overhead = Spread(metrics.ROUTER_OVERHEAD)
+        self.first_byte = Spread(metrics.ROUTER_FIRST_BYTE)
+        for tally in (self.accounts, self.lag, self.overhead, self.first_byte):
+            self.registry.register(tally)
+        self.gauge(metrics.ROUTER_IN_FLIGHT, lambda: self.in_flight)
+        self.registry.register(BuildInfo())
+
+    def text(self) -> bytes:
+        """All of it in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def gauge(self, metric: Metric, value: Callable[[], int]) -> None:
+        """Show what `value` gives whenever somebody looks."""
+        Gauge(*_text(metric), registry=self.registry).set_function(value)
+
+    def _counter(self, metric: Metric) -> Counter:
+        counter = Counter(*_text(metric), metric.labels, registry=self.registry)
+        for value in metric.foreseen:
+            counter.labels(value)
+        return counter
+
+
+class BuildInfo(Collector):
+    """Which version this is."""
+
+    def collect(self) -> Iterator[Family]:
+        family = _family(metrics.BUILD_INFO)
+        family.add_metric(["router", __version__], 1)
+        yield family
+
+
+class CertificateFigures(Collector):
+    """Until when the certificate is good that workers are shown."""
+
+    def __init__(self, term: Callable[[], Term | None]) -> None:
+        self._term = term
+
+    def collect(self) -> Iterator[Family]:
+        end, life = _family(metrics.ROUTER_CERTIFICATE_END), _family(metrics.ROUTER_CERTIFICATE_LIFE)
+        if (term := self._term()) is not None:
+            end.add_metric([], term.end)
+            life.add_metric([], term.end - term.begin)
+        yield from (end, life)
+
+
+class WorkerFigures(Collector):
+    """How the workers are, read off them when asked for."""
+
+    def __init__(self, workers: Workers, clock: Callable[[], float]) -> None:
+        self._workers = workers
+        self._clock = clock
+
+    def collect(self) -> Iterator[Family]:
+        now = self._clock()
+        state = _family(metrics.ROUTER_WORKER_STATE)
+        in_flight = _family(metrics.ROUTER_WORKER_IN_FLIGHT)
+        for worker in self._workers.all:
+            current = worker.state(now)
+            in_flight.add_metric([worker.name, worker.listed], worker.in_flight)
+            for one in State:
+                state.add_metric([worker.name, worker.listed, one], float(one is current))
+        yield state
+        yield in_flight
+
+
+def _text(metric: Metric) -> tuple[str, str]:
+    return metric.name, metric.help
+
+
+def _family(metric: Metric) -> GaugeMetricFamily:
+    return GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
+
+
+EVERY_S = 0.1
+"""Seconds between two looks: a standstill of that length is seen, whenever it comes."""
+
+
+class LoopLag(Collector):
+    """Looks while its `watch` runs."""
+
+    def __init__(self) -> None:
+        self._lag = Spread(metrics.ROUTER_LOOP_LAG)
+
+    async def watch(self) -> None:
+        """Look until cancelled."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            due = clock() + EVERY_S
+            await asyncio.sleep(EVERY_S)
+            self._lag.observe(max(0.0, clock() - due))
+
+    def collect(self) -> Iterator[Family]:
+        yield from self._lag.collect()

@@ -1,0 +1,257 @@
+"""
+Spans of requests for tracing: where the time of one request went, across services.
+
+    route                    the whole request, from its arrival to the last byte
+      queue                  waiting, in the router and at the worker that computes the prompt
+      prefill, kv_transfer   the prompt's computation, and the move of its blocks
+      decode                 token generation
+      continuation           generation at another worker, after the first one was lost
+
+The router makes all spans when the client has its whole answer, and writes them once, as the bytes that
+`baton_api.otlp` sends (`docs/adr/0024-the-router-makes-the-spans.md`). A request that is not recorded has
+only the header line for its worker. Names and numbers only, never text.
+
+The lengths of phases are the worker's, by its clock. They are placed between the router's times: the
+computation follows the wait, and the transfer ends with the first token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton_api import otlp, trace_context
+from baton_api.otlp import Attributes
+from baton_api.reports import PromptReport
+from baton_api.spans import Spans, open_spans
+from baton_api.trace_context import TraceContext
+from baton_http.upstream import Headers
+from baton_router.proxy.attempt import Attempt
+from baton_router.proxy.routed_request import Asked
+from baton_router.settings import RouterSettings
+
+SERVICE = "baton-router"
+OK = 200
+FAILED = 500
+
+_LOW = 2**64 - 1
+"""The part of a trace's number that decides whether it is recorded, as in OpenTelemetry's own sampler."""
+
+ENDED = "url.path", "http.response.status_code", "baton.resumes"
+ASKED = "baton.tenant", "baton.class"
+GRANTED = "baton.worker.decode", "baton.worker.prefill"
+PROMPT = "baton.tokens.prompt", "baton.tokens.cached", "baton.worker"
+"""Attributes that come together."""
+
+MODEL = "gen_ai.request.model"
+MODEL_LIMIT = 256
+"""Characters of a model's name in a span."""
+
+
+class Traced(Protocol):
+    """What is known of a request that has ended; times are of `time.perf_counter`, 0 if there was none."""
+
+    id: bytes
+    asked: Asked | None
+    attempt: Attempt | None
+    status: int
+    resumes: int
+    granted: float
+    sent: float
+    opened: float
+
+
+def tracing_of(settings: RouterSettings) -> Tracing | None:
+    """What makes spans, as the settings want; None if they want none. Raises SetupError."""
+    if not settings.tracing_endpoint:
+        return None
+    return Tracing(open_spans(SERVICE, settings.tracing_endpoint), settings.tracing_ratio)
+
+
+class Tracing:
+    """Makes the spans of one process: of all traces that others began and record, and a share of its own."""
+
+    def __init__(self, spans: Spans, ratio: float) -> None:
+        self._spans = spans
+        self._bound = round(ratio * 2**64)
+
+    def begin(self, given: Headers, path: str) -> RequestTrace:
+        """A request has arrived, with these headers."""
+        parent = trace_context.read(given)
+        if parent is None:
+            trace = random.getrandbits(128) or 1  # a name and no secret: no call of the system
+            recorded = trace & _LOW < self._bound
+        else:
+            trace, recorded = parent.trace, parent.sampled
+        here = TraceContext(trace, random.getrandbits(64) or 1, recorded, parent.state if parent else b"")
+        return RequestTrace(self._spans.take, here, parent.span if parent else 0, path)
+
+    async def close(self) -> None:
+        """Send what was not sent yet."""
+        await asyncio.to_thread(self._spans.close)
+
+
+class RequestTrace:
+    """One request's."""
+
+    __slots__ = (
+        "_began",
+        "_below",
+        "_epoch_ns",
+        "_events",
+        "_here",
+        "_parent",
+        "_path",
+        "_resumed",
+        "_take",
+        "recorded",
+    )
+
+    def __init__(self, take: Callable[[bytes], None], here: TraceContext, parent: int, path: str) -> None:
+        self._take = take
+        self._here = here
+        self._parent = parent
+        self.recorded = here.sampled
+        """Whether anything of it is kept; its trace is passed on in any case."""
+        if self.recorded:
+            self._path = path
+            self._below = otlp.place(here.trace, here.span)
+            self._began = time.perf_counter()
+            self._epoch_ns = time.time_ns() - int(self._began * 1e9)
+            self._events = b""
+            self._resumed: list[tuple[float, Attributes]] = []
+
+    @property
+    def lines(self) -> bytes:
+        """The headers for the worker, whose parent the router is."""
+        return self._here.lines
+
+    def note(self, name: str, **attributes: str | int) -> None:
+        """Something that happened on the way."""
+        if self.recorded:
+            self._events += otlp.event(name, self._ns(time.perf_counter()), attributes)
+
+    def resumed(self, worker: str, tokens: int) -> None:
+        """Another worker goes on after so many tokens."""
+        if self.recorded:
+            about: Attributes = {"baton.worker.decode": worker, "baton.tokens.before": tokens}
+            self._resumed.append((time.perf_counter(), about))
+
+    def end(self, request: Traced) -> None:
+        """The request has ended, one way or another."""
+        if not self.recorded:
+            return
+        now = time.perf_counter()
+        attempt = request.attempt
+        failed = request.status >= FAILED or (attempt is not None and not attempt.ended)
+        here = self._here
+        above = otlp.place(here.trace, self._parent)
+        told = b"".join((*_about(request, self._path), self._events))
+        start, end = self._ns(self._began), self._ns(now)
+        route = otlp.span(above, here.span, "route", otlp.SERVER, start, end, told, failed=failed)
+        self._take(b"".join((route, *self._children(request, now))))
+
+    def _children(self, request: Traced, now: float) -> list[bytes]:
+        attempt = request.attempt
+        if not request.granted:
+            return []
+        if attempt is None or attempt.exchange is None:
+            return [self._span("queue", self._began, request.granted)]
+        ends = [at for at, _ in self._resumed] + [now]
+        first_byte = request.opened or (now if request.status == OK else None)
+        seen = Seen(self._began, request.sent, first_byte, ends[0], streams=bool(request.opened))
+        silent = not request.opened and not attempt.tokens  # vectors, or a refusal: no token comes
+        found = phases(seen, attempt.report)
+        made = [self._phase(one, attempt, now) for one in found if one.name != "decode" or not silent]
+        for (at, about), until in zip(self._resumed, ends[1:], strict=True):
+            made.append(self._span("continuation", at, until, otlp.attributes(about)))
+        return made
+
+    def _phase(self, one: Phase, attempt: Attempt, now: float) -> bytes:
+        name, told = one.name, b""
+        report = attempt.report
+        if name == "prefill" and report is not None:
+            who = attempt.grant.prefill if report.remote else attempt.grant.decode
+            told = otlp.known(PROMPT, report.tokens, report.cached, who)
+            told += otlp.attribute("baton.queue_s", report.queue_s)
+        elif name == "transfer" and report is not None:
+            name, told = "kv_transfer", otlp.known(("baton.tokens.held",), report.held)
+        elif name == "decode":
+            told = otlp.known(("baton.tokens.answer",), attempt.tokens)
+        return self._span(name, one.start, now if one.end is None else one.end, told)
+
+    def _span(self, name: str, start: float, end: float, told: bytes = b"") -> bytes:
+        return otlp.span(
+            self._below,
+            random.getrandbits(64) or 1,
+            name,
+            otlp.INTERNAL,
+            self._ns(start),
+            self._ns(end),
+            told,
+        )
+
+    def _ns(self, seconds: float) -> int:
+        return self._epoch_ns + int(seconds * 1e9)
+
+
+def _about(request: Traced, path: str) -> list[bytes]:
+    """What is said of the whole request."""
+    about = [
+        otlp.attribute("baton.request_id", request.id.decode()),
+        otlp.known(ENDED, path, request.status, request.resumes),
+    ]
+    if request.asked is not None:
+        asked = request.asked
+        model = (asked.model or "")[:MODEL_LIMIT]
+        about.append(otlp.attribute(MODEL, model))  # a client's word, which no cache may keep
+        about.append(otlp.known(ASKED, asked.tenant.name, asked.urgency[0]))
+    if request.attempt is not None:
+        grant = request.attempt.grant
+        about += [
+            otlp.known(GRANTED, grant.decode, grant.prefill),
+            otlp.attribute("baton.decision", grant.summary.decode()),
+            otlp.attribute("baton.costs", grant.costs),
+        ]
+    return about
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """When the router saw a request move, by its clock, in seconds; None for what has not been."""
+
+    arrived: float
+    decided: float
+    first_byte: float | None = None
+    ended: float | None = None
+    streams: bool = True
+    """Whether the first byte is the first token's, and not that of a whole answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One part of the way, by the router's clock."""
+
+    name: str
+    start: float
+    end: float | None
+    """None while it goes on."""
+
+
+def phases(seen: Seen, report: PromptReport | None) -> tuple[Phase, ...]:
+    """In their order; none ends before it starts, and none starts before the request arrived."""
+    if seen.first_byte is None:
+        queue = Phase("queue", seen.arrived, seen.decided)
+        return queue, Phase("prefill", seen.decided, seen.ended)
+    latest = seen.first_byte
+    start = seen.decided if report is None else min(seen.decided + report.queue_s, latest)
+    computed = latest if report is None else min(start + report.compute_s, latest)
+    begins = latest if seen.streams else computed
+    found = [Phase("queue", seen.arrived, start), Phase("prefill", start, computed)]
+    if report is not None and report.remote:
+        found.append(Phase("transfer", max(start, begins - report.transfer_s), begins))
+    return *found, Phase("decode", begins, seen.ended)

@@ -1,1 +1,0 @@
-"""The page at `/`: what this service is doing, as a picture that moves with it, and a place to talk to it."""

@@ -1,0 +1,204 @@
+"""
+What is sent on to a worker and what of its answer comes back: heads, rewritten; bodies, untouched.
+
+Headers that belong to one connection stay on it (RFC 9110, 7.6.1). Our own `x-baton-*` pass between
+our processes only: a client's are dropped, or it could name a prefill worker of its choice. One passes,
+`x-baton-state`: where a worker reads it, `baton_router.proxy.responses` has written it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from baton_api import headers, tickets, trace_context
+from baton_api.reports import PromptReport
+from baton_http.replies import REQUEST_ID
+from baton_http.upstream import Headers
+from baton_router.scheduling.picker import Grant
+from baton_router.settings import RouterSettings
+
+FORWARDED = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/responses",
+        "/v1/tokenize",
+        "/v1/detokenize",
+        "/generate",
+        "/tokenize",
+        "/detokenize",
+    }
+)
+"""Paths whose POST goes to the worker that serves the body's `model`."""
+
+PREFILL = headers.PREFILL.encode()
+TICKET = headers.TICKET.encode()
+SALT = headers.SALT.encode()
+FOLLOW_LINE = b"%b: 1\r\n" % headers.FOLLOW.encode()
+PATIENT_LINE = b"%b: %b\r\n" % (headers.CLASS.encode(), headers.PATIENT_CLASS.encode())
+WORKER = headers.WORKER.encode()
+PROMPT = headers.PROMPT.encode()
+DECISION = headers.DECISION.encode()
+CACHED = headers.CACHED.encode()
+TIMING = headers.TIMING.encode()
+STATE = headers.STATE.encode()
+
+_OURS = b"x-baton-"
+
+CONNECTION_HEADERS = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+# The request goes out with a host, length and id of the router's; answers must not be compressed,
+# because the router reads the end of a stream.
+_OF_THE_REQUEST = CONNECTION_HEADERS | {
+    b"host",
+    b"content-length",
+    b"expect",
+    b"accept-encoding",
+    REQUEST_ID,
+}
+_OF_THE_ANSWER = CONNECTION_HEADERS | {b"server", b"date", REQUEST_ID}
+
+AUTHORIZATION = b"authorization"
+_OF_THE_KEYED_REQUEST = _OF_THE_REQUEST | {AUTHORIZATION}
+_KEPT_BACK = {
+    (False, False): _OF_THE_REQUEST,
+    (True, False): _OF_THE_KEYED_REQUEST,
+    (False, True): _OF_THE_REQUEST | trace_context.HEADERS,
+    (True, True): _OF_THE_KEYED_REQUEST | trace_context.HEADERS,
+}
+"""By whether clients' keys stay here, and whether the router says itself what it is of a trace."""
+
+
+@dataclass(frozen=True)
+class Trust:
+    """By what a worker knows that a request comes from this router."""
+
+    secret: bytes = b""
+    """Signs tickets for prefill workers; empty if they want none."""
+    key: bytes = b""
+    """The workers' API key."""
+    passes_keys: bool = True
+    """Whether a client's key goes on to the worker."""
+
+    @classmethod
+    def of(cls, settings: RouterSettings) -> Trust:
+        key = settings.worker_api_key.get_secret_value()
+        own = (settings.api_key, settings.api_key_file, settings.tenants_file, settings.jwt_jwks)
+        keyed = bool(key) or any(own)
+        return cls(settings.ticket_secret.encode(), key.encode(), not keyed)
+
+    @cached_property
+    def line(self) -> bytes:
+        """The header that carries the key; nothing without one."""
+        return b"%b: Bearer %b\r\n" % (AUTHORIZATION, self.key) if self.key else b""
+
+
+def request_head(
+    target: bytes,
+    given: Headers,
+    length: int,
+    request_id: bytes,
+    host: str,
+    control: str,
+    trust: Trust,
+    now: float,
+    method: bytes = b"POST",
+    *,
+    follow: bool = False,
+    salt: str = "",
+    patient: bool = False,
+    trace: bytes = b"",
+) -> bytes:
+    """
+    The head of the request as the decode worker `host` gets it.
+
+    `control` is the control address of the prefill worker for it, empty without one; `trace` are lines in
+    place of what the client said of its trace.
+    """
+    kept_back = _KEPT_BACK[not trust.passes_keys, bool(trace)]
+    passing = b"".join([b"%b: %b\r\n" % header for header in _passing(given, kept_back)])
+    ticket = b""
+    if control and trust.secret:
+        issued = tickets.issue(trust.secret, request_id.decode(), control, now)
+        ticket = b"%b: %b\r\n" % (TICKET, issued.encode())
+    return b"%b %b HTTP/1.1\r\ncontent-length: %d\r\n%b: %b\r\n%b%b%b%b\r\n" % (
+        method,
+        target,
+        length,
+        REQUEST_ID,
+        request_id,
+        passing,
+        trace,
+        _told(host, control, trust.line, follow, salt, patient),
+        ticket,
+    )
+
+
+@lru_cache(4096)
+def _told(host: str, control: str, key: bytes, follow: bool, salt: str, patient: bool) -> bytes:
+    """The headers that a worker gets with all requests of one kind."""
+    lines = [b"host: %b\r\n" % host.encode(), key]
+    if follow:
+        lines.append(FOLLOW_LINE)
+    if salt:
+        lines.append(b"%b: %b\r\n" % (SALT, salt.encode()))
+    if patient:
+        lines.append(PATIENT_LINE)
+    if control:
+        lines.append(b"%b: %b\r\n" % (PREFILL, control.encode()))
+    return b"".join(lines)
+
+
+def answer_headers(
+    given: Headers,
+    request_id: bytes,
+    grant: Grant | None,
+    report: PromptReport | None = None,
+    queued_s: float = 0.0,
+) -> Headers:
+    """
+    The headers of a worker's answer as the client gets them, after a wait of `queued_s` in the router.
+
+    With `grant` they name workers and number the decision: for clients that run the service.
+    """
+    told: Headers = []
+    if report is not None:
+        times = 1000 * (queued_s + report.queue_s), 1000 * report.compute_s
+        took = b"queue;dur=%.1f, prefill;dur=%.1f" % times
+        if report.transfer_s:
+            took += b", transfer;dur=%.2f" % (1000 * report.transfer_s)
+        told = [(CACHED, b"%d" % report.cached), (TIMING, took)]
+    if grant is not None:
+        told = [(WORKER, grant.decode.encode()), (DECISION, grant.summary), *told]
+    return [*_passing(given, _OF_THE_ANSWER), (REQUEST_ID, request_id), *told]
+
+
+def is_event_stream(given: Headers) -> bool:
+    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in given)
+
+
+def _passing(given: Headers, kept_back: frozenset[bytes]) -> Headers:
+    passing = []
+    for header in given:
+        name, value = header
+        if name not in kept_back:
+            if name[:8] != _OURS or name == STATE:
+                passing.append(header)
+        elif name == b"connection" and value not in (b"keep-alive", b"close"):
+            named = {one.strip().lower() for one in value.split(b",")}
+            if named - kept_back:
+                return _passing(given, kept_back | named)
+    return passing

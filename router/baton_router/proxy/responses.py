@@ -1,0 +1,182 @@
+"""
+`/v1/responses` in a cluster: the router keeps the responses, because any worker may get the next request.
+
+A request that continues a response goes on with the whole conversation as its input; how much of it was
+there before is said in a header, which also tells the worker to keep nothing. What comes back passes as it
+is, is listened to if it is to be kept, and is kept before the client has all of it, which may ask for it at
+once. A request that keeps and continues nothing passes byte for byte.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from baton_api import headers, response_items
+from baton_api.response_store import ResponseStore, Turn
+from baton_http.client import Client
+from baton_http.replies import Receive, Scope, Send
+from baton_http.sse import last_response
+from baton_router.proxy.forwarding import is_event_stream
+from baton_router.settings import RouterSettings
+
+PATH = "/v1/responses"
+STATE = headers.STATE.encode()
+
+KEPT_LIMIT = 16 * 1024 * 1024
+"""Bytes of one answer that are listened to; a larger one is not kept."""
+
+_DATA = re.compile(rb"^data: ?(.*)$", re.MULTILINE)
+
+
+class Asked(msgspec.Struct):
+    """The fields of a request that decide what is kept and continued; the rest is the worker's to judge."""
+
+    input: str | list[msgspec.Raw] | None = None
+    previous_response_id: Any = None
+    store: Any = None
+
+    @property
+    def wants_to_be_kept(self) -> bool:
+        return self.store is None or self.store is True
+
+    @property
+    def items(self) -> list[bytes]:
+        if isinstance(self.input, str):
+            return [msgspec.json.encode(item) for item in response_items.listed(self.input)]
+        return [bytes(item) for item in self.input or ()]
+
+
+class Answered(msgspec.Struct):
+    """What is read of a response object."""
+
+    id: str
+    status: str
+
+
+class LastEvent(msgspec.Struct):
+    response: msgspec.Raw
+
+
+_asked = msgspec.json.Decoder(Asked)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_answered = msgspec.json.Decoder(Answered)
+_item = msgspec.json.Decoder(dict[str, Any])
+_last_event = msgspec.json.Decoder(LastEvent)
+
+
+def needs_store(body: bytes, *, keeps: bool) -> bool:
+    """Whether a request continues a response, or its own is to be kept by a router that `keeps` some."""
+    try:
+        asked = _asked.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False  # the worker, or the proxy before it, says what is wrong with it
+    return isinstance(asked.previous_response_id, str) or (keeps and asked.wants_to_be_kept)
+
+
+class Responses:
+    """Wraps the proxy for requests that make a response."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        store: ResponseStore,
+        whose: Callable[[Scope], bytes],
+        proxy: Callable[[Scope, Receive, Send], Awaitable[None]],
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._whose = whose
+        self._proxy = proxy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        visit = Visit(self._store, self._whose(scope))
+        given = [header for header in scope["headers"] if header[0] != STATE]
+        inner = {**scope, "headers": given}
+
+        async def receiving() -> MutableMapping[str, Any]:
+            if visit.read:
+                return await receive()
+            body = await Client(scope, receive, send).body(self._settings.max_body, self._settings.body_s)
+            body = visit.request(body)
+            inner["headers"] = [*given, (STATE, b"%d" % visit.earlier)]
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def sending(message: Any) -> None:
+            visit.answer(message)
+            await send(message)
+
+        await self._proxy(inner, receiving, sending)
+
+
+class Visit:
+    """One request and its answer, as far as they are listened to."""
+
+    def __init__(self, store: ResponseStore, owner: bytes) -> None:
+        self.read = False
+        """Whether the request has been heard."""
+        self.earlier = 0
+        """How many items of earlier responses stand before its own."""
+        self._store = store
+        self._owner = owner
+        self._before: Turn | None = None
+        self._input: list[bytes] = []
+        self._listens = False
+        self._stream = False
+        self._heard = bytearray()
+
+    def request(self, body: bytes) -> bytes:
+        """The body that the worker gets. Raises PreviousResponseNotFound."""
+        self.read = True
+        try:
+            asked = _asked.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return body  # the worker, or the proxy before it, says what is wrong with it
+        self._listens = asked.wants_to_be_kept
+        self._input = asked.items
+        if not isinstance(asked.previous_response_id, str):
+            return body
+        self._before = self._store.previous(self._owner, asked.previous_response_id)
+        earlier = self._before.conversation
+        self.earlier = len(earlier)
+        fields = _fields.decode(body)
+        fields["input"] = msgspec.Raw(b"[%b]" % b",".join([*earlier, *self._input]))
+        return msgspec.json.encode(fields)
+
+    def answer(self, message: MutableMapping[str, Any]) -> None:
+        """Hear a message of the answer before it goes to the client."""
+        if not self._listens:
+            return
+        if message["type"] == "http.response.start":
+            self._listens = message["status"] == 200
+            self._stream = is_event_stream(message["headers"])
+            return
+        piece = message.get("body", b"")
+        if self._stream and not self._heard:
+            last = last_response(piece)
+            if last < 0:
+                return
+            piece = piece[last:]
+        self._heard += piece
+        if len(self._heard) > KEPT_LIMIT:
+            self._listens = False
+        elif (b"\n\n" in self._heard) if self._stream else not message.get("more_body"):
+            self._listens = False
+            self._keep(bytes(self._heard))
+
+    def _keep(self, heard: bytes) -> None:
+        """Put the response that was heard into the store."""
+        try:
+            if self._stream:
+                data = _DATA.search(heard)
+                heard = bytes(_last_event.decode(data[1] if data else b"").response)
+            answered = _answered.decode(heard)
+            items = [_item.decode(item) for item in self._input]
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return  # whatever it is, it is the worker's answer, but nothing to be continued
+        if answered.status in ("completed", "incomplete"):
+            named = response_items.named(items)
+            self._store.put(self._owner, Turn(answered.id, self._before, named, heard))

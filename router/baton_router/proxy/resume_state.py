@@ -1,0 +1,105 @@
+"""
+What a broken stream can be resumed from: the tokens whose events have passed, and how the answer began.
+
+The worker says them in comments between its events (`baton_api.resuming`). They are taken out here, and no
+event passes before the tokens that it came of are known: what the client has and what is resumed are then
+the same, wherever the connection breaks.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from baton_api.errors import BatonError
+from baton_api.resuming import BEGINS, TOKENS, Beginning, Resumption, read_tokens
+from baton_http.sse import DONE, EventStream
+
+WAITING_LIMIT = 1024 * 1024
+"""Bytes of events that wait for their tokens; a worker that sends more has stopped to say them."""
+
+_OURS = b"\n: baton-"
+_BEGINS = b"\n" + BEGINS
+_FAILURE = b'\ndata: {"error"'
+_beginning = msgspec.json.Decoder(Beginning)
+
+
+class FollowedStream(EventStream):
+    """A stream of chunks whose worker was asked to say what it came of."""
+
+    __slots__ = ("_before", "_begun", "_ended", "_tokens", "_waiting", "_watching")
+
+    def __init__(self, before: Resumption | None = None) -> None:
+        """`before` is what had passed of the answer when it was resumed."""
+        super().__init__()
+        self._begun: Beginning | None = None
+        self._tokens = list(before.tokens) if before else []
+        self._before = len(self._tokens)
+        self.tokens = len(self._tokens)
+        self._ended = False
+        self._watching = True
+        """Whether there may be comments to take out."""
+        self._waiting = b"\n"
+        """What has not passed yet, behind the end of the line before it."""
+
+    @property
+    def generated(self) -> int | None:
+        """Tokens that this worker has said it generated; None if it says nothing of them."""
+        return len(self._tokens) - self._before if self._begun is not None else None
+
+    @property
+    def waiting(self) -> bool:
+        return super().waiting or len(self._waiting) > 1
+
+    @property
+    def resumption(self) -> Resumption | None:
+        """Where another worker would go on; None if this one did not say, or says that nobody could."""
+        if self._begun is None or b'"invalid_request_error"' in self._failure:
+            return None
+        return Resumption(self._begun, self._tokens, self._ended)
+
+    def push(self, piece: bytes) -> bytes:
+        return super().push(self._known(piece) if self._watching else piece)
+
+    def finish(self) -> bytes:
+        rest, self._waiting = self._waiting[1:], b"\n"
+        return super().push(rest) + super().finish()
+
+    def error(self, error: BatonError) -> bytes:
+        """The worker's own words, if it said what went wrong."""
+        return self._apart() + self._failure[1:] if self._failure else super().error(error)
+
+    @property
+    def _failure(self) -> bytes:
+        at = self._waiting.find(_FAILURE)
+        return self._waiting[at:] if at >= 0 and self._waiting.endswith(b"\n\n") else b""
+
+    def _known(self, piece: bytes) -> bytes:
+        """What of the events so far came of tokens that are known."""
+        waiting = self._waiting + piece
+        passing = b""
+        while (at := waiting.find(_OURS)) >= 0 and (end := waiting.find(b"\n\n", at + 1)) >= 0:
+            passing += waiting[1 : at + 1]
+            self._note(waiting[at + 1 : end])
+            waiting = waiting[end + 1 :]
+        if self._begun is None and not _BEGINS.startswith(waiting[: len(_BEGINS)]):
+            self._watching = False  # it has nothing to say
+        if not self._watching or self._passes(waiting):
+            passing += waiting[1:]
+            waiting = b"\n"
+        self._waiting = waiting
+        return passing
+
+    def _passes(self, waiting: bytes) -> bool:
+        """Whether this needs no tokens: the end of the stream, a comment, or more than can wait."""
+        comment = waiting.startswith(b"\n:") and waiting.endswith(b"\n\n") and b"\ndata:" not in waiting
+        own = waiting.startswith(_OURS)
+        return DONE[0] in waiting or (comment and not own) or len(waiting) > WAITING_LIMIT
+
+    def _note(self, line: bytes) -> None:
+        if line.startswith(BEGINS):
+            self._begun = _beginning.decode(line.removeprefix(BEGINS))
+        elif line.startswith(TOKENS):
+            tokens, ended = read_tokens(line)
+            self._tokens += tokens
+            self.tokens = len(self._tokens)
+            self._ended = self._ended or ended

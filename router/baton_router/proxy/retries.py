@@ -1,0 +1,136 @@
+"""
+The retry budget, and requests that crash workers.
+
+Overloaded and crashing workers may cause retries for a share of all requests, so that failures cannot feed
+themselves. A crash costs one retry, however many requests were lost in it. A request that crashes one worker
+after another costs one each.
+
+One lost worker proves nothing, so its requests go to other workers. A request that has lost two
+workers is rejected for as long as it is remembered: clients retry under a new id, so a request is
+recognized by its tenant and a digest of the body. A complete answer clears it. Batch runners send a
+suspicious line alone before they give it up, and are rejected only where a runner would have given up.
+A broken stream may lose a third worker, because several workers may fail while it lasts.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton_api.errors import PoisonRequest
+from baton_api.headers import PATIENT_CLASS
+
+RESERVE = 10.0
+"""Retries that are possible without requests before them: enough for a quiet router's bad moment."""
+
+LEAST_PER_S = 1.0
+"""Retries that come back by themselves: what waits for one gets it, though nobody else comes."""
+
+
+CRASH_S = 1.0
+"""Seconds after a crash was paid for in which other losses of the same worker belong to it."""
+
+
+class RetryBudget:
+    """Each request earns a part of a retry, and so does time; a retry spends a whole one."""
+
+    def __init__(self, ratio: float, clock: Callable[[], float]) -> None:
+        self._ratio = ratio
+        self._clock = clock
+        self._saved = RESERVE
+        self._looked = clock()
+        self._paid: dict[str, float] = {}
+        """When a crash of a worker was paid for, by its name."""
+
+    def earn(self) -> None:
+        self._saved = min(RESERVE, self._saved + self._ratio)
+
+    def spend(self) -> bool:
+        """Whether there was one to spend; never, if requests earn nothing."""
+        now = self._clock()
+        self._saved = min(RESERVE, self._saved + LEAST_PER_S * (now - self._looked))
+        self._looked = now
+        if self._saved < 1.0 or not self._ratio:
+            return False
+        self._saved -= 1.0
+        return True
+
+    def spend_after_crash(self, worker: str) -> bool:
+        """Whether a request that was lost with `worker` may go to another one."""
+        now = self._clock()
+        self._paid = {name: at for name, at in self._paid.items() if now - at < CRASH_S}
+        if worker in self._paid:
+            return True
+        if not self.spend():
+            return False
+        self._paid[worker] = now
+        return True
+
+
+LOSSES_LIMIT = 2
+"""Workers that one request may lose."""
+
+BATCH_LOSSES_LIMIT = 8
+"""The same for the class batch."""
+
+REMEMBERED_S = 600.0
+"""Seconds after its last loss for which a request is remembered."""
+
+REMEMBERED_LIMIT = 4096
+"""Requests that are remembered. The one whose last loss is oldest is dropped first."""
+
+CRASH_CAUSES = frozenset({"reset", "hung"})
+"""Causes of `upstream.Lost` of which the request itself may be the reason: its worker died or stopped."""
+
+Key = tuple[str, int]
+"""Tenant, and digest of the body."""
+
+
+@dataclass(slots=True)
+class _Losses:
+    last: float
+    workers: set[tuple[str, str]] = field(default_factory=set)
+    """Name and epoch: a restarted worker is another one."""
+
+
+class Crashes:
+    """Belongs to one thread. Times are of the router's clock."""
+
+    def __init__(self) -> None:
+        self._lost: OrderedDict[Key, _Losses] = OrderedDict()
+        """The request whose last loss is oldest first."""
+
+    def __len__(self) -> int:
+        return len(self._lost)
+
+    def lost(self, key: Key, worker: str, epoch: str, now: float) -> None:
+        """A worker died or stopped while it had the request. Requests without a digest are not remembered."""
+        if not key[1]:
+            return
+        self._expire(now)
+        losses = self._lost.setdefault(key, _Losses(now))
+        losses.last = now
+        if len(losses.workers) < BATCH_LOSSES_LIMIT:
+            losses.workers.add((worker, epoch))
+        self._lost.move_to_end(key)
+        while len(self._lost) > REMEMBERED_LIMIT:
+            self._lost.popitem(last=False)
+
+    def answered(self, key: Key) -> None:
+        """A worker gave the whole answer: the request is not what kills workers."""
+        self._lost.pop(key, None)
+
+    def check(self, key: Key, kind: str, now: float) -> None:
+        """Raise PoisonRequest if a request of the class `kind` has lost as many workers as it may."""
+        if not self._lost:
+            return
+        self._expire(now)
+        losses = self._lost.get(key)
+        limit = BATCH_LOSSES_LIMIT if kind == PATIENT_CLASS else LOSSES_LIMIT
+        if losses is not None and len(losses.workers) >= limit:
+            raise PoisonRequest(len(losses.workers))
+
+    def _expire(self, now: float) -> None:
+        while self._lost and now - next(iter(self._lost.values())).last >= REMEMBERED_S:
+            self._lost.popitem(last=False)

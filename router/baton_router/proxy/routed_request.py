@@ -1,0 +1,278 @@
+"""
+A request as it arrived, with what it is routed by: model, prompt chunks, class and objective.
+
+The body stays the bytes that arrived. The router reads it only to choose workers; an invalid body goes to a
+worker, which rejects it in its own words.
+"""
+
+from __future__ import annotations
+
+import array
+import math
+from typing import Any
+
+import msgspec
+from xxhash import xxh3_64_intdigest as digest
+
+from baton_api import headers
+from baton_api.errors import (
+    MISSING_REQUIRED_PARAMETER,
+    UNSUPPORTED_PARAMETER,
+    Forbidden,
+    InvalidRequest,
+    ModelNotFound,
+)
+from baton_api.hashing import client_salt
+from baton_api.resuming import BODY as RESUMPTION
+from baton_http.replies import Scope
+from baton_http.sse import EventStream, ResponseStream
+from baton_http.upstream import Headers
+from baton_router.cache import prompt_chunks
+from baton_router.cache.prompt_chunks import Message, Prompt
+from baton_router.proxy.resume_state import FollowedStream
+from baton_router.scheduling.picker import Ask
+from baton_router.tenants.tenants import CLASSES, NOBODY, Tenant
+
+NOTHING = Prompt((), ())
+
+CHAT = "/v1/chat/completions"
+
+STREAMS: dict[str, type[EventStream]] = {
+    CHAT: FollowedStream,
+    "/v1/completions": FollowedStream,
+    "/generate": EventStream,
+    "/v1/responses": ResponseStream,
+}
+"""Paths whose streams end with something; others end with the last byte."""
+
+_ABSENT = msgspec.Raw(b"")
+
+
+class Wishes(msgspec.Struct):
+    """The fields of a body that say how long its answer is, and when it is to come."""
+
+    stream: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
+    resumption: msgspec.Raw = msgspec.field(default=_ABSENT, name=RESUMPTION)
+
+    @property
+    def tokens_ahead(self) -> int | None:
+        """With which token the first byte of the answer comes, at the latest; None if it does not say."""
+        if self.stream is True:
+            return 1
+        return self.answer_tokens
+
+    @property
+    def answer_tokens(self) -> int | None:
+        """The most that the answer may have; None if it does not say."""
+        given = self.max_completion_tokens or self.max_tokens or self.max_output_tokens
+        return given if type(given) is int and given > 0 else None
+
+
+class Body(Wishes):
+    """The fields of a body that decide where it goes."""
+
+    model: Any = None
+    cache_salt: Any = None
+    messages: msgspec.Raw = _ABSENT
+    prompt: msgspec.Raw = _ABSENT
+    input: msgspec.Raw = _ABSENT
+    tools: msgspec.Raw = _ABSENT
+
+
+class Chat(Wishes, kw_only=True):
+    """The same of a conversation as it should be."""
+
+    messages: list[Message]
+    model: str | None = None
+    cache_salt: Any = None
+    tools: msgspec.Raw = _ABSENT
+
+
+_body = msgspec.json.Decoder(Body)
+_chat = msgspec.json.Decoder(Chat)
+_messages = msgspec.json.Decoder(list[Message])
+
+
+class Asked:
+    """One request. Raises InvalidRequest if its body is not JSON, or claims to be a router's."""
+
+    __slots__ = (
+        "_digest",
+        "answer_tokens",
+        "body",
+        "events",
+        "explain",
+        "headers",
+        "model",
+        "prompt",
+        "streams",
+        "target",
+        "tenant",
+        "tokens_ahead",
+        "urgency",
+    )
+
+    def __init__(self, scope: Scope, body: bytes, tenant: Tenant = NOBODY) -> None:
+        """Raises ModelNotFound, too, for a model that is not the tenant's to use."""
+        query = scope["query_string"]
+        self.target: bytes = scope["raw_path"] + (b"?" + query if query else b"")
+        self.headers: Headers = scope["headers"]
+        self.body = body
+        self._digest = digest(body)
+        path = scope["path"]
+        salt = tenant.salt
+        self.model, self.prompt, wishes = _conversation(body, salt) if path == CHAT else _any(body, salt)
+        if wishes.resumption:
+            raise InvalidRequest(
+                f"Unsupported parameter: {RESUMPTION!r}. Only a router may say where an answer goes on.",
+                param=RESUMPTION,
+                code=UNSUPPORTED_PARAMETER,
+            )
+        if tenant.models is not None:
+            _check_model(tenant.models, self.model)
+        self.tenant = tenant
+        self.events = STREAMS.get(path)
+        self.tokens_ahead = wishes.tokens_ahead
+        """With which token of the answer its first byte comes, at the latest; None if nobody can tell."""
+        self.streams = wishes.stream is True
+        self.answer_tokens = wishes.answer_tokens
+        self.urgency = urgency(self.headers, tenant)
+        self.explain = False
+        """Whether the scheduler is to say what the ways cost."""
+
+    def ask(
+        self, tried: tuple[str, ...] = (), waited_s: float | None = None, *, resumed: bool = False
+    ) -> Ask:
+        """What a scheduler is asked, if the request comes back after `waited_s`: without one it is new."""
+        tenant = self.tenant
+        kind, objective_s = self.urgency
+        limits = tenant.limits
+        return Ask(
+            self.model,
+            self.prompt,
+            tried,
+            tenant.id,
+            kind,
+            None if limits is NOBODY.limits else limits,
+            objective_s,
+            self.streams,
+            self.answer_tokens,
+            len(self.body),
+            waited_s is not None,
+            resumed,
+            waited_s or 0.0,
+            self._digest,
+            self.explain,
+        )
+
+    @property
+    def followed(self) -> bool:
+        """Whether the worker is to say what another one would need to go on with the answer."""
+        return self.events is FollowedStream
+
+
+def _check_model(allowed: frozenset[str], model: str | None) -> None:
+    """Who may not have every model cannot leave to the worker which one it is."""
+    if model is None:
+        raise InvalidRequest(
+            "You must provide a model parameter.", param="model", code=MISSING_REQUIRED_PARAMETER
+        )
+    if model not in allowed:
+        raise ModelNotFound(model, tuple(sorted(allowed)))
+
+
+def _conversation(body: bytes, salt: str) -> tuple[str | None, Prompt, Wishes]:
+    """The model, the prompt and the wishes, in one pass over the body."""
+    try:
+        chat = _chat.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _any(body, salt)  # says what is wrong, if it is not JSON
+    root = _root(salt, chat.cache_salt, chat.model)
+    return chat.model, prompt_chunks.of_messages(chat.messages, chat.tools, root), chat
+
+
+def _any(body: bytes, salt: str) -> tuple[str | None, Prompt, Wishes]:
+    """The model, the prompt of whatever shape, and the wishes."""
+    try:
+        read = _body.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"We could not parse the JSON body of your request: {error}.") from error
+    except RecursionError as error:
+        raise InvalidRequest("The JSON body of your request is nested too deeply.") from error
+    model = read.model if isinstance(read.model, str) else None
+    return model, _prompt(read, _root(salt, read.cache_salt, model)), read
+
+
+def _root(salt: str, cache_salt: object, model: str | None) -> int:
+    """Where the names of the prompt's chunks begin: apart wherever a worker keeps blocks apart."""
+    if isinstance(cache_salt, str):
+        salt = client_salt(salt, cache_salt)
+    return prompt_chunks.root_name(salt, model or "")
+
+
+def _prompt(body: Body, root: int) -> Prompt:
+    if body.messages:
+        try:
+            return prompt_chunks.of_messages(_messages.decode(body.messages), body.tools, root)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return prompt_chunks.of_text(bytes(body.messages), root)
+    given = body.prompt or body.input
+    return prompt_chunks.of_text(_text(given), root) if given else NOTHING
+
+
+def _text(given: msgspec.Raw) -> bytes:
+    """A prompt's text; of several the first one's, since the others share no prefix with what follows it."""
+    try:
+        prompt: Any = msgspec.json.decode(given)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return bytes(given)
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt.encode(errors="replace")
+    try:
+        return array.array("I", prompt).tobytes()  # token ids: four bytes each, as text has on average
+    except (TypeError, OverflowError, ValueError):
+        return bytes(given)
+
+
+CLASS = headers.CLASS.encode()
+OBJECTIVE = headers.OBJECTIVE.encode()
+
+
+def urgency(given: Headers, tenant: Tenant) -> tuple[str, float | None]:
+    """
+    The class, and the seconds within which the first token is wanted, or None if that was not said.
+
+    Raises InvalidRequest for what is none, and Forbidden for a class that is not the tenant's to use.
+    """
+    kind, objective_s = tenant.default_class, None
+    for name, value in given:
+        if name == CLASS:
+            kind = value.decode("latin-1").strip().lower()
+            _check(kind, tenant)
+        elif name == OBJECTIVE:
+            objective_s = _seconds(value)
+    return kind, objective_s
+
+
+def _check(kind: str, tenant: Tenant) -> None:
+    if kind not in CLASSES:
+        raise InvalidRequest(f"{headers.CLASS} must be one of {', '.join(CLASSES)}.", param=headers.CLASS)
+    if kind not in tenant.classes:
+        raise Forbidden(f"send requests of the class {kind}", tenant.name)
+
+
+def _seconds(value: bytes) -> float:
+    try:
+        milliseconds = float(value)
+    except ValueError:
+        milliseconds = math.nan
+    if not 0 < milliseconds < math.inf:
+        raise InvalidRequest(
+            f"{headers.OBJECTIVE} must be a number of milliseconds above 0.", param=headers.OBJECTIVE
+        )
+    return milliseconds / 1000

@@ -1,0 +1,135 @@
+"""
+Timeouts of one attempt: the first byte, and idle streams.
+
+The first-byte timeout moves a request to another worker when this one takes several times as long as
+predicted, if there is another worker and the retry budget allows it; otherwise it waits again, because a
+prediction may be wrong. The idle timeout watches an answer for standstill and finds out which side causes it,
+worker or client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from baton_http.client import Client
+from baton_http.sse import EventStream
+from baton_http.upstream import Exchange
+from baton_router.scheduling.picker import Grant
+
+TIMES = 3.0
+"""What a prediction may be wrong by before it counts as a fault, besides the predicted time itself."""
+
+STEPS = 10.0
+"""The same for the tokens of an answer that comes as a whole: streams beside it slow it down."""
+
+SLOW = "slow"
+OVERDUE = "overdue"
+"""The cause of a loss after which nobody else is asked."""
+
+RETRY_S = 0.1
+"""From a look at an attempt that is just connecting to the next."""
+
+
+class Failing(Protocol):
+    """What can be told that its time is over."""
+
+    def fail(self, cause: str) -> bool:
+        """End it; False if there is nothing yet to end."""
+        ...
+
+
+def patience_s(predicted_s: float, least_s: float) -> float:
+    """Seconds for a first token that was predicted to take `predicted_s`."""
+    return max(TIMES * predicted_s, least_s) + predicted_s
+
+
+def first_byte_s(grant: Grant, tokens: int | None) -> float:
+    """Seconds until another worker is asked, if the first byte comes with token `tokens`; 0 for never."""
+    if not grant.patience_s or tokens is None:
+        return 0.0
+    return grant.patience_s + STEPS * grant.step_s * (tokens - 1)
+
+
+class Patience:
+    """One attempt's, from its start until `close`."""
+
+    __slots__ = ("_attempt", "_loop", "_may_leave", "_slow_s", "_timer", "_until")
+
+    def __init__(self, attempt: Failing, slow_s: float, until: float, may_leave: Callable[[], bool]) -> None:
+        """`slow_s` as `first_byte_s` gives it; `until` is the loop time at which it is over in any case."""
+        self._attempt = attempt
+        self._slow_s = slow_s
+        self._until = until
+        self._may_leave = may_leave
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._next()
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _next(self) -> asyncio.TimerHandle:
+        loop = self._loop
+        if 0 < self._slow_s < self._until - loop.time():
+            return loop.call_later(self._slow_s, self._slow)
+        return loop.call_at(self._until, self._over)
+
+    def _slow(self) -> None:
+        if self._may_leave():
+            self._fail(SLOW)
+        else:
+            self._timer = self._next()
+
+    def _over(self) -> None:
+        self._fail(OVERDUE)
+
+    def _fail(self, cause: str) -> None:
+        if not self._attempt.fail(cause):
+            self._timer = self._loop.call_later(RETRY_S, self._fail, cause)
+
+
+LOOKS = 4
+"""In the time after which an answer stands still."""
+
+
+class Stall:
+    """
+    One timer for the life of an answer.
+
+    It looks at the time of the last movement only when it fires, so that a piece passing through
+    costs it nothing. A worker that lives but generates nothing still says so now and then
+    (`: keep-alive`): that is a sign of life, and no token.
+    """
+
+    def __init__(
+        self, client: Client, exchange: Exchange, events: EventStream | None, silent_s: float, tokens_s: float
+    ) -> None:
+        """`silent_s` may pass without a sign of life, of worker or client, and `tokens_s` without a token."""
+        self._loop = asyncio.get_running_loop()
+        self._client = client
+        self._exchange = exchange
+        self._events = events
+        self._silent_s = silent_s
+        self._tokens_s = tokens_s
+        self._token = self._loop.time()
+        """When a token came, as far as was seen."""
+        self._timer = self._loop.call_later(silent_s / LOOKS, self._look)
+
+    def _look(self) -> None:
+        client, now = self._client, self._loop.time()
+        alive = client.moved if client.sending else max(client.moved, self._exchange.progress)
+        if client.sending:
+            self._token = now  # until the client has what there is, no token is due
+        elif self._events is None or not self._events.idles:
+            self._token = alive
+        left = min(alive + self._silent_s, self._token + self._tokens_s) - now
+        if left > 0:
+            self._timer = self._loop.call_later(min(left, self._silent_s / LOOKS), self._look)
+        elif client.sending:
+            client.abort()
+        else:
+            self._exchange.fail("idle")
+
+    def close(self) -> None:
+        self._timer.cancel()

@@ -1,0 +1,169 @@
+"""
+Admission to the queue: by the predicted time to first token, and by the queue's capacity.
+
+A request that would be answered too late only delays the others, so each class has a limit: interactive
+requests are rejected at once with a time for the retry, critical ones wait longer, batch requests
+without limit. A correction factor compares predictions with what came, because a worker computes several
+short prompts at a time.
+
+Capacity counts requests and bytes. One tenant may fill a share of what it and absent tenants
+have together, so that a tenant that comes after a flood still finds room.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton_api.errors import Overloaded
+
+TOLERANCE = 1.5
+"""An interactive request waits for so many times its objective at most, and is let in if it is predicted to
+take no longer than that: a prediction may be wrong."""
+
+LEAST_TOLERANCE = 0.8
+STRICTER = 0.05
+LAXER = 0.0025
+"""What one more that waited in vain, and one that did not, change of it: a twentieth may wait in vain."""
+
+SMOOTHING = 0.05
+LEAST_PACE = 0.05
+MOST_PACE = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On which a request waits."""
+
+    objective_s: float
+    """To the first token; infinite if it has none."""
+    patience_s: float
+    """After which it gives up."""
+
+
+def terms(kind: str, wanted_s: float | None, interactive_s: float, wait_s: float) -> Terms:
+    """
+    Of a request of the class `kind` that says it wants its first token in `wanted_s`, if it says so.
+
+    `interactive_s` is the objective of interactive requests that do not say, `wait_s` the patience of those
+    that have no objective.
+    """
+    if kind == "batch":
+        return Terms(math.inf, math.inf)
+    if kind == "interactive":
+        objective = interactive_s if wanted_s is None else wanted_s
+        return Terms(objective, TOLERANCE * objective)
+    if wanted_s is None:
+        return Terms(math.inf, wait_s)
+    return Terms(wanted_s, wanted_s)
+
+
+def too_late(kind: str, on: Terms, predicted_s: float, room_s: float, tolerance: float) -> bool:
+    """
+    Whether a request is better refused at once than after waiting.
+
+    `tolerance`: how many times its objective an interactive one may be predicted to take.
+
+    `room_s` is the part of the prediction that no other order of those who wait would shorten: the time
+    until any decode worker has KV blocks for it.
+    """
+    if kind == "interactive":
+        return predicted_s > tolerance * on.objective_s
+    return room_s > on.patience_s
+
+
+class Tolerance:
+    """
+    How wrong predictions are taken to be: less and less, while those who were let in wait in vain.
+
+    Under an overload that lasts, who is let in at one and a half times its objective will be late; who is
+    told at once can go elsewhere.
+    """
+
+    __slots__ = ("times",)
+
+    def __init__(self) -> None:
+        self.times = TOLERANCE
+
+    def waited(self, *, in_vain: bool) -> None:
+        """Another interactive request has waited."""
+        self.times += -STRICTER if in_vain else LAXER
+        self.times = min(TOLERANCE, max(LEAST_TOLERANCE, self.times))
+
+
+class Pace:
+    """How long those who wait do wait, against the prediction that computes one prompt after the other."""
+
+    __slots__ = ("ratio",)
+
+    def __init__(self) -> None:
+        self.ratio = 1.0
+
+    def corrected(self, predicted_s: float) -> float:
+        return self.ratio * predicted_s
+
+    def learn(self, predicted_s: float, actual_s: float) -> None:
+        """Somebody for whom so much was predicted, uncorrected, has gone after so long."""
+        if predicted_s > 0:
+            seen = min(MOST_PACE, max(LEAST_PACE, actual_s / predicted_s))
+            self.ratio += SMOOTHING * (seen - self.ratio)
+
+
+SHARE = 0.8
+"""Of the room that it and those who are not there yet have together, that a tenant may fill."""
+
+
+class Sized(Protocol):
+    """A request that takes a place."""
+
+    @property
+    def tenant(self) -> str: ...
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory."""
+        ...
+
+
+class Places:
+    """Of all who wait."""
+
+    def __init__(self, requests: int, size: int) -> None:
+        """Room for so many `requests` of together `size` bytes."""
+        self._requests = requests
+        self._size = size
+        self._taken = 0
+        self._bytes = 0
+        self._counts: Counter[str] = Counter()
+        """How many wait, by tenant."""
+        self._held: Counter[str] = Counter()
+        """Bytes of those who wait, by tenant."""
+
+    def __len__(self) -> int:
+        return self._taken
+
+    def refuse(self, entry: Sized) -> None:
+        """Raises Overloaded if its tenant has no place left."""
+        count, held = self._counts[entry.tenant], self._held[entry.tenant]
+        places = self._requests - self._taken + count
+        room = self._size - self._bytes + held
+        if count + 1 > SHARE * places:
+            raise Overloaded(count, int(SHARE * places))
+        if held + entry.size > SHARE * room:
+            raise Overloaded(held, int(SHARE * room), what="bytes")
+
+    def take(self, entry: Sized) -> None:
+        self._count(entry, 1)
+
+    def leave(self, entry: Sized) -> None:
+        self._count(entry, -1)
+
+    def _count(self, entry: Sized, by: int) -> None:
+        self._taken += by
+        self._bytes += by * entry.size
+        self._counts[entry.tenant] += by
+        self._held[entry.tenant] += by * entry.size
+        if not self._counts[entry.tenant]:
+            del self._counts[entry.tenant], self._held[entry.tenant]

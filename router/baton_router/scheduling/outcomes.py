@@ -1,0 +1,85 @@
+"""
+Whose fault it was: what a request came to, told of the workers that had it.
+
+A decode worker that broke off, failed or kept silent has failed itself. For a prefill worker the decode
+worker speaks, in its report of the prompt: it says why it had to compute it itself. A prefill worker that
+broke is to blame for that; if blocks did not come over, nobody knows at which end the fault is, and only the
+two are kept apart for a while. A worker that is full, and one that calls a request bad, are well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton_api import metrics
+from baton_api.metrics.counters import Spread, Tally
+from baton_api.reports import Fallback, PromptReport
+from baton_router.scheduling.fallback_policy import Pair
+from baton_router.workers.circuit_breaker import Breaker
+from baton_router.workers.costs import TransferCost
+from baton_router.workers.worker import Worker
+
+APART_S = 30.0
+"""Seconds for which two workers are no pair after blocks did not come over between them."""
+
+_ITS_OWN = frozenset(
+    (Fallback.UNREACHABLE, Fallback.LOST, Fallback.FAILED, Fallback.MISMATCH, Fallback.PROTOCOL)
+)
+_BETWEEN = frozenset((Fallback.REFUSED, Fallback.TRANSPORT, Fallback.CHECKSUM, Fallback.DEADLINE))
+
+
+class Verdicts:
+    """What follows from requests for their workers. Belongs to one thread; time is passed in."""
+
+    def __init__(self, transfer: Callable[[str, str], TransferCost]) -> None:
+        """`transfer` gives what is known of two workers, by their names, as a pair."""
+        self._transfer = transfer
+        self._failed: set[int] = set()
+        """Requests on which their decode workers have failed, until they are let go."""
+        self.generations = Tally(metrics.ROUTER_GENERATION_REQUESTS)
+        self.first_tokens = Spread(metrics.ROUTER_GENERATION_FIRST_TOKEN)
+
+    def sent(self, number: int, pair: Pair, now: float) -> None:
+        for worker in (pair.decode, pair.prefill):
+            if worker is not None and worker.health.breaker.opened:
+                _judge(worker, worker.health.breaker.sent(number, now))
+
+    def answered(self, number: int, pair: Pair, report: PromptReport | None, now: float) -> None:
+        """The decode worker has begun to answer."""
+        decode, prefill = pair.decode, pair.prefill
+        _judge(decode, decode.health.breaker.served(number, now))
+        if prefill is None or report is None:
+            return
+        if report.remote:
+            _judge(prefill, prefill.health.breaker.served(number, now))
+        elif report.fallback in _ITS_OWN:
+            _judge(prefill, prefill.health.breaker.failed(number, now))
+        elif report.fallback in _BETWEEN:
+            self._transfer(prefill.name, decode.name).apart_until = now + APART_S
+
+    def waited(self, pair: Pair, seconds: float) -> None:
+        """A stream's first byte is there, so long after the pair was chosen for it."""
+        if pair.decode.revision:
+            self.first_tokens.observe(seconds, pair.decode.revision)
+
+    def failed(self, number: int, pair: Pair, now: float) -> None:
+        """The decode worker is to blame for an answer that did not come, or not to its end."""
+        self._failed.add(number)
+        _judge(pair.decode, pair.decode.health.breaker.failed(number, now))
+
+    def full(self, pair: Pair, now: float) -> None:
+        """The decode worker had no room for the request."""
+        pair.decode.health = pair.decode.health.full(now)
+
+    def let_go(self, number: int, pair: Pair) -> None:
+        failed = number in self._failed
+        self._failed.discard(number)
+        if pair.decode.revision:
+            self.generations.add(pair.decode.revision, "failed" if failed else "passed")
+        for worker in (pair.decode, pair.prefill):
+            if worker is not None and worker.health.breaker.probe == number:
+                _judge(worker, worker.health.breaker.let_go(number))
+
+
+def _judge(worker: Worker, breaker: Breaker) -> None:
+    worker.health = worker.health.judged(breaker)

@@ -1,0 +1,176 @@
+"""
+The pair that answers soonest without making the others wait too much for it.
+
+For a prompt there are two ways: a prefill worker computes it and a decode worker takes over its blocks,
+or the decode worker does all by itself. What each way takes is predicted from what the workers have
+taught (`costs`), what they hold of the prompt (`prefix_index`) and what they are busy with (`bookings`).
+No threshold says when a prompt is short: a short or a cached one is sooner done where it is generated,
+and that falls out.
+
+The price of a way is its seconds for this request, and what it costs those behind it: the busier a
+worker, the more a second of it is worth. With little to do, the nearest cache wins; with much to do, the
+work is spread. What is here is arithmetic over plain figures; whoever calls it knows the workers by their
+numbers. It is done for every worker at every request, hence plain tuples.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from baton_router.workers.costs import NEVER
+
+CLOSE_S = 0.010
+"""Prices this close are equal: then the longest match wins, then the idler worker, then chance."""
+
+LEAST_CONCERN = 2.0
+MOST_CONCERN = 8.0
+"""What a second of a worker costs those behind, per second: at the least, and at the most."""
+
+IDLE = 1 + LEAST_CONCERN
+"""What a second costs where nothing waits."""
+
+DISTURBANCE = 0.3
+"""How much of a prompt's time each stream loses that generates beside it."""
+
+BEST_OF_EACH = 4
+"""Prefill and decode workers that are looked at pair by pair; the others cost more by themselves."""
+
+ALONE = -1
+"""The prefill worker's number where the decode worker computes the prompt itself."""
+
+PrefillOffer = tuple[float, float, int, int]
+"""Price, seconds to the prompt's end, tokens cached, prompts waiting."""
+
+DecodeOffer = tuple[float, float, float, float, int, int, int]
+"""Price whoever computes the prompt, price and seconds to the first token if it does so itself, seconds
+until it has room, tokens cached, streams, prompts waiting."""
+
+PlainWay = tuple[float, float, int, int, int, int]
+"""A `Way` before it is chosen."""
+
+
+class Way(NamedTuple):
+    """One way to serve the request."""
+
+    price_s: float
+    first_token_s: float
+    """Predicted, from now."""
+    cached: int
+    """Tokens of the prompt that nobody computes."""
+    busy: int
+    """Requests ahead, to tell apart what costs the same."""
+    decode: int
+    prefill: int
+
+
+class Group(NamedTuple):
+    """Workers of which any two can be a pair."""
+
+    decodes: Sequence[int]
+    prefills: Sequence[int]
+
+
+def prefill_offer(cached: int, backlog_s: float, waiting: int, compute_s: float) -> PrefillOffer:
+    """
+    A worker that could compute the prompt, of which it holds `cached` tokens, in `compute_s`.
+
+    Before that it has to compute `waiting` prompts, for `backlog_s`.
+    """
+    price = backlog_s + (1 + concern(waiting)) * compute_s if waiting else backlog_s + IDLE * compute_s
+    return price, backlog_s + compute_s, cached, waiting
+
+
+def decode_offer(
+    cached: int,
+    backlog_s: float,
+    waiting: int,
+    compute_s: float,
+    streams: int,
+    room_s: float,
+    slowdown_s: float,
+) -> DecodeOffer:
+    """
+    A worker that could generate beside `streams` others, and compute the prompt as in `prefill_offer`.
+
+    `room_s` passes until it has KV blocks for the request; the others lose `slowdown_s`, all together, by one
+    stream more.
+    """
+    price = room_s + slowdown_s
+    first = backlog_s + compute_s + room_s
+    if not streams and not waiting:
+        return price, price + backlog_s + IDLE * compute_s, first, room_s, cached, 0, 0
+    alone = price + backlog_s + (1 + concern(waiting) + streams * DISTURBANCE) * compute_s
+    return price, alone, first, room_s, cached, streams, waiting
+
+
+def concern(waiting: int) -> float:
+    """What a second of a worker with so many prompts waiting costs those behind, per second."""
+    concern = LEAST_CONCERN + waiting
+    return concern if concern < MOST_CONCERN else MOST_CONCERN
+
+
+def ways(
+    decodes: Sequence[DecodeOffer],
+    prefills: Sequence[PrefillOffer],
+    groups: Sequence[Group],
+    transfer_s: Callable[[int, int], float],
+    alone_limit: int,
+    context: int,
+) -> list[PlainWay]:
+    """
+    The ways worth comparing, the cheapest first; at least one, if there are decode workers.
+
+    Workers are numbered by their places in `decodes` and `prefills`. `transfer_s` is asked for some pairs of
+    a prefill and a decode worker. A decode worker that would compute more than `alone_limit` of the
+    `context` tokens beside its streams is asked to only if nobody else can.
+    """
+    found: list[PlainWay] = []
+    paired: set[int] = set()
+    for group in groups:
+        if group.prefills:
+            before = len(found)
+            targets = _cheapest(group.decodes, decodes)
+            for source in _cheapest(group.prefills, prefills):
+                price, computed, cached, waiting = prefills[source]
+                for target in targets:
+                    generating, _, _, room, _, streams, _ = decodes[target]
+                    moving = transfer_s(source, target)
+                    if moving == NEVER:
+                        continue
+                    first = computed + moving + room
+                    way = (price + moving + generating, first, cached, streams + waiting, target, source)
+                    found.append(way)
+            if len(found) > before:
+                paired.update(group.decodes)
+    for target, (_, price, first, _, cached, streams, waiting) in enumerate(decodes):
+        if context - cached <= alone_limit or target not in paired:
+            found.append((price, first, cached, streams + waiting, target, ALONE))
+    found.sort()
+    return found
+
+
+def choose(found: Sequence[PlainWay], rng: random.Random) -> Way:
+    """The cheapest way; among those that cost about the same, the one with most cached, least busy."""
+    limit = found[0][0] + CLOSE_S
+    best = [found[0]]
+    _, _, most, least, _, _ = found[0]
+    for way in found[1:]:
+        price, _, cached, busy, _, _ = way
+        if price > limit:
+            break
+        if cached > most or (cached == most and busy < least):
+            best, most, least = [way], cached, busy
+        elif cached == most and busy == least:
+            best.append(way)
+    return Way._make(best[0] if len(best) == 1 else rng.choice(best))
+
+
+def _cheapest(
+    numbers: Sequence[int], offers: Sequence[PrefillOffer] | Sequence[DecodeOffer]
+) -> Sequence[int]:
+    if len(numbers) <= BEST_OF_EACH:
+        return numbers
+    return heapq.nsmallest(BEST_OF_EACH, numbers, key=lambda number: offers[number][0])

@@ -1,0 +1,113 @@
+"""
+The share of requests that each revision gets, from flags and from a file that may change at any time.
+
+The file is a key of a mounted ConfigMap that the operator updates during a rollout. An invalid file is
+logged, and the weights stay as they were. Among revisions, requests are spread evenly by weight.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from baton_api.errors import SetupError
+from baton_api.watched import WatchedFile
+
+log = logging.getLogger(__name__)
+
+
+class RevisionWeights:
+    """The weights of now, by revision; empty if there are none, and then generations compete."""
+
+    def __init__(
+        self, given: Iterable[str] = (), file: str = "", clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """What the file says of a generation goes before `given`. Raises SetupError if it cannot be read."""
+        self._given = dict(map(parse, given))
+        self._file = WatchedFile(file, clock) if file else None
+        self._weights = self._given if self._file is None else {**self._given, **read_file(self._file.path)}
+
+    def __call__(self) -> Mapping[str, float]:
+        if self._file is not None and self._file.changed():
+            self._read_again(self._file.path)
+        return self._weights
+
+    def _read_again(self, path: Path) -> None:
+        try:
+            self._weights = {**self._given, **read_file(path)}
+        except SetupError as error:
+            log.error("%s The weights stay as they were.", error.message)
+        else:
+            told = ", ".join(f"{revision} {weight:g}" for revision, weight in self._weights.items())
+            log.info("%s was read again: %s", path, told or "no weights")
+
+
+def parse(text: str) -> tuple[str, float]:
+    """
+    >>> parse("6f1c2ab9=10")
+    ('6f1c2ab9', 10.0)
+    """
+    revision, _, weight = (part.strip() for part in text.partition("="))
+    try:
+        number = float(weight)
+    except ValueError:
+        number = -1.0
+    if not revision or not 0 <= number < float("inf"):
+        raise ValueError(f"{text!r} is no weight: give REVISION=NUMBER, such as 6f1c2ab9=10, of 0 or more")
+    return revision, number
+
+
+def read_file(path: Path) -> Mapping[str, float]:
+    """A weight to a line. Raises SetupError, which names the line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SetupError(f"--revision-weights-file {path} cannot be read: {error}.") from error
+    found: dict[str, float] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        try:
+            revision, weight = parse(line)
+        except ValueError as error:
+            raise SetupError(f"--revision-weights-file {path}, line {number}: {error}.") from error
+        found[revision] = weight
+    return found
+
+
+AHEAD_LIMIT = 8.0
+"""Requests by which a generation may be ahead of its share for the sake of what it holds."""
+
+REVISIONS_LIMIT = 64
+
+
+class Shares:
+    """Belongs to one thread."""
+
+    def __init__(self) -> None:
+        self._credit: dict[str, float] = {}
+        """What each is owed, in requests; all together nothing."""
+
+    def __len__(self) -> int:
+        """Generations that are remembered."""
+        return len(self._credit)
+
+    def choose(self, weights: Mapping[str, float], preferred: str) -> str:
+        """One of those with a weight, of which there is at least one; `preferred` need not be."""
+        credit = self._credit
+        if preferred in weights and credit.get(preferred, 0.0) > -AHEAD_LIMIT:
+            return preferred
+        total = sum(weights.values())
+        return max(weights, key=lambda revision: credit.get(revision, 0.0) + weights[revision] / total)
+
+    def sent(self, weights: Mapping[str, float], chosen: str) -> None:
+        """A request went to `chosen`, when these were those with a weight."""
+        credit = self._credit
+        if len(credit) > REVISIONS_LIMIT:  # of generations long gone
+            credit.clear()
+        total = sum(weights.values())
+        for revision, weight in weights.items():
+            credit[revision] = credit.get(revision, 0.0) + weight / total
+        credit[chosen] = credit.get(chosen, 0.0) - 1.0

@@ -1,0 +1,191 @@
+"""
+One tenant's queue: shortest prompt first, with aging, in a list that stays sorted.
+
+A request's rank is its predicted time to first token minus a tenth of its waiting time. Near saturation
+that order, not the choice of workers, decides the mean wait. Requests close to their deadline go
+first, the earliest deadline first. Requests that miss their deadline in any case go last: running them
+first would make others miss theirs too. Before all go requests that came back from a worker,
+and those that have waited for longer than the limit.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+AGEING = 0.1
+"""Seconds of prediction that a second of waiting makes up for."""
+
+
+MARGIN = 0.1
+"""Share of its objective that a request must have left when it goes: those that go in the last moment, as
+they do when there is much to do, would all miss it by a little."""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One request that waits. Times are of the router's clock."""
+
+    number: int
+    """Later ones have higher numbers."""
+    tenant: str
+    level: int
+    """Of its class, 0 for the most urgent."""
+    arrived: float
+    best_s: float
+    """Predicted to the first token, were it sent now to a worker that is free."""
+    cost: float
+    """In tokens, for the tenant's account."""
+    size: int
+    """Bytes of memory."""
+    objective_s: float = math.inf
+    """To the first token, from its arrival."""
+    patience_s: float = math.inf
+    """After which it gives up, from its arrival."""
+    again: bool = False
+    """Whether it was sent before and came back."""
+    missed: bool = False
+    """Whether it cannot meet its objective any more."""
+    starved: bool = False
+    """Whether it has waited for longer than anybody of its class should."""
+
+    @property
+    def deadline(self) -> float:
+        """When its first token should be there."""
+        return self.arrived + (1 - MARGIN) * self.objective_s
+
+    @property
+    def first(self) -> bool:
+        """Whether it goes before its tenant's others."""
+        return self.again or self.starved
+
+    @property
+    def rank(self) -> float:
+        # best_s - AGEING * (now - arrived), of which `now` is the same for all.
+        return self.best_s + AGEING * self.arrived
+
+    @property
+    def urgent_from(self) -> float:
+        """When its slack is no longer than it would take itself."""
+        return self.deadline - 2 * self.best_s
+
+
+class Line:
+    """One tenant's requests of one class."""
+
+    __slots__ = ("_first", "_last", "_ranked", "_urgent", "seconds")
+
+    def __init__(self) -> None:
+        self._first: Ranking[Entry] = Ranking()
+        self._ranked: Ranking[Entry] = Ranking()
+        self._urgent: Ranking[Entry] = Ranking()
+        """Those of the ranked that have an objective, by the time at which they become urgent."""
+        self._last: Ranking[Entry] = Ranking()
+        """Those that have missed it."""
+        self.seconds = 0.0
+        """What all of them would take."""
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._ranked) + len(self._last)
+
+    def add(self, entry: Entry) -> None:
+        if entry.first:
+            self._first.add(entry.arrived, entry.number, entry)
+        elif entry.missed:
+            self._last.add(entry.arrived, entry.number, entry)
+        else:
+            self._ranked.add(entry.rank, entry.number, entry)
+            if entry.objective_s < math.inf:
+                self._urgent.add(entry.urgent_from, entry.number, entry)
+        self.seconds += entry.best_s
+
+    def remove(self, entry: Entry) -> None:
+        if entry.first:
+            self._first.remove(entry.arrived, entry.number)
+        elif entry.missed:
+            self._last.remove(entry.arrived, entry.number)
+        else:
+            self._ranked.remove(entry.rank, entry.number)
+            self._urgent.remove(entry.urgent_from, entry.number)
+        # Sums of floating point drift; an empty line is a chance to be exact.
+        self.seconds = self.seconds - entry.best_s if len(self) else 0.0
+
+    def ordered(self, now: float) -> Iterator[Entry]:
+        """Each once, in the order in which they go; they may leave meanwhile."""
+        yield from self._first.walk()
+        urgent = self._urgent_ones(now)
+        yield from urgent
+        given = {entry.number for entry in urgent}
+        for entry in self._ranked.walk():
+            if entry.number not in given:
+                yield entry
+        yield from self._last.walk()
+
+    def seconds_before(self, entry: Entry) -> float:
+        """What those would take that go before `entry`, were it added; urgency aside."""
+        total = 0.0
+        for other in self._first.walk():
+            if entry.first and other.arrived > entry.arrived:
+                return total
+            total += other.best_s
+        return total + (0.0 if entry.first else sum(one.best_s for one in self._ranked.until(entry.rank)))
+
+    def _urgent_ones(self, now: float) -> list[Entry]:
+        urgent = []
+        for entry in self._urgent.until(now):
+            if now + entry.best_s <= entry.deadline:
+                urgent.append(entry)
+            else:
+                self.remove(entry)
+                entry.missed = True
+                self.add(entry)
+        return sorted(urgent, key=lambda entry: (entry.deadline, entry.number))
+
+
+Thing = TypeVar("Thing")
+
+
+class Ranking(Generic[Thing]):
+    """Things by a key and a number; two of the same key are told apart, and ordered, by their numbers."""
+
+    __slots__ = ("_keys", "_things")
+
+    def __init__(self) -> None:
+        self._keys: list[tuple[float, int]] = []
+        self._things: list[Thing] = []
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def add(self, key: float, number: int, thing: Thing) -> None:
+        place = bisect_left(self._keys, (key, number))
+        self._keys.insert(place, (key, number))
+        self._things.insert(place, thing)
+
+    def remove(self, key: float, number: int) -> bool:
+        """Whether it was there."""
+        place = bisect_left(self._keys, (key, number))
+        if place == len(self._keys) or self._keys[place] != (key, number):
+            return False
+        del self._keys[place], self._things[place]
+        return True
+
+    def walk(self) -> Iterator[Thing]:
+        """The smallest key first. What comes and goes meanwhile, before or behind, disturbs nothing."""
+        place = 0
+        while place < len(self._keys):
+            key, number = self._keys[place]
+            yield self._things[place]
+            place = bisect_left(self._keys, (key, number + 1))
+
+    def until(self, key: float) -> list[Thing]:
+        """All with this key or a smaller one."""
+        return self._things[: bisect_left(self._keys, (key, 1 << 62))]
+
+    @property
+    def first(self) -> tuple[float, Thing] | None:
+        """The smallest key and what has it."""
+        return (self._keys[0][0], self._things[0]) if self._keys else None

@@ -1,0 +1,86 @@
+"""What the router tells of the service: the models, the workers behind it, its settings without secrets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from baton_api import __version__
+from baton_router.settings import RouterSettings
+from baton_router.workers.worker import Worker, Workers
+
+SECRETS = frozenset(
+    {"api_key", "api_key_file", "ticket_secret", "worker_api_key", "batch_secret", "database", "tenants_file"}
+)
+"""Settings that nobody is told."""
+
+
+def version() -> dict[str, Any]:
+    return {"version": __version__, "server": "baton"}
+
+
+def model_card(workers: Workers, name: str, created: int) -> dict[str, Any]:
+    """One model of `/v1/models`, as a worker would show it."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "baton",
+        "root": next((worker.model for worker in workers.decode if name in worker.names), name),
+        "parent": None,
+        "max_model_len": workers.context(name),
+    }
+
+
+def model_info(workers: Workers, names: Sequence[str]) -> dict[str, Any]:
+    """The first model of some under the names that other servers' tools look for."""
+    name = next(iter(names), "")
+    return {
+        "model_path": name,
+        "served_model_name": name,
+        "served_model_names": names,
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "max_model_len": workers.context(name),
+    }
+
+
+def server_info(settings: RouterSettings, workers: Workers, created: int, now: float) -> dict[str, Any]:
+    return {
+        **version(),
+        "status": workers.refusal(now) or "ready",
+        "started": created,
+        "models": [model_card(workers, name, created) for name in workers.models()],
+        "settings": settings.model_dump(mode="json", exclude=set(SECRETS)),
+        "workers": [view(worker, now) for worker in workers.all],
+    }
+
+
+def view(worker: Worker, now: float) -> dict[str, Any]:
+    """A worker as `GET /workers` shows it."""
+    health = worker.health
+    return {
+        "worker": worker.name,
+        "role": worker.listed,
+        "revision": worker.revision or None,
+        "state": worker.state(now),
+        "reason": worker.reason or None,
+        "model": worker.model or None,
+        "in_flight": worker.in_flight,
+        "misses": health.misses,
+        "strikes": health.breaker.failures,
+        "load": msgspec.to_builtins(health.load) if health.load else None,
+    }
+
+
+def targets(workers: Iterable[Worker]) -> list[dict[str, Any]]:
+    """The workers as Prometheus is told of them by HTTP, so that a router is all that it has to know."""
+    return [
+        {
+            "targets": [worker.name],
+            "labels": {"worker": worker.name, "role": str(worker.listed), "revision": worker.revision},
+        }
+        for worker in workers
+    ]

@@ -1,0 +1,1 @@
+"""Tenants and authentication: keys, tokens, limits."""

@@ -1,0 +1,194 @@
+"""
+Who sends a request: a tenant, told from a key or a token, or nobody in particular where none is wanted.
+
+There are three ways, and any of them may be used beside the others. Keys of `--api-key` and of a key file
+are for a router whose users trust one another: each name in the file is a tenant by itself, without limits
+and with everybody's cache. A file of tenants says more. Tokens of an issuer name a tenant; if there is a
+file, that one must be in it. A key's name never means the tenant that a file or a token calls the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from baton_api.errors import BatonError, Forbidden, ModelNotFound, SetupError, Unauthorized
+from baton_api.keys import OPEN_PATHS, Keys, bearer
+from baton_batches.runner_secret import RunnerSecret
+from baton_http.replies import Scope
+from baton_router.settings import RouterSettings
+from baton_router.tenants.runner_access import SIGNED, RunnersAccess, named_owner
+from baton_router.tenants.tenants import NOBODY, OPEN_CLASSES, Tenant, Tenants, cache_salt
+
+if TYPE_CHECKING:
+    from baton_router.tenants.web_tokens import WebTokens
+
+log = logging.getLogger(__name__)
+
+VISITOR = Tenant(admin=False)
+"""Who asks for an open path where keys are wanted: nobody knows."""
+
+TENANT = "baton.tenant"
+"""Where a scope says whose request it is."""
+
+FOR_TENANTS = frozenset(
+    {
+        "/generate", "/tokenize", "/detokenize", "/health_generate",
+        "/version", "/openapi.json", "/model_info", "/get_model_info", "/page/now", "/page/events",
+    }
+)  # fmt: skip
+"""What is for every tenant besides /v1; the rest shows or changes what is others' too."""
+
+
+class Access:
+    """Knows keys, tenants and tokens. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """Raises SetupError for files that cannot be used and settings that do not fit one another."""
+        self._secret = settings.ticket_secret.encode()
+        self._keys = Keys(settings.api_key, settings.api_key_file, clock)
+        self.tenants = Tenants(settings.tenants_file, self._secret, clock) if settings.tenants_file else None
+        if self.tenants is not None and not self._secret:
+            log.warning("Without --ticket-secret, the salts of the tenants' caches can be guessed.")
+        self._tokens = self._read_tokens(settings, clock, now) if settings.jwt_jwks else None
+        self._runners = RunnersAccess(RunnerSecret(settings, settings.ticket_secret), self.owner, now)
+        self._named: dict[str, Tenant] = {"": NOBODY}
+        self._reads = 1
+
+    @property
+    def required(self) -> bool:
+        """Whether a key or a token is wanted."""
+        return self._keys.required or self.tenants is not None or self._tokens is not None
+
+    @property
+    def tells_apart(self) -> bool:
+        """Whether what belongs to somebody belongs to a tenant; else it belongs to a key."""
+        return self.tenants is not None or self._tokens is not None
+
+    def known(self, authorization: bytes) -> Tenant | None:
+        """Whose key it is; None for a token that has yet to be judged. Raises Unauthorized."""
+        key = bearer(authorization)
+        sha256 = hashlib.sha256(key).digest()
+        if self._keys.required and (name := self._keys.name(sha256)) is not None:
+            return self._named.get(name) or self._named.setdefault(name, Tenant(name=name, kind="key"))
+        if self.tenants is not None and (tenant := self.tenants.by_key(sha256)) is not None:
+            return tenant
+        if self._tokens is None or key.count(b".") != 2:
+            raise Unauthorized
+        if self.tenants is not None and self.tenants.reads != self._reads:
+            self._reads = self.tenants.reads
+            self._tokens.forget()
+        return self._tokens.known(sha256)
+
+    async def judged(self, authorization: bytes) -> Tenant:
+        """Whose token it is. Raises Unauthorized, Forbidden or NotReady."""
+        assert self._tokens is not None  # else nothing is left to be judged
+        token = bearer(authorization)
+        return await self._tokens.judge(token, hashlib.sha256(token).digest())
+
+    async def enter(self, scope: Scope) -> None:
+        """
+        Let a request in, and note in its scope whose it is.
+
+        Raises Unauthorized, Forbidden, or NotReady if an issuer's keys cannot be had.
+        """
+        path = scope["path"]
+        key = authorization(scope)
+        if key.startswith(SIGNED):
+            scope[TENANT] = await self._runners.enter(scope, key)
+        elif self.required and path not in OPEN_PATHS:
+            tenant = self.known(key) or await self.judged(key)
+            check_path(tenant, scope["method"], path)
+            scope[TENANT] = tenant
+        elif self.required:
+            scope[TENANT] = VISITOR
+
+    async def close(self) -> None:
+        if self._tokens is not None:
+            await self._tokens.close()
+
+    def owner(self, owner: bytes) -> Tenant | None:
+        """The tenant that owns a batch, as it is now; None if it is no longer let in."""
+        kind, name = named_owner(owner)
+        if kind == "tenant":
+            return self._by_name(name) if self.tells_apart else None
+        if kind == "key":
+            return Tenant(name=name, kind="key") if self._keys.has_name(name) else None
+        known = bool(owner) and self._keys.required and self._keys.name(owner) is not None
+        return NOBODY if known or not self.required else None
+
+    def refusal(self, owner: bytes) -> str | None:
+        """Why the batches of an owner may not go on; None if they may."""
+        if self.owner(owner) is not None:
+            return None
+        kind, name = named_owner(owner)
+        if kind == "tenant":
+            return f"The tenant {name!r} is no longer among the tenants of this service."
+        return f"The API key {name + ' ' if name else ''}that made this batch is no longer valid."
+
+    def _by_name(self, name: str) -> Tenant | None:
+        """The tenant that a token names."""
+        if self.tenants is not None:
+            return self.tenants.by_name(name)
+        salt = cache_salt(self._secret, name)
+        return Tenant(name=name, salt=salt, classes=OPEN_CLASSES, admin=False)
+
+    def _read_tokens(
+        self, settings: RouterSettings, clock: Callable[[], float], now: Callable[[], float]
+    ) -> WebTokens:
+        if not settings.jwt_issuer or not settings.jwt_audience:
+            raise SetupError(
+                "--jwt-jwks wants --jwt-issuer and --jwt-audience as well: "
+                "without them, tokens that were made for other services would be good here."
+            )
+        try:
+            from baton_http.jwks import IssuersKeys, source
+            from baton_router.tenants.web_tokens import Rules, WebTokens
+        except ModuleNotFoundError as error:
+            raise SetupError("--jwt-jwks needs one package more: pip install 'baton[jwt]'.") from error
+        algorithms = frozenset(settings.jwt_algorithms)
+        rules = Rules(
+            issuer=settings.jwt_issuer,
+            audience=settings.jwt_audience,
+            algorithms=algorithms,
+            leeway_s=settings.jwt_leeway_s,
+            tenant_claim=settings.jwt_tenant_claim,
+            models_claim=settings.jwt_models_claim,
+            classes_claim=settings.jwt_classes_claim,
+        )
+        return WebTokens(rules, IssuersKeys(source(settings.jwt_jwks), algorithms, clock), self._by_name, now)
+
+
+def authorization(scope: Scope) -> bytes:
+    """The header of that name; empty if there is none."""
+    return next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+
+
+def tenant_of(scope: Scope) -> Tenant:
+    """Whose request it is."""
+    tenant = scope.get(TENANT, NOBODY)
+    assert isinstance(tenant, Tenant)
+    return tenant
+
+
+def shown(error: BatonError, tenant: Tenant) -> BatonError:
+    """The error as this tenant may read it: with its own models, and with addresses for admins only."""
+    if isinstance(error, ModelNotFound) and tenant.models is not None:
+        return ModelNotFound(error.model, tuple(filter(tenant.may_use, error.served)))
+    if error.public and not tenant.admin:
+        error.args = (error.public,)
+    return error
+
+
+def check_path(tenant: Tenant, method: str, path: str) -> None:
+    """Raise Forbidden for what is only for those who run the service."""
+    if not tenant.admin and not path.startswith("/v1/") and path not in FOR_TENANTS:
+        raise Forbidden(f"{method[:20]} {path[:200]}", tenant.name)

@@ -1,0 +1,159 @@
+"""
+JSON web tokens (RFC 7519) in place of API keys: an issuer says whose request it is, and signs that.
+
+A token is believed if it is signed by a key that its issuer shows, with an algorithm that is allowed here
+and is the key's own; if it is meant for this audience; and while it lasts. What was believed once is
+remembered by its digest until it ends, so that a request whose token was seen before costs a look-up.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jwt
+
+from baton_api.errors import Forbidden, Unauthorized
+from baton_http.jwks import IssuersKeys
+from baton_router.tenants.tenants import Tenant
+
+REMEMBERED_LIMIT = 10_000
+"""Tokens; the one that was not seen for the longest time goes first."""
+
+NAME_LIMIT = 128
+"""Characters of a tenant's name that a token says."""
+
+_WRONG: tuple[tuple[type[Exception], str], ...] = (
+    (jwt.ExpiredSignatureError, "has expired"),
+    (jwt.ImmatureSignatureError, "is not good yet"),
+    (jwt.InvalidAudienceError, "is meant for somebody else: its aud is not this service"),
+    (jwt.InvalidIssuerError, "is of another issuer"),
+    (jwt.MissingRequiredClaimError, "lacks a claim that it must have: exp, iss and aud"),
+    (jwt.InvalidAlgorithmError, "is signed with an algorithm that is not allowed"),
+    (jwt.InvalidSignatureError, "has a wrong signature"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What a token has to be, and where it says what."""
+
+    issuer: str
+    audience: str
+    algorithms: frozenset[str]
+    leeway_s: float
+    """By which clocks may differ."""
+    tenant_claim: str
+    models_claim: str = ""
+    """Empty: tokens do not narrow what models their tenant may use."""
+    classes_claim: str = ""
+
+
+class WebTokens:
+    """Who sends a token. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        keys: IssuersKeys,
+        tenant: Callable[[str], Tenant | None],
+        now: Callable[[], float],
+        remembered: int = REMEMBERED_LIMIT,
+    ) -> None:
+        """`tenant` knows tenants by their names; `now` is in seconds since 1970."""
+        self._limit = remembered
+        self._rules = rules
+        self._keys = keys
+        self._tenant = tenant
+        self._now = now
+        self._judged_by = keys.changes
+        self._remembered: OrderedDict[bytes, tuple[Tenant, float]] = OrderedDict()
+        """Digest of a token -> whose it is, and until when."""
+
+    def known(self, sha256: bytes) -> Tenant | None:
+        """Whose token it is, if it was judged before and is still good."""
+        self._keys.refresh()  # or a key that was withdrawn would live on in what is remembered
+        if self._judged_by != self._keys.changes:
+            self.forget()
+        found = self._remembered.get(sha256)
+        if found is None:
+            return None
+        tenant, until = found
+        if self._now() >= until:
+            del self._remembered[sha256]
+            return None
+        self._remembered.move_to_end(sha256)
+        return tenant
+
+    def forget(self) -> None:
+        """Judge all tokens anew."""
+        self._remembered.clear()
+        self._judged_by = self._keys.changes
+
+    async def close(self) -> None:
+        await self._keys.close()
+
+    async def judge(self, token: bytes, sha256: bytes) -> Tenant:
+        """Whose token it is. Raises Unauthorized, Forbidden, and NotReady if nobody can tell now."""
+        header = _header(token)
+        key = await self._keys.find(str(header.get("kid", "")))
+        if key is None:
+            raise Unauthorized(token="is signed with a key that its issuer does not show")
+        claims = self._claims(token, header, key)
+        tenant = self._whose(claims)
+        self.known(sha256)  # forgets, if the keys have changed
+        self._remembered[sha256] = tenant, float(claims["exp"]) + self._rules.leeway_s
+        if len(self._remembered) > self._limit:
+            self._remembered.popitem(last=False)
+        return tenant
+
+    def _claims(self, token: bytes, header: Mapping[str, Any], key: jwt.PyJWK) -> dict[str, Any]:
+        if header.get("alg") != key.algorithm_name:
+            raise Unauthorized(token="is signed with an algorithm that is not its key's")
+        rules = self._rules
+        try:
+            claims: dict[str, Any] = jwt.decode(
+                token,
+                key,
+                algorithms=sorted(rules.algorithms),
+                audience=rules.audience,
+                issuer=rules.issuer,
+                leeway=rules.leeway_s,
+                options={"require": ["exp", "iss", "aud"], "verify_iat": False},
+            )
+        except (jwt.PyJWTError, ValueError, TypeError, OverflowError) as error:
+            wrong = next((text for kind, text in _WRONG if isinstance(error, kind)), "is not well formed")
+            raise Unauthorized(token=wrong) from error
+        return claims
+
+    def _whose(self, claims: Mapping[str, Any]) -> Tenant:
+        rules = self._rules
+        name = claims.get(rules.tenant_claim)
+        if not isinstance(name, str) or not 0 < len(name) <= NAME_LIMIT or not name.isprintable():
+            raise Unauthorized(token=f"names no tenant in its claim {rules.tenant_claim!r}")
+        tenant = self._tenant(name)
+        if tenant is None:
+            raise Forbidden("use this service: it is not among its tenants", name)
+        tenant = tenant.narrowed(_several(claims, rules.models_claim), _several(claims, rules.classes_claim))
+        if not tenant.classes:
+            raise Forbidden(f"send requests of the classes in the token's {rules.classes_claim!r}", name)
+        return tenant
+
+
+def _header(token: bytes) -> dict[str, Any]:
+    try:
+        return jwt.get_unverified_header(token)
+    except (jwt.PyJWTError, ValueError) as error:
+        raise Unauthorized(token="is not well formed") from error
+
+
+def _several(claims: Mapping[str, Any], claim: str) -> list[str] | None:
+    """A claim's texts: a list of them, or one with blanks between; None if tokens need not have it."""
+    if not claim:
+        return None
+    given = claims.get(claim)
+    if isinstance(given, str):
+        return given.split()
+    return [one for one in given if isinstance(one, str)] if isinstance(given, list) else []

@@ -1,0 +1,1 @@
+"""Workers as the router knows them: discovery, health, load, and learned costs."""

@@ -1,0 +1,214 @@
+"""
+Learned costs of one worker, in seconds: recursive least squares over its own answers.
+
+Each worker differs, and a loaded worker differs again, so nothing is configured: every first token is a
+measurement of a prompt's time, every stream one of its steps. Before its first measurement, a worker is
+assumed to be like others of its kind, and the first of a kind as a profile of its model says, or like a
+small GPU without one.
+
+Old measurements are forgotten exponentially: one counts a third after a hundred more. The prior counts as
+much as a few measurements. There are always three inputs, and the recursion is written out for them because
+it runs with every first token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton_api.profiles import Profile
+
+NEVER = float("inf")
+
+LEAST_S = 1e-4
+"""No prediction is below this: a line through noise may well be."""
+
+TAUGHT = 10
+"""Measurements that make a prediction one to rely on."""
+
+SMOOTHING = 0.1
+"""What one measurement adds to an average that goes with the times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """What is believed of a model before anything was measured here, in the units of the lines below."""
+
+    prefill: Triple = (0.02, 0.1, 0.005)
+    step: Triple = (0.01, 0.002, 0.002)
+    transfer_token_s: float = 2e-6
+    transfer_start_s: float = 0.001
+
+    @classmethod
+    def of(cls, profile: Profile) -> Prior:
+        prefill, step = profile.prefill, profile.step
+        return cls(
+            prefill=(prefill.base_s, prefill.token_s * 1e3, prefill.pair_s * 1e6),
+            step=(step.base_s, step.stream_s * 10, step.token_s * 1e4),
+            transfer_token_s=profile.transfer.token_s,
+            transfer_start_s=profile.transfer.start_s,
+        )
+
+
+A_SMALL_GPU = Prior()
+
+
+class Kind:
+    """
+    What prompts take on workers of one kind, for those of them that nobody has tried yet.
+
+    A newcomer that was believed to be slower than its peers would get nothing, and so could never show that
+    it is not.
+    """
+
+    def __init__(self, prior: Prior = A_SMALL_GPU) -> None:
+        self.prior = prior
+        self._typical = LeastSquares(prior.prefill)
+        self._untried: list[LeastSquares] = []
+
+    def newcomer(self) -> PrefillCost:
+        """The costs of one more worker of this kind."""
+        line = LeastSquares(self._typical.coefficients)
+        self._untried.append(line)
+        return PrefillCost(line, self)
+
+    def learn(self, line: LeastSquares, x: float, y: float, z: float, seconds: float) -> None:
+        """A measurement of one worker, which is a hint for the others."""
+        line.learn(x, y, z, seconds)
+        self._typical.learn(x, y, z, seconds)
+        if self._untried:
+            self._untried = [one for one in self._untried if not one.measurements]
+            for one in self._untried:
+                one.coefficients = self._typical.coefficients
+
+
+@dataclass(slots=True)
+class PrefillCost:
+    """
+    Seconds to compute `uncached` tokens at the end of a context of `context` tokens.
+
+    A constant, a share per token, and one per pair of tokens that attend to one another.
+    """
+
+    line: LeastSquares
+    _kind: Kind
+
+    def seconds(self, uncached: int, context: int) -> float:
+        constant, each, pairs = self.line.coefficients  # written out: it is asked for every worker
+        # More tokens never take less, whatever a line through noise would say.
+        seconds = constant if constant > LEAST_S else LEAST_S
+        if each > 0:
+            seconds += each * uncached / 1e3
+        if pairs > 0:
+            seconds += pairs * uncached * (context - uncached / 2) / 1e6
+        return seconds
+
+    @property
+    def taught(self) -> bool:
+        """Whether it is more than a guess."""
+        return self.line.measurements >= TAUGHT
+
+    def learn(self, uncached: int, context: int, seconds: float) -> None:
+        work = uncached * (context - uncached / 2)
+        self._kind.learn(self.line, 1.0, uncached / 1e3, work / 1e6, seconds)
+
+
+@dataclass(slots=True)
+class StepCost:
+    """Seconds from one token to the next, with `running` streams of `context` tokens in all."""
+
+    line: LeastSquares = field(default_factory=lambda: LeastSquares(A_SMALL_GPU.step))
+
+    def seconds(self, running: int, context: int) -> float:
+        return self.beside(running, context, 0)[0]
+
+    def beside(self, running: int, context: int, tokens: int) -> tuple[float, float]:
+        """The same as it is, and with one stream of `tokens` more."""
+        constant, each, share = self.line.coefficients
+        each, share = (each if each > 0 else 0.0), (share if share > 0 else 0.0)
+        before = (constant if constant > LEAST_S else LEAST_S) + each * running / 10 + share * context / 1e4
+        return before, before + each / 10 + share * tokens / 1e4
+
+    def learn(self, running: int, context: int, seconds: float) -> None:
+        self.line.learn(1.0, running / 10, context / 1e4, seconds)
+
+
+@dataclass(slots=True)
+class Average:
+    """A mean that goes with the times."""
+
+    value: float
+
+    def learn(self, measured: float) -> None:
+        self.value += SMOOTHING * (measured - self.value)
+
+
+@dataclass(slots=True)
+class TransferCost:
+    """Seconds to move a prompt's blocks between two workers."""
+
+    seconds_per_token: Average = field(default_factory=lambda: Average(A_SMALL_GPU.transfer_token_s))
+    start_s: float = A_SMALL_GPU.transfer_start_s
+    apart_until: float = 0.0
+    """Blocks did not come over between the two: until then they are no pair."""
+
+    def seconds(self, tokens: int, now: float) -> float:
+        """Infinite while the two are kept apart."""
+        if now < self.apart_until:
+            return NEVER
+        return self.start_s + tokens * self.seconds_per_token.value
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        if tokens > 0:
+            self.seconds_per_token.learn(max(0.0, seconds - self.start_s) / tokens)
+
+
+FORGETTING = 0.99
+PRIOR_CONFIDENCE = 10.0
+"""Initial variance of the coefficients against the noise: the larger, the less the prior counts."""
+
+VARIANCE_LIMIT = 1e4
+"""Without it, an input that is always 0 would let its variance grow for ever."""
+
+Triple = tuple[float, float, float]
+
+
+class LeastSquares:
+    """
+    `outcome = a * x + b * y + c * z`, for inputs of the size of 1.
+
+    The textbook recursion: Haykin, Adaptive Filter Theory, chapter on RLS.
+    """
+
+    __slots__ = ("_variance", "coefficients", "measurements")
+
+    def __init__(self, prior: Triple) -> None:
+        self.coefficients = prior
+        self.measurements = 0
+        first = PRIOR_CONFIDENCE
+        self._variance = (first, 0.0, 0.0, first, 0.0, first)
+        """The upper half of the matrix, row by row; the lower one mirrors it."""
+
+    def predict(self, x: float, y: float, z: float) -> float:
+        a, b, c = self.coefficients
+        return a * x + b * y + c * z
+
+    def learn(self, x: float, y: float, z: float, outcome: float) -> None:
+        """One measurement."""
+        xx, xy, xz, yy, yz, zz = self._variance
+        gain_x = xx * x + xy * y + xz * z
+        gain_y = xy * x + yy * y + yz * z
+        gain_z = xz * x + yz * y + zz * z
+        spread = FORGETTING + x * gain_x + y * gain_y + z * gain_z
+        error = (outcome - self.predict(x, y, z)) / spread
+        a, b, c = self.coefficients
+        self.coefficients = (a + gain_x * error, b + gain_y * error, c + gain_z * error)
+        self.measurements += 1
+        xx = (xx - gain_x * gain_x / spread) / FORGETTING
+        xy = (xy - gain_x * gain_y / spread) / FORGETTING
+        xz = (xz - gain_x * gain_z / spread) / FORGETTING
+        yy = (yy - gain_y * gain_y / spread) / FORGETTING
+        yz = (yz - gain_y * gain_z / spread) / FORGETTING
+        zz = (zz - gain_z * gain_z / spread) / FORGETTING
+        if xx > VARIANCE_LIMIT or yy > VARIANCE_LIMIT or zz > VARIANCE_LIMIT:  # those beside them are less
+            xx, yy, zz = min(xx, VARIANCE_LIMIT), min(yy, VARIANCE_LIMIT), min(zz, VARIANCE_LIMIT)
+        self._variance = (xx, xy, xz, yy, yz, zz)

@@ -1,0 +1,1 @@
+"""Where the list of workers comes from: flags, DNS, or Kubernetes."""

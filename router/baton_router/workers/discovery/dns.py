@@ -1,0 +1,156 @@
+"""
+Discovery by DNS: all addresses of a name, resolved again every few seconds.
+
+`workers.example.org:8000` stands for its IPv4 addresses, or its IPv6 addresses if it has no other;
+`_http._tcp.workers.example.org` for the addresses and ports of its SRV records. A server that does not
+answer changes nothing. An empty answer counts after three times in a row, because a resolver that has just
+started may know no names yet; a worker that is really gone is found by its health check.
+
+DNS carries no roles, revisions or draining state: a worker that leaves the list gets no new requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import dns.asyncresolver
+import dns.exception
+import dns.rdatatype
+import dns.resolver
+from dns.rdtypes.IN.SRV import SRV
+
+from baton_api.workers import Role
+from baton_router.workers.discovery.listed import Listed
+
+log = logging.getLogger(__name__)
+
+NOBODY_TIMES = 3
+"""Answers in a row without an address after which nobody is there any more."""
+
+Address = tuple[str, int]
+
+
+class LastGood:
+    """What holds of the answers so far."""
+
+    def __init__(self) -> None:
+        self.addresses: frozenset[Address] = frozenset()
+        self._nobody = 0
+
+    def took(self, found: frozenset[Address]) -> frozenset[Address]:
+        """One answer more; gives what holds now."""
+        self._nobody = 0 if found else self._nobody + 1
+        if found or self._nobody >= NOBODY_TIMES:
+            self.addresses = found
+        return self.addresses
+
+
+class DnsWorkers:
+    """The workers of one role under one name."""
+
+    def __init__(
+        self,
+        asked: DnsName,
+        role: Role,
+        interval_s: float,
+        secure: bool = False,
+        resolver: dns.asyncresolver.Resolver | None = None,
+    ) -> None:
+        """
+        `secure`: the workers are spoken to by TLS, which DNS does not tell.
+
+        Without a `resolver` the machine's own settings say whom to ask.
+        """
+        self.trouble = ""
+        self._asked = asked
+        self._role = role
+        self._interval_s = interval_s
+        self._secure = secure
+        self._resolver = resolver
+
+    async def follow(self, tell: Callable[[frozenset[Listed]], None]) -> None:
+        good = LastGood()
+        while True:
+            if (found := await self._look()) is not None:
+                addresses = good.took(found)
+                tell(
+                    frozenset(Listed(host, port, self._role, secure=self._secure) for host, port in addresses)
+                )
+            await asyncio.sleep(self._interval_s)
+
+    async def _look(self) -> frozenset[Address] | None:
+        asked = self._asked
+        try:
+            found = frozenset(await (self._hosts(asked.name, asked.port) if asked.port else self._services()))
+        except (dns.exception.DNSException, OSError) as error:
+            reason = str(error).partition(": Server ")[0]  # and then each try of each server
+            trouble = f"DNS does not tell the addresses of {asked.name}: {reason}"
+            if not self.trouble:
+                log.warning("%s. Those that were known are kept.", trouble)
+            self.trouble = trouble
+            return None
+        if self.trouble:
+            log.info("DNS tells the addresses of %s again.", asked.name)
+        self.trouble = "" if found else f"{asked.name} has no address"
+        return found
+
+    async def _hosts(self, name: str, port: int) -> list[Address]:
+        for kind in (dns.rdatatype.A, dns.rdatatype.AAAA):
+            if answer := await self._ask(name, kind):
+                return [(record.address, port) for record in answer]
+        return []
+
+    async def _services(self) -> list[Address]:
+        answer = await self._ask(self._asked.name, dns.rdatatype.SRV)
+        services = [record for record in answer or () if isinstance(record, SRV)]
+        if answer is None:
+            return []
+        sent_along = {
+            (records.name, record.address)
+            for records in answer.response.additional
+            if records.rdtype == dns.rdatatype.A
+            for record in records
+        }
+        found: list[Address] = []
+        for service in services:
+            hosts = [(host, service.port) for name, host in sent_along if name == service.target]
+            found += hosts or await self._hosts(service.target.to_text(), service.port)
+        return found
+
+    async def _ask(self, name: str, kind: dns.rdatatype.RdataType) -> dns.resolver.Answer | None:
+        """None if it is known that there is no such record."""
+        if self._resolver is None:
+            self._resolver = dns.asyncresolver.Resolver()
+        try:
+            answer = await self._resolver.resolve(name, kind, raise_on_no_answer=False, search=True)
+        except dns.resolver.NXDOMAIN:
+            return None
+        return answer if answer.rrset is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class DnsName:
+    """What is asked for."""
+
+    name: str
+    port: int | None
+    """None: that and the host are in SRV records."""
+
+    @classmethod
+    def parse(cls, text: str) -> DnsName:
+        """
+        >>> DnsName.parse("workers:8000"), DnsName.parse("_http._tcp.workers")
+        (DnsName(name='workers', port=8000), DnsName(name='_http._tcp.workers', port=None))
+        """
+        name, colon, port = text.rpartition(":")
+        if not colon and text.startswith("_"):
+            return cls(text, None)
+        if not name or ":" in name or "/" in text or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(
+                f"{text!r} is nothing to ask DNS for: give NAME:PORT, or the name of SRV records, such as "
+                "_http._tcp.workers.example.org"
+            )
+        return cls(name, int(port))

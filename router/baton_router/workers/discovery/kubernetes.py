@@ -1,0 +1,214 @@
+"""
+Workers by Kubernetes: the EndpointSlices of a label selector, listed and then watched.
+
+Every minute begins with a full list, whatever the watch has said: watches lose deletions, and a router
+that believed one for ever was seen to send requests to the dead for a day. In between the watch is taken
+up again where it broke off. While nothing can be had, what was known stands: workers are looked at anyway.
+
+Everything is read anew for each connection, so that a token or a certificate authority that was replaced
+needs no further care. All that the account must be allowed is to list and watch `endpointslices` of
+`discovery.k8s.io` in one namespace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from urllib.parse import quote
+
+import msgspec
+
+from baton_api.errors import BatonError
+from baton_http.kubernetes import GONE, Connected, Expired, KubernetesAccess, Unanswered
+from baton_http.upstream import Exchange, Lost
+from baton_router.workers.discovery import endpoint_slices
+from baton_router.workers.discovery.endpoint_slices import Metadata, Slice
+from baton_router.workers.discovery.listed import Listed
+
+log = logging.getLogger(__name__)
+
+LIST_EVERY_S = 60.0
+LIST_S = 15.0
+"""Seconds that one list may take."""
+
+PATIENCE = 1.2
+"""A watch that has not ended by itself after this many times its time is dead."""
+
+RETRY_S = 1.0
+RETRY_LIMIT_S = 30.0
+"""From one failure to the next try, at first and at most; and the least between two watches."""
+
+LIST_LIMIT = 256 * 1024**2
+EVENT_LIMIT = 16 * 1024**2
+"""Bytes; a slice has at most 1,000 endpoints."""
+
+
+class Slices:
+    """The slices as they are after the last event."""
+
+    def __init__(self, listed: SliceList) -> None:
+        self.version = listed.metadata.resource_version
+        self._slices = {one.metadata.name: one for one in listed.items}
+
+    def listed(self, port: str) -> frozenset[Listed]:
+        return endpoint_slices.listed(self._slices.values(), port)
+
+    def apply(self, event: WatchEvent) -> bool:
+        """Whether a slice has changed. Raises Expired, Unanswered and msgspec.DecodeError."""
+        if event.type == "ERROR":
+            status = msgspec.json.decode(event.object, type=Status)
+            if status.code == GONE:
+                raise Expired
+            raise Unanswered(f"it ends the watch: {status.message or status.code}")
+        one = msgspec.json.decode(event.object, type=Slice)
+        self.version = one.metadata.resource_version
+        if event.type == "BOOKMARK":
+            return False
+        if event.type == "DELETED":
+            self._slices.pop(one.metadata.name, None)
+        else:
+            self._slices[one.metadata.name] = one
+        return True
+
+
+class SliceList(msgspec.Struct, frozen=True):
+    metadata: Metadata
+    items: tuple[Slice, ...]
+
+
+class WatchEvent(msgspec.Struct, frozen=True):
+    type: str
+    object: msgspec.Raw
+
+
+class Status(msgspec.Struct, frozen=True):
+    code: int = 0
+    message: str = ""
+
+
+class KubernetesWorkers:
+    """The workers of all slices that a selector selects."""
+
+    def __init__(
+        self,
+        access: KubernetesAccess,
+        selector: str,
+        port: str,
+        rng: random.Random,
+        list_every_s: float = LIST_EVERY_S,
+        retry_s: float = RETRY_S,
+        list_s: float = LIST_S,
+    ) -> None:
+        self.trouble = ""
+        self._access = access
+        self._selector = selector
+        self._port = port
+        self._rng = rng
+        self._list_every_s = list_every_s
+        self._retry_s = retry_s
+        self._list_s = list_s
+
+    async def follow(self, tell: Callable[[frozenset[Listed]], None]) -> None:
+        pause = self._retry_s
+        while True:
+            try:
+                await self._minute(tell)
+                pause = self._retry_s
+            except (Unanswered, BatonError, TimeoutError, ValueError) as error:
+                self._failed(error)
+                await asyncio.sleep(pause * self._rng.uniform(0.5, 1.0))
+                pause = min(2 * pause, RETRY_LIMIT_S)
+
+    async def _minute(self, tell: Callable[[frozenset[Listed]], None]) -> None:
+        """A full list, and what changes until the next one is due. Raises what `follow` catches."""
+        loop = asyncio.get_running_loop()
+        due = loop.time() + self._list_every_s
+        path = _path(self._access.where(), self._selector)
+        connected = self._access.open()
+        try:
+            try:
+                slices = await self._list(connected, path)
+                tell(slices.listed(self._port))
+                while (left := due - loop.time()) > 0:
+                    began = loop.time()
+                    await self._watch(connected, path, slices, left, tell)
+                    await asyncio.sleep(min(left, max(0.0, began + self._retry_s - loop.time())))
+            except Expired:
+                await asyncio.sleep(self._retry_s)  # and then all anew, as without a word of it
+        finally:
+            connected.upstream.close()
+
+    async def _list(self, connected: Connected, path: str) -> Slices:
+        async with asyncio.timeout(self._list_s):
+            exchange = await connected.get(path)
+            try:
+                body = bytearray()
+                while piece := await exchange.read():
+                    body += piece
+                    if len(body) > LIST_LIMIT:
+                        raise Unanswered(f"its list has more than {LIST_LIMIT} bytes")
+            finally:
+                exchange.close()
+        slices = Slices(msgspec.json.decode(body, type=SliceList))
+        if self.trouble:
+            log.info("Kubernetes lists the workers again.")
+        self.trouble = ""
+        return slices
+
+    async def _watch(
+        self,
+        connected: Connected,
+        path: str,
+        slices: Slices,
+        seconds: float,
+        tell: Callable[[frozenset[Listed]], None],
+    ) -> None:
+        """Ends as the watch does, or breaks. Raises what `follow` catches, and Expired."""
+        target = (
+            f"{path}&watch=true&allowWatchBookmarks=true&resourceVersion={quote(slices.version, safe='')}"
+            f"&timeoutSeconds={max(1, round(seconds))}"
+        )
+        try:
+            async with asyncio.timeout(PATIENCE * seconds):
+                exchange = await connected.get(target)
+                try:
+                    await self._events(exchange, slices, tell)
+                finally:
+                    exchange.close()
+        except Lost as lost:
+            if lost.cause == "connect":
+                raise
+        except TimeoutError:
+            log.debug("A watch did not end by itself.")
+
+    async def _events(
+        self, exchange: Exchange, slices: Slices, tell: Callable[[frozenset[Listed]], None]
+    ) -> None:
+        rest = b""
+        while piece := await exchange.read():
+            *lines, rest = (rest + piece).split(b"\n")
+            changed = False
+            for line in lines:
+                if line.strip():
+                    changed |= slices.apply(msgspec.json.decode(line, type=WatchEvent))
+            if changed:
+                tell(slices.listed(self._port))
+            if len(rest) > EVENT_LIMIT:
+                raise Unanswered(f"an event of its watch has more than {EVENT_LIMIT} bytes")
+
+    def _failed(self, error: Exception) -> None:
+        reason = "no answer in time" if isinstance(error, TimeoutError) else str(error)
+        if isinstance(error, Lost):
+            reason = f"{error.cause}: {error.__cause__}" if error.__cause__ else error.cause
+        trouble = f"Kubernetes at {self._access.url} does not list the workers: {reason}"
+        if not self.trouble:
+            log.warning("%s. Those that were known are kept.", trouble)
+        self.trouble = trouble
+
+
+def _path(namespace: str, selector: str) -> str:
+    """The list of the EndpointSlices that `selector` selects."""
+    slices = f"/apis/discovery.k8s.io/v1/namespaces/{quote(namespace, safe='')}/endpointslices"
+    return f"{slices}?labelSelector={quote(selector, safe='')}"

@@ -1,0 +1,133 @@
+"""
+Looking at the workers: the task that asks each of them, every few seconds, how it is.
+
+`GET /load` says who the worker is and how busy, `GET /ready` whether it takes requests. What follows
+from the answers is `baton_router.workers`' to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from baton_api.background import BackgroundTasks
+from baton_api.metrics import BackgroundTask
+from baton_api.workers import Load
+from baton_http.upstream import Exchange, Lost
+from baton_router.proxy.forwarding import Trust
+from baton_router.settings import RouterSettings
+from baton_router.workers.worker import State, Worker, Workers
+
+log = logging.getLogger(__name__)
+
+HASTE = 8
+"""A worker that is not ready is asked this many times as often: somebody waits for it."""
+
+UNAUTHORIZED = 401
+
+ANSWER_LIMIT = 64 * 1024
+"""Bytes of an answer that are read; more is no answer to these questions."""
+
+NONSENSE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What reading an answer raises that is not a worker's load."""
+
+_decoder = msgspec.json.Decoder(Load)
+
+
+async def watch(
+    workers: Workers, settings: RouterSettings, clock: Callable[[], float], background: BackgroundTasks
+) -> None:
+    """Look at all workers, those that come and those that leave too, until cancelled."""
+    looking: dict[Worker, asyncio.Task[None]] = {}
+    async with asyncio.TaskGroup() as group:
+        while True:
+            there = set(workers.all)
+            for worker in looking.keys() - there:
+                looking.pop(worker).cancel()
+            for worker in there - looking.keys():
+                looked = _watch_one(worker, settings, clock, background)
+                looking[worker] = group.create_task(looked, name=f"watch {worker.name}")
+            await workers.changed()
+
+
+async def _watch_one(
+    worker: Worker, settings: RouterSettings, clock: Callable[[], float], background: BackgroundTasks
+) -> None:
+    loop = asyncio.get_running_loop()
+    before = State.STARTING
+    trust = Trust.of(settings)
+    while True:
+        started = loop.time()
+        # What this router lacks, such as file descriptors, says nothing about the worker.
+        with background.guard(BackgroundTask.HEALTH_CHECKS, worker.name):
+            await _check(worker, settings, trust)
+        state = worker.state(clock())
+        if state is not before:
+            reason = worker.reason or "it takes requests"
+            log.info("The %s worker %s is %s: %s.", worker.listed, worker.name, state, reason)
+            before = state
+        pause = settings.health_interval_s / (1 if state is State.READY else HASTE)
+        await asyncio.sleep(max(0.0, started + pause - loop.time()))
+
+
+async def _check(worker: Worker, settings: RouterSettings, trust: Trust) -> None:
+    """Ask the worker once and note the outcome."""
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    try:
+        async with asyncio.timeout(settings.health_interval_s):
+            load, refusal = await look(worker, trust)
+    except (Lost, TimeoutError, *NONSENSE) as error:
+        if isinstance(error, TimeoutError) and worker.upstream.heard >= started:
+            return  # it is slow to answer this, but requests hear of it: it is alive
+        reason = f"it does not answer: {_why(error)}"
+        worker.health = worker.health.missed(settings.health_misses, reason)
+        if worker.health.down:
+            worker.upstream.fail_silent(loop.time() - settings.health_interval_s)
+    else:
+        worker.answered(load, refusal)
+
+
+async def look(worker: Worker, trust: Trust) -> tuple[Load, str]:
+    """
+    The worker's load, and why it takes no requests (empty if it does).
+
+    Raises Lost if it does not answer, and one of NONSENSE if it answers something else.
+    """
+    status, body = await _get(worker, "/load", trust)
+    if status == UNAUTHORIZED:
+        raise msgspec.DecodeError(
+            "it wants another API key: give the workers' key to the router as BATON_ROUTER_WORKER_API_KEY"
+        )
+    if status != 200:
+        raise msgspec.DecodeError(f"GET /load was answered with {status}")
+    load = _decoder.decode(body)
+    status, body = await _get(worker, "/ready", trust)
+    return load, "" if status == 200 else f"GET /ready was answered with {status}"
+
+
+async def _get(worker: Worker, path: str, trust: Trust) -> tuple[int, bytes]:
+    head = f"GET {path} HTTP/1.1\r\nhost: {worker.name}\r\n".encode() + trust.line + b"\r\n"
+    exchange = await worker.upstream.request(head)
+    try:
+        return exchange.status, await _whole(exchange)
+    finally:
+        exchange.close()
+
+
+async def _whole(exchange: Exchange) -> bytes:
+    body = b""
+    while piece := await exchange.read():
+        body += piece
+        if len(body) > ANSWER_LIMIT:
+            raise msgspec.DecodeError(f"more than {ANSWER_LIMIT} bytes")
+    return body
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, Lost):
+        return error.cause
+    return "no answer in time" if isinstance(error, TimeoutError) else str(error)

@@ -1,0 +1,261 @@
+"""
+Listening to the KV events of all workers that publish some: sockets and tasks around `kv_feed`.
+
+Who publishes, and where, is in the load that a worker reports. One task per worker and process reads its
+events, asks for what was lost, and says so when nothing comes; a process that began anew gets another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from baton_api.background import BackgroundTasks
+from baton_api.errors import BatonError
+from baton_api.kv_events import REPLAY_END, EventBatch, Frames, SnapshotFrame, sequence_bytes
+from baton_api.metrics import BackgroundTask
+from baton_api.workers import Load
+from baton_router.cache.block_map import Tree
+from baton_router.cache.kv_feed import Ask, Feed
+from baton_router.proxy.forwarding import Trust
+from baton_router.settings import RouterSettings
+from baton_router.workers.state import Knowledge
+from baton_router.workers.worker import Worker, Workers
+
+log = logging.getLogger(__name__)
+
+TEND_S = 0.5
+"""Seconds from one look at who publishes, and at what is due, to the next."""
+
+SNAPSHOT_S = 30.0
+
+ANEW_S = 10.0
+"""Seconds after which a feed that cannot be followed at all is tried again."""
+
+WAITING_LIMIT = 10_000
+"""Batches that wait to be read; more are lost, and asked for again."""
+
+MESSAGE_LIMIT = 64 * 1024**2
+"""Bytes of one message."""
+
+TURN = 64
+"""Batches that are read before the other tasks have their turn."""
+
+_batches = msgspec.msgpack.Decoder(EventBatch)
+_frames = msgspec.msgpack.Decoder(SnapshotFrame)
+
+
+class Feeds:
+    """The feeds of all workers. `watch` runs as long as the router."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        knowledge: Knowledge,
+        settings: RouterSettings,
+        clock: Callable[[], float],
+        background: BackgroundTasks,
+    ) -> None:
+        self._workers = workers
+        self._knowledge = knowledge
+        self._trust = Trust.of(settings)
+        self._clock = clock
+        self._background = background
+        self.followed: dict[str, Follower] = {}
+        """By the worker's name."""
+
+    async def watch(self) -> None:
+        context = zmq.asyncio.Context()
+        try:
+            while True:
+                with self._background.guard(BackgroundTask.KV_EVENTS):
+                    self._tend(context)
+                await asyncio.sleep(TEND_S)
+        finally:
+            await asyncio.gather(*(one.end() for one in self.followed.values()))
+            self.followed.clear()
+            context.destroy(linger=0)
+
+    def _tend(self, context: zmq.asyncio.Context) -> None:
+        workers = {worker.name: worker for worker in self._workers.listed}
+        for name, follower in list(self.followed.items()):
+            worker = workers.get(name)
+            if worker is None or not follower.follows(worker, self._knowledge):
+                follower.cancel()
+                del self.followed[name]
+        for name, worker in workers.items():
+            load = worker.health.load
+            if load is not None and load.kv_events and name not in self.followed:
+                with self._background.guard(BackgroundTask.KV_EVENTS, name):
+                    follower = Follower(
+                        worker, load, self._knowledge, self._trust, self._clock, self._background
+                    )
+                    self.followed[name] = follower
+                    follower.start(context)
+
+
+class Follower:
+    """The feed of one process."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        load: Load,
+        knowledge: Knowledge,
+        trust: Trust,
+        clock: Callable[[], float],
+        background: BackgroundTasks,
+    ) -> None:
+        self.worker = worker
+        self.known = knowledge.of(worker)
+        self.events = 0
+        self.lag_s = 0.0
+        """From the worker's making of the last batch to its arrival, if their clocks agree."""
+        self._trust = trust
+        self._clock = clock
+        self._background = background
+        self._events_at, self._replay_at = load.kv_events, load.kv_replay
+        self._blocks = knowledge.blocks.open(self.known.slot)
+        self.feed = Feed(self._blocks, clock())
+        self._task: asyncio.Task[None] | None = None
+
+    def follows(self, worker: Worker, knowledge: Knowledge) -> bool:
+        """Whether the worker is still the process that this one follows, and following it has not failed."""
+        load = worker.health.load
+        same = load is not None and load.kv_events == self._events_at and knowledge.of(worker) is self.known
+        return same and self._task is not None and not self._task.done()
+
+    def start(self, context: zmq.asyncio.Context) -> None:
+        self._task = asyncio.create_task(self._run(context), name=f"KV events of {self.worker.name}")
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def end(self) -> None:
+        self.cancel()
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self, context: zmq.asyncio.Context) -> None:
+        with (
+            self._background.guard(BackgroundTask.KV_EVENTS, f"{self.worker.name} at {self._events_at}"),
+            context.socket(zmq.SUB) as events,
+            context.socket(zmq.DEALER) as replays,
+        ):
+            self._connect(events, replays)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._read(events, self._take))
+                group.create_task(self._read(replays, self._replayed))
+                group.create_task(self._ask(replays))
+        self.known.degraded = True  # it ends only by an exception
+        await asyncio.sleep(ANEW_S)
+
+    def _connect(self, events: zmq.asyncio.Socket, replays: zmq.asyncio.Socket) -> None:
+        for one in (events, replays):
+            one.set_hwm(WAITING_LIMIT)
+            one.setsockopt(zmq.LINGER, 0)
+            one.setsockopt(zmq.IPV6, 1)
+            one.setsockopt(zmq.MAXMSGSIZE, MESSAGE_LIMIT)
+        events.setsockopt(zmq.SUBSCRIBE, b"")
+        host = self.worker.upstream.host
+        events.connect(reachable_at(self._events_at, host))
+        if self._replay_at:
+            replays.connect(reachable_at(self._replay_at, host))
+
+    async def _read(self, source: zmq.asyncio.Socket, take: Callable[[list[bytes]], None]) -> None:
+        count = 0
+        while True:
+            take(await source.recv_multipart())
+            count += 1
+            if count % TURN == 0:
+                await asyncio.sleep(0)  # what has come already is given without a pause
+
+    def _replayed(self, frames: list[bytes]) -> None:
+        if len(frames) >= 2 and frames[-2] == REPLAY_END:
+            self.feed.replay_ended(self._clock())
+        else:
+            self._take(frames)
+
+    def _take(self, frames: list[bytes]) -> None:
+        """Whatever comes first, its number, and the batch. One that cannot be read is as good as lost."""
+        try:
+            *_, number, message = frames
+            batch = _batches.decode(message)
+        except ValueError:  # msgspec's are ValueErrors
+            return
+        self.feed.batch(int.from_bytes(number), batch.events, self._clock())
+        self.events += len(batch.events)
+        self.lag_s = max(0.0, time.time() - batch.ts)
+
+    async def _ask(self, replays: zmq.asyncio.Socket) -> None:
+        """Ask for what is due, and say how the feed is."""
+        while True:
+            now = self._clock()
+            due = self.feed.due(now)
+            if due is Ask.SNAPSHOT:
+                await self._snapshot()
+            elif due is Ask.REPLAY and self._replay_at:
+                await replays.send_multipart([b"", sequence_bytes(self.feed.next)])
+            elif due is Ask.REPLAY:
+                self.feed.replay_ended(now)
+            degraded = self.feed.degraded(now)
+            if degraded is not self.known.degraded:
+                self.known.degraded = degraded
+                if degraded:
+                    log.warning("No KV events come from %s: what it holds counts half.", self.worker.name)
+                else:
+                    log.info("KV events come from %s again.", self.worker.name)
+            await asyncio.sleep(TEND_S)
+
+    async def _snapshot(self) -> None:
+        try:
+            async with asyncio.timeout(SNAPSHOT_S):
+                seq, tree = await self._fetch()
+        except (BatonError, TimeoutError, ValueError) as error:
+            self.feed.failed(self._clock())
+            log.debug("No snapshot of %s: %r", self.worker.name, error)
+        else:
+            self.feed.snapshot(seq, tree, self._clock())
+
+    async def _fetch(self) -> tuple[int, Tree]:
+        """All blocks, and the number of the last batch that is in. Raises what `_snapshot` catches."""
+        worker, tree = self.worker, Tree()
+        head = f"GET /kv/snapshot HTTP/1.1\r\nhost: {worker.name}\r\n".encode() + self._trust.line + b"\r\n"
+        exchange = await worker.upstream.request(head)
+        try:
+            if exchange.status != 200:
+                raise ValueError(f"status {exchange.status}")
+            frames = Frames()
+            while piece := await exchange.read():
+                for message in frames.push(piece):
+                    frame = _frames.decode(message)
+                    if frame.epoch != self.known.epoch:
+                        raise ValueError("another process's")
+                    tree.update(frame.blocks)
+                    if frame.last:
+                        return frame.seq, tree
+                    await asyncio.sleep(0)
+            raise ValueError("it ends too soon")
+        finally:
+            exchange.close()
+
+
+def reachable_at(endpoint: str, host: str) -> str:
+    """
+    Where to connect to for what a worker on `host` listens on.
+
+    >>> reachable_at("tcp://0.0.0.0:5557", "10.0.0.7"), reachable_at("ipc:///run/kv", "localhost")
+    ('tcp://10.0.0.7:5557', 'ipc:///run/kv')
+    """
+    for all_addresses in ("tcp://0.0.0.0:", "tcp://*:", "tcp://[::]:"):
+        if endpoint.startswith(all_addresses):
+            named = f"[{host}]" if ":" in host else host
+            return f"tcp://{named}:{endpoint.removeprefix(all_addresses)}"
+    return endpoint

@@ -1,0 +1,112 @@
+"""
+Makes the workers those that are listed.
+
+Every source's last list counts. Who is not on any list any more gets nothing new, and when the last request
+that it has is through, or its time is up, all that was known of it is let go: its place in the index, its
+bookings, its connections. Who is listed again before that has never been away.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable
+
+from baton_http.upstreams import Upstreams
+from baton_router.workers.discovery.listed import Listed, Standing, changes, merged
+from baton_router.workers.state import Knowledge
+from baton_router.workers.worker import Worker, Workers
+
+log = logging.getLogger(__name__)
+
+LET_GO_S = 5.0
+"""Seconds in which those whose worker has had its time let go of it."""
+
+
+class Enrolment:
+    """Belongs to one thread, and never waits."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        knowledge: Knowledge,
+        upstreams: Upstreams,
+        drain_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """`drain_s`: what a worker that is to end has for the requests that it has."""
+        self._workers = workers
+        self._knowledge = knowledge
+        self._upstreams = upstreams
+        self._drain_s = drain_s
+        self._clock = clock
+        self._told: dict[str, frozenset[Listed]] = {}
+        """By source."""
+        self._present: dict[str, Listed] = {}
+        self._named: dict[str, Worker] = {}
+        """Those present and those leaving; an address is only ever one worker's."""
+        self._ends: dict[Worker, float] = {}
+        """When those that are to end have had their time."""
+
+    def told(self, source: str, listed: Iterable[Listed]) -> None:
+        """All workers that this source knows of, now."""
+        self._told[source] = frozenset(listed)
+        desired = merged(itertools.chain.from_iterable(self._told.values()))
+        change = changes(self._present, desired)
+        self._present = desired
+        for name in change.gone:
+            self._leave(self._named[name])
+        for one in change.came:
+            self._come(one)
+        for one in change.stand:
+            self._stand(self._named[one.name], one.standing)
+
+    def tend(self) -> None:
+        """Let go of those that have ended what they had, or have had their time."""
+        now = self._clock()
+        for worker, end in self._ends.items():
+            if now >= end and not worker.expired:
+                worker.expired = True
+                worker.upstream.fail_all("drained")  # its streams go on elsewhere
+        for worker in self._workers.leaving:
+            if not worker.in_flight or now >= self._ends[worker] + LET_GO_S:
+                self._forget(worker)
+
+    def _come(self, one: Listed) -> None:
+        worker = self._named.get(one.name)
+        same = (one.role, one.revision, one.secure)
+        if worker is not None and (worker.listed, worker.revision, worker.upstream.secure) == same:
+            self._workers.stay(worker)
+            self._stand(worker, one.standing)
+            return
+        if worker is not None:  # its address is another pod's now: nobody there will answer what it had
+            self._forget(worker)
+        self._upstreams.meet(one.name, one.secure)
+        worker = Worker(self._upstreams.of(one.name), one.role, one.revision)
+        self._named[one.name] = worker
+        self._stand(worker, one.standing)
+        self._workers.come(worker)
+        revision = f" of revision {worker.revision}" if worker.revision else ""
+        log.info("The %s worker %s%s is listed.", worker.listed, worker.name, revision)
+
+    def _stand(self, worker: Worker, standing: Standing) -> None:
+        if worker.standing is not standing:
+            log.info("The worker %s is listed as %s.", worker.name, standing.name.lower())
+            worker.standing = standing
+        if standing is Standing.TERMINATING:
+            self._ends.setdefault(worker, self._clock() + self._drain_s)
+        else:
+            self._ends.pop(worker, None)
+            worker.expired = False
+
+    def _leave(self, worker: Worker) -> None:
+        now = self._clock()
+        self._ends.setdefault(worker, now + self._drain_s)
+        self._workers.leave(worker, now)
+        log.info("The worker %s is not listed any more; it has %d requests.", worker.name, worker.in_flight)
+
+    def _forget(self, worker: Worker) -> None:
+        del self._named[worker.name], self._ends[worker]
+        self._workers.gone(worker)
+        self._knowledge.forget(worker)
+        self._upstreams.drop(worker.name)
