@@ -32,6 +32,8 @@ PACKAGES = (
     "runtime/engine/baton_engine",
     "runtime/prefill/baton_prefill",
     "runtime/decode/baton_decode",
+    "router/baton_http",
+    "router/baton_batches",
     "router/baton_router",
     "operator/baton_operator",
     "observing/baton_observing",
