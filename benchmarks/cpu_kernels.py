@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from baton_engine.batch import Batch, Row
-from baton_engine.cache import BLOCK_SIZE, KVCache
+from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.decoder import Decoder, Model
 from baton_engine.model.native import native_decoder
 from baton_engine.model.spec import ModelSpec

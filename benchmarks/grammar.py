@@ -25,16 +25,16 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from baton_engine import bitmask
-from baton_engine.cache import KVCache
 from baton_engine.engine import Engine
 from baton_engine.grammar import texts
 from baton_engine.grammar.grammars import Grammars
-from baton_engine.limits import EngineLimits
+from baton_engine.kv.cache import KVCache
 from baton_engine.model.decoder import create_model
 from baton_engine.model.tokenizer import Tokenizer
-from baton_engine.permits import mask_words
 from baton_engine.requests import Constraint, Output, Request, SamplingParams
+from baton_engine.sampling import bitmask
+from baton_engine.sampling.token_masks import mask_words
+from baton_engine.scheduling.limits import EngineLimits
 from tests.engine.grammar.schemas import Maker
 from tests.engine.random_weights import random_weights, tiny_spec
 from tests.tokenizers import npm_tokenizer

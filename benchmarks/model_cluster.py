@@ -17,8 +17,8 @@ import msgspec
 from baton_api.hashing import root_hash
 from baton_api.kv_events import FRAME_ENTRIES, SnapshotFrame, frame
 from baton_api.workers import Load, Role
-from baton_engine.kv_events import Change, Removed, Stored
-from baton_engine.kv_publisher import KvPublisher
+from baton_engine.kv.events import Change, Removed, Stored
+from baton_engine.kv.publisher import KvPublisher
 from benchmarks.model_worker import Changed, Computed, ModelWorker, Text, Timing, prompt_text
 
 MODEL = "m"

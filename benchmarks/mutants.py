@@ -51,11 +51,11 @@ class Target:
 
 TARGETS = {
     "scheduler": Target(
-        ("baton_engine/scheduler.py",),
+        ("baton_engine/scheduling/scheduler.py",),
         ("tests/engine/test_scheduler.py", "tests/engine/test_scheduler_fetches.py"),
     ),
-    "block pool": Target(("baton_engine/blocks.py",), ("tests/engine/test_blocks.py",)),
-    "sampler": Target(("baton_engine/sampler.py",), ("tests/engine/test_sampler.py",)),
+    "block pool": Target(("baton_engine/kv/block_pool.py",), ("tests/engine/test_blocks.py",)),
+    "sampler": Target(("baton_engine/sampling/sampler.py",), ("tests/engine/test_sampler.py",)),
     "queue": Target(
         ("baton_router/scheduling/queue.py", "baton_router/scheduling/waiting_room.py"),
         ("tests/router/test_queue.py", "tests/router/test_waiting_room.py"),
@@ -68,8 +68,8 @@ TARGETS = {
         ("baton_operator/scaling/decision.py", "baton_operator/scaling/sizing.py"),
         ("tests/operator/scaling/test_decision.py", "tests/operator/scaling/test_sizing.py"),
     ),
-    "prefill sessions": Target(("baton_prefill/rooms.py",), ("tests/prefill/test_rooms.py",)),
-    "decode sessions": Target(("baton_decode/rooms.py",), ("tests/decode/test_rooms.py",)),
+    "prefill sessions": Target(("baton_prefill/sessions.py",), ("tests/prefill/test_rooms.py",)),
+    "decode sessions": Target(("baton_decode/sessions.py",), ("tests/decode/test_rooms.py",)),
 }
 
 

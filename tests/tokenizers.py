@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from baton_engine.folders import cache_folder
+from baton_engine.machine import cache_folder
 
 VERSION = "3.7.2"
 

@@ -46,7 +46,7 @@ class Hello(Message, frozen=True, tag="hello"):
     """Random, new at every start of the process."""
     model: str
     digest: str
-    """Hash of everything that decides the bytes of a block: see `baton_engine.compatibility`."""
+    """Hash of everything that decides the bytes of a block: see `baton_engine.transfer.compatibility`."""
     labels: dict[str, str] = {}
     """What the digest was made of, so that a refusal can name what differs."""
     request_id: str = ""

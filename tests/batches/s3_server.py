@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from baton_engine.folders import cache_folder
+from baton_engine.machine import cache_folder
 
 MODULE = "github.com/versity/versitygw/cmd/versitygw@v1.8.0"
 BUILD_S = 900.0

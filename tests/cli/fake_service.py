@@ -14,8 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from baton_engine.server.drain import Drain
-from baton_engine.server.http import HttpServer
+from baton_engine.api.http import Drain, HttpServer
 
 
 @dataclass

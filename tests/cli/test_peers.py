@@ -18,11 +18,11 @@ from baton_cli import command, main, peers
 from baton_cli.options import options_of, read_settings, with_options
 from baton_cli.refusals import REFUSALS, Refusal
 from baton_engine import engine
-from baton_engine.cache import BLOCK_SIZE
+from baton_engine.api import generate
+from baton_engine.kv.cache import BLOCK_SIZE
 from baton_engine.model import resolve
 from baton_engine.model.checkpoint import GGUF_SUFFIX
-from baton_engine.randomness import uniform
-from baton_engine.server import generate
+from baton_engine.sampling.state import uniform
 from baton_engine.settings import WorkerSettings
 from baton_router.settings import RouterSettings
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_engine.folders import cache_folder
+from baton_engine.machine import cache_folder
 from tests.conformance.deployment import PATIENCE_S
 
 INSTALL_S = 300.0

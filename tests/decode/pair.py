@@ -13,16 +13,16 @@ import torch
 
 from baton_api.errors import InvalidRequest
 from baton_decode.prefills import Prefills
-from baton_engine.cache import KVCache
 from baton_engine.client import AsyncEngine
-from baton_engine.compatibility import Compatibility
-from baton_engine.control import Pace
 from baton_engine.engine import EngineLimits
-from baton_engine.handshake import Identity
+from baton_engine.kv.cache import KVCache
+from baton_engine.metrics.snapshot import EngineSnapshot
 from baton_engine.model.decoder import Model
 from baton_engine.requests import Constraint, Guide, Output, Request, SamplingParams, Thinking
-from baton_engine.snapshot import EngineSnapshot
 from baton_engine.transfer import Transfer
+from baton_engine.transfer.compatibility import Compatibility
+from baton_engine.transfer.control import Pace
+from baton_engine.transfer.handshake import Identity
 from baton_engine.transfer.loopback import LoopbackTransfer
 from baton_prefill.admission import PromptLimits
 from baton_prefill.prompts import Client, GuidesOf

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from baton_engine.cache import KVCache
+from baton_engine.kv.cache import KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import create_model
 from tests.decode.pair import Side

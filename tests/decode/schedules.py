@@ -14,10 +14,10 @@ from typing import TypeVar
 
 from baton_api.hashing import chain_hash, root_hash
 from baton_api.messages import Abort, Chunk, Commit, Done, Drained, Failed, Prefill, TokenChoice
-from baton_decode import rooms as decode
+from baton_decode import sessions as decode
 from baton_engine.requests import Fetch, Fetched, SamplingParams
 from baton_engine.transfer import Pulled
-from baton_prefill import rooms as prefill
+from baton_prefill import sessions as prefill
 
 T = TypeVar("T")
 

@@ -23,8 +23,8 @@ from baton_api.messages import (
     Welcome,
 )
 from baton_decode.prefills import Prefills
-from baton_engine.control import Connection
 from baton_engine.requests import Request, SamplingParams
+from baton_engine.transfer.control import Connection
 from tests.decode.pair import QUICK, Side, ask, eventually, fake_side, tokens
 from tests.engine.fake_model import FakeModel
 

@@ -11,8 +11,8 @@ import pytest
 from baton_api import tickets
 from baton_api.messages import Pong
 from baton_api.reports import PromptReport
+from baton_engine.api.choices import report_of
 from baton_engine.requests import FinishReason, Request
-from baton_engine.server.choices import report_of
 from baton_engine.transfer.loopback import LoopbackTransfer
 from tests.decode.pair import PATIENCE_S, eventually, fake_side, open_pair, serve, tokens
 from tests.engine.fake_model import FakeModel

@@ -10,20 +10,10 @@ import pytest
 
 from baton_api.messages import Abort, Chunk, Commit, Done, Failed, Prefill, TokenChoice
 from baton_api.reports import Fallback
-from baton_decode.rooms import (
-    Action,
-    Order,
-    Pull,
-    Report,
-    Room,
-    Send,
-    Settled,
-    State,
-    Verify,
-)
+from baton_decode.sessions import Action, Order, Pull, Report, Room, Send, Settled, State, Verify
 from baton_engine.requests import Fetch, Fetched, RelayRecord, SamplingParams
 from baton_engine.transfer import Pulled
-from baton_engine.wire import to_wire
+from baton_engine.transfer.wire import to_wire
 from tests.decode.schedules import STRANGER, Schedule
 
 TAIL = b"t" * 16

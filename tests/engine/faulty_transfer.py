@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from baton_api.errors import TransferFailed
 from baton_api.messages import PoolLayout
-from baton_engine.cache import KVCache
+from baton_engine.kv.cache import KVCache
 from baton_engine.transfer import Peer, Pulled, Transfer
 
 

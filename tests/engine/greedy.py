@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from baton_engine.batch import Batch, Row
-from baton_engine.cache import BLOCK_SIZE, KVCache
+from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.decoder import Model
 
 CPU = torch.device("cpu")

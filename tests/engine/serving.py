@@ -12,10 +12,8 @@ from typing import Any
 import torch
 
 from baton_api.messages import TokenChoice
-from baton_engine import sampler
-from baton_engine.draws import Draw
 from baton_engine.engine import Engine
-from baton_engine.limits import EngineLimits
+from baton_engine.metrics.snapshot import EngineSnapshot
 from baton_engine.requests import (
     Fetch,
     Fetched,
@@ -25,7 +23,9 @@ from baton_engine.requests import (
     Request,
     SamplingParams,
 )
-from baton_engine.snapshot import EngineSnapshot
+from baton_engine.sampling import sampler
+from baton_engine.sampling.state import Draw
+from baton_engine.scheduling.limits import EngineLimits
 from tests.engine.fake_model import FakeModel, make_cache
 
 PATIENCE_S = 60.0

@@ -10,11 +10,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from baton_engine import bitmask
-from baton_engine.draws import Draw
-from baton_engine.masks import Masks
-from baton_engine.permits import Permits, mask_words
 from baton_engine.requests import SamplingParams
+from baton_engine.sampling import bitmask
+from baton_engine.sampling.mask_filler import Masks
+from baton_engine.sampling.state import Draw
+from baton_engine.sampling.token_masks import Permits, mask_words
 
 VOCABS = (1, 31, 32, 33, 97, 128, 1000)
 

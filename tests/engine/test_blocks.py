@@ -8,7 +8,7 @@ import pytest
 
 from baton_api.errors import SetupError
 from baton_api.hashing import chain_hash, root_hash
-from baton_engine.blocks import BlockPool
+from baton_engine.kv.block_pool import BlockPool
 
 ROOT = root_hash()
 

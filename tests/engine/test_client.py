@@ -10,8 +10,8 @@ import pytest
 
 from baton_api.errors import PromptTooLarge
 from baton_engine.client import AsyncEngine
-from baton_engine.limits import EngineLimits
 from baton_engine.requests import FinishReason
+from baton_engine.scheduling.limits import EngineLimits
 from tests.engine.fake_model import FakeModel, make_cache
 from tests.engine.serving import prompt_of, request_of
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from baton_api.messages import PROTOCOL
-from baton_engine.compatibility import Compatibility, compatibility_digest, weights_digest
 from baton_engine.model.spec import ModelSpec, RopeScaling
 from baton_engine.model.weights import LayerWeights, Weights
+from baton_engine.transfer.compatibility import Compatibility, compatibility_digest, weights_digest
 
 SPEC = ModelSpec(
     architecture="LlamaForCausalLM",

@@ -12,8 +12,8 @@ import pytest
 from baton_api import messages
 from baton_api.errors import TransferFailed
 from baton_api.messages import Done, Ping, Pong, Prefill, Sampling
-from baton_engine import control
-from baton_engine.control import Connection, Pace, dial, join_address, split_address
+from baton_engine.transfer import control
+from baton_engine.transfer.control import Connection, Pace, dial, join_address, split_address
 
 QUICK = Pace(tick_s=0.04, silent_ticks=5, connect_s=1.0, handshake_s=0.5, close_s=0.2)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from baton_engine.batch import Batch, Row
-from baton_engine.cache import KVCache
+from baton_engine.kv.cache import KVCache
 from baton_engine.model.decoder import Decoder
 from baton_engine.model.native import NativeDecoder, native_decoder
 from baton_engine.model.spec import ModelSpec

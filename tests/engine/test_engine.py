@@ -20,11 +20,11 @@ from baton_api.errors import (
     Overloaded,
     PromptTooLarge,
 )
-from baton_engine import passes
+from baton_engine import forward_pass
 from baton_engine.engine import FAILURES_LIMIT
-from baton_engine.jobs import Job
-from baton_engine.masks import Masks
 from baton_engine.requests import FinishReason, Request
+from baton_engine.sampling.mask_filler import Masks
+from baton_engine.scheduling.sequence import Job
 from tests.engine.fake_model import FakeModel, make_cache
 from tests.engine.serving import Serving, prompt_of, request_of
 
@@ -289,7 +289,7 @@ def test_engine_accelerator_error_is_fatal_at_once() -> None:
     ],
 )
 def test_passes_lasting_errors_are_those_of_the_accelerator(error: Exception, lasting: bool) -> None:
-    assert passes.is_lasting(error) is lasting
+    assert forward_pass.is_lasting(error) is lasting
 
 
 def test_passes_time_includes_work_the_device_has_queued() -> None:
@@ -305,7 +305,7 @@ def test_passes_time_includes_work_the_device_has_queued() -> None:
 
     masks = Masks(model.spec.vocab)
     with torch.inference_mode(), contextlib.closing(masks):
-        _, seconds = passes.run(model, cache, [passes.share(job, 10)], masks, lambda: now, settle)
+        _, seconds = forward_pass.run(model, cache, [forward_pass.share(job, 10)], masks, lambda: now, settle)
     assert seconds == 2.0
 
 

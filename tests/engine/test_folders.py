@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_engine.folders import cache_folder, owned
+from baton_engine.machine import cache_folder, owned
 
 
 @pytest.mark.parametrize(

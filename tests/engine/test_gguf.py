@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from baton_api.errors import SetupError
+from baton_engine.api.chat.template.prompt import Conversation
+from baton_engine.api.chat.template.templates import templates_of
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
 from baton_engine.model.gguf import GGUFFile
@@ -17,8 +19,6 @@ from baton_engine.model.spec import ModelSpec
 from baton_engine.model.tokenizer import load_tokenizer
 from baton_engine.model.weights import Weights
 from baton_engine.ops.plain import PlainOps
-from baton_engine.server.template.prompt import Conversation
-from baton_engine.server.template.templates import templates_of
 from tests.engine.gguf_files import write_gguf
 from tests.engine.greedy import CPU, by_baton
 from tests.engine.models import make_model

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton_engine.batch import Batch, Row
-from baton_engine.cache import BLOCK_SIZE, KVCache
+from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
 from baton_engine.model.spec import ModelSpec

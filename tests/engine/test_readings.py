@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from baton_api.errors import ContextTooLong, InternalError
-from baton_engine.jobs import Job
 from baton_engine.requests import FinishReason, Output, Pooling, PromptLogprobs, Request
+from baton_engine.scheduling.sequence import Job
 from tests.engine.fake_model import FakeModel
 from tests.engine.serving import Prefiller, Serving, prompt_of, request_of
 

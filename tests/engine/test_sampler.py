@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from baton_api.messages import TokenChoice
-from baton_engine import sampler
-from baton_engine.draws import Draw
-from baton_engine.randomness import uniform
 from baton_engine.requests import SamplingParams
+from baton_engine.sampling import sampler
+from baton_engine.sampling.state import Draw, uniform
 
 GREEDY = SamplingParams(temperature=0.0)
 PLAIN = SamplingParams(temperature=1.0)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from baton_engine.blocks import BlockPool
-from baton_engine.jobs import Job, Stage
-from baton_engine.limits import EngineLimits
+from baton_engine.kv.block_pool import BlockPool
 from baton_engine.requests import Request
-from baton_engine.scheduler import YIELDS, Plan, Scheduler
+from baton_engine.scheduling.limits import EngineLimits
+from baton_engine.scheduling.scheduler import YIELDS, Plan, Scheduler
+from baton_engine.scheduling.sequence import Job, Stage
 from tests.engine.serving import Recipient, request_of
 
 SIZE = 4

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from baton_api.hashing import root_hash
-from baton_engine.jobs import Job, Stage
-from baton_engine.kv_events import Change, KvEvents, Stored
+from baton_engine.kv.events import Change, KvEvents, Stored
 from baton_engine.requests import Fetch, SamplingParams
-from baton_engine.scheduler import YIELDS, Plan, Scheduler
+from baton_engine.scheduling.scheduler import YIELDS, Plan, Scheduler
+from baton_engine.scheduling.sequence import Job, Stage
 from tests.engine.serving import Recipient, prompt_of
 from tests.engine.test_scheduler import SIZE, Books, shape
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from baton_engine.api.chat.template.prompt import Conversation
+from baton_engine.api.chat.template.templates import templates_of
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
 from baton_engine.model.tokenizer import Tokenizer, load_tokenizer
 from baton_engine.ops.plain import PlainOps
-from baton_engine.server.template.prompt import Conversation
-from baton_engine.server.template.templates import templates_of
 from tests.engine.greedy import CPU, by_baton, by_transformers
 
 TOKENS = 64

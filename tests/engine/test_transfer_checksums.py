@@ -6,7 +6,7 @@ import random
 
 import xxhash
 
-from baton_engine.transfer.checksums import block_checksum, block_checksums
+from baton_engine.transfer.integrity import block_checksum, block_checksums
 from tests.engine.transfer_pools import pattern, pool, rows
 
 

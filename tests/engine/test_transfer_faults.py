@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from baton_api.errors import TransferFailed
-from baton_engine.cache import KVCache
+from baton_engine.kv.cache import KVCache
 from baton_engine.transfer import Peer, Pull, Pulled
 from baton_engine.transfer.nixl import NixlTransfer
 from tests.engine.transfer_links import Child, PeerProcess, ucx_tls

@@ -18,8 +18,7 @@ from baton_api.errors import TransferFailed
 from baton_api.messages import PoolLayout
 from baton_engine.transfer import Pulled
 from baton_engine.transfer.reader import KNOWN_LIMIT, WINDOW, AgentError, Read, Reader
-from baton_engine.transfer.reading import runs, slices
-from baton_engine.transfer.settlement import Settlement
+from baton_engine.transfer.reads import Settlement, runs, slices
 
 POOL = PoolLayout(address=4096, block_bytes=10, blocks=1000)
 

@@ -9,7 +9,7 @@ import pytest
 from baton_api import messages
 from baton_api.messages import Prefill
 from baton_engine.requests import Constraint, SamplingParams, Thinking
-from baton_engine.wire import sampling_params, to_wire
+from baton_engine.transfer.wire import sampling_params, to_wire
 
 EVERYTHING = SamplingParams(
     seed=2**64 - 1,

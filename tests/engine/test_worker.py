@@ -19,7 +19,7 @@ from baton_api.errors import BatonError, SetupError
 from baton_api.workers import Role
 from baton_engine import service
 from baton_engine.batch import Batch
-from baton_engine.cache import KVCache
+from baton_engine.kv.cache import KVCache
 from baton_engine.model.progress import SILENT
 from baton_engine.model.spec import ModelSpec
 from baton_engine.requests import Request, SamplingParams

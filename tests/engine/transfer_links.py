@@ -14,7 +14,7 @@ import msgspec
 import psutil
 
 from baton_api.messages import PoolLayout
-from baton_engine.cache import KVCache
+from baton_engine.kv.cache import KVCache
 from baton_engine.transfer import Peer, Transfer
 from tests.engine.transfer_peer import run
 

@@ -15,7 +15,7 @@ from typing import Any
 from baton_api.errors import TransferFailed
 from baton_api.messages import PoolLayout
 from baton_engine.transfer import ucx
-from baton_engine.transfer.metadata import seal, unseal
+from baton_engine.transfer.integrity import seal, unseal
 from baton_engine.transfer.nixl import NixlTransfer
 from tests.engine.transfer_pools import pattern, pool, rows
 

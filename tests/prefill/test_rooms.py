@@ -7,7 +7,7 @@ import random
 import pytest
 
 from baton_api.messages import Chunk, Commit, Drained, Failed, Prefill, Sampling, TokenChoice
-from baton_prefill.rooms import Action, Checksum, Release, Room, Send, State, Submit
+from baton_prefill.sessions import Action, Checksum, Release, Room, Send, State, Submit
 
 TAIL = b"t" * 16
 FIRST = TokenChoice(token=7)

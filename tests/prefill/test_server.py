@@ -32,10 +32,10 @@ from baton_api.messages import (
     Sampling,
     Welcome,
 )
-from baton_engine import control
-from baton_engine.control import Connection
 from baton_engine.requests import Output, Request
-from baton_engine.transfer.checksums import block_checksum
+from baton_engine.transfer import control
+from baton_engine.transfer.control import Connection
+from baton_engine.transfer.integrity import block_checksum
 from baton_prefill.server import PrefillServer
 from tests.decode.pair import QUICK, Side, eventually, fake_side, serve
 from tests.engine.fake_model import FakeModel

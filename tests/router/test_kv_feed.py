@@ -11,8 +11,8 @@ import pytest
 
 from baton_api.hashing import block_hashes, root_hash
 from baton_api.kv_events import BlockStored, Event
-from baton_engine.blocks import BlockPool
-from baton_engine.kv_events import Change, KvEvents, KvSnapshot, events_of
+from baton_engine.kv.block_pool import BlockPool
+from baton_engine.kv.events import Change, KvEvents, KvSnapshot, events_of
 from baton_router.cache.block_map import Tree
 from baton_router.cache.kv_feed import HELD_LIMIT, REPLAY_S, RETRY_S, SILENCE_S, Ask, Feed
 

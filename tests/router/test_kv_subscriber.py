@@ -19,8 +19,8 @@ from baton_api.hashing import block_hashes, root_hash
 from baton_api.kv_events import SnapshotFrame, block_number, frame
 from baton_api.reports import PromptReport
 from baton_api.workers import Role
-from baton_engine.kv_events import Change, Removed, Stored
-from baton_engine.kv_publisher import KvPublisher
+from baton_engine.kv.events import Change, Removed, Stored
+from baton_engine.kv.publisher import KvPublisher
 from baton_http.upstream import Upstream
 from baton_router.cache.block_map import Tree
 from baton_router.cache.kv_feed import SILENCE_S

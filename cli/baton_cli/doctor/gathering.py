@@ -27,7 +27,7 @@ from packaging.requirements import Requirement
 from baton_cli.doctor.machine import Cluster, Installed, Machine, Place, Port, RdmaDevice, Space
 from baton_cli.doctor.trials import Trials
 from baton_engine import machine as usable
-from baton_engine.folders import cache_folder
+from baton_engine.machine import cache_folder
 
 SHM = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")

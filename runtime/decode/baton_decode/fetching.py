@@ -19,11 +19,11 @@ from baton_api.hashing import chain_hash
 from baton_api.messages import Chunk, Commit, Failed
 from baton_api.reports import Fallback
 from baton_decode.links import Link
-from baton_decode.rooms import Action, Order, Pull, Report, Room, Send, Settled, Verify
-from baton_engine.cache import KVCache
+from baton_decode.sessions import Action, Order, Pull, Report, Room, Send, Settled, Verify
+from baton_engine.kv.cache import KVCache
 from baton_engine.requests import Fetch, Fetched
 from baton_engine.transfer import Pulled, Transfer
-from baton_engine.transfer.checksums import block_checksums
+from baton_engine.transfer.integrity import block_checksums
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,9 @@ from typing import Protocol
 
 from baton_api.errors import IncompatiblePeer, TransferFailed
 from baton_api.messages import Abort, Chunk, Commit, Done, Drained, Failed, Pong, Prefill, Welcome
-from baton_engine import control, handshake
-from baton_engine.control import Connection, Pace
-from baton_engine.handshake import Identity
-from baton_engine.transfer import Peer, Transfer
+from baton_engine.transfer import Peer, Transfer, control, handshake
+from baton_engine.transfer.control import Connection, Pace
+from baton_engine.transfer.handshake import Identity
 
 log = logging.getLogger(__name__)
 

@@ -28,11 +28,11 @@ from baton_api.messages import Pong
 from baton_api.reports import Fallback
 from baton_decode.fetching import Errand, Fetching, Means, Receiver, whole_hash
 from baton_decode.links import Link
-from baton_engine.cache import KVCache
-from baton_engine.control import Pace
-from baton_engine.handshake import Identity
+from baton_engine.kv.cache import KVCache
 from baton_engine.requests import Fetch, RemotePrefill
 from baton_engine.transfer import Transfer
+from baton_engine.transfer.control import Pace
+from baton_engine.transfer.handshake import Identity
 
 log = logging.getLogger(__name__)
 

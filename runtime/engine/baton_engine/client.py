@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from baton_api.hashing import block_hashes, root_hash
-from baton_engine.cache import KVCache
 from baton_engine.engine import Engine
-from baton_engine.kv_events import KvEvents, KvSnapshot
-from baton_engine.limits import EngineLimits
+from baton_engine.kv.cache import KVCache
+from baton_engine.kv.events import KvEvents, KvSnapshot
+from baton_engine.metrics.snapshot import EngineSnapshot
 from baton_engine.model.decoder import Model
 from baton_engine.requests import Output, Request
-from baton_engine.snapshot import EngineSnapshot
+from baton_engine.scheduling.limits import EngineLimits
 
 
 class AsyncEngine:

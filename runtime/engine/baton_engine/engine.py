@@ -29,18 +29,15 @@ from baton_api.errors import (
 )
 from baton_api.messages import TokenChoice
 from baton_api.reports import Fallback
-from baton_engine import admission, passes
-from baton_engine.batchlog import BatchLog
-from baton_engine.blocks import BlockPool
-from baton_engine.cache import KVCache
-from baton_engine.figures import Figures
-from baton_engine.inbox import Command, Inbox
-from baton_engine.jobs import Job, Stage
-from baton_engine.kv_events import KvEvents, KvSnapshot
-from baton_engine.limits import EngineLimits
-from baton_engine.masks import Masks
+from baton_engine import forward_pass
+from baton_engine.forward_pass import Share
+from baton_engine.kv.block_pool import BlockPool
+from baton_engine.kv.cache import KVCache
+from baton_engine.kv.events import KvEvents, KvSnapshot
+from baton_engine.metrics.counters import Figures
+from baton_engine.metrics.snapshot import EngineSnapshot
+from baton_engine.metrics.step_log import BatchLog
 from baton_engine.model.decoder import Model
-from baton_engine.passes import Share
 from baton_engine.requests import (
     Fetched,
     FinishReason,
@@ -51,8 +48,12 @@ from baton_engine.requests import (
     Request,
     Vector,
 )
-from baton_engine.scheduler import Scheduler
-from baton_engine.snapshot import EngineSnapshot
+from baton_engine.sampling.mask_filler import Masks
+from baton_engine.scheduling import limits as admission
+from baton_engine.scheduling.inbox import Command, Inbox
+from baton_engine.scheduling.limits import EngineLimits
+from baton_engine.scheduling.scheduler import Scheduler
+from baton_engine.scheduling.sequence import Job, Stage
 
 __all__ = ["Engine", "EngineLimits"]
 
@@ -99,7 +100,7 @@ class Engine:
         self._inbox = Inbox()
         self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
         self._masks = Masks(model.spec.vocab)
-        self._settle = passes.settling(cache.kv.device)
+        self._settle = forward_pass.settling(cache.kv.device)
         self._failures = 0
         """Passes that failed since the last one that did not."""
         self._figures = Figures(clock)
@@ -229,7 +230,7 @@ class Engine:
             self._note_admission(job)
         rows = [*((job, 1) for job in plan.decodes), *plan.prefills]
         # An admitted one may have ended since, if it could not be announced.
-        shares = [passes.share(job, tokens) for job, tokens in rows if job.stage is Stage.RUNNING]
+        shares = [forward_pass.share(job, tokens) for job, tokens in rows if job.stage is Stage.RUNNING]
         if shares:
             self._compute(shares)
             self._figures.stepped(self._clock() - started, mixed=bool(plan.prefills))
@@ -239,7 +240,7 @@ class Engine:
 
     def _compute(self, shares: list[Share]) -> None:
         try:
-            drawn, seconds = passes.run(
+            drawn, seconds = forward_pass.run(
                 self._model, self._cache, shares, self._masks, self._clock, self._settle
             )
         except Exception as error:
@@ -431,7 +432,7 @@ class Engine:
 
     def _check_failures(self, error: Exception) -> None:
         self._failures += 1
-        if passes.is_lasting(error):
+        if forward_pass.is_lasting(error):
             self._fatal(f"its accelerator failed, and fails from now on: {error}")
         elif self._failures == FAILURES_LIMIT:
             self._fatal(f"the last {FAILURES_LIMIT} forward passes failed, the last one with: {error}")

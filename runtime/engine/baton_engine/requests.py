@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton_api.messages import TokenChoice
-from baton_engine.pass_notes import PassNotes
+from baton_engine.metrics.pass_summary import PassNotes
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,16 +22,14 @@ from baton_api.errors import SetupError
 from baton_api.sizes import show_size
 from baton_api.workers import Load, Role
 from baton_engine import machine
-from baton_engine.cache import BLOCK_SIZE, KVCache, block_bytes
-from baton_engine.cache_size import RESERVED_BLOCKS, Memory, cache_blocks
 from baton_engine.client import AsyncEngine
-from baton_engine.compatibility import Compatibility, weights_digest
 from baton_engine.engine import Engine
 from baton_engine.grammar.grammars import Grammars
-from baton_engine.handshake import Identity
-from baton_engine.kv_events import KvEvents
-from baton_engine.kv_publisher import KvPublisher
-from baton_engine.limits import EngineLimits
+from baton_engine.kv.cache import BLOCK_SIZE, KVCache, block_bytes
+from baton_engine.kv.cache_size import RESERVED_BLOCKS, Memory, cache_blocks
+from baton_engine.kv.events import KvEvents
+from baton_engine.kv.publisher import KvPublisher
+from baton_engine.metrics.tracing import WorkerTracing, tracing_of
 from baton_engine.model import native
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Model, create_model
@@ -42,9 +40,11 @@ from baton_engine.model.spec import ModelSpec
 from baton_engine.model.tokenizer import Tokenizer, load_tokenizer
 from baton_engine.ops.processor import preferred_dtype
 from baton_engine.requests import Request, SamplingParams
+from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings
-from baton_engine.tracing import WorkerTracing, tracing_of
 from baton_engine.transfer import Transfer, create_transfer
+from baton_engine.transfer.compatibility import Compatibility, weights_digest
+from baton_engine.transfer.handshake import Identity
 
 log = logging.getLogger(__name__)
 

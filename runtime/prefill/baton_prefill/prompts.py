@@ -18,8 +18,8 @@ from typing import Protocol
 from baton_api import logs, trace_context
 from baton_api.errors import BatonError, InvalidRequest
 from baton_api.otlp import Attributes
-from baton_engine.cache import KVCache
-from baton_engine.control import Connection
+from baton_engine.kv.cache import KVCache
+from baton_engine.metrics.tracing import WorkerTrace, WorkerTracing
 from baton_engine.requests import (
     Constraint,
     FinishReason,
@@ -29,10 +29,10 @@ from baton_engine.requests import (
     SamplingParams,
     Thinking,
 )
-from baton_engine.tracing import WorkerTrace, WorkerTracing
-from baton_engine.transfer.checksums import block_checksums
-from baton_engine.wire import sampling_params
-from baton_prefill.rooms import Action, Checksum, Release, Room, Send, State, Submit
+from baton_engine.transfer.control import Connection
+from baton_engine.transfer.integrity import block_checksums
+from baton_engine.transfer.wire import sampling_params
+from baton_prefill.sessions import Action, Checksum, Release, Room, Send, State, Submit
 
 log = logging.getLogger(__name__)
 

@@ -19,17 +19,16 @@ from dataclasses import dataclass
 from baton_api import exposure, logs, tickets
 from baton_api.errors import IncompatiblePeer, InvalidRequest, SetupError, TransferFailed
 from baton_api.messages import Abort, AnyMessage, Done, Drained, Failed, Hello, Pong, Prefill, Welcome
-from baton_engine import handshake
-from baton_engine.cache import KVCache
-from baton_engine.control import Connection, Pace, join_address
-from baton_engine.handshake import Identity
-from baton_engine.tracing import WorkerTracing
-from baton_engine.transfer import Transfer
+from baton_engine.kv.cache import KVCache
+from baton_engine.metrics.tracing import WorkerTracing
+from baton_engine.transfer import Transfer, handshake
+from baton_engine.transfer.control import Connection, Pace, join_address
+from baton_engine.transfer.handshake import Identity
 from baton_prefill import admission
 from baton_prefill.admission import PromptLimits
 from baton_prefill.presence import Presence
 from baton_prefill.prompts import NAME_LENGTH, Client, Computer, GuidesOf, Prompt, PromptEngine
-from baton_prefill.rooms import Room
+from baton_prefill.sessions import Room
 
 log = logging.getLogger(__name__)
 

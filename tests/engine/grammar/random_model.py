@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton_engine.batch import Batch
-from baton_engine.cache import KVCache
+from baton_engine.kv.cache import KVCache
 from tests.engine import fake_model
 from tests.engine.fake_model import FakeModel
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from baton_api.errors import BatonError, ConstraintBroken
-from baton_engine.permits import mask_words
 from baton_engine.requests import Constraint, Thinking
+from baton_engine.sampling.token_masks import mask_words
 from tests.engine.grammar.words import END, GRAMMARS, PADDED, STOP, allowed, drawn, guide_of, ids
 
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from baton_engine.grammar.grammars import Grammars
 from baton_engine.model.tokenizer import Tokenizer
-from baton_engine.permits import mask_words
 from baton_engine.requests import Constraint, Guide, Thinking
+from baton_engine.sampling.token_masks import mask_words
 from tests.engine import fake_model
 
 SPECIALS = ("<|end|>", "<|stop|>", "<think>", "</think>", "<call>", "</call>")

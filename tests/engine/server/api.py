@@ -25,13 +25,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from baton_api.workers import Load, Role
-from baton_engine.cache import KVCache
+from baton_engine.api.app import Served, create_app
 from baton_engine.client import AsyncEngine
 from baton_engine.grammar.grammars import Grammars
-from baton_engine.limits import EngineLimits
-from baton_engine.metrics import WorkerMetrics
+from baton_engine.kv.cache import KVCache
+from baton_engine.metrics.exposition import WorkerMetrics
 from baton_engine.model.tokenizer import Tokenizer
-from baton_engine.server.app import Served, create_app
+from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings
 from tests.engine import fake_model
 from tests.engine.fake_model import FakeModel

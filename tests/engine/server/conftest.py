@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import openai
 import pytest
 
-from baton_engine.server.http import HttpServer
+from baton_engine.api.http import HttpServer
 from tests.engine.server.api import Api, open_api
 
 

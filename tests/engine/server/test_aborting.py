@@ -13,8 +13,8 @@ import pytest
 
 from baton_api import headers as header_names
 from baton_api.errors import INVALID_TYPE, MISSING_REQUIRED_PARAMETER, STRING_ABOVE_MAX_LENGTH, RequestAborted
-from baton_engine.server.http import HttpServer
-from baton_engine.server.running import Running
+from baton_engine.api.http import HttpServer
+from baton_engine.api.running import Running
 from tests.engine.server.api import MODEL, USER, Api, eventually
 from tests.engine.server.test_validation import assert_error
 

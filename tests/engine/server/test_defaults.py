@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from baton_api.errors import CONTEXT_LENGTH_EXCEEDED
+from baton_engine.api.parameters import Defaults
 from baton_engine.model.generation import SamplingDefaults
-from baton_engine.server.parameters import Defaults
 from baton_engine.settings import WorkerSettings
 from tests.engine.server.api import CONTEXT, Api, events, open_api
 

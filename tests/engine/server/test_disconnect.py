@@ -8,7 +8,7 @@ import random
 import msgspec
 import pytest
 
-from baton_engine.server.http import HttpServer
+from baton_engine.api.http import HttpServer
 from tests.engine.server.api import MODEL, USER, Api, eventually
 
 

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton_api import headers
 from baton_api.errors import MESSAGE_LIMIT, InternalError, NotReady
-from baton_engine.server.edge import Edge
+from baton_engine.api.edge import Edge
 
 FAILURES: list[Exception] = [
     FileNotFoundError(2, "No such file or directory", "/srv/models/secret/model.safetensors"),

@@ -26,9 +26,9 @@ from baton_api.errors import (
     UNSUPPORTED_PARAMETER,
     ModelNotFound,
 )
+from baton_engine.api.http import HttpServer
 from baton_engine.model.embedder import Embedder, Unable
 from baton_engine.requests import Pooling
-from baton_engine.server.http import HttpServer
 from tests.engine.server.api import CONTEXT, MODEL, TOKENIZER, Api, eventually, open_api
 
 HIDDEN = TOKENIZER.vocab_size

@@ -9,7 +9,7 @@ import pytest
 
 from baton_api import limits
 from baton_api.errors import Overloaded, SetupError
-from baton_engine.server.http import HttpServer
+from baton_engine.api.http import HttpServer
 from tests.engine.server.api import MODEL, USER, Api
 
 

@@ -23,7 +23,7 @@ from baton_api.errors import (
     UNSUPPORTED_PARAMETER,
 )
 from baton_api.limits import Kind, Limit
-from baton_engine.server.http import HttpServer
+from baton_engine.api.http import HttpServer
 from tests.engine.server.api import LETTERS, MODEL, USER, Api
 from tests.engine.server.test_validation import assert_error, nested
 

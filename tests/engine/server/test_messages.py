@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from baton_engine.server.fields import Fields
-from baton_engine.server.messages import read_messages
+from baton_engine.api.chat.messages import read_messages
+from baton_engine.api.fields import Fields
 
 USER = {"role": "user", "content": "Hi"}
 

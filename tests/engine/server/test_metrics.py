@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton_api import metrics as contract
 from baton_api.certificate_term import Term
 from baton_api.workers import Load, Role
-from baton_engine.metrics import CertificateCollector, WorkerMetrics
+from baton_engine.metrics.exposition import CertificateCollector, WorkerMetrics
 from baton_engine.requests import RelayRecord
 from tests.engine.server.api import MODEL, USER, Api, eventually, open_api
 

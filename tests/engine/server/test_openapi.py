@@ -37,7 +37,7 @@ from schemathesis.specs.openapi.checks import (
 
 from baton_api import openapi
 from baton_api.openapi.document import OPERATIONS
-from baton_engine.server.http import HttpServer
+from baton_engine.api.http import HttpServer
 from tests.engine.server.api import MODEL, USER, Api, open_api
 
 EXAMPLES = int(os.environ.get("BATON_OPENAPI_EXAMPLES", "6"))

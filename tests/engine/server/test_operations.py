@@ -14,9 +14,9 @@ from baton_api.errors import Overloaded
 from baton_api.keys import KeyDigest, Keys
 from baton_api.messages import TokenChoice
 from baton_api.workers import Role
+from baton_engine.api.served import Served
+from baton_engine.api.server_info import SECRETS
 from baton_engine.requests import Fetch, Fetched, RelayRecord
-from baton_engine.server.about import SECRETS
-from baton_engine.server.served import Served
 from baton_engine.settings import WorkerSettings
 from tests.engine.server.api import CONTEXT, MODEL, TOKENIZER, Api, eventually, open_api
 from tests.engine.server.test_metrics import RELAY

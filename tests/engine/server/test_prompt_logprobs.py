@@ -10,9 +10,9 @@ import openai
 import pytest
 import torch
 
-from baton_engine.server.echo import echo_of
-from baton_engine.server.logprobs import FLOOR, chat_logprobs, echoed_logprobs
-from baton_engine.server.prompts import Given
+from baton_engine.api.completions import echo_of
+from baton_engine.api.logprobs import FLOOR, chat_logprobs, echoed_logprobs
+from baton_engine.api.prompts import Given
 from tests.engine.server.api import CONTEXT, END, GO, LETTERS, MODEL, TOKENIZER, USER, Api, events
 
 TEXT = "Hi there"

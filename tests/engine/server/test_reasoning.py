@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from baton_api.errors import SetupError
+from baton_engine.api.parsing.parts import Arguments, Call, Part, PlainReader, Reader, Thought, Words, merged
+from baton_engine.api.parsing.reasoning import families, formats
+from baton_engine.api.parsing.reasoning.families import FAMILIES, State
+from baton_engine.api.parsing.reasoning.formats import Described, Harmony, Marked, Opening
+from baton_engine.api.parsing.reasoning.reader import ReasoningReader
+from baton_engine.api.parsing.reasoning.visibility import Showing
+from baton_engine.api.parsing.tools.toolbox import Tool, Toolbox
 from baton_engine.model.config import SERVED
-from baton_engine.server.parts import Arguments, Call, Part, PlainReader, Reader, Thought, Words, merged
-from baton_engine.server.reasoning import families, formats
-from baton_engine.server.reasoning.families import FAMILIES, State
-from baton_engine.server.reasoning.formats import Described, Harmony, Marked, Opening
-from baton_engine.server.reasoning.reader import ReasoningReader
-from baton_engine.server.reasoning.showing import Showing
-from baton_engine.server.tools.toolbox import Tool, Toolbox
 
 QWEN3 = FAMILIES["qwen3"]
 TOOLBOX = Toolbox(tools=(Tool(name="look_up"),))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from baton_engine.server.stopping import StopStrings
+from baton_engine.api.transcript import StopStrings
 from tests.engine.server.api import TOKENIZER, Api, events
 
 

@@ -11,10 +11,10 @@ import pytest
 from starlette.types import Message
 
 from baton_api.errors import InternalError, Overloaded
-from baton_engine.server.chat import prepare
-from baton_engine.server.exchange import open_exchange
-from baton_engine.server.generate import Generate
-from baton_engine.server.http import HttpServer
+from baton_engine.api.chat.endpoint import prepare
+from baton_engine.api.exchange import open_exchange
+from baton_engine.api.generate import Generate
+from baton_engine.api.http import HttpServer
 from tests.engine.server.api import LETTERS, MODEL, USER, Api, events, eventually, open_api
 
 

@@ -15,14 +15,14 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from baton_api.errors import InvalidRequest, SetupError
-from baton_engine.server.fields import Fields
-from baton_engine.server.messages import read_messages
-from baton_engine.server.template import dialect, sandbox
-from baton_engine.server.template.apart import render_apart
-from baton_engine.server.template.dialect import Dialect
-from baton_engine.server.template.prompt import Conversation, render
-from baton_engine.server.template.sandbox import TemplateError
-from baton_engine.server.template.templates import Templates, templates_of
+from baton_engine.api.chat.messages import read_messages
+from baton_engine.api.chat.template import dialect, sandbox
+from baton_engine.api.chat.template.dialect import Dialect
+from baton_engine.api.chat.template.prompt import Conversation, render
+from baton_engine.api.chat.template.sandbox import TemplateError
+from baton_engine.api.chat.template.subprocess import render_apart
+from baton_engine.api.chat.template.templates import Templates, templates_of
+from baton_engine.api.fields import Fields
 from tests.engine.server.api import make_tokenizer
 from tests.tokenizers import npm_tokenizer
 

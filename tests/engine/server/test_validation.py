@@ -425,13 +425,11 @@ async def test_a_prompt_over_the_whole_cache_says_how_large_it_is() -> None:
 async def test_the_access_log_has_one_line_with_the_figures(
     api: Api, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, logger="baton_engine.server"):
+    with caplog.at_level(logging.INFO, logger="baton_engine.api"):
         await api.chat(max_tokens=3)
         await api.chat(n=0)
         await api.http.get("/health")
-    good, bad = (
-        record.getMessage() for record in caplog.records if record.name == "baton_engine.server.edge"
-    )
+    good, bad = (record.getMessage() for record in caplog.records if record.name == "baton_engine.api.edge")
     assert good.startswith("POST /v1/chat/completions 200 request=req_")
     assert "prompt=5 cached=0 completion=3 ttft=0." in good
     assert bad.startswith("POST /v1/chat/completions 400 ")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from baton_engine.batch import Batch
-from baton_engine.cache import KVCache
+from baton_engine.kv.cache import KVCache
 from baton_engine.model.native import native_decoder
 from baton_engine.model.rope import Rotary
 from baton_engine.model.spec import ModelSpec

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from baton_api.errors import SetupError
-from baton_engine.folders import bundled_folder
+from baton_engine.machine import bundled_folder
 from baton_engine.model import buckets, builtin, hub
 from baton_engine.model.builtin import BuiltIn
 from baton_engine.model.progress import SILENT, Progress

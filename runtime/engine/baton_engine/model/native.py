@@ -22,7 +22,7 @@ from torch import Tensor
 
 from baton_engine import machine
 from baton_engine.batch import Batch
-from baton_engine.cache import KVCache
+from baton_engine.kv.cache import KVCache
 from baton_engine.model.rope import Rotary
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.weights import LayerWeights, Weights

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from baton_api.errors import SetupError
-from baton_engine.folders import bundled_folder, cache_folder
+from baton_engine.machine import bundled_folder, cache_folder
 from baton_engine.model import hub
 from baton_engine.model.builtin import SMOLLM2, bundled, fetch
 from baton_engine.model.checkpoint import GGUF_SUFFIX, Checkpoint

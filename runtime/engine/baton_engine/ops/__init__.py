@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from baton_engine.batch import Batch
-from baton_engine.cache import KVCache
+from baton_engine.kv.cache import KVCache
 from baton_engine.model.spec import ModelSpec
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton_engine.batch import Batch
-from baton_engine.cache import KVCache
+from baton_engine.kv.cache import KVCache
 from baton_engine.model.spec import ModelSpec
 from baton_engine.ops import Linear
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton_api.messages import PoolLayout
-from baton_engine.cache import KVCache
+from baton_engine.kv.cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)

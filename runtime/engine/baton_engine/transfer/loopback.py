@@ -19,10 +19,9 @@ from weakref import WeakValueDictionary
 
 from baton_api.errors import TransferFailed
 from baton_api.messages import PoolLayout
-from baton_engine.cache import KVCache
+from baton_engine.kv.cache import KVCache
 from baton_engine.transfer import Peer, Pulled
-from baton_engine.transfer.reading import check_pool, check_read, runs
-from baton_engine.transfer.settlement import Settlement
+from baton_engine.transfer.reads import Settlement, check_pool, check_read, runs
 
 _workers: WeakValueDictionary[bytes, LoopbackTransfer] = WeakValueDictionary()
 

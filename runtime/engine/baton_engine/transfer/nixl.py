@@ -27,12 +27,11 @@ import numpy as np
 
 from baton_api.errors import SetupError, TransferFailed
 from baton_api.messages import PoolLayout
-from baton_engine.cache import KVCache
+from baton_engine.kv.cache import KVCache
 from baton_engine.transfer import Peer, ucx
-from baton_engine.transfer.metadata import seal, unseal
+from baton_engine.transfer.integrity import seal, unseal
 from baton_engine.transfer.reader import AgentError, Read, Reader
-from baton_engine.transfer.reading import check_pool, check_read, slices
-from baton_engine.transfer.settlement import Settlement
+from baton_engine.transfer.reads import Settlement, check_pool, check_read, slices
 
 log = logging.getLogger(__name__)
 

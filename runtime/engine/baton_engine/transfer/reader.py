@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeVar
 from baton_api.errors import TransferFailed
 from baton_api.messages import PoolLayout
 from baton_engine.transfer import Pulled
-from baton_engine.transfer.settlement import Settlement
+from baton_engine.transfer.reads import Settlement
 
 log = logging.getLogger(__name__)
 

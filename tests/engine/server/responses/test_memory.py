@@ -11,7 +11,7 @@ import pytest
 from baton_api import headers
 from baton_api.errors import PREVIOUS_RESPONSE_NOT_FOUND
 from baton_api.keys import KeyDigest, Keys
-from baton_engine.server.http import HttpServer
+from baton_engine.api.http import HttpServer
 from baton_engine.settings import WorkerSettings
 from tests.engine.server.api import MODEL, Api, open_api
 from tests.engine.server.responses.typed import typed_events, whole_response

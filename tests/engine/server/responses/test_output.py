@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from baton_engine.server.parts import Arguments, Call, Part, Thought, Words
-from baton_engine.server.responses.events import Events
-from baton_engine.server.responses.output import Output
+from baton_engine.api.parsing.parts import Arguments, Call, Part, Thought, Words
+from baton_engine.api.responses.output import Events, Output
 from tests.engine.server.responses.typed import kinds, typed_events
 
 MESSAGE = [

@@ -11,8 +11,8 @@ import pytest
 from openai.types.responses import ResponseOutputMessage, ResponseOutputText
 
 from baton_api.errors import CONTEXT_LENGTH_EXCEEDED, InternalError, ModelNotFound
-from baton_engine.server.http import HttpServer
-from baton_engine.server.responses.request import OWN
+from baton_engine.api.http import HttpServer
+from baton_engine.api.responses.request import OWN
 from tests.engine.server.api import CONTEXT, LETTERS, MODEL, Api
 from tests.engine.server.responses.typed import kinds, typed_events, whole_response
 

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-from baton_engine.server.parts import Arguments, Call, Part, Words
-from baton_engine.server.tools.families import family
-from baton_engine.server.tools.toolbox import TextGrammar, Tool, Toolbox
+from baton_engine.api.parsing.parts import Arguments, Call, Part, Words
+from baton_engine.api.parsing.tools.families import family
+from baton_engine.api.parsing.tools.toolbox import TextGrammar, Tool, Toolbox
 
 WEATHER: dict[str, Any] = {
     "type": "object",

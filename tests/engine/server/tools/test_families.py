@@ -7,7 +7,7 @@ import json
 import pytest
 
 from baton_api.errors import SetupError
-from baton_engine.server.tools.families import ALIASES, FAMILIES, GENERIC, detect, family
+from baton_engine.api.parsing.tools.families import ALIASES, FAMILIES, GENERIC, detect, family
 from tests.engine.server.tools.answers import deepseek
 from tests.tokenizers import npm_tokenizer
 

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from baton_api.errors import InvalidRequest
+from baton_engine.api.parsing.tools.families import FAMILIES, family
+from baton_engine.api.parsing.tools.toolbox import Tool, Toolbox
 from baton_engine.grammar.grammars import Grammars
 from baton_engine.model.tokenizer import Tokenizer
-from baton_engine.permits import mask_words
 from baton_engine.requests import Constraint, Guide
-from baton_engine.server.tools.families import FAMILIES, family
-from baton_engine.server.tools.toolbox import Tool, Toolbox
+from baton_engine.sampling.token_masks import mask_words
 from tests.engine import fake_model
 from tests.engine.grammar.words import GRAMMARS, TOKENIZER
 from tests.engine.server.tools.answers import CODE, PLACE, SELECT, WEATHER, calls_of, read, words_of

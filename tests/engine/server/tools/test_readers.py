@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from baton_engine.server.parts import Arguments, Call, Words
-from baton_engine.server.tools.families import FAMILIES, family
-from baton_engine.server.tools.toolbox import Toolbox
+from baton_engine.api.parsing.parts import Arguments, Call, Words
+from baton_engine.api.parsing.tools.families import FAMILIES, family
+from baton_engine.api.parsing.tools.toolbox import Toolbox
 from tests.engine.server.tools.answers import BOX, calls_of, deepseek, named, read, words_of
 
 D = deepseek

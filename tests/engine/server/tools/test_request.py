@@ -16,9 +16,9 @@ from baton_api.errors import (
     STRING_ABOVE_MAX_LENGTH,
     InvalidRequest,
 )
-from baton_engine.server.fields import Fields
-from baton_engine.server.tools.request import read_tools, refuse_beside
-from baton_engine.server.tools.toolbox import NO_PARAMETERS, TextGrammar, Toolbox
+from baton_engine.api.fields import Fields
+from baton_engine.api.parsing.tools.request import read_tools, refuse_beside
+from baton_engine.api.parsing.tools.toolbox import NO_PARAMETERS, TextGrammar, Toolbox
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from baton_engine.server.tools.told import tell
-from baton_engine.server.tools.toolbox import Toolbox
+from baton_engine.api.parsing.tools.prompt import tell
+from baton_engine.api.parsing.tools.toolbox import Toolbox
 from tests.engine.server.tools.answers import BOX, calls_of, read, words_of
 
 CALL = {

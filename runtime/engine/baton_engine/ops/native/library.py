@@ -24,7 +24,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from baton_engine.folders import bundled_folder, cache_folder, owned
+from baton_engine.machine import bundled_folder, cache_folder, owned
 
 log = logging.getLogger(__name__)
 

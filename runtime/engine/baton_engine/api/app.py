@@ -1,0 +1,73 @@
+"""
+The routes of one worker.
+
+    GET  /v1/models[/{id}]       what is served
+    POST /v1/chat/completions    generate
+    POST /v1/completions
+    POST /v1/embeddings          vectors of texts
+    POST /v1/responses           the same with items and a memory; GET and DELETE /v1/responses/{id}
+    POST /tokenize, /detokenize  text to token ids and back; also under /v1
+    POST /generate               a completion in SGLang's own form
+    GET  /kv/snapshot            the blocks in the prefix cache, for routers
+
+and those of `baton_engine.api.operations`.
+"""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp
+
+from baton_api import origins
+from baton_api.errors import ModelNotFound
+from baton_engine.api import completions, kv_snapshot, operations, sglang_generate, tokens
+from baton_engine.api.bodies import Call
+from baton_engine.api.chat import endpoint
+from baton_engine.api.edge import Edge
+from baton_engine.api.embeddings import Embeddings
+from baton_engine.api.generate import Generate
+from baton_engine.api.operations import as_json
+from baton_engine.api.responses import endpoint as responses
+from baton_engine.api.served import Served
+from baton_engine.api.server_info import model_card
+
+__all__ = ["Served", "create_app"]
+
+
+def create_app(served: Served) -> ASGIApp:
+    """The OpenAI API of `served`."""
+
+    async def models(request: Request) -> Response:
+        return as_json({"object": "list", "data": [model_card(served, name) for name in served.names]})
+
+    async def model(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in served.names:
+            raise ModelNotFound(name, served.names)
+        return as_json(model_card(served, name))
+
+    tokenizing, detokenizing = Call(served, tokens.tokenize), Call(served, tokens.detokenize)
+    router = Router(
+        [
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", model),
+            Route("/v1/chat/completions", Generate(served, endpoint.prepare), methods=["POST"]),
+            Route("/v1/completions", Generate(served, completions.prepare), methods=["POST"]),
+            Route("/v1/embeddings", Embeddings(served), methods=["POST"]),
+            *responses.routes(served),
+            Route(
+                "/generate", Generate(served, sglang_generate.prepare, model_required=False), methods=["POST"]
+            ),
+            Route("/tokenize", tokenizing, methods=["POST"]),
+            Route("/v1/tokenize", tokenizing, methods=["POST"]),
+            Route("/detokenize", detokenizing, methods=["POST"]),
+            Route("/v1/detokenize", detokenizing, methods=["POST"]),
+            *operations.routes(served),
+            *kv_snapshot.routes(served),
+        ],
+        redirect_slashes=False,
+    )
+    allowed = origins.allowed(served.settings.allowed_origins, served.keys.required)
+    return origins.answering(Edge(router, served.keys), allowed)

@@ -1,0 +1,102 @@
+"""Request bodies, bounded in bytes, time and depth, as JSON; and endpoints that answer without the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from baton_api import limits
+from baton_api.errors import BodyTooLarge, InvalidRequest
+from baton_engine.api.disconnect import ClientGone, until_disconnect
+from baton_engine.api.fields import Fields
+from baton_engine.api.served import Served
+
+BODY_DEADLINE_S = 60.0
+
+_decoder = msgspec.json.Decoder()
+
+
+async def read(scope: Scope, receive: Receive, limit: int = limits.BODY.most) -> bytes:
+    """All bytes of the body. Raises for another content type, too many bytes, or too slow a client."""
+    headers = dict(scope["headers"])
+    kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+    if kind != b"application/json":
+        raise InvalidRequest("Unsupported media type: only 'application/json' is allowed.")
+    length = headers.get(b"content-length", b"")
+    if length.isdigit() and int(length) > limit:
+        raise BodyTooLarge(limit)
+    body = bytearray()
+    more = True
+    try:
+        async with asyncio.timeout(BODY_DEADLINE_S):
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                body += message.get("body", b"")
+                if len(body) > limit:
+                    raise BodyTooLarge(limit)
+                more = message.get("more_body", False)
+    except TimeoutError as error:
+        raise InvalidRequest(f"The body did not arrive within {BODY_DEADLINE_S:.0f} s.") from error
+    return bytes(body)
+
+
+def parse(body: bytes) -> Fields:
+    """The body's JSON object."""
+    try:
+        value = _decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"We could not parse the JSON body of your request: {error}.") from error
+    except RecursionError as error:
+        raise _too_deep() from error
+    if not isinstance(value, dict):
+        raise InvalidRequest("The body of the request must be a JSON object.")
+    _check_depth(value)
+    return Fields(value)
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(limits.DEPTH.most):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _too_deep() -> InvalidRequest:
+    return InvalidRequest(f"The JSON body of the request is nested deeper than {limits.DEPTH.most} levels.")
+
+
+class Call:
+    """One endpoint, told apart by `work`, which runs on a thread of its own."""
+
+    def __init__(self, served: Served, work: Callable[[Fields, Served], Any]) -> None:
+        self._served = served
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await read(scope, receive)
+        async with until_disconnect(receive):
+            encoded = await asyncio.to_thread(self._answer, body)
+        await send_json(encoded, send)
+
+    def _answer(self, body: bytes) -> bytes:
+        return msgspec.json.encode(self._work(parse(body), self._served))
+
+
+async def send_json(encoded: bytes, send: Send) -> None:
+    """`encoded` as the whole answer, with status 200."""
+    fields = [(b"content-type", b"application/json"), (b"content-length", str(len(encoded)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": fields})
+    await send({"type": "http.response.body", "body": encoded})

@@ -1,0 +1,1 @@
+"""`POST /v1/chat/completions`: messages in, the assistant's next message out."""

@@ -1,0 +1,169 @@
+"""
+How chat completions and their chunks are written: a message per choice, or what each piece adds to it.
+
+A choice's stream begins with its role, once; then come thoughts, words and calls as they are known, in the
+order in which they were written; its last chunk says why it ended. The tokens of a piece are told with the
+first chunk that it leads to, though some of its text may be held back and follow with a later one.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton_api import __version__
+from baton_engine.api.answer_shape import Choice
+from baton_engine.api.logprobs import Name, chat_logprobs, prompt_logprobs
+from baton_engine.api.parsing.parts import Arguments, Call, Part, Thought, Words, merged
+from baton_engine.api.parsing.tools import output
+from baton_engine.api.parsing.tools.toolbox import Toolbox
+from baton_engine.api.streaming import Streaming, Usage
+from baton_engine.api.transcript import Piece, Transcript
+from baton_engine.model.tokenizer import Tokenizer
+from baton_engine.requests import FinishReason
+
+CHUNK = "chat.completion.chunk"
+
+
+class Told:
+    """What the stream of one choice has said."""
+
+    def __init__(self, toolbox: Toolbox | None) -> None:
+        self._calls = None if toolbox is None else output.CallDeltas(toolbox)
+        self.called = False
+
+    def delta(self, part: Part) -> dict[str, Any]:
+        match part:
+            case Words(text):
+                return {"content": text}
+            case Thought(text):
+                return _thought(text)
+            case Call() | Arguments():
+                self.called = True
+                return {} if self._calls is None else self._calls.delta(part)
+
+
+@dataclass(slots=True, kw_only=True)
+class ChatShape:
+    """Chat completions and their chunks."""
+
+    tokenizer: Tokenizer
+    model: str
+    streaming: Streaming
+    alternatives: int | None
+    name: Name
+    prompt: Sequence[int]
+    prompt_alternatives: int | None
+    """Of each token of the prompt, if it is to be told of."""
+    prompt_ids: Sequence[int] | None
+    """If the request wants token ids."""
+    metadata: Mapping[str, str] | None
+    toolbox: Toolbox | None = None
+    echo: str = ""
+    """Text that stands before each answer: the message that it goes on with."""
+    id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+    _told: dict[int, Told] = field(default_factory=dict)
+    """Of each choice whose first chunk was written."""
+
+    def events(self, choice: Choice, piece: Piece, usage: Callable[[], Usage]) -> bytes:
+        index = choice.index
+        told = self._told.get(index)
+        deltas: list[dict[str, Any]] = []
+        opening = 0
+        if told is None:
+            told = self._told[index] = Told(self.toolbox)
+            deltas = self._opening()
+            opening = len(deltas)
+        parts = piece.parts if len(piece.parts) < 2 else merged(piece.parts)
+        deltas += [told.delta(part) for part in parts]
+        shows_tokens = bool(piece.tokens) and (self.alternatives is not None or self.prompt_ids is not None)
+        if shows_tokens and len(deltas) == opening:
+            deltas.append({"content": ""})
+        chunks: list[dict[str, Any]] = [
+            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
+        ]
+        if shows_tokens:
+            chunks[opening] |= {"logprobs": self._logprobs(piece)} | self._token_ids(piece)
+        if piece.finish is not None:
+            chunks.append(
+                {"index": index, "delta": {}, "logprobs": None} | self._end(choice.transcript, told.called)
+            )
+        return b"".join(self.streaming.event(self._envelope(CHUNK, [chunk]), usage) for chunk in chunks)
+
+    def resume(self, answer: str, created: int) -> None:
+        self.id, self.created = answer, created
+
+    def closing(self, usage: Usage) -> bytes:
+        return self.streaming.closing(self._envelope(CHUNK, []), usage)
+
+    def answer(self, choices: Sequence[tuple[Choice, Piece]], usage: Usage) -> dict[str, Any]:
+        body = self._envelope("chat.completion", [self._choice(choice, whole) for choice, whole in choices])
+        body["usage"] = usage.body()
+        if self.metadata is not None:
+            body["metadata"] = self.metadata
+        if self.prompt_ids is not None:
+            body["prompt_token_ids"] = self.prompt_ids
+        scores = choices[0][0].scores
+        if self.prompt_alternatives is not None and scores is not None:
+            body["prompt_logprobs"] = prompt_logprobs(
+                self.tokenizer, self.prompt, scores, self.prompt_alternatives
+            )
+        return body
+
+    def _opening(self) -> list[dict[str, Any]]:
+        """No content yet, and perhaps none at all where there may be calls in its place."""
+        offered = self.toolbox is not None and bool(self.toolbox.callable)
+        opening = [{"role": "assistant", "content": None if offered else ""}]
+        return [*opening, {"content": self.echo}] if self.echo else opening
+
+    def _choice(self, choice: Choice, whole: Piece) -> dict[str, Any]:
+        calls = {} if self.toolbox is None else output.message_calls(whole.parts, self.toolbox)
+        said = self.echo + "".join(part.text for part in whole.parts if isinstance(part, Words))
+        thought = "".join(part.text for part in whole.parts if isinstance(part, Thought))
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if calls and not said else said,
+            "refusal": None,
+            "annotations": [],
+        }
+        message |= _thought(thought or None) | calls
+        body = {"index": choice.index, "message": message, "logprobs": self._logprobs(whole)}
+        return body | self._end(choice.transcript, bool(calls)) | self._token_ids(whole)
+
+    def _envelope(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            "service_tier": "default",
+            "system_fingerprint": f"baton-{__version__}",
+        }
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        if self.alternatives is None:
+            return None
+        return chat_logprobs(self.tokenizer, piece.tokens, self.alternatives, self.name)
+
+    def _token_ids(self, piece: Piece) -> dict[str, Any]:
+        return {} if self.prompt_ids is None else {"token_ids": [choice.token for choice in piece.tokens]}
+
+    def _end(self, transcript: Transcript, called: bool) -> dict[str, Any]:
+        reason: str | None = transcript.finish
+        if called and self.toolbox is not None and transcript.finish is FinishReason.STOP:
+            reason = output.finish_reason(self.toolbox)
+        return {
+            "finish_reason": reason,
+            "matched_stop": transcript.matched,
+            "stop_reason": transcript.stop_reason,
+        }
+
+
+def _thought(text: str | None) -> dict[str, Any]:
+    """By the names that clients of SGLang and of vLLM read."""
+    return {"reasoning_content": text, "reasoning": text}

@@ -1,0 +1,201 @@
+"""
+A conversation as clients send it, checked, and in the one form that chat templates are given it in.
+
+In that form a message has `role` and `content` (text, a list of texts, or None), and if it has them `name`,
+`reasoning_content`, `tool_call_id` and `tool_calls`, whose arguments are objects. Deprecated function calls
+have become tool calls. What a template wants otherwise is told by its `Dialect`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from baton_api import limits
+from baton_api.errors import EMPTY_ARRAY, InvalidRequest
+from baton_engine.api.fields import Fields, shown, wrong_type
+from baton_engine.api.parameters import not_served
+from baton_engine.api.parsing.tools.toolbox import INPUT
+
+ROLES = ("developer", "system", "user", "assistant", "tool", "function")
+TEXT_PARTS = ("text", "input_text", "output_text")
+OTHER_PARTS = ("image_url", "input_image", "input_audio", "file", "input_file", "video_url", "audio_url")
+THOUGHTS = ("reasoning_content", "reasoning")
+"""What clients call the thoughts of an earlier answer."""
+
+Message = dict[str, Any]
+
+
+def read_messages(fields: Fields) -> list[Message]:
+    """The request's `messages`, at least one."""
+    fields.require("messages")
+    items = fields.array("messages", limits.MESSAGES.most) or []
+    if not items:
+        raise InvalidRequest(
+            "Invalid 'messages': empty array. Expected at least 1 message.",
+            param="messages",
+            code=EMPTY_ARRAY,
+        )
+    messages: list[Message] = []
+    called = Called()
+    for position, item in enumerate(items):
+        if not isinstance(item, dict):
+            raise wrong_type(f"messages[{position}]", "an object", item)
+        messages.append(_message(Fields(item, f"messages[{position}]"), called))
+    return messages
+
+
+class Called:
+    """The calls so far, for the results that follow them."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+        self._last = ""
+
+    def add(self, call: Message) -> None:
+        self._last = call["id"]
+        self._names[self._last] = call["function"]["name"]
+
+    def name(self, given: str) -> str | None:
+        """Of the function that the call with this id called."""
+        return self._names.get(given)
+
+    def fresh(self) -> str:
+        """An id for a call of the deprecated kind, which has none."""
+        return f"call_{len(self._names)}"
+
+    def latest(self, name: str) -> str:
+        """The id of the last call, if it called this function; else a fresh one."""
+        return self._last if self.name(self._last) == name else self.fresh()
+
+
+def _message(fields: Fields, called: Called) -> Message:
+    fields.require("role")
+    role = fields.choice("role", ROLES)
+    match role:
+        case "assistant":
+            message = _assistant(fields, called)
+        case "tool":
+            fields.require("tool_call_id")
+            call = fields.text("tool_call_id") or ""
+            message = {"role": "tool", "content": _content(fields), "tool_call_id": call}
+            if name := called.name(call):
+                message["name"] = name
+        case "function":
+            fields.require("name")
+            content = "" if fields.get("content") is None else _content(fields)
+            call = called.latest(fields.text("name") or "")
+            message = {"role": "tool", "content": content, "tool_call_id": call}
+        case _:
+            message = {"role": role, "content": _content(fields)}
+    speaker = fields.text("name")
+    return message if speaker is None else message | {"name": speaker}
+
+
+def _assistant(fields: Fields, called: Called) -> Message:
+    if fields.given("audio"):
+        raise not_served(fields.param("audio"))
+    message: Message = {"role": "assistant", "content": None}
+    calls = _calls(fields) or _function_call(fields, called)
+    if calls:
+        message["tool_calls"] = calls
+        for call in calls:
+            called.add(call)
+    thoughts = next(filter(None, (fields.text(name) for name in THOUGHTS)), None)
+    if thoughts:
+        message["reasoning_content"] = thoughts
+    refusal = fields.text("refusal")
+    if fields.get("content") is not None:
+        message["content"] = _content(fields)
+    elif refusal or thoughts:
+        message["content"] = refusal or ""
+    elif not calls:
+        fields.require("content")
+    return message
+
+
+def _calls(fields: Fields) -> list[Message]:
+    items = fields.array("tool_calls", limits.TOOL_CALLS.most) or []
+    calls: list[Message] = []
+    for position, item in enumerate(items):
+        path = f"{fields.param('tool_calls')}[{position}]"
+        if not isinstance(item, dict):
+            raise wrong_type(path, "an object", item)
+        call = Fields(item, path)
+        call.require("id")
+        calls.append({"id": call.text("id"), "type": "function", "function": _called(call)})
+    return calls
+
+
+def _called(call: Fields) -> Message:
+    """A custom tool was called with text: the model knows it as a function of one parameter."""
+    kind = call.choice("type", ("function", "custom")) or "function"
+    call.require(kind)
+    function = Fields(call.mapping(kind) or {}, call.param(kind))
+    function.require("name")
+    if kind == "custom":
+        function.require("input")
+        return {"name": function.text("name"), "arguments": {INPUT: function.text("input")}}
+    return {"name": function.text("name"), "arguments": _arguments(function)}
+
+
+def _arguments(function: Fields) -> dict[str, Any]:
+    """The JSON text of an object; some clients send the object itself, and nothing for no arguments."""
+    given = function.get("arguments")
+    if given is None or isinstance(given, dict):
+        return given or {}
+    text = function.text("arguments") or ""
+    if not text.strip():
+        return {}
+    try:
+        arguments = msgspec.json.decode(text)
+    except (ValueError, RecursionError) as error:
+        function.wrong_value("arguments", f"{shown(text)} is not JSON: {error}")
+    if not isinstance(arguments, dict):
+        function.wrong_value("arguments", f"{shown(text)} is not a JSON object")
+    return arguments
+
+
+def _function_call(fields: Fields, called: Called) -> list[Message]:
+    """The deprecated kind of call."""
+    given = fields.mapping("function_call")
+    if not given:
+        return []
+    function = Fields(given, fields.param("function_call"))
+    function.require("name")
+    name = function.text("name") or ""
+    call = {"name": name, "arguments": _arguments(function)}
+    return [{"id": called.fresh(), "type": "function", "function": call}]
+
+
+def _content(fields: Fields) -> str | Sequence[str]:
+    content = fields.require("content")
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        fields.wrong_type("content", "a string or an array of text parts", content)
+    path = fields.param("content")
+    fields.array("content", limits.PARTS.most)
+    if not content:
+        raise InvalidRequest(
+            f"Invalid '{path}': empty array. Expected at least 1 part.", param=path, code=EMPTY_ARRAY
+        )
+    return [_part(part, f"{path}[{position}]") for position, part in enumerate(content)]
+
+
+def _part(part: Any, path: str) -> str:
+    if not isinstance(part, dict):
+        raise wrong_type(path, "an object", part)
+    fields = Fields(part, path)
+    kind = fields.require("type")
+    if kind in OTHER_PARTS:
+        fields.wrong_value("type", f"the model takes text only, not {kind}")
+    if kind not in (*TEXT_PARTS, "refusal"):
+        fields.wrong_value("type", f"Expected 'text', but got {shown(kind)}")
+    name = "refusal" if kind == "refusal" else "text"
+    fields.require(name)
+    text = fields.text(name)
+    assert text is not None
+    return text

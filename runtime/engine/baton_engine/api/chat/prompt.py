@@ -1,0 +1,120 @@
+"""What a request for chat asks the model: messages and tools as the chat template renders them, in tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton_api import limits
+from baton_api.errors import EMPTY_ARRAY, InvalidRequest
+from baton_engine.api.chat.messages import Message, read_messages
+from baton_engine.api.chat.template.prompt import Conversation, read_template, read_variables
+from baton_engine.api.fields import Fields, wrong_type
+from baton_engine.api.parsing.tools.prompt import tell
+from baton_engine.api.parsing.tools.request import read_tools
+from baton_engine.api.parsing.tools.toolbox import Toolbox
+from baton_engine.api.prompts import read_ids
+from baton_engine.api.served import Served
+
+IDS = ("input_ids", "prompt_token_ids")
+"""What a prompt of token ids is called, which takes the place of messages."""
+
+TAIL = 256
+"""Tokens at the end of such a prompt that are read as text, for what they leave open."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPrompt:
+    tokens: tuple[int, ...]
+    text: str
+    """As it was rendered; of token ids, the end."""
+    toolbox: Toolbox | None
+    last: str | None
+    """The text of the last message, if it is the assistant's."""
+    continued: bool
+    """Whether the answer goes on with that."""
+    param: str
+    """The field that it came from."""
+
+
+def read_prompt(fields: Fields, served: Served) -> ChatPrompt:
+    """Takes a while for long conversations: not for the event loop. Raises InvalidRequest."""
+    toolbox = read_tools(fields)
+    name = next((name for name in IDS if fields.get(name) is not None), None)
+    if name is not None:
+        return _of_ids(fields, name, toolbox, served)
+    templates, settings = served.chat.templates, served.settings
+    brought = read_template(fields, settings.trust_request_chat_template)
+    if brought is None:
+        templates.source(toolbox is not None)  # there has to be one, whatever the messages
+    messages = read_messages(fields)
+    last = _last(messages)
+    continued = _continued(fields, last)
+    tools = None if toolbox is None else toolbox.definitions
+    if brought is None and _speaks_of_tools(messages, toolbox) and served.chat.tells_tools(toolbox):
+        messages, tools = tell(messages, toolbox), None
+    conversation = Conversation(
+        messages=messages,
+        tools=tools,
+        documents=_documents(fields),
+        prompted=fields.boolean("add_generation_prompt", not continued),
+        continued=continued,
+        variables=read_variables(fields, settings.default_chat_template_kwargs, templates.specials),
+    )
+    text = templates.render(conversation, brought)
+    return ChatPrompt(
+        tokens=tuple(served.tokenizer.encode(text, add_special_tokens=False)),
+        text=text,
+        toolbox=toolbox,
+        last=last,
+        continued=continued,
+        param="messages",
+    )
+
+
+def _of_ids(fields: Fields, name: str, toolbox: Toolbox | None, served: Served) -> ChatPrompt:
+    ids = fields.array(name, limits.TOKENS) or []
+    tokens = read_ids(ids, served.tokenizer, fields.param(name))
+    if not tokens:
+        raise InvalidRequest(
+            f"Invalid '{name}': empty array. Expected at least 1 token.", param=name, code=EMPTY_ARRAY
+        )
+    text = served.tokenizer.decode(tokens[-TAIL:], skip_special_tokens=False)
+    return ChatPrompt(tokens=tokens, text=text, toolbox=toolbox, last=None, continued=False, param=name)
+
+
+def _speaks_of_tools(messages: Sequence[Message], toolbox: Toolbox | None) -> bool:
+    return toolbox is not None or any(
+        message["role"] == "tool" or message.get("tool_calls") for message in messages
+    )
+
+
+def _last(messages: Sequence[Message]) -> str | None:
+    """The text of the last message, if it is the assistant's."""
+    if messages[-1]["role"] != "assistant":
+        return None
+    content: str | list[str] | None = messages[-1]["content"]
+    return "\n".join(content) if isinstance(content, list) else content or ""
+
+
+def _continued(fields: Fields, last: str | None) -> bool:
+    continued = fields.boolean("continue_final_message")
+    if not continued:
+        return False
+    if fields.boolean("add_generation_prompt"):
+        raise InvalidRequest(
+            "'continue_final_message' and 'add_generation_prompt' exclude one another.",
+            param="continue_final_message",
+        )
+    if last is None:
+        fields.wrong_value("continue_final_message", "the last message is not the assistant's")
+    return True
+
+
+def _documents(fields: Fields) -> list[dict[str, Any]] | None:
+    documents = fields.array("documents", limits.DOCUMENTS.most)
+    for position, document in enumerate(documents or ()):
+        if not isinstance(document, dict):
+            raise wrong_type(f"documents[{position}]", "an object", document)
+    return documents

@@ -1,0 +1,252 @@
+"""
+All choices of one request while they are generated: one engine request each, merged as pieces come.
+
+The first choice of a prompt goes ahead; the others follow when its first token is there, so that they
+find the prompt in the prefix cache instead of computing it once more. All are admitted before the
+first piece leaves: a refusal is still a status then. Whoever stops iterating aborts what is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+
+from baton_api import headers
+from baton_api.errors import NotReady, RequestAborted
+from baton_api.kv_events import block_number
+from baton_api.reports import PromptReport
+from baton_engine.api.answer_shape import Choice
+from baton_engine.api.exchange import Exchange
+from baton_engine.api.request_log import Told
+from baton_engine.api.resuming import catch_up
+from baton_engine.api.served import Served
+from baton_engine.api.streaming import Usage
+from baton_engine.api.transcript import Piece, Transcript
+from baton_engine.api.work import Work
+from baton_engine.requests import FinishReason, Output, PromptLogprobs, RemotePrefill, Request
+
+
+class Choices:
+    """The choices of one request, in order of their index."""
+
+    def __init__(
+        self,
+        served: Served,
+        work: Work,
+        exchange: Exchange,
+        remote: RemotePrefill | None = None,
+        told: Told | None = None,
+        salt: str = "",
+        *,
+        patient: bool = False,
+    ) -> None:
+        self.told = told
+        """Hears what is said, if the log is to tell of it."""
+        self._served = served
+        self._work = work
+        self._exchange = exchange
+        self._queue: asyncio.Queue[tuple[Choice, Piece | None] | Exception] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        n = work.parameters.n
+        self.all = [
+            Choice(
+                index=index,
+                prompt=index // n,
+                request=Request(
+                    id=_engine_id(work, index),
+                    prompt=work.prompts[index // n].tokens,
+                    sampling=work.parameters.choice(index % n, work.prompts[index // n].max_tokens),
+                    salt=salt,
+                    hashes=work.prompts[index // n].hashes,
+                    guide=None if work.guides is None else work.guides(),
+                    client_id=exchange.request_id,
+                    trace=exchange.onward,
+                    notes=None if exchange.spans is None else exchange.spans.noted(),
+                    patient=patient,
+                    remote=remote if index % n == 0 else None,
+                ),
+                transcript=Transcript(served.tokenizer, work.parameters, work.reader(), work.marks),
+                followers=[],
+            )
+            for index in range(n * len(work.prompts))
+        ]
+        self._leads = self.all[::n]
+        for lead in self._leads:
+            lead.followers = self.all[lead.index + 1 : lead.index + n]
+        if work.resumption is not None:
+            catch_up(work, self.all[0])
+        self._behind = len(self.all) - len(self._leads)
+        """Followers that were not submitted yet."""
+        self.aborted = False
+        """Whether somebody ended the request by its name."""
+
+    @property
+    def usage(self) -> Usage:
+        drawn = self._work.parameters.sampling.drawn
+        return Usage(
+            prompt_tokens=sum(len(prompt.tokens) for prompt in self._work.prompts) - drawn,
+            completion_tokens=sum(choice.transcript.count for choice in self.all),
+            cached_tokens=sum(lead.cached_tokens for lead in self._leads),
+            reasoning_tokens=sum(choice.transcript.reasoning_tokens for choice in self.all),
+        )
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """What the answer's head tells of its prompt."""
+        report = self._exchange.report
+        return [] if report is None else [(headers.PROMPT.encode(), report.encode().encode())]
+
+    def abort(self) -> None:
+        """Somebody else ends the request: the pieces end with RequestAborted."""
+        self.aborted = True
+        for choice in self.all:
+            if choice.outputs is not None:
+                self._served.engine.abort(choice.request.id)
+
+    async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece]]:
+        """What each choice gains, as it comes. Raises what the engine refuses or fails with."""
+        try:
+            if self._work.resumption is not None and self._work.resumption.ended:
+                yield self.all[0], Piece()
+                return
+            if not any(lead.request.draws or lead.request.reads for lead in self._leads):
+                for choice in self.all:
+                    choice.transcript.finish = FinishReason.LENGTH
+                    yield choice, Piece(finish=FinishReason.LENGTH)
+                return
+            for lead in self._leads:
+                lead.outputs = self._served.engine.generate(lead.request)
+            if len(self.all) == 1:
+                async for piece in self._pieces_of(self.all[0]):
+                    yield self.all[0], piece
+                return
+            async for item in self._merged():
+                yield item
+        finally:
+            await self._close()
+
+    async def _merged(self) -> AsyncGenerator[tuple[Choice, Piece]]:
+        self._tasks += [asyncio.create_task(self._drive(lead)) for lead in self._leads]
+        live = len(self.all)
+        held: list[tuple[Choice, Piece]] = []
+        while live:
+            item = await self._queue.get()
+            if isinstance(item, Exception):
+                raise item
+            choice, piece = item
+            if piece is None:
+                live -= 1
+            else:
+                held.append((choice, piece))
+            if not self._behind:
+                for ready in held:
+                    yield ready
+                held.clear()
+
+    async def _drive(self, choice: Choice) -> None:
+        try:
+            async for piece in self._pieces_of(choice):
+                followers, choice.followers = choice.followers, []
+                for follower in followers:
+                    follower.outputs = self._served.engine.generate(follower.request)
+                    self._behind -= 1  # only now: in the queue, others' pieces may be before a refusal
+                    self._tasks.append(asyncio.create_task(self._drive(follower)))
+                self._queue.put_nowait((choice, piece))
+            self._queue.put_nowait((choice, None))
+        except Exception as error:  # for whoever iterates the pieces
+            self._queue.put_nowait(error)
+
+    async def _pieces_of(self, choice: Choice) -> AsyncGenerator[Piece]:
+        assert choice.outputs is not None
+        transcript = choice.transcript
+        async for output in choice.outputs:
+            if transcript.finish is not None:
+                continue  # a stop string ended the text; the engine has yet to hear of it
+            if output.error is not None:
+                raise output.error
+            if self.aborted:
+                raise RequestAborted
+            if output.finish is FinishReason.ABORT:
+                raise NotReady("This worker stopped before the answer was complete; try again.")
+            if isinstance(output.reading, PromptLogprobs):
+                for one in (choice, *choice.followers):
+                    one.scores = output.reading
+            before = transcript.count
+            piece = transcript.push(output)
+            if self.told is not None:
+                self.told.add(choice.index, piece.text)
+            self._observe(choice, output, transcript.count - before)
+            if transcript.finish is not None and output.finish is None:
+                self._served.engine.finish(choice.request.id)
+            yield piece
+
+    def _observe(self, choice: Choice, output: Output, tokens: int) -> None:
+        exchange, metrics = self._exchange, self._served.metrics
+        if output.relay is not None:
+            exchange.relays.append(output.relay)
+            metrics.relayed(output.relay)
+        if not tokens:
+            return
+        now = time.monotonic()
+        if choice.last_token is None:
+            exchange.report = exchange.report or report_of(choice.request, output)
+            if choice.index % self._work.parameters.n == 0:
+                exchange.cached_tokens += output.cached_tokens
+            if self._served.settings.cache_report and self._work.resumption is None:
+                choice.cached_tokens = output.cached_tokens
+            choice.first_token = now
+            metrics.first_token(now - exchange.started)
+            exchange.first_token = exchange.first_token or now
+            tokens -= 1
+        if tokens:
+            metrics.tokens(now - (choice.last_token or now), tokens)
+        choice.last_token = exchange.last_token = now
+
+    async def _close(self) -> None:
+        """Abort what has not ended, and write down how each choice ended."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for choice in self.all:
+            if choice.outputs is not None:
+                await choice.outputs.aclose()
+        usage = self.usage
+        self._exchange.prompt_tokens = usage.prompt_tokens
+        self._exchange.completion_tokens = usage.completion_tokens
+
+
+def report_of(request: Request, output: Output) -> PromptReport | None:
+    """What is told of a prompt, from its first token."""
+    tokens, relay, timing = len(request.prompt), output.relay, output.timing
+    tail = f"{block_number(request.tail):016x}" if request.tail else ""
+    if relay is not None:
+        return PromptReport(
+            tokens=tokens,
+            cached=output.cached_tokens,
+            held=relay.local_tokens,
+            queue_s=relay.queue_s,
+            compute_s=relay.compute_s,
+            transfer_s=relay.transfer_s,
+            remote=True,
+            tail=tail,
+        )
+    if timing is None:
+        return None
+    return PromptReport(
+        tokens=tokens,
+        cached=output.cached_tokens,
+        held=output.cached_tokens,
+        queue_s=timing.queue_s,
+        compute_s=timing.compute_s,
+        transfer_s=0.0,
+        remote=False,
+        tail=tail,
+        fallback=request.fallback if request.fallback.isidentifier() else "",
+    )
+
+
+def _engine_id(work: Work, index: int) -> str:
+    """A resumed request's differs from the one before, which the same worker may still be letting go."""
+    drawn = work.parameters.sampling.drawn
+    return f"{work.shape.id}-{index}" + (f"-from-{drawn}" if work.resumption is not None else "")

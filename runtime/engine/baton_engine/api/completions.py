@@ -1,0 +1,257 @@
+"""
+`POST /v1/completions`: text or token ids in, their continuation out; several prompts at once.
+
+With `echo`, the prompt's text comes before the answer, with the offset at which each of its tokens begins.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from baton_api import __version__, limits
+from baton_api.errors import InvalidRequest
+from baton_engine.api import parameters
+from baton_engine.api.answer_shape import Choice
+from baton_engine.api.fields import Fields
+from baton_engine.api.logprobs import (
+    Name,
+    completion_logprobs,
+    echoed_logprobs,
+    joined,
+    mean_logprob,
+    prompt_logprobs,
+    token_name,
+)
+from baton_engine.api.parameters import Parameters
+from baton_engine.api.prompts import Given, read_prompts
+from baton_engine.api.served import Served
+from baton_engine.api.streaming import Streaming, Usage
+from baton_engine.api.transcript import Piece
+from baton_engine.api.work import Prompt, Work, fit, read_max_tokens
+from baton_engine.model.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """One prompt."""
+
+    tokens: Sequence[int]
+    text: str
+    offsets: Sequence[int]
+    """For each of `tokens`, the characters of `text` before it; empty where nobody asks for them."""
+
+
+def echo_of(given: Given, tokens: Sequence[int], tokenizer: Tokenizer, *, located: bool) -> Echo:
+    """
+    `tokens` are those that the model is given: fewer than `given` has where it was shortened.
+
+    A prompt that came as text is shown as it came, byte for byte; one that came as ids is decoded.
+    """
+    if given.text is not None and tuple(tokens) == given.tokens:
+        return Echo(tokens, given.text, tokenizer.offsets(given.text) if located else ())
+    stream = tokenizer.stream()
+    pieces, offsets, length = [], [], 0
+    for token in tokens:
+        offsets.append(length)
+        pieces.append(stream.push(token))
+        length += len(pieces[-1])
+    pieces.append(stream.flush())
+    return Echo(tokens, "".join(pieces), offsets if located else ())
+
+
+DEFAULT_MAX_TOKENS = 16
+
+
+def prepare(fields: Fields, served: Served) -> Work:
+    """Check and tokenise. Takes a while for long prompts: not for the event loop."""
+    prompts = read_prompts(fields, "prompt", served.tokenizer)
+    alternatives = fields.integer("logprobs", *limits.LOGPROBS.range)
+    common = parameters.parse(fields, alternatives, served.vocabulary, served.defaults)
+    parameters.refuse_not_served(fields, ("suffix", *parameters.CHAT_ONLY))
+    fields.text("user")
+    echo = fields.boolean("echo")
+    n, shown, prompt_alternatives = common.n, common.alternatives, common.sampling.prompt_logprobs
+    common = _choosing(fields, common)
+    if echo and alternatives is not None:
+        common = _scoring(common, alternatives)
+    if len(prompts) * common.n > limits.ALL_CHOICES.most:
+        raise InvalidRequest(
+            f"{len(prompts)} prompts with {common.n} completions each are more than "
+            f"{limits.ALL_CHOICES.most} choices.",
+            param="n" if common.n == n else "best_of",
+        )
+    wanted, _ = read_max_tokens(fields, "max_tokens", low=0)
+    works = tuple(_fit(tokens, wanted, served) for tokens, _ in prompts)
+    parameters.check_min_tokens(common, min(prompt.max_tokens for prompt in works))
+    located = alternatives is not None
+    shape = CompletionShape(
+        tokenizer=served.tokenizer,
+        name=token_name(served.tokenizer, common.tokens_as_ids),
+        model=served.name,
+        streaming=common.streaming,
+        n=n,
+        alternatives=shown,
+        echo_alternatives=alternatives or 0,
+        prompt_alternatives=prompt_alternatives,
+        prompts=tuple(prompt.tokens for prompt in works),
+        echoes=tuple(
+            echo_of(given, prompt.tokens, served.tokenizer, located=located)
+            for given, prompt in zip(prompts, works, strict=True)
+        )
+        if echo
+        else None,
+        shows_ids=common.return_token_ids,
+    )
+    return Work(works, common, shape)
+
+
+def _choosing(fields: Fields, common: Parameters) -> Parameters:
+    """With `best_of`: as many completions, with the logprobs that the best ones are told by."""
+    best_of = fields.integer("best_of", *limits.BEST_OF.range) or common.n
+    if best_of < common.n:
+        fields.wrong_value("best_of", f"{best_of} is below 'n', which is {common.n}")
+    if best_of == common.n:
+        return common
+    if common.streaming.wanted:
+        fields.wrong_value("best_of", "which completions are best shows at their end; leave 'stream' out")
+    logprobs = common.sampling.logprobs or 0
+    return replace(common, n=best_of, sampling=replace(common.sampling, logprobs=logprobs))
+
+
+def _scoring(common: Parameters, alternatives: int) -> Parameters:
+    """The prompt is to be shown with logprobs of its own."""
+    most = max(alternatives, common.sampling.prompt_logprobs or 0)
+    return replace(common, sampling=replace(common.sampling, prompt_logprobs=most))
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionShape:
+    """Text completions and their chunks, which are alike."""
+
+    tokenizer: Tokenizer
+    name: Name
+    model: str
+    streaming: Streaming
+    n: int
+    """Choices of each prompt that are shown: the best ones, if there are more."""
+    alternatives: int | None
+    """Of each token that is generated; None for no logprobs."""
+    echo_alternatives: int
+    """Of each token of a prompt that is echoed."""
+    prompt_alternatives: int | None
+    """Of each token of the prompt, in an array of its own."""
+    prompts: Sequence[Sequence[int]]
+    echoes: Sequence[Echo] | None
+    """If the prompts are to stand before the answers."""
+    shows_ids: bool
+    id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+    _opened: set[int] = field(default_factory=set)
+    """Choices whose first chunk was written."""
+
+    def events(self, choice: Choice, piece: Piece, usage: Callable[[], Usage]) -> bytes:
+        chunks: list[dict[str, Any]] = []
+        if choice.index not in self._opened:
+            self._opened.add(choice.index)
+            if self.echoes is not None or self.shows_ids:
+                opening = {
+                    "index": choice.index,
+                    "text": self._echo(choice.prompt),
+                    "logprobs": self._echoed(choice),
+                    "finish_reason": None,
+                }
+                chunks.append(opening | self._of_prompt(choice))
+        shows_tokens = self.alternatives is not None or self.shows_ids
+        if piece.text or piece.finish is not None or (piece.tokens and shows_tokens):
+            chunks.append(self._body(piece.text, piece, choice))
+        return b"".join(self.streaming.event(self._envelope([chunk]), usage) for chunk in chunks)
+
+    def resume(self, answer: str, created: int) -> None:
+        self.id, self.created = answer, created
+
+    def closing(self, usage: Usage) -> bytes:
+        return self.streaming.closing(self._envelope([]), usage)
+
+    def answer(self, choices: Sequence[tuple[Choice, Piece]], usage: Usage) -> dict[str, Any]:
+        bodies = [
+            self._whole(choice, whole) | {"index": index}
+            for index, (choice, whole) in enumerate(self._best(choices))
+        ]
+        return self._envelope(bodies) | {"usage": usage.body()}
+
+    def _best(self, choices: Sequence[tuple[Choice, Piece]]) -> Iterator[tuple[Choice, Piece]]:
+        """The best `n` of each prompt, the best one first; all of them, as they are, if there are no more."""
+        generated = len(choices) // len(self.prompts)
+        for start in range(0, len(choices), generated):
+            of_prompt = choices[start : start + generated]
+            if generated > self.n:
+                of_prompt = sorted(of_prompt, key=lambda made: mean_logprob(made[1].tokens), reverse=True)
+            yield from of_prompt[: self.n]
+
+    def _whole(self, choice: Choice, whole: Piece) -> dict[str, Any]:
+        body = self._body(self._echo(choice.prompt) + whole.text, whole, choice) | self._of_prompt(choice)
+        echoed = self._echoed(choice)
+        if echoed is not None:
+            body["logprobs"] = joined(echoed, body["logprobs"])
+        if self.prompt_alternatives is not None and choice.scores is not None:
+            body["prompt_logprobs"] = prompt_logprobs(
+                self.tokenizer, self.prompts[choice.prompt], choice.scores, self.prompt_alternatives
+            )
+        return body
+
+    def _envelope(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            "system_fingerprint": f"baton-{__version__}",
+        }
+
+    def _body(self, text: str, piece: Piece, choice: Choice) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "index": choice.index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": piece.finish,
+        }
+        if self.alternatives is not None:
+            before = len(self._echo(choice.prompt))
+            offsets = [before + offset for offset in piece.offsets]
+            body["logprobs"] = completion_logprobs(self.name, piece.tokens, offsets, self.alternatives)
+        if self.shows_ids:
+            body["token_ids"] = [chosen.token for chosen in piece.tokens]
+        if piece.finish is not None:
+            transcript = choice.transcript
+            body |= {"matched_stop": transcript.matched, "stop_reason": transcript.stop_reason}
+        return body
+
+    def _echo(self, prompt: int) -> str:
+        return "" if self.echoes is None else self.echoes[prompt].text
+
+    def _echoed(self, choice: Choice) -> dict[str, list[Any]] | None:
+        """The logprobs of the prompt before an answer."""
+        if self.echoes is None or self.alternatives is None or choice.scores is None:
+            return None
+        echo = self.echoes[choice.prompt]
+        return echoed_logprobs(self.name, echo.tokens, choice.scores, echo.offsets, self.echo_alternatives)
+
+    def _of_prompt(self, choice: Choice) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prompts[choice.prompt]} if self.shows_ids else {}
+
+
+def _fit(tokens: tuple[int, ...], wanted: int | None, served: Served) -> Prompt:
+    return fit(
+        tokens,
+        wanted,
+        served.max_model_len,
+        param="prompt",
+        wanted_param="max_tokens",
+        default=DEFAULT_MAX_TOKENS,
+        truncate=served.settings.allow_auto_truncate,
+    )

@@ -1,0 +1,121 @@
+"""
+The outermost layer: names each request, checks the key, turns every error into an answer, logs the end.
+
+The one place that knows how an error looks on the wire. Before the first byte of an answer it is a
+status with OpenAI's error object; after it, in a stream, it is an error event and then a cut: clients
+take a stream that ends cleanly for a whole one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from baton_api import headers, limits, logs, trace_context
+from baton_api.errors import (
+    BatonError,
+    HeadTooLarge,
+    InternalError,
+    MethodNotAllowed,
+    NotReady,
+    RouteNotFound,
+)
+from baton_api.keys import Keys
+from baton_engine.api.disconnect import ClientGone
+from baton_engine.api.exchange import Exchange, open_exchange
+from baton_engine.api.streaming import FAILURE, error_event
+
+logger = logging.getLogger(__name__)
+
+CLIENT_GONE = 499
+"""Status in the log for a client that did not wait."""
+
+POLLED = ("/health", "/ready", "/load", "/metrics")
+"""Paths that are asked for every few seconds: logged for debugging only."""
+
+
+class Edge:
+    """Wraps the routes of a worker."""
+
+    def __init__(self, app: ASGIApp, keys: Keys | None = None) -> None:
+        self._app = app
+        self._keys = keys or Keys()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return  # no websockets, and nothing to do when a server starts or ends
+        scope["app"] = self  # routes raise HTTPException instead of answering in plain text
+        given = dict(scope["headers"])
+        exchange = open_exchange(scope, request_id(given.get(headers.REQUEST_ID.encode(), b"")))
+        logs.about(request_id=exchange.request_id)
+        if trace_context.TRACEPARENT in given:
+            exchange.trace = trace_context.read(scope["headers"])
+        named = [(headers.REQUEST_ID.encode(), exchange.request_id.encode())]
+
+        async def reply(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *named]
+            await send(message)
+
+        try:
+            _check_head(scope)
+            exchange.client = self._keys.check(exchange.path, given.get(b"authorization", b""))
+            await self._app(scope, receive, reply)
+        except ClientGone:
+            exchange.status = exchange.status or CLIENT_GONE
+        except asyncio.CancelledError:  # the server stops and does not wait for this request
+            await _answer(NotReady("This worker is shutting down; try again."), exchange, scope, reply)
+            raise
+        except Exception as error:
+            await _answer(_translated(error, exchange), exchange, scope, reply)
+        finally:
+            exchange.ended = time.monotonic()
+            logger.log(logging.DEBUG if exchange.path in POLLED else logging.INFO, "%s", exchange.line())
+
+
+def _check_head(scope: Scope) -> None:
+    line = len(scope["raw_path"]) + len(scope["query_string"])
+    size = line + sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+    if size > limits.HEAD.most:
+        raise HeadTooLarge(limits.HEAD.most)
+
+
+def request_id(given: bytes) -> str:
+    """The client's own id if it is short and visible ASCII, else a new one."""
+    if 0 < len(given) <= limits.REQUEST_ID.most and all(0x21 <= byte <= 0x7E for byte in given):
+        return given.decode()
+    return f"req_{uuid.uuid4().hex}"
+
+
+def _translated(error: Exception, exchange: Exchange) -> BatonError:
+    match error:
+        case BatonError():
+            return error
+        case HTTPException(status_code=404):
+            return RouteNotFound(exchange.method, exchange.path)
+        case HTTPException(status_code=405, headers=given):
+            return MethodNotAllowed(exchange.method, exchange.path, (given or {}).get("Allow", ""))
+        case _:
+            logger.error("request %s failed", exchange.request_id, exc_info=error)
+            return InternalError()
+
+
+async def _answer(error: BatonError, exchange: Exchange, scope: Scope, reply: Send) -> None:
+    if exchange.status:
+        failure = scope.get(FAILURE, error_event)
+        # The answer is not finished here, which makes the server cut the connection.
+        await reply({"type": "http.response.body", "body": failure(error), "more_body": True})
+        return
+    fields = [(b"content-type", b"application/json")]
+    fields += [(name.encode(), value.encode()) for name, value in error.headers.items()]
+    body = msgspec.json.encode(error.body())
+    fields.append((b"content-length", str(len(body)).encode()))
+    await reply({"type": "http.response.start", "status": error.status, "headers": fields})
+    await reply({"type": "http.response.body", "body": body})

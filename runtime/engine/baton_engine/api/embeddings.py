@@ -1,0 +1,252 @@
+"""
+`POST /v1/embeddings`: texts or token ids in, one vector for each, in order.
+
+Each input is one request to the engine, which batches it with others. One call has at most `AT_ONCE` inputs
+in flight, so that a long list does not fill the queue. Workers of any role serve embeddings: nothing is
+generated, and no blocks are moved. Vectors are truncated, normalized, and written as numbers or base64.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from starlette.types import Receive, Scope, Send
+
+from baton_api import limits
+from baton_api.errors import (
+    INVALID_VALUE,
+    UNSUPPORTED_PARAMETER,
+    ContextTooLong,
+    InvalidRequest,
+    NotReady,
+    RequestAborted,
+)
+from baton_api.hashing import client_salt
+from baton_engine.api import bodies
+from baton_engine.api.bodies import send_json
+from baton_engine.api.disconnect import ClientGone, until_disconnect
+from baton_engine.api.exchange import Exchange, exchange_of
+from baton_engine.api.fields import Fields
+from baton_engine.api.generate import check_model, is_patient, salt_of, told
+from baton_engine.api.parameters import read_cache_salt
+from baton_engine.api.prompts import read_prompts
+from baton_engine.api.running import read_names
+from baton_engine.api.served import Served
+from baton_engine.model.embedder import Embedder, Unable
+from baton_engine.requests import FinishReason, Pooling, Request, SamplingParams, Vector
+
+AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One checked request."""
+
+    inputs: Sequence[tuple[int, ...]]
+    hashes: Sequence[Sequence[bytes]]
+    """`Request.hashes` of each."""
+    pooling: Pooling
+    format: VectorFormat
+    names: tuple[str, ...]
+    salt: str = ""
+    """Whose cache they share; see `hashing.client_salt`."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.inputs))
+
+
+class Embeddings:
+    """The endpoint of one worker."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        with self._served.drain.request():
+            body, salt = await bodies.read(scope, receive), salt_of(scope)
+            async with until_disconnect(receive):
+                asked = await asyncio.to_thread(self._read, body, salt)
+            exchange.answer_id = f"embd-{uuid.uuid4().hex}"
+            exchange.prompt_tokens = asked.tokens
+            if self._served.tracing is not None:
+                exchange.spans = self._served.tracing.begin("worker", exchange.trace, exchange.started)
+            computation = Computation(self._served, exchange, asked, patient=is_patient(scope))
+            try:
+                with self._served.running.entered((exchange.request_id, *asked.names), computation):
+                    async with until_disconnect(receive):
+                        vectors = await computation.vectors()
+                        encoded = await asyncio.to_thread(self._encoded, asked, vectors)
+            except BaseException as error:
+                gone = isinstance(error, ClientGone | RequestAborted | asyncio.CancelledError)
+                self._record(exchange, FinishReason.ABORT if gone else FinishReason.ERROR)
+                raise
+            self._record(exchange, FinishReason.STOP)
+            await send_json(encoded, send)
+
+    def _read(self, body: bytes, salt: str) -> Asked:
+        fields = bodies.parse(body)
+        fields.require("model")
+        check_model(fields, self._served)
+        embedder = able(self._served)
+        fields.text("user")
+        salt = client_salt(salt, read_cache_salt(fields))
+        shape = read_format(fields, embedder, self._served.hidden)
+        inputs = read_prompts(fields, "input", self._served.tokenizer, limits.INPUTS.most)
+        for position, given in enumerate(inputs):
+            param = f"input[{position}]" if len(inputs) > 1 else "input"
+            if given.text == "":
+                raise InvalidRequest(
+                    f"Invalid '{param}': the text is empty. Expected at least 1 character.",
+                    param=param,
+                    code=INVALID_VALUE,
+                )
+            if len(given.tokens) > self._served.max_model_len:
+                raise ContextTooLong(len(given.tokens), 0, self._served.max_model_len, param=param)
+        tokens = [given.tokens for given in inputs]
+        hashes = [self._served.engine.hashes(prompt, salt) for prompt in tokens]
+        return Asked(tokens, hashes, embedder.pooling, shape, read_names(fields), salt)
+
+    def _encoded(self, asked: Asked, vectors: Sequence[Vector]) -> bytes:
+        data = [
+            {"object": "embedding", "index": index, "embedding": asked.format.shown(vector)}
+            for index, vector in enumerate(vectors)
+        ]
+        usage = {"prompt_tokens": asked.tokens, "total_tokens": asked.tokens}
+        return msgspec.json.encode(
+            {"object": "list", "data": data, "model": self._served.name, "usage": usage}
+        )
+
+    def _record(self, exchange: Exchange, reason: FinishReason) -> None:
+        exchange.ended = time.monotonic()
+        exchange.finish_reasons.append(reason)
+        self._served.metrics.ended(reason, exchange.prompt_tokens or 0, 0, exchange.ended - exchange.started)
+        self._served.history.append(exchange)
+        if exchange.spans is not None:
+            exchange.spans.end(told(exchange), failed=reason is FinishReason.ERROR)
+
+
+def able(served: Served) -> Embedder:
+    """How the model makes vectors; InvalidRequest with the reason if it makes none."""
+    embedder = served.embedder
+    if isinstance(embedder, Unable):
+        raise InvalidRequest(
+            f"The model {served.name!r} makes no embeddings: {embedder.reason}.", param="model"
+        )
+    return embedder
+
+
+class Computation:
+    """The vectors of one request while they are computed."""
+
+    def __init__(self, served: Served, exchange: Exchange, asked: Asked, *, patient: bool = False) -> None:
+        self._served = served
+        self._patient = patient
+        self._exchange = exchange
+        self._asked = asked
+        self._under_way: set[str] = set()
+        self._aborted = False
+
+    def abort(self) -> None:
+        """Somebody else ends the request: `vectors` raises RequestAborted."""
+        self._aborted = True
+        for name in self._under_way:
+            self._served.engine.abort(name)
+
+    async def vectors(self) -> list[Vector]:
+        """One for each input. Raises what the engine refuses or fails with."""
+        inputs = self._asked.inputs
+        found: list[Vector] = [np.empty(0, dtype=np.float32)] * len(inputs)
+        left = iter(range(len(inputs)))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(AT_ONCE, len(inputs))):
+                    group.create_task(self._drive(left, found))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return found
+
+    async def _drive(self, left: Iterator[int], found: list[Vector]) -> None:
+        for index in left:
+            found[index] = await self._one(index)
+
+    async def _one(self, index: int) -> Vector:
+        if self._aborted:
+            raise RequestAborted
+        request = Request(
+            id=f"{self._exchange.answer_id}-{index}",
+            prompt=self._asked.inputs[index],
+            sampling=SamplingParams(max_tokens=0),
+            salt=self._asked.salt,
+            hashes=self._asked.hashes[index],
+            pooling=self._asked.pooling,
+            patient=self._patient,
+            notes=None if self._exchange.spans is None else self._exchange.spans.noted(),
+        )
+        async with contextlib.aclosing(self._served.engine.generate(request)) as outputs:
+            self._under_way.add(request.id)
+            try:
+                output = await anext(outputs)
+            finally:
+                self._under_way.discard(request.id)
+        if output.error is not None:
+            raise output.error
+        if self._aborted:
+            raise RequestAborted
+        if output.finish is FinishReason.ABORT:
+            raise NotReady("This worker stopped before the answer was complete; try again.")
+        self._exchange.cached_tokens += output.cached_tokens
+        assert isinstance(output.reading, np.ndarray)
+        return output.reading
+
+
+FORMATS = ("float", "base64")
+
+
+@dataclass(frozen=True, slots=True)
+class VectorFormat:
+    """What a request wants vectors to look like."""
+
+    dimensions: int | None
+    """As many as the model has if None."""
+    normalised: bool
+    encoded: bool
+    """Base64 of little-endian float32, which OpenAI's SDK asks for, instead of a list of numbers."""
+
+    def shown(self, vector: Vector) -> list[float] | str:
+        values = vector[: self.dimensions].astype(np.float64)
+        if self.normalised:
+            length = np.linalg.norm(values)
+            values = values / length if length else values
+        if self.encoded:
+            return base64.b64encode(values.astype("<f4").tobytes()).decode()
+        numbers: list[float] = values.astype(np.float32).tolist()
+        return numbers
+
+
+def read_format(fields: Fields, embedder: Embedder, hidden: int) -> VectorFormat:
+    """`encoding_format` and `dimensions`, which only some models' vectors can be cut to."""
+    encoded = fields.choice("encoding_format", FORMATS) == "base64"
+    dimensions = fields.integer("dimensions", 1, hidden)
+    if dimensions is None or dimensions == hidden:
+        return VectorFormat(None, embedder.normalised, encoded)
+    if not embedder.shortens:
+        raise InvalidRequest(
+            f"This model's embeddings have {hidden} dimensions, and it does not say that fewer of them "
+            "serve; leave 'dimensions' out, or start the worker with --matryoshka if it was trained so.",
+            param="dimensions",
+            code=UNSUPPORTED_PARAMETER,
+        )
+    if embedder.lengths and dimensions not in embedder.lengths:
+        known = ", ".join(map(str, embedder.lengths))
+        fields.wrong_value("dimensions", f"this model was trained for {known}, but got {dimensions}")
+    return VectorFormat(dimensions, True, encoded)

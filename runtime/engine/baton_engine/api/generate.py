@@ -1,0 +1,257 @@
+"""
+The handler of both endpoints that generate: body in, one JSON object or a stream of events out.
+
+Nothing is sent before the first output of the engine, so that every refusal is a real status. From
+then on one output of the engine is one write of the bytes that clients read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from baton_api import headers
+from baton_api.errors import InvalidRequest, ModelNotFound, RequestAborted
+from baton_api.hashing import client_salt
+from baton_api.otlp import Attributes
+from baton_engine.api import bodies
+from baton_engine.api.choices import Choices
+from baton_engine.api.disconnect import ClientGone, until_disconnect
+from baton_engine.api.exchange import Exchange, exchange_of
+from baton_engine.api.fields import Fields
+from baton_engine.api.guided import guided, named
+from baton_engine.api.parameters import read_cache_salt
+from baton_engine.api.request_log import RequestLog
+from baton_engine.api.resuming import beginning, behind, read_resumption, resumable, resumed
+from baton_engine.api.running import read_names
+from baton_engine.api.served import Served
+from baton_engine.api.streaming import FAILURE, KEEP_ALIVE
+from baton_engine.api.transcript import Piece
+from baton_engine.api.work import Work
+from baton_engine.requests import FinishReason, RemotePrefill
+
+KEEP_ALIVE_S = 15.0
+"""Silence in a stream after which a comment is sent: proxies cut connections that say nothing."""
+
+SALT_LIMIT = 128
+"""Characters of a salt; a router's has 32."""
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+Prepare = Callable[[Fields, Served], Work]
+
+
+def check_model(fields: Fields, served: Served) -> None:
+    """Raise ModelNotFound if the request names a model that is not served here."""
+    model = fields.text("model")
+    if model is not None and model not in served.names:
+        raise ModelNotFound(model, served.names)
+
+
+def named_remote(scope: Scope, served: Served, request_id: str) -> RemotePrefill | None:
+    """The prefill worker that the router chose, if it chose one and this worker can ask it."""
+    given = dict(scope["headers"])
+    address = given.get(headers.PREFILL.encode(), b"").decode("latin-1")
+    if served.remote is None or not address:
+        return None
+    ticket = given.get(headers.TICKET.encode(), b"").decode("latin-1")
+    return served.remote(address, ticket, request_id)
+
+
+def salt_of(scope: Scope) -> str:
+    """
+    Whose cache the prompt shares: empty for everybody's. A client's own salt is mixed in later.
+
+    It is a router's word, and needs no proof: nobody else knows the salt of another's cache.
+    """
+    given: bytes = dict(scope["headers"]).get(headers.SALT.encode(), b"")
+    return given[:SALT_LIMIT].decode("latin-1")
+
+
+def is_patient(scope: Scope) -> bool:
+    """Whether nobody waits for the answer. Whoever says so only loses by it."""
+    given: bytes = dict(scope["headers"]).get(headers.CLASS.encode(), b"")
+    return given == headers.PATIENT_CLASS.encode()
+
+
+class Generate:
+    """One endpoint, told apart by how it reads a body."""
+
+    def __init__(
+        self,
+        served: Served,
+        prepare: Prepare,
+        keep_alive_s: float = KEEP_ALIVE_S,
+        *,
+        model_required: bool = True,
+    ) -> None:
+        self._served = served
+        self._prepare = prepare
+        self._model_required = model_required
+        self._keep_alive_s = keep_alive_s
+        self._log = RequestLog(served.settings, served.tokenizer)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        with self._served.drain.request():
+            body, salt = await bodies.read(scope, receive), salt_of(scope)
+            async with until_disconnect(receive):
+                work, names, salt = await asyncio.to_thread(self._read, body, salt)
+                work = await guided(work, self._served.grammars)
+            exchange.answer_id = work.shape.id
+            exchange.stream = work.parameters.streaming.wanted
+            scope[FAILURE] = work.failure
+            if self._served.tracing is not None:
+                exchange.spans = self._served.tracing.begin("worker", exchange.trace, exchange.started)
+            remote = named_remote(scope, self._served, exchange.request_id)
+            followed = headers.FOLLOW.encode() in dict(scope["headers"]) and resumable(work)
+            told = self._log.read(exchange, work)
+            choices = Choices(self._served, work, exchange, remote, told, salt, patient=is_patient(scope))
+            names = (exchange.request_id, work.shape.id, *names)
+            try:
+                with self._served.running.entered(names, choices):
+                    if work.parameters.streaming.wanted:
+                        await self._stream(work, choices, followed, receive, send)
+                    else:
+                        await self._answer(work, choices, receive, send)
+            except BaseException as error:
+                reason = FinishReason.ABORT if isinstance(error, _GONE) else FinishReason.ERROR
+                self._record(choices, exchange, reason)
+                raise
+            self._record(choices, exchange, FinishReason.ABORT if choices.aborted else FinishReason.ERROR)
+
+    def _read(self, body: bytes, salt: str) -> tuple[Work, tuple[str, ...], str]:
+        """The work, the names by which it can be ended, and `salt` with the client's own."""
+        fields = bodies.parse(body)
+        if self._model_required:
+            fields.require("model")
+        check_model(fields, self._served)
+        if not self._served.generates:
+            raise InvalidRequest(
+                f"The model {self._served.name!r} has no head: it makes embeddings and generates nothing; "
+                "use /v1/embeddings.",
+                param="model",
+            )
+        work = self._prepare(fields, self._served)
+        if work.constrained_by is None:
+            work = named(work, fields)
+        resumption = read_resumption(fields, self._served.tokenizer.vocab_size)
+        if resumption is not None:
+            work = resumed(work, resumption)
+        salt, hashes = client_salt(salt, read_cache_salt(fields)), self._served.engine.hashes
+        prompts = [replace(prompt, hashes=hashes(prompt.tokens, salt)) for prompt in work.prompts]
+        return replace(work, prompts=tuple(prompts)), read_names(fields), salt
+
+    async def _answer(self, work: Work, choices: Choices, receive: Receive, send: Send) -> None:
+        pieces: list[list[Piece]] = [[] for _ in choices.all]
+        async with until_disconnect(receive), contextlib.aclosing(choices.pieces()) as gained:
+            async for choice, piece in gained:
+                pieces[choice.index].append(piece)
+        whole = [(choice, Piece.joined(pieces[choice.index])) for choice in choices.all]
+        encoded = msgspec.json.encode(work.shape.answer(whole, choices.usage))
+        fields = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(encoded)).encode()),
+            *choices.headers,
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": fields})
+        await send({"type": "http.response.body", "body": encoded})
+
+    async def _stream(
+        self, work: Work, choices: Choices, followed: bool, receive: Receive, send: Send
+    ) -> None:
+        async with until_disconnect(receive):
+            writer: StreamWriter | None = None
+            try:
+                async with contextlib.aclosing(choices.pieces()) as gained:
+                    async for choice, piece in gained:
+                        if writer is None:
+                            fields = [*STREAM_HEADERS, *choices.headers]
+                            await send({"type": "http.response.start", "status": 200, "headers": fields})
+                            writer = StreamWriter(send, self._keep_alive_s)
+                            if followed:
+                                await writer.write(beginning(work, choices.usage.cached_tokens))
+                        events = work.shape.events(choice, piece, lambda: choices.usage)
+                        if followed:
+                            events += behind(piece)
+                        if events:
+                            await writer.write(events)
+            except RequestAborted as error:
+                if writer is None:
+                    raise
+                last = work.failure(error) + work.done  # asked for, and so no broken stream
+            else:
+                last = work.shape.closing(choices.usage)
+            finally:
+                if writer is not None:
+                    writer.close()
+        await send({"type": "http.response.body", "body": last})
+
+    def _record(self, choices: Choices, exchange: Exchange, otherwise: FinishReason) -> None:
+        """Note how each choice ended; one without an end of its own ended `otherwise`."""
+        exchange.ended = time.monotonic()
+        for choice in choices.all:
+            reason = choice.transcript.finish or otherwise
+            exchange.finish_reasons.append(reason)
+            self._served.metrics.ended(
+                reason,
+                len(choice.request.prompt),
+                choice.transcript.count,
+                exchange.ended - exchange.started,
+                choice.decode_s,
+            )
+        self._served.history.append(exchange)
+        if exchange.spans is not None:
+            exchange.spans.end(told(exchange), failed=FinishReason.ERROR in exchange.finish_reasons)
+        if choices.told is not None:
+            choices.told.ended(exchange.finish_reasons, choices.usage.completion_tokens)
+
+
+def told(exchange: Exchange) -> Attributes:
+    """What is said of a request in its span."""
+    return {
+        "baton.request_id": exchange.request_id,
+        "url.path": exchange.path,
+        "baton.tokens.prompt": exchange.prompt_tokens or 0,
+        "baton.tokens.cached": exchange.cached_tokens,
+        "baton.tokens.answer": exchange.completion_tokens,
+        "baton.finish_reasons": ",".join(exchange.finish_reasons),
+        "baton.relays": len(exchange.relays),
+    }
+
+
+_GONE = (ClientGone, RequestAborted, asyncio.CancelledError)
+
+
+class StreamWriter:
+    """Writes events, and a comment whenever there was nothing to write for a while."""
+
+    def __init__(self, send: Send, silence_s: float) -> None:
+        self._send = send
+        self._silence_s = silence_s
+        self._wrote = True
+        self._task = asyncio.create_task(self._keep_alive())
+
+    async def write(self, event: bytes) -> None:
+        self._wrote = True
+        await self._send({"type": "http.response.body", "body": event, "more_body": True})
+
+    def close(self) -> None:
+        self._task.cancel()
+
+    async def _keep_alive(self) -> None:
+        while True:
+            self._wrote = False
+            await asyncio.sleep(self._silence_s)
+            if not self._wrote:
+                await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})

@@ -1,0 +1,294 @@
+"""
+What chat and completions have in common: how tokens are drawn, where they stop, how they are shown.
+
+The one place that knows ranges, defaults and extensions. A field that belongs to a feature not served
+is refused by name, since a client that asked for a grammar and gets free text would not notice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from baton_api import limits
+from baton_api.errors import INTEGER_ABOVE_MAX_VALUE, UNSUPPORTED_PARAMETER, InvalidRequest
+from baton_engine.api.fields import Fields, integer, number, shown, wrong_type
+from baton_engine.api.streaming import Streaming
+from baton_engine.api.structured_output import read_constraint
+from baton_engine.model.generation import SamplingDefaults
+from baton_engine.requests import SamplingParams
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: dividing by them overflows."""
+
+WEAKEST_PENALTY = 1e-4
+"""With such a repetition penalty a repeated token is certain: below it, logits would only overflow."""
+
+NOT_SERVED = (
+    "custom_logit_processor", "custom_params", "use_beam_search", "truncate_prompt_tokens",
+    "stop_regex", "lora_path", "prompt_embeds", "return_hidden_states", "priority", "vllm_xargs",
+    "extra_key",
+)  # fmt: skip
+"""Fields of other servers and of features that are not to be had here."""
+
+CHAT_ONLY = (
+    "documents", "input_ids", "prompt_token_ids", "thinking_token_budget", "separate_reasoning",
+    "chat_template",
+)  # fmt: skip
+"""Fields that only conversations have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What token ids a request may name."""
+
+    size: int
+    eos_ids: tuple[int, ...]
+    encode: Callable[[str, bool], Sequence[int]]
+    """The ids of a text, and whether the tokenizer may add special tokens."""
+
+
+def _random_seed() -> int:
+    return secrets.randbits(64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defaults:
+    """What holds where a request says nothing; see `baton_engine.settings` for what a person may choose."""
+
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    seeds: Callable[[], int] = _random_seed
+    """Gives the seed of a request that names none, 0 to 2**64 - 1; called from several threads."""
+    include_usage: bool = False
+    """Whether a stream ends with its usage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """The validated fields that both endpoints share."""
+
+    sampling: SamplingParams
+    """Of every choice, but for seed and max_tokens: see `choice`."""
+    n: int
+    seed: int
+    stops: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
+    eos_ids: frozenset[int]
+    """Ids that end a sequence without being reported as a match."""
+    streaming: Streaming
+    return_token_ids: bool
+    tokens_as_ids: bool = False
+    """Whether logprobs name tokens by their ids."""
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many are shown with each token, the one drawn aside; None if no logprobs are shown."""
+        return len(self.sampling.logprob_ids) or self.sampling.logprobs
+
+    def choice(self, number: int, max_tokens: int) -> SamplingParams:
+        """
+        The sampling of choice `number`, with a random stream of its own.
+
+        Choice 0 has the request's seed itself, so that n does not change it, and reads the prompt for all.
+        """
+        seed = self.seed
+        if number:
+            digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
+            seed = int.from_bytes(digest)
+        prompt_logprobs = None if number else self.sampling.prompt_logprobs
+        return replace(self.sampling, seed=seed, max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
+
+
+def parse(fields: Fields, logprobs: int | None, vocabulary: Vocabulary, defaults: Defaults) -> Parameters:
+    """All shared fields; `logprobs` is how many alternatives the endpoint's own fields ask for."""
+    refuse_not_served(fields, NOT_SERVED)
+    sampling = defaults.sampling
+    temperature = fields.number("temperature", sampling.temperature, *limits.TEMPERATURE.range)
+    top_p = fields.number("top_p", sampling.top_p, *limits.TOP_P.range)
+    if temperature < GREEDY_BELOW or top_p == 0.0:
+        temperature, top_p = 0.0, 1.0
+    top_k = fields.integer("top_k", *limits.TOP_K.range)
+    ignore_eos = fields.boolean("ignore_eos")
+    eos_ids = frozenset(() if ignore_eos else vocabulary.eos_ids)
+    seed = fields.integer("seed", *limits.SEED.range)
+    streaming = _streaming(fields, defaults.include_usage)
+    return Parameters(
+        sampling=SamplingParams(
+            temperature=temperature,
+            top_k=sampling.top_k if top_k is None else max(top_k, 0),
+            top_p=top_p,
+            min_p=fields.number("min_p", sampling.min_p, *limits.MIN_P.range),
+            presence_penalty=fields.number("presence_penalty", 0.0, *limits.PRESENCE_PENALTY.range),
+            frequency_penalty=fields.number("frequency_penalty", 0.0, *limits.FREQUENCY_PENALTY.range),
+            repetition_penalty=_repetition_penalty(fields, sampling.repetition_penalty),
+            logit_bias=_logit_bias(fields, vocabulary.size),
+            logprobs=logprobs,
+            logprob_ids=_logprob_ids(fields, logprobs, vocabulary.size),
+            prompt_logprobs=_prompt_logprobs(fields, streaming),
+            min_tokens=fields.integer("min_tokens", *limits.MIN_TOKENS.range) or 0,
+            allowed_ids=_allowed_ids(fields, vocabulary.size),
+            bad_words=_bad_words(fields, vocabulary),
+            stop_ids=eos_ids | _stop_ids(fields, vocabulary.size),
+            constraint=read_constraint(fields),
+        ),
+        n=fields.integer("n", *limits.N.range) or 1,
+        seed=defaults.seeds() if seed is None else seed % 2**64,
+        stops=_stops(fields),
+        include_stop=fields.boolean("include_stop_str_in_output") or fields.boolean("no_stop_trim"),
+        skip_special_tokens=fields.boolean("skip_special_tokens", True),
+        eos_ids=eos_ids,
+        streaming=streaming,
+        return_token_ids=fields.boolean("return_token_ids"),
+        tokens_as_ids=fields.boolean("return_tokens_as_token_ids"),
+    )
+
+
+def read_cache_salt(fields: Fields) -> str:
+    """What keeps the prompt's blocks from other prompts of the same client; empty if nothing does."""
+    salt = fields.text("cache_salt", limits.CACHE_SALT.most)
+    if salt == "":
+        fields.wrong_value("cache_salt", "a salt has at least one character")
+    return salt or ""
+
+
+def refuse_not_served(fields: Fields, names: Sequence[str]) -> None:
+    """Raise InvalidRequest for the first of `names` that asks for something."""
+    for name in names:
+        if fields.given(name):
+            raise not_served(fields.param(name))
+
+
+def not_served(param: str, what: str = "") -> InvalidRequest:
+    return InvalidRequest(
+        f"{what or repr(param)} is not served by this worker; leave it out.",
+        param=param,
+        code=UNSUPPORTED_PARAMETER,
+    )
+
+
+def _repetition_penalty(fields: Fields, default: float) -> float:
+    given = fields.number("repetition_penalty", default, *limits.REPETITION_PENALTY.range, above=True)
+    return max(given, WEAKEST_PENALTY)
+
+
+def _stops(fields: Fields) -> tuple[str, ...]:
+    value = fields.get("stop")
+    if value is None:
+        return ()
+    if not isinstance(value, str | list):
+        raise wrong_type("stop", "a string or an array of strings", value)
+    stops = [value] if isinstance(value, str) else fields.array("stop", limits.STOPS.most) or []
+    for position, stop in enumerate(stops):
+        param = "stop" if isinstance(value, str) else f"stop[{position}]"
+        if not isinstance(stop, str):
+            raise wrong_type(param, "a string", stop)
+        if not stop:
+            fields.wrong_value("stop", "a stop string has at least one character")
+        Fields({param: stop}).text(param, limits.STOP.most)
+    return tuple(stops)
+
+
+def _stop_ids(fields: Fields, size: int) -> frozenset[int]:
+    ids = fields.array("stop_token_ids", limits.STOP_IDS.most) or []
+    return frozenset(
+        integer(value, f"stop_token_ids[{position}]", 0, size - 1) for position, value in enumerate(ids)
+    )
+
+
+def _allowed_ids(fields: Fields, size: int) -> tuple[int, ...]:
+    ids = fields.array("allowed_token_ids", limits.ALLOWED_IDS.most)
+    if ids is None:
+        return ()
+    if not ids:
+        raise InvalidRequest(
+            "Invalid 'allowed_token_ids': empty array. Expected at least 1 item.",
+            param="allowed_token_ids",
+            code=limits.ALLOWED_IDS.code_below,
+        )
+    return tuple(
+        integer(value, f"allowed_token_ids[{position}]", 0, size - 1) for position, value in enumerate(ids)
+    )
+
+
+def _bad_words(fields: Fields, vocabulary: Vocabulary) -> tuple[tuple[int, ...], ...]:
+    """Each word's ids with and without a space before it, as vLLM means it."""
+    words: dict[tuple[int, ...], None] = {}
+    for position, word in enumerate(fields.array("bad_words", limits.BAD_WORDS.most) or []):
+        param = f"bad_words[{position}]"
+        if not isinstance(word, str):
+            raise wrong_type(param, "a string", word)
+        Fields({param: word}).text(param, limits.BAD_WORD.most)
+        if not word.strip():
+            Fields({param: word}).wrong_value(param, "a word has at least one character that is not blank")
+        first = tuple(vocabulary.encode(word.lstrip(), False))
+        later = tuple(vocabulary.encode(f" {word.lstrip()}", False))
+        # A tokenizer that writes the space as a token of its own ends with the same ids: one entry is enough.
+        both = [first] if later[-len(first) :] == first else [first, later]
+        words |= dict.fromkeys(ids for ids in both if ids)
+    return tuple(words)
+
+
+def _logit_bias(fields: Fields, size: int) -> tuple[tuple[int, float], ...]:
+    biases = fields.mapping("logit_bias") or {}
+    if len(biases) > limits.LOGIT_BIAS.most:
+        raise InvalidRequest(
+            f"Invalid 'logit_bias': too many keys. Expected at most {limits.LOGIT_BIAS.most}, "
+            f"but got {len(biases)}.",
+            param="logit_bias",
+            code=limits.LOGIT_BIAS.code,
+        )
+    for key in biases:
+        if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < size):
+            fields.wrong_value("logit_bias", f"{shown(key)} is not a token id from 0 to {size - 1}")
+    return tuple(
+        (int(key), number(bias, f"logit_bias.{key}", *limits.BIAS.range)) for key, bias in biases.items()
+    )
+
+
+def _logprob_ids(fields: Fields, logprobs: int | None, size: int) -> tuple[int, ...]:
+    ids = fields.array("logprob_token_ids", limits.LOGPROB_IDS.most) or []
+    if ids and logprobs is None:
+        raise InvalidRequest(
+            "The 'logprob_token_ids' parameter is only allowed when 'logprobs' are enabled.",
+            param="logprob_token_ids",
+        )
+    read = (integer(one, f"logprob_token_ids[{place}]", 0, size - 1) for place, one in enumerate(ids))
+    return tuple(dict.fromkeys(read))
+
+
+def _prompt_logprobs(fields: Fields, streaming: Streaming) -> int | None:
+    wanted = fields.integer("prompt_logprobs", *limits.PROMPT_LOGPROBS.range)
+    if wanted is not None and streaming.wanted:
+        raise InvalidRequest(
+            "'prompt_logprobs' are not available when 'stream' is enabled.", param="prompt_logprobs"
+        )
+    return wanted
+
+
+def _streaming(fields: Fields, include_usage: bool) -> Streaming:
+    stream = fields.boolean("stream")
+    options = fields.mapping("stream_options")
+    if options is None:
+        return Streaming(stream, stream and include_usage)
+    if not stream:
+        raise InvalidRequest(
+            "The 'stream_options' parameter is only allowed when 'stream' is enabled.", param="stream_options"
+        )
+    inner = Fields(options, "stream_options")
+    inner.boolean("include_obfuscation")
+    usage = inner.boolean("include_usage", include_usage)
+    return Streaming(stream, usage, inner.boolean("continuous_usage_stats") and usage)
+
+
+def check_min_tokens(parameters: Parameters, limit: int) -> None:
+    """Raise InvalidRequest if `min_tokens` is over the most tokens that the request may get."""
+    wanted = parameters.sampling.min_tokens
+    if wanted > limit:
+        raise InvalidRequest(
+            f"Invalid 'min_tokens': {wanted} is over the {limit} tokens that there can be at most.",
+            param="min_tokens",
+            code=INTEGER_ABOVE_MAX_VALUE,
+        )

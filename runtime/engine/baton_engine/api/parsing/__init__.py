@@ -1,0 +1,1 @@
+"""From generated text to messages: reasoning, tool calls, and what is shown of them."""

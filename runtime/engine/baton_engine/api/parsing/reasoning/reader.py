@@ -1,0 +1,154 @@
+"""
+Tells a thought from the answer after it, in text that comes in pieces.
+
+    undecided -> thinking -> between -> answering
+
+A thought has no white space at its ends, and the answer after it begins with its first character. What may
+be a mark, or white space before one, is held back; so no piece has a part of a mark in it, and the same
+text in other pieces gives the same parts. What comes after the thought is told by the reader within.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+from baton_engine.api.parsing.parts import Part, Reader, Thought, Words
+from baton_engine.api.parsing.reasoning.families import ReasoningFamily, State
+
+
+class Phase(enum.Enum):
+    UNDECIDED = enum.auto()
+    THINKING = enum.auto()
+    BETWEEN = enum.auto()
+    ANSWERING = enum.auto()
+
+
+FIRST = {State.OPEN: Phase.THINKING, State.FREE: Phase.UNDECIDED, State.CLOSED: Phase.ANSWERING}
+
+
+class ReasoningReader:
+    """The thought of one choice, and then its answer."""
+
+    def __init__(
+        self,
+        family: ReasoningFamily,
+        inner: Reader,
+        state: State,
+        *,
+        apart: bool = True,
+        exact: bool = False,
+    ) -> None:
+        """Not `apart`, thoughts are words, marks included. `exact` leaves the answer's white space alone."""
+        self._start = family.start
+        self._end = family.end
+        self._inner = inner
+        self._apart = apart
+        self._trims = apart and not exact
+        self._phase = FIRST[state]
+        self._started = self._begun = False
+        """Whether the start was seen, and whether the first character of the thought was."""
+        self._held = ""
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the text so far ends within a thought."""
+        return self._phase is Phase.THINKING
+
+    def push(self, text: str) -> Sequence[Part]:
+        if self._phase is Phase.ANSWERING:
+            return self._inner.push(text)
+        self._held += text
+        parts: list[Part] = []
+        if self._phase is Phase.UNDECIDED:
+            self._decide()
+        if self._phase is Phase.THINKING:
+            self._think(parts)
+        if self._phase is Phase.BETWEEN:
+            self._arrive()
+        return [*parts, *self._answer()]
+
+    def flush(self) -> Sequence[Part]:
+        """The answer is over. The beginning of a mark, which a limit has cut, was not meant to be read."""
+        held, self._held = self._held, ""
+        parts: list[Part] = []
+        if not self._apart:
+            parts += [Words(held)] if held else []
+        elif self._phase is Phase.THINKING:
+            cut = max(beginning(held, self._end), 0 if self._started else beginning(held, self._start))
+            thought = held[: len(held) - cut if cut > 1 else None].rstrip()
+            self._tell(parts, thought if self._begun else thought.lstrip(), held)
+        elif self._phase is Phase.UNDECIDED and beginning(held, self._start) <= 1:
+            parts += self._inner.push(held)
+        return [*parts, *self._inner.flush()]
+
+    def _decide(self) -> None:
+        written = self._held.lstrip()
+        if written.startswith(self._start):
+            self._phase = Phase.THINKING
+        elif not self._start.startswith(written):
+            self._phase = Phase.ANSWERING
+
+    def _think(self, parts: list[Part]) -> None:
+        if not self._begun and not self._begin(parts):
+            return
+        end = self._held.find(self._end)
+        if end >= 0:
+            self._take(parts, self._held[:end].rstrip(), end + len(self._end))
+            self._phase = Phase.BETWEEN
+            return
+        sure = len(self._held) - beginning(self._held, self._end)
+        sure = len(self._held[:sure].rstrip())
+        self._take(parts, self._held[:sure], sure)
+
+    def _begin(self, parts: list[Part]) -> bool:
+        """Go past the start, which a model may write though the prompt has it, and white space."""
+        written = self._held.lstrip()
+        if not self._started:
+            if self._start.startswith(written) and written != self._start:
+                return False
+            if written.startswith(self._start):
+                self._started = True
+                self._take(parts, "", len(self._held) - len(written) + len(self._start))
+                written = self._held.lstrip()
+        if not written:
+            return False
+        self._begun = True
+        self._take(parts, "", len(self._held) - len(written))
+        return True
+
+    def _arrive(self) -> None:
+        if self._trims:
+            self._held = self._held.lstrip()
+        if self._held or not self._trims:
+            self._phase = Phase.ANSWERING
+
+    def _answer(self) -> Sequence[Part]:
+        if self._phase is not Phase.ANSWERING or not self._held:
+            return ()
+        held, self._held = self._held, ""
+        return self._inner.push(held)
+
+    def _take(self, parts: list[Part], thought: str, length: int) -> None:
+        """Let go of `length` characters, which say `thought`."""
+        written, self._held = self._held[:length], self._held[length:]
+        self._tell(parts, thought, written)
+
+    def _tell(self, parts: list[Part], thought: str, written: str) -> None:
+        if self._apart and thought:
+            parts.append(Thought(thought))
+        elif not self._apart and written:
+            parts.append(Words(written))
+
+
+def beginning(text: str, mark: str) -> int:
+    """
+    How many characters at the end of `text` are the beginning of `mark`, but not all of it.
+
+    >>> beginning("so.</th", "</think>"), beginning("a < b", "</think>")
+    (4, 0)
+    """
+    for length in range(min(len(text), len(mark) - 1), 0, -1):
+        if text.endswith(mark[:length]):
+            return length
+    return 0

@@ -1,0 +1,68 @@
+"""A request's options for reasoning: separated from the answer, streamed, hidden, and how long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton_api import limits
+from baton_engine.api.fields import Fields
+from baton_engine.api.parsing.parts import Part, Reader, Thought
+from baton_engine.api.parsing.reasoning.formats import Thinker
+
+
+class Showing:
+    """Another reader's parts, the thoughts among them in one piece, or left out."""
+
+    def __init__(self, inner: Reader, *, left_out: bool) -> None:
+        self._inner = inner
+        self._thinker = inner if isinstance(inner, Thinker) else None
+        self._left_out = left_out
+        self._thought: list[str] = []
+
+    @property
+    def thinking(self) -> bool:
+        return self._thinker is not None and self._thinker.thinking
+
+    def push(self, text: str) -> Sequence[Part]:
+        return self._shown(self._inner.push(text))
+
+    def flush(self) -> Sequence[Part]:
+        return [*self._shown(self._inner.flush()), *self._told()]
+
+    def _shown(self, parts: Sequence[Part]) -> Sequence[Part]:
+        shown: list[Part] = []
+        for part in parts:
+            if not isinstance(part, Thought):
+                shown += self._told()
+                shown.append(part)
+            elif not self._left_out:
+                self._thought.append(part.text)
+        return shown
+
+    def _told(self) -> Sequence[Part]:
+        whole = "".join(self._thought)
+        self._thought.clear()
+        return [Thought(whole)] if whole else []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    apart: bool
+    """SGLang's `separate_reasoning`: not in the answer's text."""
+    streamed: bool
+    """SGLang's `stream_reasoning`: as they come, and not at their end all at once."""
+    included: bool
+    """vLLM's `include_reasoning`: at all, if they are apart."""
+    budget: int | None
+    """vLLM's `thinking_token_budget`: most tokens of thought; None is any number."""
+
+
+def read_wishes(fields: Fields) -> Wishes:
+    budget = fields.integer("thinking_token_budget", *limits.THINKING_BUDGET.range)
+    return Wishes(
+        apart=fields.boolean("separate_reasoning", True),
+        streamed=fields.boolean("stream_reasoning", True),
+        included=fields.boolean("include_reasoning", True),
+        budget=None if budget == -1 else budget,
+    )

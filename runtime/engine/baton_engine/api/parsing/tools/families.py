@@ -1,0 +1,69 @@
+"""
+The wire formats of tool calls by name: ours, those of SGLang and vLLM, and the one that a template speaks.
+
+Where neither a person nor the template says which it is, calls are written as `hermes` does: forced ones work
+with every model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from baton_api.errors import SetupError
+from baton_engine.api.parsing.tools import deepseek, qwen3_coder
+from baton_engine.api.parsing.tools.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from baton_engine.api.parsing.tools.family import ToolFamily
+from baton_engine.api.parsing.tools.hermes import HERMES
+from baton_engine.api.parsing.tools.llama3 import LLAMA3
+from baton_engine.api.parsing.tools.mistral import MISTRAL, MISTRAL_V11
+from baton_engine.api.parsing.tools.pythonic import LLAMA4_PYTHONIC, PYTHONIC
+from baton_engine.api.parsing.tools.qwen3_coder import QWEN3_CODER
+
+FAMILIES: Mapping[str, ToolFamily] = {
+    known.name: known
+    for known in (
+        HERMES, QWEN3_CODER, LLAMA3, PYTHONIC, LLAMA4_PYTHONIC, MISTRAL, MISTRAL_V11, DEEPSEEK_V3,
+        DEEPSEEK_V31,
+    )
+}  # fmt: skip
+
+ALIASES: Mapping[str, str] = {
+    "qwen": "hermes", "qwen25": "hermes", "qwen2.5": "hermes", "qwen3": "hermes",
+    "qwen3_xml": "qwen3_coder", "qwen3-coder": "qwen3_coder",
+    "llama3_json": "llama3", "llama4_json": "llama3", "llama": "llama3",
+    "llama4": "llama4_pythonic",
+    "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31", "deepseek-v3": "deepseek_v3",
+}  # fmt: skip
+"""What other servers, and people, call them."""
+
+GENERIC = HERMES
+
+
+def family(name: str) -> ToolFamily:
+    """The family of that name or alias; the generic one for an empty name. Raises SetupError."""
+    if not name:
+        return GENERIC
+    known = FAMILIES.get(ALIASES.get(name, name))
+    if known is None:
+        names = ", ".join(sorted([*FAMILIES, *ALIASES]))
+        raise SetupError(f"There is no tool call parser {name[:60]!r}. Known are: {names}.")
+    return known
+
+
+def detect(chat_template: str) -> str:
+    """The name of the family in which `chat_template` lets a model write calls; empty if in none known."""
+    if "tools" not in chat_template and "tool_calls" not in chat_template:
+        return ""
+    if qwen3_coder.FUNCTION in chat_template and qwen3_coder.PARAMETER in chat_template:
+        return QWEN3_CODER.name
+    if "[TOOL_CALLS]" in chat_template:
+        return MISTRAL_V11.name if "[ARGS]" in chat_template else MISTRAL.name
+    if deepseek.CALLS in chat_template:
+        return DEEPSEEK_V3.name if "```json" in chat_template else DEEPSEEK_V31.name
+    if "<tool_call>" in chat_template and "<arg_key>" not in chat_template:
+        return HERMES.name
+    if "func_name1(" in chat_template or "tool_call.name + '('" in chat_template:
+        return LLAMA4_PYTHONIC.name if "<|python_start|>" in chat_template else PYTHONIC.name
+    if "<|start_header_id|>" in chat_template and '"parameters": ' in chat_template:
+        return LLAMA3.name
+    return ""

@@ -1,0 +1,169 @@
+"""
+Tool calls as a grammar in llguidance's Lark: at least one call, or free text in which every call is valid.
+
+A layout describes how a family writes calls: marks, separators, and the form of one call. A mark that is one
+token of the model means that token, not its letters: free text cannot contain it. White space inside JSON is
+what `json.dumps` writes, as in the models' own templates.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from baton_engine.api.parsing.tools.arguments import RAW_END, RAW_START
+from baton_engine.api.parsing.tools.schemas import closed
+from baton_engine.api.parsing.tools.toolbox import TextGrammar, Tool, Toolbox
+
+if TYPE_CHECKING:
+    pass
+
+JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+LENIENT = {"lenient": True, "coerce_one_of": True}
+"""For schemas that were not given as strict: what cannot be forced is left out."""
+
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+ANY_TEXT = "(?s:.*)"
+
+
+def grammar(layout: Layout, toolbox: Toolbox, tokens: Mapping[str, int], answer: str | None = None) -> str:
+    """
+    The texts that keep to the choice of `toolbox`.
+
+    With `answer`, a JSON schema, what calls nothing is a value of that instead of free text.
+    """
+    lark = Lark(tokens)
+    trigger = layout.triggers[0] if layout.opening.startswith(layout.triggers) else ""
+    ways = [layout.call(lark, tool, _checked(toolbox, tool)) for tool in toolbox.callable.values()]
+    call = lark.rule(" | ".join(ways))
+    several = toolbox.parallel
+    inner = (
+        f"{call} ({joined(lark.literal(layout.separator), call)})*"
+        if several and layout.separator is not None
+        else call
+    )
+    rest = joined(lark.literal(layout.opening.removeprefix(trigger)), inner, lark.literal(layout.closing))
+    block = lark.rule(joined(lark.literal(trigger), rest))
+    if several and layout.between is not None:
+        blocks = f"{block} ({joined(lark.literal(layout.between), block)})*"
+    else:
+        blocks = block
+    if toolbox.forced:
+        return lark.text(blocks)
+    if answer is not None:
+        return lark.text(f"{lark.rule(f'%json {answer}')} | {lark.rule(blocks)}")
+    free = lark.free(layout.triggers, layout.bare)
+    if not trigger:
+        return lark.text(f"{free} | {lark.rule(blocks)}")
+    many = "*" if several and layout.between is not None else "?"
+    if trigger in tokens:
+        return lark.text(f"({free} {block}){many} {free}")
+    # The mark is a part of the text before it, which would swallow its beginning otherwise.
+    up_to = lark.lazy(f"{free} {json.dumps(trigger)}")
+    return lark.text(f"({up_to} {lark.rule(rest)}){many} {free}")
+
+
+class Lark:
+    """A grammar that is being written."""
+
+    def __init__(self, tokens: Mapping[str, int]) -> None:
+        self._tokens = tokens
+        self._lines: list[str] = []
+        self._known: dict[str, str] = {}
+        marks = sorted(tokens, key=len, reverse=True)
+        self._marks = re.compile("|".join(map(re.escape, marks))) if marks else None
+
+    def text(self, start: str) -> str:
+        return "\n".join([f"start: {start}", *self._lines]) + "\n"
+
+    def literal(self, text: str | None) -> str:
+        """Exactly this text; the empty expression for none."""
+        parts, position = [], 0
+        text = text or ""
+        for found in self._marks.finditer(text) if self._marks else ():
+            parts += [json.dumps(text[position : found.start()]), f"<[{self._tokens[found[0]]}]>"]
+            position = found.end()
+        parts.append(json.dumps(text[position:]))
+        return " ".join(part for part in parts if part != '""')
+
+    def rule(self, body: str) -> str:
+        return self._named("r", body)
+
+    def terminal(self, body: str) -> str:
+        return self._named("T", body)
+
+    def json(self, schema: Mapping[str, Any], *, strict: bool = False) -> str:
+        """A value of `schema`, as JSON."""
+        options = JSON_OPTIONS if strict else JSON_OPTIONS | LENIENT
+        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': options})}")
+
+    def arguments(self, tool: Tool, checked: bool) -> str:
+        """All arguments as one value of JSON."""
+        if tool.grammar is not None and tool.grammar.syntax == "lark":
+            return joined(self.literal(RAW_START), self.input(tool.grammar), self.literal(RAW_END))
+        if tool.custom or tool.strict:
+            return self.json(tool.schema, strict=tool.exact)
+        return self.json(closed(tool.schema) if checked else ANY_OBJECT)
+
+    def input(self, grammar: TextGrammar) -> str:
+        """A custom tool's text."""
+        if grammar.syntax == "regex":
+            return self.terminal(regex(grammar.definition))
+        return self.rule(f"%lark {{\n{grammar.definition}\n}}")
+
+    def free(self, without: tuple[str, ...], beginning: str = "") -> str:
+        """Text in which none of `without` stands, and that does not begin with a character of `beginning`."""
+        body = f"/{ANY_TEXT}/"
+        if beginning:
+            body = rf"/\s*([^\s{re.escape(beginning)}]{ANY_TEXT})?/"
+        for mark in without:
+            body += f" & ~/{ANY_TEXT}{escaped(mark)}{ANY_TEXT}/"
+        return self.terminal(body)
+
+    def lazy(self, body: str) -> str:
+        """The shortest text that `body` matches."""
+        return self._named("lazy", body, "[lazy]")
+
+    def _named(self, kind: str, body: str, options: str = "") -> str:
+        line = options + ": " + body
+        if line not in self._known:
+            self._known[line] = f"{kind}{len(self._known)}"
+            self._lines.append(self._known[line] + line)
+        return self._known[line]
+
+
+def _checked(toolbox: Toolbox, tool: Tool) -> bool:
+    return toolbox.forced or tool.exact
+
+
+def joined(*parts: str) -> str:
+    return " ".join(part for part in parts if part) or '""'
+
+
+def escaped(text: str) -> str:
+    return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
+
+
+def regex(pattern: str) -> str:
+    return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern) + "/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A text has blocks of calls; what leaves no choice is as the family's own template writes it."""
+
+    triggers: tuple[str, ...] = ()
+    """What a reader takes for a beginning: none of it may stand in free text. The first begins `opening`."""
+    bare: str = ""
+    """Characters with which an answer that calls nothing may not begin: calls do, without a trigger."""
+    opening: str
+    call: Callable[[Lark, Tool, bool], str]
+    """One call as an expression of the grammar; whether its arguments must fit the tool's schema."""
+    separator: str | None = None
+    """Between the calls of a block; None if a block has one call."""
+    closing: str
+    between: str | None = None
+    """Between blocks; None if a text has one block."""

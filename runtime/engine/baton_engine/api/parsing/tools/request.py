@@ -1,0 +1,254 @@
+"""
+Tools as clients ask for them: `tools` and `tool_choice`, or `functions` and `function_call` as of old.
+
+What is checked is what OpenAI's API promises: names, counts, the kind of each tool, and that a choice names
+something that is there. Whether a schema can be forced is found out when its grammar is compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from baton_api import limits
+from baton_api.errors import EMPTY_ARRAY, INVALID_FUNCTION_PARAMETERS, INVALID_VALUE, InvalidRequest
+from baton_engine.api.fields import Fields, shown, wrong_type
+from baton_engine.api.parsing.tools import schemas
+from baton_engine.api.parsing.tools.toolbox import NO_PARAMETERS, TextGrammar, Tool, Toolbox
+
+NAME = re.compile(r"[A-Za-z0-9_-]+")
+CHOICES = ("none", "auto", "required")
+KINDS = ("function", "custom")
+
+
+def read_tools(fields: Fields) -> Toolbox | None:
+    """The request's tools; None if it has none. Raises InvalidRequest."""
+    if fields.get("functions") is not None:
+        return _functions(fields)
+    if fields.get("function_call") not in (None, "none", "auto"):
+        raise InvalidRequest(
+            "'function_call' is only allowed when 'functions' are specified.", param="function_call"
+        )
+    parallel = fields.boolean("parallel_tool_calls", True)
+    items = fields.array("tools", limits.TOOLS.most)
+    if not items:  # clients that build the list send an empty one
+        _without_tools(fields)
+        return None
+    tools = tuple(_tool(item, f"tools[{position}]") for position, item in enumerate(items))
+    _check_names(tools, "tools")
+    return _chosen(fields, Toolbox(tools=tools, parallel=parallel))
+
+
+def refuse_beside(toolbox: Toolbox | None, param: str) -> None:
+    """Raise InvalidRequest if the answer has to be a call, since `param` asks for another form of it."""
+    if toolbox is not None and toolbox.forced:
+        choice = "function_call" if toolbox.legacy else "tool_choice"
+        raise InvalidRequest(
+            f"'{param}' and a '{choice}' that demands a call exclude one another.", param=choice
+        )
+
+
+def _without_tools(fields: Fields) -> None:
+    choice = fields.get("tool_choice")
+    if choice is None or choice == "none":
+        return
+    if isinstance(choice, str):
+        fields.choice("tool_choice", CHOICES)
+    elif not isinstance(choice, dict):
+        fields.wrong_type("tool_choice", "a string or an object", choice)
+    if choice != "auto" or fields.get("tools") is None:
+        raise InvalidRequest("'tool_choice' is only allowed when 'tools' are specified.", param="tool_choice")
+
+
+# --- One tool ---
+
+
+def _tool(item: object, path: str) -> Tool:
+    if not isinstance(item, dict):
+        raise wrong_type(path, "an object", item)
+    fields = Fields(item, path)
+    fields.require("type")
+    kind = fields.choice("type", KINDS)
+    assert kind is not None
+    fields.require(kind)
+    inner = Fields(fields.mapping(kind) or {}, f"{path}.{kind}")
+    return _custom(inner) if kind == "custom" else _function(inner)
+
+
+def _function(fields: Fields) -> Tool:
+    name = _name(fields)
+    parameters = fields.mapping("parameters")
+    if parameters is not None:
+        _check_parameters(fields, name, parameters)
+    return Tool(
+        name=name,
+        description=fields.text("description", limits.TOOL_DESCRIPTION.most),
+        parameters=_object(parameters) if parameters else NO_PARAMETERS,
+        strict=fields.boolean("strict"),
+    )
+
+
+def _custom(fields: Fields) -> Tool:
+    tool = Tool(
+        name=_name(fields),
+        description=fields.text("description", limits.TOOL_DESCRIPTION.most),
+        custom=True,
+    )
+    form = fields.mapping("format")
+    if form is None:
+        return tool
+    inner = Fields(form, fields.param("format"))
+    inner.require("type")
+    if inner.choice("type", ("text", "grammar")) == "text":
+        return tool
+    inner.require("grammar")
+    given = Fields(inner.mapping("grammar") or {}, inner.param("grammar"))
+    given.require("syntax")
+    syntax = given.choice("syntax", ("lark", "regex"))
+    given.require("definition")
+    definition = given.text("definition", limits.TOOL_SCHEMA.most)
+    assert definition is not None
+    return replace(tool, grammar=TextGrammar("lark" if syntax == "lark" else "regex", definition))
+
+
+def _name(fields: Fields) -> str:
+    fields.require("name")
+    name = fields.text("name", limits.TOOL_NAME.most)
+    assert name is not None
+    if not NAME.fullmatch(name):
+        fields.wrong_value("name", f"Expected letters, digits, '_' and '-' only, but got {shown(name)}")
+    return name
+
+
+def _check_parameters(fields: Fields, name: str, parameters: dict[str, Any]) -> None:
+    reason = schemas.problem(parameters)
+    kind = parameters.get("type", "object")
+    if not reason and kind != "object":
+        reason = f"schema must be a JSON Schema of 'type: \"object\"', got 'type: {json.dumps(kind)[:60]}'"
+    size = len(json.dumps(parameters))
+    if not reason and size > limits.TOOL_SCHEMA.most:
+        reason = (
+            f"it has {size} characters as JSON, more than the {limits.TOOL_SCHEMA.most} that there can be"
+        )
+    if reason:
+        raise InvalidRequest(
+            f"Invalid schema for function '{name}': {reason}.",
+            param=fields.param("parameters"),
+            code=INVALID_FUNCTION_PARAMETERS,
+        )
+
+
+def _object(schema: dict[str, Any]) -> dict[str, Any]:
+    return schema if "type" in schema else {"type": "object"} | schema
+
+
+def _check_names(tools: Iterable[Tool], path: str) -> None:
+    seen: set[str] = set()
+    for position, tool in enumerate(tools):
+        if tool.name in seen:
+            inner = "" if path == "functions" else ".custom" if tool.custom else ".function"
+            raise InvalidRequest(
+                f"Invalid '{path}': there are several tools named {tool.name!r}.",
+                param=f"{path}[{position}]{inner}.name",
+                code=INVALID_VALUE,
+            )
+        seen.add(tool.name)
+
+
+# --- The choice among them ---
+
+
+def _chosen(fields: Fields, toolbox: Toolbox) -> Toolbox:
+    choice = fields.get("tool_choice")
+    if choice is None:
+        return toolbox
+    if isinstance(choice, str):
+        fields.choice("tool_choice", CHOICES)
+        return replace(toolbox, choice=_mode(choice))
+    if not isinstance(choice, dict):
+        fields.wrong_type("tool_choice", "a string or an object", choice)
+    inner = Fields(choice, "tool_choice")
+    inner.require("type")
+    kind = inner.choice("type", (*KINDS, "allowed_tools"))
+    if kind != "allowed_tools":
+        return replace(
+            toolbox, choice="required", allowed=frozenset({_named(inner, toolbox)}), parallel=False
+        )
+    inner.require("allowed_tools")
+    allowed = Fields(inner.mapping("allowed_tools") or {}, inner.param("allowed_tools"))
+    allowed.require("mode")
+    mode = allowed.choice("mode", ("auto", "required"))
+    allowed.require("tools")
+    items = allowed.array("tools", limits.TOOLS.most)
+    if not items:
+        param = allowed.param("tools")
+        raise InvalidRequest(
+            f"Invalid '{param}': empty array. Expected at least 1 tool.", param=param, code=EMPTY_ARRAY
+        )
+    names = set()
+    for position, item in enumerate(items):
+        path = f"{allowed.param('tools')}[{position}]"
+        if not isinstance(item, dict):
+            raise wrong_type(path, "an object", item)
+        one = Fields(item, path)
+        one.require("type")
+        one.choice("type", KINDS)
+        names.add(_named(one, toolbox))
+    return replace(toolbox, choice=_mode(mode or "auto"), allowed=frozenset(names))
+
+
+def _named(fields: Fields, toolbox: Toolbox) -> str:
+    """The tool that `{"type": kind, kind: {"name": ...}}` speaks of."""
+    kind = fields.get("type")
+    fields.require(kind)
+    inner = Fields(fields.mapping(kind) or {}, fields.param(kind))
+    inner.require("name")
+    name = inner.text("name")
+    assert name is not None
+    if not any(tool.name == name and tool.custom == (kind == "custom") for tool in toolbox.tools):
+        inner.wrong_value("name", f"there is no {kind} tool {shown(name)} in 'tools'")
+    return name
+
+
+def _mode(choice: str) -> Any:
+    return choice
+
+
+# --- As it once was ---
+
+
+def _functions(fields: Fields) -> Toolbox:
+    if fields.given("tools"):
+        raise InvalidRequest("'functions' and 'tools' exclude one another.", param="functions")
+    items = fields.array("functions", limits.FUNCTIONS.most) or []
+    if not items:
+        raise InvalidRequest(
+            "Invalid 'functions': empty array. Expected at least 1 function.",
+            param="functions",
+            code=EMPTY_ARRAY,
+        )
+    tools = []
+    for position, item in enumerate(items):
+        if not isinstance(item, dict):
+            raise wrong_type(f"functions[{position}]", "an object", item)
+        tools.append(_function(Fields(item, f"functions[{position}]")))
+    _check_names(tools, "functions")
+    toolbox = Toolbox(tools=tuple(tools), parallel=False, legacy=True)
+    choice = fields.get("function_call")
+    if choice is None:
+        return toolbox
+    if isinstance(choice, str):
+        fields.choice("function_call", ("none", "auto"))
+        return replace(toolbox, choice=_mode(choice))
+    if not isinstance(choice, dict):
+        fields.wrong_type("function_call", "a string or an object", choice)
+    inner = Fields(choice, "function_call")
+    inner.require("name")
+    name = inner.text("name")
+    assert name is not None
+    if all(tool.name != name for tool in tools):
+        inner.wrong_value("name", f"there is no function {shown(name)} in 'functions'")
+    return replace(toolbox, choice="required", allowed=frozenset({name}))

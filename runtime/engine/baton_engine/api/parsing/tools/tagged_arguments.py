@@ -1,0 +1,177 @@
+"""
+Tool parameters written one by one, for families that do not write arguments as one JSON object.
+
+Values come as Python literals or as text between tags, and become JSON. A value that cannot be parsed
+becomes a string with its text, so that nothing is lost.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from baton_api.errors import INVALID_FUNCTION_PARAMETERS, InvalidRequest
+from baton_engine.api.parsing.tools.grammar import Lark, joined
+from baton_engine.api.parsing.tools.schemas import closed
+from baton_engine.api.parsing.tools.toolbox import Tool
+
+DEFINITIONS = ("$defs", "definitions")
+COMBINED = ("anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "dependentRequired", "minProperties")
+"""What a list of parameters cannot say."""
+
+
+def members(
+    lark: Lark,
+    tool: Tool,
+    checked: bool,
+    one: Callable[[str, Mapping[str, Any]], str],
+    separator: str = "",
+) -> str:
+    """
+    The parameters in their order, with or without those that are not required; `one` writes name and value.
+
+    Where arguments are not checked, names are the tool's and values are any. Raises InvalidRequest for a
+    strict schema that says more than a list of parameters can.
+    """
+    schema = root_of(tool)
+    if checked and tool.strict:
+        for key in COMBINED:
+            if key in schema:
+                raise not_enforced(tool, f"it has '{key}' at its root")
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    properties = {**properties, **{name: {} for name in required if name not in properties}}
+    if not checked and not tool.custom:
+        properties, required = {name: {} for name in properties}, []
+    # From the last to the first: what follows if nothing was written before, and if something was.
+    first = later = '""'
+    for name, value in reversed(properties.items()):
+        inner = dict(value) if isinstance(value, Mapping) else {}
+        written = lark.rule(one(name, definitions(schema) | inner))
+        skip_first, skip_later = ("", "") if name in required else (f" | {first}", f" | {later}")
+        first = lark.rule(f"{written} {later}{skip_first}")
+        later = lark.rule(joined(lark.literal(separator), written, later) + skip_later)
+    return first
+
+
+def root_of(tool: Tool) -> Mapping[str, Any]:
+    """The tool's schema, a reference at its root followed."""
+    schema = tool.schema
+    target = resolved(schema["$ref"], schema) if "$ref" in schema else None
+    if isinstance(target, Mapping):
+        schema = definitions(schema) | dict(target)
+    return schema if tool.strict or tool.custom else closed(schema)
+
+
+def definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """What references in a part of `schema` may mean."""
+    return {key: schema[key] for key in DEFINITIONS if key in schema}
+
+
+def not_enforced(tool: Tool, reason: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"Invalid schema for function '{tool.name}': {reason}, which cannot be enforced in the form in which "
+        "this model writes calls.",
+        param="tools",
+        code=INVALID_FUNCTION_PARAMETERS,
+    )
+
+
+DEPTH = 16
+"""References that are followed to find a type."""
+NESTING = 64
+"""Brackets within one another that are still understood."""
+OF_PYTHON: Mapping[type, str] = {
+    bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object",
+    type(None): "null",
+}  # fmt: skip
+
+
+def literal(text: str) -> str:
+    """A literal of Python or JSON as JSON."""
+    text = text.strip()
+    try:
+        return dumped(_parsed(text))
+    except ValueError:
+        return dumped(text)
+
+
+def typed(text: str, types: frozenset[str]) -> str:
+    """Text that stands for a value of one of `types`; any, if there are none."""
+    if types == {"string"}:
+        return dumped(text)
+    try:
+        value = _parsed(text.strip())
+    except ValueError:
+        return dumped(text)
+    kind = OF_PYTHON.get(type(value), "")
+    fits = not types or kind in types or (kind == "integer" and "number" in types)
+    return dumped(value) if fits or "string" not in types else dumped(text)
+
+
+def dumped(value: Any) -> str:
+    """As JSON. Raises ValueError for what JSON has no form for."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except UnicodeEncodeError:  # half a character: written as an escape, it can be sent
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    return text
+
+
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = DEPTH) -> frozenset[str]:
+    """The types that a value of `schema` may have; none if it does not say."""
+    if not isinstance(schema, Mapping) or not depth:
+        return frozenset()
+    if "type" in schema:
+        given = schema["type"]
+        return frozenset(given if isinstance(given, list) else [given])
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return frozenset(OF_PYTHON.get(type(value), "string") for value in values)
+    if "$ref" in schema:
+        return types_of(resolved(schema["$ref"], root), root, depth - 1)
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(key), Sequence):
+            return frozenset().union(*(types_of(part, root, depth - 1) for part in schema[key]))
+    return frozenset()
+
+
+def resolved(reference: object, root: Mapping[str, Any]) -> Any:
+    """What a reference into the same schema means; None if it means nothing."""
+    place: Any = root
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    for step in reference[1:].strip("/").split("/") if reference != "#" else ():
+        step = step.replace("~1", "/").replace("~0", "~")
+        place = place.get(step) if isinstance(place, Mapping) else None
+    return place
+
+
+def _parsed(text: str) -> Any:
+    """Raises ValueError."""
+    if max(text.count(bracket) for bracket in "[{(") > NESTING and _depth(text) > NESTING:
+        raise ValueError("brackets are nested too deeply")
+    try:
+        value = json.loads(text)
+    except ValueError:
+        try:
+            value = ast.literal_eval(text)
+        except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
+            raise ValueError(str(error)) from error
+    dumped(value)  # neither is particular about numbers
+    return value
+
+
+def _depth(text: str) -> int:
+    depth = most = 0
+    for character in text:
+        if character in "[{(":
+            depth += 1
+            most = max(most, depth)
+        elif character in "]})":
+            depth -= 1
+    return most

@@ -1,0 +1,71 @@
+"""Prompts as text or as token ids, one or several: what completions, embeddings and /generate are asked."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from baton_api import limits
+from baton_api.errors import EMPTY_ARRAY, InvalidRequest
+from baton_engine.api.fields import Fields, integer, wrong_type
+from baton_engine.model.tokenizer import Tokenizer
+
+
+class Given(NamedTuple):
+    """One prompt."""
+
+    tokens: tuple[int, ...]
+    """At least one, all known to the model."""
+    text: str | None
+    """If it came as text."""
+
+
+def read_prompts(
+    fields: Fields, name: str, tokenizer: Tokenizer, most: int = limits.PROMPTS.most
+) -> list[Given]:
+    """The field `name`: a string, an array of strings, token ids, or an array of arrays of token ids."""
+    value = fields.require(name)
+    param = fields.param(name)
+    if isinstance(value, str):
+        return [_from_text(value, tokenizer, param)]
+    if not isinstance(value, list):
+        raise wrong_type(param, "a string, an array of strings, or token ids", value)
+    if not value:
+        raise _empty(param)
+    if not isinstance(value[0], str | list):
+        return [_from_ids(value, tokenizer, param)]
+    fields.array(name, most)
+    prompts: list[Given] = []
+    for position, item in enumerate(value):
+        where = f"{param}[{position}]"
+        if type(item) is not type(value[0]):
+            raise wrong_type(where, "the same type as the first prompt", item)
+        if isinstance(item, str):
+            prompts.append(_from_text(item, tokenizer, where))
+        else:
+            prompts.append(_from_ids(item, tokenizer, where))
+    return prompts
+
+
+def _from_text(text: str, tokenizer: Tokenizer, param: str) -> Given:
+    tokens = tuple(tokenizer.encode(text))
+    if not tokens:
+        raise _empty(param)
+    return Given(tokens, text)
+
+
+def _from_ids(ids: list[Any], tokenizer: Tokenizer, param: str) -> Given:
+    if not ids:
+        raise _empty(param)
+    return Given(read_ids(ids, tokenizer, param), None)
+
+
+def read_ids(ids: list[Any], tokenizer: Tokenizer, param: str) -> tuple[int, ...]:
+    """Token ids that the model knows, perhaps none."""
+    last = tokenizer.vocab_size - 1
+    return tuple(integer(value, f"{param}[{position}]", 0, last) for position, value in enumerate(ids))
+
+
+def _empty(param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"Invalid '{param}': the prompt is empty. Expected at least 1 token.", param=param, code=EMPTY_ARRAY
+    )

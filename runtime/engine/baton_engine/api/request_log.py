@@ -1,0 +1,108 @@
+"""
+What `--log-requests` tells of each request that generates: a line when it was read, one when it ended.
+
+Figures and names by default. Texts are private, so they are told at the highest level only, cut to a
+number of characters, and quoted as JSON: no text can end its line or pretend to be another one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from baton_engine.api.exchange import Exchange
+from baton_engine.api.work import Work
+from baton_engine.model.tokenizer import Tokenizer
+from baton_engine.requests import SamplingParams
+from baton_engine.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+SAMPLING_LEVEL = 1
+TEXT_LEVEL = 2
+
+VALUE_LIMIT = 200
+"""Characters of one sampling parameter."""
+
+
+@dataclass(slots=True)
+class Told:
+    """One request that is told of, while it is answered."""
+
+    exchange: Exchange
+    left: int
+    """Characters of its answers that are still to be told; 0 if none are."""
+    texts: dict[int, list[str]] = field(default_factory=dict)
+
+    def add(self, choice: int, text: str) -> None:
+        """Choice number `choice` has gained `text`."""
+        if self.left > 0 and text:
+            self.texts.setdefault(choice, []).append(text[: self.left])
+            self.left -= len(text)
+
+    def ended(self, reasons: Iterable[str], tokens: int) -> None:
+        parts = [f"request {self.exchange.request_id} ended", f"finish={','.join(reasons)}"]
+        parts.append(f"completion={tokens}")
+        for number, pieces in sorted(self.texts.items()):
+            parts.append(f"answer[{number}]={_quoted(''.join(pieces))}")
+        log.info("%s", " ".join(parts))
+
+
+class RequestLog:
+    """Tells of requests as the settings want."""
+
+    def __init__(self, settings: WorkerSettings, tokenizer: Tokenizer) -> None:
+        self._wanted = settings.log_requests
+        self._level = settings.log_requests_level
+        self._length = settings.log_requests_length
+        self._tokenizer = tokenizer
+
+    def read(self, exchange: Exchange, work: Work) -> Told | None:
+        """Tell of a request that has just been read; None if nothing is told of requests."""
+        if not self._wanted:
+            return None
+        prompts, parameters = work.prompts, work.parameters
+        parts = [f"request {exchange.request_id} read", f"id={work.shape.id}", f"path={exchange.path}"]
+        if exchange.client:
+            parts.append(f"client={exchange.client}")
+        parts += [
+            f"prompts={len(prompts)}",
+            f"tokens={sum(len(prompt.tokens) for prompt in prompts)}",
+            f"n={parameters.n}",
+            f"max_tokens={max(prompt.max_tokens for prompt in prompts)}",
+            f"stream={'yes' if parameters.streaming.wanted else 'no'}",
+        ]
+        if self._level >= SAMPLING_LEVEL:
+            parts += [f"seed={parameters.seed}", *_changed(parameters.sampling)]
+        texts = self._level >= TEXT_LEVEL
+        if texts:
+            left = self._length
+            for number, prompt in enumerate(prompts):
+                # A token has a character at least, but for those that are parts of one.
+                text = self._tokenizer.decode(prompt.tokens[:left], skip_special_tokens=False)[:left]
+                parts.append(f"prompt[{number}]={_quoted(text)}")
+                left -= len(text)
+                if left <= 0:
+                    break
+        log.info("%s", " ".join(parts))
+        return Told(exchange, self._length if texts else 0)
+
+
+def _changed(sampling: SamplingParams) -> Iterable[str]:
+    """What differs from a request that says nothing; seed and max_tokens are the choices' own."""
+    for one in dataclasses.fields(sampling):
+        value = getattr(sampling, one.name)
+        if one.name in ("seed", "max_tokens") or value == one.default:
+            continue
+        if one.name == "constraint":
+            value = value.kind  # its source may be private
+        elif isinstance(value, frozenset):
+            value = sorted(value)
+        yield f"{one.name}={str(value)[:VALUE_LIMIT]}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

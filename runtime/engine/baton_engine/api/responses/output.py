@@ -1,0 +1,226 @@
+"""
+Parts of an answer as output items, and the typed, numbered events of their stream.
+
+One item is open at a time: reasoning, a message, or a call. The next item closes it. Clients rely on the
+order of an item's events: the item is added, its content is added, grows and is done, then the item is done.
+White space between items belongs to none of them. Logprobs are those of the message's tokens only: each token
+has its offset in the whole text, and each piece of a message is found there.
+See https://developers.openai.com/api/docs/guides/streaming-responses
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from baton_api.messages import TokenChoice
+from baton_api.response_items import new_id
+from baton_engine.api.logprobs import chat_logprobs
+from baton_engine.api.parsing.parts import Arguments, Call, Part, Thought, Words
+from baton_engine.api.transcript import Piece
+from baton_engine.model.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    type: str
+    event: str
+    """Its text grows by `{event}.delta` and ends with `{event}.done`."""
+    name: str
+    """What the text is called in the item, or in its content, and in the last of these events."""
+    content: str = ""
+    """The type of the content part that has the text; empty where the item has it itself."""
+
+
+REASONING = Kind("reasoning", "response.reasoning_text", "text", "reasoning_text")
+MESSAGE = Kind("message", "response.output_text", "text", "output_text")
+FUNCTION_CALL = Kind("function_call", "response.function_call_arguments", "arguments")
+CUSTOM_CALL = Kind("custom_tool_call", "response.custom_tool_call_input", "input")
+
+
+@dataclass(slots=True)
+class Growing:
+    """The item that is open."""
+
+    kind: Kind
+    index: int
+    id: str
+    call: Call | None = None
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    place: dict[str, Any] = field(init=False)
+    """What the events of its text say of where they belong."""
+
+    def __post_init__(self) -> None:
+        self.place = {"item_id": self.id, "output_index": self.index}
+        if self.kind.content:
+            self.place["content_index"] = 0
+
+    def part(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": self.kind.content, "text": text}
+        return part | {"annotations": [], "logprobs": logprobs} if self.kind is MESSAGE else part
+
+    def item(self, status: str) -> dict[str, Any]:
+        """As it stands: without its text while it is in progress."""
+        text = "" if status == "in_progress" else "".join(self.texts)
+        item: dict[str, Any] = {"id": self.id, "type": self.kind.type, "status": status}
+        if self.call is not None:
+            return item | {"call_id": self.call.id, "name": self.call.name, self.kind.name: text}
+        before: dict[str, Any] = {"role": "assistant"} if self.kind is MESSAGE else {"summary": []}
+        return (
+            item | before | {"content": [] if status == "in_progress" else [self.part(text, self.logprobs)]}
+        )
+
+
+class Output:
+    """The items of one response."""
+
+    def __init__(self, events: Events, custom: frozenset[str], logprobs: MessageLogprobs | None) -> None:
+        """`custom` are the names of the tools that take text."""
+        self.items: list[dict[str, Any]] = []
+        """Those that are done."""
+        self._events = events
+        self._custom = custom
+        self._logprobs = logprobs
+        self._open: Growing | None = None
+        self._blank = ""
+        """White space of which it is not known yet whether a message begins with it."""
+
+    def push(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            match part:
+                case Words(text):
+                    self._say(text)
+                case Thought(text):
+                    if self._logprobs is not None:
+                        self._logprobs.skip(text)
+                    self._grow(self._of(REASONING), text)
+                case Call(name=name):
+                    self._begin(CUSTOM_CALL if name in self._custom else FUNCTION_CALL, part)
+                case Arguments(text=text):
+                    assert self._open is not None and self._open.call is not None
+                    self._grow(self._open, text)
+
+    def close(self, status: str) -> None:
+        """The answer is over: what is open ends with this status. Of nothing at all a message is made."""
+        if self._open is None and not self.items:
+            blank = self._blank
+            self._grow(self._of(MESSAGE), blank)
+        self._end(status)
+
+    def _say(self, text: str) -> None:
+        if self._open is None or self._open.kind is not MESSAGE:
+            text = self._blank + text
+            if not text.strip():
+                self._blank = text
+                return
+        self._grow(self._of(MESSAGE), text)
+
+    def _of(self, kind: Kind) -> Growing:
+        """The open item, if it is of this kind, or a new one."""
+        if self._open is not None and self._open.kind is kind:
+            return self._open
+        return self._begin(kind)
+
+    def _begin(self, kind: Kind, call: Call | None = None) -> Growing:
+        self._end("completed")
+        self._blank = ""
+        self._open = item = Growing(kind, len(self.items), new_id(kind.type), call)
+        self._events.add(
+            "response.output_item.added", {"output_index": item.index, "item": item.item("in_progress")}
+        )
+        if kind.content:
+            self._events.add("response.content_part.added", item.place | {"part": item.part("")})
+        return item
+
+    def _grow(self, item: Growing, text: str) -> None:
+        if not text:
+            return
+        item.texts.append(text)
+        delta = item.place | {"delta": text}
+        if item.kind is MESSAGE:
+            delta["logprobs"] = logprobs = [] if self._logprobs is None else self._logprobs.of(text)
+            item.logprobs += logprobs
+        self._events.add(f"{item.kind.event}.delta", delta)
+
+    def _end(self, status: str) -> None:
+        item, self._open = self._open, None
+        if item is None:
+            return
+        text = "".join(item.texts)
+        done = item.place | {item.kind.name: text}
+        if item.kind is MESSAGE:
+            done["logprobs"] = item.logprobs
+        elif item.call is not None:
+            done["name"] = item.call.name
+        self._events.add(f"{item.kind.event}.done", done)
+        if item.kind.content:
+            self._events.add(
+                "response.content_part.done", item.place | {"part": item.part(text, item.logprobs)}
+            )
+        whole = item.item(status)
+        self._events.add("response.output_item.done", {"output_index": item.index, "item": whole})
+        self.items.append(whole)
+
+
+_encoder = msgspec.json.Encoder()
+
+
+class Events:
+    """Collects the events of one response until they are taken; a response that is not streamed has none."""
+
+    def __init__(self, wanted: bool) -> None:
+        self._wanted = wanted
+        self._numbers = itertools.count()
+        self._waiting: list[bytes] = []
+
+    def add(self, kind: str, body: dict[str, Any]) -> None:
+        if self._wanted:
+            data = _encoder.encode({"type": kind, "sequence_number": next(self._numbers)} | body)
+            self._waiting.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
+
+    def take(self) -> bytes:
+        """All that were added since the last time, as bytes of the stream."""
+        taken = b"".join(self._waiting)
+        self._waiting.clear()
+        return taken
+
+
+class MessageLogprobs:
+    """Of one answer. The tokens of a piece are taken in before its parts are asked about."""
+
+    def __init__(self, tokenizer: Tokenizer, alternatives: int) -> None:
+        self._tokenizer = tokenizer
+        self._alternatives = alternatives
+        self._text = ""
+        self._read = 0
+        """Characters of the text that are accounted for."""
+        self._tokens: deque[tuple[int, TokenChoice]] = deque()
+        """Those that are not, with their places."""
+
+    def saw(self, piece: Piece) -> None:
+        self._text += piece.text
+        self._tokens.extend(zip(piece.offsets, piece.tokens, strict=True))
+
+    def skip(self, thought: str) -> None:
+        """This much was thought and not said."""
+        at = self._text.find(thought, self._read)
+        if at >= 0:
+            self._read = at + len(thought)
+
+    def of(self, words: str) -> list[dict[str, Any]]:
+        """The entries of the tokens that these words are made of."""
+        start = max(self._text.find(words, self._read), self._read)
+        end = self._read = start + len(words)
+        made: list[TokenChoice] = []
+        while self._tokens and self._tokens[0][0] < end:
+            place, token = self._tokens.popleft()
+            if place >= start:
+                made.append(token)
+        entries: list[dict[str, Any]] = chat_logprobs(self._tokenizer, made, self._alternatives)["content"]
+        return entries

@@ -1,0 +1,275 @@
+"""
+A request for a response, translated to a request for chat.
+
+Members with the same name and meaning pass unchanged, extensions included; others are renamed. Members of
+chat that responses lack are rejected with the name to use instead, and chat's errors are reported under the
+request's own member names. Tools are flat here and nested in chat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton_api import limits
+from baton_api.errors import UNSUPPORTED_PARAMETER, InvalidRequest
+from baton_engine.api.fields import Fields, shown, wrong_type
+from baton_engine.api.parameters import not_served
+from baton_engine.api.responses import conversation
+from baton_engine.api.responses.conversation import Conversation
+
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (
+    LOGPROBS, "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+    "web_search_call.action.sources", "code_interpreter_call.outputs", "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+)  # fmt: skip
+"""All but the first ask for what there is not: of tools that are not served, and of thoughts in cipher."""
+
+NOT_SERVED = ("background", "conversation", "prompt", "context_management", "moderation")
+MOVED = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "logprobs": "include",
+}
+"""Fields of chat, and what they are here."""
+
+OWN = frozenset({
+    *NOT_SERVED, *MOVED, "input", "instructions", "previous_response_id", "max_output_tokens", "text",
+    "reasoning", "include", "tools", "tool_choice", "truncation", "max_tool_calls", "store", "top_logprobs",
+    "n",
+})  # fmt: skip
+"""Fields that chat is not to see as they are."""
+
+FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+SUMMARIES = ("auto", "concise", "detailed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One request, read."""
+
+    conversation: Conversation
+    options: dict[str, Any]
+    """The fields of chat, but for the messages."""
+    echo: dict[str, Any]
+    """What the response object repeats."""
+    custom: frozenset[str]
+    """Names of the tools that take text and not arguments."""
+    logprobs: bool
+    truncate: bool
+
+
+def read(fields: Fields, items: Sequence[object], earlier: int) -> Asked:
+    """`items` are the whole conversation, the first `earlier` of them from earlier responses."""
+    _refuse(fields)
+    include = _include(fields)
+    top_logprobs = fields.integer("top_logprobs", *limits.TOP_LOGPROBS.range)
+    fields.integer("max_tool_calls", *limits.MAX_TOOL_CALLS.range)
+    fields.integer("n", 1, 1)
+    instructions = fields.text("instructions")
+    text = Fields(fields.mapping("text") or {}, "text")
+    reasoning = Fields(fields.mapping("reasoning") or {}, "reasoning")
+    reasoning.choice("summary", SUMMARIES)
+    choice = read_choice(fields)
+    offered = read_tools(fields)
+    options = {name: fields.get(name) for name in fields if name not in OWN} | {
+        "max_completion_tokens": fields.get("max_output_tokens"),
+        "verbosity": text.get("verbosity"),
+        "reasoning_effort": reasoning.get("effort"),
+        "response_format": _format(text),
+        "tools": [for_chat(tool) for tool in offered] or None,
+        "tool_choice": choice_for_chat(choice),
+        "logprobs": True if LOGPROBS in include else None,
+        "top_logprobs": top_logprobs if LOGPROBS in include else None,
+    }
+    return Asked(
+        conversation=conversation.read(items, earlier, instructions),
+        options={name: value for name, value in options.items() if value is not None},
+        echo={
+            "instructions": instructions,
+            "max_output_tokens": fields.get("max_output_tokens"),
+            "max_tool_calls": fields.get("max_tool_calls"),
+            "metadata": fields.get("metadata") or {},
+            "parallel_tool_calls": fields.boolean("parallel_tool_calls", True),
+            "previous_response_id": fields.text("previous_response_id"),
+            "prompt_cache_key": fields.get("prompt_cache_key"),
+            "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
+            "safety_identifier": fields.get("safety_identifier"),
+            "store": fields.boolean("store", True),
+            "text": {
+                "format": text.get("format") or {"type": "text"},
+                "verbosity": text.get("verbosity") or "medium",
+            },
+            "tool_choice": choice,
+            "tools": offered,
+            "top_logprobs": top_logprobs or 0,
+            "truncation": fields.choice("truncation", ("auto", "disabled")) or "disabled",
+            "user": fields.get("user"),
+        },
+        custom=frozenset(tool["name"] for tool in offered if tool["type"] == "custom"),
+        logprobs=LOGPROBS in include,
+        truncate=fields.get("truncation") == "auto",
+    )
+
+
+def _refuse(fields: Fields) -> None:
+    for name in NOT_SERVED:
+        if fields.given(name):
+            raise not_served(name)
+    for name, here in MOVED.items():
+        if fields.get(name) is not None:
+            raise InvalidRequest(
+                f"Unsupported parameter: '{name}'. Responses have {here!r} in its place.",
+                param=name,
+                code=UNSUPPORTED_PARAMETER,
+            )
+
+
+def _include(fields: Fields) -> frozenset[str]:
+    wanted = fields.array("include", len(INCLUDABLE)) or ()
+    for position, name in enumerate(wanted):
+        param = f"include[{position}]"
+        if not isinstance(name, str):
+            raise wrong_type(param, "a string", name)
+        if name not in INCLUDABLE:
+            Fields({param: name}).wrong_value(param, f"there is no {shown(name)} to include")
+    return frozenset(wanted)
+
+
+def _format(text: Fields) -> dict[str, Any] | None:
+    """Chat has the particulars of a schema one level deeper."""
+    given = text.mapping("format")
+    if given is None:
+        return None
+    fields = Fields(given, "text.format")
+    fields.require("type")
+    if fields.choice("type", FORMATS) != "json_schema":
+        return given
+    for name in ("name", "schema"):
+        fields.require(name)
+    return {"type": "json_schema", "json_schema": {key: given[key] for key in given if key != "type"}}
+
+
+_NAMES = (
+    (re.compile(r"^max_completion_tokens$"), "max_output_tokens"),
+    (re.compile(r"^response_format\.json_schema\b"), "text.format"),
+    (re.compile(r"^response_format\b"), "text.format"),
+    (re.compile(r"^reasoning_effort$"), "reasoning.effort"),
+    (re.compile(r"^verbosity$"), "text.verbosity"),
+    (re.compile(r"^logprobs$"), "include"),
+    (re.compile(r"^(tools\[\d+\])\.(?:function|custom)\b"), r"\1"),
+    (re.compile(r"^tool_choice\.(?:function|custom|allowed_tools)\b"), "tool_choice"),
+    (re.compile(r"^(tool_choice\.tools\[\d+\])\.(?:function|custom)\b"), r"\1"),
+    (re.compile(r"^messages$"), "input"),
+)
+_MESSAGE = re.compile(r"^messages\[(\d+)\]")
+
+
+@contextlib.contextmanager
+def renamed(sources: Sequence[str]) -> Iterator[None]:
+    """Raise every InvalidRequest with the name of a field of responses; `sources[i]` made message i."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.param is None:
+            raise
+        param = here(error.param, sources)
+        message = str(error).replace(f"'{error.param}'", f"'{param}'")
+        raise InvalidRequest(message, param=param, code=error.code) from error
+
+
+def here(param: str, sources: Sequence[str]) -> str:
+    """The field of responses that stands for chat's `param`."""
+    if (message := _MESSAGE.match(param)) and int(message[1]) < len(sources):
+        return sources[int(message[1])]
+    for pattern, name in _NAMES:
+        param = pattern.sub(name, param)
+    return param
+
+
+CHOICES = ("none", "auto", "required")
+OF_FUNCTION = ("name", "description", "parameters", "strict")
+OF_CUSTOM = ("name", "description", "format")
+
+
+def read_tools(fields: Fields) -> list[dict[str, Any]]:
+    """The tools as a response object shows them. Raises InvalidRequest for those that others would run."""
+    return [
+        _tool(tool, f"tools[{position}]")
+        for position, tool in enumerate(fields.array("tools", limits.TOOLS.most) or ())
+    ]
+
+
+def _tool(tool: object, path: str) -> dict[str, Any]:
+    if not isinstance(tool, dict):
+        raise wrong_type(path, "an object", tool)
+    fields = Fields(tool, path)
+    fields.require("type")
+    kind = fields.text("type")
+    if kind not in ("function", "custom"):
+        raise InvalidRequest(
+            f"Tools of type {shown(kind)} are not served here: only 'function' and 'custom' are.",
+            param="tools",
+            code=UNSUPPORTED_PARAMETER,
+        )
+    fields.require("name")
+    fields.text("name")
+    if kind == "custom":
+        return {"type": kind, "name": tool["name"]} | {
+            "description": tool.get("description") or "",
+            "format": fields.mapping("format") or {"type": "text"},
+        }
+    return {"type": kind} | {name: tool.get(name) for name in OF_FUNCTION}
+
+
+def for_chat(tool: dict[str, Any]) -> dict[str, Any]:
+    kind = tool["type"]
+    names = OF_CUSTOM if kind == "custom" else OF_FUNCTION
+    inner = {name: tool[name] for name in names if tool[name] is not None}
+    if kind == "custom" and inner["format"].get("type") == "grammar":
+        grammar = {key: value for key, value in inner["format"].items() if key != "type"}
+        inner["format"] = {"type": "grammar", "grammar": grammar}
+    return {"type": kind, kind: inner}
+
+
+def read_choice(fields: Fields) -> str | dict[str, Any]:
+    """`tool_choice` as a response object shows it."""
+    value = fields.get("tool_choice")
+    if value is None:
+        return "auto"
+    if not isinstance(value, dict):
+        return fields.choice("tool_choice", CHOICES) or "auto"
+    inner = Fields(value, "tool_choice")
+    inner.require("type")
+    if inner.choice("type", ("function", "custom", "allowed_tools")) == "allowed_tools":
+        inner.choice("mode", ("auto", "required"))
+        for position, tool in enumerate(inner.array("tools", limits.TOOLS.most) or ()):
+            if not isinstance(tool, dict):
+                raise wrong_type(f"tool_choice.tools[{position}]", "an object", tool)
+    else:
+        inner.require("name")
+        inner.text("name")
+    return value
+
+
+def choice_for_chat(choice: str | dict[str, Any]) -> str | dict[str, Any] | None:
+    if isinstance(choice, str):
+        return None if choice == "auto" else choice
+    kind = choice["type"]
+    if kind != "allowed_tools":
+        return {"type": kind, kind: {"name": choice["name"]}}
+    allowed = [
+        {"type": tool.get("type"), str(tool.get("type")): {"name": tool.get("name")}}
+        for tool in choice.get("tools") or ()
+    ]
+    return {"type": kind, kind: {"mode": choice.get("mode") or "auto", "tools": allowed}}

@@ -1,0 +1,69 @@
+"""The requests that generate now, by every name under which a client may want to end one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from baton_api import limits
+from baton_engine.api.fields import Fields, wrong_type
+
+
+class Abortable(Protocol):
+    """A request that somebody else may end."""
+
+    def abort(self) -> None:
+        """End it soon: whoever waits for it gets RequestAborted."""
+        ...
+
+
+class Running:
+    """Names may be shared, since clients choose some of them. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, list[Abortable]] = {}
+
+    @contextlib.contextmanager
+    def entered(self, names: Iterable[str], request: Abortable) -> Iterator[None]:
+        """`request` is known by each of `names` meanwhile."""
+        distinct = set(names)
+        for name in distinct:
+            self._by_name.setdefault(name, []).append(request)
+        try:
+            yield
+        finally:
+            for name in distinct:
+                known = self._by_name[name]
+                known.remove(request)
+                if not known:
+                    del self._by_name[name]
+
+    def abort(self, name: str) -> int:
+        """End the requests of this name; says how many there were."""
+        return self._end(self._by_name.get(name, ()))
+
+    def abort_all(self) -> int:
+        return self._end(request for known in self._by_name.values() for request in known)
+
+    def _end(self, requests: Iterable[Abortable]) -> int:
+        distinct = {id(request): request for request in requests}
+        for request in distinct.values():
+            request.abort()
+        return len(distinct)
+
+
+def read_names(fields: Fields) -> tuple[str, ...]:
+    """The names that a request gives itself: `request_id`, and `rid`, of which there may be several."""
+    given = fields.get("rid")
+    if isinstance(given, list):
+        names = [*(fields.array("rid", limits.ABORTS.most) or ())]
+        for position, name in enumerate(names):
+            param = fields.param(f"rid[{position}]")
+            if not isinstance(name, str):
+                raise wrong_type(param, "a string", name)
+            Fields({param: name}).text(param, limits.REQUEST_ID.most)
+    else:
+        names = [fields.text("rid", limits.REQUEST_ID.most)]
+    names.append(fields.text("request_id", limits.REQUEST_ID.most))
+    return tuple(name for name in names if name)

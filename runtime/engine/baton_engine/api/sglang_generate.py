@@ -1,0 +1,208 @@
+"""
+`POST /generate`: text or token ids in, their continuation out, in the form that SGLang's own clients send.
+
+The same work as a completion under other names: parameters stand in `sampling_params`, and each event
+of a stream tells all that there is so far, not what is new.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton_api import limits
+from baton_api.errors import InvalidRequest
+from baton_api.messages import TokenChoice
+from baton_engine.api import parameters
+from baton_engine.api.answer_shape import Choice
+from baton_engine.api.fields import Fields
+from baton_engine.api.logprobs import FLOOR, scored
+from baton_engine.api.prompts import read_prompts
+from baton_engine.api.running import read_names
+from baton_engine.api.served import Served
+from baton_engine.api.streaming import DONE, Usage, data_event
+from baton_engine.api.transcript import Piece
+from baton_engine.api.work import Prompt, Work, fit, read_max_tokens
+from baton_engine.model.tokenizer import Tokenizer
+from baton_engine.requests import FinishReason
+
+DEFAULT_MAX_TOKENS = 128
+
+NAMES = {"min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+"""SGLang's name and ours, where they differ."""
+
+NOT_SERVED = (
+    "input_embeds", "image_data", "audio_data", "video_data", "lora_path", "lora_id", "token_ids_logprob",
+    "custom_logit_processor", "return_hidden_states", "session_params",
+)  # fmt: skip
+
+
+def prepare(fields: Fields, served: Served) -> Work:
+    """Check and tokenise. Takes a while for long prompts: not for the event loop."""
+    source = _source(fields)
+    given = read_prompts(fields, source, served.tokenizer)
+    parameters.refuse_not_served(fields, NOT_SERVED)
+    alternatives = _alternatives(fields)
+    start = _start_of_logprobs(fields) if alternatives is not None else None
+    sampling = _sampling(fields, None if start is None else alternatives)
+    common = parameters.parse(sampling, alternatives, served.vocabulary, served.defaults)
+    if len(given) * common.n > limits.ALL_CHOICES.most:
+        raise InvalidRequest(
+            f"{len(given)} prompts with n={common.n} are more than {limits.ALL_CHOICES.most} choices.",
+            param=sampling.param("n"),
+        )
+    own = Fields(fields.mapping("sampling_params") or {}, "sampling_params")
+    wanted, wanted_param = read_max_tokens(
+        own, "max_new_tokens", "max_tokens", low=limits.MAX_TOKENS_OR_NONE.least
+    )
+    prompts = tuple(_fit(one.tokens, wanted, served, source, sampling.param(wanted_param)) for one in given)
+    parameters.check_min_tokens(common, min(prompt.max_tokens for prompt in prompts))
+    value = fields.get(source)
+    names = read_names(fields)
+    shape = NativeShape(
+        id=names[0] if names else f"gen-{uuid.uuid4().hex}",
+        tokenizer=served.tokenizer,
+        alternatives=alternatives,
+        start=start,
+        shows_texts=fields.boolean("return_text_in_logprobs"),
+        prompts=tuple(prompt.tokens for prompt in prompts),
+        several=common.n > 1 or (isinstance(value, list) and isinstance(value[0], str | list)),
+    )
+    return Work(prompts, common, shape)
+
+
+@dataclass(slots=True)
+class Gained:
+    """All that one choice has so far."""
+
+    text: str = ""
+    tokens: list[TokenChoice] = field(default_factory=list)
+
+    def add(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.tokens += piece.tokens
+
+
+@dataclass(slots=True, kw_only=True)
+class NativeShape:
+    """Objects with `text`, `output_ids` and `meta_info`; the events of a stream are such objects too."""
+
+    id: str
+    tokenizer: Tokenizer
+    alternatives: int | None
+    start: int | None
+    """The first prompt token whose logprob is wanted."""
+    shows_texts: bool
+    prompts: Sequence[Sequence[int]]
+    several: bool
+    """Whether an array was asked for, of however many."""
+    began: float = field(default_factory=time.monotonic)
+    _gained: dict[int, Gained] = field(default_factory=dict)
+
+    def events(self, choice: Choice, piece: Piece, usage: Callable[[], Usage]) -> bytes:
+        gained = self._gained.setdefault(choice.index, Gained())
+        gained.add(piece)
+        body = self._body(choice, gained.text, gained.tokens, piece.finish)
+        return data_event(body | {"index": choice.index} if self.several else body)
+
+    def closing(self, usage: Usage) -> bytes:
+        return DONE
+
+    def answer(self, choices: Sequence[tuple[Choice, Piece]], usage: Usage) -> Any:
+        bodies = [self._body(choice, whole.text, whole.tokens, whole.finish) for choice, whole in choices]
+        return bodies if self.several else bodies[0]
+
+    def _body(
+        self, choice: Choice, text: str, tokens: Sequence[TokenChoice], finish: FinishReason | None
+    ) -> dict[str, Any]:
+        meta: dict[str, Any] = {
+            "id": self.id,
+            "finish_reason": _finish(finish, choice),
+            "prompt_tokens": len(self.prompts[choice.prompt]),
+            "completion_tokens": choice.transcript.count,
+            "cached_tokens": choice.cached_tokens,
+            "weight_version": "default",
+            "e2e_latency": time.monotonic() - self.began,
+        }
+        if self.alternatives is not None:
+            meta |= self._logprobs("input", self._of_prompt(choice))
+            meta |= self._logprobs("output", tokens)
+        return {"text": text, "output_ids": [one.token for one in tokens], "meta_info": meta}
+
+    def _of_prompt(self, choice: Choice) -> list[TokenChoice]:
+        """The prompt's tokens from `start` on; nothing came before the first one, which has no logprob."""
+        if self.start is None or choice.scores is None:
+            return []
+        prompt = self.prompts[choice.prompt]
+        return [TokenChoice(token=prompt[0]), *scored(prompt, choice.scores)][self.start :]
+
+    def _logprobs(self, whose: str, tokens: Sequence[TokenChoice]) -> dict[str, Any]:
+        rows = {f"{whose}_token_logprobs": [self._entry(one.logprob, one.token) for one in tokens]}
+        if not self.alternatives:
+            return rows
+        tops = [[self._entry(logprob, token) for token, logprob in one.top] for one in tokens]
+        return rows | {f"{whose}_top_logprobs": [top[: self.alternatives] or None for top in tops]}
+
+    def _entry(self, logprob: float | None, token: int) -> tuple[float | None, int, str | None]:
+        text = self.tokenizer.token_text(token) if self.shows_texts else None
+        return None if logprob is None else max(logprob, FLOOR), token, text
+
+
+def _finish(finish: FinishReason | None, choice: Choice) -> dict[str, Any] | None:
+    if finish is None:
+        return None
+    if finish is FinishReason.STOP:
+        return {"type": finish, "matched": choice.transcript.matched}
+    return {"type": finish, "length": choice.transcript.count}
+
+
+def _source(fields: Fields) -> str:
+    """The field that holds the prompts."""
+    if fields.get("input_ids") is None:
+        return "text"
+    if fields.get("text") is not None:
+        raise InvalidRequest("'text' and 'input_ids' exclude one another.", param="text")
+    return "input_ids"
+
+
+def _sampling(fields: Fields, prompt_logprobs: int | None) -> Fields:
+    """`sampling_params` under our names, and what stands beside them."""
+    given: Mapping[str, Any] = fields.mapping("sampling_params") or {}
+    renamed = {NAMES.get(name, name): value for name, value in given.items()}
+    beside = {"stream": fields.boolean("stream"), "stream_options": None, "prompt_logprobs": prompt_logprobs}
+    return Fields(renamed | beside, "sampling_params")
+
+
+def _alternatives(fields: Fields) -> int | None:
+    wanted = fields.boolean("return_logprob")
+    top = fields.integer("top_logprobs_num", *limits.TOP_LOGPROBS.range) or 0
+    return top if wanted else None
+
+
+def _start_of_logprobs(fields: Fields) -> int | None:
+    """None if only the output's are wanted."""
+    start = fields.integer("logprob_start_len", -1, limits.TOKENS)
+    if start is None or start < 0:
+        return None
+    if fields.boolean("stream"):
+        raise InvalidRequest(
+            "Logprobs of the prompt are not available when 'stream' is enabled.", param="logprob_start_len"
+        )
+    return start
+
+
+def _fit(
+    tokens: tuple[int, ...], wanted: int | None, served: Served, param: str, wanted_param: str
+) -> Prompt:
+    return fit(
+        tokens,
+        wanted,
+        served.max_model_len,
+        param=param,
+        wanted_param=wanted_param,
+        default=DEFAULT_MAX_TOKENS,
+        truncate=served.settings.allow_auto_truncate,
+    )

@@ -1,0 +1,250 @@
+"""
+What form an answer must have, in all the spellings that clients use, as one constraint.
+
+OpenAI's is `response_format`; SGLang's users write `regex`, `ebnf`, `json_schema` and `structural_tag`,
+vLLM's `structured_outputs`, and older ones of theirs `guided_*`. There is at most one of them.
+
+A JSON schema holds whether or not it is `strict`. What of it the grammar cannot enforce is left out of one
+that is not strict, as OpenAI allows, and refused everywhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from baton_api import limits
+from baton_api.errors import INVALID_VALUE, MISSING_REQUIRED_PARAMETER, InvalidRequest
+from baton_engine.api.fields import Fields, shown, wrong_type
+from baton_engine.grammar import texts
+from baton_engine.requests import Constraint
+
+FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+NAME = re.compile(r"[A-Za-z0-9_-]+")
+LARK = re.compile(r"^\s*(%llguidance\b|[?!]?start\s*(\[[^\]]*\]|\{[^}]*\})?\s*:(?!:=))", re.MULTILINE)
+"""What only a grammar in Lark has; EBNF has `root ::=`."""
+
+Found = tuple[str, Constraint]
+"""The field that brings a constraint, as an error names it, and the constraint."""
+
+
+def read_constraint(fields: Fields) -> Constraint | None:
+    """The one constraint of a request, checked for its form; whether it can be met is seen later."""
+    found = list(_constraints(fields))
+    if len(found) > 1:
+        raise InvalidRequest(
+            f"'{found[0][0]}' and '{found[1][0]}' exclude one another: an answer has one form.",
+            param=found[1][0],
+        )
+    return found[0][1] if found else None
+
+
+def constrained_by(fields: Fields) -> str | None:
+    """The field that brings the constraint, as an error names it."""
+    return next((param for param, _ in _constraints(fields)), None)
+
+
+def _constraints(fields: Fields) -> Iterator[Found]:
+    yield from _response_format(fields)
+    yield from _structured_outputs(fields)
+    for name, read in _READERS.items():
+        yield from read(fields, name)
+    blank = _white_space(fields, "guided_whitespace_pattern")
+    yield from _schema(fields, "guided_json", blank)
+    fields.text("guided_decoding_backend")
+
+
+def _response_format(fields: Fields) -> Iterator[Found]:
+    value = fields.mapping("response_format")
+    if value is None:
+        return
+    inner = Fields(value, fields.param("response_format"))
+    inner.require("type")
+    match inner.choice("type", FORMATS):
+        case "json_object":
+            yield fields.param("response_format"), _any_object()
+        case "json_schema":
+            inner.require("json_schema")
+            named = Fields(inner.mapping("json_schema") or {}, inner.param("json_schema"))
+            yield fields.param("response_format"), _named_schema(named)
+        case "structural_tag":
+            form = {key: part for key, part in value.items() if key != "type"}
+            yield fields.param("response_format"), _tag(form, inner.param("type"))
+
+
+def _named_schema(fields: Fields) -> Constraint:
+    fields.require("name")
+    name = fields.text("name", limits.SCHEMA_NAME.most) or ""
+    if not NAME.fullmatch(name):
+        fields.wrong_value("name", f"{shown(name)} has other characters than a-z, A-Z, 0-9, '_' and '-'")
+    fields.text("description")
+    fields.require("schema")
+    schema = fields.mapping("schema")
+    return _of_schema(schema, fields.param("schema"), lenient=not fields.boolean("strict"))
+
+
+def _structured_outputs(fields: Fields) -> Iterator[Found]:
+    value = fields.mapping("structured_outputs")
+    if not value:
+        return
+    inner = Fields(value, fields.param("structured_outputs"))
+    blank = _white_space(inner, "whitespace_pattern")
+    if inner.boolean("disable_any_whitespace"):
+        blank = ""
+    if inner.boolean("disable_additional_properties"):
+        inner.wrong_value("disable_additional_properties", "write 'additionalProperties' into the schema")
+    inner.boolean("disable_fallback")
+    found = [
+        *_schema(inner, "json", blank),
+        *_regex(inner, "regex"),
+        *_choice(inner, "choice"),
+        *_grammar(inner, "grammar"),
+        *_structural_tag(inner, "structural_tag"),
+    ]
+    if inner.boolean("json_object"):
+        found.append((inner.param("json_object"), _any_object()))
+    if not found:
+        raise InvalidRequest(
+            "'structured_outputs' has one of 'json', 'regex', 'choice', 'grammar', 'json_object' and "
+            "'structural_tag'.",
+            param=fields.param("structured_outputs"),
+            code=MISSING_REQUIRED_PARAMETER,
+        )
+    yield from found
+
+
+def _schema(fields: Fields, name: str, white_space: str | None = None) -> Iterator[Found]:
+    """A schema as an object, or as text that holds one."""
+    value = fields.get(name)
+    if value is None:
+        return
+    param = fields.param(name)
+    if isinstance(value, str):
+        _check_size(value, param)
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(
+                f"Invalid value for '{param}': it is not JSON: {error}.", param=param, code=INVALID_VALUE
+            ) from error
+    if not isinstance(value, dict | bool):
+        raise wrong_type(param, "an object, or a string that holds one", value)
+    yield param, _of_schema(value, param, white_space=white_space)
+
+
+def _regex(fields: Fields, name: str) -> Iterator[Found]:
+    yield from _text(fields, name, "regex")
+
+
+def _grammar(fields: Fields, name: str) -> Iterator[Found]:
+    for param, constraint in _text(fields, name, "ebnf"):
+        kind = "lark" if LARK.search(constraint.source) else "ebnf"
+        yield param, Constraint(kind, constraint.source)
+
+
+def _choice(fields: Fields, name: str) -> Iterator[Found]:
+    choices = fields.array(name, limits.CHOICES.most)
+    if choices is None:
+        return
+    param = fields.param(name)
+    if not choices:
+        raise InvalidRequest(
+            f"Invalid '{param}': empty array. Expected at least 1 item.",
+            param=param,
+            code=limits.CHOICES.code_below,
+        )
+    for position, choice in enumerate(choices):
+        if not isinstance(choice, str):
+            raise wrong_type(f"{param}[{position}]", "a string", choice)
+    literals = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    _check_size(literals, param)
+    # One terminal, which is fast; the ways of a rule are tried one by one.
+    yield param, Constraint("lark", f"start: CHOICE\nCHOICE: {literals}\n")
+
+
+def _structural_tag(fields: Fields, name: str) -> Iterator[Found]:
+    """A tag as an object, or as text that holds one."""
+    value = fields.get(name)
+    if value is None:
+        return
+    if isinstance(value, dict):
+        yield fields.param(name), _tag(value, fields.param(name))
+    else:
+        yield from _text(fields, name, "structural_tag")
+
+
+def _text(fields: Fields, name: str, kind: str) -> Iterator[Found]:
+    value = fields.text(name)
+    if value is not None:
+        _check_size(value, fields.param(name))
+        yield fields.param(name), Constraint(kind, value)
+
+
+_READERS: dict[str, Callable[[Fields, str], Iterator[Found]]] = {
+    "regex": _regex,
+    "ebnf": _grammar,
+    "json_schema": _schema,
+    "structural_tag": _structural_tag,
+    "guided_regex": _regex,
+    "guided_choice": _choice,
+    "guided_grammar": _grammar,
+}
+"""The fields of a request that are a constraint by themselves."""
+
+
+def _white_space(fields: Fields, name: str) -> str | None:
+    """A regular expression for what may stand between the parts of JSON."""
+    return fields.text(name, limits.WHITE_SPACE.most)
+
+
+def _any_object() -> Constraint:
+    return Constraint("json_schema", texts.schema({"type": "object"}))
+
+
+def _of_schema(
+    schema: Any, param: str, *, lenient: bool = False, white_space: str | None = None
+) -> Constraint:
+    if _deeper(schema, limits.DEPTH.most):
+        raise InvalidRequest(
+            f"Invalid '{param}': objects and arrays within one another are more than "
+            f"{limits.DEPTH.most} levels deep.",
+            param=param,
+            code=limits.DEPTH.code,
+        )
+    source = texts.schema(schema, lenient=lenient, white_space=white_space)
+    _check_size(source, param)
+    return Constraint("json_schema", source)
+
+
+def _tag(form: dict[str, Any], param: str) -> Constraint:
+    source = json.dumps(form, ensure_ascii=False)
+    _check_size(source, param)
+    return Constraint("structural_tag", source)
+
+
+def _check_size(source: str, param: str) -> None:
+    size = len(source.encode(errors="surrogatepass"))
+    if size > limits.CONSTRAINT.most:
+        raise InvalidRequest(
+            f"Invalid '{param}': too large. Expected at most {limits.CONSTRAINT.most} bytes, but got {size}.",
+            param=param,
+            code=limits.CONSTRAINT.code,
+        )
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    """Whether there are more than so many objects and arrays within one another."""
+    level = [value]
+    for _ in range(levels + 1):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True

@@ -1,0 +1,255 @@
+"""
+A worker's Prometheus metrics: the API's observations and the engine's counters, and aliases of other engines.
+
+The engine's counters are not kept twice: a collector turns one snapshot into samples. The registry belongs to
+this worker, so that two workers in one process do not mix. Metrics under the names of vLLM and SGLang are
+derived from Baton's own at a scrape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+
+from baton_api import __version__, metrics
+from baton_api.certificate_term import Term
+from baton_api.metrics import Metric
+from baton_api.metrics.peers import MODEL, PEER_NAMES, Peer, PeerName
+from baton_engine.metrics.snapshot import EngineSnapshot, Times
+from baton_engine.requests import RelayRecord
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Whose:
+    """Which worker the figures are of."""
+
+    worker: str = "worker"
+    role: str = "both"
+    model: str = ""
+    """As answers call it."""
+
+
+class WorkerMetrics:
+    """The registry of one worker and the observations of its API."""
+
+    def __init__(
+        self,
+        snapshot: Callable[[], EngineSnapshot],
+        kv_batches: Callable[[], int] = lambda: 0,
+        whose: Whose = Whose(),
+        peers: Sequence[Peer] = (),
+        term: Callable[[], Term | None] = lambda: None,
+    ) -> None:
+        """
+        `kv_batches`: how many batches of KV events were published; `peers`: whose names are shown as well;
+        `term`: of the certificate that routers are shown, if there is one.
+        """
+        self._peers = CollectorRegistry(auto_describe=False)
+        self.registry = CollectorRegistry(auto_describe=False)
+        self._requests = self._counter(metrics.WORKER_REQUESTS)
+        self._tokens = self._counter(metrics.WORKER_GENERATION_TOKENS)
+        self._first_token = self._histogram(metrics.WORKER_FIRST_TOKEN)
+        self._token = self._histogram(metrics.WORKER_TOKEN)
+        self._request_time = self._histogram(metrics.WORKER_REQUEST_TIME)
+        self._decode_time = self._histogram(metrics.WORKER_DECODE_TIME)
+        self._prompt_length = self._histogram(metrics.WORKER_PROMPT_LENGTH)
+        self._generation_length = self._histogram(metrics.WORKER_GENERATION_LENGTH)
+        self._transfer_bytes = self._counter(metrics.WORKER_TRANSFER_BYTES)
+        self._transfer_seconds = self._histogram(metrics.WORKER_TRANSFER_SECONDS)
+        self.registry.register(EngineCollector(snapshot, kv_batches, whose))
+        self.registry.register(CertificateCollector(term))
+        if peers:
+            self._peers.register(PeerMetrics(self.registry, peers, whose.model))
+
+    def first_token(self, seconds: float) -> None:
+        """A choice's first token came `seconds` after its request."""
+        self._first_token.observe(seconds)
+
+    def tokens(self, seconds: float, count: int) -> None:
+        """`count` tokens of one choice came `seconds` after the one before them."""
+        for _ in range(count):
+            self._token.observe(seconds / count)
+
+    def relayed(self, relay: RelayRecord) -> None:
+        """A prompt came over from a prefill worker."""
+        self._transfer_bytes.labels(relay.transport).inc(relay.bytes)
+        self._transfer_seconds.labels(relay.transport).observe(relay.transfer_s)
+
+    def ended(
+        self, finish_reason: str, prompt: int, tokens: int, seconds: float, decode_s: float = 0.0
+    ) -> None:
+        """
+        A choice ended `seconds` after its request, and `decode_s` after its first token, with so many tokens
+        of its prompt and of its own.
+        """
+        self._requests.labels(finish_reason).inc()
+        self._prompt_length.observe(prompt)
+        self._request_time.observe(seconds)
+        if tokens:
+            self._tokens.inc(tokens)
+            self._generation_length.observe(tokens)
+            self._decode_time.observe(decode_s)
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry) + generate_latest(self._peers)
+
+    def _counter(self, metric: Metric) -> Counter:
+        counter = Counter(metric.name, metric.help, metric.labels, registry=self.registry)
+        for value in metric.foreseen:
+            counter.labels(value)
+        return counter
+
+    def _histogram(self, metric: Metric) -> Histogram:
+        return Histogram(
+            metric.name, metric.help, metric.labels, buckets=metric.buckets, registry=self.registry
+        )
+
+
+class CertificateCollector(Collector):
+    """Until when the certificate is good that routers are shown."""
+
+    def __init__(self, term: Callable[[], Term | None]) -> None:
+        self._term = term
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        term = self._term()
+        yield _gauge(metrics.WORKER_CERTIFICATE_END, {} if term is None else {(): term.end})
+        yield _gauge(metrics.WORKER_CERTIFICATE_LIFE, {} if term is None else {(): term.end - term.begin})
+
+
+class EngineCollector(Collector):
+    """One engine's snapshot as samples."""
+
+    def __init__(
+        self, snapshot: Callable[[], EngineSnapshot], kv_batches: Callable[[], int], whose: Whose
+    ) -> None:
+        self._snapshot = snapshot
+        self._kv_batches = kv_batches
+        self._whose = whose
+
+    def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily]:
+        now, whose = self._snapshot(), self._whose
+        totals = now.totals
+        yield _gauge(metrics.BUILD_INFO, {("worker", __version__): 1})
+        yield _gauge(metrics.WORKER_INFO, {(whose.worker, whose.role, whose.model): 1})
+        yield _gauge(metrics.WORKER_RUNNING, {(): now.running})
+        yield _gauge(metrics.WORKER_RUNNING_LIMIT, {(): now.max_running})
+        yield _gauge(metrics.WORKER_QUEUED, {(): now.queued})
+        yield _gauge(metrics.WORKER_FETCHING, {(): now.fetching})
+        yield _gauge(metrics.WORKER_HELD, {(): now.held})
+        yield _gauge(metrics.WORKER_QUEUED_TOKENS, {(): now.queued_tokens})
+        yield _gauge(
+            metrics.WORKER_BLOCKS,
+            {
+                ("free",): now.free_blocks,
+                ("cached",): now.cached_blocks,
+                ("owned",): now.owned_blocks - now.pinned_blocks,
+                ("pinned",): now.pinned_blocks,
+                ("quarantined",): now.quarantined_blocks,
+            },
+        )
+        yield _gauge(metrics.WORKER_KV_USAGE, {(): now.usage})
+        yield _gauge(metrics.WORKER_GENERATION_RATE, {(): now.generated_per_s})
+        yield _gauge(metrics.WORKER_PROMPT_RATE, {(): now.computed_per_s})
+        yield _counter(metrics.WORKER_CACHE_QUERIES, {(): totals.prompt_tokens_looked_for})
+        yield _counter(metrics.WORKER_CACHE_HITS, {(): totals.prompt_tokens_cached})
+        yield _counter(metrics.WORKER_CACHE_EVICTIONS, {(): now.evictions})
+        yield _counter(
+            metrics.WORKER_PROMPT_TOKENS,
+            {
+                ("computed",): totals.prompt_tokens_computed,
+                ("cached",): totals.prompt_tokens_cached,
+                ("remote",): totals.prompt_tokens_remote,
+            },
+        )
+        yield _counter(metrics.WORKER_RETRACTIONS, {(): totals.retractions})
+        yield _counter(
+            metrics.WORKER_LOCAL_PREFILLS,
+            {(reason,): count for reason, count in totals.local_prefills.items()},
+        )
+        yield _counter(metrics.WORKER_TRANSFER_FAILURES, dict(totals.transfer_failures.items()))
+        yield _counter(
+            metrics.WORKER_QUARANTINES,
+            {(transport,): count for transport, count in totals.quarantined.items()},
+        )
+        yield _times(metrics.WORKER_QUEUE_TIME, now.queue_times)
+        yield _times(metrics.WORKER_PREFILL_TIME, now.prefill_times)
+        yield _times(metrics.WORKER_STEP, now.step_times)
+        yield _times(metrics.WORKER_FORWARD, now.forward_times)
+        yield _counter(metrics.WORKER_KV_BATCHES, {(): self._kv_batches()})
+
+
+def _gauge(metric: Metric, values: Mapping[tuple[str, ...], float]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
+    for labels, value in values.items():
+        family.add_metric(labels, value)
+    return family
+
+
+def _counter(metric: Metric, values: Mapping[tuple[str, ...], int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
+    for labels, value in values.items():
+        family.add_metric(labels, value)
+    return family
+
+
+def _times(metric: Metric, times: Times) -> HistogramMetricFamily:
+    buckets = [("+Inf" if math.isinf(bound) else str(bound), float(count)) for bound, count in times.buckets]
+    family = HistogramMetricFamily(metric.name, metric.help)
+    family.add_metric((), buckets, times.total_s)
+    return family
+
+
+class PeerMetrics(Collector):
+    """What `registry` shows, as dashboards of `peers` look for it."""
+
+    def __init__(self, registry: CollectorRegistry, peers: Sequence[Peer], model: str) -> None:
+        self._registry = registry
+        self._names = [name for peer in peers for name in PEER_NAMES[peer]]
+        self._model = model
+
+    def collect(self) -> Iterator[Family]:
+        families = {family.name: family for family in self._registry.collect()}
+        for name in self._names:
+            yield self._shown(name, families)
+
+    def _shown(self, name: PeerName, families: dict[str, Family]) -> Family:
+        metric = name.metric
+        kind = metric.kind if name.over is None else "gauge"
+        shown = Family(name.name.removesuffix("_total"), metric.help, kind)
+        if name.over is not None:
+            whole = _total(families, name.over)
+            shown.add_sample(
+                name.name, {MODEL: self._model}, _total(families, metric) / whole if whole else 0.0
+            )
+            return shown
+        sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        for sample in families[_family(metric)].samples:
+            suffix = sample.name.removeprefix(_family(metric))
+            if suffix == "_created":
+                continue
+            kept = {name.labels[key]: value for key, value in sample.labels.items() if key in name.labels}
+            if "le" in sample.labels:
+                kept["le"] = sample.labels["le"]
+            key = shown.name + suffix, tuple(kept.items())
+            sums[key] = sums.get(key, 0.0) + sample.value
+        for (full, labels), value in sums.items():
+            shown.add_sample(full, {MODEL: self._model, **dict(labels)}, value)
+        return shown
+
+
+def _family(metric: Metric) -> str:
+    return metric.name.removesuffix("_total")
+
+
+def _total(families: dict[str, Family], metric: Metric) -> float:
+    return sum(one.value for one in families[_family(metric)].samples if one.name == metric.name)

@@ -1,0 +1,60 @@
+"""One line in the log for each pass with prompt tokens, and for every fortieth that only generates."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from baton_engine.scheduling.scheduler import Plan, Scheduler
+
+log = logging.getLogger("baton_engine.batches")
+
+DECODE_INTERVAL = 40
+"""Passes with generating requests between two lines."""
+
+
+class BatchLog:
+    """Keeps what a line sums up. The format is the field's, so that tools which read it keep working."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._since = clock()
+        self._passes = 0
+        self._tokens = 0
+
+    def note(self, plan: Plan, scheduler: Scheduler) -> None:
+        """A pass has been computed as planned."""
+        if plan.prefills:
+            log.info(
+                "Prefill batch. #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
+                "#running-req: %d, #queue-req: %d",
+                len(plan.prefills),
+                sum(tokens for _, tokens in plan.prefills),
+                sum(job.request.cached_tokens for job in plan.admitted),
+                _usage(scheduler),
+                len(plan.decodes),
+                len(scheduler.waiting),
+            )
+        if not plan.decodes:
+            return
+        if not self._tokens:
+            self._since = self._clock()  # the time before was idle, or prompts alone
+        self._passes += 1
+        self._tokens += len(plan.decodes)
+        if self._passes == DECODE_INTERVAL:
+            now = self._clock()
+            log.info(
+                "Decode batch. #running-req: %d, #token: %d, token usage: %.2f, "
+                "gen throughput (token/s): %.2f, #queue-req: %d",
+                len(plan.decodes),
+                sum(job.request.length for job in plan.decodes),
+                _usage(scheduler),
+                self._tokens / max(now - self._since, 1e-9),
+                len(scheduler.waiting),
+            )
+            self._passes = self._tokens = 0
+            self._since = now
+
+
+def _usage(scheduler: Scheduler) -> float:
+    return 1 - scheduler.pool.available / scheduler.pool.capacity

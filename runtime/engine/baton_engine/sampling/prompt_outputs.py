@@ -1,0 +1,123 @@
+"""
+What a request wants to know of its own prompt: one vector for all of it, or a logprob for each token.
+
+A reading gets the final hidden states chunk by chunk as they are computed and reduces them at once, so
+that no more is kept than one vector, or a few numbers per token. It keeps what it has read through a
+retraction: positions that were read may come from the prefix cache then, later ones must be computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton_engine.requests import Pooling, PromptLogprobs, Request, Vector
+from baton_engine.sampling.sampler import ALTERNATIVES
+
+ROWS = 64
+"""Tokens whose logits are there at once: 40 MB for a vocabulary of 150,000."""
+
+Project = Callable[[Tensor], Tensor]
+"""The model's head: states [S, N] to logits [S, V]."""
+
+
+class Reading(Protocol):
+    """One prompt's; only its engine's thread uses it."""
+
+    needed: int
+    """The first position whose state is still to be read; rises with `read`."""
+    end: int
+    """Positions from here on are not read."""
+
+    def read(self, states: Tensor, project: Project) -> None:
+        """The states of the positions from `needed` on, as many as there are."""
+        ...
+
+    @property
+    def result(self) -> Vector | PromptLogprobs | None:
+        """Once all is read; None if there are numbers in it that are not finite."""
+        ...
+
+
+def reading_of(request: Request) -> Reading | None:
+    """None for a request that is only interested in what follows its prompt."""
+    if request.pooling is not None:
+        return _Pooled(request.pooling, len(request.prompt))
+    if request.sampling.prompt_logprobs is not None:
+        return _Logprobs(request.prompt, request.sampling.prompt_logprobs)
+    return None
+
+
+class _Pooled:
+    """The mean of the states from a position on: the first one, or the last."""
+
+    def __init__(self, pooling: Pooling, length: int) -> None:
+        self.needed = length - 1 if pooling is Pooling.LAST else 0
+        self.end = length
+        self._count = length - self.needed
+        self._sum: Tensor | None = None
+
+    def read(self, states: Tensor, project: Project) -> None:
+        total = states.sum(0, dtype=torch.float64)  # or it would depend on how the prompt was cut
+        self._sum = total if self._sum is None else self._sum + total
+        self.needed += len(states)
+
+    @property
+    def result(self) -> Vector | None:
+        assert self._sum is not None
+        vector: Vector = (self._sum / self._count).to(torch.float32).cpu().numpy()
+        return vector if bool(np.isfinite(vector).all()) else None
+
+
+class _Logprobs:
+    """Of every token but the first, the logprob that the tokens before it gave it."""
+
+    def __init__(self, prompt: tuple[int, ...], alternatives: int) -> None:
+        self.needed = 0
+        self.end = len(prompt) - 1
+        self._tokens = torch.tensor(prompt)
+        self._alternatives = alternatives
+        self._parts: list[PromptLogprobs] = []
+
+    def read(self, states: Tensor, project: Project) -> None:
+        for first in range(0, len(states), ROWS):
+            piece = states[first : first + ROWS]
+            values = project(piece).log_softmax(-1)
+            start, self.needed = self.needed, self.needed + len(piece)
+            chosen = values.gather(1, self._tokens[start + 1 : self.needed + 1].to(values.device)[:, None])
+            # As the sampler does it, so that ties come out the same at any number.
+            count = min(ALTERNATIVES, values.shape[1]) if self._alternatives else 0
+            top, ids = values.topk(count)
+            part = PromptLogprobs(
+                logprobs=chosen[:, 0].cpu().numpy(),
+                ranks=((values > chosen).sum(-1) + 1).cpu().numpy(),
+                top_ids=ids[:, : self._alternatives].cpu().numpy(),
+                top=top[:, : self._alternatives].cpu().numpy(),
+            )
+            self._parts.append(part)
+
+    @property
+    def result(self) -> PromptLogprobs | None:
+        parts = self._parts or [_nothing(self._alternatives)]
+        if any(np.isnan(part.logprobs).any() for part in parts):
+            return None
+        return PromptLogprobs(
+            logprobs=np.concatenate([part.logprobs for part in parts]),
+            ranks=np.concatenate([part.ranks for part in parts]),
+            top_ids=np.concatenate([part.top_ids for part in parts]),
+            top=np.concatenate([part.top for part in parts]),
+        )
+
+
+def _nothing(alternatives: int) -> PromptLogprobs:
+    """Of a prompt of one token."""
+    return PromptLogprobs(
+        logprobs=np.empty(0, dtype=np.float32),
+        ranks=np.empty(0, dtype=np.int64),
+        top_ids=np.empty((0, alternatives), dtype=np.int64),
+        top=np.empty((0, alternatives), dtype=np.float32),
+    )

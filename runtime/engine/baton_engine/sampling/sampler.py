@@ -1,0 +1,262 @@
+"""
+Logits to tokens: one uniform number per token, looked up in the cumulated probabilities.
+
+The vocabulary is never sorted in the usual case. It is read by blocks: the highest logit is looked for in
+the block with the highest maximum, a number's place in the block where the cumulated sums pass it. Top-k,
+top-p and min-p all come down to the least weight that is kept, and the 64th highest block maximum bounds
+the few likely tokens among which that least one is nearly always found.
+
+A row's token depends on its own logits, parameters and position alone, never on its neighbours.
+
+The order of what is applied: the mask of tokens that may be drawn, repetition penalty, frequency and presence
+penalty, logit bias, suppressed stop ids, temperature, min-p, top-k, top-p over what those two left. Tokens
+as likely as the least one kept are kept too. Logprobs are of the logits as the model gave them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton_api.messages import TokenChoice
+from baton_engine.requests import SamplingParams
+from baton_engine.sampling import bitmask
+from baton_engine.sampling.state import Draw, Seen, uniform
+
+BLOCK = 128
+"""Tokens whose maximum or sum is taken together: a pass over blocks costs a fifth of torch's argmax."""
+
+CANDIDATES = (64, 512)
+"""Likely tokens, at least, among which the least one kept is looked for, before all are."""
+
+TINY = np.finfo(np.float32).smallest_subnormal
+"""The least positive weight: tokens without any are never kept."""
+
+ALTERNATIVES = 20
+"""Logprobs are always picked from this many, so that ties come out the same at any number."""
+
+
+def sample(
+    logits: Tensor, draws: Sequence[Draw], masks: Sequence[NDArray[np.int32] | None] = ()
+) -> list[TokenChoice | None]:
+    """
+    One token for each row of `logits` [S, V] fp32, which may be overwritten.
+
+    `masks` has a bit for each token that the row may draw, and None for a row that may draw all. None
+    for a row that has no most likely token: NaN or infinity among its logits, or nothing allowed.
+    """
+    masked = [(row, mask) for row, mask in enumerate(masks) if mask is not None]
+    if all(draw.plain for draw in draws):
+        bitmask.apply(logits, masked)
+        tokens, healthy = _most_likely(logits)
+        return [
+            TokenChoice(token=token) if good else None for token, good in zip(tokens, healthy, strict=True)
+        ]
+    reported = _Logprobs(logits, draws)
+    bitmask.apply(logits, masked)
+    for row, draw in zip(logits, draws, strict=True):
+        if draw.adjusted:
+            _adjust(row, draw)
+    tokens, healthy = _most_likely(logits)
+    chance = [row for row, draw in enumerate(draws) if not draw.greedy and healthy[row]]
+    if chance:
+        peaks = logits[chance, [tokens[row] for row in chance]]
+        drawn = _draw(_select(logits, chance), peaks, [draws[row] for row in chance])
+        for row, token in zip(chance, drawn, strict=True):
+            tokens[row] = token
+    return [
+        reported.choice(row, token) if good else None
+        for row, (token, good) in enumerate(zip(tokens, healthy, strict=True))
+    ]
+
+
+def _most_likely(logits: Tensor) -> tuple[list[int], list[bool]]:
+    """The first token with the highest logit of each row, and whether that logit is a finite number."""
+    rows, vocab = logits.shape
+    if vocab % BLOCK:  # a copy to fill up the last block would cost as much
+        tokens = logits.argmax(-1, keepdim=True)
+    else:
+        blocks = logits.view(rows, -1, BLOCK)
+        block = blocks.amax(-1).argmax(-1, keepdim=True)
+        inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK)).squeeze(1)
+        tokens = block * BLOCK + inside.argmax(-1, keepdim=True)
+    healthy = logits.gather(1, tokens).isfinite()
+    return tokens.squeeze(1).tolist(), healthy.squeeze(1).tolist()
+
+
+def _adjust(row: Tensor, draw: Draw) -> None:
+    """Penalties, bias and suppressed ids of one row, in place."""
+    params = draw.params
+    if draw.seen is not None:
+        _penalise(row, draw, draw.seen)
+    if params.logit_bias:
+        ids = [token for token, _ in params.logit_bias]
+        bias = [value for _, value in params.logit_bias]
+        row.index_add_(0, _ids(ids, row), torch.tensor(bias, dtype=row.dtype, device=row.device))
+    if draw.suppresses and draw.drawn < params.min_tokens and params.stop_ids:
+        stops = [token for token in params.stop_ids if token < len(row)]  # a tokenizer may know more
+        row[_ids(stops, row)] = float("-inf")
+
+
+def _penalise(row: Tensor, draw: Draw, seen: Seen) -> None:
+    params = draw.params
+    ids = torch.from_numpy(seen.ids).to(row.device)
+    counts = torch.from_numpy(seen.counts).to(row.device)
+    values = row[ids]
+    if params.repetition_penalty != 1.0:
+        penalty = params.repetition_penalty
+        values = torch.where(values > 0, values / penalty, values * penalty)
+    values -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+    row[ids] = values
+
+
+def _ids(tokens: Sequence[int], row: Tensor) -> Tensor:
+    return torch.tensor(tokens, dtype=torch.int64, device=row.device)
+
+
+def _draw(logits: Tensor, peaks: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """A token by chance for each row, whose highest logit is given; overwrites the logits."""
+    temperatures = torch.tensor([draw.params.temperature for draw in draws], device=logits.device)
+    # Probabilities but for a factor that nothing needs. In place: temporaries of this size are slow.
+    weights = _blocks(logits.sub_(peaks[:, None]).div_(temperatures[:, None]).exp_())
+    sums = weights.sum(-1).cpu().numpy().astype(np.float64)
+    numbers = np.array([uniform(draw.params.seed, draw.position) for draw in draws])
+    tokens = [0] * len(draws)
+    whole = [row for row, draw in enumerate(draws) if not draw.truncated]
+    if whole:
+        picked = _from_all(_select(weights, whole), sums[whole], numbers[whole])
+        for row, token in zip(whole, picked, strict=True):
+            tokens[row] = token
+    if len(whole) < len(draws):
+        maxima, values, totals = weights.amax(-1).cpu().numpy(), weights.cpu().numpy(), sums.sum(1)
+        for row, draw in enumerate(draws):
+            if draw.truncated:
+                likely = _Likely(values[row], maxima[row])
+                least = _least_kept(likely, totals[row], draw.params)
+                tokens[row] = _from_kept(likely, least, numbers[row])
+    return tokens
+
+
+def _select(values: Tensor, rows: list[int]) -> Tensor:
+    return values if len(rows) == len(values) else values[rows]
+
+
+def _blocks(values: Tensor) -> Tensor:
+    """[S, V] as [S, C, BLOCK], the last block filled up with zeros."""
+    rows, vocab = values.shape
+    if vocab % BLOCK:
+        values = torch.nn.functional.pad(values, (0, BLOCK - vocab % BLOCK))
+    return values.view(rows, -1, BLOCK)
+
+
+def _from_all(blocks: Tensor, sums: NDArray[np.float64], numbers: NDArray[np.float64]) -> list[int]:
+    """Tokens of rows that leave none out, by inverse cumulated weight in vocabulary order."""
+    ends = sums.cumsum(1)
+    every = np.arange(len(sums))
+    target = _below(numbers * ends[:, -1], ends[:, -1])
+    block = (ends <= target[:, None]).sum(1)
+    # What is left of the number is stretched over the block, whose sum above was rounded differently.
+    left = (target - ends[every, block] + sums[every, block]) / sums[every, block]
+    inside = blocks[torch.from_numpy(every), torch.from_numpy(block)].cpu().numpy()
+    ends = inside.cumsum(1, dtype=np.float64)
+    target = _below(left.clip(0.0) * ends[:, -1], ends[:, -1])
+    tokens: list[int] = (block * BLOCK + (ends <= target[:, None]).sum(1)).tolist()
+    return tokens
+
+
+def _below(target: NDArray[np.float64], end: NDArray[np.float64]) -> NDArray[np.float64]:
+    """`target`, but less than `end`, which rounding may have made it: a token with weight is found."""
+    return np.minimum(target, np.nextafter(end, 0.0))
+
+
+class _Likely:
+    """The likely tokens of one row [C, BLOCK], of which only the blocks that have some are read."""
+
+    def __init__(self, values: NDArray[np.float32], maxima: NDArray[np.float32]) -> None:
+        self._values = values
+        self._maxima = maxima
+        self.size = values.size
+        """Tokens, and what fills up the last block."""
+        self.peak = maxima.max()
+
+    def above(self, bound: np.float32) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Tokens of at least this weight, which is positive, in vocabulary order, with their weights."""
+        blocks = np.flatnonzero(self._maxima >= bound)
+        values = self._values[blocks]
+        row, column = np.nonzero(values >= bound)
+        return blocks[row] * BLOCK + column, values[row, column]
+
+    def bounds(self) -> Iterator[np.float32]:
+        """
+        Ever lower weights, the last one below all tokens.
+
+        As many tokens as there are block maxima at or above a bound are at or above it themselves.
+        """
+        for count in CANDIDATES:
+            if count < len(self._maxima):
+                yield np.partition(self._maxima, -count)[-count]
+        if len(self._maxima) > CANDIDATES[0]:
+            yield self._maxima.min()
+        yield np.float32(0.0)
+
+
+def _least_kept(likely: _Likely, total: np.float64, params: SamplingParams) -> np.float32:
+    """The least weight that min-p, top-k and top-p keep; always positive."""
+    floor = max(likely.peak * np.float32(params.min_p), TINY)
+    # The mass of which top-p takes its share is known before all tokens are seen, if nothing else cuts it.
+    uncut = not params.min_p and not 0 < params.top_k < likely.size
+    least = likely.peak
+    for bound in likely.bounds():
+        complete = bool(bound <= floor)
+        descending = -np.sort(-likely.above(max(bound, floor))[1])
+        if 0 < params.top_k <= len(descending):
+            descending = descending[: params.top_k]
+            complete = True
+        if params.top_p < 1.0 and (complete or uncut):
+            ends = descending.cumsum(dtype=np.float64)
+            reached = int(ends.searchsorted(params.top_p * (ends[-1] if complete else total)))
+            if reached < len(descending):
+                return np.float32(descending[reached])
+        least = descending[-1]
+        if complete:
+            break
+    return np.float32(least)
+
+
+def _from_kept(likely: _Likely, least: np.float32, number: np.float64) -> int:
+    """The token by inverse cumulated weight over those of at least `least`, in vocabulary order."""
+    tokens, weights = likely.above(least)
+    ends = weights.cumsum(dtype=np.float64)
+    return int(tokens[ends.searchsorted(_below(number * ends[-1], ends[-1]), side="right")])
+
+
+class _Logprobs:
+    """The logprobs of the rows that want them, taken before anything is changed."""
+
+    def __init__(self, logits: Tensor, draws: Sequence[Draw]) -> None:
+        self._draws = draws
+        rows = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
+        self._place = {row: place for place, row in enumerate(rows)}
+        if not rows:
+            return
+        self._values = _select(logits, rows).log_softmax(-1)
+        if any(draws[row].params.logprobs for row in rows):
+            top, ids = self._values.topk(min(ALTERNATIVES, logits.shape[1]))
+            self._top: list[list[float]] = top.tolist()
+            self._ids: list[list[int]] = ids.tolist()
+
+    def choice(self, row: int, token: int) -> TokenChoice:
+        count = self._draws[row].params.logprobs
+        if count is None:
+            return TokenChoice(token=token)
+        place = self._place[row]
+        top: list[tuple[int, float]] = []
+        if asked := self._draws[row].params.logprob_ids:
+            top = list(zip(asked, self._values[place, list(asked)].tolist(), strict=True))
+        elif count:
+            top = list(zip(self._ids[place][:count], self._top[place][:count], strict=True))
+        return TokenChoice(token=token, logprob=self._values[place, token].item(), top=top)

@@ -1,0 +1,1 @@
+"""Which sequences take part in the next forward pass, and with how many tokens."""

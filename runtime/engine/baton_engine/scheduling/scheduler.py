@@ -1,0 +1,313 @@
+"""
+Which requests take part in the next pass, and with how many tokens: one loop and no phases.
+
+A request has tokens pending: its prompt at first, then one at a time. Every request that generates takes
+part in every pass; prompts share what is left of the pass's tokens, those under way first, then the
+queue in order of arrival. A request is admitted when the blocks for all its tokens are there, so that a
+prompt never stops half way. When a generating request needs one more block and none is left, the one
+with the least output goes back to the front of the queue; its tokens are kept, its KV is computed again.
+
+Patient requests, for whose answers nobody waits, come after all others: in the queue, and when there is room
+for some only. They stay out of most passes that compute prompts of others, which are the shorter for it. One
+that generates goes back to the queue for one that is not patient.
+
+Nothing here knows of tensors, threads or clocks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton_engine.kv.block_pool import BlockPool
+from baton_engine.kv.events import KvEvents
+from baton_engine.requests import Fetch
+from baton_engine.scheduling.limits import EngineLimits
+from baton_engine.scheduling.sequence import Job, Stage
+
+YIELDS = 8
+"""Passes in a row that patient requests stay out of at most: what they hold is held in vain meanwhile."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """What `Scheduler.plan` decided. The lists after `prefills` have been carried out in the books."""
+
+    decodes: list[Job] = field(default_factory=list)
+    """Each computes the one token it has pending."""
+    prefills: list[tuple[Job, int]] = field(default_factory=list)
+    """Each computes this many of its pending tokens."""
+    admitted: list[Job] = field(default_factory=list)
+    """Newly in the batch; what they found in the prefix cache counts as computed."""
+    fetches: list[Job] = field(default_factory=list)
+    """Their `fetch` is to be started."""
+    retracted: list[Job] = field(default_factory=list)
+    outgrown: list[Job] = field(default_factory=list)
+    """To be ended: they have filled all the blocks there are."""
+    starved: list[Job] = field(default_factory=list)
+    """To be ended: they cannot be admitted, and no request is left that could make room."""
+
+    @property
+    def changed(self) -> bool:
+        """Whether planning again could bring anything new."""
+        return bool(self.decodes or self.prefills or self.fetches or self.outgrown or self.starved)
+
+
+class Scheduler:
+    """The queue, the batch, and whose blocks are whose."""
+
+    def __init__(
+        self, pool: BlockPool, limits: EngineLimits, block_size: int, kv_events: KvEvents | None = None
+    ) -> None:
+        self.pool = pool
+        self.kv_events = kv_events
+        """Told of each block that becomes known; the pool tells it of those that are dropped."""
+        self.limits = limits
+        self.block_size = block_size
+        self.waiting: deque[Job] = deque()
+        self.running: list[Job] = []
+        self.fetching: dict[str, Job] = {}
+        self.held: dict[str, Job] = {}
+        self._refused: tuple[Job, int, int, int, int] | None = None
+        """The head of the queue and the figures at which it did not fit: no need to look again."""
+        self._yielded = 0
+        """Passes in a row that patient requests stayed out of."""
+
+    def add(self, job: Job) -> None:
+        place = len(self.waiting) if job.request.patient else self._first_patient()
+        self.waiting.insert(place, job)
+
+    def plan(self) -> Plan:
+        """Decide the next pass and take the blocks it needs."""
+        plan = Plan()
+        self._plan_decodes(plan)
+        shared = self._yielded == YIELDS
+        budget = self._prompt_tokens([job for job in plan.decodes if shared or not job.request.patient])
+        budget = self._plan_prompts(plan, budget, patient=False)
+        if plan.prefills and not shared:
+            self._yielded += 1
+            plan.decodes = [job for job in plan.decodes if not job.request.patient]
+            return plan
+        self._yielded = 0
+        self._plan_prompts(plan, budget if shared else self._prompt_tokens(plan.decodes), patient=True)
+        return plan
+
+    def advance(self, job: Job, tokens: int) -> None:
+        """The pass has written the KV of this many more tokens: whole blocks become known."""
+        request = job.request
+        request.computed += tokens
+        size, told = self.block_size, self.kv_events
+        for index in range(job.published, request.computed // size):
+            name, parent = job.block_hash(index), job.parent(index)
+            if self.pool.publish(request.blocks[index], name, parent) and told is not None:
+                told.stored(name, parent, job.tokens(index * size, (index + 1) * size))
+            job.published = index + 1
+
+    def fetched(self, job: Job, arrived: int, unsafe: frozenset[int]) -> bool:
+        """
+        A fetch has ended with its first `arrived` blocks whole; `unsafe` ones may still be written.
+
+        True if the whole prompt is there. The caller says where the job goes next.
+        """
+        fetch = job.fetch
+        assert fetch is not None and job.stage is Stage.FETCHING
+        del self.fetching[job.request.id]
+        job.stage = Stage.ENDED
+        job.fetch = None
+        self.pool.unpin(fetch.blocks)
+        good = 0
+        while good < arrived and fetch.blocks[good] not in unsafe:
+            good += 1
+        computed = min((fetch.start_block + good) * self.block_size, len(job.request.prompt))
+        self.advance(job, computed - job.request.computed)
+        if unsafe:
+            blocks = job.drop_blocks()
+            self.pool.quarantine([block for block in blocks if block in unsafe])
+            self.pool.release([block for block in blocks if block not in unsafe])
+        return good == len(fetch.blocks)
+
+    def join(self, job: Job) -> None:
+        """Its prompt came over whole: it generates from now on."""
+        job.stage = Stage.RUNNING
+        self.running.append(job)
+
+    def requeue(self, job: Job) -> None:
+        """To the front of its queue, to be computed here; what the prefix cache still has is not lost."""
+        self.pool.release(job.drop_blocks())
+        job.fetchable = False
+        job.stage = Stage.WAITING
+        self.waiting.insert(self._first_patient() if job.request.patient else 0, job)
+
+    def end(self, job: Job, *, hold: bool = True) -> None:
+        """
+        Take a job out. Its known blocks stay cached.
+
+        Blocks of a fetch stay pinned, and the job in `fetching`, until `fetched`. Exported blocks, which
+        a peer may be reading, are held until this is called again with `hold` off.
+        """
+        exported = job.request.export is not None
+        match job.stage:
+            case Stage.WAITING:
+                self.waiting.remove(job)
+            case Stage.FETCHING:
+                job.cancelled = True
+                return
+            case Stage.RUNNING:
+                self.running.remove(job)
+                if exported and hold:
+                    job.stage = Stage.HELD
+                    self.held[job.request.id] = job
+                    return
+            case Stage.HELD:
+                del self.held[job.request.id]
+            case Stage.ENDED:  # just fetched
+                pass
+        if exported:
+            self.pool.unpin(job.request.blocks)
+        job.stage = Stage.ENDED
+        self.pool.release(job.drop_blocks())
+
+    def _plan_decodes(self, plan: Plan) -> None:
+        decodes = [job for job in self.running if job.decoding]
+        growing = [job for job in decodes if job.request.computed == job.room]
+        if growing:
+            if len(growing) > self.pool.available:
+                stuck = self._make_room(plan, growing)
+                decodes = [job for job in decodes if job.stage is Stage.RUNNING and job is not stuck]
+                growing = [job for job in growing if job.stage is Stage.RUNNING and job is not stuck]
+            for job in growing:
+                job.grow(self.pool.allocate(1))
+        plan.decodes = decodes
+
+    def _make_room(self, plan: Plan, growing: list[Job]) -> Job | None:
+        """Retract until every job that grows can; the one that cannot, alone as it is, is returned."""
+        while len(growing) > self.pool.available:
+            victims = [job for job in self.running if job.retractable]
+            if len(victims) == 1:
+                (alone,) = victims
+                if len(self.running) == 1 and not self.fetching and not self.held:
+                    plan.outgrown.append(alone)
+                return alone  # with others about to let go of blocks, it waits
+            victim = self._retract_one(plan, victims)
+            growing = [job for job in growing if job is not victim]
+        return None
+
+    def _make_way(self, plan: Plan) -> bool:
+        """Retract a patient job for one that is not; False if there is none."""
+        victims = [job for job in self.running if job.request.patient and job.retractable]
+        if not victims:
+            return False
+        victim = self._retract_one(plan, victims)
+        plan.decodes = [job for job in plan.decodes if job is not victim]
+        return True
+
+    def _retract_one(self, plan: Plan, victims: Sequence[Job]) -> Job:
+        """Of `victims`, a patient one if there is one, and the one that loses the least."""
+        victim = min(victims, key=_loss)
+        self.running.remove(victim)
+        self.requeue(victim)
+        plan.retracted.append(victim)
+        return victim
+
+    def _first_patient(self) -> int:
+        """Where in the queue the patient ones begin."""
+        if not self.waiting or not self.waiting[-1].request.patient:
+            return len(self.waiting)
+        return next(place for place, job in enumerate(self.waiting) if job.request.patient)
+
+    def _prompt_tokens(self, decodes: Sequence[Job]) -> int:
+        """What a pass with these has for prompts: a block at least, or they might be kept out for good."""
+        return max(self.limits.prompt_tokens(len(decodes)), self.block_size)
+
+    def _plan_prompts(self, plan: Plan, budget: int, *, patient: bool) -> int:
+        """Share the pass's tokens, those under way first; gives what is left of them."""
+        return self._admit(plan, self._plan_prefills(plan, budget, patient), patient)
+
+    def _plan_prefills(self, plan: Plan, budget: int, patient: bool) -> int:
+        for job in self.running:
+            if budget <= 0:
+                break
+            if job.request.patient == patient and not job.decoding:
+                tokens = min(job.request.pending, budget)
+                plan.prefills.append((job, tokens))
+                budget -= tokens
+        return budget
+
+    def _admit(self, plan: Plan, budget: int, patient: bool) -> int:
+        size = self.block_size
+        while self.waiting and self.waiting[0].request.patient == patient:
+            job = self.waiting[0]
+            if budget <= 0 and not job.fetchable:
+                return budget
+            full = len(self.running) + len(self.fetching) >= self.limits.max_running
+            if full and (patient or not self._make_way(plan)):
+                return budget
+            request = job.request
+            # One block for each that runs, or it would be retracted for a newcomer's sake.
+            reserve = len(self.running) + len(self.fetching)
+            figures = (job, self.pool.available, len(self.running), len(self.fetching), len(self.held))
+            if figures == self._refused:
+                return budget
+            prefix = self.pool.match(job.hashes[: job.cacheable // size])
+            missing = request.length - len(prefix) * size
+            fetch = job.fetchable and missing > self.limits.local_prefill_tokens
+            if budget <= 0 and not fetch:
+                return budget
+            needed = job.blocks_for(request.length) - len(prefix)
+            if needed + self.pool.unused(prefix) + reserve > self.pool.available:
+                if not patient and self._make_way(plan):
+                    continue
+                self._refused = figures
+                if not reserve and not self.held:
+                    plan.starved.append(job)
+                return budget
+            self._refused = None
+            self.waiting.popleft()
+            self._place(job, prefix, needed)
+            if fetch:
+                self._begin_fetch(job)
+                plan.fetches.append(job)
+                continue
+            if request.export is not None:
+                self.pool.pin(request.blocks)
+            job.stage = Stage.RUNNING
+            self.running.append(job)
+            plan.admitted.append(job)
+            tokens = min(request.pending, budget)
+            plan.prefills.append((job, tokens))
+            budget -= tokens
+        return budget
+
+    def _place(self, job: Job, prefix: list[int], needed: int) -> None:
+        request = job.request
+        self.pool.take(prefix)
+        job.grow([*prefix, *self.pool.allocate(needed)])
+        job.published = len(prefix)
+        request.computed = len(prefix) * self.block_size
+        job.admissions += 1
+        if not job.readmitted:
+            job.local_tokens = request.cached_tokens = request.computed
+
+    def _begin_fetch(self, job: Job) -> None:
+        request = job.request
+        start = job.published
+        job.fetch = Fetch(
+            request_id=request.id,
+            tokens=request.prompt,
+            start_block=start,
+            parent=job.parent(start),
+            blocks=tuple(request.blocks[start:]),
+            sampling=request.sampling,
+            salt=request.salt,
+            trace=request.trace,
+        )
+        self.pool.pin(job.fetch.blocks)
+        job.stage = Stage.FETCHING
+        self.fetching[request.id] = job
+
+
+def _loss(job: Job) -> tuple[bool, int, int]:
+    """What is lost if it is retracted, for comparison: somebody's patience before work."""
+    request = job.request
+    return not request.patient, len(request.output), -len(request.prompt)

@@ -1,0 +1,122 @@
+"""
+Whether two workers may share KV blocks: everything that decides the bytes of a block, as one digest.
+
+Two workers compare digests before anything else passes between them. A digest says only yes or no, so
+the labels it was made of travel with it, and a refusal can name what differs and both values of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from baton_api.messages import PROTOCOL
+from baton_engine.kv.cache import BLOCK_SIZE
+from baton_engine.model.spec import ModelSpec
+from baton_engine.model.weights import Weights
+
+LAYOUT = "block, layer, key/value, kv head, slot, dim"
+"""The order of `KVCache.kv`'s dimensions."""
+
+SAMPLES = 16
+"""Places in each tensor that the digest of the weights looks at."""
+
+SAMPLE_BYTES = 64
+
+BYTES_DO_NOT_DEPEND_ON = frozenset({"context", "eos_ids", "bos_id", "tied_embeddings", "headless"})
+"""Fields of a spec that may differ between two workers whose blocks are the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compatibility:
+    """What decides the bytes of a worker's KV blocks."""
+
+    labels: Mapping[str, str]
+    """Readable names and values; equal labels make equal digests."""
+
+    @classmethod
+    def of(
+        cls, spec: ModelSpec, dtype: torch.dtype, weights: str, block_size: int = BLOCK_SIZE
+    ) -> Compatibility:
+        """`dtype` is that of weights and KV cache; `weights` is `weights_digest` of the checkpoint."""
+        model = {
+            field.name.replace("_", " "): str(getattr(spec, field.name))
+            for field in fields(spec)
+            if field.name not in BYTES_DO_NOT_DEPEND_ON
+        }
+        kind = str(dtype).removeprefix("torch.")
+        return cls(
+            {
+                "protocol": str(PROTOCOL),
+                **model,
+                "weights": weights,
+                "dtype": kind,
+                "kv dtype": kind,
+                "block size": str(block_size),
+                "layout": LAYOUT,
+            }
+        )
+
+    @property
+    def digest(self) -> str:
+        """32 hex digits, equal on all machines for equal labels."""
+        hasher = hashlib.sha256(b"baton-compatibility")
+        for name, value in sorted(self.labels.items()):
+            for text in (name.encode(), value.encode()):
+                hasher.update(len(text).to_bytes(4) + text)
+        return hasher.hexdigest()[:32]
+
+    def differences(self, theirs: Mapping[str, str]) -> str:
+        """
+        What differs, with both values, for a refusal.
+
+        >>> Compatibility({"dtype": "float32"}).differences({"dtype": "bfloat16"})
+        'dtype is float32 here and bfloat16 there'
+        """
+        names = dict.fromkeys((*self.labels, *theirs))
+        return ", ".join(
+            f"{name} is {self.labels.get(name, 'unknown')} here and {theirs.get(name, 'unknown')[:200]} there"
+            for name in names
+            if self.labels.get(name) != theirs.get(name)
+        )
+
+
+def compatibility_digest(
+    spec: ModelSpec, dtype: torch.dtype, weights: str, block_size: int = BLOCK_SIZE
+) -> str:
+    """The digest alone, for those who report it and compare nothing."""
+    return Compatibility.of(spec, dtype, weights, block_size).digest
+
+
+def weights_digest(weights: Weights) -> str:
+    """
+    A cheap name for the content of `weights`: places, shapes, types and some bytes of each tensor.
+
+    It tells checkpoints apart; it does not prove that every byte is equal. To be taken before an
+    `Ops` lays the weights out in its own way.
+    """
+    hasher = hashlib.sha256(b"baton-weights")
+    for place, tensor in _tensors(weights):
+        hasher.update(f"{place} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        flat = tensor.detach().reshape(-1)
+        length = max(1, SAMPLE_BYTES // tensor.dtype.itemsize)
+        last = max(0, flat.numel() - length)
+        for start in sorted({last * sample // (SAMPLES - 1) for sample in range(SAMPLES)}):
+            piece = flat[start : start + length].cpu().contiguous()
+            hasher.update(piece.view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()[:16]
+
+
+def _tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    yield "embedding", weights.embedding
+    for number, layer in enumerate(weights.layers):
+        for field in fields(layer):
+            tensor = getattr(layer, field.name)
+            if tensor is not None:
+                yield f"{number}.{field.name}", tensor
+    yield "final_norm", weights.final_norm
+    yield "head", weights.head
