@@ -64,6 +64,11 @@ def workers_account(service: str) -> str:
     return f"{service}-workers"
 
 
+def tickets(service: str) -> str:
+    """The Secret by which routers sign tickets."""
+    return f"{service}-tickets"
+
+
 def of_service(service: str) -> Labels:
     """On everything that belongs to the service."""
     return {

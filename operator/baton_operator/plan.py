@@ -25,6 +25,7 @@ from baton_operator.manifests import (
     mutual_tls,
     network,
     routers,
+    tickets,
     workers,
 )
 from baton_operator.manifests.exposure import CERTIFICATE_API, GATEWAY_API
@@ -56,6 +57,8 @@ class Plan:
     create: Sequence[Manifest] = ()
     """To be made if they are not there, and left alone otherwise."""
     prune: Sequence[Key] = ()
+    ticket_secret: bool = False
+    """Whether to create the Secret for tickets, before all else, unless it exists."""
     again_s: float | None = None
     """Seconds after which to plan again although nothing has changed."""
     state: State | None = field(default=None, repr=False)
@@ -90,10 +93,12 @@ def plan(observed: Observed, images: Images, now: float) -> Plan:
     wanted = (*_shared(observed, state, images), *_workers(observed, state), *_grown_claim(observed, state))
     wished = [mark(one) for one in wanted]
     create = _created(observed, state)
+    apply = [one for one in wished if not is_so(observed.objects.get(key(one)), one)]
     return Plan(
-        apply=[one for one in wished if not is_so(observed.objects.get(key(one)), one)],
+        apply=apply,
         create=[one for one in create if key(one) not in observed.objects],
         prune=_pruned(observed, state, [*wished, *create]),
+        ticket_secret=tickets.missing(observed, apply),
         again_s=again_s,
         state=state,
     )

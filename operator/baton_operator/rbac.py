@@ -57,6 +57,12 @@ SERVICES = (
         ("list", "watch"),
         "Granted to routers: Kubernetes lets nobody grant a right that they lack.",
     ),
+    Rule(
+        "",
+        ("secrets",),
+        ("create",),
+        "One Secret for each service, by which routers sign tickets. The operator can read none.",
+    ),
     Rule("", ("events",), ("create", "patch"), "What has happened to a service."),
 )
 """Wherever there are services: in a ClusterRole, or in a Role of each namespace that is watched."""

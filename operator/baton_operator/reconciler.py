@@ -7,6 +7,7 @@ is. What the API server refuses for good, such as a pod template that is none, i
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from baton_operator.api_server import CONFLICT, FORBIDDEN, ApiServer
 from baton_operator.conditions import Transition
 from baton_operator.kinds.inference_service import InferenceServiceStatus
 from baton_operator.kinds.service_policies import Objectives
+from baton_operator.manifests import tickets
 from baton_operator.manifests.objects import Manifest
 from baton_operator.merge_patch import difference
 from baton_operator.observed import Observed, key
@@ -105,7 +107,10 @@ class ServiceReconciler:
     async def _carry_out(self, made: Plan, observed: Observed) -> str:
         """What was refused although the service does well without it; empty if nothing was."""
         unmet = ""
-        for manifest in made.create:
+        create = list(made.create)
+        if made.ticket_secret:
+            create.insert(0, tickets.secret(observed.owner, secrets.token_hex(32)))
+        for manifest in create:
             try:
                 await self._api.create(manifest)
             except ApiException as error:

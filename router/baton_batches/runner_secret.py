@@ -29,9 +29,11 @@ def secret_of(settings: BatchSettings, ticket_secret: str) -> bytes | None:
     """The secret that the settings give; None if it is in the database."""
     if given := settings.batch_secret.get_secret_value():
         return given.encode()
+    if settings.database.get_secret_value():
+        return None
     if ticket_secret:
         return hmac.new(ticket_secret.encode(), b"baton-batch-runners", hashlib.sha256).digest()
-    return None if settings.database.get_secret_value() else _MADE
+    return _MADE
 
 
 class RunnerSecret:

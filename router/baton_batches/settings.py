@@ -91,5 +91,5 @@ class BatchSettings(BaseSettings):
 
     batch_secret: SecretStr = SecretStr("")
     """Signs the tokens of runners; routers that share a database share it too if their runners are started by
-    somebody else. Empty: it is made of --ticket-secret or, without one, by chance and kept in --database.
-    Set it by environment."""
+    somebody else. Empty: the routers create one at random and keep it in --database; without a database they
+    derive it from --ticket-secret. Set it by environment."""

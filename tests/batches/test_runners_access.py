@@ -103,6 +103,8 @@ def test_routers_with_the_same_settings_have_the_same_secret() -> None:
     assert secret_of(plain, "s") == secret_of(plain, "s") != secret_of(plain, "t")
     assert secret_of(shared, "s") == b"b" * 32
     assert len(secret_of(plain, "") or b"") == 32
+    stored = RouterSettings(database="postgresql://h/d")  # type: ignore[arg-type]
+    assert secret_of(stored, "s") is None, "routers that get a ticket secret later keep the stored one"
 
 
 async def test_token_outlives_the_password_of_the_database(postgres: Postgres) -> None:

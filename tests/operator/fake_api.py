@@ -27,6 +27,7 @@ WRITES = ("POST", "PUT", "PATCH", "DELETE")
 SERVED = (
     *((one.api, one.kind) for one in WATCHED if not one.optional),
     ("v1", "Event"),
+    ("v1", "Secret"),
     ("coordination.k8s.io/v1", "Lease"),
 )
 

@@ -65,6 +65,8 @@ class FakeCluster:
         self.fetch_s = 0.0
         """Seconds that a fetch takes."""
         self.fetches_fail = False
+        self.ticket_secret = False
+        """Whether the Secret for tickets was created."""
         self.quota = False
         """Whether a quota refuses new workers."""
         self.images = IMAGES
@@ -89,6 +91,7 @@ class FakeCluster:
         """Plan, carry it out, write status if it differs."""
         observed = self.observe()
         made = plan(observed, self.images, self.now)
+        self.ticket_secret |= made.ticket_secret
         for manifest in made.create:
             assert key(manifest) not in self.objects
             self._write(manifest)

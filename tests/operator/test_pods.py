@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
@@ -221,3 +221,56 @@ def test_ports_of_a_revisions_roles_differ_in_every_service() -> None:
         taken = [port for one in both for port in astuple(one)]
         assert len(set(taken)) == 2 * ports.OF_ONE_ROLE
         assert min(taken) >= ports.FIRST and max(taken) <= ports.LAST
+
+
+SEPARATE: Manifest = {**MINIMAL, "prefill": {}}
+OWN: Manifest = {"name": "BATON_TICKET_SECRET", "value": "mine"}
+OWN_TEMPLATE: Manifest = {"spec": {"containers": [{"name": "main", "env": [OWN]}]}}
+CREATED = {"secretKeyRef": {"name": "chat-tickets", "key": "secret"}}
+
+
+def variables(cluster: FakeCluster, component: str) -> dict[str, Any]:
+    """Environment of the main container, of which no variable is set twice."""
+    listed = first(cluster, "Deployment", component)["containers"][0]["env"]
+    assert len({one["name"] for one in listed}) == len(listed)
+    return {one["name"]: one.get("valueFrom") or one["value"] for one in listed}
+
+
+def test_ticket_secret_reaches_routers_and_both_roles() -> None:
+    cluster = FakeCluster(SEPARATE)
+    cluster.settle()
+    assert variables(cluster, "router")["BATON_ROUTER_TICKET_SECRET"] == CREATED
+    for role in ("prefill", "decode"):
+        assert variables(cluster, role)["BATON_TICKET_SECRET"] == CREATED
+
+
+def test_ticket_secret_of_worker_of_both_roles_is_absent() -> None:
+    cluster = FakeCluster(MINIMAL)
+    cluster.settle()
+    assert "BATON_TICKET_SECRET" not in variables(cluster, "both")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param({**SEPARATE, "engine": {"env": [OWN]}}, id="by engine.env"),
+        pytest.param({**SEPARATE, "decode": {"podTemplate": OWN_TEMPLATE}}, id="by podTemplate"),
+    ],
+)
+def test_ticket_secret_set_by_the_user_is_kept(spec: Manifest) -> None:
+    cluster = FakeCluster(spec)
+    cluster.settle()
+    assert variables(cluster, "decode")["BATON_TICKET_SECRET"] == "mine"
+
+
+def test_ticket_secret_is_created_once_and_when_a_pod_lacks_it() -> None:
+    """The operator cannot read it: it would cost a request at every reconciliation otherwise."""
+    cluster = FakeCluster(SEPARATE)
+    assert cluster.reconcile().ticket_secret
+    cluster.settle()
+    assert not cluster.plan().ticket_secret
+    cluster.change({**SEPARATE, "decode": {"replicas": 3}})
+    assert not cluster.plan().ticket_secret
+    why = 'CreateContainerConfigError: secret "chat-tickets" not found'
+    cluster.pods[0] = replace(cluster.pods[0], trouble=why)
+    assert cluster.plan().ticket_secret

@@ -23,7 +23,8 @@ def test_what_may_be_pruned_may_be_listed_and_deleted() -> None:
 
 
 def test_nothing_is_granted_that_leads_to_more() -> None:
-    for resource in ("secrets", "pods/exec", "pods/attach", "nodes", "clusterroles", "clusterrolebindings"):
+    assert granted()["secrets"] == {"create"}
+    for resource in ("pods/exec", "pods/attach", "nodes", "clusterroles", "clusterrolebindings"):
         assert resource not in granted()
     verbs = set.union(*granted().values())
     assert not verbs & {"*", "escalate", "bind", "impersonate", "deletecollection"}

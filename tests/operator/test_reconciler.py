@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -25,6 +26,7 @@ SCALED: dict[str, Any] = {
     "decode": {"scaling": {"minReplicas": 1, "maxReplicas": 4}},
     "autoscaling": {"mode": "External"},
 }
+CONTAINER = {"image": "", "imageID": "", "ready": False, "restartCount": 0}
 HUB: dict[str, Any] = {
     "model": {"uri": "hf://org/model", "cache": {"type": "PVC", "size": "20Gi"}},
     "prefill": {},
@@ -80,6 +82,32 @@ async def test_the_same_object_twice_is_written_once(
     status = (await cluster.service(namespace=where))["status"]
     ready = next(one for one in status["conditions"] if one["type"] == "Ready")
     assert (ready["status"], ready["reason"]) == ("True", "Serving"), status
+
+
+async def test_ticket_secret_is_kept_and_replaced_after_deletion(
+    cluster: RealCluster, api: ApiClient
+) -> None:
+    """A later reconciliation keeps its value; pods that lack a deleted one get another."""
+    where = await namespace(cluster, "tickets")
+    await cluster.put(PAIR, namespace=where)
+    inside = Inside(api)
+    await settled(cluster, inside, where)
+    secret = path("v1", "Secret", where, "chat-tickets")
+    first = (await cluster.admin.get(secret)).json()
+    assert len(base64.b64decode(first["data"]["secret"])) == 64
+    assert first["metadata"]["ownerReferences"][0]["name"] == "chat"
+    await cluster.put({**PAIR, "engine": {"dtype": "float32"}}, namespace=where)
+    await settled(cluster, inside, where)
+    assert (await cluster.admin.get(secret)).json()["data"] == first["data"]
+    await cluster.admin.delete(secret)
+    waiting = {"reason": "CreateContainerConfigError", "message": 'secret "chat-tickets" not found'}
+    listed = (await cluster.admin.get(path("v1", "Pod", where))).json()["items"]
+    status = {"containerStatuses": [{"name": "main", "state": {"waiting": waiting}, **CONTAINER}]}
+    pod = path("v1", "Pod", where, listed[0]["metadata"]["name"])
+    await cluster.api.patch(f"{pod}/status", {"status": status})
+    await inside.reconcile(namespace=where)
+    second = (await cluster.admin.get(secret)).json()
+    assert second["data"] != first["data"]
 
 
 async def test_what_others_change_is_put_back_and_what_they_add_stays(

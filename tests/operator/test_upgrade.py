@@ -106,9 +106,19 @@ def test_upgrade_of_a_service_at_rest_touches_no_worker(moment: str) -> None:
     """Neither their pods nor their templates; nor is a model fetched again that serves."""
     cluster = left(moment)
     pods = {pod.name for pod in cluster.pods if pod.revision}
+    before = [_worker_environment(one) for one in cluster.objects.values() if one["kind"] == "Deployment"]
     settle_while_requests_go_on(cluster)
     assert {pod.name for pod in cluster.pods if pod.revision} == pods
     assert cluster.names("Job") == []
+    after = [_worker_environment(one) for one in cluster.objects.values() if one["kind"] == "Deployment"]
+    assert cluster.ticket_secret and before == after, "routers sign, and workers go on without a secret"
+
+
+def _worker_environment(deployment: dict[str, Any]) -> set[str]:
+    """Names of a worker's variables; none of a router's."""
+    pod = deployment["spec"]["template"]["spec"]
+    worker = labels.REVISION in deployment["metadata"]["labels"]
+    return {one["name"] for one in pod["containers"][0]["env"]} if worker else set()
 
 
 def test_upgrade_amid_a_fetch_takes_back_workers_without_a_model() -> None:

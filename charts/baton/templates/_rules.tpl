@@ -89,6 +89,10 @@
 - apiGroups: [discovery.k8s.io]
   resources: [endpointslices]
   verbs: [list, watch]
+# One Secret for each service, by which routers sign tickets. The operator can read none.
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create]
 # What has happened to a service.
 - apiGroups: [""]
   resources: [events]

@@ -9,7 +9,7 @@ from baton_operator import names
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.router_spec import Authentication
 from baton_operator.kinds.worker_role import TopologySpread
-from baton_operator.manifests import batches
+from baton_operator.manifests import batches, tickets
 from baton_operator.manifests.mutual_tls import Shown
 from baton_operator.manifests.objects import Manifest, Owner, given, made, merged
 from baton_operator.manifests.pods import (
@@ -117,7 +117,9 @@ def _pod(owner: Owner, spec: InferenceServiceSpec, image: str, shown: Shown) -> 
                 "env": [
                     field("POD_NAME", "metadata.name"),
                     *batches.environment(wanted.batches),
-                    *environment(wanted.env),
+                    *environment(
+                        tickets.variable(tickets.ROUTER_VARIABLE, owner.name, wanted.pod_template), wanted.env
+                    ),
                 ],
                 **given(envFrom=batches.environment_sources(wanted.batches)),
                 "ports": [{"name": "http", "containerPort": names.ROUTER_PORT}],

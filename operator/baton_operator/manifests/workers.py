@@ -8,7 +8,7 @@ from baton_operator import names
 from baton_operator.generation import Generation
 from baton_operator.kinds.engine import Variable
 from baton_operator.kinds.worker_role import Resources, WorkerRole
-from baton_operator.manifests import mutual_tls
+from baton_operator.manifests import mutual_tls, tickets
 from baton_operator.manifests.model_files import ModelFiles
 from baton_operator.manifests.objects import Manifest, Owner, given, made, merged
 from baton_operator.manifests.pods import (
@@ -111,7 +111,11 @@ def _pod(owner: Owner, generation: Generation, role: Role, spec: WorkerRole) -> 
                     {"name": "XDG_CACHE_HOME", "value": "/cache"},
                     {"name": "HOME", "value": "/tmp"},
                     *environment(
-                        _network(generation), blueprint.engine.env, blueprint.transfer.env, spec.env
+                        _tickets(owner, role, spec),
+                        _network(generation),
+                        blueprint.engine.env,
+                        blueprint.transfer.env,
+                        spec.env,
                     ),
                 ],
                 "ports": _ports(generation, role, listening),
@@ -160,6 +164,13 @@ def _arguments(
     if engine.kv_cache_memory is not None:
         flags.append(f"--kv-cache-memory={engine.kv_cache_memory}")
     return [*flags, *engine.args, *spec.args]
+
+
+def _tickets(owner: Owner, role: Role, spec: WorkerRole) -> list[Variable]:
+    """What verifies tickets; a worker of both roles gets none."""
+    if role is Role.BOTH:
+        return []
+    return tickets.variable(tickets.WORKER_VARIABLE, owner.name, spec.pod_template)
 
 
 def _network(generation: Generation) -> list[Variable]:
