@@ -3,6 +3,7 @@
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 UV := $(VENV)/bin/uv
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs
 
 # Kernels are compiled on first use: where the machine has no C compiler, one comes from the package index.
 KERNELS := $(if $(shell command -v cc 2>/dev/null),,$(comma)kernels)
@@ -13,7 +14,7 @@ BUILDER := docker
 TAG = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' api/baton_api/__init__.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fix bench mutants e2e images
+.PHONY: help demo test check fix docs bench mutants e2e images
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +34,7 @@ check: $(VENV)/dev ## what a change must pass besides the tests
 	$(PYTHON) -m baton_operator.chart --check
 	$(PYTHON) -m baton_observing --check
 	$(PYTHON) -m baton_cli.reference --check
+	$(MKDOCS) build --strict --quiet
 
 fix: $(VENV)/dev ## format, repair what can be repaired, write the generated pages
 	$(VENV)/bin/ruff check --fix .
@@ -41,6 +43,9 @@ fix: $(VENV)/dev ## format, repair what can be repaired, write the generated pag
 	$(PYTHON) -m baton_operator.chart
 	$(PYTHON) -m baton_observing
 	$(PYTHON) -m baton_cli.reference
+
+docs: $(VENV)/dev ## build the documentation site in build/site; dead links are errors
+	$(MKDOCS) build --strict
 
 mutants: $(VENV)/dev ## count the small changes of the pure modules (or of TARGETS) that no test notices; an hour
 	$(PYTHON) -m benchmarks.mutants $(TARGETS)
