@@ -1,1 +1,1 @@
-"""What is looked at: dashboards, rules and alerts as code, from which the files of the chart are made."""
+"""Dashboards, recording rules and alerts as code. The chart's files are generated from them."""

@@ -1,58 +1,142 @@
 """
-What services are held to, and how fast they may use up what is allowed to go wrong.
+Service level objectives, and the recording rules that measure them.
 
-These are the objectives of services that no operator tells of; of others they are those of their spec
-(`spec.autoscaling.slo`). The bounds are those of histograms' buckets: what lies between two of them is only
-guessed at.
+The rules record, per service and window, the ratio of requests that missed an objective. The operator
+exports the latency objectives of each service's spec; the defaults below hold where there is no operator.
+Bounds are bucket bounds of the histograms: between two buckets a quantile is only an estimate.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
+
+from baton_api import metrics
+from baton_api.metrics import Metric
+from baton_observing.promql import Scope, ratio
+
+BY_SERVICE = ("namespace", "service")
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A share of requests that has to be well, over thirty days."""
+    """The ratio of requests that must succeed over 30 days."""
 
-    share: float
+    target: float
 
     @property
     def budget(self) -> float:
-        """The share that may not be."""
-        return 1 - self.share
+        """The error budget: the ratio of requests that may fail."""
+        return 1 - self.target
 
 
-AVAILABLE = Objective(0.999)
-"""Of requests, those that neither failed nor were cut off; what clients did wrong does not count."""
+AVAILABILITY = Objective(0.999)
+"""Requests that neither fail with a 5xx status nor are cut off. Client errors do not count."""
 
-STREAMS = Objective(0.95)
-"""Of streams, those whose first byte came in time, and those whose tokens did, in the mean over each."""
+LATENCY = Objective(0.95)
+"""Streams that keep the bound of the first byte, and streams that keep the bound per output token."""
 
-FIRST_TOKEN_S = 2.5
-TOKEN_S = 0.05
+FIRST_BYTE_S = 2.5
+OUTPUT_TOKEN_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Burn:
-    """The budget of thirty days is used up `times` faster than it may be, over both windows."""
+class BurnRate:
+    """A burn rate at which an alert fires, over a long and a short window."""
 
-    times: float
+    factor: float
+    """The error budget of 30 days burns this many times too fast."""
     long: str
     short: str
-    """So that the alert ends soon after the trouble has."""
+    """Resolves the alert soon after the trouble ends."""
     severity: Literal["page", "ticket"]
 
 
-BURNS = (Burn(14.4, "1h", "5m", "page"), Burn(6, "6h", "30m", "ticket"))
-"""2 % of the budget in an hour; 5 % in six: https://sre.google/workbook/alerting-on-slos/."""
+BURN_RATES = (BurnRate(14.4, "1h", "5m", "page"), BurnRate(6, "6h", "30m", "ticket"))
+"""2 % of the budget in one hour, 5 % in six: https://sre.google/workbook/alerting-on-slos/."""
 
-MOST = 0.9
-"""A share of streams that are late at which the budget is used up too fast, however large it is."""
+MAX_LATE_RATIO = 0.9
+"""The highest threshold of a latency alert, for objectives whose budget is very large."""
 
-LEAST_REQUESTS = 20
-"""Within the long window: of fewer, a share says nothing."""
+MIN_REQUESTS = 20
+"""In the long window. A ratio of fewer requests means nothing."""
 
-LEAST_FAILURES = 4
-"""Within the long window, so that a few failures in a quiet night wake nobody."""
+MIN_FAILURES = 4
+"""In the long window, so that a few failures in a quiet night page nobody."""
+
+WINDOWS = tuple(sorted({window for burn in BURN_RATES for window in (burn.long, burn.short)}))
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingRule:
+    """The name and the expression of one recorded series."""
+
+    name: str
+    expression: str
+
+
+@dataclass(frozen=True, slots=True)
+class Indicator:
+    """A service level indicator, recorded over each window."""
+
+    name: str
+    expression: Callable[[Scope], str]
+
+    def over(self, window: str) -> str:
+        """Return the name of the recorded series."""
+        return f"baton:{self.name}_rate{window}"
+
+    @property
+    def rules(self) -> Iterator[RecordingRule]:
+        return (RecordingRule(self.over(window), self.expression(Scope(window))) for window in WINDOWS)
+
+
+def _failed(scope: Scope) -> str:
+    total = scope.rate(metrics.ROUTER_REQUESTS, *BY_SERVICE)
+    errors = scope.rate(metrics.ROUTER_REQUESTS, *BY_SERVICE, code="=~5..")
+    cut = scope.rate(metrics.ROUTER_CUT, *BY_SERVICE)
+    return ratio(f"(({errors} or 0 * {total}) + ({cut} or 0 * {total}))", total)
+
+
+def _late(scope: Scope, metric: Metric, objective: Metric, default_bound: float) -> str:
+    """Return the ratio of interactive streams beyond the bound of their service's spec, or the default."""
+    bound = f'label_replace({scope.series(objective)}, "le", "$1", "bound", "(.+)")'
+    in_time = (
+        f"{scope.bucket_rate(metric, *BY_SERVICE, class_='!=batch')} and on (namespace, service, le) {bound}"
+    )
+    own = f"max by (namespace, service) ({in_time})"
+    good = f"({own} or {scope.rate_below(metric, default_bound, *BY_SERVICE, class_='!=batch')})"
+    return f"1 - {ratio(good, scope.rate(metric, *BY_SERVICE, suffix='_count', class_='!=batch'))}"
+
+
+REQUESTS = Indicator("requests", lambda scope: scope.rate(metrics.ROUTER_REQUESTS, *BY_SERVICE))
+"""Requests per second."""
+
+FAILED = Indicator("requests_failed:ratio", _failed)
+"""The ratio of requests that failed with a 5xx status or were cut off."""
+
+FIRST_BYTE_LATE = Indicator(
+    "first_byte_late:ratio",
+    lambda scope: _late(
+        scope, metrics.ROUTER_FIRST_BYTE, metrics.OPERATOR_OBJECTIVE_FIRST_TOKEN, FIRST_BYTE_S
+    ),
+)
+"""The ratio of interactive streams whose first byte was late."""
+
+TOKENS_SLOW = Indicator(
+    "token_slow:ratio",
+    lambda scope: _late(scope, metrics.ROUTER_OUTPUT_TOKEN, metrics.OPERATOR_OBJECTIVE_TOKEN, OUTPUT_TOKEN_S),
+)
+"""The ratio of interactive streams whose mean time per output token was too long."""
+
+LATENCY_BUDGET = RecordingRule(
+    "baton:stream_budget:ratio",
+    f"1 - {Scope('').gauge(metrics.OPERATOR_OBJECTIVE_SHARE, *BY_SERVICE, how='max')} "
+    f"or 0 * {REQUESTS.over('1h')} + {LATENCY.budget:.4g}",
+)
+"""The ratio of streams that may be late or slow."""
+
+INDICATORS = (REQUESTS, FAILED, FIRST_BYTE_LATE, TOKENS_SLOW)
+RECORDING_RULES = (*(rule for indicator in INDICATORS for rule in indicator.rules), LATENCY_BUDGET)
+"""In the order in which Prometheus must evaluate them."""

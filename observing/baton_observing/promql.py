@@ -1,8 +1,8 @@
 """
-Queries, made of the metrics' contract: of a metric that is renamed, or loses a label, no query can be made.
+Build PromQL queries from the metrics contract.
 
-What needs no metric (ratios, thresholds, comparisons) is written as it is; only names, labels and kinds go
-wrong unseen.
+A query cannot name a metric, label or label value that the contract does not have, so a renamed metric
+breaks the build and not a dashboard. Ratios, thresholds and comparisons are written as plain PromQL.
 """
 
 from __future__ import annotations
@@ -12,130 +12,125 @@ from typing import Literal
 
 from baton_api.metrics import Metric
 
-SCRAPED = frozenset({"cluster", "namespace", "service", "role", "worker", "revision", "pod", "process"})
-"""Labels that Prometheus adds when it scrapes (docs/guides/observability.md)."""
+TARGET_LABELS = frozenset({"cluster", "namespace", "service", "role", "worker", "revision", "pod", "process"})
+"""Labels of the scrape target. docs/guides/observability.md says where each comes from."""
 
 Aggregation = Literal["sum", "max", "min", "avg", "count"]
-Over = Literal["avg", "max", "min", "changes", "deriv"]
-Part = Literal["", "_count", "_sum", "_bucket"]
+OverTime = Literal["avg", "max", "min", "changes", "deriv"]
+Suffix = Literal["", "_count", "_sum", "_bucket"]
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Whose series, and over how long."""
+    """The window of rates and the label matchers that a group of queries shares."""
 
     window: str
-    """Of rates."""
-    chosen: tuple[str, ...] = ()
-    """Matchers that every series is given."""
+    matchers: tuple[str, ...] = ()
 
-    def series(self, metric: Metric, part: Part = "", **labels: str) -> str:
+    def series(self, metric: Metric, suffix: Suffix = "", **labels: str) -> str:
         """
-        A label's value is what it has to be, or begins with how it is to be compared; `class_` is `class`.
+        Return a selector. A value may begin with an operator (`=~`, `!~`, `!=`); `class_` means `class`.
 
         >>> from baton_api import metrics
         >>> Scope("5m").series(metrics.ROUTER_REQUESTS, code="=~5..", class_="batch")
         'baton_router_requests_total{code=~"5..", class="batch"}'
         """
-        known = SCRAPED | set(metric.labels) | ({"le"} if part == "_bucket" else set())
+        known = TARGET_LABELS | set(metric.labels) | ({"le"} if suffix == "_bucket" else set())
         values = {label.name: label.values for label in metric.by}
-        matchers = list(self.chosen)
+        matchers = list(self.matchers)
         for label, value in labels.items():
             name = label.rstrip("_")
-            how, text = (value[:2], value[2:]) if value[:2] in ("=~", "!~", "!=") else ("=", value)
+            operator, text = (value[:2], value[2:]) if value[:2] in ("=~", "!~", "!=") else ("=", value)
             if name not in known:
                 raise ValueError(f"{metric.name} has no label {name}")
             if values.get(name) and "$" not in text and not set(text.split("|")) <= set(values[name]):
-                raise ValueError(f"{metric.name} has no {name} {text!r}: it has {values[name]}")
-            matchers.append(f'{name}{how}"{text}"')
-        return f"{metric.name}{part}{{{', '.join(matchers)}}}" if matchers else f"{metric.name}{part}"
+                raise ValueError(f"{metric.name} has no {name} {text!r}. Values: {values[name]}")
+            matchers.append(f'{name}{operator}"{text}"')
+        return f"{metric.name}{suffix}{{{', '.join(matchers)}}}" if matchers else f"{metric.name}{suffix}"
 
-    def now(self, metric: Metric, *by: str, how: Aggregation = "sum", **labels: str) -> str:
+    def gauge(self, metric: Metric, *by: str, how: Aggregation = "sum", **labels: str) -> str:
         """
-        Of a gauge.
+        Return the current value of a gauge, aggregated.
 
         >>> from baton_api import metrics
-        >>> Scope("5m").now(metrics.WORKER_RUNNING, "role", how="max")
+        >>> Scope("5m").gauge(metrics.WORKER_RUNNING, "role", how="max")
         'max by (role) (baton_worker_requests_running)'
         """
         _check(metric, "gauge", by)
-        return _grouped(how, by, self.series(metric, "", **labels))
+        return _aggregated(how, by, self.series(metric, "", **labels))
 
-    def per_second(self, metric: Metric, *by: str, part: Part = "", **labels: str) -> str:
+    def rate(self, metric: Metric, *by: str, suffix: Suffix = "", **labels: str) -> str:
         """
-        Of a counter, or of a histogram's `_count` or `_sum`.
+        Return the rate per second of a counter, or of a histogram's `_count` or `_sum`.
 
         >>> from baton_api import metrics
-        >>> Scope("5m").per_second(metrics.WORKER_GENERATION_TOKENS, "worker")
+        >>> Scope("5m").rate(metrics.WORKER_GENERATION_TOKENS, "worker")
         'sum by (worker) (rate(baton_worker_generation_tokens_total[5m]))'
         """
-        _check(metric, "histogram" if part else "counter", by)
-        return _grouped("sum", by, f"rate({self.series(metric, part, **labels)}[{self.window}])")
+        _check(metric, "histogram" if suffix else "counter", by)
+        return _aggregated("sum", by, f"rate({self.series(metric, suffix, **labels)}[{self.window}])")
 
-    def times(self, metric: Metric, *by: str, part: Part = "", **labels: str) -> str:
-        """How often, within the window."""
-        _check(metric, "histogram" if part else "counter", by)
-        return _grouped("sum", by, f"increase({self.series(metric, part, **labels)}[{self.window}])")
+    def increase(self, metric: Metric, *by: str, suffix: Suffix = "", **labels: str) -> str:
+        """Return the increase of a counter within the window."""
+        _check(metric, "histogram" if suffix else "counter", by)
+        return _aggregated("sum", by, f"increase({self.series(metric, suffix, **labels)}[{self.window}])")
 
-    def over(self, how: Over, metric: Metric, *by: str, of: Aggregation = "sum", **labels: str) -> str:
+    def over_time(
+        self, how: OverTime, metric: Metric, *by: str, of: Aggregation = "sum", **labels: str
+    ) -> str:
         """
-        Of a gauge, over the window.
+        Return a function of a gauge over the window, aggregated.
 
         >>> from baton_api import metrics
-        >>> Scope("6h").over("max", metrics.WORKER_QUEUED, "service")
+        >>> Scope("6h").over_time("max", metrics.WORKER_QUEUED, "service")
         'sum by (service) (max_over_time(baton_worker_requests_queued[6h]))'
         """
         _check(metric, "gauge", by)
         function = how if how in ("changes", "deriv") else f"{how}_over_time"
-        return _grouped(of, by, f"{function}({self.series(metric, '', **labels)}[{self.window}])")
+        return _aggregated(of, by, f"{function}({self.series(metric, '', **labels)}[{self.window}])")
 
-    def by_bound(self, metric: Metric, *by: str, **labels: str) -> str:
+    def bucket_rate(self, metric: Metric, *by: str, **labels: str) -> str:
         """
-        Of a histogram, how many a second were at most each of its bounds.
+        Return the rate of each bucket of a histogram.
 
         >>> from baton_api import metrics
-        >>> Scope("5m").by_bound(metrics.WORKER_STEP, "worker")
+        >>> Scope("5m").bucket_rate(metrics.WORKER_STEP, "worker")
         'sum by (le, worker) (rate(baton_worker_step_seconds_bucket[5m]))'
         """
         _check(metric, "histogram", by)
         buckets = f"rate({self.series(metric, '_bucket', **labels)}[{self.window}])"
-        return _grouped("sum", ("le", *by), buckets)
+        return _aggregated("sum", ("le", *by), buckets)
 
-    def quantile(self, share: float, metric: Metric, *by: str, **labels: str) -> str:
+    def quantile(self, quantile: float, metric: Metric, *by: str, **labels: str) -> str:
         """
-        Of a histogram.
+        Return a quantile of a histogram.
 
         >>> from baton_api import metrics
         >>> Scope("5m").quantile(0.9, metrics.WORKER_STEP)
         'histogram_quantile(0.9, sum by (le) (rate(baton_worker_step_seconds_bucket[5m])))'
         """
-        return f"histogram_quantile({share:g}, {self.by_bound(metric, *by, **labels)})"
+        return f"histogram_quantile({quantile:g}, {self.bucket_rate(metric, *by, **labels)})"
 
-    def mean(self, metric: Metric, *by: str, **labels: str) -> str:
-        """Of a histogram."""
-        total = self.per_second(metric, *by, part="_sum", **labels)
-        return ratio(total, self.per_second(metric, *by, part="_count", **labels))
-
-    def within(self, metric: Metric, bound: float, *by: str, **labels: str) -> str:
-        """How many a second were at most `bound`, which is one of the histogram's."""
+    def rate_below(self, metric: Metric, bound: float, *by: str, **labels: str) -> str:
+        """Return the rate of observations up to `bound`, which must be a bucket of the histogram."""
         if bound not in metric.buckets:
-            raise ValueError(f"{metric.name} has no bucket {bound:g}: it has {metric.buckets}")
-        return self.per_second(metric, *by, part="_bucket", le=str(float(bound)), **labels)
+            raise ValueError(f"{metric.name} has no bucket {bound:g}. Buckets: {metric.buckets}")
+        return self.rate(metric, *by, suffix="_bucket", le=str(float(bound)), **labels)
 
 
-def ratio(part: str, whole: str) -> str:
-    """Nothing, rather than not a number, where there is nothing to be a part of."""
-    return f"{part} / ({whole} > 0)"
+def ratio(part: str, total: str) -> str:
+    """Return a ratio that has no value, and not NaN, where the total is 0."""
+    return f"{part} / ({total} > 0)"
 
 
-def shares(parts: str, whole: str) -> str:
-    """Of each of several parts, its ratio to one whole."""
-    return f"{parts} / on() group_left() ({whole} > 0)"
+def ratios(parts: str, total: str) -> str:
+    """Return the ratio of each of several series to one total."""
+    return f"{parts} / on() group_left() ({total} > 0)"
 
 
 def or_zero(expression: str, **labels: str) -> str:
     """
-    For what is not there until it happens for the first time. `labels`: of the zero, for the legend.
+    Return 0, with these labels for the legend, while a series does not exist yet.
 
     >>> or_zero("errors", code="none")
     '(errors) or on() label_replace(vector(0), "code", "none", "", "")'
@@ -146,13 +141,13 @@ def or_zero(expression: str, **labels: str) -> str:
     return f"({expression}) or on() {zero}"
 
 
-def _grouped(how: Aggregation, by: tuple[str, ...], expression: str) -> str:
+def _aggregated(how: Aggregation, by: tuple[str, ...], expression: str) -> str:
     return f"{how} by ({', '.join(by)}) ({expression})" if by else f"{how}({expression})"
 
 
 def _check(metric: Metric, kind: str, by: tuple[str, ...]) -> None:
     if metric.kind != kind:
-        raise ValueError(f"{metric.name} is no {kind} but a {metric.kind}")
-    unknown = set(by) - SCRAPED - set(metric.labels)
+        raise ValueError(f"{metric.name} is a {metric.kind}, not a {kind}")
+    unknown = set(by) - TARGET_LABELS - set(metric.labels)
     if unknown:
         raise ValueError(f"{metric.name} has no labels {sorted(unknown)}")

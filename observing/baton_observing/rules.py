@@ -1,7 +1,7 @@
 """
-Recording rules and alerts as Prometheus reads them: one file of what serves, one of what operates.
+The rule files of Prometheus: `serving.yaml` for routers and workers, `operating.yaml` for the operator.
 
-Whoever runs no operator leaves the second one out; there, that nobody leads would be an alert.
+Load `operating.yaml` only where an operator runs: without one, its alert about a missing leader fires.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import Any
 import yaml
 
 from baton_observing.alerts import OPERATING, SERVING
-from baton_observing.alerts.alert import ANNOTATION, Alert
-from baton_observing.recording import RECORDS
+from baton_observing.alerts.alert import RUNBOOK_ANNOTATION, Alert
+from baton_observing.objectives import RECORDING_RULES
 
-LINE = 110
-HEAD = "# Written from baton_observing by `make fix`. Do not edit.\n"
+LINE_WIDTH = 110
+HEADER = "# Generated from baton_observing by `make fix`. Do not edit.\n"
 
-RECORD_S = 30
-"""From one look to the next, of what alerts are made of."""
+EVALUATION_INTERVAL = "30s"
+"""Of the recording rules."""
 
 
 def files() -> dict[str, str]:
-    """File names, and their text."""
+    """Return the rule files: name and text."""
     recording = {
-        "name": "baton-shares",
-        "interval": f"{RECORD_S}s",
-        "rules": [{"record": record.name, "expr": record.expression} for record in RECORDS],
+        "name": "baton-recording",
+        "interval": EVALUATION_INTERVAL,
+        "rules": [{"record": rule.name, "expr": rule.expression} for rule in RECORDING_RULES],
     }
     return {
         "serving.yaml": _text([recording, _group("baton-serving", SERVING)]),
@@ -42,9 +42,9 @@ def _group(name: str, alerts: Iterable[Alert]) -> dict[str, Any]:
             {
                 "alert": alert.name,
                 "expr": alert.expression,
-                "for": alert.lasting,
+                "for": alert.duration,
                 "labels": {"severity": alert.severity},
-                "annotations": {"summary": alert.summary, ANNOTATION: alert.runbook},
+                "annotations": {"summary": alert.summary, RUNBOOK_ANNOTATION: alert.runbook},
             }
             for alert in alerts
         ],
@@ -52,4 +52,4 @@ def _group(name: str, alerts: Iterable[Alert]) -> dict[str, Any]:
 
 
 def _text(groups: list[dict[str, Any]]) -> str:
-    return HEAD + yaml.safe_dump({"groups": groups}, sort_keys=False, width=LINE)
+    return HEADER + yaml.safe_dump({"groups": groups}, sort_keys=False, width=LINE_WIDTH)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from baton_api import labels
-from baton_observing.alerts.alert import RUNBOOKS, linked
+from baton_observing.alerts.alert import RUNBOOKS, with_runbook_url
 from tests.charts.helm import CHART, NAMESPACE, VALUES, Manifest, of_kind, render
 
 API = "monitoring.coreos.com/v1"
@@ -60,7 +60,7 @@ def test_rules_are_the_files_and_link_only_to_an_absolute_url(values: dict[str, 
     made = of_kind(render(values, *KINDS), "PrometheusRule")
     assert len(made) == len(RULES) == 2
     for one, path in zip(made, RULES, strict=True):
-        assert one["spec"] == yaml.safe_load(linked(path.read_text(), where))
+        assert one["spec"] == yaml.safe_load(with_runbook_url(path.read_text(), where))
         alerts = [rule for group in one["spec"]["groups"] for rule in group["rules"] if "alert" in rule]
         links = [
             rule["annotations"]["runbook_url"] for rule in alerts if "runbook_url" in rule["annotations"]

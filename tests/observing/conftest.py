@@ -1,12 +1,12 @@
-"""One service for all who look at what it told."""
+"""One run of a service for all tests of its telemetry."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.observing.whole_service import Told, tell
+from tests.observing.telemetry import Telemetry, collect
 
 
 @pytest.fixture(scope="session")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    return tell(tmp_path_factory.mktemp("observed"))
+def telemetry(tmp_path_factory: pytest.TempPathFactory) -> Telemetry:
+    return collect(tmp_path_factory.mktemp("observed"))

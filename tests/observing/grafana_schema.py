@@ -1,7 +1,5 @@
 """
-Grafana's own description of dashboards, as a JSON schema: made of the types that its project publishes.
-
-`@grafana/schema` holds types for TypeScript, of dashboards and of each kind of panel; npm brings them along.
+Build a JSON schema of dashboards from the TypeScript types that Grafana publishes in `@grafana/schema`.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ TYPES = Path(__file__).parent / "grafana" / "types.ts"
 
 
 def grafana_schema(folder: Path) -> dict[str, Any]:
-    """Made in `folder`. Skips the test where npm is missing, or has no packages to give."""
+    """Return the schema. Skips the test if npm is missing or cannot install the packages."""
     if shutil.which("npm") is None:
         pytest.skip("npm is not installed")
     (folder / "package.json").write_text("{}")

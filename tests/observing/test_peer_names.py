@@ -1,4 +1,4 @@
-"""Dashboards for vLLM and SGLang find what they ask for."""
+"""Dashboards made for vLLM and SGLang find their metrics."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 
 from baton_api import metrics
 from baton_api.metrics.peers import PEER_NAMES
-from tests.observing.whole_service import Told
+from tests.observing.telemetry import Telemetry
 
-# What the panels of the dashboards ask for that those projects ship:
+# Metrics in the panels of the dashboards that those projects ship:
 # examples/observability/prometheus_grafana/grafana.json of vLLM,
 # examples/monitoring/grafana/dashboards/json/sglang-dashboard.json of SGLang.
 ASKED = {
@@ -34,12 +34,12 @@ ASKED = {
 }
 
 LABELS = {"vllm:request_success_total": {"model_name", "finished_reason"}}
-"""By which panels tell more apart than models."""
+"""Labels besides the model that panels use."""
 
 
-def samples(told: Told, process: str) -> dict[str, list[Any]]:
+def samples(telemetry: Telemetry, process: str) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
-    for family in told.families(process).values():
+    for family in telemetry.families(process).values():
         for sample in family.samples:
             found.setdefault(sample.name, []).append(sample)
     return found
@@ -47,8 +47,8 @@ def samples(told: Told, process: str) -> dict[str, list[Any]]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("peer", ASKED)
-def test_each_name_that_a_panel_asks_for_is_there_with_the_models_label(told: Told, peer: str) -> None:
-    found = samples(told, "decode")
+def test_peer_metric_exists_with_model_label(telemetry: Telemetry, peer: str) -> None:
+    found = samples(telemetry, "decode")
     for name in ASKED[peer].split():
         assert name in found, name
         for sample in found[name]:
@@ -57,8 +57,8 @@ def test_each_name_that_a_panel_asks_for_is_there_with_the_models_label(told: To
 
 
 @pytest.mark.processes
-def test_what_they_show_is_what_ours_show(told: Told) -> None:
-    found = samples(told, "decode")
+def test_peer_metrics_equal_baton_metrics(telemetry: Telemetry) -> None:
+    found = samples(telemetry, "decode")
 
     def total(name: str, **labels: str) -> float:
         return float(sum(one.value for one in found[name] if labels.items() <= one.labels.items()))
@@ -79,6 +79,6 @@ def test_what_they_show_is_what_ours_show(told: Told) -> None:
 
 
 @pytest.mark.processes
-def test_nobody_shows_them_unasked(told: Told) -> None:
+def test_router_has_no_peer_metrics(telemetry: Telemetry) -> None:
     names = {name.name for of_peer in PEER_NAMES.values() for name in of_peer}
-    assert not names & samples(told, "router").keys()
+    assert not names & samples(telemetry, "router").keys()

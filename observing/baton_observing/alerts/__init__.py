@@ -1,22 +1,13 @@
-"""The alerts: what somebody should do something about, and what has to be so before they are told."""
+"""All alerts, in two groups: routers and workers, and what the operator reports."""
 
 from __future__ import annotations
 
-from baton_observing.alerts import (
-    batches,
-    certificates,
-    objectives,
-    operator,
-    router,
-    scaling,
-    services,
-    workers,
-)
+from baton_observing.alerts import batches, objectives, operator, router, services, workers
 
-SERVING = (*objectives.ALERTS, *router.ALERTS, *workers.ALERTS, *certificates.ALERTS, *batches.ALERTS)
-"""Of routers and workers, wherever they run."""
+SERVING = (*objectives.ALERTS, *router.ALERTS, *workers.ALERTS, *batches.ALERTS)
+"""About routers and workers, with or without an operator."""
 
-OPERATING = (*services.ALERTS, *scaling.ALERTS, *operator.ALERTS)
-"""Of what an operator tells: where there is none, these have no place."""
+OPERATING = (*services.ALERTS, *operator.ALERTS)
+"""About metrics that only an operator exports."""
 
 ALERTS = (*SERVING, *OPERATING)

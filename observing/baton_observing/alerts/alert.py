@@ -1,34 +1,37 @@
-"""What an alert is: what has to be so for how long, whom that concerns, and what it says."""
+"""The fields of an alert, and the location of its runbook."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-Severity = Literal["page", "ticket"]
-"""Somebody is called; or somebody looks at it in the next days."""
+Severity = Literal["page", "ticket", "info"]
+"""`page`: act now. `ticket`: act within days. `info`: context for other alerts; notify nobody."""
 
 RUNBOOKS = "docs/runbooks"
 """
-Folder of the pages in the repository, which has no public address: alerts have the annotation `runbook`.
-With an absolute URL (the chart's `observing.runbooks`, `python -m baton_observing --runbooks`) they have
-`runbook_url`, of which Alertmanager and Grafana make a link.
+Folder of the runbooks in the repository, which has no public address: alerts carry the annotation `runbook`.
+With an absolute URL (the chart's `observing.runbooks`, `python -m baton_observing --runbooks`) they carry
+`runbook_url`, which Alertmanager and Grafana show as a link.
 """
 
+RUNBOOK_ANNOTATION = "runbook"
 
-ANNOTATION = "runbook"
+SERVICE = "{{ $labels.namespace }}/{{ $labels.service }}"
+"""The service, in the template language of summaries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
-    """One rule. Two of one name differ in severity, and have one page."""
+    """One alerting rule. Rules that share a name differ in severity and share a runbook."""
 
     name: str
     severity: Severity
     summary: str
-    """One sentence, with what is concerned in Prometheus' template language."""
+    """One sentence that names the affected object, in Prometheus' template language."""
     expression: str
-    lasting: str = "5m"
+    duration: str = "5m"
+    """The expression must hold this long (`for`)."""
 
     @property
     def runbook(self) -> str:
@@ -36,23 +39,18 @@ class Alert:
 
 
 def runbook(name: str) -> str:
-    """Where an alert's page is."""
+    """Return the path of an alert's runbook."""
     return f"{RUNBOOKS}/{name}.md"
 
 
-def linked(text: str, address: str) -> str:
+def with_runbook_url(text: str, url: str) -> str:
     """
-    A generated file, with the pages at an address.
+    Point a generated file's runbooks at a URL.
 
-    >>> linked("runbook: docs/runbooks/BatonErrors.md", "https://wiki.example/baton")
-    'runbook_url: https://wiki.example/baton/BatonErrors.md'
+    >>> with_runbook_url("runbook: docs/runbooks/BatonOverloaded.md", "https://wiki.example/baton")
+    'runbook_url: https://wiki.example/baton/BatonOverloaded.md'
     """
-    if address == RUNBOOKS:
+    if url == RUNBOOKS:
         return text
-    return text.replace(f"{ANNOTATION}: {RUNBOOKS}", f"{ANNOTATION}_url: {address}").replace(
-        RUNBOOKS, address
-    )
-
-
-WHICH = "{{ $labels.namespace }}/{{ $labels.service }}"
-"""Of a service, in summaries."""
+    annotation = f"{RUNBOOK_ANNOTATION}: {RUNBOOKS}"
+    return text.replace(annotation, f"{RUNBOOK_ANNOTATION}_url: {url}").replace(RUNBOOKS, url)

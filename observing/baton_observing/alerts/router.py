@@ -1,103 +1,135 @@
-"""What goes wrong between clients and workers: requests wait, or the router lacks what it chooses by."""
+"""Alerts on routers: no worker, overload, a stale view of workers, invalid configuration."""
 
 from __future__ import annotations
 
 from baton_api import metrics
-from baton_observing.alerts.alert import WHICH, Alert
-from baton_observing.alerts.objectives import enough
+from baton_api.metrics import Metric
+from baton_observing.alerts.alert import SERVICE, Alert, Severity
+from baton_observing.alerts.objectives import enough_requests
+from baton_observing.objectives import BY_SERVICE, REQUESTS
 from baton_observing.promql import Scope, ratio
-from baton_observing.recording import REQUESTS
 
-BY = ("namespace", "service")
 NOW = Scope("5m")
 
-WORKER_STATES = NOW.now(metrics.ROUTER_WORKER_STATE, *BY, "role", "worker", how="max", state="=~down|ejected")
-AT_WORK = NOW.now(metrics.ROUTER_WORKER_STATE, *BY, state="=~ready|full|on_trial")
+UNAVAILABLE = NOW.gauge(
+    metrics.ROUTER_WORKER_STATE, *BY_SERVICE, "role", "worker", how="max", state="=~down|ejected"
+)
+AVAILABLE = NOW.gauge(metrics.ROUTER_WORKER_STATE, *BY_SERVICE, state="=~ready|full|on_trial")
 
-SENT_AWAY = NOW.per_second(metrics.ROUTER_REJECTS, *BY, reason="=~full|late|waited|unready")
+QUEUE_AGE = NOW.gauge(metrics.ROUTER_QUEUE_AGE, *BY_SERVICE, "class", how="max", class_="!=batch")
+QUEUE_DEPTH = NOW.gauge(metrics.ROUTER_QUEUE_DEPTH, *BY_SERVICE, class_="!=batch")
+QUEUE_GROWTH = NOW.over_time("deriv", metrics.ROUTER_QUEUE_DEPTH, *BY_SERVICE, class_="!=batch")
+REJECTED = NOW.rate(metrics.ROUTER_REJECTS, *BY_SERVICE, reason="=~full|late|waited|unready")
+
+CACHE_IGNORED = NOW.gauge(metrics.ROUTER_CACHE_IGNORED, *BY_SERVICE, "worker", how="max")
+NO_KV_EVENTS = NOW.gauge(metrics.ROUTER_KV_DEGRADED, *BY_SERVICE, "worker", how="max")
 
 
-def _share(part: str) -> str:
+def _ratio_of_requests(part: str) -> str:
     return ratio(part, REQUESTS.over("5m"))
+
+
+def _remaining(end: Metric, lifetime: Metric) -> str:
+    return f"({NOW.series(end)} - time()) / {NOW.series(lifetime)}"
+
+
+CERTIFICATE_REMAINING = (
+    "min by (namespace, service) ("
+    f"{_remaining(metrics.ROUTER_CERTIFICATE_END, metrics.ROUTER_CERTIFICATE_LIFE)} or "
+    f"{_remaining(metrics.WORKER_CERTIFICATE_END, metrics.WORKER_CERTIFICATE_LIFE)})"
+)
+
+
+def _certificate(severity: Severity, remaining: float) -> Alert:
+    """Return an alert. cert-manager renews a certificate when a third of its lifetime remains."""
+    return Alert(
+        name="BatonCertificateExpiring",
+        severity=severity,
+        summary=f"{SERVICE}: the mutual TLS certificate has {{{{ $value | humanizePercentage }}}} of its "
+        "lifetime left.",
+        expression=f"{CERTIFICATE_REMAINING} < {remaining}",
+        duration="10m",
+    )
 
 
 ALERTS = (
     Alert(
         name="BatonNoWorker",
         severity="page",
-        summary=f"{WHICH}: requests come, and the router has no worker that could take one.",
-        expression=f"{AT_WORK} == 0 and {REQUESTS.over('5m')} > 0",
-        lasting="3m",
+        summary=f"{SERVICE}: requests arrive and the router has no available worker.",
+        expression=f"{AVAILABLE} == 0 and {REQUESTS.over('5m')} > 0",
+        duration="3m",
     ),
     Alert(
-        name="BatonWorkersMissing",
-        severity="ticket",
-        summary=f"{WHICH}: {{{{ $value }}}} {{{{ $labels.role }}}} workers are down or fail requests.",
-        expression=f"count by (namespace, service, role) ({WORKER_STATES} > 0)",
-        lasting="10m",
-    ),
-    Alert(
-        name="BatonQueueGrowing",
-        severity="ticket",
-        summary=f"{WHICH}: {{{{ $value }}}} requests wait in the router, and there are more and more.",
-        expression=f"{NOW.now(metrics.ROUTER_QUEUE_DEPTH, *BY, class_='!=batch')} > 10 and "
-        f"{NOW.over('deriv', metrics.ROUTER_QUEUE_DEPTH, *BY, class_='!=batch')} > 0",
-    ),
-    Alert(
-        name="BatonQueueOld",
+        name="BatonOverloaded",
         severity="page",
-        summary=f"{WHICH}: requests of class {{{{ $labels.class }}}} have waited for "
+        summary=f"{SERVICE}: a request of class {{{{ $labels.class }}}} has been queued for "
         "{{ $value | humanizeDuration }}.",
-        expression=f"{NOW.now(metrics.ROUTER_QUEUE_AGE, *BY, 'class', how='max', class_='!=batch')} > 30",
+        expression=f"{QUEUE_AGE} > 30",
     ),
     Alert(
-        name="BatonSendingAway",
+        name="BatonOverloaded",
         severity="ticket",
-        summary=f"{WHICH}: {{{{ $value | humanizePercentage }}}} of requests are sent away for want of "
-        f"workers.",
-        expression=f"{_share(SENT_AWAY)} > 0.01 and {enough('5m')}",
+        summary=f"{SERVICE}: {{{{ $value | humanizePercentage }}}} of requests are rejected for lack of "
+        "capacity.",
+        expression=f"{_ratio_of_requests(REJECTED)} > 0.01 and {enough_requests('5m')}",
     ),
     Alert(
-        name="BatonTenantsStale",
-        severity="ticket",
-        summary=f"{WHICH}: the file of tenants is wrong; an older one counts.",
-        expression=f"{NOW.now(metrics.ROUTER_TENANTS_STALE, *BY, how='max')} > 0",
+        name="BatonOverloaded",
+        severity="info",
+        summary=f"{SERVICE}: {{{{ $value }}}} requests are queued and the queue grows.",
+        expression=f"{QUEUE_DEPTH} > 10 and {QUEUE_GROWTH} > 0",
     ),
     Alert(
-        name="BatonRetrying",
+        name="BatonWorkersDown",
         severity="ticket",
-        summary=f"{WHICH}: {{{{ $value | humanizePercentage }}}} of requests had to be given to another "
-        f"worker.",
-        expression=f"{_share(NOW.per_second(metrics.ROUTER_RETRIES, *BY))} > 0.05 and {enough('5m')}",
-        lasting="10m",
+        summary=f"{SERVICE}: {{{{ $value }}}} {{{{ $labels.role }}}} workers are down or ejected.",
+        expression=f"count by (namespace, service, role) ({UNAVAILABLE} > 0)",
+        duration="10m",
     ),
     Alert(
-        name="BatonSchedulerAway",
+        name="BatonSchedulerUnreachable",
         severity="ticket",
-        summary=f"{WHICH}: for {{{{ $value | humanizePercentage }}}} of requests the scheduler did not "
-        f"answer.",
-        expression=f"{_share(NOW.per_second(metrics.ROUTER_UNASKED, *BY))} > 0.01",
+        summary=f"{SERVICE}: {{{{ $value | humanizePercentage }}}} of requests are rejected because the "
+        "scheduler process does not answer.",
+        expression=f"{_ratio_of_requests(NOW.rate(metrics.ROUTER_UNASKED, *BY_SERVICE))} > 0.01",
     ),
     Alert(
         name="BatonRouterSlow",
         severity="ticket",
-        summary=f"{WHICH}: the router's event loop is {{{{ $value | humanizeDuration }}}} late.",
-        expression=f"{NOW.quantile(0.99, metrics.ROUTER_LOOP_LAG, *BY)} > 0.25",
-        lasting="10m",
+        summary=f"{SERVICE}: the router's event loop lags by {{{{ $value | humanizeDuration }}}}.",
+        expression=f"{NOW.quantile(0.99, metrics.ROUTER_LOOP_LAG, *BY_SERVICE)} > 0.25",
+        duration="10m",
     ),
     Alert(
-        name="BatonCacheIgnored",
+        name="BatonRouterBackgroundErrors",
         severity="ticket",
-        summary=f"{WHICH}: {{{{ $labels.worker }}}} does not hold what the router believes; its cache is "
-        f"ignored.",
-        expression=f"{NOW.now(metrics.ROUTER_CACHE_IGNORED, *BY, 'worker', how='max')} > 0",
-        lasting="15m",
+        summary=f"{SERVICE}: the router's {{{{ $labels.task }}}} loop keeps failing.",
+        expression=f"{NOW.increase(metrics.ROUTER_BACKGROUND_ERRORS, *BY_SERVICE, 'task')} > 0",
+        duration="10m",
     ),
     Alert(
-        name="BatonKvEventsMissing",
+        name="BatonTenantsFileInvalid",
         severity="ticket",
-        summary=f"{WHICH}: no KV events come from {{{{ $labels.worker }}}}.",
-        expression=f"{NOW.now(metrics.ROUTER_KV_DEGRADED, *BY, 'worker', how='max')} > 0",
-        lasting="10m",
+        summary=f"{SERVICE}: the tenants file is invalid; the previous version stays in effect.",
+        expression=f"{NOW.gauge(metrics.ROUTER_TENANTS_STALE, *BY_SERVICE, how='max')} > 0",
     ),
+    Alert(
+        name="BatonRetrying",
+        severity="info",
+        summary=f"{SERVICE}: {{{{ $value | humanizePercentage }}}} of requests are retried elsewhere.",
+        expression=f"{_ratio_of_requests(NOW.rate(metrics.ROUTER_RETRIES, *BY_SERVICE))} > 0.05 and "
+        f"{enough_requests('5m')}",
+        duration="10m",
+    ),
+    Alert(
+        name="BatonCacheStateStale",
+        severity="info",
+        summary=f"{SERVICE}: the router's view of the prefix cache of {{{{ $labels.worker }}}} is wrong or "
+        "out of date.",
+        expression=f"({CACHE_IGNORED} > 0) or ({NO_KV_EVENTS} > 0)",
+        duration="15m",
+    ),
+    _certificate("ticket", 0.2),
+    _certificate("page", 0.05),
 )

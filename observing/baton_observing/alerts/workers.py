@@ -1,83 +1,83 @@
-"""What goes wrong with workers: too much to do, no room, blocks that do not come over."""
+"""Alerts on workers: failing KV transfers, a full KV cache, imbalance, one slow worker."""
 
 from __future__ import annotations
 
 from baton_api import metrics
-from baton_observing.alerts.alert import WHICH, Alert
+from baton_observing.alerts.alert import SERVICE, Alert
+from baton_observing.objectives import BY_SERVICE
 from baton_observing.promql import Scope, ratio
 
-BY = ("namespace", "service")
-SHORT, LONG = Scope("5m"), Scope("15m")
+SHORT, MEDIUM, LONG = Scope("5m"), Scope("10m"), Scope("15m")
 
-FAILURES = SHORT.per_second(metrics.WORKER_TRANSFER_FAILURES, *BY)
-TRANSFERS = SHORT.per_second(metrics.WORKER_TRANSFER_SECONDS, *BY, part="_count")
-FAILED = ratio(FAILURES, f"({FAILURES} + ({TRANSFERS} or 0 * {FAILURES}))")
+FAILURES = SHORT.rate(metrics.WORKER_TRANSFER_FAILURES, *BY_SERVICE)
+TRANSFERS = SHORT.rate(metrics.WORKER_TRANSFER_SECONDS, *BY_SERVICE, suffix="_count")
+FAILED_RATIO = ratio(FAILURES, f"({FAILURES} + ({TRANSFERS} or 0 * {FAILURES}))")
 
-PREFILL_WAITS = LONG.over("avg", metrics.WORKER_QUEUED, *BY, role="prefill")
-PREFILL_TOKENS = LONG.over("max", metrics.WORKER_QUEUED_TOKENS, *BY, role="prefill")
-DECODE_FULL = LONG.over("avg", metrics.WORKER_KV_USAGE, *BY, of="avg", role="decode")
+SENT_TO_PREFILL = MEDIUM.rate(metrics.ROUTER_DECISIONS, *BY_SERVICE, path="remote")
+RECEIVED = MEDIUM.rate(metrics.ROUTER_TRANSFER, *BY_SERVICE, suffix="_count")
 
-PER_TOKEN = LONG.quantile(0.5, metrics.WORKER_TOKEN, *BY, "worker")
+RETRACTIONS = SHORT.rate(metrics.WORKER_RETRACTIONS, *BY_SERVICE)
+KV_USAGE = SHORT.over_time("min", metrics.WORKER_KV_USAGE, *BY_SERVICE, "role", of="max")
+QUARANTINED = SHORT.over_time("min", metrics.WORKER_BLOCKS, *BY_SERVICE, "worker", state="quarantined")
+
+PREFILL_QUEUED = LONG.over_time("avg", metrics.WORKER_QUEUED, *BY_SERVICE, role="prefill")
+PREFILL_QUEUED_TOKENS = LONG.over_time("max", metrics.WORKER_QUEUED_TOKENS, *BY_SERVICE, role="prefill")
+DECODE_KV_USAGE = LONG.over_time("avg", metrics.WORKER_KV_USAGE, *BY_SERVICE, of="avg", role="decode")
+
+TOKEN_LATENCY = LONG.quantile(0.5, metrics.WORKER_TOKEN, *BY_SERVICE, "worker")
+MEDIAN_TOKEN_LATENCY = f"quantile by (namespace, service) (0.5, {TOKEN_LATENCY})"
+AT_LEAST_THREE = f"count by (namespace, service) ({TOKEN_LATENCY}) > 2"
+"""Of two workers, neither is an outlier."""
 
 ALERTS = (
     Alert(
         name="BatonTransferFailing",
         severity="ticket",
-        summary=f"{WHICH}: {{{{ $value | humanizePercentage }}}} of prompts do not come over from prefill "
-        f"workers.",
-        expression=f"{FAILED} > 0.01",
+        summary=f"{SERVICE}: {{{{ $value | humanizePercentage }}}} of KV transfers from prefill fail.",
+        expression=f"{FAILED_RATIO} > 0.01",
     ),
     Alert(
         name="BatonTransferFailing",
         severity="page",
-        summary=f"{WHICH}: {{{{ $value | humanizePercentage }}}} of prompts do not come over: prefill "
-        f"workers are "
-        "of no use.",
-        expression=f"{FAILED} > 0.25",
+        summary=f"{SERVICE}: most KV transfers from prefill workers fail, or none completes.",
+        expression=f"({FAILED_RATIO} > 0.25) or ({SENT_TO_PREFILL} > 0.02 unless {RECEIVED} > 0)",
     ),
     Alert(
-        name="BatonTransfersMissing",
-        severity="page",
-        summary=f"{WHICH}: prompts are sent to prefill workers, and none comes over.",
-        expression=f"{SHORT.per_second(metrics.ROUTER_DECISIONS, *BY, path='remote')} > 0.02 unless "
-        f"{SHORT.per_second(metrics.ROUTER_TRANSFER, *BY, part='_count')} > 0",
-        lasting="10m",
-    ),
-    Alert(
-        name="BatonKvSaturated",
+        name="BatonKvCacheFull",
         severity="ticket",
-        summary=f"{WHICH}: the KV cache of a {{{{ $labels.role }}}} worker is full.",
-        expression=f"{SHORT.over('min', metrics.WORKER_KV_USAGE, *BY, 'role', of='max')} > 0.95",
+        summary=f"{SERVICE}: {{{{ $value | humanize }}}} sequences per second are retracted because the KV "
+        "cache is full.",
+        expression=f"{RETRACTIONS} > 1",
+        duration="10m",
+    ),
+    Alert(
+        name="BatonKvCacheFull",
+        severity="info",
+        summary=f"{SERVICE}: {{{{ $value | humanizePercentage }}}} of a {{{{ $labels.role }}}} worker's KV "
+        "cache is in use.",
+        expression=f"{KV_USAGE} > 0.95",
     ),
     Alert(
         name="BatonKvQuarantined",
-        severity="ticket",
-        summary=f"{WHICH}: {{{{ $value }}}} blocks of {{{{ $labels.worker }}}} do not leave quarantine.",
-        expression=f"{SHORT.over('min', metrics.WORKER_BLOCKS, *BY, 'worker', state='quarantined')} > 0",
-        lasting="10m",
-    ),
-    Alert(
-        name="BatonRetractions",
-        severity="ticket",
-        summary=f"{WHICH}: {{{{ $value | humanize }}}} sequences a second give back their blocks.",
-        expression=f"{SHORT.per_second(metrics.WORKER_RETRACTIONS, *BY)} > 1",
-        lasting="10m",
+        severity="info",
+        summary=f"{SERVICE}: {{{{ $value }}}} KV blocks of {{{{ $labels.worker }}}} stay in quarantine.",
+        expression=f"{QUARANTINED} > 0",
+        duration="10m",
     ),
     Alert(
         name="BatonImbalance",
-        severity="ticket",
-        summary=f"{WHICH}: one role waits for the other; prefill and decode are not in balance.",
-        expression=f"({PREFILL_WAITS} > 1 and {DECODE_FULL} < 0.3) or ({DECODE_FULL} > 0.9 and "
-        f"{PREFILL_TOKENS} == 0)",
-        lasting="15m",
+        severity="info",
+        summary=f"{SERVICE}: one role is saturated while the other is idle.",
+        expression=f"({PREFILL_QUEUED} > 1 and {DECODE_KV_USAGE} < 0.3) or "
+        f"({DECODE_KV_USAGE} > 0.9 and {PREFILL_QUEUED_TOKENS} == 0)",
+        duration="15m",
     ),
     Alert(
         name="BatonWorkerSlow",
-        severity="ticket",
-        summary=f"{WHICH}: {{{{ $labels.worker }}}} takes three times as long per token as others do.",
-        expression=f"{PER_TOKEN} > on (namespace, service) group_left() 3 * quantile by (namespace, "
-        f"service) (0.5, "
-        f"{PER_TOKEN}) and on (namespace, service) count by (namespace, service) ({PER_TOKEN}) > 2",
-        lasting="15m",
+        severity="info",
+        summary=f"{SERVICE}: {{{{ $labels.worker }}}} takes three times as long per token as its peers.",
+        expression=f"{TOKEN_LATENCY} > on (namespace, service) group_left() 3 * {MEDIAN_TOKEN_LATENCY} "
+        f"and on (namespace, service) {AT_LEAST_THREE}",
+        duration="15m",
     ),
 )

@@ -1,44 +1,44 @@
-"""Batches that do not go on, or go wrong."""
+"""Cases of alerts on batches."""
 
 from __future__ import annotations
 
 from baton_api import metrics
-from tests.observing.told_series import OF, Case, level, once, rise
+from tests.observing.alert_series import SERVICE, Case, constant, counter, stopped_counter
 
 CASES = (
     Case(
         "BatonBatchesStuck",
         "ticket",
-        level(metrics.BATCH_LINES_LEFT, 100, **OF),
+        constant(metrics.BATCH_LINES_LEFT, 100, **SERVICE),
         {
-            **level(metrics.BATCH_LINES_LEFT, 100, **OF),
-            **rise(metrics.BATCH_LINES, 1, **OF, result="completed"),
+            **constant(metrics.BATCH_LINES_LEFT, 100, **SERVICE),
+            **counter(metrics.BATCH_LINES, 1, **SERVICE, result="completed"),
         },
         at=45,
     ),
     Case(
         "BatonBatchesLate",
         "ticket",
-        level(metrics.BATCHES_LATE, 1, **OF),
-        level(metrics.BATCHES_LATE, 0, **OF),
+        constant(metrics.BATCHES_LATE, 1, **SERVICE),
+        constant(metrics.BATCHES_LATE, 0, **SERVICE),
     ),
     Case(
         "BatonBatchLinesFailing",
-        "ticket",
+        "info",
         {
-            **rise(metrics.BATCH_LINES, 5, **OF, result="completed"),
-            **rise(metrics.BATCH_LINES, 5, **OF, result="failed"),
+            **counter(metrics.BATCH_LINES, 5, **SERVICE, result="completed"),
+            **counter(metrics.BATCH_LINES, 5, **SERVICE, result="failed"),
         },
         {
-            **rise(metrics.BATCH_LINES, 50, **OF, result="completed"),
-            **rise(metrics.BATCH_LINES, 5, **OF, result="failed"),
+            **counter(metrics.BATCH_LINES, 50, **SERVICE, result="completed"),
+            **counter(metrics.BATCH_LINES, 5, **SERVICE, result="failed"),
         },
         at=45,
     ),
     Case(
         "BatonBatchStorageFailing",
         "ticket",
-        rise(metrics.BATCH_STORAGE_ERRORS, 1, **OF, error="unavailable"),
-        once(metrics.BATCH_STORAGE_ERRORS, 1, 10, **OF, error="unavailable"),
+        counter(metrics.BATCH_STORAGE_ERRORS, 1, **SERVICE, error="unavailable"),
+        stopped_counter(metrics.BATCH_STORAGE_ERRORS, 1, 10, **SERVICE, error="unavailable"),
     ),
 )

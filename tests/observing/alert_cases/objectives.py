@@ -1,73 +1,85 @@
-"""Objectives that are not kept, hardly not kept, and kept."""
+"""Cases of alerts on objectives."""
 
 from __future__ import annotations
 
 from baton_api import metrics
-from tests.observing.told_series import BYTE, ENOUGH, HOUR, OF, TOKEN, Case, answered, once, rise, streams
+from tests.observing.alert_series import (
+    ENOUGH_REQUESTS,
+    FIRST_BYTE,
+    HOUR,
+    OUTPUT_TOKEN,
+    SERVICE,
+    Case,
+    counter,
+    responses,
+    stopped_counter,
+    streams,
+)
 
 CASES = (
     Case(
         "BatonAvailabilityBurn",
         "page",
-        {**answered(200, 98), **answered(503, 2)},
-        # As bad, but it has been over for ten minutes.
-        {**answered(200, 98), **once(metrics.ROUTER_CUT, 2, 50, **OF, cause="reset")},
+        {**responses(200, 98), **responses(503, 2)},
+        # The same failures, which ended ten minutes ago.
+        {**responses(200, 98), **stopped_counter(metrics.ROUTER_CUT, 2, 50, **SERVICE, cause="reset")},
         at=HOUR + 5,
     ),
     Case(
         "BatonAvailabilityBurn",
         "page",
-        # Five of 25 in an hour, and one of 21.
-        {**answered(200, 20 / 60), **answered(503, 5 / 60)},
-        {**answered(200, 20.5 / 60), **answered(503, 1 / 60)},
+        # Five of 25 requests fail in an hour. Silent: one of 21.
+        {**responses(200, 20 / 60), **responses(503, 5 / 60)},
+        {**responses(200, 20.5 / 60), **responses(503, 1 / 60)},
         at=HOUR + 5,
     ),
     Case(
         "BatonAvailabilityBurn",
         "ticket",
-        {**answered(200, 99), **rise(metrics.ROUTER_CUT, 1, **OF, cause="reset")},
-        {**answered(200, 995), **answered(429, 90), **answered(503, 5)},
+        {**responses(200, 99), **counter(metrics.ROUTER_CUT, 1, **SERVICE, cause="reset")},
+        {**responses(200, 995), **responses(429, 90), **responses(503, 5)},
         at=6 * HOUR + 5,
     ),
     Case(
-        "BatonFirstByteBurn",
+        "BatonTimeToFirstTokenBurn",
         "page",
-        {**ENOUGH, **streams(*BYTE, 1, 10)},
-        # Batches may wait.
-        {**ENOUGH, **streams(*BYTE, 9, 10), **streams(*BYTE, 1, 100, "batch")},
+        {**ENOUGH_REQUESTS, **streams(*FIRST_BYTE, 1, 10)},
+        # Only batch requests are late.
+        {**ENOUGH_REQUESTS, **streams(*FIRST_BYTE, 9, 10), **streams(*FIRST_BYTE, 1, 100, "batch")},
         at=HOUR + 5,
     ),
     Case(
-        "BatonFirstByteBurn",
+        "BatonTimeToFirstTokenBurn",
         "ticket",
-        {**ENOUGH, **streams(*BYTE, 6, 10)},
-        {**ENOUGH, **streams(*BYTE, 8, 10)},
+        {**ENOUGH_REQUESTS, **streams(*FIRST_BYTE, 6, 10)},
+        {**ENOUGH_REQUESTS, **streams(*FIRST_BYTE, 8, 10)},
         at=6 * HOUR + 5,
     ),
     Case(
-        "BatonTokenTimeBurn",
+        "BatonInterTokenLatencyBurn",
         "page",
-        {**ENOUGH, **streams(*TOKEN, 1, 10)},
-        {**answered(200, 0.2), **streams(*TOKEN, 0, 0.2)},  # twelve requests in an hour
+        {**ENOUGH_REQUESTS, **streams(*OUTPUT_TOKEN, 1, 10)},
+        {**responses(200, 0.2), **streams(*OUTPUT_TOKEN, 0, 0.2)},  # 12 requests in an hour
         at=HOUR + 5,
     ),
     Case(
-        "BatonTokenTimeBurn",
+        "BatonInterTokenLatencyBurn",
         "ticket",
-        {**ENOUGH, **streams(*TOKEN, 6, 10)},
-        {**ENOUGH, **streams(*TOKEN, 8, 10)},
+        {**ENOUGH_REQUESTS, **streams(*OUTPUT_TOKEN, 6, 10)},
+        {**ENOUGH_REQUESTS, **streams(*OUTPUT_TOKEN, 8, 10)},
         at=6 * HOUR + 5,
     ),
     Case(
-        "BatonErrors",
+        "BatonAvailabilityBurn",
         "page",
-        {**answered(200, 90), **answered(500, 10)},
-        {**answered(200, 90), **answered(400, 10), **answered(499, 10)},
+        {**responses(200, 90), **responses(500, 10)},
+        {**responses(200, 90), **responses(400, 10), **responses(499, 10)},
     ),
     Case(
-        "BatonErrors",
+        "BatonAvailabilityBurn",
         "page",
-        {**answered(200, 4), **answered(500, 1)},  # five of 25 in five minutes, and two
-        {**answered(200, 4.6), **answered(500, 0.4)},
+        # Five of 25 requests fail in five minutes. Silent: two fail.
+        {**responses(200, 4), **responses(500, 1)},
+        {**responses(200, 4.6), **responses(500, "0+0x25 0+0.4x5")},
     ),
 )

@@ -1,94 +1,130 @@
-"""Between clients and workers."""
+"""Cases of alerts on routers."""
 
 from __future__ import annotations
 
 from baton_api import metrics
 from baton_observing.promql import Scope
-from tests.observing.told_series import DECODE, ENOUGH, OF, Case, level, once, rise
+from tests.observing.alert_series import (
+    DECODE,
+    ENOUGH_REQUESTS,
+    SERVICE,
+    Case,
+    Series,
+    constant,
+    counter,
+    stopped_counter,
+)
+
+LIFETIME = 100_000.0
+"""Seconds. The cases are evaluated after 1800 of them."""
+
+
+def certificates(router: float, worker: float) -> Series:
+    """Return certificates that expire at these times."""
+    return {
+        **constant(metrics.ROUTER_CERTIFICATE_END, router, **SERVICE),
+        **constant(metrics.ROUTER_CERTIFICATE_LIFE, LIFETIME, **SERVICE),
+        **constant(metrics.WORKER_CERTIFICATE_END, worker, **DECODE),
+        **constant(metrics.WORKER_CERTIFICATE_LIFE, LIFETIME, **DECODE),
+    }
+
 
 CASES = (
     Case(
         "BatonNoWorker",
         "page",
         {
-            **ENOUGH,
-            **level(metrics.ROUTER_WORKER_STATE, 0, **DECODE, state="ready"),
-            **level(metrics.ROUTER_WORKER_STATE, 1, **DECODE, state="down"),
+            **ENOUGH_REQUESTS,
+            **constant(metrics.ROUTER_WORKER_STATE, 0, **DECODE, state="ready"),
+            **constant(metrics.ROUTER_WORKER_STATE, 1, **DECODE, state="down"),
         },
         {
-            **level(metrics.ROUTER_WORKER_STATE, 0, **DECODE, state="ready"),
-            **level(metrics.ROUTER_WORKER_STATE, 1, **DECODE, state="starting"),
+            **constant(metrics.ROUTER_WORKER_STATE, 0, **DECODE, state="ready"),
+            **constant(metrics.ROUTER_WORKER_STATE, 1, **DECODE, state="starting"),
         },
     ),
     Case(
-        "BatonWorkersMissing",
+        "BatonWorkersDown",
         "ticket",
-        level(metrics.ROUTER_WORKER_STATE, 1, **DECODE, state="down"),
-        level(metrics.ROUTER_WORKER_STATE, 1, **DECODE, state="draining"),
+        constant(metrics.ROUTER_WORKER_STATE, 1, **DECODE, state="down"),
+        constant(metrics.ROUTER_WORKER_STATE, 1, **DECODE, state="draining"),
     ),
     Case(
-        "BatonQueueGrowing",
-        "ticket",
-        {Scope("").series(metrics.ROUTER_QUEUE_DEPTH, **OF, class_="default"): "0+2x400"},
+        "BatonOverloaded",
+        "info",
+        {Scope("").series(metrics.ROUTER_QUEUE_DEPTH, **SERVICE, class_="default"): "0+2x400"},
         {
-            Scope("").series(metrics.ROUTER_QUEUE_DEPTH, **OF, class_="default"): "50-1x50",
-            Scope("").series(metrics.ROUTER_QUEUE_DEPTH, **OF, class_="batch"): "0+2x400",
+            Scope("").series(metrics.ROUTER_QUEUE_DEPTH, **SERVICE, class_="default"): "50-1x50",
+            Scope("").series(metrics.ROUTER_QUEUE_DEPTH, **SERVICE, class_="batch"): "0+2x400",
         },
     ),
     Case(
-        "BatonQueueOld",
+        "BatonOverloaded",
         "page",
-        level(metrics.ROUTER_QUEUE_AGE, 40, **OF, class_="interactive"),
-        level(metrics.ROUTER_QUEUE_AGE, 400, **OF, class_="batch"),
+        constant(metrics.ROUTER_QUEUE_AGE, 40, **SERVICE, class_="interactive"),
+        constant(metrics.ROUTER_QUEUE_AGE, 400, **SERVICE, class_="batch"),
     ),
     Case(
-        "BatonSendingAway",
+        "BatonOverloaded",
         "ticket",
-        {**ENOUGH, **rise(metrics.ROUTER_REJECTS, 5, **OF, reason="full")},
-        {**ENOUGH, **rise(metrics.ROUTER_REJECTS, 5, **OF, reason="tokens")},
+        {**ENOUGH_REQUESTS, **counter(metrics.ROUTER_REJECTS, 5, **SERVICE, reason="full")},
+        {**ENOUGH_REQUESTS, **counter(metrics.ROUTER_REJECTS, 5, **SERVICE, reason="tokens")},
     ),
     Case(
-        "BatonTenantsStale",
+        "BatonTenantsFileInvalid",
         "ticket",
-        level(metrics.ROUTER_TENANTS_STALE, 1, **OF),
-        level(metrics.ROUTER_TENANTS_STALE, 0, **OF),
+        constant(metrics.ROUTER_TENANTS_STALE, 1, **SERVICE),
+        constant(metrics.ROUTER_TENANTS_STALE, 0, **SERVICE),
     ),
     Case(
         "BatonRetrying",
-        "ticket",
-        {**ENOUGH, **rise(metrics.ROUTER_RETRIES, 6, **OF, cause="reset")},
-        {**ENOUGH, **rise(metrics.ROUTER_RETRIES, 1, **OF, cause="reset")},
+        "info",
+        {**ENOUGH_REQUESTS, **counter(metrics.ROUTER_RETRIES, 6, **SERVICE, cause="reset")},
+        {**ENOUGH_REQUESTS, **counter(metrics.ROUTER_RETRIES, 1, **SERVICE, cause="reset")},
     ),
     Case(
-        "BatonSchedulerAway",
+        "BatonSchedulerUnreachable",
         "ticket",
-        {**ENOUGH, **rise(metrics.ROUTER_UNASKED, 6, **OF, reason="away")},
-        {**ENOUGH, **once(metrics.ROUTER_UNASKED, 6, 10, **OF, reason="away")},
+        {**ENOUGH_REQUESTS, **counter(metrics.ROUTER_UNASKED, 6, **SERVICE, reason="away")},
+        {**ENOUGH_REQUESTS, **stopped_counter(metrics.ROUTER_UNASKED, 6, 10, **SERVICE, reason="away")},
     ),
     Case(
         "BatonRouterSlow",
         "ticket",
         {
-            **rise(metrics.ROUTER_LOOP_LAG, 500, "_bucket", **OF, le="0.25"),
-            **rise(metrics.ROUTER_LOOP_LAG, 600, "_bucket", **OF, le="0.5"),
-            **rise(metrics.ROUTER_LOOP_LAG, 600, "_bucket", **OF, le="+Inf"),
+            **counter(metrics.ROUTER_LOOP_LAG, 500, "_bucket", **SERVICE, le="0.25"),
+            **counter(metrics.ROUTER_LOOP_LAG, 600, "_bucket", **SERVICE, le="0.5"),
+            **counter(metrics.ROUTER_LOOP_LAG, 600, "_bucket", **SERVICE, le="+Inf"),
         },
         {
-            **rise(metrics.ROUTER_LOOP_LAG, 599, "_bucket", **OF, le="0.25"),
-            **rise(metrics.ROUTER_LOOP_LAG, 600, "_bucket", **OF, le="0.5"),
-            **rise(metrics.ROUTER_LOOP_LAG, 600, "_bucket", **OF, le="+Inf"),
+            **counter(metrics.ROUTER_LOOP_LAG, 599, "_bucket", **SERVICE, le="0.25"),
+            **counter(metrics.ROUTER_LOOP_LAG, 600, "_bucket", **SERVICE, le="0.5"),
+            **counter(metrics.ROUTER_LOOP_LAG, 600, "_bucket", **SERVICE, le="+Inf"),
         },
     ),
     Case(
-        "BatonCacheIgnored",
-        "ticket",
-        level(metrics.ROUTER_CACHE_IGNORED, 1, **OF, worker="decode-0"),
-        level(metrics.ROUTER_CACHE_IGNORED, 0, **OF, worker="decode-0"),
+        "BatonCacheStateStale",
+        "info",
+        constant(metrics.ROUTER_CACHE_IGNORED, 1, **SERVICE, worker="decode-0"),
+        constant(metrics.ROUTER_CACHE_IGNORED, 0, **SERVICE, worker="decode-0"),
     ),
     Case(
-        "BatonKvEventsMissing",
-        "ticket",
-        level(metrics.ROUTER_KV_DEGRADED, 1, **OF, worker="decode-0"),
-        level(metrics.ROUTER_KV_DEGRADED, 0, **OF, worker="decode-0"),
+        "BatonCacheStateStale",
+        "info",
+        constant(metrics.ROUTER_KV_DEGRADED, 1, **SERVICE, worker="decode-0"),
+        constant(metrics.ROUTER_KV_DEGRADED, 0, **SERVICE, worker="decode-0"),
     ),
+    Case(
+        "BatonRouterBackgroundErrors",
+        "ticket",
+        counter(metrics.ROUTER_BACKGROUND_ERRORS, 1, **SERVICE, task="kv_events"),
+        stopped_counter(metrics.ROUTER_BACKGROUND_ERRORS, 1, 10, **SERVICE, task="kv_events"),
+    ),
+    Case(
+        "BatonCertificateExpiring",
+        "ticket",
+        certificates(90_000, 12_000),  # one worker still has the old certificate
+        certificates(90_000, 90_000),
+    ),
+    Case("BatonCertificateExpiring", "page", certificates(4_000, 90_000), certificates(12_000, 90_000)),
 )

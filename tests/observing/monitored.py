@@ -1,7 +1,7 @@
 """
-A service and an operator that are watched: real processes, a real Prometheus, and load.
+Run a service and an operator under load, monitored by a real Prometheus.
 
-    python -m tests.observing.story MODEL SECONDS FOLDER     keeps it up, and draws the dashboards of docs/
+    python -m tests.observing.monitored MODEL SECONDS FOLDER     also renders the dashboards to FOLDER
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ import pytest
 import yaml
 
 from baton_api import headers as header_names
-from baton_observing import pictures, rules
-from baton_observing.prometheus import Prometheus
+from baton_observing import rules
+from baton_observing.dashboards import render
+from baton_observing.dashboards.prometheus import Prometheus
 from tests.cli.service import RunningUp, await_true, running_up
 from tests.operator.real_cluster import RealCluster, real_cluster, running_operator
 
@@ -38,14 +39,14 @@ END_S = 30.0
 SCRAPE = "1s"
 CHANGES_A_BATCH = 5
 NAMESPACE, SERVICE = "models", "chat"
-"""What the operator has a service of; that its pods are processes beside it, Prometheus does not know."""
+"""The service that the operator manages. Prometheus gives the same labels to the local processes."""
 TOPICS = ("herons", "relays", "tides", "lighthouses", "bicycles", "glaciers")
 
 LIMITS = {"scaling": {"minReplicas": 1, "maxReplicas": 4}}
 
 
 def service(prometheus: str, canary: int) -> dict[str, Any]:
-    """A spec by which the operator scales; another `canary` is a change that makes it look."""
+    """Return a spec with autoscaling. Another `canary` changes the spec, so that the operator reconciles."""
     return {
         "model": {"uri": "builtin://smollm2"},
         "prefill": LIMITS,
@@ -56,7 +57,7 @@ def service(prometheus: str, canary: int) -> dict[str, Any]:
 
 
 def configuration(router: str, operator: str) -> str:
-    """As docs/guides/observability.md has it, and the operator besides."""
+    """Return the Prometheus configuration of docs/guides/observability.md, with the operator as a further target."""
     name = {"namespace": NAMESPACE, "service": SERVICE}
     host = router.removeprefix("http://")
     jobs = [
@@ -85,7 +86,7 @@ def configuration(router: str, operator: str) -> str:
 
 @contextlib.contextmanager
 def running_prometheus(folder: Path, text: str) -> Iterator[Prometheus]:
-    """With that configuration. Skips the test where it is not installed."""
+    """Run Prometheus with a configuration. Skips the test where it is not installed."""
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed (on Debian: apt install prometheus)")
     folder.mkdir()
@@ -118,17 +119,17 @@ def running_prometheus(folder: Path, text: str) -> Iterator[Prometheus]:
 
 @dataclass
 class Load:
-    """People who ask, one question after the other, and a batch."""
+    """Clients that send one request after another, and a batch."""
 
     url: str
     model: str
-    people: int
+    clients: int
     seed: int = 0
     problems: list[str] = field(default_factory=list)
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def batch(self, lines: int) -> None:
-        """Leave one to be done."""
+        """Submit a batch."""
         body = {"model": self.model, "prompt": "Count: one, two,", "max_tokens": 8, "ignore_eos": True}
         text = "".join(
             json.dumps({"custom_id": f"{n}", "method": "POST", "url": "/v1/completions", "body": body}) + "\n"
@@ -145,7 +146,7 @@ class Load:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(self.people)]
+        threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(self.clients)]
         for thread in threads:
             thread.start()
         try:
@@ -185,40 +186,40 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
-    """What runs."""
+class Monitored:
+    """The running parts."""
 
     prometheus: Prometheus
     up: RunningUp
     cluster: RealCluster
 
     async def change(self, number: int) -> None:
-        """Ask the operator for something else, and let the pods be there."""
+        """Change the spec, and make the pods ready."""
         await self.cluster.put(service(self.prometheus.url, number))
         await self.cluster.ready_pods()
 
 
 @contextlib.asynccontextmanager
-async def watched(folder: Path, model: Path, *flags: str) -> AsyncIterator[Watched]:
-    """A pair of workers behind a router, and an operator with a service at a real API server."""
+async def monitored(folder: Path, model: Path, *flags: str) -> AsyncIterator[Monitored]:
+    """Run a router, a prefill and a decode worker, and an operator with a service at a real API server."""
     async with (
         real_cluster(folder / "kubernetes") as cluster,
-        running_operator(cluster, "watched") as operator,
+        running_operator(cluster, "monitored") as operator,
     ):
         with running_up(model, *flags) as up:
             text = configuration(up.url, operator.url)
             with running_prometheus(folder / "prometheus", text) as prometheus:
-                it = Watched(prometheus, up, cluster)
+                it = Monitored(prometheus, up, cluster)
                 await it.change(0)
                 yield it
 
 
 async def keep(model: str, seconds: float, folder: Path) -> None:
-    """Under load for that long; then draw."""
+    """Run under load for some seconds, then render the dashboards."""
     with tempfile.TemporaryDirectory() as place:
         (Path(place) / "kubernetes").mkdir()
-        async with watched(Path(place), Path(model)) as it:
-            load = Load(it.up.url, Path(model).name, people=4)
+        async with monitored(Path(place), Path(model)) as it:
+            load = Load(it.up.url, Path(model).name, clients=4)
             began = time.monotonic()
             with load.running():
                 for number in itertools.count(1):
@@ -230,7 +231,7 @@ async def keep(model: str, seconds: float, folder: Path) -> None:
                         break
             print(f"{len(load.problems)} problems", load.problems[:3])
             url = it.prometheus.url
-            pictures.main(
+            render.main(
                 [
                     "--prometheus",
                     url,

@@ -1,4 +1,4 @@
-"""A service as people start it, some traffic with a secret in it, and all that it tells of itself."""
+"""Collect the metrics, logs and spans of a service after traffic with a secret in every prompt."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.engine.models import make_model
 from tests.router.collector import Collector, Span
 
 SECRET = "a heron nobody may hear of"
-"""In every prompt."""
+"""Part of every prompt; it must not appear in any telemetry."""
 
 STREAMED, ANSWERED, WRONG, LINE = "req_streamed", "req_answered", "req_wrong", "line-1"
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -33,28 +33,28 @@ ROUNDS_S = 120.0
 
 
 @dataclass
-class Told:
-    """Everything."""
+class Telemetry:
+    """All that a service exposed."""
 
     pages: dict[str, str] = field(default_factory=dict)
-    """What `/metrics` says, by process."""
+    """Responses of `/metrics`, by process."""
     log: list[str] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     sent: bytes = b""
-    """To the collector."""
+    """Bytes that the collector received."""
 
     def families(self, process: str) -> dict[str, Any]:
         return {family.name: family for family in text_string_to_metric_families(self.pages[process])}
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """The log, as far as it is one of processes."""
+        """The JSON lines of the log."""
         return [json.loads(line) for line in self.log if line.startswith("{")]
 
 
 @contextlib.contextmanager
 def collecting() -> Iterator[Collector]:
-    """A collector on a thread of its own."""
+    """Run a trace collector in a thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -75,9 +75,9 @@ def collecting() -> Iterator[Collector]:
         loop.close()
 
 
-def tell(folder: Path) -> Told:
-    """Start it, ask it, end it."""
-    told = Told()
+def collect(folder: Path) -> Telemetry:
+    """Start a service, send requests, stop it."""
+    telemetry = Telemetry()
     model = make_model(folder / "tiny")
     with collecting() as collector, pytest.MonkeyPatch.context() as environment:
         for name, value in {
@@ -90,13 +90,13 @@ def tell(folder: Path) -> Told:
         with running_up(model, "--log-format=json", "--metrics-names=vllm,sglang") as up:
             _ask(up)
             workers = up.workers()
-            _scrape(told, up, workers)
-            told.pages["alone"] = _alone(folder, workers["decode"])
+            _scrape(telemetry, up, workers)
+            telemetry.pages["alone"] = _alone(folder, workers["decode"])
             assert up.end(signal.SIGINT) == 0
-        told.log = up.lines
-        told.spans = list(collector.spans)
-        told.sent = collector.heard
-    return told
+        telemetry.log = up.lines
+        telemetry.spans = list(collector.spans)
+        telemetry.sent = collector.heard
+    return telemetry
 
 
 def _ask(up: RunningUp) -> None:
@@ -132,25 +132,25 @@ def _ask(up: RunningUp) -> None:
         await_true(through, ROUNDS_S, "the batch is completed")
 
 
-def _scrape(told: Told, up: RunningUp, workers: dict[str, str]) -> None:
+def _scrape(telemetry: Telemetry, up: RunningUp, workers: dict[str, str]) -> None:
     def page(url: str) -> str:
         return httpx.get(f"{url}/metrics", trust_env=False).raise_for_status().text
 
     def counted() -> bool:
-        """Fronts tell their figures once a second, and the keeper looks as often."""
-        told.pages["router"] = page(up.url)
-        requests = told.families("router").get("baton_router_requests")
+        """Return whether the metrics of all processes have arrived. They are sent once per second."""
+        telemetry.pages["router"] = page(up.url)
+        requests = telemetry.families("router").get("baton_router_requests")
         ended = [one for one in requests.samples if one.name.endswith("_total")] if requests else []
-        batches = told.families("router")[metrics.BATCHES.name].samples
+        batches = telemetry.families("router")[metrics.BATCHES.name].samples
         done = [one.value for one in batches if one.labels["status"] == "completed"]
         return sum(one.value for one in ended) >= 8 and done == [1.0]
 
     await_true(counted, ROUNDS_S, "the router has counted all requests and the batch")
-    told.pages.update({role: page(url) for role, url in workers.items()})
+    telemetry.pages.update({role: page(url) for role, url in workers.items()})
 
 
 def _alone(folder: Path, decode: str) -> str:
-    """What a router of one process and with tenants shows besides."""
+    """Return the metrics of a router with one process and with tenants."""
     file = folder / "tenants.yaml"
     file.write_text(json.dumps({"tenants": [{"name": "a", "keys": ["sha256:" + "0" * 64]}]}))
     process = start_baton(

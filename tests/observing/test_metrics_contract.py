@@ -1,4 +1,4 @@
-"""The metrics contract, held against what real processes expose, both ways."""
+"""Real processes expose exactly the metrics of the contract."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton_api import metrics
 from baton_api.metrics import CONTRACT, Metric
-from tests.observing.whole_service import SECRET, Told
+from tests.observing.telemetry import SECRET, Telemetry
 from tests.operator.real_cluster import real_cluster, running_operator
 
 OF_LIBRARIES = ("python_", "process_")
-"""Figures of a process that prometheus-client adds by itself."""
+"""Prefixes of metrics that prometheus-client adds."""
 
 PEERS = ("vllm:", "sglang:")
 
@@ -25,7 +25,7 @@ COUNTED_BY_PROCESS = {"process"}
 
 
 def of(*begins: str) -> dict[str, Metric]:
-    """Metrics by the name that a parser gives their family."""
+    """Return metrics by the family name that the parser uses."""
     return {one.name.removesuffix("_total"): one for one in CONTRACT if one.name.startswith(begins)}
 
 
@@ -39,7 +39,7 @@ def ours(families: dict[str, Any]) -> dict[str, Any]:
 
 
 def agree(families: dict[str, Any], contract: dict[str, Metric]) -> None:
-    """What is exposed is in the contract, of that type, with those labels and only values that it names."""
+    """Assert that type, labels and label values are those of the contract."""
     assert families.keys() <= contract.keys()
     for name, family in families.items():
         metric = contract[name]
@@ -62,7 +62,7 @@ def agree(families: dict[str, Any], contract: dict[str, Metric]) -> None:
 
 
 @pytest.mark.parametrize("metric", CONTRACT, ids=lambda metric: metric.name)
-def test_a_metric_is_named_as_prometheus_asks(metric: Metric) -> None:
+def test_metric_follows_naming_conventions(metric: Metric) -> None:
     assert re.fullmatch(r"baton(_[a-z0-9]+)+", metric.name)
     assert metric.name.endswith("_total") == (metric.kind == "counter")
     assert bool(metric.buckets) == (metric.kind == "histogram")
@@ -76,7 +76,7 @@ def test_a_metric_is_named_as_prometheus_asks(metric: Metric) -> None:
         assert bool(label.values) != bool(label.bound), f"what bounds {label.name} is said once"
 
 
-def test_no_two_are_called_the_same_and_latencies_are_told_apart_where_it_matters() -> None:
+def test_metric_names_are_unique_and_buckets_wide() -> None:
     assert not [name for name, count in Counter(one.name for one in CONTRACT).items() if count > 1]
     for first in (metrics.WORKER_FIRST_TOKEN, metrics.ROUTER_FIRST_BYTE):
         assert first.buckets[0] <= 0.001 and first.buckets[-1] >= 300
@@ -86,17 +86,17 @@ def test_no_two_are_called_the_same_and_latencies_are_told_apart_where_it_matter
 
 @pytest.mark.processes
 @pytest.mark.parametrize("process", ["prefill", "decode"])
-def test_workers_expose_their_part_of_it_and_nothing_else(told: Told, process: str) -> None:
+def test_worker_exposes_exactly_its_metrics(telemetry: Telemetry, process: str) -> None:
     contract = of("baton_worker_", "baton_build_")
-    families = ours(told.families(process))
+    families = ours(telemetry.families(process))
     agree(families, contract)
     assert families.keys() == contract.keys()
 
 
 @pytest.mark.processes
-def test_routers_expose_theirs(told: Told) -> None:
+def test_router_exposes_exactly_its_metrics(telemetry: Telemetry) -> None:
     contract = of("baton_router_", "baton_batch", "baton_build_")
-    several, one = ours(told.families("router")), ours(told.families("alone"))
+    several, one = ours(telemetry.families("router")), ours(telemetry.families("alone"))
     agree(several, contract)
     agree(one, contract)
     assert several.keys() | one.keys() == contract.keys()
@@ -105,9 +105,9 @@ def test_routers_expose_theirs(told: Told) -> None:
 
 
 @pytest.mark.processes
-def test_figures_say_what_happened(told: Told) -> None:
+def test_metrics_count_the_requests_of_the_test(telemetry: Telemetry) -> None:
     def total(process: str, metric: Metric, **labels: str) -> float:
-        family = told.families(process)[metric.name.removesuffix("_total")]
+        family = telemetry.families(process)[metric.name.removesuffix("_total")]
         name = metric.name + ("_count" if metric.kind == "histogram" else "")
         found = [one for one in family.samples if one.name == name]
         return float(sum(one.value for one in found if labels.items() <= one.labels.items()))
@@ -120,12 +120,12 @@ def test_figures_say_what_happened(told: Told) -> None:
     assert total("router", metrics.BATCHES, status="completed") == 1
     assert total("router", metrics.ROUTER_REQUEST_TIME, **{"class": "batch"}) == 1
     assert total("decode", metrics.WORKER_INFO, role="decode", model="tiny", worker="decode-0") == 1
-    for page in told.pages.values():
+    for page in telemetry.pages.values():
         assert SECRET not in page
 
 
 @pytest.mark.processes
-async def test_the_operator_exposes_its_part(tmp_path: Path) -> None:
+async def test_operator_exposes_exactly_its_metrics(tmp_path: Path) -> None:
     contract = of("baton_operator_", "baton_autoscaler_", "baton_build_")
     async with real_cluster(tmp_path) as cluster, running_operator(cluster, "shown") as operator:
         await cluster.until(lambda: leads(operator))
@@ -139,6 +139,6 @@ async def leads(operator: Any) -> bool:
     return bool(await operator.figure(metrics.OPERATOR_LEADER.name) == 1)
 
 
-def test_every_metric_is_some_processs() -> None:
+def test_every_metric_belongs_to_a_process() -> None:
     begins = ("baton_worker_", "baton_router_", "baton_batch", "baton_operator_", "baton_autoscaler_")
     assert of(*begins, "baton_build_").keys() == of("baton_").keys()

@@ -1,7 +1,7 @@
 """
-Dashboards as Grafana reads them, built by its own SDK, so that there is no field that it does not know.
+Convert dashboards to Grafana's JSON, with Grafana's own SDK.
 
-Data comes from whichever Prometheus is chosen at the top. Panels name the runbook that tells more.
+The variable `datasource` selects the Prometheus. A panel's description ends with its unit and its runbook.
 """
 
 from __future__ import annotations
@@ -16,36 +16,37 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common, dashboard
 
 from baton_observing.alerts.alert import runbook
-from baton_observing.panels import Board, Panel, Query, Variable
+from baton_observing.dashboards.panels import Dashboard, Panel, Query, Variable
 
 TAG = "baton"
-"""All dashboards have it, and link to all that have it."""
+"""Every dashboard has this tag and links to the others that have it."""
 
 HEIGHT = 8
-NUMBER_HEIGHT = 5
-SOURCE = dashboard.DataSourceRef(type_val="prometheus", uid="${datasource}")
-EVERYTHING = dashboard.VariableOption(selected=True, text="All", value="$__all")
+STAT_HEIGHT = 5
+DATA_SOURCE = dashboard.DataSourceRef(type_val="prometheus", uid="${datasource}")
+ALL_VALUES = dashboard.VariableOption(selected=True, text="All", value="$__all")
 
 
-def text(board: Board) -> str:
-    """The JSON of a dashboard."""
-    built = _board(board).build()
+def to_json(source: Dashboard) -> str:
+    """Return the JSON of a dashboard."""
+    built = _dashboard(source).build()
     for number, panel in enumerate(built.panels or (), start=1):
-        panel.id_val = number  # links to one panel stay right as long as none comes before it
+        panel.id_val = number  # stable while no panel is added before it
     for variable in (built.templating.list_val or ()) if built.templating else ():
-        variable.auto = variable.auto_min = variable.auto_count = None  # of intervals only
-    made = json.loads(JSONEncoder().encode(built))
-    for given, annotation in zip(made.get("annotations", {}).get("list", ()), board.annotations, strict=True):
-        # Of the Prometheus data source; the SDK knows only what all of them have.
-        given |= {"titleFormat": annotation.name, "textFormat": annotation.text}
-    return json.dumps(made, indent=1, sort_keys=True) + "\n"
+        variable.auto = variable.auto_min = variable.auto_count = None  # fields of interval variables only
+    document = json.loads(JSONEncoder().encode(built))
+    annotations = document.get("annotations", {}).get("list", ())
+    for fields, annotation in zip(annotations, source.annotations, strict=True):
+        # Fields of the Prometheus data source, which the SDK does not have.
+        fields.update(titleFormat=annotation.name, textFormat=annotation.text)
+    return json.dumps(document, indent=1, sort_keys=True) + "\n"
 
 
-def _board(board: Board) -> builders.Dashboard:
-    made = (
-        builders.Dashboard(board.title)
-        .uid(f"baton-{board.name}")
-        .description(board.about)
+def _dashboard(source: Dashboard) -> builders.Dashboard:
+    builder = (
+        builders.Dashboard(source.title)
+        .uid(f"baton-{source.name}")
+        .description(source.description)
         .tags([TAG])
         .refresh("30s")
         .time("now-1h", "now")
@@ -62,75 +63,78 @@ def _board(board: Board) -> builders.Dashboard:
         )
         .with_variable(builders.DatasourceVariable("datasource").label("Data source").type("prometheus"))
     )
-    for variable in board.variables:
-        made = made.with_variable(_variable(variable))
-    for annotation in board.annotations:
-        made = made.annotation(
+    for variable in source.variables:
+        builder = builder.with_variable(_variable(variable))
+    for annotation in source.annotations:
+        builder = builder.annotation(
             builders.AnnotationQuery()
             .name(annotation.name)
-            .datasource(SOURCE)
+            .datasource(DATA_SOURCE)
             .enable(True)
             .icon_color("blue")
             .expr(annotation.expression)
         )
-    for row in board.rows:
-        made = made.with_row(builders.Row(row.title))
+    for row in source.rows:
+        builder = builder.with_row(builders.Row(row.title))
         for panel in row.panels:
-            made = made.with_panel(_panel(panel))
-    return made
+            builder = builder.with_panel(_panel(panel))
+    return builder
 
 
 def _variable(variable: Variable) -> builders.QueryVariable:
     return (
         builders.QueryVariable(variable.name)
         .label(variable.label)
-        .datasource(SOURCE)
+        .datasource(DATA_SOURCE)
         .query(variable.query)
         .refresh(dashboard.VariableRefresh.ON_TIME_RANGE_CHANGED)
         .sort(dashboard.VariableSort.ALPHABETICAL_ASC)
         .multi(True)
         .include_all(True)
         .all_value(".*")
-        .current(EVERYTHING)
+        .current(ALL_VALUES)
     )
 
 
 def _panel(panel: Panel) -> timeseries.Panel | stat.Panel | statetimeline.Panel:
-    made: timeseries.Panel | stat.Panel | statetimeline.Panel
-    if panel.kind == "number":
-        made = _number(panel)
+    builder: timeseries.Panel | stat.Panel | statetimeline.Panel
+    if panel.kind == "stat":
+        builder = _stat()
+    elif panel.kind == "timeline":
+        builder = _timeline(panel)
     else:
-        made = _states(panel) if panel.kind == "states" else _lines(panel)
-    made = (
-        made.title(panel.title)
+        builder = _timeseries(panel)
+    builder = (
+        builder.title(panel.title)
         .description(_description(panel))
-        .unit(panel.unit)
-        .datasource(SOURCE)
+        .unit(panel.unit.grafana)
+        .datasource(DATA_SOURCE)
         .span(panel.width)
         .targets(
             [_query(letter, query) for letter, query in zip(ascii_uppercase, panel.queries, strict=False)]
         )
-        .thresholds(_thresholds(panel.limit))
+        .thresholds(_thresholds(panel.threshold))
     )
-    return made
+    return builder
 
 
 def _description(panel: Panel) -> str:
-    # No link: Grafana would take a path for one of its own.
-    return f"{panel.meaning}\n\nRunbook: {runbook(panel.runbook)}" if panel.runbook else panel.meaning
+    text = f"{panel.description}\n\nUnit: {panel.unit.name}."
+    # Plain text: Grafana would resolve a link to a path against its own address.
+    return f"{text}\n\nRunbook: {runbook(panel.runbook)}" if panel.runbook else text
 
 
-def _number(panel: Panel) -> stat.Panel:
+def _stat() -> stat.Panel:
     return (
         stat.Panel()
-        .height(NUMBER_HEIGHT)
+        .height(STAT_HEIGHT)
         .graph_mode(common.BigValueGraphMode.AREA)
         .color_mode(common.BigValueColorMode.VALUE)
         .reduce_options(common_builders.ReduceDataOptions().calcs(["lastNotNull"]))
     )
 
 
-def _states(panel: Panel) -> statetimeline.Panel:
+def _timeline(panel: Panel) -> statetimeline.Panel:
     options = {
         str(one.value): dashboard.ValueMappingResult(text=one.text, color=one.color, index=number)
         for number, one in enumerate(panel.states)
@@ -147,8 +151,8 @@ def _states(panel: Panel) -> statetimeline.Panel:
     )
 
 
-def _lines(panel: Panel) -> timeseries.Panel:
-    made = (
+def _timeseries(panel: Panel) -> timeseries.Panel:
+    builder = (
         timeseries.Panel()
         .height(HEIGHT)
         .min(0)
@@ -167,20 +171,20 @@ def _lines(panel: Panel) -> timeseries.Panel:
         )
     )
     if panel.kind == "stacked":
-        made = made.stacking(common_builders.StackingConfig().mode(common.StackingMode.NORMAL))
-    if panel.limit is not None:
+        builder = builder.stacking(common_builders.StackingConfig().mode(common.StackingMode.NORMAL))
+    if panel.threshold is not None:
         style = common_builders.GraphThresholdsStyleConfig().mode(common.GraphThresholdsStyleMode.DASHED)
-        made = made.thresholds_style(style)
-    return made
+        builder = builder.thresholds_style(style)
+    return builder
 
 
 def _query(letter: str, query: Query) -> prometheus.Dataquery:
-    made = prometheus.Dataquery().ref_id(letter).expr(query.expression).range()
-    return made.legend_format(query.legend) if query.legend else made
+    builder = prometheus.Dataquery().ref_id(letter).expr(query.expression).range()
+    return builder.legend_format(query.legend) if query.legend else builder
 
 
-def _thresholds(limit: float | None) -> builders.ThresholdsConfig:
+def _thresholds(threshold: float | None) -> builders.ThresholdsConfig:
     steps = [dashboard.Threshold(value=None, color="green")]
-    if limit is not None:
-        steps.append(dashboard.Threshold(value=limit, color="red"))
+    if threshold is not None:
+        steps.append(dashboard.Threshold(value=threshold, color="red"))
     return builders.ThresholdsConfig().mode(dashboard.ThresholdsMode.ABSOLUTE).steps(steps)
