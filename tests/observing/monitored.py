@@ -57,7 +57,7 @@ def service(prometheus: str, canary: int) -> dict[str, Any]:
 
 
 def configuration(router: str, operator: str) -> str:
-    """Return the Prometheus configuration of docs/guides/observability.md, with the operator as a further target."""
+    """Return the Prometheus configuration of docs/guides/observability.md plus the operator."""
     name = {"namespace": NAMESPACE, "service": SERVICE}
     host = router.removeprefix("http://")
     jobs = [

@@ -74,8 +74,8 @@ DECISIONS = Row(
     (
         Panel(
             title="Reason of the last decision",
-            description="Why each role has its number of replicas, over time. docs/guides/scaling.md explains each "
-            "reason.",
+            description="Why each role has its number of replicas, over time. docs/guides/scaling.md "
+            "explains each reason.",
             unit=STATE,
             queries=(
                 Query(

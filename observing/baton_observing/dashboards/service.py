@@ -226,8 +226,8 @@ TRAFFIC = Row(
         ),
         Panel(
             title="Tokens by tenant",
-            description="Prompt and generated tokens of the ten largest tenants. docs/guides/tenants.md describes "
-            "limits.",
+            description="Prompt and generated tokens of the ten largest tenants. docs/guides/tenants.md "
+            "describes limits.",
             unit=per_second("tokens"),
             queries=(
                 Query(
