@@ -55,14 +55,30 @@ TARGETS = {
         ("tests/engine/test_scheduler.py", "tests/engine/test_scheduler_fetches.py"),
     ),
     "block pool": Target(("baton_engine/kv/block_pool.py",), ("tests/engine/test_blocks.py",)),
-    "sampler": Target(("baton_engine/sampling/sampler.py",), ("tests/engine/test_sampler.py",)),
+    "sampler": Target(
+        ("baton_engine/sampling/sampler.py",),
+        ("tests/engine/test_sampler.py", "tests/engine/test_bitmask.py"),
+    ),
     "queue": Target(
         ("baton_router/scheduling/queue.py", "baton_router/scheduling/waiting_room.py"),
         ("tests/router/test_queue.py", "tests/router/test_waiting_room.py"),
     ),
     "choice": Target(("baton_router/scheduling/pair_selection.py",), ("tests/router/test_choice.py",)),
     "ledger": Target(("baton_batches/ledger.py",), ("tests/batches/test_ledger.py",), without="postgres"),
-    "plan": Target(("baton_operator/plan.py",), ("tests/operator/test_plan.py",)),
+    "plan": Target(
+        ("baton_operator/plan.py",),
+        tuple(
+            f"tests/operator/test_{name}.py"
+            for name in (
+                "plan",
+                "http_route",
+                "mutual_tls",
+                "model_fetch",
+                "metrics_border",
+                "network_policies",
+            )
+        ),
+    ),
     "rollout": Target(("baton_operator/rollout.py",), ("tests/operator/test_rollout.py",)),
     "scaling": Target(
         ("baton_operator/scaling/decision.py", "baton_operator/scaling/sizing.py"),

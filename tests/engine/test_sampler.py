@@ -96,6 +96,7 @@ def test_settings_that_leave_one_token_are_greedy(params: SamplingParams) -> Non
 
 FLAT = [1.0, 1.0, 1.0, 0.9]
 REPETITION = replace(GREEDY, repetition_penalty=1.5)
+BOTH = replace(GREEDY, repetition_penalty=1.1, presence_penalty=1.0)
 
 
 def frequency(penalty: float) -> SamplingParams:
@@ -123,11 +124,15 @@ def stops(*tokens: int) -> SamplingParams:
         ("repetition divides what is positive", [1.0, 0.8], REPETITION, (), (0,), 1),
         ("repetition multiplies what is not", [-1.0, -1.2], REPETITION, (), (0,), 1),
         ("repetition sees the prompt", [1.0, 0.8], REPETITION, (0,), (), 1),
+        ("repetition of two", [1.0, 0.6], replace(GREEDY, repetition_penalty=2.0), (), (0,), 1),
+        ("repetition sees the prompt, presence does not", [1.0, 0.8], BOTH, (0,), (), 0),
         ("bias", FLAT, replace(GREEDY, logit_bias=((3, 1.0),)), (), (), 3),
+        ("bias of a whole number", FLAT, replace(GREEDY, logit_bias=((3, 5),)), (), (), 3),
         ("bias bans", FLAT, replace(GREEDY, logit_bias=((0, -100.0), (1, -100.0))), (), (), 2),
         ("min_tokens", FLAT, stops(0), (), (9,), 1),
         ("min_tokens reached", FLAT, stops(0), (), (9, 9), 0),
         ("stop ids beyond the vocabulary", FLAT, stops(0, 70), (), (), 1),
+        ("no stop id in the vocabulary of ten", FLAT, stops(10, 70), (), (), 0),
     ],
 )  # fmt: skip
 def test_logits_are_changed(
@@ -158,6 +163,47 @@ def test_penalties_follow_a_long_output() -> None:
     for token in output:
         wanted[token] -= 1.0
     assert tokens(logits, [draw]) == [int(wanted.argmax())]
+
+
+@pytest.mark.parametrize("params", [GREEDY, PLAIN, replace(PLAIN, top_k=3), replace(GREEDY, logprobs=0)])
+def test_sampler_masked_row_gives_an_allowed_token(params: SamplingParams) -> None:
+    """Rows without a mask give what they give without any, and logprobs are those of the unmasked logits."""
+    logits, allowed = make_logits(3, 64), [3, 17, 60]
+    bits = np.zeros(64, dtype=np.uint8)
+    bits[allowed] = 1
+    mask = np.packbits(bits, bitorder="little").view(np.int32)
+    draws = [Draw(replace(params, seed=seed), ()) for seed in range(3)]
+    first, masked, last = sampler.sample(logits.clone(), draws, [None, mask, None])
+    free = choices(logits, draws)
+    assert [first, last] == [free[0], free[2]]
+    assert masked is not None and masked.token in allowed
+    if params.temperature == 0.0:
+        assert masked.token == max(allowed, key=logits[1].tolist().__getitem__)
+    if params.logprobs is not None:
+        assert masked.logprob == pytest.approx(logits[1].log_softmax(-1)[masked.token].item(), abs=1e-5)
+
+
+def test_sampler_row_without_a_draw_raises() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        sampler.sample(make_logits(2, 50), [Draw(PLAIN, ())])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        replace(PLAIN, temperature=0.2),
+        replace(PLAIN, top_k=4),
+        BOTH,
+        stops(1),
+        replace(GREEDY, logit_bias=((3, 1.0),)),
+    ],
+)
+def test_sampler_default_device_is_another_same_token(params: SamplingParams) -> None:
+    """The sampler computes where the logits are, whichever device the process creates tensors on."""
+    logits, draw = make_logits(1, 300), Draw(params, (0, 5))
+    expected = tokens(logits, [draw])
+    with torch.device("meta"):
+        assert tokens(logits, [draw]) == expected
 
 
 # --- Chance ---
@@ -279,6 +325,44 @@ def test_uniform_numbers_are_uniform_and_independent_over_seeds_and_positions() 
         assert abs(np.corrcoef(values[1:], values[:-1])[0, 1]) < 0.04
     same = [uniform(seed, 3) == uniform(seed + 1, 2) for seed in range(1000)]
     assert not any(same)
+
+
+BLOCK = sampler.BLOCK
+MASK_64 = 2**64 - 1
+NEVER = -math.inf
+LAST = 1 - 2**-53
+"""The greatest number that `uniform` gives."""
+
+
+def seed_of(number: float) -> int:
+    """The seed for which `uniform` gives this multiple of 2**-53 at position 0: its steps backwards."""
+    value = int(number * 2**53) << 11
+    for _ in range(2):
+        for shift, factor in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, 1)):
+            value ^= (value >> shift) ^ (value >> 2 * shift)
+            value = value * pow(factor, -1, 2**64) & MASK_64
+    return (value - 0x9E3779B97F4A7C15) & MASK_64
+
+
+@pytest.mark.parametrize(
+    ("name", "logits", "params", "number", "token"),
+    [
+        ("the least number skips what is forbidden", [NEVER, 0.0, 0.0], PLAIN, 0.0, 1),
+        ("the least number skips a forbidden block", [NEVER] * BLOCK + [0.0], PLAIN, 0.0, BLOCK),
+        ("a border belongs to the token behind it", [0.0, 0.0], PLAIN, 0.5, 1),
+        ("a border of blocks likewise", [0.0] * 2 * BLOCK, PLAIN, 0.5, BLOCK),
+        ("a border of cut tokens likewise", [0.0, 0.0, -9.0], replace(PLAIN, top_k=2), 0.5, 1),
+        ("the greatest number gives the last token", [0.0] * BLOCK, PLAIN, LAST, BLOCK - 1),
+        ("many unlikely tokens add up", [0.0] + [-18.0] * (BLOCK - 1), PLAIN, LAST, BLOCK - 1),
+    ],
+)  # fmt: skip
+def test_sampler_number_at_a_border_gives_its_token(
+    name: str, logits: list[float], params: SamplingParams, number: float, token: int
+) -> None:
+    """A token has the numbers from the weights before it up to, and without, those with its own."""
+    seed = seed_of(number)
+    assert uniform(seed, 0) == number
+    assert one(logits, replace(params, seed=seed)) == token, name
 
 
 # --- Logprobs ---
