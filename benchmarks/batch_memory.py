@@ -22,7 +22,7 @@ import psutil
 from baton_batches.database import Database
 from baton_batches.files import Files, NewFile
 from baton_batches.ledger import Ledger
-from baton_batches.outbox import GROUP
+from baton_batches.runner_queues import GROUP
 from baton_batches.values import Result
 from benchmarks.batch_chaos import database
 from tests.batches import chaos

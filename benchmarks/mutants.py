@@ -63,7 +63,9 @@ TARGETS = {
         ("baton_router/scheduling/queue.py", "baton_router/scheduling/waiting_room.py"),
         ("tests/router/test_queue.py", "tests/router/test_waiting_room.py"),
     ),
-    "choice": Target(("baton_router/scheduling/pair_selection.py",), ("tests/router/test_choice.py",)),
+    "choice": Target(
+        ("baton_router/scheduling/pair_selection.py",), ("tests/router/test_pair_selection.py",)
+    ),
     "ledger": Target(("baton_batches/ledger.py",), ("tests/batches/test_ledger.py",), without="postgres"),
     "plan": Target(
         ("baton_operator/plan.py",),

@@ -25,7 +25,7 @@ from baton_api.errors import BatonError
 from baton_api.kv_events import BlockRemoved, BlockStored, Event
 from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
-from baton_http.upstreams import Upstreams
+from baton_http.http_client import Upstreams
 from baton_router.cache import kv_feed, prompt_chunks
 from baton_router.scheduling.picker import Ask
 from baton_router.scheduling.scheduler import Scheduler

@@ -21,7 +21,7 @@ import psutil
 from baton_api.kv_events import BlockRemoved, BlockStored, Event
 from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
-from baton_http.upstreams import Upstreams
+from baton_http.http_client import Upstreams
 from baton_router.cache.block_map import HeldBlocks
 from baton_router.cache.prompt_chunks import Prompt
 from baton_router.scheduling.picker import Ask

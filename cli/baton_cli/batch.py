@@ -116,16 +116,15 @@ def run(
 ) -> None:
     """Work through BATCH for a router, who starts this by itself, or as a Job of Kubernetes."""
     from baton_api import logs
-    from baton_batches import job
-    from baton_batches.run import run
+    from baton_batches.runner_process import Work, run, run_job
     from baton_batches.submission import Submission
 
     logs.begin(logs.read_format(log_format), runner or "runner")
     if token_file is not None:
         asked = (router, api_key, input_file, endpoint, batch_job, completion_window)
         made = Submission(*asked) if input_file else None
-        work = job.Work(router=router, token=token_file, batch=batch, submission=made, widest=concurrency)
-        raise typer.Exit(job.run(work))
+        work = Work(router=router, token=token_file, batch=batch, submission=made, widest=concurrency)
+        raise typer.Exit(run_job(work))
     if not token or not batch:
         raise SetupError("A runner needs --batch and the router's token: set BATON_BATCH_TOKEN.")
     raise typer.Exit(run(router, batch, token, runner, leash))
@@ -146,7 +145,7 @@ def reassign(
     """Give the files and batches of one owner to another, in the database of a router."""
     from baton_batches.settings import BatchSettings
     from baton_batches.storage import Storage
-    from baton_router.tenants.runner_access import owner_of
+    from baton_router.tenants.access import owner_of
 
     storage = Storage(BatchSettings.model_validate({"database": database, "state": state}), port)
     try:

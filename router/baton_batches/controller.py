@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from baton_api.errors import BatonError, StaleLease
-from baton_batches import lines, rendering
+from baton_batches import input_file, rendering
 from baton_batches.files import OUTPUT, NewFile
 from baton_batches.object_store import Writer, new_key
 from baton_batches.storage import Storage
@@ -250,7 +250,7 @@ class Keeper:
                     pieces = lease.watched(
                         self._storage.objects.read(batch.input_object, 0, batch.input_bytes)
                     )
-                    numbered = lines.split(pieces, self._storage.settings.batch_line_limit)
+                    numbered = input_file.split(pieces, self._storage.settings.batch_line_limit)
                     for result, row in rendering.rows(batch.id, numbered, lease.results(batch), expired):
                         (output if result.completed else errors).add(row)
                         if result.completed:

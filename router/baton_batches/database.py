@@ -21,7 +21,7 @@ from sqlalchemy import Connection, Engine, create_engine, event, exc
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from baton_api.errors import BatonError, SetupError, StorageFull, StorageUnavailable
-from baton_batches.schema import migrate
+from baton_batches.tables import migrate
 
 CONNECTIONS = 8
 """Most at a time; a router has fewer threads than that at work in its ledger."""
@@ -124,11 +124,6 @@ class Database:
         if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
             return StorageUnavailable(f"{self.place} cannot be written: see that its folder can be.")
         return StorageUnavailable(f"{self.place} does not answer; try again.")
-
-
-def bindable(text: str) -> str:
-    """A client's text as a database can be asked about it: Postgres refuses to hear of a NUL."""
-    return text.replace("\0", "\ufffd")
 
 
 def _engine(url: str, busy_s: float) -> tuple[str, Engine]:

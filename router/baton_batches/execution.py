@@ -14,11 +14,9 @@ from urllib.parse import urlsplit
 from baton_api.background import BackgroundTasks
 from baton_api.errors import SetupError
 from baton_api.metrics import BackgroundTask
-from baton_batches.announcer import Announcer
-from baton_batches.cluster import Cluster
-from baton_batches.pod_tokens import pod_tokens
+from baton_batches.kubernetes import Announcer, Cluster
 from baton_batches.runner_api import RunnerApi, Terms
-from baton_batches.runner_secret import RunnerSecret
+from baton_batches.runner_credentials import RunnerSecret, pod_tokens
 from baton_batches.settings import BatchSettings
 from baton_batches.storage import Storage
 from baton_batches.supervisor import Supervisor

@@ -16,8 +16,8 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, or_, select, text, update
 
 from baton_api.errors import INVALID_VALUE, FileNotFound, InvalidRequest, QuotaExceeded
-from baton_batches.database import Database, bindable
-from baton_batches.schema import batches, files, promises
+from baton_batches.database import Database
+from baton_batches.tables import batches, bindable, files, promises
 from baton_batches.values import ENDED, StoredFile
 
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")

@@ -12,8 +12,7 @@ from sqlalchemy import or_, select, update
 from baton_api import batch_jobs
 from baton_api.errors import Unauthorized
 from baton_batches.database import Database
-from baton_batches.rows import batch_of, change, fetch
-from baton_batches.schema import batches
+from baton_batches.tables import batch_of, batches, change, fetch
 from baton_batches.values import Batch, Status
 
 

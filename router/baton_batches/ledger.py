@@ -46,11 +46,23 @@ from baton_api.errors import (
     InvalidRequest,
     StaleLease,
 )
-from baton_batches import requests
-from baton_batches.database import Database, bindable
+from baton_batches import api_objects
+from baton_batches.database import Database
 from baton_batches.files import NewFile, add, new_id
-from baton_batches.rows import as_json, batch_of, change, fetch, finalizing, free, held, keep
-from baton_batches.schema import batches, files, results
+from baton_batches.tables import (
+    as_json,
+    batch_of,
+    batches,
+    bindable,
+    change,
+    fetch,
+    files,
+    finalizing,
+    free,
+    held,
+    keep,
+    results,
+)
 from baton_batches.values import ENDED, Batch, LineError, Recorded, Result, Status, StoredFile
 
 CANCELLABLE = frozenset({Status.VALIDATING, Status.IN_PROGRESS, Status.FINALIZING})
@@ -75,7 +87,7 @@ class Ledger:
         file: StoredFile,
         now: int,
         *,
-        window: str = requests.DAY,
+        window: str = api_objects.DAY,
         metadata: Mapping[str, str] | None = None,
         output_seconds: int | None = None,
         models: Iterable[str] | None = None,
@@ -86,7 +98,7 @@ class Ledger:
         `models`: those that whoever makes it may use; None for all that the owner may. Raises FileNotFound
         if the file has just gone.
         """
-        window_s = requests.seconds(window)
+        window_s = api_objects.window_seconds(window)
         assert window_s is not None
         values = {
             "id": new_id("batch_"),

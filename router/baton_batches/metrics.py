@@ -19,7 +19,7 @@ from baton_api import metrics
 from baton_api.errors import BatonError, StorageFull, StorageUnavailable
 from baton_api.metrics.counters import Tally
 from baton_batches.database import Database
-from baton_batches.schema import batches
+from baton_batches.tables import batches
 from baton_batches.values import Status
 
 

@@ -18,9 +18,9 @@ from starlette.requests import ClientDisconnect
 
 from baton_api import limits
 from baton_api.errors import INVALID_VALUE, BodyTooLarge, InvalidRequest, RangeNotSatisfiable
-from baton_batches import public, requests, upload
+from baton_batches import api_objects, upload
+from baton_batches.api_objects import NewBatch
 from baton_batches.controller import Keeper
-from baton_batches.requests import NewBatch
 from baton_batches.storage import Storage
 from baton_batches.values import Batch, StoredFile
 from baton_http.replies import Scope
@@ -59,11 +59,11 @@ def routes(
             stored = await upload.receive(storage, request, owner(request), now(), body_s)
         except ClientDisconnect:
             return Response(status_code=LEFT)
-        return JSONResponse(public.file(stored))
+        return JSONResponse(api_objects.render_file(stored))
 
     @api.get(FILES)
     async def list_files(request: Request) -> Response:
-        part = requests.page(request.query_params, limits.FILES_PAGE, limits.FILES_PAGE.most)
+        part = api_objects.parse_page(request.query_params, limits.FILES_PAGE, limits.FILES_PAGE.most)
         listed = partial(
             storage.files.page,
             owner(request),
@@ -74,12 +74,12 @@ def routes(
             newest_first=part.newest_first,
         )
         found, has_more = await storage.run(listed)
-        return JSONResponse(public.page([public.file(one) for one in found], has_more))
+        return JSONResponse(api_objects.render_page(map(api_objects.render_file, found), has_more))
 
     @api.get(FILES + "/{id}")
     async def file(id: str, request: Request) -> Response:
         stored = await storage.run(partial(storage.files.get, owner(request), id, now()))
-        return JSONResponse(public.file(stored))
+        return JSONResponse(api_objects.render_file(stored))
 
     @api.get(FILES + "/{id}/content")
     async def content(id: str, request: Request) -> Response:
@@ -89,35 +89,35 @@ def routes(
     @api.delete(FILES + "/{id}")
     async def delete(id: str, request: Request) -> Response:
         await storage.run(partial(storage.files.delete, owner(request), id, now()))
-        return JSONResponse(public.deleted(id))
+        return JSONResponse(api_objects.render_deleted(id))
 
     # --- Batches ---
 
     @api.post(BATCHES)
     async def new_batch(request: Request) -> Response:
-        wanted = requests.new_batch(await _body(request, body_s))
+        wanted = api_objects.parse_new_batch(await _body(request, body_s))
         models = models_of(request.scope)
         kept = await storage.run(partial(_create, storage, owner(request), wanted, now(), models))
         keeper.wake()
-        return JSONResponse(public.batch(kept))
+        return JSONResponse(api_objects.render_batch(kept))
 
     @api.get(BATCHES)
     async def list_batches(request: Request) -> Response:
-        part = requests.page(request.query_params, limits.BATCHES_PAGE, 20)
+        part = api_objects.parse_page(request.query_params, limits.BATCHES_PAGE, 20)
         listed = partial(storage.ledger.page, owner(request), limit=part.limit, after=part.after)
         found, has_more = await storage.run(listed)
-        return JSONResponse(public.page([public.batch(one) for one in found], has_more))
+        return JSONResponse(api_objects.render_page(map(api_objects.render_batch, found), has_more))
 
     @api.get(BATCHES + "/{id}")
     async def batch(id: str, request: Request) -> Response:
         kept = await storage.run(partial(storage.ledger.get, owner(request), id))
-        return JSONResponse(public.batch(kept))
+        return JSONResponse(api_objects.render_batch(kept))
 
     @api.post(BATCHES + "/{id}/cancel")
     async def cancel(id: str, request: Request) -> Response:
         kept = await storage.run(partial(storage.ledger.request_cancel, owner(request), id, now()))
         keeper.wake()
-        return JSONResponse(public.batch(kept))
+        return JSONResponse(api_objects.render_batch(kept))
 
     return api
 
@@ -169,7 +169,7 @@ async def _content(storage: Storage, stored: StoredFile, request: Request) -> Re
         "x-content-type-options": "nosniff",
     }
     wanted = request.headers.get("range", "") if request.headers.get("if-range", tag) == tag else ""
-    part = requests.byte_range(wanted, stored.bytes)
+    part = api_objects.parse_byte_range(wanted, stored.bytes)
     if part is None:
         raise RangeNotSatisfiable(stored.bytes)
     start, end = part

@@ -18,10 +18,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from baton_batches import retries, values
-from baton_batches.outbox import Outbox
-from baton_batches.pending_lines import Pending, Waiting
 from baton_batches.retries import Outcome
 from baton_batches.runner_gateway import Dismissed, Door, Refused
+from baton_batches.runner_queues import Outbox, Pending, Waiting
 from baton_batches.values import Result
 from baton_batches.window import Window
 from baton_batches.wire import Lease, Order, Progress, Receipt

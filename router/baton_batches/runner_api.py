@@ -29,14 +29,13 @@ from baton_api.errors import (
     Unauthorized,
 )
 from baton_api.runner_tokens import RunnerToken
-from baton_batches import input_slices, wire
-from baton_batches.input_slices import Cursor, Done
-from baton_batches.pod_tokens import PodTokens
-from baton_batches.runner_secret import RunnerSecret
+from baton_batches import input_file, wire
+from baton_batches.input_file import Cursor, Done
+from baton_batches.runner_credentials import PodTokens, RunnerSecret
 from baton_batches.storage import Storage
 from baton_batches.values import Batch, Result, Status
 from baton_batches.wire import Lease, Order, Receipt, Renewal, Slice
-from baton_http.client import Client, ClientGone
+from baton_http.client_connection import Client, ClientGone
 from baton_http.replies import REQUEST_ID, Receive, Scope, Send, request_id, send_error
 
 log = logging.getLogger(__name__)
@@ -202,7 +201,7 @@ class RunnerApi:
         while True:
             end = min(size, cursor.position + most)
             data = b"".join(self._storage.objects.read(batch.input_object, cursor.position, end))
-            lines, after = input_slices.cut(data, cursor, end == size, done, wire.SLICE_LINES)
+            lines, after = input_file.cut(data, cursor, end == size, done, wire.SLICE_LINES)
             if lines or after.position >= size:
                 return Slice(lines, str(after), after.position >= size)
             most = wire.SLICE_BYTES if after != cursor else most * 2  # one line is longer than that

@@ -12,7 +12,7 @@ import msgspec
 
 from baton_api import batch_jobs
 from baton_api.errors import NotReady
-from baton_batches import requests, retries
+from baton_batches import api_objects, retries
 from baton_batches.runner_gateway import ASK_S, OK, upstream_of, whole
 from baton_http.upstream import Lost
 
@@ -47,7 +47,7 @@ class Submission:
         file: str,
         endpoint: str,
         job: str,
-        window: str = requests.DAY,
+        window: str = api_objects.DAY,
         rng: random.Random | None = None,
     ) -> None:
         """`job` is the BatchJob's name and uid, as `name/uid`. Raises SetupError if `url` is no router's."""

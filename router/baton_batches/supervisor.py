@@ -23,8 +23,8 @@ from functools import partial
 
 from baton_api import logs, runner_tokens
 from baton_api.errors import BatonError
-from baton_batches.run import Ended, default_name
-from baton_batches.runner_secret import RunnerSecret
+from baton_batches.runner_credentials import RunnerSecret
+from baton_batches.runner_process import Ended, default_name
 from baton_batches.storage import Storage
 from baton_batches.values import Batch, Status
 

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import xxhash
 
-from baton_batches import lines
+from baton_batches import input_file
 from baton_batches.values import VALIDATION_LIMIT, LineError, Result
 
 BUCKETS = 256
@@ -85,14 +85,14 @@ def examine(
         return Verdict(0, None, (LineError("file_too_large", told),))
     examined = _Examined(endpoint, bounds, keep)
     try:
-        examined.run(lines.split(read(), bounds.line))
-    except lines.TooLong as fault:
+        examined.run(input_file.split(read(), bounds.line))
+    except input_file.TooLong as fault:
         told = f"The line is over the limit of {bounds.line} bytes; what follows it was not read."
         examined.errors.append(LineError("line_too_long", told, None, fault.args[0]))
     if not examined.total and not examined.errors:
         examined.errors.append(LineError("empty_file", "The file has no requests."))
     if suspects := examined.names.suspects():
-        examined.errors += _duplicates(lines.split(read(), bounds.line), suspects, endpoint)
+        examined.errors += _duplicates(input_file.split(read(), bounds.line), suspects, endpoint)
     errors = sorted(examined.errors, key=lambda error: error.line or 0)
     return Verdict(examined.total, examined.model, tuple(errors[:VALIDATION_LIMIT]))
 
@@ -117,7 +117,7 @@ class _Examined:
                 told = f"The file has more than {self._bounds.lines} requests; what follows was not read."
                 self.errors.append(LineError("too_many_lines", told, None, number))
                 return
-            line = lines.read(number, text, self._endpoint)
+            line = input_file.read(number, text, self._endpoint)
             if isinstance(line, LineError):
                 self.errors.append(line)
                 if len(self.errors) >= VALIDATION_LIMIT:
@@ -126,7 +126,7 @@ class _Examined:
             self.names.add(line.custom_id)
             if self.model is None and isinstance(line.body.model, str):
                 self.model = line.body.model
-            if (result := lines.refused(number, line)) is not None:
+            if (result := input_file.refused(number, line)) is not None:
                 refused.append(result)
                 if len(refused) >= RESULTS_AT_ONCE:
                     self._keep(refused)
@@ -140,7 +140,7 @@ def _duplicates(
 ) -> Iterator[LineError]:
     def named() -> Iterator[tuple[int, str]]:
         for number, text in numbered:
-            line = lines.read(number, text, endpoint)
+            line = input_file.read(number, text, endpoint)
             if not isinstance(line, LineError):
                 yield number, line.custom_id
 
@@ -152,5 +152,5 @@ def _duplicates(
             found += 1
             if found >= VALIDATION_LIMIT:
                 return
-    except lines.TooLong:
+    except input_file.TooLong:
         return  # said already, by the pass before

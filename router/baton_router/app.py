@@ -31,21 +31,20 @@ from baton_api.errors import (
 )
 from baton_api.metrics import BackgroundTask
 from baton_api.response_store import ResponseStore, StoreLimits, owner
-from baton_batches.cluster import Cluster
 from baton_batches.controller import Keeper
 from baton_batches.execution import Execution
+from baton_batches.kubernetes import Cluster
 from baton_batches.routes import routes
-from baton_batches.runner_secret import RunnerSecret
+from baton_batches.runner_credentials import RunnerSecret
 from baton_batches.storage import Storage
 from baton_batches.wire import PATH as RUNNERS
+from baton_http.http_client import Upstreams
 from baton_http.replies import REQUEST_ID, Receive, Scope, Send, request_id, send_error
-from baton_http.upstreams import Upstreams
 from baton_router import service_info
-from baton_router.dashboard.page import DATA, Page
-from baton_router.frontends import metrics as front_figures
-from baton_router.frontends.link import Family
+from baton_router.dashboard.endpoints import DATA, Page
+from baton_router.metrics import registry as front_figures
 from baton_router.metrics.collectors import CacheFigures, QueueFigures, TenantFigures
-from baton_router.metrics.registry import CertificateFigures, Figures, WorkerFigures
+from baton_router.metrics.registry import CertificateFigures, Figures, MetricFamily, WorkerFigures
 from baton_router.metrics.tracing import tracing_of
 from baton_router.proxy import responses
 from baton_router.proxy.admin_operations import ERRANDS, Errands
@@ -56,8 +55,7 @@ from baton_router.scheduling.dispatcher import explained
 from baton_router.scheduling.fallback_policy import choose
 from baton_router.scheduling.scheduler import Scheduler
 from baton_router.settings import RouterSettings
-from baton_router.tenants.access import Access, authorization, shown, tenant_of
-from baton_router.tenants.runner_access import OWNER
+from baton_router.tenants.access import OWNER, Access, authorization, shown, tenant_of
 from baton_router.workers.discovery.sources import access_of
 
 log = logging.getLogger(__name__)
@@ -83,7 +81,7 @@ class Router:
         self.figures.registry.register(self.background.errors)
         self.figures.registry.register(WorkerFigures(self.workers, time.monotonic))
         self.figures.registry.register(CertificateFigures(lambda: mutual_tls.term(tls)))
-        self.fronts: Callable[[], dict[str, list[Family]]] | None = None
+        self.fronts: Callable[[], dict[str, list[MetricFamily]]] | None = None
         """What the fronts of this router have counted, if they are processes of their own."""
         self.access = Access(settings)
         knowledge = self.scheduler.dispatcher.knowledge

@@ -1,11 +1,14 @@
-"""`baton router`: bind the port, then serve with one process or with several."""
+"""`baton router`: prepare the process and bind the port, then serve with one process or with several."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
+import sys
 from collections.abc import Callable
 
-from baton_router import process, server
+from baton_router import server
 from baton_router.frontends import pool
 from baton_router.settings import RouterSettings
 
@@ -17,9 +20,44 @@ def run(settings: RouterSettings, ready: Callable[[str], None] | None = None) ->
     Raises SetupError if it cannot listen, or a process of it cannot be started.
     """
     listening = server.bind(settings.host, settings.port)
-    process.prepare()
+    prepare()
     if settings.processes > 1:
         pool.run(settings, listening, ready)
         return
     with asyncio.Runner(loop_factory=server.new_event_loop) as runner:
         runner.run(server.serve(settings, listening, ready))
+
+
+log = logging.getLogger(__name__)
+
+YOUNG = 20_000
+"""Objects between two looks for garbage that counting references does not find; there is hardly any."""
+
+WANTED_FILES = 1 << 20
+"""Descriptors; a stream needs two. Where the system sets no limit, this one is enough."""
+
+
+def prepare() -> None:
+    """Once in a process, when all is imported; its children have it from it."""
+    raise_file_limit()
+    gc.collect()
+    gc.freeze()  # what is loaded stays for good and need not be looked through
+    gc.set_threshold(YOUNG, 20, 50)
+
+
+def raise_file_limit() -> None:
+    """Allow as many open files as the system lets this process have."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else hard
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError) as error:
+        log.warning("The limit of open files stays at %d: %s. Each stream needs two.", soft, error)
+    else:
+        log.info("The router may open %d files instead of %d; each stream needs two.", wanted, soft)

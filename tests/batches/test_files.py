@@ -25,8 +25,8 @@ from baton_api.errors import (
     BodyTooLarge,
     QuotaExceeded,
 )
-from baton_batches import lines, requests, storage
-from baton_batches import multipart as form
+from baton_batches import api_objects, input_file, storage
+from baton_batches import upload as form
 from tests.batches.serving import (
     bearer,
     check_error,
@@ -43,7 +43,9 @@ from tests.router.running import until
 DAYS_30 = 30 * 86400
 
 
-@pytest.mark.parametrize("module", [requests, form, lines, storage], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [api_objects, form, input_file, storage], ids=lambda module: module.__name__
+)
 def test_the_examples_are_true(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert result.attempted and not result.failed

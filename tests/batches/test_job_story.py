@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from baton_api import batch_jobs
-from baton_batches.run import Ended
+from baton_batches.runner_process import Ended
 from baton_operator.manifests import batch_job as manifests
 from tests.batches import chaos
 from tests.batches.batch_cluster import NAMESPACE, SERVICE

@@ -14,11 +14,10 @@ import pytest
 from baton_api import batch_jobs
 from baton_api.errors import SetupError, Unauthorized
 from baton_batches import wire
-from baton_batches.announcer import Announcer
-from baton_batches.cluster import Cluster
 from baton_batches.database import Database
 from baton_batches.files import NewFile, add
 from baton_batches.jobs import Jobs
+from baton_batches.kubernetes import Announcer, Cluster
 from baton_batches.ledger import Ledger
 from baton_batches.values import Batch
 from baton_batches.wire import Apply

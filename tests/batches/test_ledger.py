@@ -27,7 +27,7 @@ from baton_batches.database import Database
 from baton_batches.files import Files, NewFile, Quota
 from baton_batches.ledger import Ledger
 from baton_batches.metrics import Summary, summarize
-from baton_batches.schema import METADATA
+from baton_batches.tables import METADATA
 from baton_batches.values import Batch, LineError, Recorded, Result, Status, StoredFile
 
 NOW = 1_700_000_000

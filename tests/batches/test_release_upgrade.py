@@ -20,8 +20,8 @@ import pytest
 
 from baton_batches.database import Database
 from baton_batches.ledger import Ledger
-from baton_batches.schema import VERSION
 from baton_batches.storage import LEDGER
+from baton_batches.tables import VERSION
 from tests.batches import chaos
 from tests.batches.chaos import CHAT, Program, Router
 from tests.batches.mock_worker import MODEL

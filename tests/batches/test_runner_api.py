@@ -17,7 +17,7 @@ from sqlalchemy import text
 from baton_api import headers, runner_tokens
 from baton_batches import wire
 from baton_batches.database import Database
-from baton_batches.runner_secret import secret_of
+from baton_batches.runner_credentials import secret_of
 from baton_batches.storage import LEDGER
 from baton_batches.values import Batch, Result
 from baton_batches.wire import Apply, Lease, Order

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from baton_api.errors import INVALID_TYPE, MISSING_REQUIRED_PARAMETER
-from baton_batches import lines
+from baton_batches import input_file
 from baton_batches.validation import Bounds, Names, Verdict, examine, repeated
 from baton_batches.values import VALIDATION_LIMIT, Result
 
@@ -143,7 +143,7 @@ def test_lines_are_the_same_however_they_are_cut(seed: int) -> None:
         bare = (raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw).strip()
         if bare:
             expected.append((number, bare))
-    assert list(lines.split(cut(), 100)) == expected
+    assert list(input_file.split(cut(), 100)) == expected
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -259,7 +259,7 @@ def test_a_runner_without_a_token_says_so(
 
 
 def test_only_a_router_can_be_run_for() -> None:
-    from baton_batches.run import run
+    from baton_batches.runner_process import run
 
     with pytest.raises(SetupError, match="is no router's address"):
         run("https://example.org", "batch_1", "token")

@@ -12,9 +12,8 @@ from kubernetes.aio.client import ApiClient
 
 from baton_api import batch_jobs
 from baton_api.errors import Unauthorized
-from baton_batches.announcer import batch_job
-from baton_batches.cluster import Cluster
-from baton_batches.pod_tokens import pod_tokens
+from baton_batches.kubernetes import Cluster, batch_job
+from baton_batches.runner_credentials import pod_tokens
 from baton_http.kubernetes import KubernetesAccess
 from baton_operator.api_resources import API
 from baton_operator.api_server import path

@@ -13,12 +13,11 @@ PACKAGES = (baton_router, baton_http)
 
 CALENDAR_READERS = {
     "baton_router/app.py": "`created` of models, for clients to read",
-    "baton_router/dashboard/page.py": "arrival times, for people to read",
+    "baton_router/dashboard/endpoints.py": "arrival times, for people to read",
     "baton_router/metrics/tracing.py": "times of spans, beside those of other services",
     "baton_router/proxy/admin_operations.py": "expiry of tickets",
     "baton_router/proxy/proxy.py": "expiry of tickets",
-    "baton_router/tenants/access.py": "expiry of an issuer's tokens",
-    "baton_router/tenants/runner_access.py": "expiry of runners' tokens",
+    "baton_router/tenants/access.py": "expiry of an issuer's and of runners' tokens",
     "baton_router/workers/kv_subscriber.py": "a metric: delay of events",
 }
 """Modules that read the calendar clock, and what for. Batches are exempt: their windows outlive restarts."""

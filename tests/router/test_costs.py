@@ -10,7 +10,7 @@ import pytest
 from baton_api import profiles
 from baton_api.errors import SetupError
 from baton_api.profiles import Capacity, PrefillLine, Profile, StepLine, TransferLine
-from baton_http.upstreams import Upstreams
+from baton_http.http_client import Upstreams
 from baton_router.scheduling.scheduler import Scheduler
 from baton_router.settings import RouterSettings
 from baton_router.workers.bookings import PrefillBookings, StreamBookings
@@ -24,7 +24,7 @@ from baton_router.workers.costs import (
     StepCost,
     TransferCost,
 )
-from baton_router.workers.state import Knowledge
+from baton_router.workers.worker_state import Knowledge
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -13,10 +13,10 @@ from baton_api.kv_events import BlockRemoved, BlockStored
 from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
 from baton_http.upstream import Upstream
-from baton_router.cache.accuracy import REQUESTS
 from baton_router.cache.prompt_chunks import Message, Prompt, of_messages, of_text
 from baton_router.scheduling.dispatcher import Dispatch, Dispatcher, explained
 from baton_router.workers.worker import Worker, Workers
+from baton_router.workers.worker_state import REQUESTS
 
 
 def worker(role: Role, port: int, **load: Any) -> Worker:

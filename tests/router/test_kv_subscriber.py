@@ -27,8 +27,8 @@ from baton_router.cache.kv_feed import SILENCE_S
 from baton_router.cache.prompt_chunks import Message, of_messages, root_name
 from baton_router.settings import RouterSettings
 from baton_router.workers.kv_subscriber import Feeds, reachable_at
-from baton_router.workers.state import Knowledge
 from baton_router.workers.worker import Worker, Workers
+from baton_router.workers.worker_state import Knowledge
 from tests.router.fake_worker import Asked, FakeWorker, plain, whole_answer
 from tests.router.running import CONNECT_S, running_router, until
 

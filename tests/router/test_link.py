@@ -18,13 +18,14 @@ from baton_api.background import BackgroundTasks
 from baton_api.errors import ModelNotFound, NotReady, Overloaded, QuotaExceeded
 from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
+from baton_http.http_client import Upstreams
 from baton_http.upstream import Lost
-from baton_http.upstreams import Upstreams
 from baton_router.cache.prompt_chunks import Prompt
 from baton_router.frontends import link
-from baton_router.frontends.link import Family, raised, refused
+from baton_router.frontends.link import raised, refused
 from baton_router.frontends.remote_picker import RemotePicker
 from baton_router.frontends.scheduler_service import SchedulerService
+from baton_router.metrics.registry import MetricFamily
 from baton_router.scheduling.admission import Places
 from baton_router.scheduling.picker import Ask, Grant
 from baton_router.workers.worker import Worker
@@ -320,7 +321,7 @@ async def test_who_has_had_its_time_loses_what_it_has_in_the_fronts_too() -> Non
 
 async def test_the_service_knows_what_fronts_counted() -> None:
     async with linked() as both:
-        family = Family("requests", "Requests.", "counter", [("requests_total", {"code": "200"}, 3.0)])
+        family = MetricFamily("requests", "Requests.", "counter", [("requests_total", {"code": "200"}, 3.0)])
         both.front.measured([family])
         await until(lambda: any(both.service.figures().values()))
         assert list(both.service.figures().values()) == [[family]]

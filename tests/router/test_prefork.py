@@ -15,11 +15,11 @@ from baton_router.frontends.prefork import RESTART_LIMIT_S, STEADY_S, Member
 
 
 class Program:
-    """`tests.router.crew` as it runs, line by line."""
+    """`tests.router.prefork_program` as it runs, line by line."""
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.router.crew", *arguments],
+            [sys.executable, "-m", "tests.router.prefork_program", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -19,8 +19,8 @@ from baton_router.cache.prompt_chunks import of_text
 from baton_router.scheduling.dispatcher import Dispatch, Dispatcher
 from baton_router.scheduling.picker import Ask
 from baton_router.scheduling.queue import Queue
+from baton_router.scheduling.queued_request import NEARLY_DONE_S, TOGETHER_S
 from baton_router.scheduling.waiting_room import LEVELS
-from baton_router.scheduling.worker_capacity import NEARLY_DONE_S, TOGETHER_S
 from baton_router.settings import RouterSettings
 from baton_router.workers.costs import Kind
 from baton_router.workers.worker import FULL_S, Worker, Workers

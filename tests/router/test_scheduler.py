@@ -11,7 +11,7 @@ import pytest
 from baton_api.errors import BatonError
 from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
-from baton_http.upstreams import Upstreams
+from baton_http.http_client import Upstreams
 from baton_router.cache.prompt_chunks import of_text
 from baton_router.scheduling.picker import Ask, Grant
 from baton_router.scheduling.scheduler import Scheduler

@@ -18,7 +18,7 @@ from baton_router.scheduling.waiting_room import (
     WINDOW,
     WaitingRoom,
 )
-from tests.router.test_line import entry
+from tests.router.test_tenant_queue import entry
 
 CRITICAL, INTERACTIVE, DEFAULT, BATCH = range(4)
 

@@ -19,13 +19,12 @@ from baton_api.background import BackgroundTasks
 from baton_api.errors import BatonError
 from baton_api.keys import OPEN_PATHS
 from baton_api.metrics import BackgroundTask
-from baton_http.client import Client, ClientGone
+from baton_http.client_connection import Client, ClientGone
+from baton_http.http_client import Upstreams
 from baton_http.replies import Receive, Scope, Send, request_id, send_error, send_json
-from baton_http.upstreams import Upstreams
-from baton_router.frontends.control import Control
-from baton_router.frontends.metrics import measured
+from baton_router.frontends.control_proxy import Control
 from baton_router.frontends.remote_picker import RemotePicker
-from baton_router.metrics.registry import Figures
+from baton_router.metrics.registry import Figures, measured
 from baton_router.metrics.tracing import tracing_of
 from baton_router.proxy import responses
 from baton_router.proxy.forwarding import FORWARDED

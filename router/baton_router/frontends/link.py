@@ -15,6 +15,7 @@ import msgspec
 from baton_api import errors
 from baton_api.errors import BatonError, InternalError
 from baton_api.reports import PromptReport
+from baton_router.metrics.registry import MetricFamily
 from baton_router.scheduling.picker import Ask, Grant
 
 FRAME_LIMIT = 64 * 1024 * 1024
@@ -55,7 +56,7 @@ class LetGo(Message, frozen=True):
 class Measured(Message, frozen=True):
     """What a front has counted, once a second: families of Prometheus' samples."""
 
-    families: list[Family]
+    families: list[MetricFamily]
 
 
 class Held(Message, frozen=True):
@@ -81,15 +82,6 @@ class Roster(Message, frozen=True):
     """All workers, as a front must know them to go on without the scheduler."""
 
     workers: tuple[Entry, ...]
-
-
-class Family(msgspec.Struct, frozen=True, array_like=True):
-    """One metric's samples."""
-
-    name: str
-    help: str
-    kind: str
-    samples: list[tuple[str, dict[str, str], float]]
 
 
 FromFront = Pick | Began | Failed | Full | LetGo | Measured

@@ -21,13 +21,12 @@ import msgspec
 
 from baton_api.errors import NotReady, Overloaded
 from baton_api.reports import PromptReport
-from baton_http.upstreams import Upstreams
+from baton_http.http_client import Upstreams
 from baton_router.frontends import link
 from baton_router.frontends.link import (
     Began,
     Entry,
     Failed,
-    Family,
     FromScheduler,
     Full,
     Granted,
@@ -37,6 +36,7 @@ from baton_router.frontends.link import (
     Pick,
     Wire,
 )
+from baton_router.metrics.registry import MetricFamily
 from baton_router.scheduling.admission import Places
 from baton_router.scheduling.picker import Ask, Grant
 from baton_router.scheduling.queue import ENTRY_BYTES
@@ -114,7 +114,7 @@ class RemotePicker:
                 wire.transport.abort()
             log.warning("The router's scheduler is away; requests wait until it is back.")
 
-    def measured(self, families: Sequence[Family]) -> None:
+    def measured(self, families: Sequence[MetricFamily]) -> None:
         """Tell the scheduler what this front has counted."""
         if self._wire is not None:
             self._wire.send(Measured(list(families)))

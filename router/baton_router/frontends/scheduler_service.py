@@ -23,7 +23,6 @@ from baton_router.frontends.link import (
     Began,
     Entry,
     Failed,
-    Family,
     FromFront,
     Full,
     Granted,
@@ -34,6 +33,7 @@ from baton_router.frontends.link import (
     Roster,
     Wire,
 )
+from baton_router.metrics.registry import MetricFamily
 from baton_router.scheduling.picker import Grant, Picker
 from baton_router.workers.worker import TAKING, State, Worker
 
@@ -74,7 +74,7 @@ class SchedulerService:
             for front in list(self._fronts):
                 front.transport.abort()
 
-    def figures(self) -> dict[str, list[Family]]:
+    def figures(self) -> dict[str, list[MetricFamily]]:
         """What each front last said that it has counted."""
         return {
             f"front-{number}": front.families
@@ -125,7 +125,7 @@ class _FrontWire(Wire):
         self._picks: dict[int, asyncio.Task[None]] = {}
         self._granted: dict[int, Grant] = {}
         """By the front's numbers; the grants have the scheduler's."""
-        self.families: list[Family] = []
+        self.families: list[MetricFamily] = []
         _FrontWire._count += 1
         self.number = _FrontWire._count
 

@@ -14,8 +14,8 @@ from baton_router.scheduling.queue import Queue
 from baton_router.scheduling.waiting_room import LEVELS
 from baton_router.tenants.tenants import Tenants
 from baton_router.workers.kv_subscriber import Feeds
-from baton_router.workers.state import Knowledge
 from baton_router.workers.worker import Workers
+from baton_router.workers.worker_state import Knowledge
 
 
 class CacheFigures(Collector):

@@ -1,20 +1,27 @@
-"""The router's metrics registry, under the names of `baton_api.metrics`, and the event loop's lag."""
+"""
+The router's metrics registry, under the names of `baton_api.metrics`, and the text format for several
+processes.
+
+With several processes each sample has a `process` label instead of being summed. A sum would fall whenever a
+process restarts, and Prometheus would count everything again.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.core import Metric as Family
+from prometheus_client.core import Metric as PrometheusMetric
 from prometheus_client.registry import Collector
 
 from baton_api import __version__, metrics
 from baton_api.certificate_term import Term
 from baton_api.metrics import Metric
 from baton_api.metrics.counters import Spread
-from baton_router.metrics.usage import Accounts
+from baton_router.metrics.request_counters import Accounts
 from baton_router.workers.worker import State, Workers
 
 
@@ -57,7 +64,7 @@ class Figures:
 class BuildInfo(Collector):
     """Which version this is."""
 
-    def collect(self) -> Iterator[Family]:
+    def collect(self) -> Iterator[PrometheusMetric]:
         family = _family(metrics.BUILD_INFO)
         family.add_metric(["router", __version__], 1)
         yield family
@@ -69,7 +76,7 @@ class CertificateFigures(Collector):
     def __init__(self, term: Callable[[], Term | None]) -> None:
         self._term = term
 
-    def collect(self) -> Iterator[Family]:
+    def collect(self) -> Iterator[PrometheusMetric]:
         end, life = _family(metrics.ROUTER_CERTIFICATE_END), _family(metrics.ROUTER_CERTIFICATE_LIFE)
         if (term := self._term()) is not None:
             end.add_metric([], term.end)
@@ -84,7 +91,7 @@ class WorkerFigures(Collector):
         self._workers = workers
         self._clock = clock
 
-    def collect(self) -> Iterator[Family]:
+    def collect(self) -> Iterator[PrometheusMetric]:
         now = self._clock()
         state = _family(metrics.ROUTER_WORKER_STATE)
         in_flight = _family(metrics.ROUTER_WORKER_IN_FLIGHT)
@@ -123,5 +130,57 @@ class LoopLag(Collector):
             await asyncio.sleep(EVERY_S)
             self._lag.observe(max(0.0, clock() - due))
 
-    def collect(self) -> Iterator[Family]:
+    def collect(self) -> Iterator[PrometheusMetric]:
         yield from self._lag.collect()
+
+
+PROCESS = "process"
+"""The label."""
+
+
+class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
+    """The samples of one metric, as one process sends them to another."""
+
+    name: str
+    help: str
+    kind: str
+    samples: list[tuple[str, dict[str, str], float]]
+
+
+def measured(registry: CollectorRegistry) -> list[MetricFamily]:
+    """All that a process has counted."""
+    return [
+        MetricFamily(
+            metric.name,
+            metric.documentation,
+            metric.type,
+            [(sample.name, dict(sample.labels), sample.value) for sample in metric.samples],
+        )
+        for metric in registry.collect()
+    ]
+
+
+def text(processes: Mapping[str, Sequence[MetricFamily]]) -> bytes:
+    """One page of all processes, by name, in Prometheus' text format."""
+    page = CollectorRegistry()
+    page.register(_Merged(processes))
+    return generate_latest(page)
+
+
+class _Merged(Collector):
+    def __init__(self, processes: Mapping[str, Sequence[MetricFamily]]) -> None:
+        self._processes = processes
+
+    def describe(self) -> Iterable[PrometheusMetric]:
+        return ()
+
+    def collect(self) -> Iterator[PrometheusMetric]:
+        merged: dict[str, PrometheusMetric] = {}
+        for process, families in self._processes.items():
+            for family in families:
+                metric = merged.get(family.name)
+                if metric is None:
+                    metric = merged[family.name] = PrometheusMetric(family.name, family.help, family.kind)
+                for name, labels, value in family.samples:
+                    metric.add_sample(name, {**labels, PROCESS: process}, value)
+        yield from merged.values()

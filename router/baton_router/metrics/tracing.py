@@ -255,3 +255,36 @@ def phases(seen: Seen, report: PromptReport | None) -> tuple[Phase, ...]:
     if report is not None and report.remote:
         found.append(Phase("transfer", max(start, begins - report.transfer_s), begins))
     return *found, Phase("decode", begins, seen.ended)
+
+
+class Ended(Protocol):
+    """What is known of it; times are in seconds of one clock, 0 if there was none."""
+
+    id: bytes
+    asked: Asked | None
+    attempt: Attempt | None
+    status: int
+    resumes: int
+    arrived: float
+    granted: float
+    opened: float
+
+
+def request_line(path: str, ended: Ended, now: float) -> str:
+    parts = [f"{path} {ended.status}", f"request={ended.id.decode()}"]
+    asked, attempt = ended.asked, ended.attempt
+    if asked is not None:
+        parts += [f"tenant={asked.tenant.name}" if asked.tenant.name else "", f"class={asked.urgency[0]}"]
+    if attempt is not None:
+        grant, report = attempt.grant, attempt.report
+        parts += [f"decode={grant.decode}", f"prefill={grant.prefill}" if grant.prefill else ""]
+        if report is not None:
+            parts += [f"prompt={report.tokens}", f"cached={report.cached}"]
+        parts += [f"completion={attempt.tokens}", f"resumes={ended.resumes}" if ended.resumes else ""]
+    if ended.granted:
+        parts.append(f"queue={ended.granted - ended.arrived:.3f}s")
+    if ended.opened:
+        parts.append(f"ttft={ended.opened - ended.arrived:.3f}s")
+    if ended.arrived:
+        parts.append(f"total={now - ended.arrived:.3f}s")
+    return " ".join(filter(None, parts))

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import msgspec
 
 from baton_api.errors import BatonError, WorkerLost
-from baton_http.client import Client, ClientGone
+from baton_http.client_connection import Client, ClientGone
 from baton_http.replies import Receive, Scope, Send, request_id, send_error, send_json
 from baton_http.upstream import Headers, Lost
 from baton_router.proxy.forwarding import Trust, request_head

@@ -18,15 +18,14 @@ from baton_api import headers, logs
 from baton_api.errors import BatonError, InternalError, NotReady, PoisonRequest
 from baton_api.metrics import STALE
 from baton_api.resuming import with_resumption
-from baton_http.client import Client, ClientGone
+from baton_http.client_connection import Client, ClientGone
+from baton_http.http_client import Upstreams
 from baton_http.replies import Receive, Scope, Send, request_id, send_error
 from baton_http.upstream import Lost
-from baton_http.upstreams import Upstreams
 from baton_router.metrics.registry import Figures
-from baton_router.metrics.tracing import RequestTrace, Tracing
+from baton_router.metrics.tracing import RequestTrace, Tracing, request_line
 from baton_router.proxy.attempt import BUSY, Attempt
 from baton_router.proxy.forwarding import Trust, answer_headers, request_head
-from baton_router.proxy.request_log import request_line
 from baton_router.proxy.resume_state import FollowedStream
 from baton_router.proxy.retries import CRASH_CAUSES, LOSSES_LIMIT, RetryBudget
 from baton_router.proxy.routed_request import Asked

@@ -17,7 +17,7 @@ import msgspec
 
 from baton_api import headers, response_items
 from baton_api.response_store import ResponseStore, Turn
-from baton_http.client import Client
+from baton_http.client_connection import Client
 from baton_http.replies import Receive, Scope, Send
 from baton_http.sse import last_response
 from baton_router.proxy.forwarding import is_event_stream

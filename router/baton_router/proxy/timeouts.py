@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from baton_http.client import Client
+from baton_http.client_connection import Client
 from baton_http.sse import EventStream
 from baton_http.upstream import Exchange
 from baton_router.scheduling.picker import Grant

@@ -13,8 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from baton_router.scheduling.fallback_policy import Pair
 from baton_router.scheduling.pair_selection import ALONE, Group, Way
 from baton_router.workers.costs import Average, TransferCost
-from baton_router.workers.state import Knowledge, Known
 from baton_router.workers.worker import Health, State, Worker, Workers, usable
+from baton_router.workers.worker_state import Knowledge, Known
 
 ASIDE_S = 0.05
 """For so long one relies on it that a worker that was put aside still is."""

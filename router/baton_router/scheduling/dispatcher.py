@@ -17,17 +17,16 @@ import msgspec
 
 from baton_api.profiles import Profile
 from baton_api.reports import PromptReport
-from baton_router.cache.accuracy import REQUESTS
 from baton_router.cache.prompt_chunks import Prompt
-from baton_router.metrics.decisions import DecisionFigures
+from baton_router.metrics.request_counters import DecisionFigures
 from baton_router.scheduling import pair_selection
 from baton_router.scheduling.candidates import Candidates, Field
 from baton_router.scheduling.fallback_policy import Pair
 from baton_router.scheduling.pair_selection import ALONE, DecodeOffer, PlainWay, PrefillOffer, Way
 from baton_router.scheduling.revision_weights import Shares
 from baton_router.workers.costs import Average
-from baton_router.workers.state import Knowledge, Known
 from baton_router.workers.worker import Worker, Workers
+from baton_router.workers.worker_state import REQUESTS, Knowledge, Known
 
 log = logging.getLogger(__name__)
 

@@ -22,10 +22,17 @@ from baton_api.errors import BatonError, NotInTime, NotReady, Overloaded
 from baton_router.scheduling.admission import Places, Terms, terms, too_late
 from baton_router.scheduling.dispatcher import Dispatch, Dispatcher
 from baton_router.scheduling.picker import Ask
+from baton_router.scheduling.queued_request import (
+    NEARLY_DONE_S,
+    Pool,
+    Waiting,
+    Wishes,
+    has_spare_blocks,
+    prompt_tokens,
+    takes,
+)
 from baton_router.scheduling.tenant_queue import Entry
-from baton_router.scheduling.waiting_request import Pool, Waiting, prompt_tokens
 from baton_router.scheduling.waiting_room import LEVELS
-from baton_router.scheduling.worker_capacity import NEARLY_DONE_S, Wishes, has_spare_blocks, takes
 from baton_router.settings import RouterSettings
 
 TICK_S = 0.1

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from baton_api.errors import RateLimited
 from baton_router.scheduling.picker import Ask
 from baton_router.tenants.tenants import Limits
-from baton_router.workers.state import BYTES_PER_TOKEN
+from baton_router.workers.worker_state import BYTES_PER_TOKEN
 
 
 @dataclass(slots=True)

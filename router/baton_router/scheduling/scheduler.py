@@ -19,11 +19,11 @@ from baton_api.background import BackgroundTasks
 from baton_api.errors import PoisonRequest
 from baton_api.metrics import BackgroundTask
 from baton_api.reports import PromptReport
-from baton_http.upstreams import Upstreams
+from baton_http.http_client import Upstreams
 from baton_router.proxy.retries import Crashes
 from baton_router.proxy.timeouts import patience_s
 from baton_router.scheduling.dispatcher import Dispatch, Dispatcher
-from baton_router.scheduling.outcomes import Verdicts
+from baton_router.scheduling.outcome_attribution import Verdicts
 from baton_router.scheduling.picker import Ask, Grant
 from baton_router.scheduling.queue import BATCH, Queue
 from baton_router.scheduling.quotas import Quotas, Reservation

@@ -1,26 +1,33 @@
 """
-Who sends a request: a tenant, told from a key or a token, or nobody in particular where none is wanted.
+Authentication: the tenant of a request, from an API key, a web token, or a batch runner's token.
 
-There are three ways, and any of them may be used beside the others. Keys of `--api-key` and of a key file
-are for a router whose users trust one another: each name in the file is a tenant by itself, without limits
-and with everybody's cache. A file of tenants says more. Tokens of an issuer name a tenant; if there is a
-file, that one must be in it. A key's name never means the tenant that a file or a token calls the same.
+Three sources can be combined. Keys of `--api-key` and of a key file are for users who trust one another: each
+name in the file is a tenant without limits that shares the common cache. A tenants file sets models, classes
+and limits. Tokens of an issuer name a tenant, which must be in the tenants file if there is one. A key's name
+never means the tenant of the same name.
+
+A runner's token names the owner of its batch: a tenant, a named key, or the digest of a key. The tenant's
+models and rights apply to its batch lines, without limits per minute and in the class batch. A batch may use
+the models that its creator could use at creation and the tenant may use now. Lines of an owner that lost
+access wait until the batch controller cancels the batch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from baton_api.errors import BatonError, Forbidden, ModelNotFound, SetupError, Unauthorized
+from baton_api import runner_tokens
+from baton_api.errors import BatonError, Forbidden, ModelNotFound, NotReady, SetupError, Unauthorized
 from baton_api.keys import OPEN_PATHS, Keys, bearer
-from baton_batches.runner_secret import RunnerSecret
+from baton_batches.runner_credentials import RunnerSecret
 from baton_http.replies import Scope
 from baton_router.settings import RouterSettings
-from baton_router.tenants.runner_access import SIGNED, RunnersAccess, named_owner
 from baton_router.tenants.tenants import NOBODY, OPEN_CLASSES, Tenant, Tenants, cache_salt
 
 if TYPE_CHECKING:
@@ -192,3 +199,77 @@ def check_path(tenant: Tenant, method: str, path: str) -> None:
     """Raise Forbidden for what is only for those who run the service."""
     if not tenant.admin and not path.startswith("/v1/") and path not in FOR_TENANTS:
         raise Forbidden(f"{method[:20]} {path[:200]}", tenant.name)
+
+
+PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"})
+"""Where a runner may send lines."""
+
+OWNER = "baton.owner"
+"""Where a scope says for whose batch a request is."""
+
+BATCH = "batch"
+"""The class of all that runners send."""
+
+SIGNED = b"Bearer " + runner_tokens.PREFIX.encode()
+"""How the header of a runner begins, and nobody else's."""
+
+_TENANT = b"tenant:"
+_KEY = b"key:"
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+
+
+class RunnersAccess:
+    """Lets runners' requests in."""
+
+    def __init__(
+        self,
+        secret: RunnerSecret,
+        tenant: Callable[[bytes], Tenant | None],
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """`tenant` finds the tenant that is this owner; None if the owner is no longer let in."""
+        self._secret = secret
+        self._tenant = tenant
+        self._now = now
+
+    async def enter(self, scope: Any, authorization: bytes) -> Tenant:
+        """
+        Whose batch a request with this header is of; the token goes no further.
+
+        Raises Unauthorized, NotReady for an owner who is no longer let in, and StorageUnavailable.
+        """
+        key = authorization.decode("latin-1").removeprefix("Bearer ")
+        token = runner_tokens.read(await self._secret.get(), key, self._now())
+        if token is None or token.epoch == runner_tokens.START or scope["path"] not in PATHS:
+            raise Unauthorized
+        scope[OWNER] = owner = bytes.fromhex(token.owner)
+        scope["headers"] = [header for header in scope["headers"] if header[0] != b"authorization"]
+        tenant = self._tenant(owner)
+        if tenant is None:
+            raise NotReady(f"The owner of {token.batch} is no longer let in: the batch is stopped soon.")
+        tenant = tenant.narrowed(token.models, None)
+        return replace(tenant, classes=frozenset({BATCH}), default_class=BATCH, limits=NOBODY.limits)
+
+
+def named_owner(owner: bytes) -> tuple[str, str]:
+    """The kind and the name of an owner; both empty for the digest of a key without a name."""
+    kind, _, name = owner.partition(b":")
+    return (kind.decode(), name.decode()) if owner.startswith((_TENANT, _KEY)) else ("", "")
+
+
+def owner_of(text: str) -> bytes:
+    """
+    The owner of files and batches that an administrator writes as text. Raises SetupError.
+
+    >>> owner_of("tenant:acme"), owner_of("key:ops")
+    (b'tenant:acme', b'key:ops')
+    """
+    kind, _, name = text.partition(":")
+    if name and kind in ("tenant", "key"):
+        return text.encode()
+    if kind == "sha256" and _DIGEST.fullmatch(name):
+        return bytes.fromhex(name)
+    raise SetupError(
+        f"Invalid owner {text!r}. Expected tenant:NAME, key:NAME for a key that the key file names, or "
+        "sha256:HEX for the digest of a key without a name."
+    )

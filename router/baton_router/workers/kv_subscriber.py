@@ -25,8 +25,8 @@ from baton_router.cache.block_map import Tree
 from baton_router.cache.kv_feed import Ask, Feed
 from baton_router.proxy.forwarding import Trust
 from baton_router.settings import RouterSettings
-from baton_router.workers.state import Knowledge
 from baton_router.workers.worker import Worker, Workers
+from baton_router.workers.worker_state import Knowledge
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable
 
-from baton_http.upstreams import Upstreams
+from baton_http.http_client import Upstreams
 from baton_router.workers.discovery.listed import Listed, Standing, changes, merged
-from baton_router.workers.state import Knowledge
 from baton_router.workers.worker import Worker, Workers
+from baton_router.workers.worker_state import Knowledge
 
 log = logging.getLogger(__name__)
 

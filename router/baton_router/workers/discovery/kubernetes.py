@@ -1,13 +1,13 @@
 """
-Workers by Kubernetes: the EndpointSlices of a label selector, listed and then watched.
+Discovery by Kubernetes: the EndpointSlices of a label selector, listed and then watched.
 
-Every minute begins with a full list, whatever the watch has said: watches lose deletions, and a router
-that believed one for ever was seen to send requests to the dead for a day. In between the watch is taken
-up again where it broke off. While nothing can be had, what was known stands: workers are looked at anyway.
+Every minute begins with a full list, because a watch can lose deletions. In between, a broken watch resumes
+at its last resource version. While the API server is away, the known workers stay; health checks go on. Token
+and certificate authority are read for each connection. The account only needs to list and watch
+`endpointslices` of `discovery.k8s.io` in one namespace.
 
-Everything is read anew for each connection, so that a token or a certificate authority that was replaced
-needs no further care. All that the account must be allowed is to list and watch `endpointslices` of
-`discovery.k8s.io` in one namespace.
+Workers follow from all slices together: an endpoint that moves stands in two slices, and a pod with two
+address families in two slices of different kinds. Role and revision are labels, copied from the Service.
 """
 
 from __future__ import annotations
@@ -15,17 +15,117 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from urllib.parse import quote
 
 import msgspec
 
+from baton_api import labels as label_names
 from baton_api.errors import BatonError
+from baton_api.workers import Role
 from baton_http.kubernetes import GONE, Connected, Expired, KubernetesAccess, Unanswered
 from baton_http.upstream import Exchange, Lost
-from baton_router.workers.discovery import endpoint_slices
-from baton_router.workers.discovery.endpoint_slices import Metadata, Slice
-from baton_router.workers.discovery.listed import Listed
+from baton_router.workers.discovery.listed import Listed, Standing
+
+ROLE = label_names.ROLE
+"""decode, both, prefill; without it decode. Slices of anything else, such as routers, are none of ours."""
+
+REVISION = label_names.REVISION
+
+HTTPS = "https"
+"""What a Service says as `appProtocol` of workers that are spoken to by TLS."""
+
+FAMILIES = ("IPv4", "IPv6")
+"""In the order in which they are preferred. There are slices of host names too, which are no addresses."""
+
+ROLES = {"": Role.DECODE, Role.DECODE: Role.DECODE, Role.BOTH: Role.DECODE, Role.PREFILL: Role.PREFILL}
+
+
+class Conditions(msgspec.Struct, frozen=True):
+    ready: bool | None = None
+    serving: bool | None = None
+    terminating: bool | None = None
+
+    @property
+    def standing(self) -> Standing:
+        if self.terminating:
+            return Standing.TERMINATING
+        # A Service may say `ready` of whoever has an address; `serving` is always true to the probe.
+        able = self.ready if self.serving is None else self.serving
+        return Standing.UNREADY if able is False else Standing.SERVING
+
+
+class Target(msgspec.Struct, frozen=True):
+    uid: str = ""
+
+
+class Endpoint(msgspec.Struct, frozen=True, rename="camel"):
+    addresses: tuple[str, ...] = ()
+    conditions: Conditions = Conditions()
+    target_ref: Target | None = None
+
+
+class Port(msgspec.Struct, frozen=True, rename="camel"):
+    name: str | None = None
+    port: int | None = None
+    app_protocol: str | None = None
+
+    @property
+    def secure(self) -> bool:
+        return (self.app_protocol or "").lower() == HTTPS
+
+
+class Metadata(msgspec.Struct, frozen=True, rename="camel"):
+    name: str = ""
+    resource_version: str = ""
+    labels: dict[str, str] | None = None
+
+
+class Slice(msgspec.Struct, frozen=True, rename="camel"):
+    """What of an EndpointSlice counts here."""
+
+    metadata: Metadata
+    address_type: str = ""
+    endpoints: tuple[Endpoint, ...] | None = None
+    ports: tuple[Port, ...] | None = None
+
+
+def workers_in(slices: Iterable[Slice], port: str) -> frozenset[Listed]:
+    """The workers, at the port of that name; the only port of a slice may have any name."""
+    found: dict[tuple[str, Role, int], tuple[int, list[Listed]]] = {}
+    for one in slices:
+        labels = one.metadata.labels or {}
+        role = ROLES.get(labels.get(ROLE, ""))
+        there = _port(one.ports or (), port)
+        if role is None or there is None or there.port is None or one.address_type not in FAMILIES:
+            continue
+        family = FAMILIES.index(one.address_type)
+        for endpoint in one.endpoints or ():
+            if not endpoint.addresses:
+                continue
+            worker = Listed(
+                endpoint.addresses[0],
+                there.port,
+                role,
+                labels.get(REVISION, ""),
+                endpoint.conditions.standing,
+                there.secure,
+            )
+            target = endpoint.target_ref
+            pod = target.uid if target is not None and target.uid else worker.name
+            best, workers = found.get((pod, role, there.port), (family, []))
+            if family < best:
+                best, workers = family, []
+            if family == best:
+                workers.append(worker)
+            found[pod, role, there.port] = best, workers
+    return frozenset(worker for _, workers in found.values() for worker in workers)
+
+
+def _port(ports: Iterable[Port], name: str) -> Port | None:
+    named = {one.name or "": one for one in ports if one.port is not None}
+    return next(iter(named.values())) if len(named) == 1 else named.get(name)
+
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +153,7 @@ class Slices:
         self._slices = {one.metadata.name: one for one in listed.items}
 
     def listed(self, port: str) -> frozenset[Listed]:
-        return endpoint_slices.listed(self._slices.values(), port)
+        return workers_in(self._slices.values(), port)
 
     def apply(self, event: WatchEvent) -> bool:
         """Whether a slice has changed. Raises Expired, Unanswered and msgspec.DecodeError."""

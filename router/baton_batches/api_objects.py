@@ -1,0 +1,290 @@
+"""Files and batches in OpenAI's API: requests parsed and checked, objects rendered with every key present."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from baton_api import limits
+from baton_api.errors import INVALID_TYPE, INVALID_VALUE, MISSING_REQUIRED_PARAMETER, InvalidRequest
+from baton_api.limits import Limit
+from baton_batches.files import PURPOSES
+from baton_batches.values import Batch, StoredFile
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+ORDERS = ("desc", "asc")
+ANCHOR = "created_at"
+
+BATCH_FILE_S = 30 * 86_400
+"""For which a file for a batch is kept, if nothing else is asked for; others stay until they are deleted."""
+
+_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """Which part of a list."""
+
+    limit: int
+    after: str
+    newest_first: bool = True
+    purpose: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NewBatch:
+    """A request for a batch."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[str, str] | None
+    output_seconds: int | None
+
+
+def parse_page(query: Mapping[str, str], most: Limit, default: int) -> Paged:
+    """Raises InvalidRequest."""
+    given = query.get("limit", "")
+    limit = _integer(given, "limit", most) if given else default
+    order = query.get("order") or ORDERS[0]
+    if order not in ORDERS:
+        raise _none_of("order", ORDERS)
+    return Paged(limit, query.get("after", ""), order == ORDERS[0], query.get("purpose", ""))
+
+
+def parse_upload(fields: Mapping[str, str], now: int) -> tuple[str, int | None]:
+    """The purpose of an uploaded file, and when it expires. Raises InvalidRequest."""
+    purpose = fields.get("purpose")
+    if not purpose:
+        raise _missing("purpose")
+    if purpose not in PURPOSES:
+        raise _none_of("purpose", PURPOSES)
+    anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return purpose, now + BATCH_FILE_S if purpose == "batch" else None
+    if anchor != ANCHOR:
+        raise (
+            _missing("expires_after[anchor]")
+            if anchor is None
+            else _none_of("expires_after[anchor]", (ANCHOR,))
+        )
+    if seconds is None:
+        raise _missing("expires_after[seconds]")
+    return purpose, now + _integer(seconds, "expires_after[seconds]", limits.EXPIRES_AFTER)
+
+
+def parse_new_batch(body: bytes) -> NewBatch:
+    """Raises InvalidRequest."""
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest("The body is not valid JSON.") from error
+    if not isinstance(fields, dict):
+        raise InvalidRequest("The body must be a JSON object.")
+    file = _text(fields, "input_file_id")
+    endpoint = _text(fields, "endpoint")
+    if endpoint not in ENDPOINTS:
+        raise _none_of("endpoint", ENDPOINTS)
+    window = _text(fields, "completion_window")
+    if window_seconds(window) is None:
+        told = f"completion_window must be a time from 60s to 30d, such as 24h or 90m, not {window[:100]!r}."
+        raise InvalidRequest(told, param="completion_window", code=INVALID_VALUE)
+    return NewBatch(
+        file,
+        endpoint,
+        window,
+        _metadata(fields.get("metadata")),
+        _expiry(fields.get("output_expires_after")),
+    )
+
+
+def parse_byte_range(header: str, size: int) -> tuple[int, int] | None:
+    """
+    The part that `Range` asks for, as start and end; the whole for what is no single range of bytes; None for
+    one that lies outside of the file.
+
+    >>> parse_byte_range("bytes=2-3", 10), parse_byte_range("bytes=-3", 10), parse_byte_range("bytes=10-", 10)
+    ((2, 4), (7, 10), None)
+    """
+    found = _RANGE.fullmatch(header.strip())
+    if found is None or found[0] == "bytes=-":
+        return 0, size
+    first, last = found[1], found[2]
+    if not first:
+        return (max(0, size - int(last)), size) if int(last) and size else None
+    if last and int(last) < int(first):
+        return 0, size
+    start, end = int(first), min(int(last) + 1, size) if last else size
+    return (start, end) if start < size else None
+
+
+def _text(fields: Mapping[str, Any], name: str) -> str:
+    value = fields.get(name)
+    if value is None:
+        raise _missing(name)
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{name} must be a string.", param=name, code=INVALID_TYPE)
+    return value
+
+
+def _metadata(value: Any) -> dict[str, str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise InvalidRequest("metadata must be an object.", param="metadata", code=INVALID_TYPE)
+    if len(value) > limits.METADATA.most:
+        told = f"metadata has {len(value)} members and may have {limits.METADATA.most}."
+        raise InvalidRequest(told, param="metadata", code=limits.METADATA.code)
+    for key, one in value.items():
+        where = f"metadata.{key[:100]}"
+        if not isinstance(one, str):
+            raise InvalidRequest(f"{where} must be a string.", param=where, code=INVALID_TYPE)
+        for text, limit in ((key, limits.METADATA_KEY), (one, limits.METADATA_VALUE)):
+            if len(text) > limit.most:
+                told = f"{where} has {len(text)} characters and may have {limit.most}."
+                raise InvalidRequest(told, param=where, code=limit.code)
+    return value
+
+
+def _expiry(value: Any) -> int | None:
+    if value is None:
+        return None
+    name = "output_expires_after"
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{name} must be an object.", param=name, code=INVALID_TYPE)
+    if _text({f"{name}.{key}": one for key, one in value.items()}, f"{name}.anchor") != ANCHOR:
+        raise _none_of(f"{name}.anchor", (ANCHOR,))
+    seconds = value.get("seconds")
+    if seconds is None:
+        raise _missing(f"{name}.seconds")
+    if isinstance(seconds, float) and seconds.is_integer():
+        seconds = int(seconds)
+    if not isinstance(seconds, int) or isinstance(seconds, bool):
+        raise InvalidRequest(
+            f"{name}.seconds must be a whole number.", param=f"{name}.seconds", code=INVALID_TYPE
+        )
+    return _within(seconds, f"{name}.seconds", limits.EXPIRES_AFTER)
+
+
+def _integer(text: str, name: str, limit: Limit) -> int:
+    if not re.fullmatch(r"-?[0-9]{1,18}", text):
+        raise InvalidRequest(f"{name} must be a whole number.", param=name, code=INVALID_TYPE)
+    return _within(int(text), name, limit)
+
+
+def _within(number: int, name: str, limit: Limit) -> int:
+    if number > limit.most:
+        raise InvalidRequest(f"{name} must be at most {limit.most}.", param=name, code=limit.code)
+    if number < limit.least:
+        raise InvalidRequest(f"{name} must be at least {limit.least}.", param=name, code=limit.code_below)
+    return number
+
+
+def _missing(name: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"Missing required parameter: '{name}'.", param=name, code=MISSING_REQUIRED_PARAMETER
+    )
+
+
+def _none_of(name: str, values: tuple[str, ...]) -> InvalidRequest:
+    told = f"{name} must be one of {', '.join(values)}."
+    return InvalidRequest(told, param=name, code=INVALID_VALUE)
+
+
+DAY = "24h"
+"""OpenAI's one value."""
+
+LEAST_S, MOST_S = 60, 30 * 86_400
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+def window_seconds(window: str) -> int | None:
+    """
+    Seconds of a completion window; None if it is invalid.
+
+    >>> [window_seconds(text) for text in ("24h", "90s", "30d", "59s", "soon")]
+    [86400, 90, 2592000, None, None]
+    """
+    found = re.fullmatch(r"([1-9][0-9]{0,6})([smhd])", window)
+    if found is None:
+        return None
+    whole = int(found[1]) * _UNITS[found[2]]
+    return whole if LEAST_S <= whole <= MOST_S else None
+
+
+Shown = dict[str, Any]
+
+
+def render_file(stored: StoredFile) -> Shown:
+    return {
+        "id": stored.id,
+        "object": "file",
+        "bytes": stored.bytes,
+        "created_at": stored.created_at,
+        "expires_at": stored.expires_at,
+        "filename": stored.filename,
+        "purpose": stored.purpose,
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+def render_deleted(id: str) -> Shown:
+    return {"id": id, "object": "file", "deleted": True}
+
+
+def render_batch(kept: Batch) -> Shown:
+    # What was answered while the file was still being read counts once it is known to be a batch.
+    known = kept.in_progress_at is not None
+    counts = {"total": kept.total, "completed": kept.completed, "failed": kept.failed}
+    errors = [msgspec.to_builtins(error) for error in kept.errors]
+    return {
+        "id": kept.id,
+        "object": "batch",
+        "endpoint": kept.endpoint,
+        "model": kept.model,
+        "errors": {"object": "list", "data": errors} if errors else None,
+        "input_file_id": kept.input_file,
+        "completion_window": kept.completion_window,
+        "status": kept.status.value,
+        "output_file_id": kept.output_file,
+        "error_file_id": kept.error_file,
+        "created_at": kept.created_at,
+        "in_progress_at": kept.in_progress_at,
+        "expires_at": kept.expires_at,
+        "finalizing_at": kept.finalizing_at,
+        "completed_at": kept.completed_at,
+        "failed_at": kept.failed_at,
+        "expired_at": kept.expired_at,
+        "cancelling_at": kept.cancelling_at,
+        "cancelled_at": kept.cancelled_at,
+        "request_counts": counts if known else dict.fromkeys(counts, 0),
+        "usage": kept.usage and _usage(kept.usage),
+        "metadata": kept.metadata,
+    }
+
+
+def render_page(objects: Iterable[Shown], has_more: bool) -> Shown:
+    shown = list(objects)
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": has_more,
+    }
+
+
+def _usage(counts: dict[str, int]) -> Shown:
+    return {
+        "input_tokens": counts["input_tokens"],
+        "input_tokens_details": {"cached_tokens": counts["cached_tokens"]},
+        "output_tokens": counts["output_tokens"],
+        "output_tokens_details": {"reasoning_tokens": counts["reasoning_tokens"]},
+        "total_tokens": counts["total_tokens"],
+    }

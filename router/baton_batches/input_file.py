@@ -1,0 +1,188 @@
+"""
+The input file of a batch: split into lines, each line parsed, and slices of lines cut for runners.
+
+An invalid line (JSON, custom_id, method, url) fails the whole file and is reported with its number and a
+code. An invalid request body fails only its own line, when that line is executed.
+
+A slice holds the next lines without a result. It begins at a cursor: a byte position and the number of lines
+before it, so that no state is kept between two slices. Blank lines count as lines but are not requests.
+"""
+
+from __future__ import annotations
+
+import bisect
+import codecs
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from baton_api.errors import INVALID_TYPE, INVALID_VALUE, MISSING_REQUIRED_PARAMETER, InvalidRequest
+from baton_batches.values import LineError, Result
+from baton_batches.wire import Line
+
+METHOD = "POST"
+
+
+class TooLong(Exception):
+    """A line has no end within what a line may have; its number is the argument."""
+
+
+class Body(msgspec.Struct):
+    """What is looked at of a line's request."""
+
+    model: Any = None
+    stream: Any = None
+
+
+class RequestLine(msgspec.Struct):
+    """One request. `custom_id` is its name in the files that come of it."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: Body
+
+
+_line = msgspec.json.Decoder(RequestLine)
+
+
+def split(pieces: Iterable[bytes], limit: int) -> Iterator[tuple[int, bytes]]:
+    """
+    Numbers from 1 and the lines that are not blank, without their ends; a BOM before the first is let be.
+
+    Raises TooLong for a line of more than `limit` bytes.
+
+    >>> list(split([b'{"a"', b':1}\\r\\n\\n{}'], 99))
+    [(1, b'{"a":1}'), (3, b'{}')]
+    """
+    number = 0
+    rest = bytearray()
+    for piece in pieces:
+        rest += piece
+        if b"\n" not in piece:
+            if len(rest) > limit + 2:
+                raise TooLong(number + 1)
+            continue
+        *whole, rest = rest.split(b"\n")
+        for line in whole:
+            number += 1
+            if bare := _bare(line, number, limit):
+                yield number, bare
+    if bare := _bare(rest, number + 1, limit):
+        yield number + 1, bare
+
+
+def _bare(line: bytes | bytearray, number: int, limit: int) -> bytes:
+    bare = bytes(line).removeprefix(codecs.BOM_UTF8 if number == 1 else b"").strip()
+    if len(bare) > limit:
+        raise TooLong(number)
+    return bare
+
+
+def read(number: int, line: bytes, endpoint: str) -> RequestLine | LineError:
+    """What the line asks for, or why it is no request of a batch for this endpoint."""
+    try:
+        found = _line.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _fault(number, line)
+    if found.method != METHOD:
+        return LineError(
+            "invalid_method", f"The method must be POST, not {found.method[:20]!r}.", "method", number
+        )
+    if found.url not in (endpoint, endpoint.removeprefix("/v1")):
+        told = f"The url {found.url[:100]!r} is not the batch's endpoint, {endpoint}."
+        return LineError("invalid_url", told, "url", number)
+    return found
+
+
+def _fault(number: int, line: bytes) -> LineError:
+    """What is wrong with a line that does not have the form of one."""
+    try:
+        fields = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return LineError("invalid_json_line", "The line is not valid JSON.", None, number)
+    if not isinstance(fields, dict):
+        return LineError("invalid_line", "The line is JSON, but no object.", None, number)
+    for name in ("custom_id", "method", "url"):
+        value = fields.get(name)
+        if value is None:
+            return LineError(MISSING_REQUIRED_PARAMETER, f"The line has no {name}.", name, number)
+        if not isinstance(value, str):
+            return LineError(INVALID_TYPE, f"{name} must be a string.", name, number)
+    if fields.get("body") is None:
+        return LineError(MISSING_REQUIRED_PARAMETER, "The line has no body.", "body", number)
+    return LineError(INVALID_TYPE, "body must be an object.", "body", number)
+
+
+def refused(number: int, line: RequestLine) -> Result | None:
+    """The answer to a request that no batch can have, whatever serves it; None if it may be tried."""
+    if line.body.stream is not True:
+        return None
+    error = InvalidRequest("A batch's requests cannot be streamed.", param="stream", code=INVALID_VALUE)
+    return Result(number, error.status, msgspec.json.encode(error.body()))
+
+
+BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """The start of a line of the file."""
+
+    position: int = 0
+    lines: int = 0
+    """Before it."""
+
+    @classmethod
+    def read(cls, text: str) -> Cursor:
+        """What `str` made; the start for an empty text. Raises ValueError."""
+        if not text:
+            return cls()
+        position, _, lines = text.partition("-")
+        read = cls(int(position), int(lines))
+        if read.position < 0 or read.lines < 0:
+            raise ValueError(text)
+        return read
+
+    def __str__(self) -> str:
+        return f"{self.position}-{self.lines}"
+
+
+class Done:
+    """The lines that have a result, as ranges (first, last) in order."""
+
+    def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
+        self._first = [first for first, _ in ranges]
+        self._last = [last for _, last in ranges]
+
+    def __contains__(self, number: int) -> bool:
+        at = bisect.bisect_right(self._first, number) - 1
+        return at >= 0 and number <= self._last[at]
+
+
+def cut(data: bytes, cursor: Cursor, end: bool, done: Done, limit: int) -> tuple[list[Line], Cursor]:
+    """
+    Up to `limit` lines of `data`, the file's bytes from `cursor` on, and where they end.
+
+    Unless `data` is the file's end, what follows its last newline is left for the next slice; if that is
+    everything, the cursor does not move.
+    """
+    lines: list[Line] = []
+    position, number = 0, cursor.lines
+    while len(lines) < limit and position < len(data):
+        newline = data.find(b"\n", position)
+        if newline < 0:
+            if not end:
+                break
+            newline = len(data)
+        number += 1
+        if number not in done:
+            text = data[position:newline].strip()
+            if number == 1:
+                text = text.removeprefix(BOM)
+            if text:
+                lines.append(Line(number, text))
+        position = min(newline + 1, len(data))
+    return lines, Cursor(cursor.position + position, number)

@@ -1,0 +1,234 @@
+"""
+Batches as BatchJobs in Kubernetes: the router creates one for each batch and writes the batch's progress to
+its status.
+
+The operator runs a BatchJob. The router only needs to create BatchJobs and to patch their status; it reads
+nothing. The BatchJob has the name of its batch, so that several routers create one only. A deleted BatchJob
+is found by the 404 of the next status update.
+
+All routers of a service report, and a late update of one may overwrite the final status of another. So each
+router writes the final status once more after a delay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from baton_api import batch_jobs, labels
+from baton_api.errors import BatonError
+from baton_batches.storage import Storage
+from baton_batches.values import Batch
+from baton_http.kubernetes import KubernetesAccess, Unanswered
+
+ASK_S = 15.0
+
+ANSWER_LIMIT = 1024 * 1024
+
+JOBS = "/apis/baton.dev/v1alpha1/namespaces/{}/batchjobs"
+KEYS = "/openid/v1/jwks"
+"""What the API server signs accounts' tokens with; every account may read it."""
+
+
+class Cluster:
+    """One API server. Each call raises OSError if there is no answer."""
+
+    def __init__(self, access: KubernetesAccess) -> None:
+        self._access = access
+
+    def namespace(self) -> str:
+        """The router's own. Raises OSError."""
+        try:
+            return self._access.where()
+        except Unanswered as error:
+            raise OSError(str(error)) from error
+
+    async def make(self, manifest: object) -> int:
+        """Make a BatchJob; gives the status of the answer."""
+        status, _ = await self._ask("POST", self._jobs(), "application/json", manifest)
+        return status
+
+    async def tell(self, name: str, status: object) -> int:
+        """Merge into the status of a BatchJob; gives the status of the answer."""
+        where = f"{self._jobs()}/{quote(name, safe='')}/status"
+        answered, _ = await self._ask("PATCH", where, "application/merge-patch+json", {"status": status})
+        return answered
+
+    async def keys(self) -> bytes:
+        """The keys (JWKS) that tokens of accounts are signed with."""
+        status, body = await self._ask("GET", KEYS)
+        if status != 200:
+            raise OSError(f"The API server answers with status {status} when asked for its keys.")
+        return body
+
+    def _jobs(self) -> str:
+        return JOBS.format(quote(self.namespace(), safe=""))
+
+    async def _ask(self, method: str, where: str, kind: str = "", body: object = None) -> tuple[int, bytes]:
+        content = msgspec.json.encode(body) if kind else b""
+        try:
+            connected = self._access.open()
+            try:
+                async with asyncio.timeout(ASK_S):
+                    lines = [f"{method} {where} HTTP/1.1", f"host: {connected.upstream.name}"]
+                    lines += ["user-agent: baton-router", "accept: */*"]
+                    lines += [f"content-type: {kind}"] if kind else []
+                    lines += [f"content-length: {len(content)}"] if kind else []
+                    lines += [f"authorization: Bearer {connected.token}"] if connected.token else []
+                    head = "\r\n".join(lines) + "\r\n\r\n"
+                    exchange = await connected.upstream.request(head.encode(), content)
+                    answer = bytearray()
+                    while piece := await exchange.read():
+                        answer += piece
+                        if len(answer) > ANSWER_LIMIT:
+                            raise Unanswered(f"its answer has more than {ANSWER_LIMIT} bytes")
+                    return exchange.status, bytes(answer)
+            finally:
+                connected.upstream.close()
+        except (Unanswered, BatonError) as error:  # TimeoutError is an OSError
+            raise OSError(f"The API server was not asked: {error}") from error
+
+
+log = logging.getLogger(__name__)
+
+TELL_S = 2.0
+"""Seconds between two words about one batch, unless its phase has changed."""
+
+RETRY_LIMIT_S = 30.0
+
+PARTING_S = 120.0
+"""Seconds after which the end of a batch is said once more, and for the last time: every router that knew
+less has said it too by then."""
+
+MADE, THERE, GONE = 201, 409, 404
+
+
+def batch_job(batch: Batch, service: str, uid: str) -> dict[str, Any]:
+    """What the operator is to run; it goes with the service whose `uid` is given."""
+    metadata: dict[str, Any] = {
+        "name": batch_jobs.name_of(batch.id),
+        "labels": {labels.MANAGED_BY: batch_jobs.ROUTER, labels.SERVICE: service},
+    }
+    if uid:
+        owner = {"apiVersion": "baton.dev/v1alpha1", "kind": "InferenceService", "name": service, "uid": uid}
+        metadata["ownerReferences"] = [owner]
+    return {
+        "apiVersion": "baton.dev/v1alpha1",
+        "kind": "BatchJob",
+        "metadata": metadata,
+        "spec": {"serviceName": service, "batchId": batch.id},
+    }
+
+
+def status(batch: Batch) -> dict[str, Any]:
+    """What the status of a BatchJob says of its batch; the rest of it is the operator's."""
+    return {
+        "batchId": batch.id,
+        "phase": str(batch.status),
+        "total": batch.total,
+        "completed": batch.completed,
+        "failed": batch.failed,
+        "progress": f"{batch.done}/{batch.total}",
+        "outputFileId": batch.output_file or "",
+        "errorFileId": batch.error_file or "",
+    }
+
+
+class RequestRefused(Exception):
+    """The API server answered, and refused one BatchJob or its status."""
+
+
+class Announcer:
+    """One router's. `clock` is monotonic."""
+
+    def __init__(
+        self, storage: Storage, cluster: Cluster, service: str, uid: str, clock: Callable[[], float]
+    ) -> None:
+        self._storage = storage
+        self._cluster = cluster
+        self._service = service
+        self._uid = uid
+        self._clock = clock
+        self._told: dict[str, tuple[dict[str, Any], float]] = {}
+        """What was last said of a batch, and when."""
+        self._refused: dict[str, tuple[float, float]] = {}
+        """By batch: when to try its BatchJob again, and the pause in seconds before that."""
+
+    async def run(self) -> None:
+        """Until cancelled. While the cluster or the database is away, batches wait."""
+        failed_s = 0.0
+        while True:
+            try:
+                if self._storage.in_use:
+                    await self.round()
+                failed_s = 0.0
+            except (OSError, BatonError) as error:
+                failed_s = min(RETRY_LIMIT_S, max(1.0, 2 * failed_s))
+                log.warning("No BatchJobs can be made or told of now: %s Next try in %g s.", error, failed_s)
+            await asyncio.sleep(failed_s or self._storage.settings.batch_poll_s)
+
+    async def round(self) -> None:
+        """
+        Create missing BatchJobs and write the status of changed ones.
+
+        A BatchJob that the API server refuses is tried again later and does not delay the others. Raises
+        OSError if the API server does not answer, and BatonError if the database does not.
+        """
+        jobs = self._storage.jobs
+        missing = await self._storage.run(jobs.missing)
+        await self._each(missing, self._make)
+        there = await self._storage.run(jobs.there)
+        await self._each(there, self._tell)
+        for id in self._told.keys() - {batch.id for batch in there}:
+            del self._told[id]
+        for id in self._refused.keys() - {batch.id for batch in (*missing, *there)}:
+            del self._refused[id]
+
+    async def _each(self, batches: Sequence[Batch], announce: Callable[[Batch], Awaitable[None]]) -> None:
+        for batch in batches:
+            due, pause_s = self._refused.get(batch.id, (0.0, 0.0))
+            if pause_s and self._clock() < due:
+                continue
+            try:
+                await announce(batch)
+            except RequestRefused as refused:
+                pause_s = min(RETRY_LIMIT_S, max(1.0, 2 * pause_s))
+                log.warning("%s Next attempt in %g s.", refused, pause_s)
+                self._refused[batch.id] = self._clock() + pause_s, pause_s
+            else:
+                self._refused.pop(batch.id, None)
+
+    async def _make(self, batch: Batch) -> None:
+        made = batch_job(batch, self._service, self._uid)
+        name = made["metadata"]["name"]
+        answer = await self._cluster.make(made)
+        if answer not in (MADE, THERE):
+            raise RequestRefused(f"The API server refused to create the BatchJob {name}: status {answer}.")
+        await self._storage.run(partial(self._storage.jobs.claim, batch.id, name))
+        if answer == MADE:
+            log.info("%s is run by the BatchJob %s.", batch.id, name)
+
+    async def _tell(self, batch: Batch) -> None:
+        wanted, now = status(batch), self._clock()
+        said, when = self._told.get(batch.id, ({}, 0.0))
+        news = wanted != said and (now - when >= TELL_S or wanted["phase"] != said.get("phase"))
+        last = batch.status.ended and wanted == said and now - when >= PARTING_S
+        if news or last:
+            answer = await self._cluster.tell(batch.job, wanted)
+            if answer == GONE:
+                log.info("The BatchJob %s of %s is gone.", batch.job, batch.id)
+                await self._storage.run(partial(self._storage.jobs.disown, batch.id, batch.job))
+                return
+            if answer != 200:
+                raise RequestRefused(
+                    f"The API server refused the status of the BatchJob {batch.job}: status {answer}."
+                )
+            self._told[batch.id] = wanted, now
+        if last:
+            await self._storage.run(partial(self._storage.jobs.disown, batch.id, batch.job))

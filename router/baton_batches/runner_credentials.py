@@ -1,0 +1,152 @@
+"""
+Credentials of batch runners: the secret that signs their tokens, and pod tokens of Kubernetes.
+
+The secret comes from the settings or from the shared database. It is not derived from the database URL: that
+changes with the password, and routers with the new password would reject runners of routers with the old one.
+The first router that needs a secret generates one and stores it beside the ledger. A router without a shared
+database keeps its secret in memory; its runners end with it.
+
+A pod of a Job holds a ServiceAccount token that is bound to the pod, valid for an hour at most and only for
+this service's routers. It is verified with the API server's public keys, which every account may read. It
+opens one thing: the lease of the batch that belongs to the pod's BatchJob. From then on the runner uses a
+token of the router, for one batch and one epoch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+from baton_api import batch_jobs
+from baton_api.errors import SetupError, Unauthorized
+from baton_batches.settings import BatchSettings
+
+if TYPE_CHECKING:
+    from baton_batches.kubernetes import Cluster
+    from baton_http.jwks import IssuersKeys
+
+NAME = "runner tokens"
+
+BYTES = 32
+
+_MADE = secrets.token_bytes(BYTES)
+"""The secret of a router that was given none: made before it forks, so that its processes share it."""
+
+
+def secret_of(settings: BatchSettings, ticket_secret: str) -> bytes | None:
+    """The secret that the settings give; None if it is in the database."""
+    if given := settings.batch_secret.get_secret_value():
+        return given.encode()
+    if settings.database.get_secret_value():
+        return None
+    if ticket_secret:
+        return hmac.new(ticket_secret.encode(), b"baton-batch-runners", hashlib.sha256).digest()
+    return _MADE
+
+
+class RunnerSecret:
+    """One process's. Belongs to its event loop, but for `value`."""
+
+    def __init__(self, settings: BatchSettings, ticket_secret: str) -> None:
+        """Connects to nothing yet."""
+        self._url = settings.database.get_secret_value()
+        self._loading = asyncio.Lock()
+        self.value = secret_of(settings, ticket_secret) or b""
+        """Empty until `get` has read it from the database: no token is good then."""
+
+    async def get(self) -> bytes:
+        """Raises StorageUnavailable while it is in a database that is away."""
+        if not self.value:
+            async with self._loading:
+                self.value = self.value or await asyncio.to_thread(kept_in, self._url)
+        return self.value
+
+
+def kept_in(url: str) -> bytes:
+    """The secret in the database at `url`, made if there is none. Raises StorageUnavailable."""
+    # Imported here: processes that only proxy requests do not need SQLAlchemy.
+    from sqlalchemy import select
+
+    from baton_batches.database import Database
+    from baton_batches.tables import insert_new, kept_secrets
+
+    wanted = select(kept_secrets.c.value).where(kept_secrets.c.name == NAME)
+    with closing(Database(url)) as database, database.writing() as connection:
+        new = {"name": NAME, "value": secrets.token_hex(BYTES)}
+        connection.execute(insert_new(connection, kept_secrets).values(new))
+        return bytes.fromhex(connection.execute(wanted).scalar_one())
+
+
+ALGORITHMS = frozenset({"RS256", "RS384", "RS512", "ES256", "ES384", "ES512"})
+
+LEEWAY_S = 10.0
+"""By which clocks may differ."""
+
+
+class PodTokens:
+    """Whose tokens are believed here: those of one service's runners. Belongs to the event loop."""
+
+    def __init__(self, keys: IssuersKeys, cluster: Cluster, service: str) -> None:
+        self._keys = keys
+        self._cluster = cluster
+        self._service = service
+
+    async def job(self, token: str) -> str:
+        """
+        The BatchJob whose pod has this token.
+
+        Raises Unauthorized, and NotReady if the API server's keys cannot be had.
+        """
+        import jwt
+
+        try:
+            header = jwt.get_unverified_header(token)
+        except (jwt.PyJWTError, ValueError) as error:
+            raise Unauthorized(token="is not well formed") from error
+        self._keys.refresh()
+        key = await self._keys.find(str(header.get("kid", "")))
+        if key is None or header.get("alg") != key.algorithm_name:
+            raise Unauthorized(token="is signed with a key that is not the API server's")
+        try:
+            namespace = self._cluster.namespace()
+            claims = jwt.decode(
+                token,
+                key,
+                algorithms=sorted(ALGORITHMS),
+                audience=batch_jobs.audience(namespace, self._service),
+                leeway=LEEWAY_S,
+                options={"require": ["exp", "aud", "sub"], "verify_iat": False},
+            )
+        except (jwt.PyJWTError, ValueError, TypeError, OverflowError, OSError) as error:
+            raise Unauthorized(token=f"is not for runners of {self._service} now: {error}") from error
+        account = f"system:serviceaccount:{namespace}:{batch_jobs.account(self._service)}"
+        job = batch_jobs.job_of(_pod(claims))
+        if claims["sub"] != account or not job:
+            raise Unauthorized(token=f"is of no pod of a BatchJob of {self._service}")
+        return job
+
+    async def close(self) -> None:
+        await self._keys.close()
+
+
+def pod_tokens(cluster: Cluster, service: str, clock: Callable[[], float] = time.monotonic) -> PodTokens:
+    """Raises SetupError if what it needs is not installed."""
+    try:
+        from baton_http.jwks import IssuersKeys
+    except ModuleNotFoundError as error:
+        raise SetupError("--batch-jobs needs one package more: pip install 'baton[jwt]'.") from error
+    return PodTokens(IssuersKeys(cluster.keys, ALGORITHMS, clock), cluster, service)
+
+
+def _pod(claims: Mapping[str, Any]) -> str:
+    """The pod that a token is bound to; empty if it is bound to none."""
+    bound = claims.get("kubernetes.io")
+    pod = bound.get("pod") if isinstance(bound, dict) else None
+    name = pod.get("name") if isinstance(pod, dict) else None
+    return name if isinstance(name, str) else ""

@@ -1,0 +1,168 @@
+"""
+The two queues of a runner: lines that wait to be sent, and results that wait to be recorded.
+
+`PendingLines` is pure; times are passed in. New lines go in their order, failed lines when their wait is
+over. A suspect, a line that was in flight during several worker losses, is sent after all other lines, in
+groups limited by `retries`. Nothing else is sent while a group is in flight.
+
+`ResultOutbox` posts results in groups, one post at a time. A group without a reply is posted again; the
+ledger keeps the first result of each line, so a repeated post changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import math
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+
+from baton_batches.retries import Tries
+from baton_batches.values import Result
+from baton_batches.wire import Line, Receipt
+
+UNTRIED = Tries()
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A line, and what it has been through."""
+
+    line: Line
+    tries: Tries = UNTRIED
+    failed_at: float = -math.inf
+    """When the last try came back."""
+
+
+class Waiting:
+    """What a runner holds of its batch's lines besides those under way."""
+
+    def __init__(self) -> None:
+        self.whole = False
+        """Whether the batch's last line has come."""
+        self._new: deque[Pending] = deque()
+        self._later: list[tuple[float, int, Pending]] = []
+        self._suspects: defaultdict[int, deque[Pending]] = defaultdict(deque)
+        """By the size of the group that each may be sent in."""
+        self._group = 0
+        """The size of the group that is under way; 0 if the lines under way are not suspects."""
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._new) + len(self._later) + sum(map(len, self._suspects.values()))
+
+    @property
+    def new(self) -> int:
+        """Lines that can be sent now and are no suspects."""
+        return len(self._new)
+
+    def add(self, lines: Iterable[Line], last: bool) -> None:
+        """The next ones of the input; with `last` they are all."""
+        self._new.extend(Pending(line) for line in lines)
+        self.whole = last
+
+    def again(self, pending: Pending, at: float) -> None:
+        """To be sent once more, not before that time."""
+        heapq.heappush(self._later, (at, next(self._numbers), pending))
+
+    def next(self, now: float, under_way: int, full: bool = False) -> Pending | None:
+        """
+        The line to send now beside so many others; None if there is none.
+
+        With `full` no more lines come before some of these are through.
+        """
+        while self._later and self._later[0][0] <= now:
+            pending = heapq.heappop(self._later)[2]
+            if pending.tries.group:
+                self._suspects[pending.tries.group].append(pending)
+            else:
+                self._new.appendleft(pending)
+        if not under_way:
+            self._group = 0
+        if self._new and not self._group:
+            return self._new.popleft()
+        if not under_way and not self._later and (self.whole or full):
+            self._group = max((size for size, lines in self._suspects.items() if lines), default=0)
+        if under_way < self._group and (group := self._suspects[self._group]):
+            return group.popleft()
+        return None
+
+    def due(self) -> float | None:
+        """When there is something to send again; None if that is not a matter of time."""
+        return self._later[0][0] if self._later else None
+
+
+GROUP = 256
+GROUP_BYTES = 1024 * 1024
+GROUP_S = 0.2
+"""A group is posted when it has so many results, or bytes of them, or when its first has waited so long."""
+
+FULL = 4096
+FULL_BYTES = 32 * 1024 * 1024
+"""Beyond this nothing should be sent that would bring more: the ledger is slow, or away."""
+
+
+class Outbox:
+    """Results that are not in the ledger yet."""
+
+    def __init__(self, post: Callable[[list[Result]], Awaitable[Receipt]]) -> None:
+        self._post = post
+        self._results: list[Result] = []
+        self._bytes = 0
+        self._hurried = False
+        self._news = asyncio.Event()
+        self._gone = asyncio.Event()
+        self._gone.set()
+
+    @property
+    def full(self) -> bool:
+        return len(self._results) >= FULL or self._bytes >= FULL_BYTES
+
+    def put(self, result: Result) -> None:
+        self._results.append(result)
+        self._bytes += len(result.body)
+        self._gone.clear()
+        self._news.set()
+
+    async def emptied(self) -> None:
+        """Post what is there without waiting for more, and return when it is in the ledger."""
+        self._hurried = True
+        self._news.set()
+        await self._gone.wait()
+
+    async def run(self, posted: Callable[[Receipt], None]) -> None:
+        """Post what is put, until cancelled; `posted` hears of each group."""
+        while True:
+            if not self._results:
+                self._news.clear()
+                await self._news.wait()
+            await self._gathered()
+            group = self._group()
+            receipt = await self._post(group)
+            del self._results[: len(group)]
+            self._bytes -= sum(len(result.body) for result in group)
+            if not self._results:
+                self._gone.set()
+            posted(receipt)
+
+    async def _gathered(self) -> None:
+        """A group is whole, or has waited long enough."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + GROUP_S
+        while not self._hurried and len(self._results) < GROUP and self._bytes < GROUP_BYTES:
+            self._news.clear()
+            try:
+                async with asyncio.timeout_at(until):
+                    await self._news.wait()
+            except TimeoutError:
+                return
+
+    def _group(self) -> list[Result]:
+        size = 0
+        for number, result in enumerate(self._results[:GROUP]):
+            size += len(result.body)
+            if size > GROUP_BYTES and number:
+                return self._results[:number]
+        return self._results[:GROUP]

@@ -1,0 +1,225 @@
+"""
+The dashboard's HTTP endpoints and static files.
+
+`GET /page/now` is the current state as JSON. `GET /page/events` streams it as server-sent events: first the
+whole state, then changes, `service` at most once a second and `requests` at most four times. Without an
+open page nothing is computed.
+
+All files come from this server, no script or style is inline, and `require-trusted-types-for` keeps a browser
+from parsing strings as markup.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from baton_api.errors import BatonError, MethodNotAllowed, NotReady
+from baton_http.replies import Receive, Scope, Send, request_id, send_error, send_json
+from baton_router.dashboard.views import Watch, picture
+from baton_router.scheduling.scheduler import Scheduler
+from baton_router.tenants.access import tenant_of
+from baton_router.tenants.tenants import Tenant
+
+NOW = "/page/now"
+EVENTS = "/page/events"
+DATA = frozenset({NOW, EVENTS})
+
+LOOK_S = 0.25
+"""Seconds from one look at the requests to the next."""
+
+SERVICE_LOOKS = 4
+"""Looks from one picture of the service to the next."""
+
+QUIET_LOOKS = 40
+"""Looks without anything new after which a page is told that the router lives."""
+
+WATCHES_LIMIT = 32
+"""Pages that are told of events at a time, in one router."""
+
+_encoder = msgspec.json.Encoder()
+
+
+class Page:
+    """Belongs to the scheduler's process."""
+
+    def __init__(self, scheduler: Scheduler, draining: Callable[[], bool]) -> None:
+        """`draining`: whether the process is to end. Pages are let go then, or it would wait for them."""
+        self.files = files()
+        self._draining = draining
+        self._scheduler = scheduler
+        self._offset_s = time.time() - time.monotonic()
+        """Read once: were it read for each time, two times of one request would not fit each other."""
+        self.watched = 0
+        """Pages that are told of events now."""
+
+    async def serve_file(self, scope: Scope, send: Send) -> bool:
+        """Answer with the file that is asked for; says whether there is one."""
+        file = self.files.get(scope["path"])
+        if file is None or scope["method"] not in ("GET", "HEAD"):
+            return False
+        await file.send(send, scope["headers"], bodiless=scope["method"] == "HEAD")
+        return True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """What `DATA` lists, for a tenant who was let in."""
+        name = request_id(scope["headers"])
+        try:
+            if scope["method"] != "GET":
+                raise MethodNotAllowed(scope["method"], scope["path"], "GET")
+            if scope["path"] == EVENTS:
+                await self._watch(tenant_of(scope), receive, send)
+                return
+        except BatonError as error:
+            await send_error(send, error, name)
+            return
+        watch = Watch(tenant_of(scope))
+        now = {"service": self._service(watch.tenant), "requests": self._news(watch)}
+        await send_json(send, 200, _encoder.encode(now), name, HEADERS)
+
+    async def _watch(self, tenant: Tenant, receive: Receive, send: Send) -> None:
+        if self.watched >= WATCHES_LIMIT:
+            raise NotReady(f"{self.watched} pages are open, and no more are told of events; close one.")
+        self.watched += 1
+        leaving = asyncio.ensure_future(_left(receive))
+        try:
+            await self._tell(Watch(tenant), leaving, send)
+        finally:
+            self.watched -= 1
+            leaving.cancel()
+            with suppress(asyncio.CancelledError):
+                await leaving
+
+    async def _tell(self, watch: Watch, leaving: asyncio.Future[None], send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no"), *HEADERS]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        told: dict[str, Any] = {}
+        looks = quiet = 0
+        while not self._draining() and not leaving.done():
+            said = b""
+            if looks % SERVICE_LOOKS == 0:
+                service = self._service(watch.tenant)
+                if {**service, "now": 0} != told:
+                    told = {**service, "now": 0}
+                    said += _event(b"service", service)
+            if news := self._news(watch):
+                said += _event(b"requests", {"now": self._epoch(self._clock()), "requests": news})
+            looks += 1
+            quiet = 0 if said else quiet + 1
+            if quiet >= QUIET_LOOKS:
+                quiet, said = 0, b": the router lives\n\n"
+            if said:
+                await send({"type": "http.response.body", "body": said, "more_body": True})
+            await asyncio.wait([leaving], timeout=LOOK_S)
+        await send({"type": "http.response.body", "body": b""})
+
+    def _service(self, tenant: Tenant) -> dict[str, Any]:
+        scheduler = self._scheduler
+        dispatches = scheduler.dispatcher.dispatches
+        return picture(
+            scheduler.workers,
+            scheduler.queue,
+            dispatches,
+            tenant,
+            self._clock(),
+            self._epoch,
+            self._draining(),
+        )
+
+    def _news(self, watch: Watch) -> list[dict[str, Any]]:
+        return watch.news(self._scheduler.dispatcher.dispatches, self._epoch)
+
+    @staticmethod
+    def _clock() -> float:
+        """The scheduler's."""
+        return time.monotonic()
+
+    def _epoch(self, at: float) -> float:
+        """Milliseconds since 1970 of a time of the scheduler's clock."""
+        return round(1000 * (self._offset_s + at), 1)
+
+
+async def _left(receive: Receive) -> None:
+    """Wait until the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(kind: bytes, value: dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind, _encoder.encode(value))
+
+
+FOLDER = Path(__file__).parent / "web"
+PREFIX = "/page/"
+"""Where the files are, but for the document, which is at `/`."""
+
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+
+HEADERS = [
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"permissions-policy", b"camera=(), geolocation=(), microphone=()"),
+    (b"cache-control", b"no-cache"),
+]
+
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One file as it is served."""
+
+    body: bytes
+    type: str
+    tag: bytes
+    """Of these very bytes."""
+
+    @classmethod
+    def of(cls, path: Path) -> File:
+        body = path.read_bytes()
+        tag = hashlib.sha256(body).hexdigest()[:32]
+        return cls(body, f"{TYPES[path.suffix]}; charset=utf-8", f'"{tag}"'.encode())
+
+    async def send(self, send: Send, asked: list[tuple[bytes, bytes]], *, bodiless: bool) -> None:
+        """Answer with it, or with nothing if the browser has these bytes already."""
+        same = any(name == b"if-none-match" and self.tag in value for name, value in asked)
+        headers = [
+            (b"content-type", self.type.encode()),
+            (b"etag", self.tag),
+            *HEADERS,
+            *([] if same else [(b"content-length", str(len(self.body)).encode())]),
+        ]
+        await send({"type": "http.response.start", "status": 304 if same else 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"" if same or bodiless else self.body})
+
+
+def files() -> dict[str, File]:
+    """All of them, by their paths."""
+    found = {f"{PREFIX}{path.name}": File.of(path) for path in FOLDER.iterdir() if path.suffix in TYPES}
+    found["/"] = found.pop(f"{PREFIX}index.html")
+    return found

@@ -1,0 +1,129 @@
+"""
+Counters of requests and decisions: outcomes, models, tenant usage, and expected against actual cached tokens.
+
+`RequestCounters` belongs to a process that holds clients' connections, `DecisionCounters` to the scheduler.
+Clients choose the model's name, so it becomes a label only once a worker was found for it, and the number of
+label values is bounded: later names count as `other`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+
+from baton_api import metrics
+from baton_api.metrics.counters import Spread, Tally
+from baton_api.reports import PromptReport
+
+TENANTS_SHOWN = 100
+MODELS_SHOWN = 100
+
+
+class Accounts(Collector):
+    """Belongs to one process that holds clients' connections."""
+
+    def __init__(self) -> None:
+        self._requests = Tally(metrics.ROUTER_REQUESTS)
+        self._tokens = Tally(metrics.ROUTER_TENANT_TOKENS)
+        self._time = Spread(metrics.ROUTER_REQUEST_TIME)
+        self._per_token = Spread(metrics.ROUTER_OUTPUT_TOKEN)
+        self._prediction = Spread(metrics.ROUTER_PREDICTION)
+        self._models = Names(MODELS_SHOWN)
+        self._tenants = Names(TENANTS_SHOWN)
+
+    def ended(self, path: str, model: str | None, kind: str, status: int, *, granted: bool) -> None:
+        """
+        A request to generate. `path` and `kind` are among those that there are; `granted`: a worker was
+        found for it, so that the name of the model means something.
+        """
+        if model is not None:
+            model = self._models.label(model) if granted else self._models.known(model)
+        self._requests.add(path, model or "", kind, status)
+
+    def refused(self, path: str, status: int) -> None:
+        """One of which the body was not read to its end, or makes no sense."""
+        self._requests.add(path, OTHER, OTHER, status)
+
+    def used(self, tenant: str, report: PromptReport | None, tokens: int) -> None:
+        """What a request took, and how many tokens its answer had, as far as is known."""
+        name = self._tenants.label(tenant)
+        if report is not None:
+            self._tokens.more(report.tokens, name, "prompt")
+            self._tokens.more(report.cached, name, "cached")
+        if tokens:
+            self._tokens.more(tokens, name, "generated")
+
+    def began(self, predicted_s: float, actual_s: float) -> None:
+        """The first of a stream is there."""
+        if actual_s > 0:
+            self._prediction.observe(predicted_s / actual_s)
+
+    def served(self, seconds: float, urgency: str) -> None:
+        """A request of this class has its whole answer, so many seconds after it came."""
+        self._time.observe(seconds, urgency)
+
+    def streamed(self, tokens: int, seconds: float, urgency: str) -> None:
+        """A whole stream of so many tokens, in so many seconds from its first one on."""
+        if tokens > 1:
+            self._per_token.observe(seconds / (tokens - 1), urgency)
+
+    def collect(self) -> Iterator[Family]:
+        for one in (self._requests, self._tokens, self._time, self._per_token, self._prediction):
+            yield from one.collect()
+
+
+OTHER = "other"
+
+
+class Names:
+    """The first so many different names; all that come later are one."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._known: set[str] = set()
+
+    def label(self, name: str) -> str:
+        known = self._known
+        if name in known:
+            return name
+        if len(known) >= self._limit:
+            return OTHER
+        known.add(name)
+        return name
+
+    def known(self, name: str) -> str:
+        """The same for a name that nobody vouches for: it becomes none of them."""
+        return name if name in self._known else OTHER
+
+
+class DecisionFigures(Collector):
+    """Counted as decisions are made and as answers begin."""
+
+    def __init__(self) -> None:
+        self._decisions = Tally(metrics.ROUTER_DECISIONS)
+        self._tokens = Tally(metrics.ROUTER_PREFIX_TOKENS)
+        self._transfer = Spread(metrics.ROUTER_TRANSFER)
+
+    def decided(self, *, remote: bool, prefills: bool) -> None:
+        """`prefills`: whether a prefill worker could have been chosen."""
+        if remote:
+            self._decisions.add("remote", "cheaper")
+        else:
+            self._decisions.add("local", "cheaper" if prefills else "no_prefill")
+
+    def computed(self, expected: int, report: PromptReport) -> None:
+        """A prompt of which so many tokens were expected to be cached."""
+        tokens = self._tokens
+        tokens.more(expected, "expected")
+        tokens.more(report.cached, "cached")
+        tokens.more(report.tokens, "prompt")
+        if report.remote:
+            self._transfer.observe(report.transfer_s)
+        elif report.fallback:
+            self._decisions.add("fallback", report.fallback)
+
+    def collect(self) -> Iterator[Family]:
+        for one in (self._decisions, self._tokens, self._transfer):
+            yield from one.collect()

@@ -1,0 +1,288 @@
+"""
+What the router has learned of each worker: prefix cache contents, booked work, speed, and cache accuracy.
+
+It is learned from requests: where each was sent, when its first token came, and what the worker reported of
+the prompt. A sent prompt counts as cached at once, so that the next prompt with the same prefix follows it;
+reports correct this. A restarted worker begins with an empty cache and the typical speed of its kind.
+
+Cache accuracy compares expected with actual cached tokens. It finds silent failures, such as different
+tokens, another chat template, a disabled cache or missing events. A worker whose prompts have less than half
+of the expected tokens cached is chosen by load alone until its accuracy recovers.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from baton_api.profiles import Profile
+from baton_api.reports import PromptReport
+from baton_api.workers import Load, Role
+from baton_router.cache.block_map import BlockMap
+from baton_router.cache.prefix_index import PrefixIndex
+from baton_router.cache.prompt_chunks import CHUNK_BYTES, Prompt
+from baton_router.workers.bookings import PrefillBookings, StreamBookings
+from baton_router.workers.costs import (
+    A_SMALL_GPU,
+    Average,
+    Kind,
+    LeastSquares,
+    PrefillCost,
+    Prior,
+    StepCost,
+    TransferCost,
+)
+from baton_router.workers.worker import Worker
+
+REQUESTS = 200
+"""About as many are averaged over; fewer judge nobody."""
+
+BROKEN_BELOW = 0.5
+SOUND_FROM = 0.6
+
+LEAST_TOKENS = 64
+"""Expected ones: of fewer, whole blocks and the tokens' size in bytes are too large a part."""
+
+
+class Parity:
+    """One worker's tokens, actually cached against expected to be."""
+
+    __slots__ = ("broken", "ratio", "requests")
+
+    def __init__(self) -> None:
+        self.ratio = 1.0
+        self.requests = 0
+        self.broken = False
+
+    def learn(self, expected: float, actual: float) -> bool:
+        """Whether that changed what is to be thought of the worker."""
+        if expected < LEAST_TOKENS:
+            return False
+        self.requests += 1
+        self.ratio += (min(1.0, actual / expected) - self.ratio) / min(self.requests, REQUESTS)
+        before = self.broken
+        if self.requests >= REQUESTS:
+            self.broken = self.ratio < (SOUND_FROM if before else BROKEN_BELOW)
+        return self.broken is not before
+
+
+BYTES_PER_TOKEN = 4.0
+"""Before the first report."""
+
+GENEROSITY = 1.5
+"""What is believed to be held against what the worker said it can hold: to forget too soon costs more than
+to hope in vain."""
+
+DEGRADED = 0.5
+"""What counts of a match with a worker whose events do not come."""
+
+NOWHERE = -1
+"""The slot of a worker that is gone: it holds nothing, whatever is still said of it."""
+
+ANSWERED_LIMIT = 65_536
+"""Prompts of which it is remembered who generated the answer."""
+
+
+class Known:
+    """One process of a worker."""
+
+    __slots__ = (
+        "_load",
+        "block_size",
+        "computing",
+        "degraded",
+        "epoch",
+        "free_blocks",
+        "parity",
+        "prefill_cost",
+        "slot",
+        "step_cost",
+        "streams",
+        "total_blocks",
+    )
+
+    def __init__(self, slot: int, epoch: str, prefill_cost: PrefillCost, prior: Prior = A_SMALL_GPU) -> None:
+        self.slot = slot
+        """In the prefix index."""
+        self.epoch = epoch
+        self.prefill_cost = prefill_cost
+        self.step_cost = StepCost(LeastSquares(prior.step))
+        self.computing = PrefillBookings()
+        self.streams = StreamBookings()
+        self.parity = Parity()
+        self.degraded = False
+        """Whether it should tell what it holds, and nothing comes."""
+        self.block_size = 0
+        self.total_blocks = 0
+        """0 if it does not say."""
+        self.free_blocks = 0
+        self._load: Load | None = None
+
+    @property
+    def credence(self) -> float:
+        """How much of what it is believed to hold one may count on."""
+        if self.parity.broken:
+            return 0.0
+        return DEGRADED if self.degraded else 1.0
+
+    def reported(self, load: Load) -> None:
+        """What the worker says of itself, maybe what it said before."""
+        if load is self._load:
+            return
+        self._load = load
+        self.block_size = load.block_size
+        self.total_blocks, self.free_blocks = load.total_blocks, load.free_blocks
+        if load.running and load.step_s:
+            tokens = (load.total_blocks - load.free_blocks) * load.block_size
+            self.step_cost.learn(load.running, tokens, load.step_s)
+
+
+class Knowledge:
+    """Belongs to one thread."""
+
+    def __init__(self, profiles: Iterable[Profile] = ()) -> None:
+        """`profiles`: of the models of which anything is known beforehand."""
+        self._priors = {profile.model: Prior.of(profile) for profile in profiles}
+        self._known: dict[Worker, Known] = {}
+        self._free: list[int] = []
+        """Slots of workers that were forgotten, the lowest first: a set of workers has a bit for each."""
+        self._index = PrefixIndex()
+        self.blocks = BlockMap(self._index)
+        self._kinds: dict[tuple[Role, str], Kind] = {}
+        """By what workers are listed for, and their model."""
+        self._transfers: dict[tuple[str, str], TransferCost] = {}
+        self._bytes_per_token: dict[str, Average] = {}
+        self._answered: OrderedDict[int, int] = OrderedDict()
+        """Last chunk of a prompt -> the workers, as bits, that generated what follows it."""
+
+    def __len__(self) -> int:
+        """Different chunks of prompts that anybody is believed to hold."""
+        return len(self._index)
+
+    @property
+    def bytes(self) -> int:
+        """Of memory, about, that this takes."""
+        return self._index.bytes
+
+    def of(self, worker: Worker) -> Known:
+        """What is known of the process that the worker now is."""
+        load = worker.health.load
+        epoch = load.epoch if load else ""
+        known = self._known.get(worker)
+        if known is None or (known.epoch != epoch and epoch):
+            if worker.gone:
+                return Known(NOWHERE, epoch, Kind().newcomer())
+            known = self._meet(worker, epoch, known, load)
+        if load is not None:
+            known.reported(load)
+        return known
+
+    def transfer(self, source: str, target: str) -> TransferCost:
+        """Between two workers of these names."""
+        cost = self._transfers.get((source, target))
+        if cost is None:
+            prior = next(iter(self._priors.values()), A_SMALL_GPU)
+            cost = self._transfers[source, target] = TransferCost(
+                Average(prior.transfer_token_s), prior.transfer_start_s
+            )
+        return cost
+
+    def bytes_per_token(self, model: str) -> Average:
+        average = self._bytes_per_token.get(model)
+        if average is None:
+            average = self._bytes_per_token[model] = Average(BYTES_PER_TOKEN)
+        return average
+
+    def tokens(self, prompt: Prompt, model: str) -> int:
+        """How many tokens the prompt has, as far as one can tell from its bytes; at least 1."""
+        return max(1, round(prompt.bytes / self.bytes_per_token(model).value))
+
+    def match(self, prompt: Prompt) -> dict[int, int]:
+        """How many leading chunks of the prompt each slot's worker was sent; all others were sent none."""
+        return self._index.match(prompt.names)
+
+    def held(self, prompt: Prompt, matched: dict[int, int]) -> dict[int, int]:
+        """How many bytes of the prompt each slot's worker is believed to hold; all others hold nothing."""
+        chunks = matched
+        for begin, end in prompt.answers:
+            # Whoever generated an answer holds it, although it never was part of a prompt.
+            authors = self._answered.get(prompt.names[begin - 1], 0) if begin else 0
+            if authors:
+                chunks = {
+                    slot: end if count == begin and authors >> slot & 1 else count
+                    for slot, count in chunks.items()
+                }
+        sizes = prompt.sizes
+        return {slot: sizes[count - 1] for slot, count in chunks.items()}
+
+    def sent(self, prompt: Prompt, known: Known, matched: int) -> list[int]:
+        """
+        The worker will hold the whole prompt. Gives the chunks that are new to it.
+
+        `matched` is what `match` has just said of it.
+        """
+        if known.slot == NOWHERE:
+            return []
+        return self._index.insert(known.slot, prompt.names, matched)
+
+    def lost(self, chunks: Iterable[int], known: Known) -> None:
+        """The worker does not hold these chunks after all."""
+        self._index.remove(known.slot, chunks)
+
+    def computed(
+        self, prompt: Prompt, report: PromptReport, hoped: Sequence[tuple[Known, list[int]]]
+    ) -> None:
+        """A prompt that was sent, with chunks that were new to its workers, has been computed."""
+        new = max((len(chunks) for _, chunks in hoped), default=0)
+        if not new or not report.tail:
+            return
+        size = hoped[0][0].block_size
+        blocks = report.tokens // size if size else 0
+        slots = [known.slot for known, _ in hoped]
+        self.blocks.place(prompt, int(report.tail, 16), blocks, len(prompt.names) - new, slots)
+
+    def answered(self, prompt: Prompt, known: Known) -> None:
+        """The worker has generated a whole answer to the prompt, and holds that too."""
+        slot = known.slot
+        if not prompt.names or slot == NOWHERE:
+            return
+        last = prompt.names[-1]
+        self._answered[last] = self._answered.pop(last, 0) | 1 << slot
+        if len(self._answered) > ANSWERED_LIMIT:
+            self._answered.popitem(last=False)
+
+    def forget(self, worker: Worker) -> None:
+        """It is gone, and what it was known for with it: another one may have its slot."""
+        known = self._known.pop(worker, None)
+        if known is None:
+            return
+        self._empty(known.slot)
+        heapq.heappush(self._free, known.slot)
+        known.slot = NOWHERE
+        for pair in [pair for pair in self._transfers if worker.name in pair]:
+            del self._transfers[pair]
+
+    def _meet(self, worker: Worker, epoch: str, before: Known | None, load: Load | None) -> Known:
+        if before is not None:
+            slot, before.slot = before.slot, NOWHERE
+            self._empty(slot)
+        else:
+            slot = heapq.heappop(self._free) if self._free else len(self._known)
+        key = (worker.listed, worker.model)
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = Kind(self._priors.get(worker.model, A_SMALL_GPU))
+        known = self._known[worker] = Known(slot, epoch, kind.newcomer(), kind.prior)
+        tokens = load.total_blocks * load.block_size if load else 0
+        self._index.register(slot, max(64, int(GENEROSITY * tokens * BYTES_PER_TOKEN / CHUNK_BYTES)))
+        return known
+
+    def _empty(self, slot: int) -> None:
+        """Another process has the slot from now on, and holds and generated nothing of what this one did."""
+        self.blocks.close(slot)
+        self._index.forget(slot)
+        mask = ~(1 << slot)
+        self._answered = OrderedDict(
+            (last, left) for last, authors in self._answered.items() if (left := authors & mask)
+        )

@@ -1,0 +1,68 @@
+"""Slices of an input file: together they are its lines, each once, with its number."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from baton_batches.input_file import Cursor, Done, cut
+
+NOTHING = Done(())
+
+
+@pytest.mark.parametrize(
+    ("data", "lines"),
+    [
+        (b"", []),
+        (b"\n", []),
+        (b"a\nb\n", [(1, b"a"), (2, b"b")]),
+        (b"a\nb", [(1, b"a"), (2, b"b")]),
+        (b"a\r\nb\r\n", [(1, b"a"), (2, b"b")]),
+        (b"\n\na\n \nb", [(3, b"a"), (5, b"b")]),
+        (b"\xef\xbb\xbfa\nb", [(1, b"a"), (2, b"b")]),
+    ],
+    ids=["empty", "blank", "ended", "not ended", "of Windows", "with blank lines", "with a mark"],
+)
+def test_lines_have_the_numbers_that_an_editor_shows(data: bytes, lines: list[tuple[int, bytes]]) -> None:
+    found, cursor = cut(data, Cursor(), True, NOTHING, 100)
+    assert [(one.number, one.text) for one in found] == lines
+    assert cursor.position == len(data)
+
+
+def test_a_line_that_is_not_whole_is_left_for_later() -> None:
+    found, cursor = cut(b"aa\nbb\ncc", Cursor(), False, NOTHING, 100)
+    assert [one.text for one in found] == [b"aa", b"bb"]
+    assert cursor == Cursor(6, 2)
+    assert cut(b"cc", cursor, False, NOTHING, 100) == ([], cursor)
+
+
+def test_lines_with_a_result_are_left_out() -> None:
+    done = Done([(1, 2), (4, 4)])
+    found, cursor = cut(b"1\n2\n3\n4\n5\n", Cursor(), True, done, 100)
+    assert [one.number for one in found] == [3, 5]
+    assert cursor.lines == 5
+
+
+@pytest.mark.parametrize("text", ["-1-0", "0--1", "x", "3", "3-", "-"])
+def test_what_is_no_cursor_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        Cursor.read(text)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_the_pieces_every_line_comes_once(seed: int) -> None:
+    rng = random.Random(seed)
+    texts = [b"" if rng.random() < 0.1 else b"x" * rng.randint(1, 30) for _ in range(200)]
+    file = b"\n".join(texts) + rng.choice([b"", b"\n"])
+    done = Done([(first, first + 3) for first in range(5, 190, 17) if rng.random() < 0.7])
+    found = []
+    cursor = Cursor()
+    while cursor.position < len(file):
+        data = file[cursor.position : cursor.position + rng.randint(40, 200)]
+        end = cursor.position + len(data) == len(file)
+        lines, after = cut(data, cursor, end, done, rng.randint(1, 20))
+        assert after.position > cursor.position
+        found += [(line.number, line.text) for line in lines]
+        cursor = Cursor.read(str(after))
+    assert found == [(n, text) for n, text in enumerate(texts, 1) if text and n not in done]

@@ -1,0 +1,276 @@
+"""The page's files and data, as a browser asks for them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from baton_api.reports import PromptReport
+from baton_api.workers import Role
+from baton_router.dashboard.endpoints import FOLDER, TYPES, WATCHES_LIMIT
+from tests.router.fake_worker import (
+    STREAM_END,
+    STREAM_HEAD,
+    Asked,
+    FakeWorker,
+    chunk,
+    die_at_once,
+    gated,
+    whole_stream,
+)
+from tests.router.running import CHAT, STREAM, RunningRouter, anew, running_router, until
+from tests.router.test_frontend_pool import running_fronts
+
+REPORT = PromptReport(
+    tokens=100, cached=40, held=0, queue_s=0.0, compute_s=0.0, transfer_s=0.0, remote=True, tail=""
+)
+
+
+async def reporting(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
+    """A whole stream of a prompt that a prefill worker computed."""
+    said = b"x-baton-prompt: %b\r\n\r\n" % REPORT.encode().encode()
+    writer.write(STREAM_HEAD.replace(b"\r\n\r\n", b"\r\n" + said) + chunk(whole_stream()) + STREAM_END)
+
+
+@asynccontextmanager
+async def a_pair(**settings: Any) -> AsyncIterator[RunningRouter]:
+    prefill = FakeWorker(role=Role.PREFILL, control="127.0.0.1:1")
+    async with (
+        FakeWorker(reporting) as decode,
+        prefill,
+        running_router([decode], [prefill], page=True, alone_tokens=0, **settings) as router,
+    ):
+        yield router
+
+
+async def now(router: RunningRouter, key: str = "") -> dict[str, Any]:
+    answer = await router.client.get("/page/now", headers=bearer(key))
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+@asynccontextmanager
+async def events(router: RunningRouter, key: str = "") -> AsyncIterator[AsyncIterator[tuple[str, Any]]]:
+    """What a page is told, as it comes."""
+
+    async def read(answer: httpx.Response) -> AsyncIterator[tuple[str, Any]]:
+        kind = ""
+        async for line in answer.aiter_lines():
+            if line.startswith("event: "):
+                kind = line.removeprefix("event: ")
+            if line.startswith("data: "):
+                yield kind, json.loads(line.removeprefix("data: "))
+
+    async with router.client.stream("GET", "/page/events", headers=bearer(key)) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == "text/event-stream"
+        yield read(answer)
+
+
+async def next_request(told: AsyncIterator[tuple[str, Any]]) -> dict[str, Any]:
+    async for kind, value in told:
+        if kind == "requests":
+            found: dict[str, Any] = value["requests"][-1]
+            return found
+    raise AssertionError("the events have ended")
+
+
+async def test_without_the_setting_there_is_no_page() -> None:
+    async with FakeWorker() as worker, running_router([worker]) as router:
+        for path in ("/", "/page/main.js", "/page/now", "/page/events"):
+            assert (await router.client.get(path)).status_code == 404
+
+
+async def test_every_file_is_served_and_a_browser_may_do_nothing_else_with_it() -> None:
+    async with a_pair(api_key="k-1") as router:
+        names = [path.name for path in FOLDER.iterdir() if path.suffix in TYPES]
+        paths = ["/", *(f"/page/{name}" for name in names if name != "index.html")]
+        for path in paths:
+            answer = await router.client.get(path)
+            assert answer.status_code == 200, path
+            policy = answer.headers["content-security-policy"]
+            assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
+            assert "unsafe" not in policy and "*" not in policy and "http" not in policy
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert answer.headers["referrer-policy"] == "no-referrer"
+            again = await router.client.get(path, headers={"if-none-match": answer.headers["etag"]})
+            assert (again.status_code, again.content) == (304, b"")
+            head = await router.client.head(path)
+            assert (head.status_code, head.content) == (200, b"")
+        for path in ("/page/index.html", "/page/package.json", "/page/../page.py", "/page/%2e%2e/page.py"):
+            assert (await router.client.get(path, headers=bearer("k-1"))).status_code == 404, path
+        assert (await router.client.post("/", headers=bearer("k-1"))).status_code in (404, 405)
+
+
+FORBIDDEN = ("http:", "https:", "@import", "innerHTML", "outerHTML", "insertAdjacentHTML", "eval(", "<style")
+"""Other addresses, and ways in which text becomes more than text."""
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
+def test_no_file_names_another_address_or_writes_markup(path: Path) -> None:
+    text = path.read_text().replace("http://www.w3.org/2000/svg", "")
+    assert not [word for word in FORBIDDEN if word in text]
+    assert path.suffix != ".html" or not re.search(r"\s(style|on\w+)=", text)
+
+
+async def test_a_request_is_shown_with_all_four_phases_and_what_was_decided() -> None:
+    async with a_pair() as router:
+        assert (await router.post(STREAM)).status_code == 200
+        shown = await now(router)
+        (request,) = shown["requests"]
+        assert [one["name"] for one in request["phases"]] == ["queue", "prefill", "transfer", "decode"]
+        decode, prefill = (worker["name"] for worker in shown["service"]["workers"])
+        assert (request["decode"], request["prefill"], request["outcome"]) == (decode, prefill, "whole")
+        assert (request["prompt_tokens"], request["cached_tokens"]) == (100, 40)
+        assert request["blocks_moved"] == 7  # of 16 tokens each
+        assert request["decision"]["predicted_first_token_s"] > 0
+        times = [one[side] for one in request["phases"] for side in ("start", "end")]
+        assert all(0 <= shown["service"]["now"] - time < 60_000 for time in times)
+
+
+async def test_the_service_is_shown_with_workers_queue_and_pace() -> None:
+    async with a_pair() as router:
+        await router.post(STREAM)
+        service = (await now(router))["service"]
+        assert [(one["role"], one["state"]) for one in service["workers"]] == [
+            ("decode", "ready"),
+            ("prefill", "ready"),
+        ]
+        assert service["workers"][0]["load"]["total_blocks"] == 100
+        assert [one["class"] for one in service["waiting"]] == ["critical", "interactive", "default", "batch"]
+        assert service["models"] == ["tiny"] and service["refusal"] is None
+        pace = service["pace"]
+        assert (pace["requests"], pace["prompt_tokens"], pace["cached_tokens"]) == (1, 100, 40)
+        assert pace["first_token_s"] >= 0
+
+
+async def test_an_open_page_is_told_of_a_request_as_it_goes_on() -> None:
+    async with (
+        FakeWorker(gated) as worker,
+        running_router([worker], page=True) as router,
+        events(router) as told,
+    ):
+        kind, service = await anext(told)
+        assert kind == "service" and service["workers"][0]["state"] == "ready"
+        asking = asyncio.ensure_future(router.post(anew(STREAM)))
+        running = await next_request(told)
+        while running["phases"][-1]["name"] != "decode":
+            running = await next_request(told)
+        assert running["outcome"] == "running" and running["phases"][-1]["end"] is None
+        worker.release.set()
+        ended = await next_request(told)
+        assert (ended["number"], ended["outcome"]) == (running["number"], "whole")
+        assert ended["phases"][-1]["end"] is not None
+        await asking
+
+
+async def test_a_worker_that_was_lost_is_told_of_beside_the_one_that_answered() -> None:
+    async with (
+        FakeWorker(die_at_once) as one,
+        FakeWorker(reporting) as other,
+        running_router([one, other], page=True) as router,
+    ):
+        while not one.asked:
+            await router.post(anew(STREAM))
+        outcomes = {request["outcome"] for request in (await now(router))["requests"]}
+        assert outcomes == {"lost", "whole"}
+
+
+async def test_nobody_knows_anything_without_a_key() -> None:
+    async with a_pair(api_key="k-1") as router:
+        for path in ("/page/now", "/page/events"):
+            assert (await router.client.get(path)).status_code == 401
+            assert (await router.client.get(path, headers=bearer("wrong"))).status_code == 401
+            assert (await router.client.post(path, headers=bearer("k-1"))).status_code == 405
+        await now(router, "k-1")
+
+
+async def test_a_tenant_sees_its_own_requests_and_no_load(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.yaml"
+    tenants = [("red", False), ("blue", False), ("boss", True)]
+    entries = [{"name": name, "keys": [_sha256(name)], "admin": admin} for name, admin in tenants]
+    file.write_text(json.dumps({"tenants": entries}))
+    async with a_pair(tenants_file=str(file), ticket_secret="s" * 32) as router:
+        for name in ("red", "blue"):
+            answer = await router.client.post(CHAT, json=anew(STREAM), headers=bearer(name))
+            assert answer.status_code == 200
+        red, blue, boss = [await now(router, name) for name in ("red", "blue", "boss")]
+        assert [one["tenant"] for one in red["requests"]] == ["red"]
+        assert [one["tenant"] for one in blue["requests"]] == ["blue"]
+        assert [one["tenant"] for one in boss["requests"]] == ["red", "blue"]
+        assert red["service"]["waiting"] is None and boss["service"]["waiting"] is not None
+        assert all(one["load"] is None for one in red["service"]["workers"])
+        assert red["service"]["pace"]["requests"] == 1 and boss["service"]["pace"]["requests"] == 2
+        assert red["requests"][0]["decision"]["others"] == []
+        assert "127.0.0.1" not in json.dumps(red) and "127.0.0.1" in json.dumps(boss)
+        named = {one["name"] for one in red["service"]["workers"]}
+        mine = {red["requests"][0][role] for role in ("decode", "prefill")} - {None}
+        assert len(named) == 2 and mine and mine <= named
+        assert boss["requests"][1]["number"] - boss["requests"][0]["number"] < 10
+        assert blue["requests"][0]["number"] - red["requests"][0]["number"] > 10, "no count of all requests"
+        async with events(router, "red") as told:
+            assert {one["tenant"] for one in [await next_request(told)]} == {"red"}
+
+
+async def test_there_are_only_so_many_pages_and_one_that_is_closed_makes_room() -> None:
+    async with a_pair() as router:
+        page = router.router.page
+        assert page is not None
+        readers = [asyncio.ensure_future(_read(router)) for _ in range(WATCHES_LIMIT)]
+        await until(lambda: page.watched == WATCHES_LIMIT, 60)
+        refused = await router.client.get("/page/events")
+        assert refused.status_code == 503 and "pages are open" in refused.json()["error"]["message"]
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+        await until(lambda: page.watched == 0, 60)
+        async with events(router) as told:
+            assert (await anext(told))[0] == "service"
+
+
+async def test_several_fronts_show_one_page() -> None:
+    async with FakeWorker(reporting) as worker, running_fronts(worker, page=True) as fronts:
+        assert (await fronts.client.get("/")).headers["content-type"] == "text/html; charset=utf-8"
+        for _ in range(4):  # whichever front they come to
+            assert (await fronts.post(anew(STREAM))).status_code == 200
+        numbers: list[int] = []
+        while len(numbers) < 4:
+            shown = (await fronts.client.get("/page/now")).json()
+            numbers = [one["number"] for one in shown["requests"] if one["outcome"] == "whole"]
+        async with fronts.client.stream("GET", "/page/events") as answer:
+            lines = answer.aiter_lines()
+            assert await anext(lines) == "event: service"
+
+
+async def test_an_open_page_does_not_hold_up_the_end() -> None:
+    async with a_pair(drain_s=60) as router, events(router) as told:
+        await anext(told)
+        router.router.draining = True
+        assert [kind async for kind, _ in told if kind == "requests"] == []
+
+
+async def _read(router: RunningRouter) -> None:
+    async with (
+        httpx.AsyncClient(trust_env=False, timeout=60) as client,
+        client.stream("GET", f"{router.url}/page/events") as answer,
+    ):
+        async for _ in answer.aiter_bytes():
+            pass
+
+
+def _sha256(key: str) -> str:
+    return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"

@@ -1,0 +1,181 @@
+"""The page in Chromium, before workers that are told what to do: hostile ones, slow ones, and none at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from baton_api.workers import Role
+from tests.dashboard.browser import Browser
+from tests.router.fake_worker import FakeWorker, event, gated, streaming
+from tests.router.running import RunningRouter, running_router
+
+HOSTILE = '<img src=x onerror="window.hurt = 1"><script>window.hurt = 1</script>'
+UNKEYED = "An API key is needed"
+
+# A browser is waited for in a thread: the router that it asks is in this one.
+browsing = asyncio.to_thread
+
+
+@asynccontextmanager
+async def service(worker: FakeWorker, **settings: Any) -> AsyncIterator[RunningRouter]:
+    """A router with a page, before a prefill worker and `worker`."""
+    prefill = FakeWorker(role=Role.PREFILL, control="127.0.0.1:1")
+    prefill.load = msgspec.structs.replace(prefill.load, model=worker.load.model)
+    async with (
+        worker,
+        prefill,
+        running_router([worker], [prefill], page=True, alone_tokens=0, **settings) as router,
+    ):
+        yield router
+
+
+def delta(**fields: object) -> bytes:
+    chunk = {"id": "x", "object": "chat.completion.chunk", "choices": [{"index": 0, "delta": fields}]}
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+
+async def test_an_answer_is_shown_as_it_comes_and_can_be_stopped(browser: Browser) -> None:
+    worker = FakeWorker(gated)
+
+    def story(url: str) -> None:
+        browser.open(url)
+        browser.until_live()
+        browser.ask("What is the capital of France?")
+        browser.until(lambda: browser.text(".answer.running .text") == "The", "the first token is shown")
+        browser.until(lambda: "runs" in browser.text("#requests .total"), "its timeline runs")
+        browser.until(lambda: browser.all("#relay .box.decode.busy"), "the picture shows who is busy")
+        browser.one("#stop").click()
+        browser.until(browser.answered, "the answer has ended")
+        browser.until(worker.left.is_set, "the worker was told")
+        browser.until(lambda: "runs" not in browser.text("#requests .total"), "its timeline ends")
+        browser.until(lambda: "stopped" in browser.text(".answer .about"), "it says why")
+        assert browser.text(".answer .text") == "The"
+        assert browser.one("#send").is_displayed() and not browser.one("#stop").is_displayed()
+        assert browser.complaints() == []
+
+    async with service(worker) as router:
+        await browsing(story, router.url)
+
+
+async def test_hostile_text_stays_text(browser: Browser) -> None:
+    call = {"index": 0, "id": "a", "function": {"name": HOSTILE, "arguments": HOSTILE}}
+    parts = [delta(content=HOSTILE), delta(reasoning_content=HOSTILE), delta(tool_calls=[call])]
+    worker = FakeWorker(streaming(*parts, event(None, "stop"), b"data: [DONE]\n\n"), model=HOSTILE)
+
+    def story(url: str) -> None:
+        browser.open(url)
+        browser.until_live()
+        browser.until(lambda: browser.text("#model") == HOSTILE, "the model is offered")
+        browser.ask(HOSTILE)
+        browser.until(lambda: browser.text(".answer .text") == HOSTILE, "the answer is shown")
+        browser.until(browser.answered, "the answer has ended")
+        browser.until(lambda: browser.all("#requests > li"), "its timeline is shown")
+        browser.run("document.querySelector('#requests button').click()")
+        assert browser.text(".question .text") == HOSTILE
+        assert browser.text(".thoughts") == HOSTILE
+        assert browser.text(".call") == f"{HOSTILE}({HOSTILE})"
+        assert HOSTILE in browser.text("#requests .details") and HOSTILE in browser.text("#workers")
+        assert len(browser.all("img, script")) == len(browser.all("h1 img, head script"))
+        assert browser.run("return window.hurt") is None
+        assert browser.complaints() == []
+
+    async with service(worker) as router:
+        await browsing(story, router.url)
+
+
+async def test_the_policy_stops_a_script_all_the_same(browser: Browser) -> None:
+    def story(url: str) -> None:
+        browser.open(url)
+        refused = browser.run(
+            "try { document.body.innerHTML = arguments[0]; return false } catch { return true }", HOSTILE
+        )
+        assert refused and browser.run("return window.hurt") is None
+        assert browser.complaints()  # it has told the console
+
+    async with service(FakeWorker()) as router:
+        await browsing(story, router.url)
+
+
+async def test_without_a_key_nothing_is_shown_and_with_one_all_is(browser: Browser) -> None:
+    def story(url: str) -> None:
+        browser.open(url)
+        browser.until(lambda: browser.one("#key").is_displayed(), "a key is asked for")
+        browser.until(lambda: browser.focused() == "key-field", "and can be typed")
+        assert browser.text("#connection") == UNKEYED and not browser.all("#relay .worker")
+        browser.one("#key-field").send_keys("wrong\n")
+        browser.until(
+            lambda: "wrong" in browser.run("return sessionStorage['baton.key'] ?? ''"), "it is tried"
+        )
+        browser.until(lambda: browser.one("#key").is_displayed(), "it is asked for again")
+        browser.one("#key-field").send_keys("k-1\n")
+        browser.until_live()
+        browser.until(lambda: browser.all("#relay .worker"), "the workers are shown")
+        browser.ask("What is the capital of France?")
+        browser.until(lambda: "Paris" in browser.text(".answer .text"), "the model answers")
+
+        # It is kept for this tab, and nowhere else.
+        assert browser.run("return Object.values(sessionStorage)") == ["k-1"]
+        assert browser.run("return [...Object.values(localStorage), document.cookie].join('')") == ""
+        assert "k-1" not in browser.driver.page_source and "k-1" not in browser.driver.current_url
+        browser.driver.refresh()
+        browser.until_live()
+        browser.one("#key-open").click()
+        browser.one("#key-forget").click()
+        browser.until(lambda: browser.text("#connection") == UNKEYED, "it is forgotten")
+        assert browser.run("return sessionStorage.length") == 0
+
+    async with service(FakeWorker(), api_key="k-1") as router:
+        await browsing(story, router.url)
+
+
+async def test_a_lost_connection_is_said_and_comes_back(browser: Browser) -> None:
+    def opened(url: str) -> None:
+        browser.open(url)
+        browser.until_live()
+
+    def lost() -> None:
+        browser.until(lambda: "lost" in browser.text("#connection"), "the loss is said")
+        browser.ask("Is anybody there?")
+        browser.until(lambda: "connection" in browser.text(".answer .problem"), "so does the playground")
+
+    def back() -> None:
+        browser.until_live()
+        browser.ask("What is the capital of France?")
+        browser.until(lambda: "Paris" in browser.text(".answer .text"), "the model answers again")
+
+    async with FakeWorker() as worker:
+        async with running_router([worker], page=True) as router:
+            await browsing(opened, router.url)
+        await browsing(lost)
+        async with running_router([worker], page=True, port=router.port):
+            await browsing(back)
+
+
+async def test_a_service_without_workers_says_what_is_missing(browser: Browser) -> None:
+    def story(url: str) -> None:
+        browser.open(url)
+        browser.until_live()
+        browser.until(lambda: browser.one("#refusal").is_displayed(), "it says that nobody is there")
+        assert "no decode worker" in browser.text("#refusal")
+        browser.ask("Is anybody there?")
+        browser.until(lambda: browser.text(".answer .problem"), "the playground says so too")
+
+    async with running_router(page=True) as router:
+        await browsing(story, router.url)
+
+
+async def test_the_page_asks_nobody_but_its_server(browser: Browser) -> None:
+    def story(url: str) -> None:
+        browser.open(url)
+        browser.until_live()
+        asked = browser.run("return performance.getEntriesByType('resource').map((one) => one.name)")
+        assert asked and all(address.startswith(url) for address in asked)
+
+    async with service(FakeWorker()) as router:
+        await browsing(story, router.url)

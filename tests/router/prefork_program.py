@@ -1,0 +1,54 @@
+"""
+A program of three processes that report when they begin and end, to test `prefork`.
+
+`python -m tests.router.prefork_program [refuse|stubborn]`: with `refuse` the second process fails to start;
+with `stubborn` it ignores the signal to stop.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+
+from baton_api.errors import SetupError
+from baton_router.frontends.prefork import Body, Crew, Member, Started
+
+
+def member(name: str, how: str) -> Body:
+    def body(started: Started, life: int) -> None:
+        def stop(number: int, frame: object) -> None:
+            say("told")
+            if how != "stubborn":
+                say("ends")
+                os._exit(0)
+
+        def say(what: str) -> None:
+            os.write(1, f"{name} {what} {os.getpid()}\n".encode())
+
+        if how == "refuse":
+            raise SetupError(f"{name} cannot start: it is Monday.")
+        signal.signal(signal.SIGTERM, stop)
+        say("begins")
+        started()
+        while life not in select.select([life], [], [])[0]:
+            pass
+        say("is an orphan")
+
+    return body
+
+
+def main(how: str) -> None:
+    members = [Member(name, member(name, how if name == "two" else "")) for name in ("one", "two", "three")]
+    try:
+        Crew(members, stop_s=0.5).run(
+            lambda: print("ready", flush=True), lambda: print("stopping", flush=True)
+        )
+    except SetupError as error:
+        print(f"refused {error.message}", flush=True)
+    print("over", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "")

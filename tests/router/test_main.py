@@ -1,0 +1,59 @@
+"""What a process of the router may use, and what it counts."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+from prometheus_client import CollectorRegistry
+
+from baton_api import metrics
+from baton_api.metrics.counters import Spread, Tally
+
+PROGRAM = """
+import resource
+from baton_router.main import prepare
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+prepare()
+soft, still = resource.getrlimit(resource.RLIMIT_NOFILE)
+assert still == hard and (soft == hard or hard == resource.RLIM_INFINITY and soft > 64), (soft, hard)
+"""
+
+
+def test_a_process_may_open_as_many_files_as_the_system_lets_it() -> None:
+    subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=60)
+
+
+def test_requests_are_counted_by_their_labels() -> None:
+    registry = CollectorRegistry()
+    metric = metrics.ROUTER_REQUESTS
+    tally = Tally(metric)
+    registry.register(tally)
+    others = ["other"] * (len(metric.labels) - 1)
+    for status in (200, 200, 503):
+        tally.add(status, *others)
+
+    def counted(status: str) -> float | None:
+        return registry.get_sample_value(
+            metric.name, dict(zip(metric.labels, [status, *others], strict=True))
+        )
+
+    assert [counted(status) for status in ("200", "503", "404")] == [2, 1, None]
+
+
+def test_a_spread_is_a_histogram() -> None:
+    registry = CollectorRegistry()
+    spread = Spread(metrics.ROUTER_FIRST_BYTE)
+    registry.register(spread)
+    rng = random.Random(1)
+    values = [*metrics.ROUTER_FIRST_BYTE.buckets, *(rng.uniform(0, 400) for _ in range(200)), 1e6]
+    for value in values:
+        spread.observe(value)
+    name = metrics.ROUTER_FIRST_BYTE.name
+    for bound in metrics.ROUTER_FIRST_BYTE.buckets:
+        counted = registry.get_sample_value(f"{name}_bucket", {"le": str(float(bound))})
+        assert counted == sum(value <= bound for value in values)
+    assert registry.get_sample_value(f"{name}_bucket", {"le": "+Inf"}) == len(values)
+    assert registry.get_sample_value(f"{name}_count") == len(values)

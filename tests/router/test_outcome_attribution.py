@@ -1,0 +1,204 @@
+"""Whose fault it was: which workers a request speaks against."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from baton_api.reports import Fallback, PromptReport
+from baton_api.workers import Load, Role
+from baton_http.upstream import Upstream
+from baton_router.scheduling.fallback_policy import Pair
+from baton_router.scheduling.outcome_attribution import APART_S, Verdicts
+from baton_router.workers.circuit_breaker import FAILURES_IN_A_ROW, PAUSE_S
+from baton_router.workers.worker import FULL_S, State, Worker
+from baton_router.workers.worker_state import Knowledge
+
+
+def worker(role: Role, port: int, revision: str = "") -> Worker:
+    made = Worker(Upstream("127.0.0.1", port), role, revision)
+    made.answered(Load(role=role, model="tiny", epoch="1", control="x:1" if role is Role.PREFILL else ""))
+    return made
+
+
+def report(fallback: str = "", remote: bool = False) -> PromptReport:
+    return PromptReport(
+        tokens=100,
+        cached=0,
+        held=0,
+        queue_s=0.0,
+        compute_s=0.1,
+        transfer_s=0.0,
+        remote=remote,
+        fallback=fallback,
+    )
+
+
+class Court:
+    """A pair whose requests are judged, at a time that the test moves."""
+
+    def __init__(self, revision: str = "") -> None:
+        self.pair = Pair(worker(Role.DECODE, 1, revision), worker(Role.PREFILL, 2, revision))
+        self.knowledge = Knowledge()
+        self.verdicts = Verdicts(self.knowledge.transfer)
+        self.now = 100.0
+        self.number = 0
+
+    @property
+    def prefill(self) -> Worker:
+        assert self.pair.prefill is not None
+        return self.pair.prefill
+
+    @property
+    def generations(self) -> dict[tuple[str, str], float]:
+        """Requests by generation and result."""
+        (family,) = self.verdicts.generations.collect()
+        return {(one.labels["revision"], one.labels["result"]): one.value for one in family.samples}
+
+    def request(self, told: PromptReport | None = None, *, lost: bool = False) -> None:
+        self.number += 1
+        self.verdicts.sent(self.number, self.pair, self.now)
+        if lost:
+            self.verdicts.failed(self.number, self.pair, self.now)
+        else:
+            self.verdicts.answered(self.number, self.pair, told, self.now)
+        self.verdicts.let_go(self.number, self.pair)
+
+    @property
+    def states(self) -> tuple[State, State]:
+        return self.pair.decode.health.state(self.now), self.prefill.health.state(self.now)
+
+    @property
+    def apart(self) -> bool:
+        cost = self.knowledge.transfer(self.prefill.name, self.pair.decode.name)
+        return self.now < cost.apart_until
+
+
+# What a report says -> whether it is the prefill worker's fault, whether it is the pair's.
+BLAME = {
+    Fallback.UNREACHABLE: (True, False),
+    Fallback.LOST: (True, False),
+    Fallback.FAILED: (True, False),
+    Fallback.MISMATCH: (True, False),
+    Fallback.PROTOCOL: (True, False),
+    Fallback.REFUSED: (False, True),
+    Fallback.TRANSPORT: (False, True),
+    Fallback.CHECKSUM: (False, True),
+    Fallback.DEADLINE: (False, True),
+    Fallback.BUSY: (False, False),
+    Fallback.REJECTED: (False, False),
+    Fallback.CANCELLED: (False, False),
+    Fallback.TRANSFER_FAILED: (False, False),
+    "a later worker's word": (False, False),
+    "": (False, False),
+}
+
+
+@pytest.mark.parametrize(("fallback", "blame"), BLAME.items(), ids=[str(one) for one in BLAME])
+def test_what_a_report_says_speaks_against_the_one_or_the_pair(
+    fallback: str, blame: tuple[bool, bool]
+) -> None:
+    court = Court()
+    for _ in range(FAILURES_IN_A_ROW):
+        court.request(report(fallback))
+    prefill = State.EJECTED if blame[0] else State.READY
+    assert court.states == (State.READY, prefill)
+    assert court.apart == blame[1]
+
+
+def test_every_reason_has_its_row() -> None:
+    assert set(Fallback) < set(BLAME)
+
+
+def test_a_pair_is_kept_apart_for_a_while_only() -> None:
+    court = Court()
+    court.request(report(Fallback.TRANSPORT))
+    court.now += APART_S - 0.1
+    assert court.apart
+    court.now += 0.1
+    assert not court.apart
+
+
+def test_a_worker_that_has_no_room_is_passed_over_for_a_moment_and_is_well() -> None:
+    court = Court()
+    court.verdicts.full(court.pair, court.now)
+    assert court.states == (State.FULL, State.READY)
+    court.now += FULL_S
+    assert court.states == (State.READY, State.READY)
+    assert not court.pair.decode.health.breaker.recent
+
+
+def test_a_lost_decode_worker_speaks_against_nobody_else() -> None:
+    court = Court()
+    for _ in range(FAILURES_IN_A_ROW):
+        court.request(lost=True)
+    assert court.states == (State.EJECTED, State.READY)
+
+
+def test_one_prompt_that_comes_over_clears_a_prefill_worker_on_trial() -> None:
+    court = Court()
+    for _ in range(FAILURES_IN_A_ROW):
+        court.request(report(Fallback.LOST))
+    court.now += PAUSE_S
+    assert court.states == (State.READY, State.ON_TRIAL)
+    court.request(report())
+    assert court.states == (State.READY, State.ON_TRIAL), (
+        "the decode worker held the prompt: nothing was learned"
+    )
+    court.request(report(remote=True))
+    assert court.states == (State.READY, State.READY)
+
+
+def test_what_became_of_requests_is_counted_by_generation() -> None:
+    court = Court("6f1c2ab9")
+    for lost in (False, True, False, True, True):
+        court.request(report(), lost=lost)
+    assert court.generations == {("6f1c2ab9", "passed"): 2, ("6f1c2ab9", "failed"): 3}
+    nobodys = Court()
+    nobodys.request(report())
+    assert not nobodys.generations
+
+
+def test_how_long_first_tokens_took_is_counted_by_generation() -> None:
+    court, nobodys = Court("6f1c2ab9"), Court()
+    for seconds in (0.4, 2.0, 2.4):
+        court.verdicts.waited(court.pair, seconds)
+        nobodys.verdicts.waited(nobodys.pair, seconds)
+    (family,) = court.verdicts.first_tokens.collect()
+    within = {one.labels["le"]: one.value for one in family.samples if "le" in one.labels}
+    assert [within[bound] for bound in ("0.3", "0.4", "1.5", "2.0", "2.5", "+Inf")] == [0, 1, 1, 2, 3, 3]
+    assert {one.labels["revision"] for one in family.samples} == {"6f1c2ab9"}
+    (family,) = nobodys.verdicts.first_tokens.collect()
+    assert not family.samples
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_law_whatever_requests_come_to_no_trial_is_left_open(seed: int) -> None:
+    rng = random.Random(seed)
+    court = Court()
+    open_: list[int] = []
+    for number in range(1, 400):
+        court.now += rng.expovariate(2.0)
+        court.verdicts.sent(number, court.pair, court.now)
+        open_.append(number)
+        while open_ and rng.random() < 0.55:
+            ended = open_.pop(rng.randrange(len(open_)))
+            match rng.randrange(4):
+                case 0:
+                    court.verdicts.failed(ended, court.pair, court.now)
+                case 1:
+                    told = report(rng.choice(list(Fallback)), remote=rng.random() < 0.5)
+                    court.verdicts.answered(ended, court.pair, told, court.now)
+                case 2:  # began, and broke off
+                    court.verdicts.answered(ended, court.pair, report(remote=True), court.now)
+                    court.verdicts.failed(ended, court.pair, court.now)
+                case _:  # the client left, or the worker was full
+                    pass
+            court.verdicts.let_go(ended, court.pair)
+        for one in (court.pair.decode, court.prefill):
+            assert one.health.breaker.probe in (0, *open_)
+    for ended in open_:
+        court.verdicts.let_go(ended, court.pair)
+    assert not court.pair.decode.health.breaker.probe
+    assert not court.prefill.health.breaker.probe

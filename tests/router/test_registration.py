@@ -1,0 +1,230 @@
+"""Workers come, drain and go as they are listed, and of who has gone nothing is left."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+
+from baton_api.errors import ModelNotFound, NotReady
+from baton_api.workers import Load, Role
+from baton_http.http_client import Upstreams
+from baton_router.cache.prompt_chunks import of_text
+from baton_router.workers.discovery.listed import Listed, Standing
+from baton_router.workers.registration import LET_GO_S, Enrolment
+from baton_router.workers.worker import MISSED_S, State, Worker, Workers
+from baton_router.workers.worker_state import NOWHERE, Knowledge
+
+DRAIN_S = 60.0
+A, B = Listed("10.0.0.1", 8000, Role.DECODE), Listed("10.0.0.2", 8000, Role.DECODE)
+PREFILL = Listed("10.0.0.3", 8000, Role.PREFILL)
+
+
+def standing(one: Listed, there: Standing) -> Listed:
+    return Listed(one.host, one.port, one.role, one.revision, there)
+
+
+class Router:
+    """What an enrolment changes, and a clock that the test moves."""
+
+    def __init__(self, *listed: Listed) -> None:
+        self.workers = Workers()
+        self.knowledge = Knowledge()
+        self.upstreams = Upstreams(1.0)
+        self.now = 0.0
+        self.enrolment = Enrolment(self.workers, self.knowledge, self.upstreams, DRAIN_S, lambda: self.now)
+        self.lists(*listed)
+
+    def lists(self, *listed: Listed, source: str = "test") -> None:
+        self.enrolment.told(source, listed)
+        for worker in self.workers.listed:
+            if worker.health.load is None:
+                self.answer(worker)
+
+    def answer(self, worker: Worker, model: str = "tiny") -> None:
+        role = Role.PREFILL if worker.listed is Role.PREFILL else Role.DECODE
+        load = Load(role=role, model=model, epoch="1", control="x:1", total_blocks=1000, block_size=16)
+        worker.answered(load)
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.enrolment.tend()
+
+    def worker(self, one: Listed) -> Worker:
+        return next(worker for worker in self.workers.all if worker.name == one.name)
+
+    def names(self, workers: Iterable[Worker]) -> list[str]:
+        return sorted(worker.name for worker in workers)
+
+
+def test_who_is_listed_is_there_in_its_role() -> None:
+    router = Router(A, PREFILL)
+    assert router.names(router.workers.decode) == [A.name]
+    assert router.names(router.workers.prefill) == [PREFILL.name]
+
+
+def test_lists_of_several_sources_count_together() -> None:
+    router = Router(A)
+    router.lists(A, B, source="another")
+    assert router.names(router.workers.decode) == [A.name, B.name]
+    router.lists()
+    assert router.names(router.workers.decode) == [A.name, B.name]  # the other one lists it still
+    router.lists(source="another")
+    assert router.names(router.workers.decode) == []
+
+
+def test_who_is_not_listed_any_more_gets_nothing_new_and_ends_what_it_has() -> None:
+    router = Router(A, B)
+    leaving = router.worker(A)
+    leaving.in_flight = 1
+    router.lists(B)
+    assert router.names(router.workers.serving("tiny", (), router.now)) == [B.name]
+    assert (leaving.state(router.now), router.workers.leaving) == (State.DRAINING, (leaving,))
+    router.passes(DRAIN_S / 2)
+    assert router.workers.leaving == (leaving,)
+    leaving.in_flight = 0
+    router.passes(0.5)
+    assert leaving.gone and router.workers.all == router.workers.listed == (router.worker(B),)
+
+
+def test_who_has_had_its_time_is_let_go_with_what_it_has() -> None:
+    router = Router(A, B)
+    late = router.worker(A)
+    late.in_flight = 1
+    router.lists(B)
+    router.passes(DRAIN_S)
+    assert late.expired and not late.gone  # the requests that it has are being failed
+    router.passes(LET_GO_S)
+    assert late.gone and router.workers.leaving == ()
+
+
+def test_who_is_about_to_end_gets_nothing_new_and_who_recovers_does() -> None:
+    router = Router(A, B)
+    for there, state in ((Standing.TERMINATING, State.DRAINING), (Standing.UNREADY, State.NOT_READY)):
+        router.lists(standing(A, there), B)
+        assert router.worker(A).state(0.0) is state
+        assert router.worker(A).reason == f"it is listed as {there.name.lower()}"
+        assert router.names(router.workers.serving("tiny", (), 0.0)) == [B.name]
+    router.lists(A, B)
+    assert router.names(router.workers.serving("tiny", (), 0.0)) == [A.name, B.name]
+    assert not router.worker(A).reason
+
+
+def test_who_is_listed_again_before_it_has_gone_has_never_been_away() -> None:
+    router = Router(A)
+    worker = router.worker(A)
+    worker.in_flight = 1
+    known = router.knowledge.of(worker)
+    router.lists()
+    router.lists(A)
+    assert router.workers.decode == (worker,) and not router.workers.leaving
+    assert worker.ready(router.now) and router.knowledge.of(worker) is known
+    router.passes(2 * DRAIN_S)  # its time does not run any more
+    assert not worker.gone and not worker.expired
+
+
+def test_an_address_that_is_given_to_another_is_another_worker_at_once() -> None:
+    router = Router(A)
+    before = router.worker(A)
+    before.in_flight = 1
+    router.knowledge.of(before)
+    router.lists(Listed(A.host, A.port, Role.PREFILL, "next"))
+    assert before.gone and not router.workers.leaving and not router.workers.decode
+    (after,) = router.workers.prefill
+    assert (after.name, after.revision) == (before.name, "next")
+    assert after.upstream is not before.upstream
+
+
+def test_of_who_has_gone_the_index_knows_nothing_and_another_has_its_slot() -> None:
+    router = Router(A, B)
+    gone, stays = router.worker(A), router.worker(B)
+    prompt = of_text(b"x" * 5_000, 7)
+    known, other = router.knowledge.of(gone), router.knowledge.of(stays)
+    sent = router.knowledge.sent(prompt, known, 0)
+    router.knowledge.answered(prompt, known)
+    blocks = router.knowledge.blocks.open(known.slot)
+    assert router.knowledge.match(prompt) == {known.slot: len(prompt.names)}
+    slot = known.slot
+    router.lists(B, PREFILL)
+    router.passes(0.5)
+    assert (known.slot, blocks.closed, len(router.knowledge)) == (NOWHERE, True, 0)
+    third = router.knowledge.of(router.worker(PREFILL))
+    assert (third.slot, other.slot) == (slot, 1 - slot)
+    # What is still said of it, after it has gone, is nobody's.
+    router.knowledge.lost(sent, known)
+    router.knowledge.answered(prompt, known)
+    assert router.knowledge.match(prompt) == {}
+    assert router.knowledge.of(gone).slot == NOWHERE
+
+
+def test_a_model_whose_last_worker_went_is_missed_for_a_while_and_then_unknown() -> None:
+    router = Router(A, B)
+    router.answer(router.worker(A), "large")
+    assert router.workers.models() == ("large", "tiny")
+    router.lists(B)
+    router.passes(12.0)
+    assert router.workers.models() == ("tiny",)
+    with pytest.raises(NotReady, match="the last one that did went 12 s ago"):
+        router.workers.serving("large", (), router.now)
+    router.passes(MISSED_S)
+    with pytest.raises(ModelNotFound, match="tiny"):
+        router.workers.serving("large", (), router.now)
+
+
+def test_nobody_listed_is_said_in_the_words_of_those_who_list() -> None:
+    router = Router()
+    router.workers.unlisted = lambda: "DNS keeps silent"
+    with pytest.raises(NotReady, match="There is no decode worker: DNS keeps silent"):
+        router.workers.serving("tiny", (), 0.0)
+
+
+def test_a_model_is_not_unknown_before_all_have_listed_their_workers() -> None:
+    router = Router(A)
+    router.workers.complete = lambda: False
+    with pytest.raises(NotReady):
+        router.workers.serving("large", (), 0.0)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_is_listed_slots_are_few_and_in_the_end_nothing_is_left(seed: int) -> None:
+    rng = random.Random(seed)
+    router = Router()
+    running: list[Worker] = []
+    most = 0
+    for _ in range(200):
+        match rng.randrange(5):
+            case 0 | 1:
+                roles = (Role.DECODE, Role.PREFILL)
+                router.lists(
+                    *(
+                        Listed(
+                            f"10.0.0.{host}",
+                            8000,
+                            rng.choice(roles),
+                            rng.choice("ab"),
+                            rng.choice(list(Standing)),
+                        )
+                        for host in rng.sample(range(8), rng.randrange(6))
+                    )
+                )
+            case 2 if router.workers.listed:
+                worker = rng.choice(router.workers.listed)
+                worker.in_flight += 1
+                running.append(worker)
+            case 3 if running:
+                running.pop(rng.randrange(len(running))).in_flight -= 1
+            case _:
+                router.passes(rng.choice((0.5, LET_GO_S, DRAIN_S)))
+        there = router.workers.all
+        most = max(most, len(there))
+        assert len({worker.name for worker in there}) == len(there)
+        slots = [router.knowledge.of(worker).slot for worker in there]
+        assert len(set(slots)) == len(slots) and all(0 <= slot < most for slot in slots)
+        assert all(not worker.gone for worker in there)
+    for worker in running:
+        worker.in_flight -= 1
+    router.lists()
+    router.passes(0.5)
+    assert router.workers.all == () and len(router.knowledge) == 0
+    assert len(router.upstreams) == 0
