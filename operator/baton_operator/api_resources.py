@@ -8,9 +8,11 @@ observed with its service and, if `pruned`, deleted once the spec no longer asks
 from __future__ import annotations
 
 from dataclasses import dataclass
+from urllib.parse import quote
 
 from baton_operator.crd import GROUP, VERSION
 from baton_operator.manifests.exposure import CERTIFICATE_API, GATEWAY_API
+from baton_operator.manifests.objects import Manifest
 
 API = f"{GROUP}/{VERSION}"
 RBAC_API = "rbac.authorization.k8s.io/v1"
@@ -181,3 +183,26 @@ def plural(kind: str) -> str:
     ('networkpolicies', 'leases')
     """
     return _PLURALS.get(kind, f"{kind.lower()}s")
+
+
+def path(api: str, kind: str, namespace: str = "", name: str = "") -> str:
+    """
+    Where objects are.
+
+    >>> path("apps/v1", "Deployment", "models", "chat-router")
+    '/apis/apps/v1/namespaces/models/deployments/chat-router'
+    >>> path("v1", "Pod")
+    '/api/v1/pods'
+    """
+    parts = ["/apis" if "/" in api else "/api", api]
+    if namespace:
+        parts += ["namespaces", quote(namespace)]
+    parts.append(plural(kind))
+    if name:
+        parts.append(quote(name))
+    return "/".join(parts)
+
+
+def path_of(manifest: Manifest) -> str:
+    metadata = manifest["metadata"]
+    return path(manifest["apiVersion"], manifest["kind"], metadata.get("namespace", ""), metadata["name"])

@@ -10,16 +10,15 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 import msgspec
 from aiohttp import ClientError, ClientResponse, ClientTimeout
 from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.exceptions import ApiException
 
-from baton_operator.api_resources import plural
-from baton_operator.manifests.objects import Manifest
-from baton_operator.observed import Key, key
+from baton_operator.api_resources import path, path_of
+from baton_operator.manifests.objects import Key, Manifest, key
 
 FIELD_MANAGER = "baton"
 
@@ -332,29 +331,6 @@ async def _lines(response: ClientResponse) -> AsyncIterator[bytes]:
 def _selecting(selector: str, field: str = "") -> dict[str, str]:
     query = {"labelSelector": selector, "fieldSelector": field}
     return {name: value for name, value in query.items() if value}
-
-
-def path(api: str, kind: str, namespace: str = "", name: str = "") -> str:
-    """
-    Where objects are.
-
-    >>> path("apps/v1", "Deployment", "models", "chat-router")
-    '/apis/apps/v1/namespaces/models/deployments/chat-router'
-    >>> path("v1", "Pod")
-    '/api/v1/pods'
-    """
-    parts = ["/apis" if "/" in api else "/api", api]
-    if namespace:
-        parts += ["namespaces", quote(namespace)]
-    parts.append(plural(kind))
-    if name:
-        parts.append(quote(name))
-    return "/".join(parts)
-
-
-def path_of(manifest: Manifest) -> str:
-    metadata = manifest["metadata"]
-    return path(manifest["apiVersion"], manifest["kind"], metadata.get("namespace", ""), metadata["name"])
 
 
 def _reason(content: bytes) -> str:

@@ -17,9 +17,8 @@ from baton_operator.conditions import Fact
 from baton_operator.kinds.batch_job import BatchJobSpec
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests import batch_job as manifests
-from baton_operator.manifests.objects import Manifest
+from baton_operator.manifests.objects import Manifest, seconds
 from baton_operator.merge_patch import difference
-from baton_operator.observed import seconds
 
 ENDS = {
     "completed": ("Completed", "Every request has its answer or its error."),

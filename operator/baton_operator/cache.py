@@ -19,10 +19,9 @@ from typing import Any
 import msgspec
 
 from baton_api import batch_jobs, labels
-from baton_operator import http_route
 from baton_operator.api_resources import WATCHED, ApiResource
-from baton_operator.manifests.objects import Manifest
-from baton_operator.observed import Key
+from baton_operator.manifests import exposure
+from baton_operator.manifests.objects import Key, Manifest
 
 DROPPED = frozenset({"managedFields", "resourceVersion", "selfLink"})
 """Fields of metadata that are not kept; the version is kept apart."""
@@ -308,7 +307,7 @@ class Cache:
 
     def _route(self, service: Name, manifest: Manifest | None) -> None:
         """Index a service by the Gateways that its HTTPRoute names."""
-        named = () if manifest is None else http_route.gateways(manifest)
+        named = () if manifest is None else exposure.gateways(manifest)
         for gateway in [one for one, routes in self._routes.items() if service in routes]:
             self._routes[gateway].discard(service)
             if not self._routes[gateway]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton_operator.observed import timestamp
+from baton_operator.manifests.objects import timestamp
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,7 @@ from kubernetes.aio.client.exceptions import ApiException
 
 from baton_operator.api_server import ApiServer
 from baton_operator.conditions import Transition
-from baton_operator.manifests.objects import Manifest
-from baton_operator.observed import timestamp
+from baton_operator.manifests.objects import Manifest, timestamp
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from baton_operator import names
 from baton_operator.generation import Blueprint, Generation
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests.model_files import PIN_KEY
-from baton_operator.manifests.objects import Manifest, Owner, made
+from baton_operator.manifests.objects import Manifest, Owner, made, seconds
 from baton_operator.model_fetch import PROOF, Proof
-from baton_operator.observed import Observed, Pod, seconds
+from baton_operator.observed import Observed, Pod
 from baton_operator.rollout import RoleName, RoleState, Seen
 from baton_operator.trial import Tried
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
 from baton_api import labels
-from baton_operator.manifests.objects import Manifest, Owner
+from baton_operator.manifests.objects import Key, Manifest, Owner, seconds
 from baton_operator.trial import Tried
 
 FINISHED = frozenset({"Succeeded", "Failed"})
@@ -16,13 +15,6 @@ FINISHED = frozenset({"Succeeded", "Failed"})
 
 JOB = "batch.kubernetes.io/job-name"
 """Label by which Kubernetes marks the pods of a Job."""
-
-Key = tuple[str, str, str]
-"""apiVersion, kind and name of an object in the service's namespace."""
-
-
-def key(manifest: Manifest) -> Key:
-    return manifest["apiVersion"], manifest["kind"], manifest["metadata"]["name"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,26 +104,6 @@ class Observed:
 
     def find(self, api: str, kind: str, name: str) -> Manifest | None:
         return self.objects.get((api, kind, name))
-
-
-def seconds(time: str) -> float:
-    """
-    Unix seconds of a time as Kubernetes writes it.
-
-    >>> seconds("1970-01-01T00:01:00Z")
-    60.0
-    """
-    return datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp()
-
-
-def timestamp(time: float) -> str:
-    """
-    A time as Kubernetes writes it, in whole seconds.
-
-    >>> timestamp(60.7)
-    '1970-01-01T00:01:00Z'
-    """
-    return datetime.fromtimestamp(int(time), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def refused_pods(deployment: Manifest | None) -> str:

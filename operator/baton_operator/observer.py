@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from baton_operator import http_route, names, scalers
+from baton_operator import names
 from baton_operator.api_resources import OWNED
 from baton_operator.cache import Cache
-from baton_operator.manifests.objects import Manifest
-from baton_operator.observed import Key, Observed, Pod, key
+from baton_operator.manifests import exposure
+from baton_operator.manifests.objects import Key, Manifest, key
+from baton_operator.observed import Observed, Pod
 from baton_operator.trial import Tried
 from baton_operator.tries import NoTries, Tries
 
 ALIVE = ("Warming", "Serving", "Draining")
 """Phases of generations of which something is there."""
+
+ROLE_SCALER = "RoleScaler"
+"""The kind."""
 
 _OBJECTS = tuple(one.kind for one in OWNED if one.kind != "Pod")
 
@@ -37,11 +41,11 @@ class Observer:
 
     def scalers(self, namespace: str, name: str) -> list[Manifest]:
         """All RoleScalers that name the service."""
-        return list(self._cache.of_service(namespace, name, scalers.KIND))
+        return list(self._cache.of_service(namespace, name, ROLE_SCALER))
 
     def scaler(self, namespace: str, name: str, role: str) -> Manifest | None:
         """The RoleScaler that the role of the service listens to."""
-        return self._cache.get(scalers.KIND, namespace, names.role(name, role))
+        return self._cache.get(ROLE_SCALER, namespace, names.role(name, role))
 
     def pods(self, namespace: str, name: str) -> list[Pod]:
         """The service's workers and routers."""
@@ -66,9 +70,9 @@ class Observer:
         tried = await self._tried(service, there)
         return Observed(service, objects, there, self._cache.apis, tried, self._gateways(service))
 
-    def _gateways(self, service: Manifest) -> dict[http_route.Name, Manifest]:
+    def _gateways(self, service: Manifest) -> dict[exposure.GatewayName, Manifest]:
         """Those of the service's HTTPRoute that exist, and that the operator may read."""
-        wanted = http_route.gateways(service)
+        wanted = exposure.gateways(service)
         found = {name: self._cache.get("Gateway", *name) for name in wanted}
         return {name: one for name, one in found.items() if one is not None}
 

@@ -30,9 +30,9 @@ from baton_operator.manifests import (
 )
 from baton_operator.manifests.exposure import CERTIFICATE_API, GATEWAY_API
 from baton_operator.manifests.model_files import ModelFiles
-from baton_operator.manifests.objects import Manifest, made
+from baton_operator.manifests.objects import Key, Manifest, key, made
 from baton_operator.model_fetch import ModelFetch, fetches
-from baton_operator.observed import Key, Observed, key
+from baton_operator.observed import Observed
 from baton_operator.rollout import Bounds, Fate, RoleName, Seen, Wanted, decide, next_look
 
 
@@ -98,7 +98,9 @@ def plan(observed: Observed, images: Images, now: float) -> Plan:
         apply=apply,
         create=[one for one in create if key(one) not in observed.objects],
         prune=_pruned(observed, state, [*wished, *create]),
-        ticket_secret=tickets.missing(observed, apply),
+        ticket_secret=tickets.missing(
+            observed.owner.name, observed.objects, apply, [pod.trouble for pod in observed.pods]
+        ),
         again_s=again_s,
         state=state,
     )

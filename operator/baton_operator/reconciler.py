@@ -20,9 +20,9 @@ from baton_operator.conditions import Transition
 from baton_operator.kinds.inference_service import InferenceServiceStatus
 from baton_operator.kinds.service_policies import Objectives
 from baton_operator.manifests import tickets
-from baton_operator.manifests.objects import Manifest
+from baton_operator.manifests.objects import Manifest, key
 from baton_operator.merge_patch import difference
-from baton_operator.observed import Observed, key
+from baton_operator.observed import Observed
 from baton_operator.observer import Observer
 from baton_operator.plan import Images, Plan, State, plan
 from baton_operator.router_rollouts import RouterRollouts

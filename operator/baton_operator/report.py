@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from baton_operator import generations, http_route, names, scalers
+from baton_operator import generations, names, scalers
 from baton_operator.conditions import Fact, Transition, written
 from baton_operator.manifests import exposure, workers
-from baton_operator.observed import Observed, Pod, refused_pods, timestamp
+from baton_operator.manifests.objects import timestamp
+from baton_operator.observed import Observed, Pod, refused_pods
 from baton_operator.plan import State
 from baton_operator.rollout import Fate, RoleName, Seen
 
@@ -79,7 +80,7 @@ def _facts(observed: Observed, state: State, unmet: str) -> list[Fact]:
     facts.append(Fact("RouterReady", routers > 0, "SomeReady" if routers else "NoneReady"))
     if state.spec.exposure.type == "HTTPRoute":
         route = observed.find(exposure.GATEWAY_API, "HTTPRoute", observed.owner.name)
-        facts.append(http_route.fact(observed.owner, state.spec.exposure, route))
+        facts.append(exposure.route_fact(observed.owner, state.spec.exposure, route))
     if state.unsupported:
         message = (
             f"The cluster has no {' and no '.join(state.unsupported)}: install it, or ask for none of it."
@@ -95,8 +96,8 @@ def _facts(observed: Observed, state: State, unmet: str) -> list[Fact]:
 def _url(observed: Observed, state: State) -> str:
     wanted = state.spec.exposure
     if wanted.type == "HTTPRoute":
-        return http_route.url(observed.owner, wanted, observed.gateways)
-    return exposure.url(observed.owner, wanted)
+        return exposure.route_url(observed.owner, wanted, observed.gateways)
+    return exposure.service_url(observed.owner, wanted)
 
 
 def _readiness(state: State, routers: int) -> Fact:

@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from baton_operator import names
 from baton_operator.drift import holds
-from baton_operator.manifests.objects import Manifest
+from baton_operator.manifests.objects import Key, Manifest, key
 from baton_operator.manifests.routers import SPEC_GENERATION
-from baton_operator.observed import Key, Observed, key
+from baton_operator.observed import Observed
 from baton_operator.plan import Plan
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from typing import Any
 
 from baton_api import labels
 from baton_operator import names
-from baton_operator.manifests.objects import Manifest
-from baton_operator.observed import Key, Observed, Pod, key, timestamp
+from baton_operator.manifests.objects import Key, Manifest, key, timestamp
+from baton_operator.observed import Observed, Pod
 from baton_operator.plan import Images, Plan, plan
 from baton_operator.report import report
 

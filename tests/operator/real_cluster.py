@@ -23,8 +23,8 @@ from kubernetes.aio.client import ApiClient
 
 from baton_api import labels
 from baton_operator import connection, rbac
-from baton_operator.api_resources import API, WATCHED
-from baton_operator.api_server import ApiServer, path, path_of
+from baton_operator.api_resources import API, WATCHED, path, path_of
+from baton_operator.api_server import ApiServer
 from baton_operator.cache import Cache
 from baton_operator.crd import RESOURCES
 from baton_operator.manifests.objects import Manifest

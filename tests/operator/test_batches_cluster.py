@@ -15,8 +15,7 @@ from baton_api.errors import Unauthorized
 from baton_batches.kubernetes import Cluster, batch_job
 from baton_batches.runner_credentials import pod_tokens
 from baton_http.kubernetes import KubernetesAccess
-from baton_operator.api_resources import API
-from baton_operator.api_server import path
+from baton_operator.api_resources import API, path
 from baton_operator.batch_reconciler import BatchReconciler
 from baton_operator.conditions import Transition
 from baton_operator.manifests.objects import Manifest

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from baton_operator import http_route
 from baton_operator.kinds.router_spec import Exposure
+from baton_operator.manifests import exposure as exposures
 from baton_operator.manifests.exposure import CERTIFICATE_API, GATEWAY_API
 from baton_operator.manifests.objects import Manifest, Owner
 from tests.operator.fake_cluster import FakeCluster
@@ -59,7 +59,7 @@ URLS: dict[str, tuple[list[Manifest], list[Manifest], str]] = {
 def test_url_follows_the_listener(case: str) -> None:
     references, listeners, expected = URLS[case]
     known = {("models", "front"): {"spec": {"listeners": listeners}}}
-    assert http_route.url(OWNER, exposure(*references), known) == expected
+    assert exposures.route_url(OWNER, exposure(*references), known) == expected
 
 
 def parent(*conditions: Manifest, **reference: str) -> Manifest:
@@ -103,7 +103,7 @@ FACTS: dict[str, tuple[list[Manifest], list[Manifest], tuple[bool | None, str]]]
 def test_condition_follows_the_routes_status(case: str) -> None:
     references, parents, expected = FACTS[case]
     route = {"metadata": {"generation": 2}, "status": {"parents": parents}}
-    fact = http_route.fact(OWNER, exposure(*references), route)
+    fact = exposures.route_fact(OWNER, exposure(*references), route)
     assert (fact.true, fact.reason) == expected
     if not fact.true:
         assert "Gateway models/" in fact.message

@@ -18,8 +18,7 @@ from baton_api import labels as label_names
 from baton_api import metrics
 from baton_http.kubernetes import KubernetesAccess
 from baton_operator import rbac
-from baton_operator.api_resources import API
-from baton_operator.api_server import path
+from baton_operator.api_resources import API, path
 from baton_operator.lease import DURATION_S
 from baton_router.workers.discovery.kubernetes import KubernetesWorkers
 from baton_router.workers.discovery.listed import Listed

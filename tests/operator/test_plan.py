@@ -15,7 +15,8 @@ from baton_operator.api_resources import PRUNED
 from baton_operator.generation import Blueprint
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests.exposure import GATEWAY_API
-from baton_operator.observed import Observed, key
+from baton_operator.manifests.objects import key
+from baton_operator.observed import Observed
 from baton_operator.plan import Images, plan
 from tests.operator.fake_cluster import IMAGES, FakeCluster
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from baton_operator.manifests.objects import key
 from baton_operator.manifests.routers import SPEC_GENERATION
-from baton_operator.observed import key
 from baton_operator.plan import Images, plan
 from baton_operator.router_rollouts import WAIT_S, RouterRollouts, is_settled, is_upgrade
 from tests.operator.fake_api import FakeApi

@@ -17,7 +17,8 @@ import pytest
 
 from baton_api import labels
 from baton_operator.generations import DATA
-from baton_operator.observed import Pod, key
+from baton_operator.manifests.objects import key
+from baton_operator.observed import Pod
 from baton_operator.plan import Images
 from tests.operator.fake_cluster import FakeCluster
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from baton_operator import names
 from baton_operator.crd import GROUP, VERSION
 
 Manifest = dict[str, Any]
+
+Key = tuple[str, str, str]
+"""apiVersion, kind and name of an object in the service's namespace."""
+
+
+def key(manifest: Manifest) -> Key:
+    return manifest["apiVersion"], manifest["kind"], manifest["metadata"]["name"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +99,23 @@ def _merged_by_name(base: list[Manifest], over: list[Manifest]) -> list[Manifest
     overlays = {one["name"]: one for one in over}
     kept = [merged(one, overlays.pop(one["name"], None)) for one in base]
     return [*kept, *(one for one in over if one["name"] in overlays)]
+
+
+def seconds(time: str) -> float:
+    """
+    Unix seconds of a time as Kubernetes writes it.
+
+    >>> seconds("1970-01-01T00:01:00Z")
+    60.0
+    """
+    return datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp()
+
+
+def timestamp(time: float) -> str:
+    """
+    A time as Kubernetes writes it, in whole seconds.
+
+    >>> timestamp(60.7)
+    '1970-01-01T00:01:00Z'
+    """
+    return datetime.fromtimestamp(int(time), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

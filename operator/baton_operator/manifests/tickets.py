@@ -8,13 +8,12 @@ pod keeps the value that it started with. Workers of a revision that has no Secr
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from baton_operator import names
 from baton_operator.kinds.engine import Variable
 from baton_operator.kinds.part import Anything
-from baton_operator.manifests.objects import Manifest, Owner, made
-from baton_operator.observed import Observed, key
+from baton_operator.manifests.objects import Key, Manifest, Owner, key, made
 
 KEY = "secret"
 """Key of the Secret that holds the value."""
@@ -37,15 +36,18 @@ def variable(name: str, service: str, pod_template: Anything | None) -> list[Var
     return [Variable(name=name, value_from=reference)]
 
 
-def missing(observed: Observed, applied: Sequence[Manifest]) -> bool:
+def missing(
+    service: str, existing: Mapping[Key, Manifest], applied: Sequence[Manifest], troubles: Sequence[str]
+) -> bool:
     """
     Whether the Secret may have to be created: its existence cannot be read.
 
-    That is so before the first Deployment that refers to it, and when a pod cannot start without it.
+    That is so before the first Deployment that refers to it, and when a pod cannot start without it:
+    `troubles` are the reasons why pods do not run.
     """
-    name = names.tickets(observed.owner.name)
-    new = [one for one in applied if not _refers(observed.objects.get(key(one), {}), name)]
-    return any(_refers(one, name) for one in new) or any(name in pod.trouble for pod in observed.pods)
+    name = names.tickets(service)
+    new = [one for one in applied if not _refers(existing.get(key(one), {}), name)]
+    return any(_refers(one, name) for one in new) or any(name in one for one in troubles)
 
 
 def _refers(manifest: Manifest, secret: str) -> bool:

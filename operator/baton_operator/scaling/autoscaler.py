@@ -21,8 +21,8 @@ from baton_operator.api_server import ApiServer
 from baton_operator.conditions import Fact, Transition
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.service_policies import ProfileSource
-from baton_operator.manifests.objects import Manifest
-from baton_operator.observed import Pod, timestamp
+from baton_operator.manifests.objects import Manifest, timestamp
+from baton_operator.observed import Pod
 from baton_operator.observer import Observer
 from baton_operator.reconciler import Tell
 from baton_operator.rollout import RoleName

@@ -11,8 +11,7 @@ import pytest
 import pytest_asyncio
 
 from baton_api import labels, metrics
-from baton_operator.api_resources import API
-from baton_operator.api_server import path
+from baton_operator.api_resources import API, path
 from baton_operator.conditions import Transition
 from baton_operator.manifests.objects import Manifest
 from baton_operator.observer import Observer
