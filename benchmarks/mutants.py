@@ -68,7 +68,7 @@ TARGETS = {
     ),
     "ledger": Target(("baton_batches/ledger.py",), ("tests/batches/test_ledger.py",), without="postgres"),
     "plan": Target(
-        ("baton_operator/plan.py",),
+        ("baton_operator/reconcilers/plan.py",),
         tuple(
             f"tests/operator/test_{name}.py"
             for name in (
@@ -81,7 +81,7 @@ TARGETS = {
             )
         ),
     ),
-    "rollout": Target(("baton_operator/rollout.py",), ("tests/operator/test_rollout.py",)),
+    "rollout": Target(("baton_operator/rollout/decision.py",), ("tests/operator/test_rollout.py",)),
     "scaling": Target(
         ("baton_operator/scaling/decision.py", "baton_operator/scaling/sizing.py"),
         ("tests/operator/scaling/test_decision.py", "tests/operator/scaling/test_sizing.py"),

@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 
-from baton_operator.api_resources import API, path
+from baton_operator.cluster.api_resources import API, path
 from tests.operator.real_cluster import Process, RealCluster, counted, real_cluster, running_operator
 
 PAIR: dict[str, Any] = {"model": {"uri": "builtin://smollm2"}, "prefill": {}, "decode": {"replicas": 2}}

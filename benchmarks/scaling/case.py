@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton_api.profiles import Objectives, PrefillLine, Profile, StepLine, TransferLine, capacity
-from baton_operator.rollout import RoleName
+from baton_operator.rollout.decision import RoleName
 from benchmarks.model_worker import Timing
 from benchmarks.scaling.day import DARK, PHASES, Phase, steady
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from baton_operator.rollout import RoleName
+from baton_operator.rollout.decision import RoleName
 from benchmarks.scaling.case import ROLES
 from benchmarks.scaling.world import Pod, Sight
 

@@ -15,7 +15,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton_operator.rollout import RoleName
+from baton_operator.rollout.decision import RoleName
 from baton_operator.scaling.signals import Figures
 from benchmarks.model_worker import ModelWorker, Text
 from benchmarks.scaling.case import BLOCK_TOKENS, BLOCKS, NOTICE_S, ROLES, TIMING, Case

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from baton_api import metrics
-from baton_operator.scaling.prometheus import MetricsLost, Prometheus
-from baton_operator.scaling.questions import FIGURE, Question
+from baton_operator.scaling.prometheus import FIGURE, MetricsLost, Prometheus, Question
 from baton_operator.scaling.signals import Figures
 from benchmarks.scaling.case import WINDOW_S
 

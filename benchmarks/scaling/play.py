@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import psutil
 
-from baton_operator.rollout import RoleName
+from baton_operator.rollout.decision import RoleName
 from baton_operator.scaling.autoscaler import AWAKE_S
 from benchmarks.scaling.case import INTERVAL_S, Case
 from benchmarks.scaling.day import MINUTE, Request, requests

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from baton_api.profiles import Profile
 from baton_operator.kinds.service_policies import Objectives
-from baton_operator.rollout import RoleName
+from baton_operator.rollout.decision import RoleName
 from baton_operator.scaling import sizing
 from baton_operator.scaling.decision import capacity
-from baton_operator.scaling.observation import Decision, Memory, Policy, Size
-from baton_operator.scaling.service import Role, decide_all
+from baton_operator.scaling.roles import Role, decide_all
+from baton_operator.scaling.sample import Decision, Memory, Policy, Size
 from baton_operator.scaling.signals import Pods, observed
 from benchmarks.scaling.case import ITL_S, ROLES, TTFT_S, Case, peak, profile
 from benchmarks.scaling.day import MINUTE

@@ -20,8 +20,8 @@ from typing import Any
 import aiohttp
 
 from baton_api.workers import Role
-from baton_operator.rollout import RoleName
-from baton_operator.scaling import routers
+from baton_operator.rollout.decision import RoleName
+from baton_operator.scaling import prometheus
 from baton_operator.scaling.signals import Figures
 from benchmarks.scaling import programs, worker
 from benchmarks.scaling.asking import ask
@@ -162,7 +162,7 @@ class ProcessWorld:
 
     async def _asleep(self) -> Figures:
         """What the router says itself, as the operator asks it when nobody works."""
-        held = await routers.held([self._url])
+        held = await prometheus.held_requests([self._url])
         return Figures({**dict.fromkeys(NOTHING, 0.0), "routers": 1.0, "held": held.value or 0.0})
 
     async def _watch(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton_operator.rollout import RoleName
+from baton_operator.rollout.decision import RoleName
 from baton_operator.scaling.signals import Figures
 from benchmarks.scaling.day import Request
 from benchmarks.scaling.score import Answer, Ends

@@ -1,8 +1,8 @@
 """
 What the Helm chart has of the operator, generated: `python -m baton_operator.chart [--check]`.
 
-Its copies of the custom resources, and the rules of its Roles with the reason of each. Helm can neither read
-`crds/` nor ask Python.
+Its copies of the custom resources, and the rules of its Roles with the reason of each. Helm can neither
+read `crds/` nor ask Python.
 """
 
 from __future__ import annotations

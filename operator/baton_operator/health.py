@@ -1,9 +1,9 @@
 """
 What Kubernetes and Prometheus ask of the operator itself: `/healthz`, `/readyz` and `/metrics`.
 
-It answers before anything else begins. An operator that waits for the Lease is alive; the leader is alive as
-long as all its watches are. The leader is ready once its cache is synced; others as long as the API server
-answers them.
+It answers before anything else begins. An operator that waits for the Lease is alive; the leader is alive
+as long as all its watches are. The leader is ready once its cache is synced; others as long as the API
+server answers them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from baton_operator.leadership import Leadership
-from baton_operator.reflector import Reflectors
+from baton_operator.cluster.leadership import Leadership
+from baton_operator.cluster.reflector import Reflectors
 
 LATE_S = 120.0
 """Seconds without anything from a watch after which the operator counts as dead. A watch that is silent is

@@ -1,8 +1,8 @@
 """
 The operator's process: health first, then the Lease, then the work.
 
-Whoever loses the Lease ends at once, without cleaning up: somebody else may already be at it, and everything
-that was begun is begun again from what there is.
+Whoever loses the Lease ends at once, without cleaning up: somebody else may already be at it, and
+everything that was begun is begun again from what there is.
 """
 
 from __future__ import annotations
@@ -22,29 +22,31 @@ from typing import Any
 from kubernetes.aio.client.exceptions import ApiException
 
 from baton_api.errors import SetupError
-from baton_operator import connection, crew, handlers, tries
-from baton_operator.adapters import AdapterReconciler
-from baton_operator.api_resources import API
-from baton_operator.api_server import ApiServer
-from baton_operator.batch_reconciler import BatchReconciler
-from baton_operator.cache import Cache, Change
-from baton_operator.conditions import Transition
-from baton_operator.events import Events
-from baton_operator.figures import Figures, Process
+from baton_operator import work_queue
+from baton_operator.cluster import api_server
+from baton_operator.cluster.api_resources import API
+from baton_operator.cluster.api_server import ApiServer
+from baton_operator.cluster.cache import Cache, Change
+from baton_operator.cluster.events import Events
+from baton_operator.cluster.leadership import Leadership
+from baton_operator.cluster.reflector import Reflectors
+from baton_operator.cluster.state import Observer
 from baton_operator.health import Health
-from baton_operator.leadership import Leadership
+from baton_operator.manifests.conditions import Transition
 from baton_operator.manifests.mutual_tls import by_issuer
 from baton_operator.manifests.objects import Manifest
-from baton_operator.observer import Observer
-from baton_operator.plan import Images
-from baton_operator.reconciler import Reconciler, ServiceReconciler
-from baton_operator.reflector import Reflectors
-from baton_operator.router_rollouts import RouterRollouts
+from baton_operator.metrics import Figures, Process
+from baton_operator.reconcilers.batch_job import BatchReconciler
+from baton_operator.reconcilers.inference_service import ServiceReconciler
+from baton_operator.reconcilers.plan import Images
+from baton_operator.reconcilers.reconciler import AdapterReconciler, Reconciler
+from baton_operator.reconcilers.router_rollouts import RouterRollouts
+from baton_operator.rollout import rollout_health
+from baton_operator.rollout.rollout_health import RouterTries
 from baton_operator.scaling.autoscaler import Autoscaler
 from baton_operator.scaling.prometheus import Prometheus
-from baton_operator.scaling.settings import ScalingSettings
+from baton_operator.scaling.roles import ScalingSettings
 from baton_operator.settings import OperatorSettings
-from baton_operator.tries import RouterTries
 from baton_operator.work_queue import WorkQueue
 
 log = logging.getLogger(__name__)
@@ -70,7 +72,7 @@ def run(settings: OperatorSettings, listening: Listening) -> None:
 async def _run(settings: OperatorSettings, listening: Listening) -> None:
     clock = time.monotonic
     figures = Figures(clock)
-    client = await connection.client(settings.kubeconfig)
+    client = await api_server.client(settings.kubeconfig)
     free = ApiServer(client, lambda: None, figures.answered)
     me = settings.identity or f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
     client.user_agent = f"baton-operator/{me}"  # audit logs tell one operator from another
@@ -93,7 +95,7 @@ async def _run(settings: OperatorSettings, listening: Listening) -> None:
     reconcilers = _reconcilers(settings, api, cache, figures, events, prometheus)
 
     crews = [
-        partial(crew.work, one, reconcilers, figures.reconciled, clock)
+        partial(work_queue.work, one, reconcilers, figures.reconciled, clock)
         for one in [queue, scaling] * settings.concurrency
     ]
 
@@ -122,8 +124,8 @@ def _waking(queue: WorkQueue, scaling: WorkQueue) -> Callable[[Change], None]:
     """Puts the keys that a change is about into their queues."""
 
     def changed(change: Change) -> None:
-        for key, after_s in handlers.woken(change):
-            (scaling if key[0] == handlers.SCALING else queue).add(key, after_s)
+        for key, after_s in work_queue.woken(change):
+            (scaling if key[0] == work_queue.SCALING else queue).add(key, after_s)
 
     return changed
 
@@ -173,7 +175,7 @@ def _reconcilers(
 
     issuer = by_issuer(settings.mutual_tls_issuer)
     images = Images(settings.worker_image, settings.router_image, issuer, settings.metrics_namespace)
-    observer = Observer(cache, RouterTries(tries.read, time.monotonic))
+    observer = Observer(cache, RouterTries(rollout_health.read, time.monotonic))
     scaling = ScalingSettings(settings.prometheus_url, settings.gpu_budget, settings.scaling_window_s)
     return {
         "InferenceService": ServiceReconciler(
@@ -188,7 +190,7 @@ def _reconcilers(
         ),
         "BatchJob": BatchReconciler(api, cache, settings.router_image, tell, time.time, settings.resync_s),
         "LoraAdapter": AdapterReconciler(api, cache, time.time, settings.resync_s),
-        handlers.SCALING: Autoscaler(api, observer, prometheus, scaling, tell, figures.scaling, time.time),
+        work_queue.SCALING: Autoscaler(api, observer, prometheus, scaling, tell, figures.scaling, time.time),
     }
 
 

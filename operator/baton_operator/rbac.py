@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from baton_operator.api_resources import WATCHED
+from baton_operator.cluster.api_resources import WATCHED
 from baton_operator.crd import GROUP
 from baton_operator.manifests.objects import Manifest
 

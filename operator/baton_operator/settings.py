@@ -1,8 +1,8 @@
 """
 The settings of the operator, each with its unit, default and reason.
 
-Built once where the process starts and passed down; nothing else reads the environment. Each field is a flag
-of `baton operator` (`--worker-image`) and the environment variable `BATON_OPERATOR_<NAME>`.
+Built once where the process starts and passed down; nothing else reads the environment. Each field is a
+flag of `baton operator` (`--worker-image`) and the environment variable `BATON_OPERATOR_<NAME>`.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class OperatorSettings(BaseSettings):
 
     mutual_tls_issuer: str = Field(default="", pattern=rf"^({ISSUER})?$")
     """Who issues certificates by which the workers and routers of each service show each other that they
-    belong together, such as ClusterIssuer/NAME or Issuer/NAME of cert-manager. A service may name another one
-    in spec.security.mutualTls. Empty: only services that do have any."""
+    belong together, such as ClusterIssuer/NAME or Issuer/NAME of cert-manager. A service may name
+    another one in spec.security.mutualTls. Empty: only services that do have any."""
 
     metrics_namespace: str = Field(default="monitoring", pattern=r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$")
     """The namespace of the Prometheus that may read the metrics of workers and routers, of services whose
@@ -62,8 +62,8 @@ class OperatorSettings(BaseSettings):
     log_format: Format = Field(
         default="auto", validation_alias=AliasChoices("BATON_OPERATOR_LOG_FORMAT", "BATON_LOG_FORMAT")
     )
-    """auto: one JSON object to a line, unless the log goes to a terminal. text or json: that one in any case.
-    A line that belongs to an object of the cluster has its kind, namespace and name."""
+    """auto: one JSON object to a line, unless the log goes to a terminal. text or json: that one in any
+    case. A line that belongs to an object of the cluster has its kind, namespace and name."""
 
     prometheus_url: str = ""
     """Where the metrics are of services that are scaled by the operator and name no other server, such as
@@ -79,8 +79,8 @@ class OperatorSettings(BaseSettings):
     """Most accelerators of all services that the operator scales together; 0: as many as there are."""
 
     scaling_window_s: int = Field(default=120, ge=5)
-    """Seconds over which rates are taken to decide how many workers a role needs: at least four times as many
-    as Prometheus takes from one scrape to the next."""
+    """Seconds over which rates are taken to decide how many workers a role needs: at least four times as
+    many as Prometheus takes from one scrape to the next."""
 
     namespaces: Names = ()
     """Namespaces whose services it runs, with commas between; all if there are none. The account needs its
@@ -113,8 +113,8 @@ class OperatorSettings(BaseSettings):
     service's spec does not wait."""
 
     watch_silence_s: float = Field(default=70.0, gt=0)
-    """Seconds without any news by a watch after which it is begun anew. The API server sends a bookmark each
-    minute if there is nothing else, but none for a kind of which nothing has ever changed."""
+    """Seconds without any news by a watch after which it is begun anew. The API server sends a bookmark
+    each minute if there is nothing else, but none for a kind of which nothing has ever changed."""
 
     resync_s: float = Field(default=600.0, gt=0)
     """Seconds after which a service is looked at although nothing has changed."""

@@ -1,16 +1,25 @@
 """
-What has still to be looked at: each service once, however often something about it has changed.
+The work queue: which objects to reconcile, when, and the tasks that do it.
 
-A key that is being worked on and changes again is looked at again, and never by two at once. One that failed
-comes back later, the later the oftener it fails; one that wants to be looked at in a while comes back then.
+The queue holds each key once, however often its object changes. Two tasks never work on one key; a key that
+changes meanwhile is queued again. A key that failed returns with exponential backoff.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+from kubernetes.aio.client.exceptions import ApiException
+
+from baton_api import logs
+from baton_operator.cluster.cache import Change
+from baton_operator.cluster.leadership import NotLeader
+from baton_operator.reconcilers import batch_job
+from baton_operator.reconcilers.reconciler import Reconciler
 
 Key = tuple[str, str, str]
 """Kind, namespace and name."""
@@ -100,3 +109,70 @@ class WorkQueue:
             self.add(key, after_s if key in self._failures and after_s else 0.0)
         elif after_s is not None:
             self.add(key, after_s)
+
+
+SCALING = "Scaling"
+"""The kind of keys that the autoscaler looks at. They wait in a queue of their own: to query metrics may
+take long."""
+
+GATHER_S = 0.5
+"""Seconds for which changes are gathered: they come in showers."""
+
+
+def woken(change: Change) -> list[tuple[Key, float]]:
+    """Keys, each with the seconds after which it is to be looked at."""
+    namespace, name = change.namespace, change.name
+    service: Key = ("InferenceService", namespace, change.service)
+    match change.resource.kind:
+        case "InferenceService":
+            if change.respecified:
+                return [(service, 0.0), ((SCALING, namespace, name), 0.0)]
+            return [(service, GATHER_S)]
+        case "BatchJob":
+            news = change.manifest is None or batch_job.is_news(change.manifest)
+            return [(("BatchJob", namespace, name), GATHER_S if news else batch_job.COUNTING_S)]
+        case "LoraAdapter":
+            return [(("LoraAdapter", namespace, name), GATHER_S)]
+        case "Gateway":
+            # Controllers count routes in its status, which changes no URL.
+            return [(("InferenceService", *one), GATHER_S) for one in change.routes if change.respecified]
+    if change.batch_job:
+        return [(("BatchJob", namespace, change.batch_job), GATHER_S)]
+    return [(service, GATHER_S)] if change.service else []
+
+
+log = logging.getLogger(__name__)
+
+RECONCILE_LIMIT_S = 120.0
+"""Seconds for one object: more than this would keep others waiting."""
+
+Observe = Callable[[str, str, float], None]
+"""Takes kind, result and seconds of each reconciliation."""
+
+
+async def work(
+    queue: WorkQueue, reconcilers: Mapping[str, Reconciler], observe: Observe, clock: Callable[[], float]
+) -> None:
+    """One of them, until it is cancelled. Raises NotLeader when the Lease is lost."""
+    while True:
+        key = await queue.take()
+        kind, namespace, name = key
+        began = clock()
+        result = "error"
+        try:
+            with logs.during(object=f"{kind} {namespace}/{name}"):
+                async with asyncio.timeout(RECONCILE_LIMIT_S):
+                    again_s = await reconcilers[kind].reconcile(namespace, name)
+        except NotLeader:
+            raise
+        except (ApiException, TimeoutError) as error:
+            pause = queue.failed(key)
+            why = f"{error.status} {error.reason}" if isinstance(error, ApiException) else "it took too long"
+            log.warning("%s %s/%s again in %.1f s: %s", kind, namespace, name, pause, why)
+        except Exception:
+            # One object that nobody has thought of must not stop all others.
+            log.exception("%s %s/%s again in %.1f s", kind, namespace, name, queue.failed(key))
+        else:
+            queue.done(key, again_s)
+            result = "success"
+        observe(kind, result, clock() - began)

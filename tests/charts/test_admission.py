@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from baton_operator.api_resources import path
+from baton_operator.cluster.api_resources import path
 from baton_operator.crd import RESOURCES
 from tests.charts.helm import NAMESPACE, ROOT, VALUES, Manifest, of_kind, render
 from tests.operator.fake_cluster import FakeCluster

@@ -18,8 +18,8 @@ from typing import Any
 import yaml
 from aiohttp import web
 
-from baton_operator.api_resources import API, WATCHED, plural
-from baton_operator.handlers import GATHER_S
+from baton_operator.cluster.api_resources import API, WATCHED, plural
+from baton_operator.work_queue import GATHER_S
 
 WRITES = ("POST", "PUT", "PATCH", "DELETE")
 """Methods that change objects."""

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from baton_api import labels
-from baton_operator.batches import Verdict, decide
-from baton_operator.conditions import written
+from baton_operator.manifests.conditions import written
 from baton_operator.manifests.objects import Manifest
+from baton_operator.reconcilers.batch_job import Verdict, decide
 
 IMAGE = "registry.example/router:1"
 SERVICE: Manifest = {

@@ -17,10 +17,10 @@ from typing import Any
 
 from baton_api import labels
 from baton_operator import names
+from baton_operator.cluster.state import Observed, Pod
 from baton_operator.manifests.objects import Key, Manifest, key, timestamp
-from baton_operator.observed import Observed, Pod
-from baton_operator.plan import Images, Plan, plan
-from baton_operator.report import report
+from baton_operator.reconcilers.plan import Images, Plan, plan
+from baton_operator.reconcilers.report import report
 
 IMAGES = Images("registry.example/worker:1", "registry.example/router:1")
 MOST_RESTARTS = 5

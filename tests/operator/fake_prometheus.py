@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from baton_operator.scaling.questions import FIGURE
+from baton_operator.scaling.prometheus import FIGURE
 
 NOTHING = {
     "age": 1.0, "routers": 9.0, "demand_prompt": 0.0, "demand_answer": 0.0, "queued_prompt": 0.0,

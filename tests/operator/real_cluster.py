@@ -22,17 +22,18 @@ import yaml
 from kubernetes.aio.client import ApiClient
 
 from baton_api import labels
-from baton_operator import connection, rbac
-from baton_operator.api_resources import API, WATCHED, path, path_of
-from baton_operator.api_server import ApiServer
-from baton_operator.cache import Cache
+from baton_operator import rbac
+from baton_operator.cluster import api_server
+from baton_operator.cluster.api_resources import API, WATCHED, path, path_of
+from baton_operator.cluster.api_server import ApiServer
+from baton_operator.cluster.cache import Cache
+from baton_operator.cluster.reflector import Reflectors
+from baton_operator.cluster.state import Observer
 from baton_operator.crd import RESOURCES
 from baton_operator.manifests.objects import Manifest
-from baton_operator.observer import Observer
-from baton_operator.plan import Images
-from baton_operator.reconciler import ServiceReconciler
-from baton_operator.reflector import Reflectors
-from baton_operator.router_rollouts import RouterRollouts
+from baton_operator.reconcilers.inference_service import ServiceReconciler
+from baton_operator.reconcilers.plan import Images
+from baton_operator.reconcilers.router_rollouts import RouterRollouts
 from tests.charts.helm import of_kind, render
 from tests.router.real_kubernetes import RealKubernetes, real_kubernetes
 
@@ -281,7 +282,7 @@ async def real_cluster(folder: Path) -> AsyncIterator[RealCluster]:
 
 @asynccontextmanager
 async def client(cluster: RealCluster) -> AsyncIterator[ApiClient]:
-    made = await connection.client(str(cluster.kubeconfig))
+    made = await api_server.client(str(cluster.kubeconfig))
     try:
         yield made
     finally:

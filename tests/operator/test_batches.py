@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from baton_api import batch_jobs, labels
-from baton_operator.batches import PARTING_S, is_news
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests import batch_job as manifests
 from baton_operator.manifests.objects import Manifest
 from baton_operator.manifests.pods import USER
+from baton_operator.reconcilers.batch_job import PARTING_S, is_news
 from tests.operator.fake_batches import IMAGE, SERVICE, FakeBatch
 from tests.operator.fake_cluster import FakeCluster
 

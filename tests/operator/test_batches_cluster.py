@@ -15,10 +15,10 @@ from baton_api.errors import Unauthorized
 from baton_batches.kubernetes import Cluster, batch_job
 from baton_batches.runner_credentials import pod_tokens
 from baton_http.kubernetes import KubernetesAccess
-from baton_operator.api_resources import API, path
-from baton_operator.batch_reconciler import BatchReconciler
-from baton_operator.conditions import Transition
+from baton_operator.cluster.api_resources import API, path
+from baton_operator.manifests.conditions import Transition
 from baton_operator.manifests.objects import Manifest
+from baton_operator.reconcilers.batch_job import BatchReconciler
 from tests.operator.fake_batches import IMAGE, SERVICE
 from tests.operator.real_cluster import (
     Inside,

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from baton_api import batch_jobs, labels
-from baton_operator import connection, handlers
-from baton_operator.api_resources import API, WATCHED
-from baton_operator.api_server import ApiServer
-from baton_operator.cache import LAST_APPLIED, Cache, Change, Entry, Store, entry
+from baton_operator import work_queue
+from baton_operator.cluster import api_server
+from baton_operator.cluster.api_resources import API, WATCHED
+from baton_operator.cluster.api_server import ApiServer
+from baton_operator.cluster.cache import LAST_APPLIED, Cache, Change, Entry, Store, entry
+from baton_operator.cluster.reflector import Reflectors
 from baton_operator.manifests.objects import Manifest
-from baton_operator.reflector import Reflectors
 from tests.operator.fake_api import FakeApi
 from tests.operator.real_cluster import until
 
@@ -151,7 +152,7 @@ def woken(resource: str, manifest: Manifest, before: Manifest | None = None) -> 
     made.replace({} if before is None else {("models", "one"): entry(BY_KIND[resource], before)}, 10)
     changes.clear()
     made.happened("MODIFIED", manifest)
-    return [(*key[::2], after == 0) for change in changes for key, after in handlers.woken(change)]
+    return [(*key[::2], after == 0) for change in changes for key, after in work_queue.woken(change)]
 
 
 OF_BATCH = {batch_jobs.LABEL: "night", labels.SERVICE: "chat"}
@@ -208,7 +209,7 @@ class TestGatewayChanges:
             assert found is not None
             deleted = "deletionTimestamp" in manifest["metadata"]
             found.happened("DELETED" if deleted else "MODIFIED", manifest)
-        return [key[2] for change in changes for key, _ in handlers.woken(change)]
+        return [key[2] for change in changes for key, _ in work_queue.woken(change)]
 
     def service(self, name: str, version: int, *gateways: str) -> tuple[str, Manifest]:
         exposure = {"type": "HTTPRoute", "gatewayRefs": [{"name": one} for one in gateways]}
@@ -341,7 +342,7 @@ async def following(
     seed: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[tuple[Cache, Reflectors]]:
-    client = await connection.client(str(api.kubeconfig))
+    client = await api_server.client(str(api.kubeconfig))
     cache = Cache(namespaces, lambda change: None)
     server = ApiServer(client, lambda: None, lambda method, code: None)
     made = Reflectors(server, cache, clock, random.Random(seed), silence_s)

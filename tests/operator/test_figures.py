@@ -6,8 +6,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton_api import metrics
-from baton_operator.figures import Figures
 from baton_operator.kinds.service_policies import Objectives
+from baton_operator.metrics import Figures
 
 FIRST, TOKEN, SHARE = (
     metrics.OPERATOR_OBJECTIVE_FIRST_TOKEN.name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from baton_operator.merge_patch import difference
+from baton_operator.manifests.drift import difference
 
 
 def applied(target: Any, patch: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton_operator.plan import Images, plan
+from baton_operator.reconcilers.plan import Images, plan
 from tests.operator.test_mutual_tls import PAIR, SECRET, settled
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton_api import labels
-from baton_operator.model_fetch import PROOF
+from baton_operator.rollout.model_fetch import PROOF
 from tests.operator.fake_cluster import FakeCluster
 
 HUB: dict[str, Any] = {

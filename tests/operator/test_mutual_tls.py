@@ -10,7 +10,7 @@ from baton_api import labels
 from baton_operator.manifests.exposure import CERTIFICATE_API
 from baton_operator.manifests.mutual_tls import by_issuer
 from baton_operator.manifests.objects import Manifest
-from baton_operator.plan import Images, plan
+from baton_operator.reconcilers.plan import Images, plan
 from tests.operator.fake_cluster import IMAGES, FakeCluster
 
 PAIR: dict[str, Any] = {"model": {"uri": "builtin://smollm2"}, "prefill": {}, "decode": {}}

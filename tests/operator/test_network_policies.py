@@ -11,7 +11,7 @@ from baton_api import batch_jobs, labels
 from baton_engine.settings import WorkerSettings
 from baton_operator import names
 from baton_operator.manifests import network
-from baton_operator.plan import Images, plan
+from baton_operator.reconcilers.plan import Images, plan
 from tests.operator import network_policies
 from tests.operator.fake_cluster import FakeCluster
 from tests.operator.network_policies import NAME, Labels, Manifest, Peer, allows

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton_operator.observed import Pod, refused_pods
+from baton_operator.cluster.state import Pod, refused_pods
 
 EVICTED = {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory."}
 BACK_OFF = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 5m0s restarting failed container"}}

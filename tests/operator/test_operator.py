@@ -18,8 +18,8 @@ from baton_api import labels as label_names
 from baton_api import metrics
 from baton_http.kubernetes import KubernetesAccess
 from baton_operator import rbac
-from baton_operator.api_resources import API, path
-from baton_operator.lease import DURATION_S
+from baton_operator.cluster.api_resources import API, path
+from baton_operator.cluster.lease import DURATION_S
 from baton_router.workers.discovery.kubernetes import KubernetesWorkers
 from baton_router.workers.discovery.listed import Listed
 from tests.operator.fake_prometheus import NOTHING, fake_prometheus

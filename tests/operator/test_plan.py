@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from baton_api import labels
-from baton_operator.api_resources import PRUNED
-from baton_operator.generation import Blueprint
+from baton_operator.cluster.api_resources import PRUNED
+from baton_operator.cluster.state import Observed
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests.exposure import GATEWAY_API
 from baton_operator.manifests.objects import key
-from baton_operator.observed import Observed
-from baton_operator.plan import Images, plan
+from baton_operator.manifests.revision import Blueprint
+from baton_operator.reconcilers.plan import Images, plan
 from tests.operator.fake_cluster import IMAGES, FakeCluster
 
 MINIMAL: dict[str, Any] = {"model": {"uri": "builtin://smollm2"}, "decode": {}}

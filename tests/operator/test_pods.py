@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from baton_api import labels as label_names
-from baton_operator.generation import Blueprint, Generation
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests import ports, routers
 from baton_operator.manifests.mutual_tls import Shown
 from baton_operator.manifests.objects import Manifest, Owner
+from baton_operator.manifests.revision import Blueprint, Generation
 from baton_router.settings import RouterSettings
 from tests.operator.fake_cluster import FakeCluster
 

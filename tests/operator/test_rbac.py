@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton_operator.api_resources import OWNED, PRUNED, WATCHED, plural
+from baton_operator.cluster.api_resources import OWNED, PRUNED, WATCHED, plural
 from baton_operator.crd import RESOURCES
 from baton_operator.rbac import CLUSTER, SERVICES, own, rules
 

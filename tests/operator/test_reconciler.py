@@ -13,7 +13,7 @@ from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.exceptions import ApiException
 
 from baton_api import labels
-from baton_operator.api_resources import API, path
+from baton_operator.cluster.api_resources import API, path
 from baton_operator.manifests.objects import Manifest
 from tests.operator.real_cluster import Inside, RealCluster, client, counted, real_cluster
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baton_operator.kinds.service_policies import Canary, CanaryStep, Rollout
-from baton_operator.rollout import (
+from baton_operator.rollout.decision import (
     ALL,
     CRASHES,
     TRIED_S,
@@ -24,7 +24,7 @@ from baton_operator.rollout import (
     decide,
     next_look,
 )
-from baton_operator.trial import FAILURES, Tried
+from baton_operator.rollout.rollout_health import FAILURES, Tried
 
 
 def role(text: str) -> RoleState:

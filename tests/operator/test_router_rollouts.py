@@ -10,8 +10,8 @@ import pytest
 
 from baton_operator.manifests.objects import key
 from baton_operator.manifests.routers import SPEC_GENERATION
-from baton_operator.plan import Images, plan
-from baton_operator.router_rollouts import WAIT_S, RouterRollouts, is_settled, is_upgrade
+from baton_operator.reconcilers.plan import Images, plan
+from baton_operator.reconcilers.router_rollouts import WAIT_S, RouterRollouts, is_settled, is_upgrade
 from tests.operator.fake_api import FakeApi
 from tests.operator.fake_cluster import IMAGES, FakeCluster
 from tests.operator.real_cluster import started, until

@@ -10,8 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from baton_api import metrics
 from baton_api.metrics.counters import Spread
-from baton_operator.trial import Tried
-from baton_operator.tries import WINDOW_S, RouterTries
+from baton_operator.rollout.rollout_health import WINDOW_S, RouterTries, Tried
 
 NAME = metrics.ROUTER_GENERATION_REQUESTS.name
 FIRST_TOKENS = metrics.ROUTER_GENERATION_FIRST_TOKEN.name

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from baton_api import labels
-from baton_operator import scalers
-from baton_operator.plan import Plan, State
-from baton_operator.rollout import ALL, RoleName, Seen
+from baton_operator.reconcilers.plan import Plan, State
+from baton_operator.rollout.decision import ALL, RoleName, Seen
+from baton_operator.scaling import role_scalers
 from tests.operator.fake_cluster import FakeCluster
 
 SEEDS = 40
@@ -85,7 +85,7 @@ def serves_on(state: State) -> None:
     after = sum(left(one, state.fates[one.revision].replicas).share(state.targets) for one in carried)
     missing = [
         role.rollout.max_unavailable / state.targets[name]
-        for name, role in scalers.roles(state.spec).items()
+        for name, role in role_scalers.roles(state.spec).items()
         if state.targets[name]
     ]
     lost = max(missing, default=0.0)

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from baton_api import labels
-from baton_operator.generations import DATA
+from baton_operator.cluster.state import Pod
 from baton_operator.manifests.objects import key
-from baton_operator.observed import Pod
-from baton_operator.plan import Images
+from baton_operator.reconcilers.plan import Images
+from baton_operator.rollout.revision_history import DATA
 from tests.operator.fake_cluster import FakeCluster
 
 LEFT: dict[str, Any] = json.loads(

@@ -30,9 +30,9 @@ async def _look(kubeconfig: str, namespace: str) -> Cluster:
     from aiohttp import ClientError
     from kubernetes.aio.client.exceptions import ApiException
 
-    from baton_operator import connection
+    from baton_operator.cluster import api_server
 
-    async with await connection.client(kubeconfig) as client:
+    async with await api_server.client(kubeconfig) as client:
         server = client.configuration.host
         try:
             async with asyncio.timeout(TIMEOUT_S):

@@ -56,12 +56,12 @@ async def services(name: str, kubeconfig: str, namespace: str) -> list[Standing]
         from kubernetes.aio.client import CoreV1Api, CustomObjectsApi
         from kubernetes.aio.client.exceptions import ApiException
 
-        from baton_operator import connection
+        from baton_operator.cluster import api_server
         from baton_operator.crd import GROUP, VERSION
     except ModuleNotFoundError as error:
         raise SetupError(f"This needs {error.name}: pip install 'baton[operator]'.") from error
     try:
-        async with asyncio.timeout(CLUSTER_S), await connection.client(kubeconfig) as client:
+        async with asyncio.timeout(CLUSTER_S), await api_server.client(kubeconfig) as client:
             custom = CustomObjectsApi(client)
             listed = await custom.list_namespaced_custom_object(
                 GROUP, VERSION, namespace, "inferenceservices"

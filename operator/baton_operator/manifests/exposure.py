@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from baton_operator.conditions import Fact
 from baton_operator.kinds.router_spec import Exposure, GatewayReference
+from baton_operator.manifests.conditions import Fact
 from baton_operator.manifests.objects import Manifest, Owner, given, made
 
 GATEWAY_API = "gateway.networking.k8s.io/v1"

@@ -1,9 +1,9 @@
 """
 How a model's files come into a pod: in the image, on a volume, or fetched before the worker starts.
 
-Fetching is the same program everywhere, `baton fetch`: in a Job into a claim that all pods share, or in each
-pod before its worker. In a folder of the node the first pod fetches and the others wait for it. Only who
-fetches may write; its marker says what is there, so that whoever comes later has nothing to do.
+Fetching is the same program everywhere, `baton fetch`: in a Job into a claim that all pods share, or in
+each pod before its worker. In a folder of the node the first pod fetches and the others wait for it. Only
+who fetches may write; its marker says what is there, so that whoever comes later has nothing to do.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ class ModelFiles:
         The Job that fetches the files into the claim. Its name says which: it is never changed.
 
         Its pod runs where `placement` puts those that read the files, so that both reach the volume, and
-        under their account, by which a cloud's store may know them. `claim_uid` is empty for a claim that the
-        operator did not make.
+        under their account, by which a cloud's store may know them. `claim_uid` is empty for a claim that
+        the operator did not make.
         """
         volumes, _ = scratch("/tmp")
         near = placement.model_copy(update={"runtime_class_name": None, "topology_spread": []})

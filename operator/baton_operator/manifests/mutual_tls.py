@@ -1,9 +1,9 @@
 """
 Certificates of a service's workers and routers, if they are to show some to each other.
 
-One certificate for all pods of a service: whoever has it belongs to the service. Pods mount its Secret, which
-the operator never reads: cert-manager writes it, or whoever is named. A pod whose Secret is not there yet
-waits.
+One certificate for all pods of a service: whoever has it belongs to the service. Pods mount its Secret,
+which the operator never reads: cert-manager writes it, or whoever is named. A pod whose Secret is not there
+yet waits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """
 Who may speak to whom: clients to routers, routers to workers, and workers to those of their own generation.
 
-Workers have no keys of their own here, so this is the border. What moves by RDMA passes beside it: there, the
-border is the fabric's partition.
+Workers have no keys of their own here, so this is the border. What moves by RDMA passes beside it: there,
+the border is the fabric's partition.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 from baton_api import batch_jobs, labels
 from baton_operator import names
-from baton_operator.generation import Generation
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests.objects import Manifest, Owner, made
+from baton_operator.manifests.revision import Generation
 from baton_operator.manifests.workers import files
 
 OPERATORS: Manifest = {
@@ -66,7 +66,8 @@ def workers(owner: Owner, generation: Generation, metrics_namespace: str = "") -
     `metrics_namespace` where their metrics are.
 
     Between workers the ports are UCX's to choose. Outwards they reach one another, DNS, and the port of the
-    tracing collector that their `args` or `env` name; any address only if they fetch their model themselves.
+    tracing collector that their `args` or `env` name; any address only if they fetch their model
+    themselves.
     """
     revision = generation.revision
     of_generation = {labels.SERVICE: owner.name, labels.REVISION: revision}

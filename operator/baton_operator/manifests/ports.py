@@ -2,8 +2,8 @@
 The ports of a worker: fixed in a pod's own network, chosen in the node's.
 
 With `hostNetwork` all pods of a node share its ports, and Kubernetes places a pod only where its ports are
-free. So each role of each revision has its own ports: prefill and decode workers, old and new revisions, and
-several services fit on one node. Two workers of the same role and revision still need two nodes.
+free. So each role of each revision has its own ports: prefill and decode workers, old and new revisions,
+and several services fit on one node. Two workers of the same role and revision still need two nodes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from baton_api.workers import Role
 from baton_operator import names
-from baton_operator.generation import Generation
 from baton_operator.kinds.worker_role import WorkerRole
 from baton_operator.manifests.objects import Owner
+from baton_operator.manifests.revision import Generation
 
 FIRST, LAST = 20_000, 29_999
 """Below NodePorts and the ports from which Linux chooses."""

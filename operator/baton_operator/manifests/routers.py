@@ -78,8 +78,8 @@ def weights(owner: Owner, by_revision: Mapping[str, int]) -> Manifest:
 
 def account(owner: Owner, spec: InferenceServiceSpec) -> list[Manifest]:
     """
-    A ServiceAccount that may list and watch EndpointSlices in its namespace, and nothing else; where Jobs run
-    batches, make BatchJobs and say how far they are, too.
+    A ServiceAccount that may list and watch EndpointSlices in its namespace, and nothing else; where Jobs
+    run batches, make BatchJobs and say how far they are, too.
     """
     name = names.router(owner.name)
     rule = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}

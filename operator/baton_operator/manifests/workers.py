@@ -5,7 +5,6 @@ from __future__ import annotations
 from baton_api import labels
 from baton_api.workers import Role
 from baton_operator import names
-from baton_operator.generation import Generation
 from baton_operator.kinds.engine import Variable
 from baton_operator.kinds.worker_role import Resources, WorkerRole
 from baton_operator.manifests import mutual_tls, tickets
@@ -20,6 +19,7 @@ from baton_operator.manifests.pods import (
     scratch,
 )
 from baton_operator.manifests.ports import Ports, in_node_network, ports
+from baton_operator.manifests.revision import Generation
 
 STARTUP_PERIOD_S = 10
 END_S = 15

@@ -16,27 +16,24 @@ from pydantic import ValidationError
 
 from baton_api.errors import SetupError
 from baton_api.profiles import Profile
-from baton_operator import names, scalers
-from baton_operator.api_server import ApiServer
-from baton_operator.conditions import Fact, Transition
+from baton_operator import names
+from baton_operator.cluster.api_server import ApiServer
+from baton_operator.cluster.state import Observer, Pod
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.service_policies import ProfileSource
+from baton_operator.manifests.conditions import Fact, Transition
 from baton_operator.manifests.objects import Manifest, timestamp
-from baton_operator.observed import Pod
-from baton_operator.observer import Observer
-from baton_operator.reconciler import Tell
-from baton_operator.rollout import RoleName
-from baton_operator.scaling import profile_source, routers, settings, sizing
+from baton_operator.reconcilers.reconciler import Tell
+from baton_operator.rollout.decision import RoleName
+from baton_operator.scaling import role_scalers, sizing
 from baton_operator.scaling.budget import Budget, Wish, gpus, granted, holder, of_role
-from baton_operator.scaling.capacity import Capacity
 from baton_operator.scaling.decision import capacity
-from baton_operator.scaling.figures import Decided, ScalingFigures, Service
-from baton_operator.scaling.observation import STARTUP_S, Decision, Memory, Size
-from baton_operator.scaling.prometheus import Metrics, MetricsLost
-from baton_operator.scaling.questions import FIGURE, Question
-from baton_operator.scaling.service import Role, decide_all
+from baton_operator.scaling.history import Capacity, Startups
+from baton_operator.scaling.metrics import Decided, ScalingFigures, Service
+from baton_operator.scaling.prometheus import FIGURE, Metrics, MetricsLost, Question, held_requests
+from baton_operator.scaling.roles import Role, ScalingSettings, decide_all, policy_of
+from baton_operator.scaling.sample import STARTUP_S, Decision, Memory, Size
 from baton_operator.scaling.signals import Figures, Pods, observed
-from baton_operator.scaling.startups import Startups
 
 AWAKE_S = 2.0
 """Between two looks at a service that sleeps: its first request waits for as long."""
@@ -71,7 +68,7 @@ class Autoscaler:
         api: ApiServer,
         observer: Observer,
         metrics: Metrics,
-        own: settings.ScalingSettings,
+        own: ScalingSettings,
         tell: Tell,
         figures: ScalingFigures,
         clock: Callable[[], float],
@@ -96,7 +93,7 @@ class Autoscaler:
             return None
         interval = float(spec.autoscaling.interval_seconds)
         bound: dict[RoleName, Manifest] = {}
-        for role, wanted in scalers.roles(spec).items():
+        for role, wanted in role_scalers.roles(spec).items():
             if wanted.scaling is None:
                 continue
             there = self._observer.scaler(namespace, name, role)
@@ -105,7 +102,7 @@ class Autoscaler:
         if not bound:
             return interval
         pods = self._observer.pods(namespace, name)
-        awake = len(scalers.roles(spec)) > len(bound)
+        awake = len(role_scalers.roles(spec)) > len(bound)
         asleep = not awake and all(one["spec"]["replicas"] == 0 for one in bound.values())
         try:
             await self._look(service, spec, bound, pods, asleep=asleep)
@@ -142,9 +139,9 @@ class Autoscaler:
         roles: dict[RoleName, Role] = {}
         for name, scaler in bound.items():
             workers = of_role(name, pods)
-            policy = settings.policy(spec, name)
+            policy = policy_of(spec, name)
             there = Pods(
-                replicas=scalers.scaled(scalers.roles(spec)[name], scaler["spec"]["replicas"]),
+                replicas=role_scalers.scaled(role_scalers.roles(spec)[name], scaler["spec"]["replicas"]),
                 ready=sum(pod.ready and not pod.terminating for pod in workers),
                 routers=len(_routers(pods)),
                 pending_s=max((now - pod.created for pod in workers if PENDING in pod.trouble), default=0.0),
@@ -188,8 +185,8 @@ class Autoscaler:
         try:
             if source is not None:
                 namespace = service["metadata"]["namespace"]
-                known.profile = await profile_source.read(self._api, namespace, source)
-                known.reread_at = now + profile_source.REREAD_S
+                known.profile = await sizing.read_profile(self._api, namespace, source)
+                known.reread_at = now + sizing.REREAD_S
         except SetupError as error:
             complaint = error.message
         if complaint and complaint != known.complaint:
@@ -207,7 +204,7 @@ class Autoscaler:
     async def _asleep(self, pods: Sequence[Pod]) -> Figures:
         """Nobody works, so that all there is to know is who waits, and routers know that."""
         there = _routers(pods)
-        held = await routers.held([f"http://{_host(pod.address)}:{names.ROUTER_PORT}" for pod in there])
+        held = await held_requests([f"http://{_host(pod.address)}:{names.ROUTER_PORT}" for pod in there])
         if held.value is None:
             return Figures({}, held.why)
         nothing = ("demand_prompt", "demand_answer", "queued_prompt", "in_flight", "waiting", "age")
@@ -227,7 +224,7 @@ class Autoscaler:
         now: float,
     ) -> dict[RoleName, int]:
         wishes: dict[RoleName, Wish] = {}
-        for name, role in scalers.roles(spec).items():
+        for name, role in role_scalers.roles(spec).items():
             there = roles[name].seen.replicas if name in roles else (role.replicas or 0)
             wished = decisions[name].replicas if name in decisions else there
             pressure = decisions[name].pressure if name in decisions else 0.0
@@ -261,7 +258,9 @@ class Autoscaler:
             "metadata": {"resourceVersion": metadata["resourceVersion"]},
             "spec": {"replicas": decision.replicas},
         }
-        await self._api.merge(scalers.API, scalers.KIND, metadata["namespace"], metadata["name"], body)
+        await self._api.merge(
+            role_scalers.API, role_scalers.KIND, metadata["namespace"], metadata["name"], body
+        )
         up = decision.replicas > before
         key = metadata["namespace"], service["metadata"]["name"]
         self._figures.changed(key, name, "up" if up else "down")
@@ -330,8 +329,8 @@ def rolls(service: Manifest) -> bool:
     """
     Whether one generation is giving way to another.
 
-    A generation that failed was taken back, and one that waits has no workers. Either may last for weeks, in
-    which the generation that serves is scaled as ever.
+    A generation that failed was taken back, and one that waits has no workers. Either may last for weeks,
+    in which the generation that serves is scaled as ever.
     """
     status = service.get("status", {})
     current = status.get("currentRevision", "")

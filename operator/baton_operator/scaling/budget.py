@@ -1,8 +1,8 @@
 """
 Who grows where there are not accelerators for all: those who need it most, and only into what is free.
 
-What a role gives up is free when its pods are gone, not when that was decided; until then it counts as taken.
-Nobody is made smaller for the sake of another: the budget holds growth back, and moves nothing.
+What a role gives up is free when its pods are gone, not when that was decided; until then it counts as
+taken. Nobody is made smaller for the sake of another: the budget holds growth back, and moves nothing.
 
 What services hold is read from the cluster: the numbers that are written, and the pods that exist. Only
 wishes are remembered, and only for a while.
@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
-from baton_operator import scalers
+from baton_operator.cluster.state import Observer, Pod
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.worker_role import WorkerRole
 from baton_operator.manifests.objects import Manifest
-from baton_operator.observed import Pod
-from baton_operator.observer import Observer
-from baton_operator.rollout import RoleName
-from baton_operator.scaling.figures import Service
+from baton_operator.rollout.decision import RoleName
+from baton_operator.scaling import role_scalers
+from baton_operator.scaling.metrics import Service
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +160,7 @@ def _held(observer: Observer, service: Service) -> tuple[Wish, ...]:
         return ()
     pods = observer.pods(*service)
     held = []
-    for name, role in scalers.roles(spec).items():
+    for name, role in role_scalers.roles(spec).items():
         there = 0 if spec.suspend else _written(observer.scaler(*service, name), role)
         held.append(
             Wish(holder(service, name), gpus(role), there, len(of_role(name, pods)), there, pressure=0.0)
@@ -172,4 +171,4 @@ def _held(observer: Observer, service: Service) -> tuple[Wish, ...]:
 def _written(scaler: Manifest | None, role: WorkerRole) -> int:
     if role.scaling is None:
         return 1 if role.replicas is None else role.replicas
-    return scalers.scaled(role, scaler["spec"]["replicas"] if scaler else 1)
+    return role_scalers.scaled(role, scaler["spec"]["replicas"] if scaler else 1)

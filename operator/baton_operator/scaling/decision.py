@@ -13,9 +13,8 @@ import math
 from dataclasses import replace
 
 from baton_operator.kinds.role_scaler import Bound
-from baton_operator.scaling.forecast import SEEN_S, forecast
-from baton_operator.scaling.observation import Decision, Memory, Observation, Policy
-from baton_operator.scaling.reading import Reading, unknown
+from baton_operator.scaling.history import SEEN_S, forecast
+from baton_operator.scaling.sample import Decision, Memory, Observation, Policy, Reading, unknown
 
 HEADROOM = 0.85
 """Of its capacity that a worker is to be used at."""
@@ -43,8 +42,8 @@ SETTLED_S = 60.0
 
 PENDING_S = 900.0
 """
-A pod that stays unschedulable for longer stops further growth. A node autoscaler needs several minutes for a
-node with accelerators; the Kubernetes cluster autoscaler itself gives up on a node after 15 minutes.
+A pod that stays unschedulable for longer stops further growth. A node autoscaler needs several minutes for
+a node with accelerators; the Kubernetes cluster autoscaler itself gives up on a node after 15 minutes.
 """
 
 MOST_DOSE = 2.0

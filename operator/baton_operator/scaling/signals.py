@@ -1,5 +1,6 @@
 """
-What the figures of one answer mean for a role: what was seen, what was seen to be nothing, what is not known.
+What the figures of one answer mean for a role: what was seen, what was seen to be nothing, what is not
+known.
 
 Where a target is away its series are, and then a sum over the others is too small. It may still ask for
 workers, but never for fewer: a role with a silent worker, or a service with a silent router, says so.
@@ -12,10 +13,9 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from baton_operator.kinds.role_scaler import Bound
-from baton_operator.rollout import RoleName
+from baton_operator.rollout.decision import RoleName
 from baton_operator.scaling.decision import HIGH
-from baton_operator.scaling.observation import Observation, Size
-from baton_operator.scaling.reading import ZERO, Reading, unknown
+from baton_operator.scaling.sample import ZERO, Observation, Reading, Size, unknown
 
 STALE_S = 90.0
 """Since the routers were last scraped, after which what was scraped says nothing of now."""
@@ -90,8 +90,8 @@ def observed(
     """
     One role as a decision wants it; `objective_s` is that of its latency.
 
-    `held` are requests that routers themselves said they hold, if they were asked. `size`: of one worker by a
-    profile.
+    `held` are requests that routers themselves said they hold, if they were asked. `size`: of one worker by
+    a profile.
     """
     requests = _sum(figures.read("in_flight"), figures.read("waiting"), figures.read("demand_answer"))
     seen_held = figures.read("held")

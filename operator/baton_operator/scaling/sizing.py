@@ -1,9 +1,9 @@
 """
-What one worker of each role serves, by the lines of a profile, for requests as they are forecast.
+The size of one worker of each role, from a profile and the forecast lengths of requests.
 
-A profile says how long a prompt of any length takes, and a step with any batch and context. So one forecast
-of prompt and answer lengths sizes both roles together, at each decision, and tells which bound each of them
-meets first. Measurements correct the lines by one factor for each role: its speed against the profile's.
+A profile gives the time of a prompt of any length, and of a step with any batch and context. One forecast
+sizes both roles at each decision and tells which limit each of them reaches first. Measurements correct the
+profile by one factor per role: the measured speed divided by the speed of the profile.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from typing import TypeVar
 import msgspec
 
 from baton_api import profiles
+from baton_api.errors import SetupError
 from baton_api.profiles import PrefillLine, Profile, StepLine
+from baton_operator.cluster.api_server import ApiServer
 from baton_operator.kinds.part import duration_s
 from baton_operator.kinds.role_scaler import Bound
-from baton_operator.kinds.service_policies import Objectives
-from baton_operator.rollout import RoleName
-from baton_operator.scaling.forecast import SEEN_S, Sample, forecast
-from baton_operator.scaling.observation import Size
+from baton_operator.kinds.service_policies import Objectives, ProfileSource
+from baton_operator.rollout.decision import RoleName
+from baton_operator.scaling.history import SEEN_S, Sample, forecast
+from baton_operator.scaling.sample import Size
 from baton_operator.scaling.signals import Figures
 
 Line = TypeVar("Line", PrefillLine, StepLine)
@@ -173,3 +175,22 @@ def _smoothed(before: float, sample: float | None) -> float:
         return before
     believed = min(MOST_FACTOR, max(1 / MOST_FACTOR, sample))
     return before + SMOOTHING * (believed - before)
+
+
+REREAD_S = 300.0
+"""After which a changed profile is noticed."""
+
+
+async def read_profile(api: ApiServer, namespace: str, source: ProfileSource) -> profiles.Profile:
+    """Raises SetupError, and ApiException."""
+    where = f"metadata.name={source.config_map_name}"
+    found = await api.list("v1", "ConfigMap", namespace, field=where)
+    if not found:
+        raise SetupError(
+            f"There is no ConfigMap {source.config_map_name}; `kubectl create configmap "
+            f"{source.config_map_name} --from-file={source.key}` makes one of a profile."
+        )
+    text = found[0].get("data", {}).get(source.key)
+    if text is None:
+        raise SetupError(f"The ConfigMap {source.config_map_name} has no key {source.key}.")
+    return profiles.parse(text)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton_cli.status import of_cluster, of_router
-from baton_operator import conditions
+from baton_operator.manifests import conditions
 
 LOAD = {"running": 2, "queued": 0}
 INFO = {"version": "1", "status": "ready", "models": [{"id": "tiny"}]}

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from baton_operator.scaling.decision import decide
-from baton_operator.scaling.observation import Memory, Observation, Policy
-from baton_operator.scaling.reading import Reading, unknown
+from baton_operator.scaling.sample import Memory, Observation, Policy, Reading, unknown
 
 TICK_S = 15.0
 CAPACITY = 1000.0

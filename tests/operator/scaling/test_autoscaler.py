@@ -11,16 +11,16 @@ import pytest
 import pytest_asyncio
 
 from baton_api import labels, metrics
-from baton_operator.api_resources import API, path
-from baton_operator.conditions import Transition
+from baton_operator.cluster.api_resources import API, path
+from baton_operator.cluster.state import Observer
+from baton_operator.manifests.conditions import Transition
 from baton_operator.manifests.objects import Manifest
-from baton_operator.observer import Observer
 from baton_operator.scaling.autoscaler import COST, Autoscaler
-from baton_operator.scaling.capacity import ENOUGH
 from baton_operator.scaling.decision import HEADROOM
-from baton_operator.scaling.figures import ScalingFigures
+from baton_operator.scaling.history import ENOUGH
+from baton_operator.scaling.metrics import ScalingFigures
 from baton_operator.scaling.prometheus import MetricsLost
-from baton_operator.scaling.settings import ScalingSettings
+from baton_operator.scaling.roles import ScalingSettings
 from tests.operator.real_cluster import Inside, Listed, RealCluster, client, real_cluster
 from tests.operator.scaling.test_seeds import PREFILL, PROFILE
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from baton_api import labels
-from baton_operator.api_resources import API
-from baton_operator.cache import Cache
+from baton_operator.cluster.api_resources import API
+from baton_operator.cluster.cache import Cache
+from baton_operator.cluster.state import Observer
 from baton_operator.manifests.objects import Manifest
-from baton_operator.observer import Observer
 from baton_operator.scaling.budget import Budget, Wish, holder
 
 GPU = {"resources": {"gpu": {"count": 1}}}

@@ -11,8 +11,7 @@ import pytest
 from baton_operator.kinds.service_policies import MetricsLoss
 from baton_operator.kinds.worker_role import ScaleUp
 from baton_operator.scaling.decision import MOST_DOSE, decide
-from baton_operator.scaling.observation import Decision, Memory, Observation, Policy
-from baton_operator.scaling.reading import ZERO, Reading, unknown
+from baton_operator.scaling.sample import ZERO, Decision, Memory, Observation, Policy, Reading, unknown
 
 LOST = unknown("Prometheus does not answer")
 PREFILL = Policy(least=1, most=8, objective_s=2.0, queue_s=2.0)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from baton_operator.scaling.forecast import forecast
+from baton_operator.scaling.history import forecast
 
 TICK_S, WINDOW_S = 15.0, 120.0
 

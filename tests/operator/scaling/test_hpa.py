@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton_api import labels, metrics
-from baton_operator.api_resources import path
+from baton_operator.cluster.api_resources import path
 from tests.operator.real_cluster import Inside, Listed, RealCluster, client, real_cluster, until
 from tests.operator.scaling.test_autoscaler import SCALING, SPEC, Scaled
 from tests.router.real_kubernetes import program

@@ -16,9 +16,8 @@ from aiohttp import web
 
 from baton_operator.scaling import prometheus
 from baton_operator.scaling.decision import decide
-from baton_operator.scaling.observation import Memory
-from baton_operator.scaling.prometheus import MetricsLost, Prometheus
-from baton_operator.scaling.questions import FIGURE, Question
+from baton_operator.scaling.prometheus import FIGURE, MetricsLost, Prometheus, Question
+from baton_operator.scaling.sample import Memory
 from baton_operator.scaling.signals import Figures, Pods, observed
 from tests.operator.scaling.test_decision import PREFILL
 

@@ -9,11 +9,10 @@ import pytest
 from baton_api.profiles import Objectives as Measured
 from baton_api.profiles import PrefillLine, Profile, StepLine, TransferLine, capacity
 from baton_operator.kinds.inference_service import InferenceServiceSpec
-from baton_operator.scaling.capacity import ENOUGH, Capacity
 from baton_operator.scaling.decision import decide
-from baton_operator.scaling.observation import Memory, Observation, Policy
-from baton_operator.scaling.reading import ZERO, Reading, unknown
-from baton_operator.scaling.settings import policy
+from baton_operator.scaling.history import ENOUGH, Capacity
+from baton_operator.scaling.roles import policy_of
+from baton_operator.scaling.sample import ZERO, Memory, Observation, Policy, Reading, unknown
 
 PREFILL = PrefillLine(base_s=0.01, token_s=1e-3, pair_s=0.0)
 STEP = StepLine(base_s=0.01, stream_s=0.001, token_s=0.0)
@@ -68,4 +67,4 @@ def test_decode_workers_answer_for_first_tokens_where_there_are_no_others(
         "autoscaling": {"mode": "Internal"},
         **({} if prefill is None else {"prefill": prefill}),
     }
-    assert policy(InferenceServiceSpec.model_validate(given), "decode").first_token_s == first_token_s
+    assert policy_of(InferenceServiceSpec.model_validate(given), "decode").first_token_s == first_token_s

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from baton_operator.rollout import RoleName
+from baton_operator.rollout.decision import RoleName
 from baton_operator.scaling.autoscaler import rolls
 from baton_operator.scaling.budget import Wish, granted
-from baton_operator.scaling.observation import Decision, Memory, Observation, Policy
-from baton_operator.scaling.reading import ZERO, Reading
-from baton_operator.scaling.service import Role, decide_all
+from baton_operator.scaling.roles import Role, decide_all
+from baton_operator.scaling.sample import ZERO, Decision, Memory, Observation, Policy, Reading
 from baton_operator.scaling.signals import Figures, Pods, observed
 from tests.operator.fake_cluster import FakeCluster
 

@@ -1,0 +1,220 @@
+"""
+One kind's list and watch: what keeps a store of the cache equal to the API server.
+
+List once, then watch from that version on. A watch that ends, breaks or falls silent goes on from the last
+version seen. A version that the API server no longer has (410) means to list again; the store works out
+what was missed, deletions included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from contextlib import aclosing
+
+from kubernetes.aio.client.exceptions import ApiException
+
+from baton_api import labels
+from baton_operator.cluster.api_server import FORBIDDEN, GONE, NOT_FOUND, PAGE, ApiServer
+from baton_operator.cluster.cache import Cache, Entry, Name, Store, entry
+
+log = logging.getLogger(__name__)
+
+FIRST_S, LIMIT_S = 0.2, 30.0
+"""Seconds before the next try after a failure: doubled each time, up to the limit."""
+
+ABSENT_S = 60.0
+"""Seconds between two looks for an optional kind that the cluster does not serve."""
+
+WATCH_S = (300.0, 600.0)
+"""Seconds after which the API server is to end a watch: at random, so that not all begin anew at once."""
+
+SILENCE_S = 70.0
+"""Seconds without anything by a watch after which it is begun anew. The API server sends a bookmark each
+minute, but none for a kind of which nothing has ever changed."""
+
+LASTING_S = 1.0
+"""Seconds that a watch lasts unless something is wrong."""
+
+
+class Reflector:
+    """Keeps one store up to date. `clock` is monotonic; `listed` is called after each list."""
+
+    def __init__(
+        self,
+        api: ApiServer,
+        store: Store,
+        listed: Callable[[], None],
+        seen: Callable[[str], None],
+        clock: Callable[[], float],
+        rng: random.Random,
+        silence_s: float,
+    ) -> None:
+        self._api = api
+        self._store = store
+        self._listed = listed
+        self._seen = seen
+        self._clock = clock
+        self._rng = rng
+        self._silence_s = silence_s
+        self._failures = 0
+        self.heard = clock()
+        """When the API server last answered, or sent anything, about this kind."""
+        # The API server sends only objects that carry the operator's label.
+        self._selector = f"{labels.MANAGED_BY}={labels.OPERATOR}" if store.resource.owned else ""
+
+    @property
+    def resource(self) -> str:
+        """Plural of the kind."""
+        return self._store.resource.plural
+
+    async def run(self) -> None:
+        """List and watch until it is cancelled."""
+        while True:
+            try:
+                await self.relist()
+                await self._watch()
+            except ApiException as error:
+                await self._failed(error)
+
+    async def relist(self) -> None:
+        """Replace all of the store by what there is now. Raises ApiException."""
+        try:
+            try:
+                snapshot, version = await self._listed_now(PAGE)
+            except ApiException as error:
+                if error.status != GONE:
+                    raise
+                snapshot, version = await self._listed_now(0)
+        except ApiException as error:
+            if not self._may_lack(error.status):
+                raise
+            self.heard = self._clock()
+            self._store.absent()
+        else:
+            self._store.replace(snapshot, version)
+        self._listed()
+
+    def _may_lack(self, status: int) -> bool:
+        """Whether the operator goes on without this kind: the cluster does not serve it, or forbids it."""
+        resource = self._store.resource
+        return resource.optional and (status == NOT_FOUND or (resource.foreign and status == FORBIDDEN))
+
+    async def _listed_now(self, limit: int) -> tuple[dict[Name, Entry], int]:
+        """All objects, and the version of the list. Raises ApiException."""
+        resource, namespace = self._store.resource, self._store.namespace
+        snapshot: dict[Name, Entry] = {}
+        of_list = 0
+        pages = self._api.pages(resource.api, resource.kind, namespace, self._selector, limit=limit)
+        async for items, version in pages:
+            self.heard = self._clock()
+            of_list = int(version)
+            for item in items:
+                name = item["metadata"].get("namespace", ""), item["metadata"]["name"]
+                snapshot[name] = entry(resource, item)
+        return snapshot, of_list
+
+    async def _watch(self) -> None:
+        """Follow changes from watch to watch. Raises ApiException when everything has to be listed again."""
+        if not self._store.served:
+            self._failures = 0
+            await asyncio.sleep(ABSENT_S)
+            return
+        while True:
+            try:
+                if await self._follow():
+                    self._failures = 0
+                    continue
+                broken = ApiException(status=0, reason="the watch ended as soon as it began")
+            except ApiException as error:
+                if error.status:
+                    raise  # 410 too: everything has to be listed again
+                broken = error
+            await self._failed(broken)
+
+    async def _follow(self) -> bool:
+        """One watch to its end; whether it was one, or ended at once. Raises ApiException."""
+        resource, namespace, version = self._store.resource, self._store.namespace, str(self._store.version)
+        brought, began = False, self._clock()
+        watch = self._api.watch(
+            resource.api, resource.kind, namespace, self._selector, version,
+            limit_s=self._rng.uniform(*WATCH_S), silence_s=self._silence_s,
+        )  # fmt: skip
+        async with aclosing(watch) as events:
+            async for event, manifest in events:
+                self.heard = self._clock()
+                if not event:  # the API server has accepted the watch
+                    continue
+                brought = True
+                self._failures = 0
+                if event != "BOOKMARK":
+                    self._seen(self.resource)
+                self._store.happened(event, manifest)
+        return brought or self._clock() - began > LASTING_S
+
+    async def _failed(self, error: ApiException) -> None:
+        """Say so, and wait for a while."""
+        pause = min(LIMIT_S, FIRST_S * 2.0 ** min(self._failures, 20)) * (0.5 + self._rng.random() / 2)
+        self._failures += 1
+        if self._failures > 1:  # a connection that ends once is nothing to speak of
+            where = f" in {self._store.namespace}" if self._store.namespace else ""
+            log.warning(
+                "Cannot watch %s%s, next try in %.1f s: %s %s",
+                self.resource, where, pause, error.status, error.reason,
+            )  # fmt: skip
+        await asyncio.sleep(pause)
+
+
+class Reflectors:
+    """Those of all stores. `seen` takes the plural of a kind whenever its watch has brought an object."""
+
+    def __init__(
+        self,
+        api: ApiServer,
+        cache: Cache,
+        clock: Callable[[], float],
+        rng: random.Random,
+        silence_s: float = SILENCE_S,
+        seen: Callable[[str], None] = lambda resource: None,
+    ) -> None:
+        self._cache = cache
+        self._clock = clock
+        self._began: float | None = None
+        self._synced = asyncio.Event()
+        self._all = [Reflector(api, one, self._listed, seen, clock, rng, silence_s) for one in cache.stores]
+
+    def run(self) -> list[asyncio.Task[None]]:
+        """Begin all of them."""
+        self._began = self._clock()
+        return [asyncio.create_task(one.run()) for one in self._all]
+
+    async def relist(self) -> None:
+        """List all kinds once. Raises ApiException."""
+        await asyncio.gather(*(one.relist() for one in self._all))
+
+    async def synced(self) -> None:
+        """Wait until all kinds have been listed."""
+        await self._synced.wait()
+
+    @property
+    def unsynced(self) -> list[str]:
+        """Plurals of kinds that have not been listed since they began."""
+        return [] if self._began is None else self._cache.unsynced
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the quietest of them heard anything; 0 before they began."""
+        return max((self._age_s(one) for one in self._all), default=0.0)
+
+    def stale(self, limit_s: float) -> list[str]:
+        """Plurals of kinds of which nothing was heard for so long."""
+        return sorted({one.resource for one in self._all if self._age_s(one) > limit_s})
+
+    def _age_s(self, one: Reflector) -> float:
+        return 0.0 if self._began is None else self._clock() - max(one.heard, self._began)
+
+    def _listed(self) -> None:
+        if not self._cache.unsynced:
+            self._synced.set()

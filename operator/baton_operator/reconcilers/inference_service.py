@@ -1,0 +1,150 @@
+"""
+One InferenceService brought to what it should be: read, plan, carry out, say so.
+
+Nothing is remembered between two times: whatever was interrupted anywhere is planned again from what there
+is. What the API server refuses for good, such as a pod template that is none, is said in status.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+
+from kubernetes.aio.client.exceptions import ApiException
+from pydantic import ValidationError
+
+from baton_operator.cluster.api_server import CONFLICT, ApiServer
+from baton_operator.cluster.state import Observed, Observer
+from baton_operator.kinds.inference_service import InferenceServiceStatus
+from baton_operator.kinds.service_policies import Objectives
+from baton_operator.manifests import tickets
+from baton_operator.manifests.conditions import Transition
+from baton_operator.manifests.drift import difference
+from baton_operator.manifests.objects import Manifest, key
+from baton_operator.reconcilers import report
+from baton_operator.reconcilers.plan import Images, Plan, State, plan
+from baton_operator.reconcilers.reconciler import REFUSED, Tell
+from baton_operator.reconcilers.router_rollouts import RouterRollouts
+
+Stands = Callable[[str, str, "report.Status | None", Objectives | None], None]
+"""Takes the status and the objectives of a service, by its namespace and name; None if there are none."""
+
+
+class ServiceReconciler:
+    """For all InferenceServices. `clock` gives Unix seconds."""
+
+    def __init__(
+        self,
+        api: ApiServer,
+        observer: Observer,
+        images: Images,
+        tell: Tell,
+        stands: Stands,
+        clock: Callable[[], float],
+        resync_s: float,
+        rollouts: RouterRollouts,
+    ) -> None:
+        self._api = api
+        self._observer = observer
+        self._images = images
+        self._tell = tell
+        self._stands = stands
+        self._clock = clock
+        self._resync_s = resync_s
+        self._rollouts = rollouts
+
+    async def reconcile(self, namespace: str, name: str) -> float | None:
+        service = self._observer.service(namespace, name)
+        scalers = self._observer.scalers(namespace, name)
+        if service is None:
+            self._rollouts.forget(namespace, name)
+            self._stands(namespace, name, None, None)
+            await self._bind(scalers, None)
+            return None
+        observed = await self._observer.around(service, scalers)
+        now = self._clock()
+        try:
+            made = plan(observed, self._images, now)
+        except ValueError as error:
+            await self._say(observed, *report.refused(observed, error, now))
+            await self._bind(scalers, None)
+            return self._resync_s
+        made = self._rollouts.admit(made, observed)
+        assert made.state is not None
+        try:
+            unmet = await self._carry_out(made, observed)
+        except Refusal as refusal:
+            await self._say(observed, *report.refused(observed, refusal, now))
+            raise refusal.answer from refusal
+        status, transitions = report.report(observed, made.state, now, unmet)
+        # The API server fills in defaults; without them there would always be a difference.
+        whole = InferenceServiceStatus.model_validate(status)
+        await self._say(
+            observed, whole.model_dump(mode="json", by_alias=True, exclude_none=True), transitions
+        )
+        await self._bind(scalers, made.state)
+        return min(self._resync_s, made.again_s if made.again_s is not None else self._resync_s)
+
+    async def _carry_out(self, made: Plan, observed: Observed) -> str:
+        """What was refused although the service does well without it; empty if nothing was."""
+        unmet = ""
+        create = list(made.create)
+        if made.ticket_secret:
+            create.insert(0, tickets.secret(observed.owner, secrets.token_hex(32)))
+        for manifest in create:
+            try:
+                await self._api.create(manifest)
+            except ApiException as error:
+                if error.status in REFUSED:
+                    raise Refusal(manifest, error) from error
+                raise
+        for manifest in made.apply:
+            ours = key(manifest) in observed.objects
+            try:
+                await self._api.apply(manifest, ours=ours)
+            except ApiException as error:
+                if error.status in REFUSED and manifest["kind"] == "PersistentVolumeClaim":
+                    unmet = str(Refusal(manifest, error))  # it stays as large as it is
+                    continue
+                if error.status in REFUSED or (error.status == CONFLICT and not ours):
+                    raise Refusal(manifest, error) from error
+                raise
+        for gone in made.prune:
+            there = observed.objects[gone]
+            if "deletionTimestamp" not in there["metadata"]:
+                await self._api.delete(there)
+        return unmet
+
+    async def _say(
+        self, observed: Observed, status: report.Status, transitions: Sequence[Transition]
+    ) -> None:
+        if patch := difference(observed.status, status):
+            await self._api.write_status(observed.service, patch)
+        # Once it is written down: who is interrupted before tells it again, and nobody tells it twice.
+        for transition in transitions:
+            self._tell(observed.service, transition)
+        owner = observed.owner
+        self._stands(owner.namespace, owner.name, status, _objectives(observed.service))
+
+    async def _bind(self, scalers: Sequence[Manifest], state: State | None) -> None:
+        now = self._clock()
+        for scaler in scalers:
+            if "deletionTimestamp" in scaler["metadata"]:
+                continue
+            if patch := difference(scaler.get("status", {}), report.scaler_status(scaler, state, now)):
+                await self._api.write_status(scaler, patch)
+
+
+def _objectives(service: Manifest) -> Objectives | None:
+    try:
+        return Objectives.model_validate(service["spec"].get("autoscaling", {}).get("slo", {}))
+    except ValidationError:
+        return None
+
+
+class Refusal(ValueError):
+    """The API server does not take an object, and will not the next time."""
+
+    def __init__(self, manifest: Manifest, answer: ApiException) -> None:
+        super().__init__(f"{manifest['kind']} {manifest['metadata']['name']}: {answer.reason}")
+        self.answer = answer

@@ -1,0 +1,1 @@
+"""How a new revision of workers takes over from the old one."""

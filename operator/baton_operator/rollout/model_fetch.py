@@ -1,0 +1,141 @@
+"""
+Whether the workers of a generation would find the files of their model: a pure decision.
+
+Files that a Job fetches into a claim are there once something has proved it: the Job has completed, or a
+worker that reads them is ready. A Job that is gone proves nothing, because Kubernetes deletes failed ones
+too. So the proof is written to the ConfigMap of each generation that uses the files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from baton_operator import names
+from baton_operator.cluster.state import Observed, Pod
+from baton_operator.manifests import workers
+from baton_operator.manifests.model_files import CLAIM, PIN_KEY, ModelFiles
+from baton_operator.manifests.objects import Manifest
+from baton_operator.manifests.revision import Generation
+
+PROOF = "baton.dev/model-fetched"
+"""Annotation of a generation's ConfigMap: a Proof as JSON."""
+
+FAILED = "Failed"
+"""Reason of the condition ModelReady after the Job has failed, until the files are there."""
+
+Phase = Literal["Present", "Fetching", "Failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What was once seen to be fetched."""
+
+    claim: str
+    """UID of the claim that holds the files; empty for a claim that the operator did not make."""
+    revision: str
+    """The commit, or the digest of the files' versions; empty if it was not reported."""
+
+    @property
+    def text(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFetch:
+    """Where the files of one generation stand."""
+
+    phase: Phase
+    message: str = ""
+    proof: Proof | None = None
+    """To be written down. None if the files are not there, or no Job has to fetch them."""
+    revision: str = ""
+    """What was fetched, as in Proof; several if pods have fetched different ones."""
+    pin: str = ""
+    """The commit that all pods of the generation are to fetch, once one has fetched the newest."""
+    outdated_job: bool = False
+    """Whether the Job that is there fills a claim that was deleted: it stands in the way of another one."""
+
+    @property
+    def there(self) -> bool:
+        return self.phase == "Present"
+
+
+def fetches(observed: Observed, known: Mapping[str, Generation]) -> dict[str, ModelFetch]:
+    """Where each generation's files stand, by revision."""
+    files = {revision: workers.files(observed.owner, one) for revision, one in known.items()}
+    return {revision: _fetch(observed, files, revision) for revision in known}
+
+
+def _fetch(observed: Observed, files: Mapping[str, ModelFiles], revision: str) -> ModelFetch:
+    wanted = files[revision]
+    if not wanted.job_needed:
+        return _fetched_by_pods(observed, wanted, revision)
+    same = [name for name, one in files.items() if one.place == wanted.place]
+    claim = observed.find("v1", "PersistentVolumeClaim", wanted.claim)
+    uid: str = claim["metadata"].get("uid", "") if claim else ""
+    job = observed.find("batch/v1", "Job", wanted.job_name)
+    outdated = job is not None and job["metadata"].get("annotations", {}).get(CLAIM, uid) != uid
+    proofs = [_proof(observed, name) for name in same]
+    proof = next((one for one in proofs if one is not None and one.claim == uid), None)
+    if _condition(job, "Complete") and not outdated:
+        said = next((pod.note for pod in observed.pods if pod.job == wanted.job_name and pod.note), "")
+        proof = Proof(uid, said or (proof.revision if proof else ""))
+    elif proof is None and any(pod.revision in same and pod.ready for pod in observed.pods):
+        proof = Proof(uid, "")
+    if proof is not None:
+        return ModelFetch("Present", proof=proof, revision=proof.revision, outdated_job=outdated)
+    if claim is None and wanted.makes_claim:
+        return ModelFetch("Fetching", f"The claim {wanted.claim} is not there yet.")
+    failed, message = _progress(observed, wanted.job_name, job)
+    return ModelFetch("Failed" if failed else "Fetching", message, outdated_job=outdated)
+
+
+def _proof(observed: Observed, revision: str) -> Proof | None:
+    there = observed.find("v1", "ConfigMap", names.generation(observed.owner.name, revision))
+    text = (there or {}).get("metadata", {}).get("annotations", {}).get(PROOF)
+    try:
+        noted = json.loads(text or "")
+        return Proof(str(noted["claim"]), str(noted["revision"]))
+    except (ValueError, KeyError, TypeError):
+        return None  # none, or not written by an operator: the files are proved anew
+
+
+def _condition(job: Manifest | None, type: str) -> dict[str, Any]:
+    there = (job or {}).get("status", {}).get("conditions") or ()
+    return next((one for one in there if one["type"] == type and one["status"] == "True"), {})
+
+
+def _progress(observed: Observed, name: str, job: Manifest | None) -> tuple[bool, str]:
+    """Whether fetching has failed, and what there is to say of it."""
+    last = _last_trouble([pod for pod in observed.pods if pod.job == name])
+    words = f" Its last pod: {last}." if last else ""
+    if failure := _condition(job, "Failed"):
+        why = f"{failure.get('reason', 'Failed')}: {failure.get('message', '')}".rstrip(": .")
+        way_out = "Mend what it names and delete the Job to try again at once."
+        return True, f"The Job {name} failed: {why}.{words} {way_out}"
+    conditions = observed.status.get("conditions", ())
+    before = next((one for one in conditions if one["type"] == "ModelReady"), None)
+    same = observed.status.get("model", {}).get("downloadJob") == name
+    if before is not None and before["reason"] == FAILED and same:
+        return True, before.get("message", "")  # another Job tries again; until it is done, this holds
+    if job is None or any(pod.job == name for pod in observed.pods):
+        return False, f"The Job {name} fetches the files.{words}"
+    return False, f"The Job {name} has no pod yet: `kubectl describe job {name}` says why."
+
+
+def _last_trouble(pods: list[Pod]) -> str:
+    troubled = [pod for pod in pods if pod.trouble]
+    return max(troubled, key=lambda pod: (pod.created, pod.name)).trouble.rstrip(".") if troubled else ""
+
+
+def _fetched_by_pods(observed: Observed, files: ModelFiles, revision: str) -> ModelFetch:
+    """Each pod fetches for itself: the first that has done so says which commit the others are to fetch."""
+    pods = [pod for pod in observed.pods if files.fetched and pod.revision == revision and pod.note]
+    there = observed.find("v1", "ConfigMap", files.pin)
+    first = min(pods, key=lambda pod: (pod.created, pod.name)).note if pods else ""
+    pin: str = there["data"][PIN_KEY] if there else first
+    fetched = sorted({pod.note for pod in pods} | ({pin} if pin else set()))
+    return ModelFetch("Present", revision=", ".join(fetched), pin=pin if files.pinned else "")

@@ -1,0 +1,125 @@
+"""The generations of a service: which are remembered, how each of them is, and the one that is wanted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from baton_api import labels
+from baton_api.workers import Role
+from baton_operator import names
+from baton_operator.cluster.state import Observed, Pod
+from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.manifests.model_files import PIN_KEY
+from baton_operator.manifests.objects import Manifest, Owner, made, seconds
+from baton_operator.manifests.revision import Blueprint, Generation
+from baton_operator.rollout.decision import RoleName, RoleState, Seen
+from baton_operator.rollout.model_fetch import PROOF, Proof
+from baton_operator.rollout.rollout_health import Tried
+
+DATA = "generation.json"
+
+
+def remembered(observed: Observed) -> dict[str, Generation]:
+    """All generations that have a ConfigMap, by revision."""
+    found = [
+        Generation.model_validate(
+            {**json.loads(one["data"][DATA]), "revision": one["metadata"]["labels"][labels.REVISION]}
+        )
+        for one in observed.of_kind("ConfigMap")
+        if DATA in one.get("data", {})
+    ]
+    return {one.revision: one for one in found}
+
+
+def wanted(
+    observed: Observed, spec: InferenceServiceSpec, known: Mapping[str, Generation], image: str, now: float
+) -> Generation:
+    """The generation that the spec asks for, perhaps a new one. Raises KeyError if it is not remembered."""
+    if spec.rollout.rollback_to is not None:
+        return known[spec.rollout.rollback_to]
+    blueprint = Blueprint.of(observed.owner.name, spec)
+    digest = blueprint.digest
+    same = [one for one in known.values() if one.blueprint.digest == digest]
+    if not same:
+        return Generation(blueprint=blueprint, image=image, created=now, revision=digest)
+    # Operators that hash in different ways may have made several of the same: the one that serves goes on.
+    return max(same, key=lambda one: (_note(observed, one.revision).get("weight", 0), one.created))
+
+
+def memory(observed: Observed, generation: Generation, proof: Proof | None) -> Manifest:
+    """The ConfigMap that remembers a generation, and the proof that its model was fetched."""
+    owner, revision = observed.owner, generation.revision
+    name = names.generation(owner.name, revision)
+    before = observed.find("v1", "ConfigMap", name)
+    # What was written cannot be changed, and another version might write the same in other words.
+    data = (
+        before["data"] if before else {DATA: generation.model_dump_json(by_alias=True, exclude_defaults=True)}
+    )
+    there = {**names.of_service(owner.name), labels.REVISION: revision}
+    annotations = {PROOF: proof.text} if proof else None
+    return made(owner, "v1", "ConfigMap", name, {"data": data, "immutable": True}, there, annotations)
+
+
+def model_pin(owner: Owner, generation: Generation, commit: str) -> Manifest:
+    """The ConfigMap that names the commit which all pods of a generation fetch."""
+    revision = generation.revision
+    there = {**names.of_service(owner.name), labels.REVISION: revision}
+    return made(
+        owner, "v1", "ConfigMap", names.model_pin(owner.name, revision), {"data": {PIN_KEY: commit}}, there
+    )
+
+
+def role_names(generation: Generation) -> dict[RoleName, Role]:
+    """The roles of a generation, under the names of the spec."""
+    return {"prefill" if role is Role.PREFILL else "decode": role for role in generation.blueprint.roles}
+
+
+def seen(observed: Observed, generation: Generation, weight: int, now: float) -> Seen:
+    """How a generation is; what of it was noted in status before goes on."""
+    revision = generation.revision
+    note = _note(observed, revision)
+    pods = [pod for pod in observed.pods if pod.revision == revision and not pod.finished]
+    roles: dict[RoleName, RoleState] = {}
+    for name, role in role_names(generation).items():
+        there = observed.find("apps/v1", "Deployment", names.worker(observed.owner.name, role, revision))
+        replicas = there["spec"].get("replicas", 1) if there else 0
+        of_role = [pod for pod in pods if pod.role == role]
+        roles[name] = RoleState(replicas, _ready(of_role), len(of_role))
+    one = Seen(revision, generation.created, roles, weight)
+    ready = sum(role.ready for role in roles.values())
+    begins = one.waiting and note.get("settled", True)
+    goes_on = begins or ready > note.get("peak", 0) or not note
+    return replace(
+        one,
+        failed=note.get("phase") == "Failed",
+        progressed=now if goes_on else seconds(note["progressedAt"]),
+        restarts=max((pod.restarts for pod in pods), default=0),
+        tried=observed.tried.get(revision, Tried()),
+        step=note.get("step", 0),
+        step_since=seconds(note["stepSince"]) if "stepSince" in note else None,
+    )
+
+
+def peak(observed: Observed, one: Seen) -> int:
+    """Most workers of it that were ever ready at once."""
+    before: int = _note(observed, one.revision).get("peak", 0)
+    return max(before, sum(role.ready for role in one.roles.values()))
+
+
+def reason(observed: Observed, revision: str) -> str:
+    """Why a generation failed, as it was noted when it did."""
+    noted: str = _note(observed, revision).get("reason", "")
+    return noted
+
+
+def _note(observed: Observed, revision: str) -> dict[str, Any]:
+    """What status says of a generation."""
+    notes: Sequence[dict[str, Any]] = observed.status.get("revisions", ())
+    return next((one for one in notes if one["name"] == revision), {})
+
+
+def _ready(pods: Sequence[Pod]) -> int:
+    return sum(pod.ready and not pod.terminating for pod in pods)

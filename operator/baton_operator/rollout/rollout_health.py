@@ -1,0 +1,194 @@
+"""
+Rollout health: whether requests to a new revision fail or are slow, from the counters of the routers.
+
+The operator reads the counters while two revisions exist and evaluates the last two minutes. A router that
+does not answer is left out. A few failures prove nothing, and neither do failures that the old revision has
+as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton_api import metrics
+from baton_operator import names
+from baton_operator.kinds.service_policies import Rollout
+
+FAILURES = 5
+"""Requests that must have failed on a new generation, or been slow, before their share says anything."""
+
+SLOW_PERCENT = 5
+"""Streams that may be slow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What became of the requests that a generation was lately given, whoever answered them in the end."""
+
+    requests: int = 0
+    failed: int = 0
+    begun: Mapping[float, int] = field(default_factory=dict)
+    """Streams whose first token came within so many seconds, for some numbers of seconds; all by infinity."""
+
+    @property
+    def failing(self) -> float:
+        """The share of them that failed, from 0 to 1."""
+        return self.failed / self.requests if self.requests else 0.0
+
+    @property
+    def streams(self) -> int:
+        """Those of which the first token came."""
+        return self.begun.get(math.inf, 0)
+
+    def slow(self, limit_s: float) -> int:
+        """Streams that surely took longer: than the next number from the limit on that was counted by."""
+        within = min((bound for bound in self.begun if bound >= limit_s), default=math.inf)
+        return self.streams - self.begun.get(within, 0)
+
+    def slowing(self, limit_s: float) -> float:
+        """The share of them, from 0 to 1."""
+        return self.slow(limit_s) / self.streams if self.streams else 0.0
+
+
+def fault(policy: Rollout, new: Tried, old: Sequence[Tried]) -> str:
+    """
+    What speaks against a new generation, of what became of its requests; empty if nothing does.
+
+    What is as bad on one of the old ones is not the new one's fault.
+    """
+    least = min((one.failing for one in old), default=0.0)
+    if new.failed >= FAILURES and 100 * new.failing > policy.max_failed_percent and new.failing > least:
+        return f"{new.failed} of {new.requests} requests failed on it"
+    limit_s = policy.max_ttft_s
+    if limit_s is None:
+        return ""
+    slow, share = new.slow(limit_s), new.slowing(limit_s)
+    least = min((one.slowing(limit_s) for one in old), default=0.0)
+    if slow >= FAILURES and 100 * share > SLOW_PERCENT and share > least:
+        within = f"longer than {policy.max_ttft} to their first token"
+        return f"{slow} of {new.streams} streams took {within} on it"
+    return ""
+
+
+log = logging.getLogger(__name__)
+
+WINDOW_S = 120.0
+"""Seconds that are looked back."""
+
+ANSWER_S = 3.0
+"""Seconds for a router to say what it counts."""
+
+Read = Callable[[str], Awaitable[str]]
+"""Gives what is at a URL. Raises OSError, TimeoutError or aiohttp.ClientError."""
+
+Counted = tuple[str, str | float]
+"""A revision, and what is counted of it: requests by their result, `passed` or `failed`, and streams by the
+seconds within which their first token came."""
+
+Counts = Mapping[str, Mapping[Counted, float]]
+"""Of each router, by its pod's name."""
+
+
+class Tries(Protocol):
+    """Knows what becomes of requests."""
+
+    async def lately(self, service: str, routers: Mapping[str, str]) -> Mapping[str, Tried]:
+        """By revision, of a service by its UID; `routers` are their addresses by their pods' names."""
+
+    def forget(self, service: str) -> None:
+        """There is one generation: what was counted is of no use any more."""
+
+
+class NoTries:
+    """Knows nothing."""
+
+    async def lately(self, service: str, routers: Mapping[str, str]) -> Mapping[str, Tried]:
+        return {}
+
+    def forget(self, service: str) -> None: ...
+
+
+class RouterTries:
+    """Reads it off the routers' metrics. `clock` is monotonic."""
+
+    def __init__(self, read: Read, clock: Callable[[], float]) -> None:
+        self._read = read
+        self._clock = clock
+        self._seen: defaultdict[str, deque[tuple[float, Counts]]] = defaultdict(deque)
+
+    async def lately(self, service: str, routers: Mapping[str, str]) -> Mapping[str, Tried]:
+        said = await asyncio.gather(*map(self._counts, routers.values()))
+        counts = {pod: one for pod, one in zip(routers, said, strict=True) if one is not None}
+        now, seen = self._clock(), self._seen[service]
+        while seen and now - seen[0][0] > WINDOW_S:
+            seen.popleft()
+        seen.append((now, counts))
+        return _added([one for _, one in seen])
+
+    def forget(self, service: str) -> None:
+        self._seen.pop(service, None)
+
+    async def _counts(self, address: str) -> Mapping[Counted, float] | None:
+        host = f"[{address}]" if ":" in address else address
+        url = f"http://{host}:{names.ROUTER_PORT}/metrics"
+        try:
+            return counted(await self._read(url))
+        except (OSError, TimeoutError, ValueError, aiohttp.ClientError) as error:
+            log.info("%s does not say what becomes of requests: %s", url, error)
+            return None
+
+
+async def read(url: str) -> str:
+    """What is there. Raises as `Read` has it."""
+    limit = aiohttp.ClientTimeout(total=ANSWER_S)
+    async with (
+        aiohttp.ClientSession(timeout=limit, raise_for_status=True) as session,
+        session.get(url) as answer,
+    ):
+        text: str = await answer.text()
+        return text
+
+
+def counted(text: str) -> Counter[Counted]:
+    """
+    What a router counts, all of its processes together. Raises ValueError.
+
+    >>> name = "baton_router_generation_requests_total"
+    >>> counted(f'{name}{{revision="6f1c2ab9",result="failed"}} 3.0\\n')
+    Counter({('6f1c2ab9', 'failed'): 3.0})
+    """
+    requests = metrics.ROUTER_GENERATION_REQUESTS.name
+    streams = f"{metrics.ROUTER_GENERATION_FIRST_TOKEN.name}_bucket"
+    found: Counter[Counted] = Counter()
+    for family in text_string_to_metric_families(text):
+        for one in family.samples:
+            if one.name == requests:
+                found[one.labels["revision"], one.labels["result"]] += one.value  # type: ignore[assignment]
+            elif one.name == streams:
+                found[one.labels["revision"], float(one.labels["le"])] += one.value  # type: ignore[assignment]
+    return found
+
+
+def _added(readings: Sequence[Counts]) -> dict[str, Tried]:
+    """What each router has counted since it was first read."""
+    added: Counter[Counted] = Counter()
+    for pod, latest in readings[-1].items():
+        first = next(one[pod] for one in readings if pod in one)
+        for which, count in latest.items():
+            added[which] += round(max(0.0, count - first.get(which, 0.0)))
+    return {revision: _tried(revision, added) for revision, _ in added}
+
+
+def _tried(revision: str, added: Counter[Counted]) -> Tried:
+    failed = added[revision, "failed"]
+    begun = {what: added[one, what] for one, what in added if one == revision and isinstance(what, float)}
+    return Tried(added[revision, "passed"] + failed, failed, begun)

@@ -1,0 +1,100 @@
+"""What the autoscaler saw and decided, for Prometheus: every input that is known, and every decision."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+
+from baton_api import metrics
+from baton_api.metrics import Metric
+from baton_operator.rollout.decision import RoleName
+from baton_operator.scaling.sample import Decision, Observation
+
+Service = tuple[str, str]
+"""Namespace and name."""
+
+INPUTS = ("demand", "backlog", "latency", "first_token", "utilisation", "rate", "requests", "queued", "held")
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """One role's last decision, and what it was made from."""
+
+    seen: Observation
+    decision: Decision
+    capacity: float | None
+
+
+class ScalingFigures(Collector):
+    """Of all services. `clock` is monotonic."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._decided: dict[Service, Mapping[RoleName, Decided]] = {}
+        self._measured: dict[Service, float] = {}
+        self._changes: Counter[tuple[Service, RoleName, str]] = Counter()
+
+    def decided(self, service: Service, roles: Mapping[RoleName, Decided], *, measured: bool) -> None:
+        """`measured`: whether the metrics were had this time."""
+        self._decided[service] = roles
+        if measured or service not in self._measured:
+            self._measured[service] = self._clock()
+
+    def changed(self, service: Service, role: RoleName, direction: str) -> None:
+        """A role has been made larger or smaller: up or down."""
+        self._changes[service, role, direction] += 1
+
+    def forget(self, service: Service) -> None:
+        self._decided.pop(service, None)
+        self._measured.pop(service, None)
+
+    def collect(self) -> Iterator[Family]:
+        now = self._clock()
+        made = {
+            metric.name: GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
+            for metric in GAUGES
+        }
+
+        def put(metric: Metric, value: float, *labels: str) -> None:
+            made[metric.name].add_metric(labels, value)
+
+        for service, since in self._measured.items():
+            put(metrics.AUTOSCALER_METRICS_AGE, now - since, *service)
+        for service, roles in self._decided.items():
+            for role, one in roles.items():
+                of_role = (*service, role)
+                put(metrics.AUTOSCALER_DESIRED, one.decision.replicas, *of_role)
+                put(metrics.AUTOSCALER_RECOMMENDED, one.decision.raw, *of_role)
+                put(metrics.AUTOSCALER_DECIDED_BY, 1, *of_role, one.decision.reason)
+                if one.decision.raw < one.decision.replicas == one.seen.replicas:
+                    put(metrics.AUTOSCALER_HELD, 1, *of_role, one.decision.reason)
+                if one.capacity is not None:
+                    put(metrics.AUTOSCALER_CAPACITY, one.capacity, *of_role)
+                for name in INPUTS:
+                    reading = getattr(one.seen, name)
+                    put(metrics.AUTOSCALER_UNKNOWN, float(not reading.known), *of_role, name)
+                    if reading.value is not None:
+                        put(metrics.AUTOSCALER_INPUT, reading.value, *of_role, name)
+        yield from made.values()
+        metric = metrics.AUTOSCALER_DECISIONS
+        changes = CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
+        for (service, role, direction), count in self._changes.items():
+            changes.add_metric((*service, role, direction), count)
+        yield changes
+
+
+GAUGES = (
+    metrics.AUTOSCALER_METRICS_AGE,
+    metrics.AUTOSCALER_DESIRED,
+    metrics.AUTOSCALER_RECOMMENDED,
+    metrics.AUTOSCALER_DECIDED_BY,
+    metrics.AUTOSCALER_HELD,
+    metrics.AUTOSCALER_CAPACITY,
+    metrics.AUTOSCALER_UNKNOWN,
+    metrics.AUTOSCALER_INPUT,
+)
