@@ -6,14 +6,13 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
 from baton_router.app import Router, create_app
 from baton_router.server import RouterServer, address, bind
 from baton_router.settings import RouterSettings
-from tests.router.fake_worker import FakeWorker
 
 CHAT = "/v1/chat/completions"
 QUESTION = {"model": "tiny", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
@@ -29,6 +28,13 @@ def anew(body: dict[str, Any]) -> dict[str, Any]:
     """The same with a prompt that no worker holds yet: it may go to any."""
     messages = [{"role": "user", "content": f"Question {next(_numbers)}: what is the capital of France?"}]
     return {**body, "messages": messages}
+
+
+class Addressed(Protocol):
+    """A worker of a test."""
+
+    @property
+    def url(self) -> str: ...
 
 
 class RunningRouter:
@@ -54,8 +60,8 @@ class RunningRouter:
 
 @asynccontextmanager
 async def running_router(
-    decode: Sequence[FakeWorker] = (),
-    prefill: Sequence[FakeWorker] = (),
+    decode: Sequence[Addressed] = (),
+    prefill: Sequence[Addressed] = (),
     *,
     wait: bool = True,
     **settings: object,
