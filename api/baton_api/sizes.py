@@ -30,7 +30,7 @@ def parse_size(text: object) -> object:
     match = _SIZE.fullmatch(text)
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise ValueError(f"{text!r} is no size; one looks like 512MiB, 4GB or 1073741824")
+        raise ValueError(f"{text!r} is not a size. Expected a size such as 512MiB, 4GB or 1073741824")
     return round(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
 
 

@@ -1,9 +1,8 @@
 """
-Command-line options made from settings objects: one source for flag, environment, default and help.
+Make command-line options from settings classes: flag, environment variable, default, help and group.
 
-A field `kv_cache_memory` becomes `--kv-cache-memory`, its docstring the help. Nothing is checked here:
-what was given goes to the settings as it is, and what they say about it comes back in one sentence that
-names the flag.
+A field `kv_cache_memory` becomes `--kv-cache-memory`, and its docstring becomes the help. Values are passed
+to the settings class unchecked; its validation errors are reported with the name of the flag.
 """
 
 from __future__ import annotations
@@ -23,56 +22,69 @@ from pydantic_settings import BaseSettings, SettingsError
 from rich.markup import escape
 
 from baton_api.errors import SetupError
+from baton_api.sizes import parse_size
 from baton_cli import peers
 
 Settings = TypeVar("Settings", bound=BaseSettings)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One field of a settings object as a flag."""
+    """A field of a settings class as a flag."""
 
     field: str
     flag: str
     environment: str
     metavar: str
     default: str
+    """With its unit; empty if there is none."""
+    range: str
     help: str
+    group: str
     repeated: bool
     switch: bool
-    """Given without a value; `off` is its opposite."""
+    """A boolean: `--flag` or `--no-flag`, without a value."""
     aliases: tuple[str, ...] = ()
-    """What users of other servers call it."""
+    """Names of the flag in other servers."""
 
     @classmethod
-    def of(cls, name: str, field: FieldInfo, prefix: str, aliases: tuple[str, ...] = ()) -> Option:
+    def of(cls, name: str, field: FieldInfo, prefix: str, group: str, aliases: tuple[str, ...]) -> Option:
         repeated = typing.get_origin(field.annotation) is tuple
         return cls(
             field=name,
             flag="--" + name.replace("_", "-"),
             environment=(prefix + name).upper(),
-            metavar=REPEATED.get(name, "URL") if repeated else _metavar(field),
-            default=_shown(field.get_default(call_default_factory=True)),
+            metavar=REPEATED.get(name, "URL") if repeated else _metavar(name, field),
+            default=_default(name, field),
+            range=_range(field),
             help=" ".join((field.description or "").split()),
+            group=group,
             repeated=repeated,
             switch=field.annotation is bool,
             aliases=aliases,
         )
 
     @property
-    def off(self) -> str:
+    def negated(self) -> str:
         return f"--no-{self.flag.removeprefix('--')}"
 
     @property
+    def usage(self) -> str:
+        """The flag as help and reference show it."""
+        return f"{self.flag}/{self.negated}" if self.switch else self.flag
+
+    @property
     def parameter(self) -> inspect.Parameter:
-        """The same as a parameter of a Typer command; None means that it was not given."""
-        default = f"  [default: {self.default}]" if self.default else ""
-        also = f" Also {', '.join(self.aliases)}." if self.aliases else ""
+        """The option as a parameter of a Typer command. None means that it was not given."""
+        alias = f" Alias: {', '.join(self.aliases)}." if self.aliases else ""
+        facts = [f"default: {self.default}"] if self.default else []
+        facts += [f"range: {self.range}"] if self.range else []
         info = typer.Option(
-            f"{self.flag}/{self.off}" if self.switch else self.flag,
-            help=escape(self.help + also + default),
-            metavar=None if self.switch else self.metavar,
+            self.usage,
+            help=escape(self.help + alias + (f" [{', '.join(facts)}]" if facts else "")),
+            metavar="" if self.switch else self.metavar,
             show_default=False,
+            rich_help_panel=self.group or None,
         )
         kind: Any = bool | None if self.switch else list[str] | None if self.repeated else str | None
         return inspect.Parameter(
@@ -81,23 +93,35 @@ class Option:
 
 
 def options_of(settings: type[BaseSettings]) -> Iterator[Option]:
-    """All fields in the order in which they were written, its own before those that it has from others."""
+    """Yield the options of a settings class in the order of its fields, its own before inherited ones."""
     prefix = settings.model_config.get("env_prefix") or ""
+    groups = _groups(settings)
     fields = sorted(settings.model_fields.items(), key=lambda item: item[0] not in settings.__annotations__)
     for name, field in fields:
-        yield Option.of(name, field, prefix, peers.aliases(settings, name))
+        yield Option.of(name, field, prefix, groups[name], peers.aliases(settings, name))
+
+
+def _groups(settings: type[BaseSettings]) -> dict[str, str]:
+    """Return the group of each field. `GROUPS` of a class names the first field of each group."""
+    starts: dict[str, str] = {}
+    for one in reversed(settings.__mro__):
+        starts |= vars(one).get("GROUPS", {})
+    groups, group = {}, ""
+    for name in settings.model_fields:
+        group = starts.get(name, group)
+        groups[name] = group
+    return groups
 
 
 def with_options(
     settings: type[BaseSettings], *, without: Collection[str] = (), only: Collection[str] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """
-    Give a command that takes `**given` the options of `settings` after its own parameters.
+    Add the options of `settings` to a command that takes `**values`.
 
-    `given` holds what was said on the command line and nothing else, so that the environment and the
-    defaults still have their say.
+    `values` contains only what the command line sets, so that environment variables and defaults apply.
     """
-    chosen = [
+    selected = [
         option.parameter
         for option in options_of(settings)
         if option.field not in without and (only is None or option.field in only)
@@ -106,62 +130,116 @@ def with_options(
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
         own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        taken = {parameter.name for parameter in own}
-        added = [parameter for parameter in chosen if parameter.name not in taken]
+        own_names = {parameter.name for parameter in own}
+        added = [parameter for parameter in selected if parameter.name not in own_names]
 
         def run(**values: Any) -> None:
-            named = {name: values.pop(name) for name in taken}
-            given = {
+            own_values = {name: values.pop(name) for name in own_names}
+            set_values = {
                 name: tuple(value) if isinstance(value, list) else value
                 for name, value in values.items()
                 if value is not None and value != []
             }
-            command(**named, **given)
+            command(**own_values, **set_values)
 
         parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + added
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         run.__doc__ = command.__doc__
         run.__name__ = command.__name__
-        # Typer may see this function wrapped again: another set of options comes after these.
+        # The function may be decorated again with the options of a second class.
         return run
 
     return decorate
 
 
-def read_settings(kind: type[Settings], given: Mapping[str, Any]) -> Settings:
-    """Settings from what was given, the environment and the defaults. Raises SetupError."""
+def read_settings(kind: type[Settings], values: Mapping[str, Any]) -> Settings:
+    """Return settings from the command line, the environment and the defaults. Raises SetupError."""
     try:
-        return kind(**given)
+        return kind(**values)
     except ValidationError as error:
         prefix = (kind.model_config.get("env_prefix") or "").upper()
-        raise SetupError("; ".join(_complaints(error, given, prefix, kind)) + ".") from None
-    except SettingsError as error:  # the environment holds no JSON where JSON belongs
+        raise SetupError("; ".join(_problems(error, values, prefix, kind)) + ".") from None
+    except SettingsError as error:  # a variable does not contain the JSON that its type needs
         raise SetupError(f"{error}: {error.__cause__}.") from error
 
 
 SECRETS = ("_key", "_secret")
-"""Ends of the names of settings that no message repeats."""
+"""Suffixes of settings whose values no message repeats."""
 
 
-def _complaints(
-    error: ValidationError, given: Mapping[str, Any], prefix: str, settings: type[BaseSettings]
+def _problems(
+    error: ValidationError, values: Mapping[str, Any], prefix: str, settings: type[BaseSettings]
 ) -> Iterator[str]:
     for problem in error.errors():
         name = str(problem["loc"][0]) if problem["loc"] else ""
-        flag = "--" + name.replace("_", "-") if name in given else prefix + name.upper()
-        others = ", ".join(peers.aliases(settings, name)) if name in given else ""
+        source = "--" + name.replace("_", "-") if name in values else prefix + name.upper()
+        aliases = ", ".join(peers.aliases(settings, name)) if name in values else ""
         reason = problem["msg"].removeprefix("Value error, ")
-        shown = repr(problem["input"])[:200]
-        said = "" if reason.startswith(shown) or name.endswith(SECRETS) else f"{shown}: "
-        yield f"{flag} ({others}): {said}{reason}" if others else f"{flag}: {said}{reason}"
+        value = repr(problem["input"])[:200]
+        shown = "" if reason.startswith(value) or name.endswith(SECRETS) else f"{value}: "
+        yield f"{source} ({aliases}): {shown}{reason}" if aliases else f"{source}: {shown}{reason}"
 
 
-def _shown(default: object) -> str:
-    """A default as help and reference show it; nothing for what is empty."""
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    return "" if default is None or default in ("", (), {}) else str(default)  # a secret shows nothing
+DAY_S, HOUR_S = 86_400, 3_600
+SIZE_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def readable_size(count: int) -> str:
+    """
+    Return a number of bytes in the largest binary unit that divides it.
+
+    >>> readable_size(64 * 2**20), readable_size(1536), readable_size(1000), readable_size(0)
+    ('64MiB', '1536', '1000', '0')
+    """
+    for factor, unit in SIZE_UNITS:
+        if count and count % factor == 0:
+            return f"{count // factor}{unit}"
+    return str(count)
+
+
+def readable_seconds(seconds: float) -> str:
+    """
+    Return a duration with its unit.
+
+    >>> readable_seconds(5.0), readable_seconds(0.5), readable_seconds(86_400), readable_seconds(3600.0)
+    ('5 s', '0.5 s', '86400 s (1 day)', '3600 s (1 hour)')
+    """
+    for unit_s, unit in ((DAY_S, "day"), (HOUR_S, "hour")):
+        if seconds and seconds % unit_s == 0:
+            number = int(seconds // unit_s)
+            return f"{seconds:.15g} s ({number} {unit}{'s' if number > 1 else ''})"
+    return f"{seconds:.15g} s"
+
+
+def _default(name: str, field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value is None or value in ("", (), {}):
+        return ""
+    if isinstance(value, (int, float)) and name.endswith("_s"):
+        return readable_seconds(value)
+    if isinstance(value, int) and not isinstance(value, enum.Enum) and _is_size(field):
+        return readable_size(value)
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)  # the text of a secret is empty
+
+
+def _range(field: FieldInfo) -> str:
+    """Return the accepted numbers, such as `1-64` or `>= 1`."""
+    bounds = {
+        kind: getattr(part, kind)
+        for part in field.metadata
+        for kind in ("ge", "gt", "le", "lt")
+        if getattr(part, kind, None) is not None
+    }
+    show = readable_size if _is_size(field) else str
+    if "ge" in bounds and "le" in bounds:
+        return f"{show(bounds['ge'])}-{show(bounds['le'])}"
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    return ", ".join(f"{signs[kind]} {show(bound)}" for kind, bound in bounds.items())
 
 
 REPEATED = {
@@ -169,16 +247,21 @@ REPEATED = {
     "api_key": "KEY",
     "allowed_origins": "ORIGIN",
     "namespaces": "NAMES",
+    "hold_models": "NAMES",
     "decode_dns": "NAME",
     "prefill_dns": "NAME",
     "metrics_names": "vllm|sglang",
     "revision_weight": "REVISION=NUMBER",
     "profile": "FILE",
+    "jwt_algorithms": "ALGORITHM",
 }
-"""What the values of repeated flags are called, if not URL."""
+"""Metavariables of repeatable flags other than URL."""
+
+PLACES = {"_folder": "FOLDER", "_file": "FILE", "_host": "ADDRESS", "_url": "URL", "_namespace": "NAMESPACE"}
+"""Metavariables by the suffix of a field."""
 
 
-def _metavar(field: FieldInfo) -> str:
+def _metavar(name: str, field: FieldInfo) -> str:
     annotation: Any = field.annotation
     if isinstance(annotation, types.UnionType):  # X | None
         annotation = typing.get_args(annotation)[0]
@@ -188,6 +271,14 @@ def _metavar(field: FieldInfo) -> str:
         return "JSON"
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
         return "|".join(str(member.value) for member in annotation)
-    if annotation is int and any(getattr(part, "func", None) is not None for part in field.metadata):
+    if _is_size(field):
         return "SIZE"
-    return {int: "N", float: "X", str: "TEXT"}.get(annotation, "TEXT")
+    if name.endswith("_s"):
+        return "SECONDS"
+    if annotation is str:
+        return next((place for suffix, place in PLACES.items() if f"_{name}".endswith(suffix)), "TEXT")
+    return {int: "N", float: "X"}.get(annotation, "TEXT")
+
+
+def _is_size(field: FieldInfo) -> bool:
+    return any(getattr(part, "func", None) is parse_size for part in field.metadata)

@@ -1,13 +1,14 @@
 """
-The reference pages, written from the code itself: settings, modules, errors, limits and metrics.
+Write the reference pages from the code: settings, modules, errors, limits and metrics.
 
     python -m baton_cli.reference           writes docs/reference/
-    python -m baton_cli.reference --check   fails if a page is not what would be written
+    python -m baton_cli.reference --check   fails if a page differs from what would be written
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ from baton_operator.settings import OperatorSettings
 from baton_router.settings import RouterSettings
 
 ROOT = Path(__file__).parents[2]
-"""Of the repository: the pages are made from its sources, not from an installed wheel."""
+"""The repository. The pages are made from its sources, not from an installed wheel."""
 
 PACKAGES = (
     "api/baton_api",
@@ -39,39 +40,42 @@ PACKAGES = (
     "observing/baton_observing",
     "cli/baton_cli",
 )
-"""From what all know to what knows all."""
+"""Each package imports only packages above it."""
 
 SETTINGS = """\
 # Settings
 
-Written by `make fix` from the settings objects; change the docstrings there.
+Generated from the settings classes by `make fix`. Do not edit.
 
-Each setting is a flag and an environment variable; the flag wins. Sizes may be written as `512MiB` or `4GB`.
-`baton up` takes the workers' settings too and gives them to all of its workers.
+Every setting is a flag and an environment variable; the flag takes precedence. Booleans are switches:
+`--flag` or `--no-flag`, and `true` or `false` in the environment. Sizes accept units: `512MiB`, `4GB`.
+Durations are in seconds. `baton up` and `baton demo` accept the settings of workers and pass
+them to all workers.
 """
 
-FLAGS_OF_OTHERS = """\
+ALIASES = """\
 ## Flags of SGLang, vLLM and their routers
 
-These are taken under the names that they have there, with `-` or `_` between words. Flags that are the same
-in both are not listed.
+Baton accepts these flags as aliases, with `-` or `_` between words. Flags with the same name and meaning are
+not listed.
 """
 
 MODULES = """\
 # Modules
 
-Written by `make fix` from the first sentence of each module's docstring; a package knows only those above it.
+Generated from the first sentence of each module's docstring by `make fix`. Do not edit. A package imports
+only packages above it.
 """
 
 
 def pages() -> dict[str, str]:
-    """File names under docs/reference and their text."""
-    workers = section("Workers: `baton serve`, `baton prefill`, `baton decode`", WorkerSettings)
-    routers = section("Routers: `baton router`", RouterSettings)
-    operators = section("The operator: `baton operator`", OperatorSettings)
+    """Return the pages: file name under docs/reference, and text."""
+    workers = section("Workers", "`baton serve`, `baton prefill`, `baton decode`", WorkerSettings)
+    routers = section("Router", "`baton router`", RouterSettings)
+    operators = section("Operator", "`baton operator`", OperatorSettings)
     modules = (line for package in PACKAGES for line in module_lines(ROOT / package))
     return {
-        "settings.md": "\n".join([SETTINGS, *workers, *routers, *operators, *flags_of_others()]),
+        "settings.md": "\n".join([SETTINGS, *workers, *routers, *operators, *peer_flags()]),
         "modules.md": "\n".join([MODULES, *modules]),
         "errors.md": errors_page(),
         "limits.md": limits_page(),
@@ -80,7 +84,7 @@ def pages() -> dict[str, str]:
 
 
 def module_lines(package: Path) -> Iterator[str]:
-    """The package's own sentence, and one line for each module in it."""
+    """Yield the summary of a package and of each of its modules."""
     yield f"## {package.name}\n\n{sentence(package / '__init__.py')}\n"
     for file in sorted(package.rglob("*.py")):
         name = str(file.relative_to(package))
@@ -90,37 +94,48 @@ def module_lines(package: Path) -> Iterator[str]:
 
 
 def sentence(file: Path) -> str:
-    """The first paragraph of a module's docstring, on one line."""
+    """Return the first paragraph of a module's docstring, on one line."""
     docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
     return " ".join(docstring.split("\n\n")[0].split())
 
 
-def section(title: str, settings: type[BaseSettings]) -> Iterator[str]:
-    yield f"## {title}\n"
-    for option in options_of(settings):
-        yield from entry(option)
+def section(title: str, commands: str, settings: type[BaseSettings]) -> Iterator[str]:
+    """Yield the settings of a class by group."""
+    options = list(options_of(settings))
+    yield f"## {title}\n\nCommands: {commands}.\n"
+    yield "| group | settings |\n|---|---|"
+    for group, members in itertools.groupby(options, lambda option: option.group):
+        yield f"| {group} | {', '.join(f'`{option.flag}`' for option in members)} |"
+    for group, members in itertools.groupby(options, lambda option: option.group):
+        yield f"\n### {title}: {group}\n"
+        for option in members:
+            yield from entry(option)
 
 
 def entry(option: Option) -> Iterator[str]:
-    default = f"`{option.default}`" if option.default else "empty"
-    yield f"### `{option.flag}` {option.metavar}\n"
+    """Yield a setting: flag, help, default, range, variable and aliases."""
+    metavar = "" if option.switch else f" {option.metavar}"
+    yield f"#### `{option.usage}`{metavar}\n"
     yield f"{option.help}\n"
-    also = f" Also: {', '.join(f'`{alias}`' for alias in option.aliases)}." if option.aliases else ""
-    yield f"Default: {default}. Environment: `{option.environment}`.{also}\n"
+    facts = [f"Default: `{option.default}`" if option.default else "Default: empty"]
+    facts += [f"Range: {option.range}"] if option.range else []
+    facts += [f"Environment: `{option.environment}`"]
+    facts += [f"Aliases: {', '.join(f'`{alias}`' for alias in option.aliases)}"] if option.aliases else []
+    yield f"{'. '.join(facts)}.\n"
 
 
-def flags_of_others() -> Iterator[str]:
-    """What users of other servers look for first."""
-    yield FLAGS_OF_OTHERS
-    yield "| there | here | |"
+def peer_flags() -> Iterator[str]:
+    """Yield the flags of other servers: aliases, then rejected flags with the reason."""
+    yield ALIASES
+    yield "| their flag | Baton's flag | notes |"
     yield "|---|---|---|"
     yield f"| `--model-path`, `--model` | `MODEL` | {peers.NOTES['model']} |"
     for table in (peers.WORKER_ALIASES, peers.ROUTER_ALIASES):
         for field, others in table.items():
             names = ", ".join(f"`{other}`" for other in others)
             yield f"| {names} | `--{field.replace('_', '-')}` | {peers.NOTES.get(field, '')} |"
-    yield "\nThese are refused, each with its reason:\n"
-    yield "| there | why not here |"
+    yield "\nBaton rejects these flags, with an alternative or a reason:\n"
+    yield "| their flags | reason |"
     yield "|---|---|"
     for refusal in REFUSALS:
         names = ", ".join(f"`{flag}`" for flag in refusal.flags.split())
@@ -129,7 +144,7 @@ def flags_of_others() -> Iterator[str]:
 
 
 def main(arguments: list[str], folder: Path = ROOT / "docs" / "reference") -> int:
-    """Write the pages, or say which are not current."""
+    """Write the pages. With `--check`, only name those that differ."""
     texts = {folder / name: text for name, text in pages().items()}
     return generated_files.settle(texts, folder.glob("*.md"), check="--check" in arguments)
 

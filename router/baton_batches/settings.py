@@ -1,8 +1,9 @@
-"""Settings of files and batches; they are fields of the router's."""
+"""Settings of files and batches. They are part of the router's settings."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -12,84 +13,93 @@ from baton_api.sizes import Bytes
 
 
 class BatchSettings(BaseSettings):
-    """Where files and batches are kept, and how much of them."""
+    """Storage, limits and execution of files and batches."""
 
     model_config = SettingsConfigDict(use_attribute_docstrings=True)
 
+    GROUPS: ClassVar[Mapping[str, str]] = {
+        "state": "Files",
+        "batch_file_limit": "Batches",
+    }
+    """The first setting of each group in the help, and the title of the group."""
+
+    # --- Files ---
+
     state: str = ""
-    """Folder of what outlives the router: the database of files and batches and, unless `--files-store` says
-    otherwise, the files. Empty: `baton/router-<port>` in $XDG_STATE_HOME or ~/.local/state; with `--port 0`,
-    which nobody finds again, a folder that is removed at the end."""
+    """Folder for data that outlives the router: the database of files and batches and, without --files-store,
+    the files. Empty: `baton/router-PORT` in $XDG_STATE_HOME or ~/.local/state; with --port 0 a
+    temporary folder."""
 
     database: SecretStr = SecretStr("")
-    """URL of the database of files and batches, `postgresql://user:password@host/name`, for several routers
-    that share their batches; they need a common `--files-store` too. Set it by environment. Empty: SQLite in
-    the state folder."""
+    """URL of a database of files and batches that several routers share:
+    `postgresql://user:password@host/name`. They need a common --files-store too. Set it by the
+    environment variable. Empty: SQLite in the --state folder."""
 
     files_store: str = ""
-    """Where the contents of files lie: a folder, or `s3://bucket/prefix` with credentials as for other tools
-    of AWS. Empty: the state folder. Give a bucket a rule that removes incomplete uploads."""
+    """Location of file contents: a folder, or `s3://bucket/prefix` with the usual AWS credentials. Give the
+    bucket a rule that removes incomplete uploads. Empty: the --state folder."""
 
     files_endpoint: str = ""
-    """URL of an S3 server that is not Amazon's, such as http://minio:9000."""
+    """URL of an S3 server other than AWS, such as http://minio:9000."""
 
     file_limit: Bytes = Field(default=512 * 1024**2, ge=1)
-    """Most bytes of one uploaded file; more are refused with 413."""
+    """Maximum size of an uploaded file. Larger files are rejected with 413."""
 
     files_per_key: int = Field(default=10_000, ge=0)
-    """Most files that one API key keeps, counted when one is uploaded; 0: no bound."""
+    """Maximum number of files per API key, checked at upload. 0: unlimited."""
 
     file_bytes_per_key: Bytes = Field(default=100 * 1024**3, ge=0)
-    """Most bytes of files that one API key keeps; 0: no bound."""
+    """Maximum total size of files per API key. 0: unlimited."""
+
+    # --- Batches ---
 
     batch_file_limit: Bytes = Field(default=200 * 1024**2, ge=1)
-    """Most bytes of a batch's input file."""
+    """Maximum size of a batch's input file."""
 
     batch_lines: int = Field(default=50_000, ge=1)
-    """Most requests of one batch."""
+    """Maximum number of requests per batch."""
 
     batch_line_limit: Bytes = Field(default=limits.BODY.most, ge=1024)
-    """Most bytes of one line of a batch's input file."""
+    """Maximum size of one line of a batch's input file."""
 
     batches_kept_s: int = Field(default=30 * 86_400, ge=0)
-    """Seconds after the end of its window for which an ended batch can be looked at. Its files have their own
-    time: 30 days after they were made, if nothing else was asked for."""
+    """Time for which an ended batch can be retrieved, from the end of its completion window. Its files expire
+    separately: by default 30 days after their creation."""
 
     batch_poll_s: float = Field(default=1.0, gt=0)
-    """Seconds between two looks at the batches of a database that other routers write to as well."""
+    """Interval between reads of a database that other routers also write to."""
 
     batch_execution: Literal["subprocess", "external", "off"] = "subprocess"
-    """Who runs the lines of batches: processes that this router starts, somebody else, such as Jobs that an
-    operator starts in Kubernetes, or nobody: then batches are taken and wait."""
+    """What runs batches. subprocess: processes started by this router. external: other processes, such as
+    Kubernetes Jobs. off: batches are accepted and wait."""
 
     batch_jobs: str = ""
-    """Name of the InferenceService whose router this is, in a pod of Kubernetes with `--batch-execution
-    external`: for each batch a BatchJob is made, and its pods are let in. The router's account must be
-    allowed to create batchjobs of baton.dev and to patch their status, in its namespace, and nothing else.
-    Empty: whoever runs batches brings a token of `--batch-secret`."""
+    """Name of the router's InferenceService, in Kubernetes with --batch-execution external. The router
+    creates a BatchJob per batch and accepts its pods. The ServiceAccount needs create on batchjobs of
+    baton.dev and patch on their status in its namespace. Empty: runners authenticate by a token signed
+    with --batch-secret."""
 
     batch_jobs_uid: str = ""
-    """The uid of that InferenceService: with it, Kubernetes deletes its BatchJobs when it is deleted."""
+    """UID of that InferenceService. Kubernetes then deletes its BatchJobs together with it."""
 
     batch_parallel: int = Field(default=2, ge=1)
-    """Most batches that this router runs at a time. The others wait; owners take turns."""
+    """Maximum number of batches that this router runs at once. Others wait; owners take turns."""
 
     batch_window: int = Field(default=0, ge=0)
-    """Most lines of one batch that are under way at a time. The runner sends as many as help, up to this. 0:
-    64 for each decode worker, and at least 512."""
+    """Maximum number of lines of one batch in flight. The runner sends as many as increase the throughput, up
+    to this limit. 0: 64 per decode worker, at least 512."""
 
     batch_window_beside: int = Field(default=16, ge=1)
-    """The same for each decode worker while others send requests too, or have within the last ten seconds: a
-    worker that has a line goes on with it, however urgent what comes next is."""
+    """The same limit per decode worker while other clients send requests, or did within the last ten seconds.
+    Workers do not interrupt a line for a more urgent request."""
 
     batch_line_s: float = Field(default=3600.0, gt=0)
-    """Seconds that one try at a line of a batch may take, the wait for its turn included; a line may have
-    three."""
+    """Maximum time of one attempt at a line, including its queue time. A line has three attempts."""
 
     batch_lease_s: float = Field(default=15.0, ge=1)
-    """Seconds after which a runner of a batch that is not heard of may be replaced."""
+    """Time without a sign of life after which a batch is taken from its runner."""
 
     batch_secret: SecretStr = SecretStr("")
-    """Signs the tokens of runners; routers that share a database share it too if their runners are started by
-    somebody else. Empty: the routers create one at random and keep it in --database; without a database they
-    derive it from --ticket-secret. Set it by environment."""
+    """Secret that signs runners' tokens. Routers that share a database and have external runners must share
+    it. Set it by the environment variable. Empty: a random secret in --database, or without a database
+    one derived from --ticket-secret."""

@@ -47,7 +47,7 @@ def test_a_bad_setting_ends_with_status_2_and_one_line(capsys: pytest.CaptureFix
     complaint = capsys.readouterr().err
     assert (
         complaint.count("\n") == 1
-        and "--kv-cache-memory (--kv-cache-memory-bytes): 'lots' is no size" in complaint
+        and "--kv-cache-memory (--kv-cache-memory-bytes): 'lots' is not a size" in complaint
     )
 
 

@@ -229,7 +229,8 @@ FACTS: dict[str, bool] = {
     "--hicache-*": WORDS.isdisjoint({"offload", "swap", "hicache", "lmcache", "sleep"}),
     "--page-size": BLOCK_SIZE == 16,
     "--num-gpu-blocks-override": BLOCK_SIZE == 16,
-    "--kv-cache-dtype": "Of weights and KV cache." in str(WorkerSettings.model_fields["dtype"].description),
+    "--kv-cache-dtype": "Data type of weights and KV cache."
+    in str(WorkerSettings.model_fields["dtype"].description),
     "--download-dir": "HF_HOME" in str(resolve.__doc__),
     "--quantization*": GGUF_SUFFIX == ".gguf" and WORDS.isdisjoint({"quantization", "loader"}),
     "--revision": "HF_TOKEN" in str(resolve.__doc__) and "revision" not in WORKER,
@@ -268,8 +269,8 @@ FACTS: dict[str, bool] = {
     "--load-balance-method": "router" in main.SERVERS,
     "--pd-disaggregation": {"prefill", "decode"} <= ROUTER,
     "--policy": WORDS.isdisjoint({"policy", "threshold", "balance", "eviction"}),
-    "--selector": "Services" in str(RouterSettings.model_fields["kubernetes_selector"].description)
-    or "Service's" in str(RouterSettings.model_fields["kubernetes_selector"].description),
+    "--selector": "of the Service"
+    in " ".join(str(RouterSettings.model_fields["kubernetes_selector"].description).split()),
     "--max-concurrent-requests": {"queue_requests", "queue_bytes", "wait_s", "tenants_file"} <= ROUTER,
     "--retry-*": {field for field in ROUTER if field.startswith(("retr", "health", "breaker"))}
     == {"retries", "retry_ratio", "health_interval_s", "health_misses"},

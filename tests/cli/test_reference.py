@@ -1,4 +1,4 @@
-"""The generated pages."""
+"""The generated reference pages."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from baton_cli import reference
 
 
-def test_the_pages_in_the_repository_are_current() -> None:
+def test_pages_of_repository_are_current() -> None:
     assert reference.main(["--check"]) == 0
 
 
-def test_a_page_that_is_not_current_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_names_stale_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert reference.main([], tmp_path / "new") == 0
     assert reference.main(["--check"], tmp_path / "new") == 0
     (tmp_path / "new" / "settings.md").write_text("old")
@@ -21,14 +21,15 @@ def test_a_page_that_is_not_current_is_named(tmp_path: Path, capsys: pytest.Capt
     assert "settings.md is not what would be written: run `make fix`." in capsys.readouterr().err
 
 
-def test_every_setting_has_flag_default_and_variable() -> None:
+def test_setting_has_flag_default_and_variable() -> None:
     page = reference.pages()["settings.md"]
-    assert "### `--kv-cache-memory` SIZE" in page
+    assert "### Workers: Device and memory" in page and "#### `--kv-cache-memory` SIZE" in page
+    assert "#### `--cache-report/--no-cache-report`" in page
     assert "Default: `smollm2`. Environment: `BATON_MODEL`." in page
     assert "Environment: `BATON_ROUTER_HEALTH_INTERVAL_S`." in page
 
 
-def test_every_module_says_in_a_sentence_what_it_is() -> None:
+def test_every_module_has_a_summary() -> None:
     lines = reference.pages()["modules.md"].splitlines()
     modules = [line for line in lines if line.startswith("- `")]
     assert len(modules) > 50

@@ -1,13 +1,13 @@
 """
-The settings of one worker process, each with its unit, default and reason.
+Settings of a worker. Each field is a flag of `baton serve` and a variable `BATON_<NAME>`.
 
-Built once where the process starts and passed down; nothing else reads the environment. Each field is
-a flag of `baton serve` (`--kv-cache-memory`) and the environment variable `BATON_<NAME>`.
+The docstring of a field is its help text. Nothing else reads the environment.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -23,7 +23,7 @@ PeerNames = Annotated[tuple[Peer, ...], NoDecode, BeforeValidator(split)]
 
 
 class WorkerSettings(BaseSettings):
-    """One worker."""
+    """Settings of one worker."""
 
     model_config = SettingsConfigDict(
         env_prefix="BATON_",
@@ -33,218 +33,253 @@ class WorkerSettings(BaseSettings):
         protected_namespaces=(),
     )
 
+    GROUPS: ClassVar[Mapping[str, str]] = {
+        "model": "Model",
+        "role": "Server",
+        "api_key": "Authentication",
+        "device": "Device and memory",
+        "max_running": "Scheduling",
+        "local_prefill_tokens": "Prefill and decode",
+        "kv_events": "KV events",
+        "tls_folder": "Mutual TLS",
+        "responses_kept": "Responses and usage",
+        "metrics_names": "Observability",
+    }
+    """The first setting of each group in the help, and the title of the group."""
+
+    # --- Model ---
+
     model: str = "smollm2"
-    """A Hugging Face folder, a .gguf file, a hub id, or the built-in name smollm2."""
+    """Path of a Hugging Face folder or a .gguf file, a Hugging Face Hub id, or the built-in model
+    smollm2."""
 
     served_model_name: Names = ()
-    """The names clients may use, repeated or with commas between; the first one stands in answers. Empty: the
-    model as it was given; a path by its last part, and by its whole text too."""
+    """Model names that requests may use. Repeat the flag or separate names by commas; responses contain the
+    first one. Empty: MODEL as given; for a path also its last component."""
+
+    chat_template: str = ""
+    """Chat template, or path of a file with one. Empty: the model's own template."""
+
+    default_chat_template_kwargs: JsonObject = Field(default_factory=dict)
+    """Variables for the chat template, as a JSON object such as {"enable_thinking": false}. Requests override
+    them by `chat_template_kwargs`."""
+
+    trust_request_chat_template: bool = False
+    """Accept chat templates in requests. Templates are programs: they run in a sandbox with a time limit, but
+    enable this only for trusted clients."""
+
+    reasoning_parser: str = ""
+    """Format of reasoning in the model's output, such as qwen3 or deepseek-r1. auto: detect it from the chat
+    template. Empty: reasoning stays part of the text."""
+
+    tool_call_parser: str = ""
+    """Format of tool calls in the model's output, such as hermes, qwen, llama3, mistral or pythonic. Empty:
+    detect it from the chat template."""
+
+    sampling_defaults: Literal["model", "openai"] = "model"
+    """Source of temperature, top_p, top_k, min_p and repetition_penalty where a request does not set them:
+    the model's generation_config.json (model), or OpenAI's defaults 1, 1, off, off, 1 (openai)."""
+
+    seed: int | None = Field(default=None, ge=0, lt=2**64)
+    """First of the seeds that the worker assigns to requests without one. The same sequence of requests then
+    returns the same responses after every start. Empty: random."""
+
+    allow_auto_truncate: bool = False
+    """Shorten requests that exceed the context length instead of rejecting them. First max_tokens is lowered.
+    If the prompt fills the context, its oldest tokens after the first one are dropped until max_tokens
+    fits, half of the context is free, or, without max_tokens, an eighth is free."""
+
+    pooling: Literal["auto", "mean", "last", "none"] = "auto"
+    """How /v1/embeddings pools the final hidden states: their mean, or the last one. auto: as the model files
+    specify, and disabled for generative models. none: disabled."""
+
+    matryoshka: bool = False
+    """Accept `dimensions` in requests for embeddings. Needed only if the model was trained for it and its
+    config.json has neither is_matryoshka nor matryoshka_dimensions."""
+
+    # --- Server ---
 
     role: Role = Role.BOTH
-    """both, prefill or decode."""
+    """Role of the worker: both, prefill or decode."""
 
     name: str = ""
-    """What the worker is called in logs, metrics and headers. Empty: the role and the port."""
+    """Name of the worker in logs, metrics and headers. Empty: role and port."""
 
     host: str = "127.0.0.1"
-    """Address of the OpenAI API. Other machines can reach it only if this says so."""
+    """Address on which the OpenAI API listens. Use 0.0.0.0 to accept connections from other machines."""
 
     port: int = Field(default=8000, ge=0, le=65535)
-    """Port of the OpenAI API; 0 takes a free one."""
+    """Port of the OpenAI API. 0: a free port."""
+
+    health_port: int = Field(default=0, ge=0, le=65535)
+    """Additional port without TLS for /health, /ready, /ping and /metrics only. 0: none."""
+
+    drain_s: float = Field(default=60.0, ge=0)
+    """Time that running requests have to finish after SIGTERM."""
+
+    allowed_origins: Origins = ()
+    """Origins, such as https://chat.example.org, whose pages may call this server from a browser; * allows
+    all. Repeat the flag or separate origins by commas. Empty: all if an API key is required, otherwise
+    none, because any page in a local browser could use a server without a key."""
+
+    # --- Authentication ---
+
+    api_key: KeyDigests = ()
+    """API key that clients send as `Authorization: Bearer KEY`, or its digest as `sha256:HEX`. Repeat it for
+    several keys. If any key is set, every path except /health, /ready, /ping and /metrics requires
+    one. Prefer the environment variable (separate keys by commas) or --api-key-file, because any local
+    user can read command-line arguments."""
+
+    api_key_file: str = ""
+    """File of API keys, one per line: `key`, `name:key`, `sha256:HEX` or `name:sha256:HEX`. Lines that begin
+    with # are comments. The file is reloaded within one second after a change. Logs show the names."""
+
+    # --- Device and memory ---
+
+    device: str = "auto"
+    """Device: cpu, cuda, cuda:N, or auto: cuda if available."""
+
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Data type of weights and KV cache. auto: bfloat16 if the device computes in it natively, otherwise
+    float32."""
+
+    threads: int = Field(default=0, ge=0)
+    """CPU threads per forward pass. 0: all cores available to the process."""
+
+    max_model_len: int = Field(default=0, ge=0)
+    """Maximum number of prompt and output tokens of a request together. 0: the model's context length."""
+
+    kv_cache_memory: Bytes = Field(default=0, ge=0)
+    """Size of the KV cache. 0: on a GPU, 90% of the memory that the weights leave free; on a CPU, 10% of the
+    free memory at startup, at most 4 GiB and at most four contexts of the model or 32,768 tokens,
+    whichever is more."""
+
+    kv_cache_tokens: int = Field(default=0, ge=0)
+    """Maximum number of tokens in the KV cache, rounded up to blocks of 16. If no other size is set, exactly
+    this many. 0: limited by memory only."""
+
+    memory_share: float = Field(default=0.0, ge=0, le=1)
+    """Fraction (0-1) of the memory that is free at startup, for weights and KV cache together: of the GPU, or
+    of the machine on a CPU. The KV cache has at most 131,072 blocks. `baton up` divides the fraction
+    among its workers. 0: see --kv-cache-memory."""
+
+    # --- Scheduling ---
+
+    max_running: int = Field(default=0, ge=0)
+    """Maximum number of sequences in the running batch. 0: 64 on a CPU, 256 on a GPU."""
+
+    max_queued: int = Field(default=4096, ge=1)
+    """Maximum number of queued requests. Further requests are rejected with 503."""
+
+    chunk_tokens: int = Field(default=0, ge=0)
+    """Maximum number of tokens per forward pass. Longer prompts are computed in chunks. 0: 512 on a CPU,
+    where it bounds the pause of running streams, and 4096 on a GPU."""
+
+    mixed_chunk_tokens: int = Field(default=0, ge=0)
+    """Maximum number of prompt tokens in a forward pass that also generates tokens. 0: 128 on a CPU,
+    --chunk-tokens on a GPU."""
+
+    # --- Prefill and decode ---
+
+    local_prefill_tokens: int = Field(default=64, ge=0)
+    """Maximum number of uncached prompt tokens that a decode worker computes itself, because a transfer would
+    take longer."""
 
     control_host: str = "127.0.0.1"
-    """Address at which decode workers reach a prefill worker's control server."""
+    """Address on which a prefill worker's control server listens."""
 
     control_port: int = Field(default=0, ge=0, le=65535)
-    """Port of the control server; 0 takes a free one."""
+    """Port of the control server. 0: a free port."""
 
     advertise_host: str = ""
     """Address or DNS name at which other machines reach this worker's control server and KV events. Set it
-    behind address translation, or where the worker listens on every address (0.0.0.0) of a machine with
-    several networks. A server on a loopback address keeps that address. Empty: the address that the server
-    listens on; for a wildcard, the address from which this machine reaches its default gateway."""
-
-    device: str = "auto"
-    """cpu, cuda, cuda:N, or auto: cuda if there is one."""
-
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Of weights and KV cache. auto: bfloat16 where the processor computes in it, else float32."""
-
-    threads: int = Field(default=0, ge=0)
-    """CPU threads of one forward pass. 0: all cores this process may use."""
-
-    max_model_len: int = Field(default=0, ge=0)
-    """Most tokens of prompt and answer together. 0: the model's own context."""
-
-    kv_cache_memory: Bytes = Field(default=0, ge=0)
-    """Bytes for the KV cache. 0, on a CPU: a tenth of the memory that is free at start, at most 4 GiB and
-    at most four contexts of the model (or 32,768 tokens, if that is more). 0, on a GPU: nine tenths of what
-    the weights leave free."""
-
-    kv_cache_tokens: int = Field(default=0, ge=0)
-    """Most tokens that the KV cache holds, rounded up to whole blocks of 16; with no other size asked for,
-    exactly as many. 0: as many as the memory gives."""
-
-    memory_share: float = Field(default=0.0, ge=0, le=1)
-    """Share of the memory that was free at start for weights and KV cache together; the rest is for
-    everything else. Of the GPU's memory, or of this machine's on a CPU; the cache gets at most 131072 blocks.
-    `baton up` divides it among its workers. 0: see kv_cache_memory."""
-
-    chunk_tokens: int = Field(default=0, ge=0)
-    """Most tokens of one forward pass: longer prompts are computed in chunks. 0: 512 on a CPU, where it
-    bounds the pause that running streams see, 4096 on a GPU."""
-
-    mixed_chunk_tokens: int = Field(default=0, ge=0)
-    """Most prompt tokens of a forward pass in which other requests generate: a smaller chunk, for their sake.
-    0: 128 on a CPU, chunk_tokens on a GPU."""
-
-    max_running: int = Field(default=0, ge=0)
-    """Most requests in one batch. 0: 64 on a CPU, 256 on a GPU."""
-
-    max_queued: int = Field(default=4096, ge=1)
-    """Requests that may wait; one more is refused with 503."""
-
-    transfer: Literal["nixl", "loopback"] = "nixl"
-    """How KV blocks move. loopback works within one process only and never stands in for nixl."""
-
-    local_prefill_tokens: int = Field(default=64, ge=0)
-    """A decode worker computes a prompt itself if no more than this many tokens of it are missing
-    from its own cache: asking would take longer."""
-
-    tls_folder: str = ""
-    """A folder with `tls.crt`, `tls.key` and `ca.crt`, as a Secret of cert-manager has them. With it the
-    OpenAI API and the control server speak TLS 1.3 only, and only with those who show a certificate of that
-    authority, and so does this worker with prefill workers. The files are read again within a second when
-    they change. KV blocks and KV events move beside it, as they are."""
-
-    tls_name: str = ""
-    """A DNS name that each peer's certificate must have, so that an authority may sign for others too. Empty:
-    whoever the authority has signed for."""
-
-    health_port: int = Field(default=0, ge=0, le=65535)
-    """A further port without TLS, for those who show no certificate: /health, /ready, /ping and /metrics, and
-    nothing else. 0: none."""
+    behind address translation, or if the worker listens on 0.0.0.0 on a machine with several networks.
+    Servers on a loopback address keep that address. Empty: the listening address; for a wildcard, the
+    source address of this machine's default route."""
 
     ticket_secret: str = ""
-    """Shared by router, prefill and decode workers. With it, a prefill worker computes only for a signed
-    ticket, and a decode worker connects only to a prefill worker that the ticket names. A decode worker that
-    lacks it passes the router's ticket on, which expires while a request waits. Set it by environment, not by
-    flag, where others can list processes."""
+    """Secret shared by router, prefill and decode workers. A prefill worker then requires a signed ticket,
+    and a decode worker connects only to the prefill worker that the ticket names. A decode worker
+    without the secret forwards the router's ticket, which may expire while a request is queued. Set it
+    by the environment variable, because other users can read command-line arguments."""
+
+    transfer: Literal["nixl", "loopback"] = "nixl"
+    """Transport of KV blocks. loopback works within one process only, for tests."""
 
     transfer_deadline_s: float = Field(default=30.0, gt=0)
-    """Seconds that one read of KV blocks may take before it is given up and its blocks quarantined."""
+    """Maximum time of one read of KV blocks. The worker then cancels the read and quarantines its
+    blocks."""
 
     quarantine_limit: float = Field(default=0.25, gt=0, le=1)
-    """Share of the KV blocks that may be quarantined before the process stops: a restart frees them."""
+    """Fraction (0-1) of the KV blocks that may be quarantined before the process exits. A restart
+    frees them."""
+
+    # --- KV events ---
 
     kv_events: str = ""
-    """Where to publish what the prefix cache keeps and drops, in vLLM's form, for routers that choose by it:
-    tcp://127.0.0.1:5557, or port 0 for a free one. GET /load says where. Empty: nowhere."""
+    """ZeroMQ address on which the worker publishes changes of its prefix cache in vLLM's format, such as
+    tcp://127.0.0.1:5557; port 0 takes a free one. GET /load shows the address. Empty: disabled."""
 
     kv_replay: str = ""
-    """Where events that were missed can be asked for again. Empty: at a free port beside kv_events."""
+    """ZeroMQ address on which the worker replays missed events. Empty: a free port beside --kv-events."""
 
     kv_topic: str = ""
-    """The topic of the events: what some routers tell workers by, such as kv@10.0.0.7@smollm2."""
+    """Topic of the events. Some routers identify workers by it, such as kv@10.0.0.7@smollm2."""
 
     kv_tokens: bool = True
-    """Publish the tokens of each block, as vLLM does, so that other routers can name blocks in their own way.
-    Whoever reaches the port can read prompts from them; Baton's router does without."""
+    """Publish the token ids of each block, as vLLM does, so that other routers can hash blocks themselves.
+    Anybody who reaches the port can read prompts from them. Baton's router does not need them."""
 
-    drain_s: float = Field(default=60.0, ge=0)
-    """Seconds that running requests get to finish after a SIGTERM."""
+    # --- Mutual TLS ---
 
-    api_key: KeyDigests = ()
-    """A key that clients may send as `Authorization: Bearer <key>`, or its `sha256:<hex>`; repeated for
-    several. With any, all but /health, /ready, /ping and /metrics wants one. Set it by environment (with
-    commas between), or in a file: the command line is for all of this machine to read."""
+    tls_folder: str = ""
+    """Folder with `tls.crt`, `tls.key` and `ca.crt`, such as a mounted Secret of cert-manager. The OpenAI API
+    and the control server then accept TLS 1.3 with a client certificate of that authority only, and
+    this worker presents its certificate to prefill workers. Changed files are reloaded within one
+    second. KV transfers and KV events are not encrypted."""
 
-    api_key_file: str = ""
-    """A file of API keys, read again within a second when it changes: one to a line, as `key`, `name:key`,
-    `sha256:<hex>` or `name:sha256:<hex>`; what follows a # at the start of a line is a comment. The log calls
-    clients by the names."""
+    tls_name: str = ""
+    """DNS name that every peer's certificate must contain. Empty: any certificate of the authority."""
 
-    allowed_origins: Origins = ()
-    """Origins (`https://chat.example.org`, or * for all) whose pages may call this server from a browser,
-    repeated or with commas between. Empty: all if an API key is wanted, else none, because every page that
-    somebody opens on this machine could use a server without a key."""
-
-    seed: int | None = Field(default=None, ge=0, lt=2**64)
-    """Where the seeds of requests without one begin: the same requests one after another then give the same
-    answers after every start. Empty: begun at random."""
-
-    sampling_defaults: Literal["model", "openai"] = "model"
-    """What holds where a request says nothing of temperature, top_p, top_k, min_p or repetition_penalty:
-    the model's own generation_config.json, or OpenAI's defaults (1, 1, off, off, 1)."""
-
-    allow_auto_truncate: bool = False
-    """Shorten what does not fit the context instead of refusing it: max_tokens is cut to what the prompt
-    leaves, and a prompt that leaves nothing loses its oldest tokens after the first one, until max_tokens
-    fit, or half of the context is free, or an eighth where the request says no max_tokens."""
-
-    stream_include_usage: bool = False
-    """End streams with their usage unless a request says `include_usage: false`, as if all had asked."""
-
-    cache_report: bool = True
-    """Tell clients in `usage` how many prompt tokens came from the prefix cache. Turned off, they are told 0
-    and cannot learn from it what others have asked; metrics and log count on."""
-
-    pooling: Literal["auto", "mean", "last", "none"] = "auto"
-    """What /v1/embeddings makes a text's vector of: the mean of its tokens' final states, or the last one's.
-    auto: as the model's files say, and not at all for a model that was made to generate; none: never."""
-
-    matryoshka: bool = False
-    """Let requests for embeddings ask for fewer `dimensions`: the beginnings of this model's vectors are
-    vectors too. Needed only where its config.json does not say is_matryoshka or matryoshka_dimensions."""
+    # --- Responses and usage ---
 
     responses_kept: int = Field(default=10_000, ge=0)
-    """Most responses of /v1/responses that this worker keeps, to be asked for by id and continued by
-    previous_response_id; the oldest go first. A worker behind a router keeps none: the router does."""
+    """Maximum number of stored responses of /v1/responses, which clients retrieve by id or continue by
+    previous_response_id. The oldest are dropped first. Behind a router the router stores them."""
 
     responses_memory: Bytes = Field(default=256 * 1024**2, ge=0)
-    """Most bytes of memory for them. 0: none are kept."""
+    """Maximum memory of stored responses. 0: store none."""
 
     responses_ttl_s: float = Field(default=86_400, ge=0)
-    """Seconds for which a response is kept, if there is room for so long. They are gone after a restart."""
+    """Time for which a response is stored. A restart drops all."""
 
-    chat_template: str = ""
-    """A chat template, or the path of a file with one, in place of the model's own."""
+    stream_include_usage: bool = False
+    """End every stream with its usage, unless the request sets `include_usage: false`."""
 
-    default_chat_template_kwargs: JsonObject = Field(default_factory=dict)
-    """A JSON object of variables for the chat template, such as {"enable_thinking": false}, which requests
-    may override by `chat_template_kwargs`."""
+    cache_report: bool = True
+    """Report cached prompt tokens in `usage`. If disabled, clients see 0 and cannot infer the prompts of
+    others; metrics and logs still have the number."""
 
-    trust_request_chat_template: bool = False
-    """Let requests bring a chat template of their own. A template is a program: it runs in a sandbox and for
-    a bounded time, but see who may send requests."""
-
-    reasoning_parser: str = ""
-    """How the model marks its thoughts, such as qwen3 or deepseek-r1. auto: as its chat template tells;
-    empty: thoughts are part of the text."""
-
-    tool_call_parser: str = ""
-    """How the model writes tool calls, such as hermes, qwen, llama3, mistral or pythonic. Empty: as its chat
-    template tells."""
+    # --- Observability ---
 
     metrics_names: PeerNames = ()
-    """Whose names `/metrics` shows besides Baton's, repeated or with commas between: vllm and sglang, for
-    dashboards that were made for those."""
+    """Additional metric names on /metrics for existing dashboards: vllm, sglang. Repeat the flag or separate
+    names by commas."""
 
     log_format: Format = "auto"
-    """auto: one JSON object to a line, unless the log goes to a terminal. text or json: that one in any case.
-    A line that belongs to a request has its id. No line has a prompt, but for log_requests_level 2."""
-
-    tracing_endpoint: str = ""
-    """Where to send OpenTelemetry spans by OTLP over HTTP, such as http://127.0.0.1:4318, of requests whose
-    router sends spans too: this worker's queue and passes, beneath the router's. Empty: none are made; a
-    request's trace is passed on to the prefill worker all the same."""
+    """Format of log lines. auto: text on a terminal, otherwise one JSON object per line. Lines about a
+    request contain its id. No line contains a prompt, except with --log-requests-level 2."""
 
     log_requests: bool = False
-    """Log each request when it has been read and when it has ended, besides the line of the access log."""
+    """Log the start and the end of each request in addition to the access log."""
 
     log_requests_level: int = Field(default=0, ge=0, le=2)
-    """What log_requests tells. 0: sizes and names; 1: sampling parameters too; 2: the text of prompts and
-    answers too, cut to log_requests_length."""
+    """Detail of --log-requests. 0: sizes and names. 1: also sampling parameters. 2: also prompts and outputs,
+    up to --log-requests-length."""
 
     log_requests_length: int = Field(default=2048, ge=1)
-    """Most characters of a request's prompts, and of its answers, in the log."""
+    """Maximum number of characters logged per prompt and per output."""
+
+    tracing_endpoint: str = ""
+    """OTLP/HTTP endpoint for OpenTelemetry spans, such as http://127.0.0.1:4318. The worker sends spans of
+    requests that the router traces. Empty: disabled; trace ids still reach the prefill worker."""
