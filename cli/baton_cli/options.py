@@ -37,7 +37,7 @@ class Option:
     environment: str
     metavar: str
     default: str
-    """With its unit; empty if there is none."""
+    """With its unit. Empty without a default."""
     range: str
     help: str
     group: str
