@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from baton_engine.batch import Batch, Row
+from baton_engine.batch import Batch, BatchRow
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.decoder import Decoder, Model
 from baton_engine.model.native import native_decoder
@@ -132,7 +132,10 @@ class Cost:
 def step_batch(rows: int, context: int) -> Batch:
     width = -(-context // BLOCK_SIZE)
     batch = Batch(
-        [Row([5], context - 1, range(1 + row * width, 1 + (row + 1) * width), True) for row in range(rows)],
+        [
+            BatchRow([5], context - 1, range(1 + row * width, 1 + (row + 1) * width), True)
+            for row in range(rows)
+        ],
         BLOCK_SIZE,
         CPU,
     )
@@ -143,7 +146,7 @@ def step_batch(rows: int, context: int) -> Batch:
 def prefill(model: Model, cache: KVCache, tokens: int) -> None:
     for start in range(0, tokens, CHUNK):
         end = min(start + CHUNK, tokens)
-        row = Row([5] * (end - start), start, range(1, 1 + -(-end // BLOCK_SIZE)), end == tokens)
+        row = BatchRow([5] * (end - start), start, range(1, 1 + -(-end // BLOCK_SIZE)), end == tokens)
         model.forward(Batch([row], BLOCK_SIZE, CPU), cache)
 
 

@@ -32,7 +32,7 @@ from baton_engine.kv.cache import KVCache
 from baton_engine.model.decoder import create_model
 from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.requests import Constraint, Output, Request, SamplingParams
-from baton_engine.sampling import bitmask
+from baton_engine.sampling import token_masks
 from baton_engine.sampling.token_masks import mask_words
 from baton_engine.scheduling.limits import EngineLimits
 from tests.engine.grammar.schemas import Maker
@@ -91,19 +91,19 @@ def costs(name: str, tokenizer: Tokenizer, grammars: Grammars) -> list[object]:
     mask = np.zeros(mask_words(tokenizer.vocab_size), dtype=np.int32)
     for constraint in sources(name):
         began = time.perf_counter()
-        guides = grammars.guides(constraint, None)
+        matchers = grammars.matchers(constraint, None)
         compiled.append(time.perf_counter() - began)
-        guide = guides()
+        matcher = matchers()
         for _ in range(TOKENS):
             began = time.perf_counter()
-            guide.fill(mask)
+            matcher.fill(mask)
             fills.append(time.perf_counter() - began)
             may = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
             token = int(may[chance.randrange(len(may))])
             began = time.perf_counter()
-            guide.push(token)
+            matcher.push(token)
             pushes.append(time.perf_counter() - began)
-            if guide.finished:
+            if matcher.finished:
                 break
     low, high = np.percentile(fills, [50, 99]) * 1e6
     return [
@@ -124,7 +124,7 @@ def application(vocab: int) -> float:
     times = []
     for _ in range(200):
         began = time.perf_counter()
-        bitmask.apply(logits, [(0, mask)])
+        token_masks.apply(logits, [(0, mask)])
         times.append(time.perf_counter() - began)
     return statistics.median(times)
 
@@ -159,8 +159,8 @@ class Bench:
             sampling = SamplingParams(
                 seed=self._number, temperature=temperature, max_tokens=TOKENS, constraint=constraint
             )
-            guide = None if constraint is None else grammars.guide(constraint, None)
-            self.engine.submit(Request(str(self._number), (1, 2, 3), sampling, guide=guide))
+            matcher = None if constraint is None else grammars.matcher(constraint, None)
+            self.engine.submit(Request(str(self._number), (1, 2, 3), sampling, matcher=matcher))
         before = self.engine.snapshot().step_times
         self._ended.wait()
         after = self.engine.snapshot().step_times

@@ -16,16 +16,16 @@ from baton_decode.prefills import Prefills
 from baton_engine.client import AsyncEngine
 from baton_engine.engine import EngineLimits
 from baton_engine.kv.cache import KVCache
-from baton_engine.metrics.snapshot import EngineSnapshot
+from baton_engine.metrics.counters import EngineSnapshot
 from baton_engine.model.decoder import Model
-from baton_engine.requests import Constraint, Guide, Output, Request, SamplingParams, Thinking
+from baton_engine.requests import Constraint, GrammarMatcher, Output, Request, SamplingParams, Thinking
 from baton_engine.transfer import Transfer
 from baton_engine.transfer.compatibility import Compatibility
 from baton_engine.transfer.control import Pace
 from baton_engine.transfer.handshake import Identity
 from baton_engine.transfer.loopback import LoopbackTransfer
 from baton_prefill.admission import PromptLimits
-from baton_prefill.prompts import Client, GuidesOf
+from baton_prefill.prompts import Client, MatchersOf
 from baton_prefill.server import PrefillServer, ServerLimits
 from tests.engine.fake_model import FakeModel, make_cache
 from tests.engine.faulty_transfer import FaultyTransfer
@@ -111,14 +111,14 @@ class Pair:
         remote: bool = True,
         address: str = "",
         ticket: str = "",
-        guide: Guide | None = None,
+        matcher: GrammarMatcher | None = None,
         **sampling: object,
     ) -> Request:
         name = f"q{next(_numbers)}"
         parameters: dict[str, object] = {"temperature": 0.0, "max_tokens": 4, **sampling}
         where = self.prefills.remote(address or self.server.address, ticket, name) if remote else None
         drawn = SamplingParams(**parameters)  # type: ignore[arg-type]
-        return Request(name, tuple(prompt), drawn, guide=guide, remote=where)
+        return Request(name, tuple(prompt), drawn, matcher=matcher, remote=where)
 
     async def generate(self, prompt: list[int], **how: object) -> list[Output]:
         return await self.decode.generate(self.request(prompt, **how))  # type: ignore[arg-type]
@@ -147,7 +147,9 @@ async def eventually(claim: Callable[[], object], told: Callable[[], object] = l
         raise AssertionError(f"it never came to hold: {told()}") from None
 
 
-async def no_guide(constraint: Constraint | None, thinking: Thinking | None) -> Callable[[], Guide]:
+async def no_matcher(
+    constraint: Constraint | None, thinking: Thinking | None
+) -> Callable[[], GrammarMatcher]:
     raise InvalidRequest("This worker has no grammars.")
 
 
@@ -160,7 +162,7 @@ def serve(
     peers: int = 256,
     secret: bytes = b"",
     wall_clock: Callable[[], float] = lambda: 1000.0,
-    guides: GuidesOf = no_guide,
+    matchers: MatchersOf = no_matcher,
     client: Client | None = None,
 ) -> PrefillServer:
     limits = PromptLimits(side.model.spec.vocab, side.model.spec.context - 1, side.cache.block_size)
@@ -171,7 +173,7 @@ def serve(
         side.transfer,
         side.me,
         ServerLimits(prompt=limits, rooms=rooms, peers=peers),
-        guides,
+        matchers,
         load=lambda: (side.now.queued_tokens, side.now.available_blocks),
         port=port,
         pace=pace,
@@ -217,11 +219,11 @@ async def open_pair(
     wall_clock: Callable[[], float] = lambda: 1000.0,
     transfer_deadline_s: float = 10.0,
     answer_deadline_s: float = 15.0,
-    guides: GuidesOf = no_guide,
+    matchers: MatchersOf = no_matcher,
 ) -> AsyncIterator[Pair]:
     """Both workers, started; at the end nothing may be held on either side."""
     prefill, decode = prefill or fake_side("prefill"), decode or fake_side("decode")
-    server = serve(prefill, rooms=rooms, secret=secret, wall_clock=wall_clock, guides=guides)
+    server = serve(prefill, rooms=rooms, secret=secret, wall_clock=wall_clock, matchers=matchers)
     prefills = ask(
         decode,
         transfer_deadline_s=transfer_deadline_s,

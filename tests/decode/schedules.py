@@ -15,7 +15,7 @@ from typing import TypeVar
 from baton_api.hashing import chain_hash, root_hash
 from baton_api.messages import Abort, Chunk, Commit, Done, Drained, Failed, Prefill, TokenChoice
 from baton_decode import sessions as decode
-from baton_engine.requests import Fetch, Fetched, SamplingParams
+from baton_engine.requests import Fetch, FetchResult, SamplingParams
 from baton_engine.transfer import Pulled
 from baton_prefill import sessions as prefill
 
@@ -40,7 +40,7 @@ class Schedule:
 
     seed: int
     chance: random.Random = field(init=False)
-    fetched: list[Fetched] = field(default_factory=list)
+    fetched: list[FetchResult] = field(default_factory=list)
     overwritten: list[int] = field(default_factory=list)
     """Local blocks that a read wrote after they were somebody else's."""
     releases: int = 0

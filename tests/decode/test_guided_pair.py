@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from baton_api.errors import InvalidRequest
-from baton_engine.requests import Constraint, FinishReason, Guide, Thinking
-from tests.decode.pair import Pair, Side, no_guide, open_pair, tokens
+from baton_engine.requests import Constraint, FinishReason, GrammarMatcher, Thinking
+from tests.decode.pair import Pair, Side, no_matcher, open_pair, tokens
 from tests.engine.fake_model import make_cache
 from tests.engine.grammar.words import END, GRAMMARS, SPEAK, STOP, TOKENIZER
 from tests.engine.test_guided import Speaker
@@ -39,8 +39,8 @@ def side(name: str) -> Side:
 async def answer(pair: Pair, *, remote: bool = True, pattern: str = PATTERN, **how: Any) -> str:
     constraint = Constraint("regex", pattern)
     parameters: dict[str, Any] = {"stop_ids": frozenset({END, STOP}), "max_tokens": 24, **how}
-    guide: Guide = GRAMMARS.guide(constraint, parameters.get("thinking"))
-    request = pair.request(PROMPT, remote=remote, guide=guide, constraint=constraint, **parameters)
+    matcher: GrammarMatcher = GRAMMARS.matcher(constraint, parameters.get("thinking"))
+    request = pair.request(PROMPT, remote=remote, matcher=matcher, constraint=constraint, **parameters)
     outputs = await pair.decode.generate(request)
     assert outputs[-1].finish is FinishReason.STOP, outputs[-1]
     return TOKENIZER.decode(tokens(outputs), skip_special_tokens=False)
@@ -48,7 +48,7 @@ async def answer(pair: Pair, *, remote: bool = True, pattern: str = PATTERN, **h
 
 @pytest.mark.parametrize("case", CASES)
 async def test_a_pair_says_what_one_worker_says(case: str) -> None:
-    async with open_pair(side("prefill"), side("decode"), guides=GRAMMARS.prepare) as pair:
+    async with open_pair(side("prefill"), side("decode"), matchers=GRAMMARS.prepare) as pair:
         alone = await answer(pair, remote=False, **CASES[case])
         together = await answer(pair, **CASES[case])
         assert together == alone
@@ -57,18 +57,20 @@ async def test_a_pair_says_what_one_worker_says(case: str) -> None:
 
 
 async def test_a_first_token_that_is_the_whole_answer_ends_it() -> None:
-    async with open_pair(side("prefill"), side("decode"), guides=GRAMMARS.prepare) as pair:
+    async with open_pair(side("prefill"), side("decode"), matchers=GRAMMARS.prepare) as pair:
         assert await answer(pair, pattern="7") == "7"
 
 
 async def test_a_constraint_that_fails_at_the_prefill_worker_is_kept_to_by_the_other() -> None:
     asked: list[Constraint | None] = []
 
-    async def refuse(constraint: Constraint | None, thinking: Thinking | None) -> Callable[[], Guide]:
+    async def refuse(
+        constraint: Constraint | None, thinking: Thinking | None
+    ) -> Callable[[], GrammarMatcher]:
         asked.append(constraint)
-        return await no_guide(constraint, thinking)
+        return await no_matcher(constraint, thinking)
 
-    async with open_pair(side("prefill"), side("decode"), guides=refuse) as pair:
+    async with open_pair(side("prefill"), side("decode"), matchers=refuse) as pair:
         assert re.fullmatch(ANSWER, await answer(pair, temperature=0.0))
         assert asked == [Constraint("regex", PATTERN)], "it is not asked a second time"
         assert pair.prefills.outcomes["rejected"] == 1
@@ -85,9 +87,11 @@ async def test_a_guide_that_breaks_at_the_prefill_worker_costs_only_its_help() -
         def push(self, token: int) -> None:
             raise AssertionError("nothing was drawn")
 
-    async def broken(constraint: Constraint | None, thinking: Thinking | None) -> Callable[[], Guide]:
+    async def broken(
+        constraint: Constraint | None, thinking: Thinking | None
+    ) -> Callable[[], GrammarMatcher]:
         return Broken
 
-    async with open_pair(side("prefill"), side("decode"), guides=broken) as pair:
+    async with open_pair(side("prefill"), side("decode"), matchers=broken) as pair:
         assert re.fullmatch(ANSWER, await answer(pair, temperature=0.0))
         assert pair.prefills.outcomes["rejected"] == 1

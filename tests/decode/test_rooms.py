@@ -11,7 +11,7 @@ import pytest
 from baton_api.messages import Abort, Chunk, Commit, Done, Failed, Prefill, TokenChoice
 from baton_api.reports import Fallback
 from baton_decode.sessions import Action, Order, Pull, Report, Room, Send, Settled, State, Verify
-from baton_engine.requests import Fetch, Fetched, RelayRecord, SamplingParams
+from baton_engine.requests import Fetch, FetchResult, RelayRecord, SamplingParams
 from baton_engine.transfer import Pulled
 from baton_engine.transfer.wire import to_wire
 from tests.decode.schedules import STRANGER, Schedule
@@ -69,7 +69,7 @@ def bring(made: Room, number: int, blocks: int) -> list[Action]:
     return made.verified(number, [True] * blocks)
 
 
-def reported(actions: list[Action]) -> Fetched:
+def reported(actions: list[Action]) -> FetchResult:
     (report,) = [action for action in actions if isinstance(action, Report)]
     return report.fetched
 
@@ -187,7 +187,7 @@ def test_a_chunk_that_cannot_be_right_ends_the_attempt_before_a_byte_is_read(cas
     made = room()
     abort, report = made.chunk(FORBIDDEN[case], 0.0)
     assert abort == ABORT
-    assert reported([report]) == Fetched("q", arrived=0, reason=Fallback.PROTOCOL)
+    assert reported([report]) == FetchResult("q", arrived=0, reason=Fallback.PROTOCOL)
 
 
 def test_a_position_announced_twice_with_different_blocks_ends_the_attempt() -> None:
@@ -271,7 +271,7 @@ def test_a_checksum_that_differs_cuts_the_prefix_before_it() -> None:
     made.pulled(1, pulled(), 1.0)
     abort, report = made.verified(1, [True, False, True])
     assert abort == ABORT
-    assert reported([report]) == Fetched("q", arrived=1, reason=Fallback.CHECKSUM, transport="loopback")
+    assert reported([report]) == FetchResult("q", arrived=1, reason=Fallback.CHECKSUM, transport="loopback")
 
 
 def test_blocks_of_an_unsettled_read_are_unsafe_until_it_settles() -> None:
@@ -282,7 +282,7 @@ def test_blocks_of_an_unsettled_read_are_unsafe_until_it_settles() -> None:
     bring(made, 2, 1)
     abort, report = made.cancel()
     assert abort == ABORT
-    assert reported([report]) == Fetched(
+    assert reported([report]) == FetchResult(
         "q", arrived=0, unsafe=frozenset({21, 22}), reason=Fallback.CANCELLED, transport="loopback"
     )
     assert not made.settled
@@ -313,13 +313,13 @@ def test_when_the_peer_gives_up_the_reads_under_way_still_count() -> None:
     assert made.chunk(chunk(4, [7]), 0.0) == [], "nothing new is begun"
     done, report = bring(made, 1, 2)
     assert done == DONE
-    assert reported([report]) == Fetched("q", arrived=2, reason=Fallback.FAILED, transport="loopback")
+    assert reported([report]) == FetchResult("q", arrived=2, reason=Fallback.FAILED, transport="loopback")
 
 
 def test_a_peer_without_room_is_not_one_that_failed() -> None:
     done, report = room().failed(Failed(room="r", epoch=2, reason="full", retry=True, busy=True))
     assert done == DONE
-    assert reported([report]) == Fetched("q", arrived=0, reason=Fallback.BUSY)
+    assert reported([report]) == FetchResult("q", arrived=0, reason=Fallback.BUSY)
 
 
 @pytest.mark.parametrize(("retry", "reason"), [(True, Fallback.FAILED), (False, Fallback.REJECTED)])
@@ -332,13 +332,13 @@ def test_failed_prompt_is_rejected_if_a_retry_is_useless(retry: bool, reason: Fa
 def test_a_lost_connection_is_reported_without_a_word_to_nobody() -> None:
     made = room()
     (report,) = made.lost()
-    assert reported([report]) == Fetched("q", arrived=0, reason=Fallback.LOST)
+    assert reported([report]) == FetchResult("q", arrived=0, reason=Fallback.LOST)
 
 
 def test_room_broken_reports_failure_of_this_worker() -> None:
     made = room()
     (report,) = made.broken()
-    assert reported([report]) == Fetched("q", arrived=0, reason=Fallback.TRANSFER_FAILED)
+    assert reported([report]) == FetchResult("q", arrived=0, reason=Fallback.TRANSFER_FAILED)
 
 
 def test_after_the_answer_nothing_is_answered_again() -> None:

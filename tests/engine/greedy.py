@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from baton_engine.batch import Batch, Row
+from baton_engine.batch import Batch, BatchRow
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.decoder import Model
 
@@ -50,7 +50,9 @@ def by_baton(
         for r in live:
             pending = sequences[r][computed[r] : computed[r] + chunk]
             computed[r] += len(pending)
-            rows.append(Row(pending, computed[r] - len(pending), blocks[r], computed[r] == len(sequences[r])))
+            rows.append(
+                BatchRow(pending, computed[r] - len(pending), blocks[r], computed[r] == len(sequences[r]))
+            )
         logits = model.forward(Batch(rows, BLOCK_SIZE, CPU), cache)
         drawn = [r for r, row in zip(live, rows, strict=True) if row.wanted]
         for r, scores in zip(drawn, logits.log_softmax(-1), strict=True):

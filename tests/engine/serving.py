@@ -13,10 +13,10 @@ import torch
 
 from baton_api.messages import TokenChoice
 from baton_engine.engine import Engine
-from baton_engine.metrics.snapshot import EngineSnapshot
+from baton_engine.metrics.counters import EngineSnapshot
 from baton_engine.requests import (
     Fetch,
-    Fetched,
+    FetchResult,
     FinishReason,
     Output,
     RelayRecord,
@@ -24,7 +24,7 @@ from baton_engine.requests import (
     SamplingParams,
 )
 from baton_engine.sampling import sampler
-from baton_engine.sampling.state import Draw
+from baton_engine.sampling.state import SamplingState
 from baton_engine.scheduling.limits import EngineLimits
 from tests.engine.fake_model import FakeModel, make_cache
 
@@ -106,18 +106,18 @@ class Serving:
 
     def reference(self, request: Request) -> list[int]:
         """What the request must give, drawn token by token with no engine and no cache."""
-        draw, drawn = Draw(request.sampling, request.prompt), list[int]()
+        state, drawn = SamplingState(request.sampling, request.prompt), list[int]()
         while len(drawn) < request.sampling.max_tokens:
-            token = self.first((*request.prompt, *drawn), draw).token
-            draw.push(token)
+            token = self.first((*request.prompt, *drawn), state).token
+            state.push(token)
             drawn.append(token)
             if token in request.sampling.stop_ids:
                 break
         return drawn
 
-    def first(self, tokens: Sequence[int], draw: Draw) -> TokenChoice:
+    def first(self, tokens: Sequence[int], state: SamplingState) -> TokenChoice:
         with torch.inference_mode():
-            (choice,) = sampler.sample(self.model.logits(list(tokens))[None], [draw])
+            (choice,) = sampler.sample(self.model.logits(list(tokens))[None], [state])
         assert choice is not None
         return choice
 
@@ -162,9 +162,9 @@ class Prefiller:
 
     def succeed(self, fetch: Fetch, cached: int = 0, relay: RelayRecord | None = None) -> None:
         self.write(fetch)
-        first = self.serving.first(fetch.tokens, Draw(fetch.sampling, fetch.tokens))
+        first = self.serving.first(fetch.tokens, SamplingState(fetch.sampling, fetch.tokens))
         self.serving.engine.fetched(
-            Fetched(fetch.request_id, len(fetch.blocks), first=first, cached_tokens=cached, relay=relay)
+            FetchResult(fetch.request_id, len(fetch.blocks), first=first, cached_tokens=cached, relay=relay)
         )
 
     def fail(
@@ -172,7 +172,7 @@ class Prefiller:
     ) -> None:
         self.write(fetch, arrived)
         self.serving.engine.fetched(
-            Fetched(fetch.request_id, arrived, unsafe=frozenset(unsafe), reason=reason)
+            FetchResult(fetch.request_id, arrived, unsafe=frozenset(unsafe), reason=reason)
         )
 
 

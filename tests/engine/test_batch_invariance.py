@@ -15,7 +15,7 @@ import torch
 
 from baton_engine.client import AsyncEngine
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
-from baton_engine.metrics.snapshot import EngineSnapshot
+from baton_engine.metrics.counters import EngineSnapshot
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder, Model, create_model
 from baton_engine.ops.plain import PlainOps

@@ -11,10 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from baton_engine.requests import SamplingParams
-from baton_engine.sampling import bitmask
-from baton_engine.sampling.mask_filler import Masks
-from baton_engine.sampling.state import Draw
-from baton_engine.sampling.token_masks import Permits, mask_words
+from baton_engine.sampling import token_masks
+from baton_engine.sampling.state import SamplingState
+from baton_engine.sampling.token_masks import MaskFiller, TokenMask, mask_words
 
 VOCABS = (1, 31, 32, 33, 97, 128, 1000)
 
@@ -38,9 +37,9 @@ def test_law_only_what_is_allowed_is_left(way: str, vocab: int) -> None:
     sets = {row: {token for token in range(vocab) if chance.random() < 0.3} for row in (0, 2, 3)}
     masks = [(row, mask_of(allowed, vocab)) for row, allowed in sets.items()]
     if way == "on the host":
-        bitmask.apply_here(logits.numpy(), masks)
+        token_masks.apply_on_cpu(logits.numpy(), masks)
     else:
-        bitmask.apply_there(logits, masks)
+        token_masks.apply_on_device(logits, masks)
     for row in range(5):
         kept = sets.get(row, set(range(vocab)))
         for token in range(vocab):
@@ -54,15 +53,15 @@ def test_a_card_gives_the_same() -> None:
     logits = torch.randn(3, 1000)
     masks = [(1, mask_of({1, 5, 999}, 1000))]
     there = logits.to("cuda")
-    bitmask.apply(there, masks)
-    bitmask.apply(logits, masks)
+    token_masks.apply(there, masks)
+    token_masks.apply(logits, masks)
     assert torch.equal(there.cpu(), logits)
 
 
 def test_without_masks_nothing_is_touched() -> None:
     logits = torch.randn(2, 50)
     before = logits.clone()
-    bitmask.apply(logits, [])
+    token_masks.apply(logits, [])
     assert torch.equal(logits, before)
 
 
@@ -83,10 +82,10 @@ class Only:
         assert token in self._ids
 
 
-def permitted(permits: Permits | None, vocab: int = 40) -> set[int] | None:
-    assert permits is not None
+def permitted(token_mask: TokenMask | None, vocab: int = 40) -> set[int] | None:
+    assert token_mask is not None
     mask = np.full(mask_words(vocab), 0x5A5A5A5A, dtype=np.int32)  # what the last step left
-    return tokens_of(mask) if permits.fill(mask, vocab) else None
+    return tokens_of(mask) if token_mask.fill(mask, vocab) else None
 
 
 PLAIN = SamplingParams()
@@ -94,8 +93,8 @@ EARLY = SamplingParams(stop_ids=frozenset({7}))
 
 
 def test_who_wants_nothing_has_no_permits() -> None:
-    assert Permits.of(PLAIN, None) is None
-    assert Permits.of(replace(PLAIN, min_tokens=5, stop_ids=frozenset({1})), None) is None
+    assert TokenMask.of(PLAIN, None) is None
+    assert TokenMask.of(replace(PLAIN, min_tokens=5, stop_ids=frozenset({1})), None) is None
 
 
 CASES: dict[str, tuple[SamplingParams, Only | None, set[int]]] = {
@@ -118,37 +117,37 @@ CASES: dict[str, tuple[SamplingParams, Only | None, set[int]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_guide_is_law_and_wishes_leave_something(case: str) -> None:
-    params, guide, expected = CASES[case]
-    assert permitted(Permits.of(params, guide)) == expected
+    params, matcher, expected = CASES[case]
+    assert permitted(TokenMask.of(params, matcher)) == expected
 
 
 def test_a_bad_word_is_kept_from_its_end_after_its_beginning() -> None:
-    permits = Permits.of(replace(PLAIN, bad_words=((1, 2, 3), (2, 5))), None)
-    assert permits is not None
-    assert permitted(permits) is None
+    token_mask = TokenMask.of(replace(PLAIN, bad_words=((1, 2, 3), (2, 5))), None)
+    assert token_mask is not None
+    assert permitted(token_mask) is None
     for token, forbidden in ((1, set[int]()), (2, {3, 5}), (9, set[int]()), (2, {5})):
-        permits.push(token)
-        may = permitted(permits)
+        token_mask.push(token)
+        may = permitted(token_mask)
         assert (set(range(40)) - may if may is not None else set()) == forbidden
 
 
 def test_a_minimum_is_over_after_so_many_tokens() -> None:
     params = replace(PLAIN, allowed_ids=(1, 7), stop_ids=frozenset({7}), min_tokens=2)
-    permits = Permits.of(params, None)
-    assert permits is not None
+    token_mask = TokenMask.of(params, None)
+    assert token_mask is not None
     seen = []
     for _ in range(3):
-        seen.append(permitted(permits))
-        permits.push(1)
+        seen.append(permitted(token_mask))
+        token_mask.push(1)
     assert seen == [{1}, {1}, {1, 7}]
 
 
 def test_masks_of_many_rows_are_their_own() -> None:
-    masks = Masks(40)
-    guides = [None if row % 3 == 0 else Only(row % 40) for row in range(100)]
+    masks = MaskFiller(40)
+    matchers = [None if row % 3 == 0 else Only(row % 40) for row in range(100)]
     for count in (1, 100, 7, 64):
-        draws = [Draw(PLAIN, (1,), guide) for guide in guides[:count]]
-        filled = masks.begin(draws).wait()
+        states = [SamplingState(PLAIN, (1,), matcher) for matcher in matchers[:count]]
+        filled = masks.begin([state.token_mask for state in states]).wait()
         assert len(filled) == count
         for row, mask in enumerate(filled):
             if row % 3 == 0:

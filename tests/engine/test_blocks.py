@@ -145,7 +145,7 @@ def test_what_is_forgotten_is_free_and_what_is_used_stays_known() -> None:
     pool = BlockPool(9)
     used, unused = own(pool, chain(1, 2)), own(pool, chain(3, 4, 5))
     pool.release(unused)
-    pool.forget()
+    pool.clear()
     assert (pool.free, pool.cached, pool.owned) == (6, 0, 2)
     assert pool.match(chain(3, 4, 5)) == []
     assert pool.match(chain(1, 2)) == used
@@ -189,7 +189,7 @@ def test_evicted_blocks_are_counted_and_named() -> None:
     assert (pool.evictions, gone) == (0, [])
     pool.allocate(2)
     assert (pool.evictions, gone) == (2, [hashes[2], hashes[1]])
-    pool.forget()
+    pool.clear()
     assert (pool.evictions, gone) == (2, [hashes[2], hashes[1], hashes[0]])
 
 
@@ -263,7 +263,7 @@ def test_whatever_happens_every_block_is_in_one_state_and_no_chain_has_a_hole(se
             pool.quarantine(blocks)
             quarantine += blocks
         elif roll < 0.96:
-            pool.forget()
+            pool.clear()
             assert pool.cached == 0
         elif quarantine:
             pool.settle([quarantine.pop()])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton_engine.batch import Batch, Row
+from baton_engine.batch import Batch, BatchRow
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.decoder import Decoder
 from baton_engine.model.native import NativeDecoder, native_decoder
@@ -89,10 +89,10 @@ def plain(spec: ModelSpec, dtype: torch.dtype) -> Decoder:
 
 def rows_of(
     shapes: Sequence[tuple[int, int]], vocab: int, generator: random.Random, block_size: int = 16
-) -> list[Row]:
+) -> list[BatchRow]:
     free = generator.sample(range(1, BLOCKS), BLOCKS - 1)
     return [
-        Row(
+        BatchRow(
             [generator.randrange(vocab) for _ in range(count)],
             start,
             [free.pop() for _ in range(-(-(start + count) // block_size))],
@@ -214,7 +214,7 @@ def test_a_row_is_the_same_to_the_bit_in_any_company_chunking_and_number_of_thre
         while done < len(row.tokens):
             count = generator.randrange(1, len(row.tokens) - done + 1)
             last = done + count == len(row.tokens)
-            piece = Row(row.tokens[done : done + count], row.start + done, row.blocks, last)
+            piece = BatchRow(row.tokens[done : done + count], row.start + done, row.blocks, last)
             result = alone.forward(Batch([piece], 16, CPU), single)
             assert len(result) == last
             done += count
@@ -228,25 +228,31 @@ def test_only_the_wanted_logits_come_in_row_order() -> None:
     rows = rows_of(ROWS, spec.vocab, random.Random(4))
     everything = model.forward(Batch(rows, 16, CPU), filled_cache(spec, dtype))
     wanted = [number % 3 == 1 for number in range(len(rows))]
-    chosen = [Row(row.tokens, row.start, row.blocks, want) for row, want in zip(rows, wanted, strict=True)]
+    chosen = [
+        BatchRow(row.tokens, row.start, row.blocks, want) for row, want in zip(rows, wanted, strict=True)
+    ]
     some = model.forward(Batch(chosen, 16, CPU), filled_cache(spec, dtype))
     assert torch.equal(some, everything[torch.tensor(wanted)])
-    none = [Row(row.tokens, row.start, row.blocks, False) for row in rows]
+    none = [BatchRow(row.tokens, row.start, row.blocks, False) for row in rows]
     assert model.forward(Batch(none, 16, CPU), filled_cache(spec, dtype)).shape == (0, spec.vocab)
 
 
 def test_a_token_beyond_the_vocabulary_or_a_slot_beyond_the_cache_is_refused() -> None:
     spec = tiny_spec()
     model, cache = native(spec, torch.float32), filled_cache(spec, torch.float32)
-    for row in (Row([spec.vocab], 0, [1], True), Row([-1], 0, [1], True), Row([1], 0, [BLOCKS], True)):
+    for row in (
+        BatchRow([spec.vocab], 0, [1], True),
+        BatchRow([-1], 0, [1], True),
+        BatchRow([1], 0, [BLOCKS], True),
+    ):
         with pytest.raises(IndexError, match="97"):
             model.forward(Batch([row], 16, CPU), cache)
-    assert len(model.forward(Batch([Row([1], 0, [1], True)], 16, CPU), cache)) == 1
+    assert len(model.forward(Batch([BatchRow([1], 0, [1], True)], 16, CPU), cache)) == 1
 
 
 def test_a_cache_of_another_dtype_is_refused() -> None:
     spec = tiny_spec()
-    batch = Batch([Row([1], 0, [1], True)], 16, CPU)
+    batch = Batch([BatchRow([1], 0, [1], True)], 16, CPU)
     with pytest.raises(TypeError, match="bfloat16"):
         native(spec, torch.float32).forward(batch, filled_cache(spec, torch.bfloat16))
 

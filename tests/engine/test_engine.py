@@ -23,8 +23,8 @@ from baton_api.errors import (
 from baton_engine import forward_pass
 from baton_engine.engine import FAILURES_LIMIT
 from baton_engine.requests import FinishReason, Request
-from baton_engine.sampling.mask_filler import Masks
-from baton_engine.scheduling.sequence import Job
+from baton_engine.sampling.token_masks import MaskFiller
+from baton_engine.scheduling.sequence import Sequence
 from tests.engine.fake_model import FakeModel, make_cache
 from tests.engine.serving import Serving, prompt_of, request_of
 
@@ -295,17 +295,24 @@ def test_passes_lasting_errors_are_those_of_the_accelerator(error: Exception, la
 def test_passes_time_includes_work_the_device_has_queued() -> None:
     """An accelerator's forward returns at once; the pass has ended when the device has."""
     model, cache, now = FakeModel(), make_cache(8), 0.0
-    job = Job(request_of("a"), cache.block_size, 3)
-    job.grow([1, 2, 3])
+    sequence = Sequence(request_of("a"), cache.block_size, 3)
+    sequence.grow([1, 2, 3])
 
-    def settle() -> None:
+    def synchronize() -> None:
         nonlocal now
         assert model.passes == 1, "the device is waited for before it has got its work"
         now += 2.0
 
-    masks = Masks(model.spec.vocab)
+    masks = MaskFiller(model.spec.vocab)
     with torch.inference_mode(), contextlib.closing(masks):
-        _, seconds = forward_pass.run(model, cache, [forward_pass.share(job, 10)], masks, lambda: now, settle)
+        _, seconds = forward_pass.run(
+            model,
+            cache,
+            [forward_pass.schedule(sequence, 10)],
+            mask_filler=masks,
+            clock=lambda: now,
+            synchronize=synchronize,
+        )
     assert seconds == 2.0
 
 

@@ -19,7 +19,7 @@ from baton_api.errors import SetupError
 from baton_api.model_fetch import PINNED_REVISION, RESULT_FILE
 from baton_engine.model import buckets, builtin, fetching
 from baton_engine.model.builtin import SMOLLM2
-from baton_engine.model.fetching import MARKER, Fetched, Source, fetch
+from baton_engine.model.fetching import MARKER, Download, Source, fetch
 from baton_engine.model.progress import SILENT
 from tests.batches.s3_server import KEYS, S3Server
 from tests.engine.hub import COMMIT, serving
@@ -123,7 +123,7 @@ class TestS3:
         assert all((tmp_path / "a" / name).read_bytes() == FILES[name] for name in NEEDED)
         store.stop()
         try:
-            assert fetch(source, tmp_path / "a") == Fetched(first.revision, anew=False)
+            assert fetch(source, tmp_path / "a") == Download(first.revision, anew=False)
         finally:
             store.start()
 
@@ -140,7 +140,7 @@ class TestOnce:
 
     def test_a_marker_says_what_is_there(self, tmp_path: Path) -> None:
         mark(tmp_path, self.SOURCE, "abc")
-        assert fetch(self.SOURCE, tmp_path) == Fetched("abc", anew=False)
+        assert fetch(self.SOURCE, tmp_path) == Download("abc", anew=False)
 
     def test_another_model_is_not_mixed_in(self, tmp_path: Path) -> None:
         mark(tmp_path, Source("hf://a/b", "v1", ("*.json",)), "abc")
@@ -166,14 +166,14 @@ class TestOnce:
         assert found.read_bytes() == b"abc"
 
     def test_who_comes_second_waits_for_the_first(self, tmp_path: Path) -> None:
-        waiting, found = Waiting(), list[Fetched]()
+        waiting, found = Waiting(), list[Download]()
         second = threading.Thread(target=lambda: found.append(fetch(self.SOURCE, tmp_path, waiting)))
         with fetching._alone(tmp_path, SILENT):
             second.start()
             assert waiting.began.wait(30)
             mark(tmp_path, self.SOURCE, "of the first")
         second.join(30)
-        assert found == [Fetched("of the first", anew=False)]
+        assert found == [Download("of the first", anew=False)]
 
     @pytest.mark.parametrize(
         ("source", "message"),

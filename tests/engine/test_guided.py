@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baton_api.errors import BatonError, ConstraintBroken, InternalError, InvalidRequest
 from baton_api.messages import TokenChoice
-from baton_engine.requests import Constraint, Fetched, FinishReason, Request, Thinking
+from baton_engine.requests import Constraint, FetchResult, FinishReason, Request, Thinking
 from tests.engine import fake_model
 from tests.engine.fake_model import FakeModel
 from tests.engine.grammar.words import END, GRAMMARS, PADDED, SPEAK, STOP, THINK, TOKENIZER, ids
@@ -43,7 +43,7 @@ def guided(name: str, pattern: str, *, thinking: Thinking | None = None, **field
     constraint = Constraint("regex", pattern)
     usual: dict[str, Any] = {"max_tokens": 60, "stop_ids": ENDS, "constraint": constraint}
     request = request_of(name, **{**usual, "thinking": thinking, **fields})
-    request.guide = GRAMMARS.guide(constraint, thinking)
+    request.matcher = GRAMMARS.matcher(constraint, thinking)
     return request
 
 
@@ -167,7 +167,7 @@ def test_a_budget_without_a_constraint_lets_the_rest_be_free() -> None:
     with serving_of() as serving:
         thinking = Thinking((THINK,), (SPEAK,), budget=2)
         request = request_of("q", max_tokens=12, thinking=thinking, logit_bias=((THINK, 50.0),))
-        request.guide = GRAMMARS.guide(None, thinking)
+        request.matcher = GRAMMARS.matcher(None, thinking)
         serving.submit(request)
         tokens = serving.tokens("q")
         assert (tokens[0], tokens[3]) == (THINK, SPEAK)
@@ -258,10 +258,10 @@ FAILING = {
 
 @pytest.mark.parametrize("case", FAILING)
 def test_a_guide_that_fails_ends_its_own_request_alone(case: str) -> None:
-    guide, kind = FAILING[case]
+    matcher, kind = FAILING[case]
     with serving_of() as serving:
         broken, free = request_of("broken"), request_of("free", seed=2)
-        broken.guide = guide
+        broken.matcher = matcher
         expected = serving.reference(request_of("free", seed=2))
         serving.submit(broken, free)
         last = serving.ended("broken")
@@ -286,7 +286,7 @@ def test_the_committed_first_token_moves_the_guide() -> None:
         assert (fetch.sampling.constraint, fetch.sampling.stop_ids) == (request.sampling.constraint, ENDS)
         prefiller.write(fetch)
         first = TokenChoice(token=ids("c")[0])
-        serving.engine.fetched(Fetched("q", len(fetch.blocks), first=first))
+        serving.engine.fetched(FetchResult("q", len(fetch.blocks), first=first))
         assert re.fullmatch("c[0-9]d", said(serving, "q"))
 
 
@@ -296,7 +296,7 @@ def test_a_first_token_may_complete_the_answer() -> None:
         serving.submit(request)
         fetch = prefiller.fetch()
         prefiller.write(fetch)
-        serving.engine.fetched(Fetched("q", len(fetch.blocks), first=TokenChoice(token=ids("c")[0])))
+        serving.engine.fetched(FetchResult("q", len(fetch.blocks), first=TokenChoice(token=ids("c")[0])))
         assert serving.ended("q").finish is FinishReason.STOP
         assert serving.model.passes == 0
         serving.at_rest()
@@ -308,7 +308,7 @@ def test_a_first_token_that_the_constraint_forbids_ends_the_request_with_the_rea
         serving.submit(request)
         fetch = prefiller.fetch()
         prefiller.write(fetch)
-        serving.engine.fetched(Fetched("q", len(fetch.blocks), first=TokenChoice(token=ids("c")[0])))
+        serving.engine.fetched(FetchResult("q", len(fetch.blocks), first=TokenChoice(token=ids("c")[0])))
         assert isinstance(serving.ended("q").error, ConstraintBroken)
         serving.at_rest()
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from baton_engine.batch import Batch, Row
+from baton_engine.batch import Batch, BatchRow
 from tests.engine.random_weights import tiny_spec
 from tests.engine.test_cpu_ops import CPU, ROWS, filled_cache, native, plain, plain_in_float, rows_of
 
@@ -50,20 +50,20 @@ def test_native_states_are_those_of_plain_operations_in_fp32(
 def test_states_of_several_tokens_of_a_row_are_those_that_shorter_rows_end_with() -> None:
     spec = tiny_spec()
     for model in (native(spec, torch.float32), plain(spec, torch.float32)):
-        row = Row([random.Random(2).randrange(spec.vocab) for _ in range(40)], 0, [3, 1, 2], 25)
-        other = Row([5, 6], 0, [9], 1)
+        row = BatchRow([random.Random(2).randrange(spec.vocab) for _ in range(40)], 0, [3, 1, 2], 25)
+        other = BatchRow([5, 6], 0, [9], 1)
         cache = filled_cache(spec, torch.float32)
         states = model.hidden_states(Batch([other, row, other], 16, CPU), cache)
         assert states.shape == (27, spec.hidden)
         for length in (16, 17, 31, 40):
-            shorter = Row(row.tokens[:length], 0, row.blocks, 1)
+            shorter = BatchRow(row.tokens[:length], 0, row.blocks, 1)
             alone = model.hidden_states(Batch([shorter], 16, CPU), filled_cache(spec, torch.float32))
             torch.testing.assert_close(states[1 + length - 16], alone[0], rtol=0, atol=2e-5)
 
 
 def test_nothing_wanted_is_nothing_computed() -> None:
     spec = tiny_spec()
-    batch = Batch([Row([5, 6], 0, [9], 0)], 16, CPU)
+    batch = Batch([BatchRow([5, 6], 0, [9], 0)], 16, CPU)
     for model in (native(spec, torch.float32), plain(spec, torch.float32)):
         states = model.hidden_states(batch, filled_cache(spec, torch.float32))
         assert states.shape == (0, spec.hidden)

@@ -122,7 +122,7 @@ def test_the_events_tell_what_the_pool_knows(seed: int) -> None:
         elif held:
             pool.release(held.pop(chance.randrange(len(held))))
         elif roll > 0.95:
-            pool.forget()
+            pool.clear()
         if chance.random() < 0.3:
             assert events.flush() == heard.last
             for batch in heard.batches:

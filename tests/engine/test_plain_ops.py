@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton_engine.batch import Batch, Row
+from baton_engine.batch import Batch, BatchRow
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder
@@ -40,7 +40,7 @@ def batch_of(shapes: list[tuple[int, int]], generator: random.Random) -> Batch:
     rows = []
     for start, count in shapes:
         needed = -(-(start + count) // BLOCK_SIZE)
-        rows.append(Row([0] * count, start, [free.pop() for _ in range(needed)], True))
+        rows.append(BatchRow([0] * count, start, [free.pop() for _ in range(needed)], True))
     return Batch(rows, BLOCK_SIZE, CPU)
 
 
@@ -165,7 +165,9 @@ def test_however_a_prompt_is_cut_and_mixed_its_logits_are_the_same(model: Decode
             for r in chosen:
                 left = len(prompts[r]) - done[r]
                 count = chance.choice([1, left, chance.randint(1, left)]) if chunks else left
-                rows.append(Row(prompts[r][done[r] : done[r] + count], done[r], blocks[r], count == left))
+                rows.append(
+                    BatchRow(prompts[r][done[r] : done[r] + count], done[r], blocks[r], count == left)
+                )
                 done[r] += count
             result = iter(model.forward(Batch(rows, BLOCK_SIZE, CPU), cache))
             for r, row in zip(chosen, rows, strict=True):
@@ -181,7 +183,9 @@ def test_a_pass_without_wanted_logits_still_fills_the_cache(model: Decoder) -> N
     kept = []
     for wanted in (False, True):
         cache = KVCache(model.spec, 4, torch.float32, CPU)
-        logits = model.forward(Batch([Row(list(range(5, 25)), 0, [1, 3], wanted)], BLOCK_SIZE, CPU), cache)
+        logits = model.forward(
+            Batch([BatchRow(list(range(5, 25)), 0, [1, 3], wanted)], BLOCK_SIZE, CPU), cache
+        )
         assert logits.shape == (int(wanted), VOCAB) and logits.dtype == torch.float32
         kept.append(cache.kv)
     torch.testing.assert_close(*kept, atol=0, rtol=0)
@@ -191,7 +195,7 @@ def test_bfloat16_answers_nearly_as_fp32(tmp_path: Path, model: Decoder) -> None
     checkpoint = Checkpoint(make_model(tmp_path, "mistral with a sliding window"), "tiny")
     weights = load_weights(checkpoint, model.spec, torch.bfloat16)
     half = Decoder(model.spec, weights, PlainOps(model.spec), CPU)
-    batch = Batch([Row(list(range(5, 45)), 0, [1, 2, 3], True)], BLOCK_SIZE, CPU)
+    batch = Batch([BatchRow(list(range(5, 45)), 0, [1, 2, 3], True)], BLOCK_SIZE, CPU)
     rough = half.forward(batch, KVCache(model.spec, 4, torch.bfloat16, CPU))
     exact = model.forward(batch, KVCache(model.spec, 4, torch.float32, CPU))
     assert rough.dtype == torch.float32

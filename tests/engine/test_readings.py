@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import abc
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 
 from baton_api.errors import ContextTooLong, InternalError
 from baton_engine.requests import FinishReason, Output, Pooling, PromptLogprobs, Request
-from baton_engine.scheduling.sequence import Job
+from baton_engine.scheduling.sequence import Sequence
 from tests.engine.fake_model import FakeModel
 from tests.engine.serving import Prefiller, Serving, prompt_of, request_of
 
@@ -31,37 +31,37 @@ def pooled(name: str, prompt: tuple[int, ...], pooling: Pooling) -> Request:
     return request
 
 
-def logits_of(model: FakeModel, prompt: Sequence[int]) -> torch.Tensor:
+def logits_of(model: FakeModel, prompt: abc.Sequence[int]) -> torch.Tensor:
     """[n, V] after each token."""
     return torch.stack([model.logits(list(prompt[: end + 1])) for end in range(len(prompt))])
 
 
-def reading_in(outputs: Sequence[Output]) -> PromptLogprobs:
+def result_in(outputs: abc.Sequence[Output]) -> PromptLogprobs:
     """It comes once, and with the first output."""
-    assert [output.reading is not None for output in outputs] == [True] + [False] * (len(outputs) - 1)
-    reading = outputs[0].reading
-    assert isinstance(reading, PromptLogprobs)
-    return reading
+    assert [output.prompt_output is not None for output in outputs] == [True] + [False] * (len(outputs) - 1)
+    result = outputs[0].prompt_output
+    assert isinstance(result, PromptLogprobs)
+    return result
 
 
-def check(model: FakeModel, prompt: Sequence[int], alternatives: int, reading: PromptLogprobs) -> None:
+def check(model: FakeModel, prompt: abc.Sequence[int], alternatives: int, result: PromptLogprobs) -> None:
     values = logits_of(model, prompt)[:-1].log_softmax(-1)
     targets = torch.tensor(prompt[1:])
     expected = values.gather(1, targets[:, None])
-    np.testing.assert_allclose(reading.logprobs, expected[:, 0], atol=1e-6)
-    assert reading.ranks.tolist() == ((values > expected).sum(-1) + 1).tolist()
+    np.testing.assert_allclose(result.logprobs, expected[:, 0], atol=1e-6)
+    assert result.ranks.tolist() == ((values > expected).sum(-1) + 1).tolist()
     top = values.topk(alternatives)
-    assert reading.top_ids.tolist() == top.indices.tolist()
-    np.testing.assert_allclose(reading.top, top.values, atol=1e-6)
+    assert result.top_ids.tolist() == top.indices.tolist()
+    np.testing.assert_allclose(result.top, top.values, atol=1e-6)
 
 
 def vector_in(output: Output) -> np.ndarray:
     assert output.finish is FinishReason.STOP and output.tokens == ()
-    assert isinstance(output.reading, np.ndarray) and output.reading.dtype == np.float32
-    return output.reading
+    assert isinstance(output.prompt_output, np.ndarray) and output.prompt_output.dtype == np.float32
+    return output.prompt_output
 
 
-def check_vector(model: FakeModel, prompt: Sequence[int], pooling: Pooling, vector: np.ndarray) -> None:
+def check_vector(model: FakeModel, prompt: abc.Sequence[int], pooling: Pooling, vector: np.ndarray) -> None:
     states = logits_of(model, prompt)
     expected = states.mean(0) if pooling is Pooling.MEAN else states[-1]
     np.testing.assert_allclose(vector, expected, atol=1e-5)
@@ -82,7 +82,7 @@ def test_each_prompt_token_gets_the_logprob_that_its_context_gave_it(length: int
     with Serving() as serving:
         request = scored("a", prompt_of(length), alternatives)
         assert serving.run(request) == [serving.reference(request)]
-        check(serving.model, request.prompt, alternatives, reading_in(serving.outputs["a"]))
+        check(serving.model, request.prompt, alternatives, result_in(serving.outputs["a"]))
         serving.at_rest()
 
 
@@ -90,8 +90,8 @@ def test_a_prompt_of_one_token_has_nothing_to_score() -> None:
     with Serving() as serving:
         request = scored("a", prompt_of(1))
         assert serving.run(request) == [serving.reference(request)]
-        reading = reading_in(serving.outputs["a"])
-        assert len(reading.logprobs) == len(reading.ranks) == len(reading.top) == len(reading.top_ids) == 0
+        result = result_in(serving.outputs["a"])
+        assert len(result.logprobs) == len(result.ranks) == len(result.top) == len(result.top_ids) == 0
 
 
 @pytest.mark.parametrize("length", [1, 2, 70])
@@ -100,7 +100,7 @@ def test_scoring_alone_draws_nothing(length: int) -> None:
         serving.submit(scored("a", prompt_of(length), max_tokens=0))
         output = serving.ended("a")
         assert (output.tokens, output.finish) == ((), FinishReason.LENGTH)
-        check(serving.model, prompt_of(length), 3, reading_in(serving.outputs["a"]))
+        check(serving.model, prompt_of(length), 3, result_in(serving.outputs["a"]))
         assert serving.at_rest().totals.generated_tokens == 0
 
 
@@ -128,7 +128,7 @@ def test_the_prefix_cache_stands_in_only_for_what_nobody_reads() -> None:
             serving.submit(request)
             cached[name] = serving.ended(name).cached_tokens
         assert cached == {"logprobs": 0, "mean": 0, "last": 44, "plain": 44}
-        check(serving.model, prompt, 3, reading_in(serving.outputs["logprobs"]))
+        check(serving.model, prompt, 3, result_in(serving.outputs["logprobs"]))
         check_vector(serving.model, prompt, Pooling.MEAN, vector_in(serving.outputs["mean"][-1]))
         check_vector(serving.model, prompt, Pooling.LAST, vector_in(serving.outputs["last"][-1]))
 
@@ -147,7 +147,7 @@ def test_a_prompt_that_is_read_is_never_asked_for_elsewhere() -> None:
         request = scored("a", prompt_of(40), remote=remote)
         serving.run(request)
         assert remote.fetches.empty()
-        check(serving.model, request.prompt, 3, reading_in(serving.outputs["a"]))
+        check(serving.model, request.prompt, 3, result_in(serving.outputs["a"]))
         assert serving.at_rest().totals.local_prefills == {"reads_prompt": 1}
 
 
@@ -155,7 +155,7 @@ def test_a_prompt_that_fills_the_context_has_room_where_nothing_follows_it() -> 
     prompt = prompt_of(64)
     with Serving(max_model_len=64) as serving:
         serving.submit(scored("score", prompt, max_tokens=0), pooled("pool", prompt, Pooling.MEAN))
-        check(serving.model, prompt, 3, reading_in([serving.ended("score")]))
+        check(serving.model, prompt, 3, result_in([serving.ended("score")]))
         check_vector(serving.model, prompt, Pooling.MEAN, vector_in(serving.ended("pool")))
         with pytest.raises(ContextTooLong):
             serving.submit(scored("generate", prompt, max_tokens=1))
@@ -176,7 +176,7 @@ def test_numbers_that_are_not_finite_end_the_request_and_no_other() -> None:
         for name in ("score", "pool"):
             output = serving.ended(name)
             assert output.finish is FinishReason.ERROR and isinstance(output.error, InternalError)
-            assert output.reading is None
+            assert output.prompt_output is None
         assert serving.ended("good").finish is FinishReason.LENGTH
         assert serving.ended("plain").finish is FinishReason.LENGTH
         serving.at_rest()
@@ -206,7 +206,7 @@ def test_readings_and_tokens_are_right_in_any_mixture_with_retractions(seed: int
                 continue
             assert serving.so_far(request.id) == serving.reference(request)
             if request.sampling.prompt_logprobs is not None:
-                check(serving.model, request.prompt, 3, reading_in(outputs))
+                check(serving.model, request.prompt, 3, result_in(outputs))
         assert serving.at_rest().totals.retractions > 0
 
 
@@ -220,7 +220,7 @@ def test_a_prompt_retracted_half_read_is_read_on_from_there() -> None:
         serving.model.go.set()
         assert serving.tokens("grower") == serving.reference(grower)
         assert serving.tokens("reader") == serving.reference(reader)
-        check(serving.model, reader.prompt, 3, reading_in(serving.outputs["reader"]))
+        check(serving.model, reader.prompt, 3, result_in(serving.outputs["reader"]))
         assert serving.at_rest().totals.retractions > 0
 
 
@@ -230,10 +230,10 @@ def test_of_a_prompt_half_read_the_cache_may_give_no_more_than_that_half() -> No
         (pooled("b", prompt_of(40), Pooling.MEAN), (0, 20, 39)),
         (pooled("c", prompt_of(40), Pooling.LAST), (39,)),
     ):
-        job = Job(request, 4, 16)
-        assert job.reading is not None
+        sequence = Sequence(request, 4, 16)
+        assert sequence.prompt_output is not None
         for step, following in zip(steps, (*steps[1:], None), strict=True):
-            assert job.cacheable == step
+            assert sequence.cacheable == step
             if following is not None:
-                job.reading.read(torch.zeros(following - step, 97), lambda states: states)
-    assert Job(request_of("d", prompt=prompt_of(40)), 4, 16).cacheable == 39
+                sequence.prompt_output.update(torch.zeros(following - step, 97), lambda states: states)
+    assert Sequence(request_of("d", prompt=prompt_of(40)), 4, 16).cacheable == 39

@@ -76,7 +76,7 @@ def answers(model: Model, chunk: int, together: bool, dtype: torch.dtype = torch
             for one in group:
                 found |= ask(model, [one], chunk, dtype)
     assert not any(output.error for output in found.values())
-    return {name: output.reading for name, output in found.items()}
+    return {name: output.prompt_output for name, output in found.items()}
 
 
 @torch.inference_mode()
@@ -103,13 +103,13 @@ def compare(got: dict[str, Any], wanted: dict[str, Any]) -> None:
         for kind in ("mean", "last"):
             name = f"{kind} {number}"
             np.testing.assert_allclose(got[name], wanted[name], atol=TOLERANCE, rtol=0)
-        scores, reading = wanted[f"score {number}"], got[f"score {number}"]
-        assert isinstance(reading, PromptLogprobs)
+        scores, result = wanted[f"score {number}"], got[f"score {number}"]
+        assert isinstance(result, PromptLogprobs)
         own = scores[np.arange(len(prompt) - 1), prompt[1:]]
-        np.testing.assert_allclose(reading.logprobs, own, atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(result.logprobs, own, atol=TOLERANCE, rtol=0)
         best = -np.sort(-scores)[:, :5]
-        np.testing.assert_allclose(reading.top, best, atol=TOLERANCE, rtol=0)
-        named = np.take_along_axis(scores, reading.top_ids, 1)
+        np.testing.assert_allclose(result.top, best, atol=TOLERANCE, rtol=0)
+        named = np.take_along_axis(scores, result.top_ids, 1)
         np.testing.assert_allclose(named, best, atol=TOLERANCE, rtol=0)
 
 

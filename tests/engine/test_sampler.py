@@ -14,7 +14,7 @@ from torch import Tensor
 from baton_api.messages import TokenChoice
 from baton_engine.requests import SamplingParams
 from baton_engine.sampling import sampler
-from baton_engine.sampling.state import Draw, uniform
+from baton_engine.sampling.state import SamplingState, uniform
 
 GREEDY = SamplingParams(temperature=0.0)
 PLAIN = SamplingParams(temperature=1.0)
@@ -24,21 +24,21 @@ def make_logits(rows: int, vocab: int, seed: int = 0, spread: float = 3.0) -> Te
     return torch.randn((rows, vocab), generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def choices(logits: Tensor, draws: list[Draw]) -> list[TokenChoice]:
-    drawn = [choice for choice in sampler.sample(logits.clone(), draws) if choice is not None]
-    assert len(drawn) == len(draws)
+def choices(logits: Tensor, states: list[SamplingState]) -> list[TokenChoice]:
+    drawn = [choice for choice in sampler.sample(logits.clone(), states) if choice is not None]
+    assert len(drawn) == len(states)
     return drawn
 
 
-def tokens(logits: Tensor, draws: list[Draw]) -> list[int]:
-    return [choice.token for choice in choices(logits, draws)]
+def tokens(logits: Tensor, states: list[SamplingState]) -> list[int]:
+    return [choice.token for choice in choices(logits, states)]
 
 
 def one(logits: list[float], params: SamplingParams, prompt: tuple[int, ...] = (), *drawn: int) -> int:
-    draw = Draw(params, prompt)
+    state = SamplingState(params, prompt)
     for token in drawn:
-        draw.push(token)
-    return tokens(torch.tensor([logits]), [draw])[0]
+        state.push(token)
+    return tokens(torch.tensor([logits]), [state])[0]
 
 
 def expected(logits: Tensor, params: SamplingParams) -> dict[int, float]:
@@ -67,13 +67,13 @@ def expected(logits: Tensor, params: SamplingParams) -> dict[int, float]:
 @pytest.mark.parametrize("vocab", [5, 128, 384, 1000])
 def test_greedy_takes_the_highest_logit(vocab: int) -> None:
     logits = make_logits(9, vocab)
-    assert tokens(logits, [Draw(GREEDY, ())] * 9) == logits.argmax(-1).tolist()
+    assert tokens(logits, [SamplingState(GREEDY, ())] * 9) == logits.argmax(-1).tolist()
 
 
 def test_of_equal_logits_greedy_takes_the_first() -> None:
     logits = torch.zeros((1, 512))
     logits[0, [130, 140, 300]] = 4.0
-    assert tokens(logits, [Draw(GREEDY, ())]) == [130]
+    assert tokens(logits, [SamplingState(GREEDY, ())]) == [130]
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_of_equal_logits_greedy_takes_the_first() -> None:
 )
 def test_settings_that_leave_one_token_are_greedy(params: SamplingParams) -> None:
     logits = make_logits(40, 256)
-    draws = [Draw(replace(params, seed=seed), ()) for seed in range(40)]
-    assert tokens(logits, draws) == logits.argmax(-1).tolist()
+    states = [SamplingState(replace(params, seed=seed), ()) for seed in range(40)]
+    assert tokens(logits, states) == logits.argmax(-1).tolist()
 
 
 # --- What changes the logits ---
@@ -150,11 +150,11 @@ def test_logits_are_changed(
 def test_penalties_follow_a_long_output() -> None:
     """The counts grow past their first size, and each of them is right."""
     params = replace(GREEDY, frequency_penalty=1.0, repetition_penalty=1.1)
-    draw, chance = Draw(params, (1, 2, 3)), random.Random(1)
+    state, chance = SamplingState(params, (1, 2, 3)), random.Random(1)
     output: list[int] = []
     for _ in range(500):
         token = chance.randrange(300)
-        draw.push(token)
+        state.push(token)
         output.append(token)
     logits = make_logits(1, 300)
     wanted = logits[0].clone()
@@ -162,7 +162,7 @@ def test_penalties_follow_a_long_output() -> None:
         wanted[token] = wanted[token] / 1.1 if wanted[token] > 0 else wanted[token] * 1.1
     for token in output:
         wanted[token] -= 1.0
-    assert tokens(logits, [draw]) == [int(wanted.argmax())]
+    assert tokens(logits, [state]) == [int(wanted.argmax())]
 
 
 @pytest.mark.parametrize("params", [GREEDY, PLAIN, replace(PLAIN, top_k=3), replace(GREEDY, logprobs=0)])
@@ -229,8 +229,8 @@ def test_tokens_are_drawn_with_their_probability(name: str, vocab: int, spread: 
     count = 3000
     logits = make_logits(1, vocab, spread=spread)
     wanted = expected(logits[0], PARAMS[name])
-    draws = [Draw(replace(PARAMS[name], seed=seed), (0,) * 7) for seed in range(count)]
-    drawn = np.bincount(tokens(logits.expand(count, -1), draws), minlength=vocab)
+    states = [SamplingState(replace(PARAMS[name], seed=seed), (0,) * 7) for seed in range(count)]
+    drawn = np.bincount(tokens(logits.expand(count, -1), states), minlength=vocab)
     assert set(np.flatnonzero(drawn).tolist()) <= set(wanted)
     for token, probability in wanted.items():
         deviation = math.sqrt(count * probability * (1 - probability)) + 1
@@ -267,7 +267,7 @@ def test_sampler_cuts_draw_as_sorted_torch_does(top_k: int, vocab: int, spread: 
             min_p=chance.choice([0.0, 0.0, 0.02]),
             temperature=chance.choice([0.7, 1.0, 1.5]),
         )
-        assert tokens(logits, [Draw(params, (0,))]) == [drawn_by_torch(logits[0], params, 1)], params
+        assert tokens(logits, [SamplingState(params, (0,))]) == [drawn_by_torch(logits[0], params, 1)], params
 
 
 def test_a_cut_beyond_the_likeliest_candidates_is_exact() -> None:
@@ -276,7 +276,9 @@ def test_a_cut_beyond_the_likeliest_candidates_is_exact() -> None:
     logits = make_logits(1, vocab, spread=0.01)
     params = replace(PLAIN, top_p=0.5)
     wanted = expected_set(logits[0], 0.5)
-    drawn = tokens(logits.expand(50, -1), [Draw(replace(params, seed=seed), ()) for seed in range(50)])
+    drawn = tokens(
+        logits.expand(50, -1), [SamplingState(replace(params, seed=seed), ()) for seed in range(50)]
+    )
     assert set(drawn) <= wanted
     assert len(set(drawn)) > 40
 
@@ -293,19 +295,22 @@ def test_a_row_gives_the_same_token_alone_and_in_any_batch(name: str) -> None:
     vocab = 40_000
     logits = (make_logits(32, vocab) * 4).round() / 4
     mixed = [*PARAMS.values(), GREEDY]
-    draws = [Draw(replace(mixed[row % len(mixed)], seed=row), (0,) * row) for row in range(32)]
-    draws[5] = Draw(replace(PARAMS[name], seed=99), (1, 2))
-    together = tokens(logits, draws)
-    assert together[5] == tokens(logits[5:6], [draws[5]])[0]
+    states = [SamplingState(replace(mixed[row % len(mixed)], seed=row), (0,) * row) for row in range(32)]
+    states[5] = SamplingState(replace(PARAMS[name], seed=99), (1, 2))
+    together = tokens(logits, states)
+    assert together[5] == tokens(logits[5:6], [states[5]])[0]
     order = list(range(32))
     random.Random(3).shuffle(order)
-    shuffled = tokens(logits[order], [draws[row] for row in order])
+    shuffled = tokens(logits[order], [states[row] for row in order])
     assert [together[row] for row in order] == shuffled
 
 
 def test_the_number_depends_on_seed_and_position_alone() -> None:
     logits = make_logits(1, 1000)
-    fresh, used = Draw(replace(PLAIN, seed=4), (1, 2, 3)), Draw(replace(PLAIN, seed=4), (1,))
+    fresh, used = (
+        SamplingState(replace(PLAIN, seed=4), (1, 2, 3)),
+        SamplingState(replace(PLAIN, seed=4), (1,)),
+    )
     used.push(8)
     used.push(9)
     assert tokens(logits, [fresh]) == tokens(logits, [used])
@@ -374,9 +379,11 @@ def test_logprobs_are_those_of_the_unchanged_logits() -> None:
         PLAIN, logprobs=4, temperature=0.3, top_k=3, presence_penalty=1.5, logit_bias=((7, 3.0),), seed=5
     )
     wanted = logits.log_softmax(-1)
-    draw = Draw(params, (1,))
-    draw.push(int(logits[0].argmax()))
-    for row, choice in enumerate(choices(logits, [draw, Draw(params, ()), Draw(params, ())])):
+    state = SamplingState(params, (1,))
+    state.push(int(logits[0].argmax()))
+    for row, choice in enumerate(
+        choices(logits, [state, SamplingState(params, ()), SamplingState(params, ())])
+    ):
         assert choice.logprob == pytest.approx(wanted[row, choice.token].item(), abs=1e-5)
         values, ids = wanted[row].topk(4)
         assert [token for token, _ in choice.top] == ids.tolist()
@@ -387,7 +394,11 @@ def test_logprobs_come_only_to_rows_that_ask() -> None:
     logits = make_logits(3, 200)
     plain, bare, full = choices(
         logits,
-        [Draw(GREEDY, ()), Draw(replace(GREEDY, logprobs=0), ()), Draw(replace(GREEDY, logprobs=20), ())],
+        [
+            SamplingState(GREEDY, ()),
+            SamplingState(replace(GREEDY, logprobs=0), ()),
+            SamplingState(replace(GREEDY, logprobs=20), ()),
+        ],
     )
     assert (plain.logprob, plain.top) == (None, [])
     assert bare.logprob is not None
@@ -400,7 +411,9 @@ def test_tokens_that_are_asked_about_are_reported_instead_of_the_likeliest() -> 
     logits = make_logits(2, 200)
     wanted = logits.log_softmax(-1)
     asked = replace(GREEDY, logprobs=3, logprob_ids=(7, 150, 3))
-    named, likeliest = choices(logits, [Draw(asked, ()), Draw(replace(GREEDY, logprobs=3), ())])
+    named, likeliest = choices(
+        logits, [SamplingState(asked, ()), SamplingState(replace(GREEDY, logprobs=3), ())]
+    )
     assert [token for token, _ in named.top] == [7, 150, 3]
     expected = [wanted[0, token].item() for token in (7, 150, 3)]
     assert [logprob for _, logprob in named.top] == pytest.approx(expected, abs=1e-5)
@@ -408,7 +421,7 @@ def test_tokens_that_are_asked_about_are_reported_instead_of_the_likeliest() -> 
 
 
 def test_a_vocabulary_smaller_than_the_alternatives_reports_all_of_it() -> None:
-    (choice,) = choices(make_logits(1, 6), [Draw(replace(GREEDY, logprobs=20), ())])
+    (choice,) = choices(make_logits(1, 6), [SamplingState(replace(GREEDY, logprobs=20), ())])
     assert len(choice.top) == 6
 
 
@@ -422,13 +435,13 @@ def test_a_row_with_a_broken_logit_gives_nothing_and_its_neighbours_their_tokens
     value: float, params: SamplingParams, vocab: int
 ) -> None:
     logits = make_logits(3, vocab)
-    whole = sampler.sample(logits.clone(), [Draw(params, ())] * 3)
+    whole = sampler.sample(logits.clone(), [SamplingState(params, ())] * 3)
     logits[1, 17] = value
-    drawn = sampler.sample(logits.clone(), [Draw(params, ())] * 3)
+    drawn = sampler.sample(logits.clone(), [SamplingState(params, ())] * 3)
     assert drawn[1] is None
     assert [drawn[0], drawn[2]] == [whole[0], whole[2]]
 
 
 def test_a_row_in_which_everything_is_suppressed_gives_nothing() -> None:
     params = replace(PLAIN, min_tokens=1, stop_ids=frozenset(range(10)))
-    assert sampler.sample(make_logits(1, 10), [Draw(params, ())]) == [None]
+    assert sampler.sample(make_logits(1, 10), [SamplingState(params, ())]) == [None]

@@ -11,7 +11,7 @@ from baton_engine.kv.block_pool import BlockPool
 from baton_engine.requests import Request
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.scheduling.scheduler import YIELDS, Plan, Scheduler
-from baton_engine.scheduling.sequence import Job, Stage
+from baton_engine.scheduling.sequence import Sequence, Stage
 from tests.engine.serving import Recipient, request_of
 
 SIZE = 4
@@ -26,30 +26,30 @@ class Books:
         self.scheduler = Scheduler(self.pool, EngineLimits(**limits), SIZE)
         self.retracted: list[str] = []
 
-    def add(self, name: str, length: int, seed: int = 0, **fields: Any) -> Job:
+    def add(self, name: str, length: int, seed: int = 0, **fields: Any) -> Sequence:
         request: Request = request_of(name, length, seed=seed, **fields)
         longest = length + request.sampling.max_tokens
-        job = Job(request, SIZE, min(-(-longest // SIZE), self.pool.capacity))
-        self.scheduler.add(job)
-        return job
+        sequence = Sequence(request, SIZE, min(-(-longest // SIZE), self.pool.capacity))
+        self.scheduler.add(sequence)
+        return sequence
 
     def step(self) -> Plan:
         plan = self.scheduler.plan()
-        self.retracted += [job.request.id for job in plan.retracted]
-        for job in (*plan.outgrown, *plan.starved):
-            self.scheduler.end(job)
-        for job, tokens in [*((job, 1) for job in plan.decodes), *plan.prefills]:
-            self.scheduler.advance(job, tokens)
-            if job.request.pending == 0:
-                job.request.output.append(1)
-                if len(job.request.output) == job.request.sampling.max_tokens:
-                    self.scheduler.end(job)
+        self.retracted += [sequence.request.id for sequence in plan.retracted]
+        for sequence in (*plan.outgrown, *plan.starved):
+            self.scheduler.end(sequence)
+        for sequence, tokens in [*((sequence, 1) for sequence in plan.decodes), *plan.prefills]:
+            self.scheduler.advance(sequence, tokens)
+            if sequence.request.pending == 0:
+                sequence.request.output.append(1)
+                if len(sequence.request.output) == sequence.request.sampling.max_tokens:
+                    self.scheduler.end(sequence)
         return plan
 
 
 def shape(plan: Plan) -> tuple[list[str], list[tuple[str, int]]]:
-    return [job.request.id for job in plan.decodes], [
-        (job.request.id, tokens) for job, tokens in plan.prefills
+    return [sequence.request.id for sequence in plan.decodes], [
+        (sequence.request.id, tokens) for sequence, tokens in plan.prefills
     ]
 
 
@@ -158,7 +158,7 @@ def test_the_one_that_loses_least_is_retracted(
     books.step()
     books.pool.allocate(books.pool.available)
     plan = books.scheduler.plan()
-    assert [job.request.id for job in plan.retracted] == [victim], name
+    assert [sequence.request.id for sequence in plan.retracted] == [victim], name
     assert books.scheduler.waiting[0].request.id == victim
     assert victim not in shape(plan)[0]
 
@@ -195,7 +195,7 @@ def test_those_who_wait_go_before_patient_ones_in_the_queue_and_in_what_prompts_
     assert shape(books.step()) == ([], [("a", 10), ("b", 6)])
     assert shape(books.step()) == (["a"], [("b", 4)])
     assert shape(books.step()) == (["a", "b"], [("patient", 14)])
-    assert [job.request.id for job in books.scheduler.waiting] == ["patient too"]
+    assert [sequence.request.id for sequence in books.scheduler.waiting] == ["patient too"]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_a_patient_one_gives_its_place_or_its_blocks_to_one_that_is_waited_for(
     plan = books.step()
     assert books.retracted == ["patient"], name
     assert shape(plan) == (["first"], [("wanted", 8)]), name
-    assert [job.request.id for job in books.scheduler.waiting] == ["patient", "behind"]
+    assert [sequence.request.id for sequence in books.scheduler.waiting] == ["patient", "behind"]
     assert wanted.stage is Stage.RUNNING
     while books.scheduler.running or books.scheduler.waiting:
         books.step()
@@ -247,7 +247,7 @@ def test_nobody_gives_way_to_a_patient_one_nor_to_one_of_his_kind() -> None:
     books.add("c", 4, seed=4, max_tokens=50)
     books.step()
     assert books.retracted == ["patient"]
-    assert [job.request.id for job in books.scheduler.waiting] == ["c", "patient", "patient too"]
+    assert [sequence.request.id for sequence in books.scheduler.waiting] == ["c", "patient", "patient too"]
 
 
 def test_a_patient_one_is_retracted_before_one_that_would_lose_less() -> None:
@@ -258,18 +258,18 @@ def test_a_patient_one_is_retracted_before_one_that_would_lose_less() -> None:
     books.step()
     books.pool.allocate(books.pool.available)
     plan = books.scheduler.plan()
-    assert [job.request.id for job in plan.retracted] == ["patient"]
+    assert [sequence.request.id for sequence in plan.retracted] == ["patient"]
 
 
 def test_a_request_that_outgrows_an_empty_cache_is_said_to() -> None:
     books = Books(blocks=4)
-    job = books.add("a", 8, max_tokens=100)
+    sequence = books.add("a", 8, max_tokens=100)
     plan = books.step()
     while not plan.outgrown:
         plan = books.step()
-    assert plan.outgrown == [job]
+    assert plan.outgrown == [sequence]
     assert books.retracted == []
-    assert len(job.request.output) == 5  # 12 tokens are cached, and one more was drawn
+    assert len(sequence.request.output) == 5  # 12 tokens are cached, and one more was drawn
     assert books.pool.available == 3
 
 
@@ -302,14 +302,14 @@ def test_whatever_is_asked_every_request_gets_its_tokens_and_every_block_comes_b
         chunk_tokens=chance.choice([4, 7, 16, 64]),
         max_running=chance.choice([1, 3, 8]),
     )
-    jobs: list[Job] = []
-    held: list[Job] = []
+    sequences: list[Sequence] = []
+    held: list[Sequence] = []
     for step in range(4000):
-        if len(jobs) < 60 and chance.random() < 0.1:
+        if len(sequences) < 60 and chance.random() < 0.1:
             length = chance.randrange(1, 30)
             export = Recipient() if chance.random() < 0.2 else None
             wanted = 1 if export else chance.randrange(1, 12)
-            jobs.append(
+            sequences.append(
                 books.add(
                     f"{step}",
                     length,
@@ -320,20 +320,25 @@ def test_whatever_is_asked_every_request_gets_its_tokens_and_every_block_comes_b
                 )
             )
         plan = books.step()
-        decodes = [job for job in books.scheduler.running if job.decoding and job not in plan.decodes]
-        assert all(len(job.request.output) == 1 or job.request.computed == job.room for job in decodes) or (
-            plan.prefills
-        )
+        decodes = [
+            sequence
+            for sequence in books.scheduler.running
+            if sequence.decoding and sequence not in plan.decodes
+        ]
+        assert all(
+            len(sequence.request.output) == 1 or sequence.request.computed == sequence.room
+            for sequence in decodes
+        ) or (plan.prefills)
         assert sum(tokens for _, tokens in plan.prefills) <= max(books.scheduler.limits.chunk_tokens, SIZE)
         assert len(books.scheduler.running) <= books.scheduler.limits.max_running
-        users = [block for job in jobs for block in job.request.blocks]
+        users = [block for sequence in sequences for block in sequence.request.blocks]
         assert books.pool.owned == len(set(users))
         held = list(books.scheduler.held.values())
         if held and chance.random() < 0.3:
             books.scheduler.end(chance.choice(held), hold=False)
-        if len(jobs) == 60 and not (books.scheduler.running or books.scheduler.waiting or held):
+        if len(sequences) == 60 and not (books.scheduler.running or books.scheduler.waiting or held):
             break
-    for job in jobs:
-        assert job.stage is Stage.ENDED
-        assert len(job.request.output) == job.request.sampling.max_tokens
+    for sequence in sequences:
+        assert sequence.stage is Stage.ENDED
+        assert len(sequence.request.output) == sequence.request.sampling.max_tokens
     assert books.pool.available == books.pool.capacity

@@ -10,7 +10,7 @@ from baton_api.hashing import root_hash
 from baton_engine.kv.events import Change, KvEvents, Stored
 from baton_engine.requests import Fetch, SamplingParams
 from baton_engine.scheduling.scheduler import YIELDS, Plan, Scheduler
-from baton_engine.scheduling.sequence import Job, Stage
+from baton_engine.scheduling.sequence import Sequence, Stage
 from tests.engine.serving import Recipient, prompt_of
 from tests.engine.test_scheduler import SIZE, Books, shape
 
@@ -45,50 +45,50 @@ def remote_books(**sizes: Any) -> Books:
     return Books(**{"local_prefill_tokens": 4, **sizes})
 
 
-def fetching(books: Books, name: str = "remote", length: int = 18, **fields: Any) -> tuple[Job, Fetch]:
+def fetching(books: Books, name: str = "remote", length: int = 18, **fields: Any) -> tuple[Sequence, Fetch]:
     """Return a job whose prompt is being fetched."""
-    job = books.add(name, length, remote=REMOTE, **fields)
-    assert books.step().fetches == [job]
-    assert job.fetch is not None
-    return job, job.fetch
+    sequence = books.add(name, length, remote=REMOTE, **fields)
+    assert books.step().fetches == [sequence]
+    assert sequence.fetch is not None
+    return sequence, sequence.fetch
 
 
 def test_fetch_names_the_prompt_and_all_missing_blocks() -> None:
     books = remote_books()
     books.add("cached", 9, max_tokens=1, salt="tenant")
     books.step()
-    job = books.add("remote", 18, remote=REMOTE, salt="tenant", temperature=0.5)
-    job.request.trace = "00-trace"
+    sequence = books.add("remote", 18, remote=REMOTE, salt="tenant", temperature=0.5)
+    sequence.request.trace = "00-trace"
     plan = books.step()
-    assert (plan.fetches, plan.admitted, shape(plan)) == ([job], [], ([], []))
+    assert (plan.fetches, plan.admitted, shape(plan)) == ([sequence], [], ([], []))
     assert plan.changed
-    assert job.fetch == Fetch(
+    assert sequence.fetch == Fetch(
         request_id="remote",
         tokens=prompt_of(18),
         start_block=2,
-        parent=job.hashes[1],
-        blocks=tuple(job.request.blocks[2:]),
+        parent=sequence.hashes[1],
+        blocks=tuple(sequence.request.blocks[2:]),
         sampling=SamplingParams(temperature=0.5, max_tokens=8),
         salt="tenant",
         trace="00-trace",
     )
-    assert len(job.fetch.blocks) == 3
-    assert (job.stage, books.scheduler.fetching, books.scheduler.running) == (
+    assert len(sequence.fetch.blocks) == 3
+    assert (sequence.stage, books.scheduler.fetching, books.scheduler.running) == (
         Stage.FETCHING,
-        {"remote": job},
+        {"remote": sequence},
         [],
     )
     assert books.pool.pinned == 3
-    assert (job.request.cached_tokens, job.local_tokens, job.admissions) == (8, 8, 1)
+    assert (sequence.request.cached_tokens, sequence.local_tokens, sequence.admissions) == (8, 8, 1)
 
 
 @pytest.mark.parametrize(("length", "fetched"), [(4, False), (5, True)])
 def test_fetch_begins_above_the_local_prefill_limit(length: int, fetched: bool) -> None:
     """A prompt with exactly `local_prefill_tokens` missing tokens is computed here."""
     books = remote_books()
-    job = books.add("remote", length, remote=REMOTE)
+    sequence = books.add("remote", length, remote=REMOTE)
     plan = books.step()
-    assert (plan.fetches == [job]) is fetched
+    assert (plan.fetches == [sequence]) is fetched
     assert shape(plan) == ([], [] if fetched else [("remote", 4)])
 
 
@@ -96,12 +96,12 @@ def test_fetch_begins_when_prompts_took_the_whole_pass() -> None:
     """A fetch needs no compute, so a spent budget delays only the prompts that this worker computes."""
     books = remote_books()
     books.add("long", 40, seed=1)
-    job = books.add("remote", 18, seed=2, remote=REMOTE)
+    sequence = books.add("remote", 18, seed=2, remote=REMOTE)
     books.add("local", 4, seed=3)
     plan = books.step()
     assert shape(plan) == ([], [("long", 16)])
-    assert plan.fetches == [job]
-    assert [job.request.id for job in books.scheduler.waiting] == ["local"]
+    assert plan.fetches == [sequence]
+    assert [sequence.request.id for sequence in books.scheduler.waiting] == ["local"]
 
 
 def test_fetchable_with_cached_prefix_waits_for_the_budget() -> None:
@@ -110,10 +110,10 @@ def test_fetchable_with_cached_prefix_waits_for_the_budget() -> None:
     books.add("cached", 16, max_tokens=1)
     books.step()
     books.add("long", 40, seed=1)
-    job = books.add("remote", 18, remote=REMOTE)
+    sequence = books.add("remote", 18, remote=REMOTE)
     assert shape(books.step()) == ([], [("long", 16)])
-    assert (job.stage, job.fetch) == (Stage.WAITING, None)
-    assert books.pool.match(job.hashes) != []
+    assert (sequence.stage, sequence.fetch) == (Stage.WAITING, None)
+    assert books.pool.match(sequence.hashes) != []
 
 
 def test_fetch_leaves_the_budget_to_local_prompts() -> None:
@@ -129,33 +129,33 @@ def test_fetch_counts_against_max_running() -> None:
     books.add("a", 4, seed=1)
     books.add("b", 4, seed=2)
     plan = books.step()
-    assert [job.request.id for job in plan.admitted] == ["a"]
-    assert [job.request.id for job in books.scheduler.waiting] == ["b"]
+    assert [sequence.request.id for sequence in plan.admitted] == ["a"]
+    assert [sequence.request.id for sequence in books.scheduler.waiting] == ["b"]
 
 
 def test_fetch_reserves_one_block_for_its_first_tokens() -> None:
     """The fetched request needs one more block soon; a new prompt must leave it."""
     books = remote_books(blocks=9)  # 8 usable
-    job, fetch = fetching(books, length=20)  # 5 blocks
+    sequence, fetch = fetching(books, length=20)  # 5 blocks
     books.add("a", 12, seed=1)  # 3 blocks, and 3 are free
     assert shape(books.step()) == ([], [])
     books.scheduler.waiting.clear()
     books.add("b", 8, seed=1)
     assert shape(books.step()) == ([], [("b", 8)])
-    assert books.scheduler.fetched(job, len(fetch.blocks), frozenset())
+    assert books.scheduler.fetched(sequence, len(fetch.blocks), frozenset())
 
 
 def test_fetched_whole_publishes_and_joins_the_batch() -> None:
     books = remote_books()
-    job, fetch = fetching(books)
-    assert books.scheduler.fetched(job, len(fetch.blocks), frozenset())
-    assert (job.stage, job.fetch, books.scheduler.fetching) == (Stage.ENDED, None, {})
-    assert (job.request.computed, job.published) == (18, 4)
+    sequence, fetch = fetching(books)
+    assert books.scheduler.fetched(sequence, len(fetch.blocks), frozenset())
+    assert (sequence.stage, sequence.fetch, books.scheduler.fetching) == (Stage.ENDED, None, {})
+    assert (sequence.request.computed, sequence.published) == (18, 4)
     assert books.pool.pinned == 0
-    assert books.pool.match(job.hashes) == job.request.blocks[:4]
-    job.request.output.append(1)
-    books.scheduler.join(job)
-    assert (job.stage, books.scheduler.running) == (Stage.RUNNING, [job])
+    assert books.pool.match(sequence.hashes) == sequence.request.blocks[:4]
+    sequence.request.output.append(1)
+    books.scheduler.join(sequence)
+    assert (sequence.stage, books.scheduler.running) == (Stage.RUNNING, [sequence])
     assert shape(books.step()) == (["remote"], [])
 
 
@@ -176,19 +176,19 @@ def test_fetched_in_part_keeps_the_good_prefix(
 ) -> None:
     """Blocks count up to the first one that is missing or unsafe; only unsafe ones are quarantined."""
     books = remote_books()
-    job, fetch = fetching(books)
+    sequence, fetch = fetching(books)
     risky = frozenset(fetch.blocks[index] for index in unsafe)
-    assert not books.scheduler.fetched(job, arrived, risky), name
-    assert books.pool.match(job.hashes) == list(fetch.blocks[:good])
+    assert not books.scheduler.fetched(sequence, arrived, risky), name
+    assert books.pool.match(sequence.hashes) == list(fetch.blocks[:good])
     assert books.pool.quarantined == len(unsafe)
     assert books.pool.pinned == 0
-    books.scheduler.requeue(job)
-    assert (job.stage, job.fetchable, job.request.computed) == (Stage.WAITING, False, 0)
+    books.scheduler.requeue(sequence)
+    assert (sequence.stage, sequence.fetchable, sequence.request.computed) == (Stage.WAITING, False, 0)
     assert books.pool.owned == 0
     plan = books.step()
     assert plan.fetches == []
     assert shape(plan) == ([], [("remote", min(16, 18 - good * SIZE))])
-    assert job.request.cached_tokens == 0, "a readmission changes no usage"
+    assert sequence.request.cached_tokens == 0, "a readmission changes no usage"
     books.pool.settle(list(risky))
     while books.scheduler.running:
         books.step()
@@ -199,23 +199,23 @@ def test_fetched_after_cached_prefix_counts_from_its_start() -> None:
     books = remote_books()
     books.add("cached", 9, max_tokens=1)
     books.step()
-    job, _ = fetching(books)
-    assert not books.scheduler.fetched(job, 1, frozenset())
-    assert job.request.computed == 12
-    assert books.pool.match(job.hashes) == job.request.blocks[:3]
+    sequence, _ = fetching(books)
+    assert not books.scheduler.fetched(sequence, 1, frozenset())
+    assert sequence.request.computed == 12
+    assert books.pool.match(sequence.hashes) == sequence.request.blocks[:3]
 
 
 def test_end_while_fetching_keeps_blocks_until_fetched() -> None:
     """The peer may still write the blocks of an aborted request."""
     books = remote_books()
-    job, fetch = fetching(books)
-    books.scheduler.end(job)
-    assert job.cancelled
-    assert (job.stage, books.scheduler.fetching) == (Stage.FETCHING, {"remote": job})
+    sequence, fetch = fetching(books)
+    books.scheduler.end(sequence)
+    assert sequence.cancelled
+    assert (sequence.stage, books.scheduler.fetching) == (Stage.FETCHING, {"remote": sequence})
     assert books.pool.pinned == len(fetch.blocks)
-    books.scheduler.fetched(job, 0, frozenset())
-    books.scheduler.end(job)
-    assert job.stage is Stage.ENDED
+    books.scheduler.fetched(sequence, 0, frozenset())
+    books.scheduler.end(sequence)
+    assert sequence.stage is Stage.ENDED
     assert books.pool.available == books.pool.capacity
 
 
@@ -223,13 +223,13 @@ def test_lone_request_waits_while_a_fetch_holds_blocks() -> None:
     """The fetch will let go of its blocks, so the cache is not outgrown yet."""
     books = remote_books(blocks=7)
     alone = books.add("alone", 8, max_tokens=9)
-    job, fetch = fetching(books, length=12, seed=1)
+    sequence, fetch = fetching(books, length=12, seed=1)
     for _ in range(12):
         plan = books.step()
         assert (plan.outgrown, plan.starved, plan.retracted) == ([], [], [])
     assert alone.request.computed == alone.room == 12
-    books.scheduler.fetched(job, len(fetch.blocks), frozenset())
-    books.scheduler.end(job)
+    books.scheduler.fetched(sequence, len(fetch.blocks), frozenset())
+    books.scheduler.end(sequence)
     assert shape(books.step()) == (["alone"], [])
 
 
@@ -262,8 +262,8 @@ def test_patient_prompt_without_room_starves_only_if_alone() -> None:
 
 @pytest.mark.parametrize("field", ["decodes", "prefills", "fetches", "outgrown", "starved"])
 def test_plan_with_any_work_is_changed(field: str) -> None:
-    job = Books().add("a", 4)
-    work: Any = (job, 4) if field == "prefills" else job
+    sequence = Books().add("a", 4)
+    work: Any = (sequence, 4) if field == "prefills" else sequence
     assert Plan(**{field: [work]}).changed
 
 
@@ -276,21 +276,25 @@ def test_plan_that_only_moves_jobs_is_unchanged(field: str) -> None:
 
 def test_exported_blocks_stay_pinned_until_released() -> None:
     books = Books()
-    job = books.add("export", 10, max_tokens=1, export=Recipient())
+    sequence = books.add("export", 10, max_tokens=1, export=Recipient())
     books.step()
-    assert (job.stage, books.scheduler.held, books.scheduler.running) == (Stage.HELD, {"export": job}, [])
+    assert (sequence.stage, books.scheduler.held, books.scheduler.running) == (
+        Stage.HELD,
+        {"export": sequence},
+        [],
+    )
     assert books.pool.pinned == 3
-    books.scheduler.end(job)
-    assert (job.stage, books.scheduler.held, books.pool.pinned) == (Stage.ENDED, {}, 0)
+    books.scheduler.end(sequence)
+    assert (sequence.stage, books.scheduler.held, books.pool.pinned) == (Stage.ENDED, {}, 0)
     assert books.pool.available == books.pool.capacity
 
 
 def test_export_ended_without_hold_is_released_at_once() -> None:
     books = Books()
-    job = books.add("export", 40, max_tokens=1, export=Recipient())
+    sequence = books.add("export", 40, max_tokens=1, export=Recipient())
     books.step()
-    books.scheduler.end(job, hold=False)
-    assert (job.stage, books.scheduler.held, books.scheduler.running) == (Stage.ENDED, {}, [])
+    books.scheduler.end(sequence, hold=False)
+    assert (sequence.stage, books.scheduler.held, books.scheduler.running) == (Stage.ENDED, {}, [])
     assert (books.pool.pinned, books.pool.owned) == (0, 0)
 
 
@@ -300,15 +304,15 @@ def test_advance_reports_each_new_block_with_its_tokens() -> None:
     events = KvEvents(log)
     books = Books()
     books.scheduler = Scheduler(books.pool, books.scheduler.limits, SIZE, events)
-    job = books.add("a", 10, max_tokens=4)
+    sequence = books.add("a", 10, max_tokens=4)
     books.add("same prompt", 10, max_tokens=1)
     for _ in range(4):
         books.step()
     events.flush()
     by_hash, parents = books.pool.known()
-    assert [parents[by_hash[name]] for name in job.hashes] == [root_hash(), *job.hashes[:2]]
+    assert [parents[by_hash[name]] for name in sequence.hashes] == [root_hash(), *sequence.hashes[:2]]
     prompt = prompt_of(10)
-    root, (first, second, third) = root_hash(), job.hashes
+    root, (first, second, third) = root_hash(), sequence.hashes
     assert log.changes == [
         Stored(first, root, prompt[:4]),
         Stored(second, first, prompt[4:8]),
@@ -330,13 +334,13 @@ def test_end_while_waiting_leaves_the_queue() -> None:
 )
 def test_requeue_goes_before_all_of_its_kind(patient: bool, order: list[str]) -> None:
     books = remote_books()
-    job, _ = fetching(books, "back", patient=patient)
+    sequence, _ = fetching(books, "back", patient=patient)
     books.add("patient", 4, seed=3, patient=True)
     books.add("a", 4, seed=1)
     books.add("b", 4, seed=2)
-    books.scheduler.fetched(job, 0, frozenset())
-    books.scheduler.requeue(job)
-    assert [job.request.id for job in books.scheduler.waiting] == order
+    books.scheduler.fetched(sequence, 0, frozenset())
+    books.scheduler.requeue(sequence)
+    assert [sequence.request.id for sequence in books.scheduler.waiting] == order
 
 
 def test_shared_pass_leaves_the_rest_to_patient_prompts() -> None:
@@ -384,5 +388,5 @@ def test_retraction_goes_on_until_the_rest_can_grow() -> None:
     books.step()
     books.pool.allocate(books.pool.available)
     plan = books.scheduler.plan()
-    assert [job.request.id for job in plan.retracted] == ["0", "1"]
+    assert [sequence.request.id for sequence in plan.retracted] == ["0", "1"]
     assert shape(plan)[0] == ["2", "3"]

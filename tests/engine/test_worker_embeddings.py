@@ -70,8 +70,8 @@ def states(folder: Path, tokens: list[int]) -> np.ndarray:
 async def vector(worker: Any, tokens: list[int]) -> np.ndarray:
     request = Request("r", tuple(tokens), SamplingParams(max_tokens=0), pooling=worker.embedder.pooling)
     (output,) = [output async for output in worker.client.generate(request)]
-    assert isinstance(output.reading, np.ndarray)
-    return output.reading
+    assert isinstance(output.prompt_output, np.ndarray)
+    return output.prompt_output
 
 
 async def test_an_embedding_model_is_known_by_its_files(embedding_model: Path) -> None:

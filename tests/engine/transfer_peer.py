@@ -38,7 +38,7 @@ async def serve(parent: Connection, blocks: int, layers: int, seed: int) -> None
 
 
 async def read(parent: Connection, blocks: int, layers: int, metadata: bytes, theirs: PoolLayout) -> None:
-    """Read all blocks of a peer again and again; say `reading` after the first time."""
+    """Read all blocks of a peer again and again; say `prompt_output` after the first time."""
     transfer = await NixlTransfer.create(pool(blocks, layers), "reader")
     peer = await transfer.connect(metadata, theirs, "epoch")
     scattered = random.Random(1).sample(range(blocks), blocks)

@@ -207,7 +207,7 @@ class Process:
                 blocks.append(block)
             self._held.append(blocks)
         if chance.random() < 0.02:
-            pool.forget()
+            pool.clear()
         self._events.flush()
 
     def snapshot(self) -> tuple[int, Tree]:

@@ -21,7 +21,7 @@ from baton_api.reports import Fallback
 from baton_decode.links import Link
 from baton_decode.sessions import Action, Order, Pull, Report, Room, Send, Settled, Verify
 from baton_engine.kv.cache import KVCache
-from baton_engine.requests import Fetch, Fetched
+from baton_engine.requests import Fetch, FetchResult
 from baton_engine.transfer import Pulled, Transfer
 from baton_engine.transfer.integrity import block_checksums
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 class Receiver(Protocol):
     """What of `baton_engine.engine.Engine` is used here."""
 
-    def fetched(self, fetched: Fetched) -> None: ...
+    def fetched(self, fetched: FetchResult) -> None: ...
 
     def settled(self, blocks: Collection[int]) -> None: ...
 
@@ -121,7 +121,7 @@ class Fetching:
     def fail(self, reason: Fallback) -> None:
         """It ends before a room was made."""
         if not self.answered and self._room is None:
-            self._answer(Fetched(self.errand.fetch.request_id, arrived=0, reason=reason.value), reason)
+            self._answer(FetchResult(self.errand.fetch.request_id, arrived=0, reason=reason.value), reason)
 
     def broken(self) -> None:
         """An error of this worker ended it: the engine computes the prompt."""
@@ -231,7 +231,7 @@ class Fetching:
 
         found.add_done_callback(compared)
 
-    def _answer(self, fetched: Fetched, reason: Fallback | None) -> None:
+    def _answer(self, fetched: FetchResult, reason: Fallback | None) -> None:
         self._deadline.cancel()
         self.answered = True
         self.reason = reason

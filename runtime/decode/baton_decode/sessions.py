@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from baton_api.messages import Abort, Chunk, Commit, Done, Failed, Prefill
 from baton_api.reports import Fallback
-from baton_engine.requests import Fetch, Fetched, RelayRecord
+from baton_engine.requests import Fetch, FetchResult, RelayRecord
 from baton_engine.transfer import Pulled
 from baton_engine.transfer.wire import to_wire
 
@@ -52,7 +52,7 @@ class Verify:
 class Report:
     """The answer; once in a room's life."""
 
-    fetched: Fetched
+    fetched: FetchResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +278,7 @@ class Room:
         if self._commit is None or len(self._good) < len(self.order.fetch.blocks):
             return []
         self.state = State.REPORTED
-        fetched = Fetched(
+        fetched = FetchResult(
             self.order.fetch.request_id,
             arrived=self.arrived,
             first=self._commit.first,
@@ -298,7 +298,7 @@ class Room:
         self.reason = reason
         unsafe = frozenset(block for read in self._reads.values() for block in read.local)
         return Report(
-            Fetched(
+            FetchResult(
                 self.order.fetch.request_id,
                 arrived=self.arrived,
                 unsafe=unsafe,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BatchRow:
     """One request's share of a pass."""
 
     tokens: Sequence[int]
@@ -46,7 +46,7 @@ class Batch:
     Built on the host; `device` is where the model computes.
     """
 
-    def __init__(self, rows: Sequence[Row], block_size: int, device: torch.device) -> None:
+    def __init__(self, rows: Sequence[BatchRow], block_size: int, device: torch.device) -> None:
         self.rows = tuple(rows)
         self.block_size = block_size
         self.device = device

@@ -17,7 +17,7 @@ from baton_api.hashing import block_hashes, root_hash
 from baton_engine.engine import Engine
 from baton_engine.kv.cache import KVCache
 from baton_engine.kv.events import KvEvents, KvSnapshot
-from baton_engine.metrics.snapshot import EngineSnapshot
+from baton_engine.metrics.counters import EngineSnapshot
 from baton_engine.model.decoder import Model
 from baton_engine.requests import Output, Request
 from baton_engine.scheduling.limits import EngineLimits
@@ -85,9 +85,9 @@ class AsyncEngine:
         """End a generation from outside; whoever iterates it gets an output with ABORT."""
         self.engine.abort(request_id)
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Empty the prefix cache, but for what requests use."""
-        self.engine.forget()
+        self.engine.clear_cache()
 
     def snapshot(self) -> EngineSnapshot:
         return self.engine.snapshot()

@@ -1,4 +1,4 @@
-"""One pass through the model: rows out of jobs, the forward pass, the draw, as separate steps."""
+"""One forward pass: batch rows from scheduled chunks, the model, and sampling, as separate steps."""
 
 from __future__ import annotations
 
@@ -11,88 +11,98 @@ from torch import Tensor
 
 from baton_api.errors import BatonError
 from baton_api.messages import TokenChoice
-from baton_engine.batch import Batch, Row
+from baton_engine.batch import Batch, BatchRow
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.decoder import Model
 from baton_engine.sampling import sampler
-from baton_engine.sampling.mask_filler import Mask, Masks
-from baton_engine.sampling.state import Draw
-from baton_engine.scheduling.sequence import Job
+from baton_engine.sampling.state import SamplingState
+from baton_engine.sampling.token_masks import Mask, MaskFiller
+from baton_engine.scheduling.sequence import Sequence
 
 
-class Share(NamedTuple):
-    """What one job gets of a pass. Its figures are those from before the pass."""
+class ScheduledChunk(NamedTuple):
+    """The tokens of one sequence in a forward pass. All numbers are from before the pass."""
 
-    job: Job
+    sequence: Sequence
     tokens: int
     """How many of its pending tokens are computed."""
-    draws: bool
-    """Whether these are all, so that its next token can be drawn."""
+    samples: bool
+    """Whether these are all, so that its next token can be sampled."""
     ends: bool
-    """Whether these are all, and no token is to follow them."""
-    generates: bool
-    """Whether the token computed was drawn, not part of a prompt."""
+    """Whether these are all, and no token follows them."""
+    is_decode: bool
+    """Whether the token computed was generated, not part of a prompt."""
     skipped: int = 0
-    """How many of them are before the first one that the job's reading wants."""
-    reads: int = 0
-    """How many of them it wants from there on."""
+    """How many of them precede the first one that the prompt output needs."""
+    observed: int = 0
+    """How many of them it needs from there on."""
 
     @property
     def wanted(self) -> int:
-        """Of how many of the last tokens the results are needed."""
-        return self.tokens - self.skipped if self.reads else int(self.draws)
+        """Number of last tokens whose hidden states are needed."""
+        return self.tokens - self.skipped if self.observed else int(self.samples)
 
 
-def share(job: Job, tokens: int) -> Share:
-    request, reading = job.request, job.reading
-    last, draws = tokens == request.pending, request.draws
-    skipped = reads = 0
-    if reading is not None:
-        skipped = max(0, reading.needed - request.computed)
-        reads = max(0, min(tokens, reading.end - request.computed) - skipped)
-    return Share(job, tokens, last and draws, last and not draws, job.decoding, skipped, reads)
+def schedule(sequence: Sequence, tokens: int) -> ScheduledChunk:
+    """The chunk of the next `tokens` pending tokens."""
+    request, output = sequence.request, sequence.prompt_output
+    last, generates = tokens == request.pending, request.generates
+    skipped = observed = 0
+    if output is not None:
+        skipped = max(0, output.next_position - request.computed)
+        observed = max(0, min(tokens, output.end - request.computed) - skipped)
+    return ScheduledChunk(
+        sequence,
+        tokens,
+        samples=last and generates,
+        ends=last and not generates,
+        is_decode=sequence.decoding,
+        skipped=skipped,
+        observed=observed,
+    )
 
 
-Drawn = TokenChoice | BatonError | None
-"""A token, why none may be drawn, or None for a job whose logits are not finite."""
+Sampled = TokenChoice | BatonError | None
+"""A token, the error if no token is allowed, or None for a sequence whose logits are not finite."""
 
 
 def run(
     model: Model,
     cache: KVCache,
-    shares: list[Share],
-    masks: Masks,
-    timed: Callable[[], float],
-    settle: Callable[[], None],
-) -> tuple[list[Drawn], float]:
+    chunks: list[ScheduledChunk],
+    *,
+    mask_filler: MaskFiller,
+    clock: Callable[[], float],
+    synchronize: Callable[[], None],
+) -> tuple[list[Sampled], float]:
     """
-    What is drawn for each share that draws, in their order, and the seconds of the forward pass alone.
+    Compute `chunks` and sample a token for each chunk that `samples`, in their order.
 
-    `settle` is `settling` of the cache's device.
+    Also returns the seconds of the forward pass alone. `synchronize` is `synchronizer` of the cache's device.
     """
-    batch = Batch([_row(share) for share in shares], cache.block_size, cache.kv.device)
-    draws = [share.job.draw for share in shares if share.draws]
-    filling = masks.begin(draws)
+    batch = Batch([_row(chunk) for chunk in chunks], cache.block_size, cache.kv.device)
+    states = [chunk.sequence.sampling_state for chunk in chunks if chunk.samples]
+    pending = mask_filler.begin([state.token_mask for state in states])
     try:
-        started = timed()
-        if any(share.reads for share in shares):
-            states = model.hidden_states(batch, cache)
-            logits = model.project(_read(model, shares, states))
+        started = clock()
+        if any(chunk.observed for chunk in chunks):
+            hidden = model.hidden_states(batch, cache)
+            logits = model.project(_update_prompt_outputs(model, chunks, hidden))
         else:
             logits = model.forward(batch, cache)
-        settle()
-        seconds = timed() - started
+        synchronize()
+        seconds = clock() - started
     finally:
-        filled = filling.wait()
-    return (_draw(logits, draws, filled) if draws else []), seconds
+        masks = pending.wait()
+    return (_sample(logits, states, masks) if states else []), seconds
 
 
-def settling(device: torch.device) -> Callable[[], None]:
+def synchronizer(device: torch.device) -> Callable[[], None]:
     """
-    Waits until the device has computed what it was given, and raises what went wrong there.
+    Waits until the device has finished its queue, and raises an error of the device.
 
-    An accelerator only queues its work: without the wait a pass would seem to take no time, its failure would
-    come up in a later one, and its blocks would be announced before they are written.
+    Without the wait, a pass on an accelerator would seem to take no time, its error would come up in a later
+    pass, and its blocks would be announced before they are written.
     """
     if device.type == "cpu":
         return lambda: None
@@ -103,37 +113,36 @@ def is_lasting(error: BaseException) -> bool:
     """
     Whether every later pass of this process would fail too.
 
-    An error of an accelerator stays in its context until the process ends; a lack of memory does not.
+    An accelerator's error stays in its context until the process ends; a lack of memory does not.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return False
     return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
 
 
-def _draw(logits: Tensor, draws: list[Draw], masks: list[Mask]) -> list[Drawn]:
-    permitted = [None if isinstance(mask, BatonError) else mask for mask in masks]
-    drawn = sampler.sample(logits, draws, permitted)
+def _sample(logits: Tensor, states: list[SamplingState], masks: list[Mask]) -> list[Sampled]:
+    allowed = [None if isinstance(mask, BatonError) else mask for mask in masks]
+    choices = sampler.sample(logits, states, allowed)
     return [
-        mask if isinstance(mask, BatonError) else choice for mask, choice in zip(masks, drawn, strict=True)
+        mask if isinstance(mask, BatonError) else choice for mask, choice in zip(masks, choices, strict=True)
     ]
 
 
-def _read(model: Model, shares: list[Share], states: Tensor) -> Tensor:
-    """Hand each reading the states that it wants; what is left are those to draw from."""
-    drawn: list[int] = []
+def _update_prompt_outputs(model: Model, chunks: list[ScheduledChunk], hidden: Tensor) -> Tensor:
+    """Give each prompt output the hidden states that it needs; return those to sample from."""
+    sampled: list[int] = []
     place = 0
-    for share in shares:
-        if share.reads:
-            assert share.job.reading is not None
-            share.job.reading.read(states[place : place + share.reads], model.project)
-        place += share.wanted
-        if share.draws:
-            drawn.append(place - 1)
-    return states[drawn]
+    for chunk in chunks:
+        if chunk.observed:
+            assert chunk.sequence.prompt_output is not None
+            chunk.sequence.prompt_output.update(hidden[place : place + chunk.observed], model.project)
+        place += chunk.wanted
+        if chunk.samples:
+            sampled.append(place - 1)
+    return hidden[sampled]
 
 
-def _row(share: Share) -> Row:
-    job, start = share.job, share.job.request.computed
-    return Row(
-        job.tokens(start, start + share.tokens), start, job.request.blocks, share.wanted, table=job.table
-    )
+def _row(chunk: ScheduledChunk) -> BatchRow:
+    sequence, start = chunk.sequence, chunk.sequence.request.computed
+    tokens = sequence.tokens(start, start + chunk.tokens)
+    return BatchRow(tokens, start, sequence.request.blocks, chunk.wanted, table=sequence.table)

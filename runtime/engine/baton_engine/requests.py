@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton_api.messages import TokenChoice
-from baton_engine.metrics.pass_summary import PassNotes
+from baton_engine.metrics.tracing import StepSummary
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Thinking:
     """Most tokens of thought; then the end is forced. None: as many as there may be."""
 
 
-class Guide(Protocol):
+class GrammarMatcher(Protocol):
     """
     Which tokens may come next, told token by token. Belongs to one request; only its engine uses it.
 
@@ -186,7 +186,7 @@ class Output:
     """With the first token of a prompt that a prefill worker computed."""
     timing: PromptTiming | None = None
     """With the first token of a prompt that was computed here."""
-    reading: Vector | PromptLogprobs | None = None
+    prompt_output: Vector | PromptLogprobs | None = None
     """What was asked about the prompt: with the first token, or with the end if none is drawn."""
 
 
@@ -229,7 +229,7 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class FetchResult:
     """
     How a fetch ended. The engine gets exactly one for each `RemotePrefill.start`.
 
@@ -261,7 +261,7 @@ class RemotePrefill(Protocol):
     def start(self, fetch: Fetch) -> None: ...
 
     def cancel(self, request_id: str) -> None:
-        """The request is aborted: answer with `Fetched` as soon as what is unsafe is known."""
+        """The request is aborted: answer with `FetchResult` as soon as what is unsafe is known."""
         ...
 
 
@@ -289,7 +289,7 @@ class Request:
     hashes: Sequence[bytes] | None = None
     """Chain hashes of the prompt's full blocks under `salt`; several requests may share them. None: `submit`
     makes them, which takes 18 ms for 131k tokens: not for the event loop."""
-    guide: Guide | None = None
+    matcher: GrammarMatcher | None = None
     """Keeps to `sampling.constraint` and `sampling.thinking`; there if and only if one of them is."""
     pooling: Pooling | None = None
     """With it, the prompt's vector is the whole answer, and no token is drawn."""
@@ -297,7 +297,7 @@ class Request:
     """What its client calls the request that this belongs to: for the log."""
     trace: str = ""
     """Its `traceparent`, for whoever is asked to compute its prompt."""
-    notes: PassNotes | None = None
+    step_summary: StepSummary | None = None
     """Gets what its passes take, if somebody wants to know."""
     patient: bool = False
     """Nobody waits for its answer: all others go before it, and it makes room for them."""
@@ -316,12 +316,12 @@ class Request:
     """Why `remote` did not bring the prompt, if it did not; mostly a word of `baton_api.reports.Fallback`."""
 
     @property
-    def draws(self) -> bool:
+    def generates(self) -> bool:
         """Whether tokens are to follow the prompt."""
         return self.pooling is None and self.sampling.max_tokens > 0
 
     @property
-    def reads(self) -> bool:
+    def wants_prompt_output(self) -> bool:
         """Whether something is asked about the prompt itself."""
         return self.pooling is not None or self.sampling.prompt_logprobs is not None
 

@@ -23,7 +23,7 @@ from baton_engine.metrics.tracing import WorkerTrace, WorkerTracing
 from baton_engine.requests import (
     Constraint,
     FinishReason,
-    Guide,
+    GrammarMatcher,
     Output,
     Request,
     SamplingParams,
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 NAME_LENGTH = 200
 """Characters of a peer's names that the log repeats."""
 
-GuidesOf = Callable[[Constraint | None, Thinking | None], Awaitable[Callable[[], Guide]]]
+MatchersOf = Callable[[Constraint | None, Thinking | None], Awaitable[Callable[[], GrammarMatcher]]]
 
 
 class Client(Protocol):
@@ -63,7 +63,7 @@ class Computer:
     cache: KVCache
     checksums: Executor
     """One thread: answers come in the order of the questions."""
-    guides: GuidesOf
+    matchers: MatchersOf
     """Makes what keeps a prompt's first token to its constraint; may take a while."""
     tracing: WorkerTracing | None = None
     """Makes this worker's spans, if any are wanted."""
@@ -147,7 +147,7 @@ class Prompt:
         ask = self.room.ask
         sampling = sampling_params(ask.sampling)
         try:
-            guide = await self._guide(sampling)
+            matcher = await self._matcher(sampling)
             if self.room.state is State.RELEASED:  # given up before this task had its turn, or meanwhile
                 return
             request = Request(
@@ -156,9 +156,9 @@ class Prompt:
                 sampling=sampling,
                 salt=ask.salt,
                 hashes=self._hashes,
-                guide=guide,
+                matcher=matcher,
                 client_id=ask.request_id,
-                notes=None if self._spans is None else self._spans.noted(),
+                step_summary=None if self._spans is None else self._spans.step_summary(),
                 export=self,
             )
             async for output in self._computer.client.generate(request):
@@ -167,11 +167,11 @@ class Prompt:
         except BatonError as error:  # a constraint that cannot be met, or refused by the engine
             self.do(self.room.failed(error.message, retry=not isinstance(error, InvalidRequest)))
 
-    async def _guide(self, sampling: SamplingParams) -> Guide | None:
+    async def _matcher(self, sampling: SamplingParams) -> GrammarMatcher | None:
         if sampling.constraint is None and sampling.thinking is None:
             return None
-        guides = await self._computer.guides(sampling.constraint, sampling.thinking)
-        return guides()
+        matchers = await self._computer.matchers(sampling.constraint, sampling.thinking)
+        return matchers()
 
     def _ended(self, output: Output) -> None:
         if output.finish in (FinishReason.STOP, FinishReason.LENGTH):

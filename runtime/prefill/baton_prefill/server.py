@@ -27,7 +27,7 @@ from baton_engine.transfer.handshake import Identity
 from baton_prefill import admission
 from baton_prefill.admission import PromptLimits
 from baton_prefill.presence import Presence
-from baton_prefill.prompts import NAME_LENGTH, Client, Computer, GuidesOf, Prompt, PromptEngine
+from baton_prefill.prompts import NAME_LENGTH, Client, Computer, MatchersOf, Prompt, PromptEngine
 from baton_prefill.sessions import Room
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class PrefillServer:
         transfer: Transfer,
         me: Identity,
         limits: ServerLimits,
-        guides: GuidesOf,
+        matchers: MatchersOf,
         *,
         load: Callable[[], tuple[int, int]],
         host: str = "127.0.0.1",
@@ -71,12 +71,12 @@ class PrefillServer:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """
-        `guides` is `Grammars.prepare`, `load` gives queued tokens and free blocks for the heartbeat, and
+        `matchers` is `Grammars.prepare`, `load` gives queued tokens and free blocks for the heartbeat, and
         `advertise` is the host that others use. Raises SetupError if others cannot use it.
         """
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checksums")
         self._admissions = ThreadPoolExecutor(1, thread_name_prefix="admission")
-        self._computer = Computer(client, engine, cache, self._executor, guides, tracing)
+        self._computer = Computer(client, engine, cache, self._executor, matchers, tracing)
         self._transfer = transfer
         self._presence = Presence(transfer)
         self._me = me

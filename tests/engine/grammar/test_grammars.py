@@ -35,8 +35,8 @@ def schema(value: Any) -> Constraint:
 
 def assert_serves(grammars: Grammars, number: int) -> None:
     """A constraint that was not seen before is compiled."""
-    guide = grammars.guide(Constraint("regex", f"x{number}"), None)
-    assert allowed(guide) == set(ids("x"))
+    matcher = grammars.matcher(Constraint("regex", f"x{number}"), None)
+    assert allowed(matcher) == set(ids("x"))
 
 
 def branching(depth: int) -> dict[str, Any]:
@@ -194,8 +194,8 @@ async def test_grammars_stuck_trial_delays_only_new_constraints() -> None:
         assert not any(one.done() for one in waiting)
     finally:
         os.kill(process, signal.SIGCONT)
-    for guides in await asyncio.gather(*waiting):
-        assert allowed(guides()) == set(ids("n"))
+    for matchers in await asyncio.gather(*waiting):
+        assert allowed(matchers()) == set(ids("n"))
     made.close()
 
 

@@ -55,8 +55,8 @@ def texts(
                 stop_ids=ends,
                 constraint=constraint,
             )
-            guide = grammars.guide(constraint, None)
-            serving.submit(Request(f"s{number}", (1, 2, 3), sampling, guide=guide))
+            matcher = grammars.matcher(constraint, None)
+            serving.submit(Request(f"s{number}", (1, 2, 3), sampling, matcher=matcher))
         for number, schema in enumerate(schemas):
             ended = serving.ended(f"s{number}")
             assert (ended.finish, ended.error) == (FinishReason.STOP, None), (number, schema)

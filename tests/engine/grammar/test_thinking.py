@@ -8,18 +8,18 @@ import pytest
 
 from baton_api.errors import ConstraintBroken
 from baton_engine.grammar.thinking import matched
-from baton_engine.requests import Guide, Thinking
-from tests.engine.grammar.words import END, GRAMMARS, SPEAK, STOP, THINK, allowed, guide_of, ids
+from baton_engine.requests import GrammarMatcher, Thinking
+from tests.engine.grammar.words import END, GRAMMARS, SPEAK, STOP, THINK, allowed, ids, matcher_of
 
 ANSWER = ("regex", "[0-9]{2}")
 
 
-def push(guide: Guide, *tokens: int) -> Guide:
+def push(matcher: GrammarMatcher, *tokens: int) -> GrammarMatcher:
     for token in tokens:
-        may = allowed(guide)
+        may = allowed(matcher)
         assert may is None or token in may, f"{token} is not allowed"
-        guide.push(token)
-    return guide
+        matcher.push(token)
+    return matcher
 
 
 def thinking(*end: int, start: tuple[int, ...] = (), budget: int | None = None) -> Thinking:
@@ -27,94 +27,94 @@ def thinking(*end: int, start: tuple[int, ...] = (), budget: int | None = None) 
 
 
 def test_a_thought_may_say_anything_but_an_end_of_the_whole() -> None:
-    guide = guide_of(*ANSWER, thinking())
-    may = allowed(guide)
+    matcher = matcher_of(*ANSWER, thinking())
+    may = allowed(matcher)
     assert may is not None
     assert may >= {*ids("x\n9"), SPEAK, THINK}
     assert may.isdisjoint({END, STOP})
 
 
 def test_the_constraint_begins_after_the_end_of_the_thought() -> None:
-    guide = push(guide_of(*ANSWER, thinking()), *ids("so what 12"), SPEAK)
-    assert allowed(guide) == set(ids("0123456789"))
-    assert not guide.finished
-    push(guide, *ids("42"))
-    assert guide.finished
+    matcher = push(matcher_of(*ANSWER, thinking()), *ids("so what 12"), SPEAK)
+    assert allowed(matcher) == set(ids("0123456789"))
+    assert not matcher.finished
+    push(matcher, *ids("42"))
+    assert matcher.finished
 
 
 def test_who_may_think_may_also_answer_at_once() -> None:
-    guide = guide_of(*ANSWER, thinking(start=(THINK,)))
-    assert allowed(guide) == {THINK, *ids("0123456789")}
-    push(guide, *ids("42"))
-    assert guide.finished
+    matcher = matcher_of(*ANSWER, thinking(start=(THINK,)))
+    assert allowed(matcher) == {THINK, *ids("0123456789")}
+    push(matcher, *ids("42"))
+    assert matcher.finished
 
 
 def test_who_begins_to_think_thinks() -> None:
-    guide = push(guide_of(*ANSWER, thinking(start=(THINK,))), THINK, *ids("hm"), SPEAK, *ids("42"))
-    assert guide.finished
+    matcher = push(matcher_of(*ANSWER, thinking(start=(THINK,))), THINK, *ids("hm"), SPEAK, *ids("42"))
+    assert matcher.finished
 
 
 def test_neither_a_thought_nor_an_answer_is_an_error() -> None:
     with pytest.raises(ConstraintBroken):
-        guide_of(*ANSWER, thinking(start=(THINK,))).push(*ids("x"))
+        matcher_of(*ANSWER, thinking(start=(THINK,))).push(*ids("x"))
 
 
 def test_a_mark_of_letters_may_be_the_beginning_of_the_answer_too() -> None:
     mark = tuple(ids("<t>"))
     source = ("regex", "(<tab>|<b>)[0-9]")
-    guide = push(guide_of(*source, thinking(start=mark)), *ids("<t"))
-    assert allowed(guide) == set(ids("a>"))
-    push(guide, *ids("ab>7"))
-    assert guide.finished
-    guide = push(guide_of(*source, thinking(start=mark)), *ids("<t>deep"), SPEAK, *ids("<b>7"))
-    assert guide.finished
+    matcher = push(matcher_of(*source, thinking(start=mark)), *ids("<t"))
+    assert allowed(matcher) == set(ids("a>"))
+    push(matcher, *ids("ab>7"))
+    assert matcher.finished
+    matcher = push(matcher_of(*source, thinking(start=mark)), *ids("<t>deep"), SPEAK, *ids("<b>7"))
+    assert matcher.finished
 
 
 def test_a_mark_that_no_answer_begins_with_is_written_to_its_end() -> None:
-    guide = push(guide_of(*ANSWER, thinking(start=tuple(ids("<t>")))), *ids("<"))
-    assert allowed(guide) == set(ids("t"))
+    matcher = push(matcher_of(*ANSWER, thinking(start=tuple(ids("<t>")))), *ids("<"))
+    assert allowed(matcher) == set(ids("t"))
 
 
 def test_a_budget_forces_the_end_token_by_token() -> None:
     end = tuple(ids("</t>"))
-    guide = push(guide_of(*ANSWER, thinking(*end, budget=3)), *ids("abc"))
+    matcher = push(matcher_of(*ANSWER, thinking(*end, budget=3)), *ids("abc"))
     for token in end:
-        assert allowed(guide) == {token}
-        guide.push(token)
-    assert allowed(guide) == set(ids("0123456789"))
+        assert allowed(matcher) == {token}
+        matcher.push(token)
+    assert allowed(matcher) == set(ids("0123456789"))
 
 
 def test_an_end_that_has_begun_when_the_budget_is_spent_goes_on() -> None:
     end = tuple(ids("</t>"))
-    guide = push(guide_of(*ANSWER, thinking(*end, budget=3)), *ids("ab<"))
-    assert allowed(guide) == set(ids("/"))
-    push(guide, *ids("/t>"))
-    assert allowed(guide) == set(ids("0123456789"))
+    matcher = push(matcher_of(*ANSWER, thinking(*end, budget=3)), *ids("ab<"))
+    assert allowed(matcher) == set(ids("/"))
+    push(matcher, *ids("/t>"))
+    assert allowed(matcher) == set(ids("0123456789"))
 
 
 def test_no_budget_at_all_means_no_thought() -> None:
-    assert allowed(guide_of(*ANSWER, thinking(budget=0))) == {SPEAK}
+    assert allowed(matcher_of(*ANSWER, thinking(budget=0))) == {SPEAK}
 
 
 def test_what_is_no_thought_yet_costs_no_budget() -> None:
-    guide = push(guide_of(*ANSWER, thinking(start=(THINK,), budget=2)), THINK, *ids("ab"))
-    assert allowed(guide) == {SPEAK}
+    matcher = push(matcher_of(*ANSWER, thinking(start=(THINK,), budget=2)), THINK, *ids("ab"))
+    assert allowed(matcher) == {SPEAK}
 
 
 def test_without_a_constraint_only_the_budget_counts() -> None:
-    guide = GRAMMARS.guide(None, thinking(start=(THINK,), budget=2))
-    assert allowed(guide) is None
-    push(guide, THINK, *ids("ab"))
-    assert allowed(guide) == {SPEAK}
-    push(guide, SPEAK, *ids("anything"))
-    assert allowed(guide) is None
-    assert not guide.finished
-    assert guide.ends == ()
+    matcher = GRAMMARS.matcher(None, thinking(start=(THINK,), budget=2))
+    assert allowed(matcher) is None
+    push(matcher, THINK, *ids("ab"))
+    assert allowed(matcher) == {SPEAK}
+    push(matcher, SPEAK, *ids("anything"))
+    assert allowed(matcher) is None
+    assert not matcher.finished
+    assert matcher.ends == ()
 
 
 def test_without_a_constraint_and_without_a_thought_all_stays_free() -> None:
-    guide = push(GRAMMARS.guide(None, thinking(start=(THINK,), budget=0)), *ids("hello"), THINK)
-    assert allowed(guide) is None
+    matcher = push(GRAMMARS.matcher(None, thinking(start=(THINK,), budget=0)), *ids("hello"), THINK)
+    assert allowed(matcher) is None
 
 
 def test_law_the_end_is_found_wherever_it_stands() -> None:
@@ -138,11 +138,11 @@ def test_law_a_budget_is_never_exceeded() -> None:
     end = tuple(ids("aab"))
     for _ in range(200):
         budget = chance.randrange(8)
-        guide = GRAMMARS.guide(None, thinking(*end, budget=budget))
+        matcher = GRAMMARS.matcher(None, thinking(*end, budget=budget))
         text: list[int] = []
         while tuple(text[-3:]) != end:
-            may = allowed(guide)
+            may = allowed(matcher)
             token = chance.choice(ids("ab") if may is None else sorted(may))
             text.append(token)
-            guide.push(token)
+            matcher.push(token)
         assert len(text) <= budget + len(end)

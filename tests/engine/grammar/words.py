@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from baton_engine.grammar.grammars import Grammars
 from baton_engine.model.tokenizer import Tokenizer
-from baton_engine.requests import Constraint, Guide, Thinking
+from baton_engine.requests import Constraint, GrammarMatcher, Thinking
 from baton_engine.sampling.token_masks import mask_words
 from tests.engine import fake_model
 
@@ -45,14 +45,14 @@ GRAMMARS = Grammars(TOKENIZER)
 atexit.register(GRAMMARS.close)
 
 
-def guide_of(kind: str, source: str, thinking: Thinking | None = None) -> Guide:
-    return GRAMMARS.guide(Constraint(kind, source), thinking)
+def matcher_of(kind: str, source: str, thinking: Thinking | None = None) -> GrammarMatcher:
+    return GRAMMARS.matcher(Constraint(kind, source), thinking)
 
 
-def allowed(guide: Guide, vocab: int = PADDED) -> set[int] | None:
+def allowed(matcher: GrammarMatcher, vocab: int = PADDED) -> set[int] | None:
     """Ids that may come next; None for all."""
     mask = np.zeros(mask_words(vocab), dtype=np.int32)
-    if not guide.fill(mask):
+    if not matcher.fill(mask):
         return None
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab]
     return {int(token) for token in np.flatnonzero(bits)}
@@ -65,27 +65,27 @@ def ids(text: str) -> list[int]:
 
 def takes(kind: str, source: str, text: str | Sequence[int]) -> bool:
     """Whether `text`, every token of which the mask must have allowed, is whole by the grammar."""
-    guide = guide_of(kind, source)
+    matcher = matcher_of(kind, source)
     for token in ids(text) if isinstance(text, str) else text:
-        if token not in (allowed(guide) or ()):
+        if token not in (allowed(matcher) or ()):
             return False
-        guide.push(token)
-    return guide.finished or END in (allowed(guide) or ())
+        matcher.push(token)
+    return matcher.finished or END in (allowed(matcher) or ())
 
 
-def drawn(guide: Guide, chance: random.Random, most: int = 4000) -> str:
+def drawn(matcher: GrammarMatcher, chance: random.Random, most: int = 4000) -> str:
     """A text that the guide allows, by chance; closing brackets and quotes are liked, so that it ends."""
     liked = set(ids('"]},'))
     text: list[int] = []
     for _ in range(most):
-        may = sorted(allowed(guide) or ())
-        ends = [token for token in may if token in liked or token in guide.ends]
+        may = sorted(allowed(matcher) or ())
+        ends = [token for token in may if token in liked or token in matcher.ends]
         token = chance.choice(ends if ends and chance.random() < 0.4 else may)
-        if token in guide.ends:
+        if token in matcher.ends:
             break
         text.append(token)
-        guide.push(token)
-        if guide.finished:
+        matcher.push(token)
+        if matcher.finished:
             break
     else:
         raise AssertionError("the text does not end")

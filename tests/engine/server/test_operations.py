@@ -16,7 +16,7 @@ from baton_api.messages import TokenChoice
 from baton_api.workers import Role
 from baton_engine.api.served import Served
 from baton_engine.api.server_info import SECRETS
-from baton_engine.requests import Fetch, Fetched, RelayRecord
+from baton_engine.requests import Fetch, FetchResult, RelayRecord
 from baton_engine.settings import WorkerSettings
 from tests.engine.server.api import CONTEXT, MODEL, TOKENIZER, Api, eventually, open_api
 from tests.engine.server.test_metrics import RELAY
@@ -157,7 +157,7 @@ class Prefill:
         arrived = len(fetch.blocks) if self.relay else 0
         first = TokenChoice(token=1) if self.relay else None
         self.served.engine.engine.fetched(
-            Fetched(fetch.request_id, arrived, first=first, relay=self.relay, reason="peer_lost")
+            FetchResult(fetch.request_id, arrived, first=first, relay=self.relay, reason="peer_lost")
         )
 
     def cancel(self, request_id: str) -> None:

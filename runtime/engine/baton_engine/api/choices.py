@@ -59,10 +59,10 @@ class Choices:
                     sampling=work.parameters.choice(index % n, work.prompts[index // n].max_tokens),
                     salt=salt,
                     hashes=work.prompts[index // n].hashes,
-                    guide=None if work.guides is None else work.guides(),
+                    matcher=None if work.matchers is None else work.matchers(),
                     client_id=exchange.request_id,
                     trace=exchange.onward,
-                    notes=None if exchange.spans is None else exchange.spans.noted(),
+                    step_summary=None if exchange.spans is None else exchange.spans.step_summary(),
                     patient=patient,
                     remote=remote if index % n == 0 else None,
                 ),
@@ -110,7 +110,7 @@ class Choices:
             if self._work.resumption is not None and self._work.resumption.ended:
                 yield self.all[0], Piece()
                 return
-            if not any(lead.request.draws or lead.request.reads for lead in self._leads):
+            if not any(lead.request.generates or lead.request.wants_prompt_output for lead in self._leads):
                 for choice in self.all:
                     choice.transcript.finish = FinishReason.LENGTH
                     yield choice, Piece(finish=FinishReason.LENGTH)
@@ -169,9 +169,9 @@ class Choices:
                 raise RequestAborted
             if output.finish is FinishReason.ABORT:
                 raise NotReady("This worker stopped before the answer was complete; try again.")
-            if isinstance(output.reading, PromptLogprobs):
+            if isinstance(output.prompt_output, PromptLogprobs):
                 for one in (choice, *choice.followers):
-                    one.scores = output.reading
+                    one.scores = output.prompt_output
             before = transcript.count
             piece = transcript.push(output)
             if self.told is not None:

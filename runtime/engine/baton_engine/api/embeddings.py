@@ -190,7 +190,7 @@ class Computation:
             hashes=self._asked.hashes[index],
             pooling=self._asked.pooling,
             patient=self._patient,
-            notes=None if self._exchange.spans is None else self._exchange.spans.noted(),
+            step_summary=None if self._exchange.spans is None else self._exchange.spans.step_summary(),
         )
         async with contextlib.aclosing(self._served.engine.generate(request)) as outputs:
             self._under_way.add(request.id)
@@ -205,8 +205,8 @@ class Computation:
         if output.finish is FinishReason.ABORT:
             raise NotReady("This worker stopped before the answer was complete; try again.")
         self._exchange.cached_tokens += output.cached_tokens
-        assert isinstance(output.reading, np.ndarray)
-        return output.reading
+        assert isinstance(output.prompt_output, np.ndarray)
+        return output.prompt_output
 
 
 FORMATS = ("float", "base64")

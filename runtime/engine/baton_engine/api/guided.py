@@ -25,7 +25,7 @@ async def guided(work: Work, grammars: Grammars) -> Work:
     if sampling.constraint is None and sampling.thinking is None:
         return work
     try:
-        guides = await grammars.prepare(sampling.constraint, sampling.thinking)
+        matchers = await grammars.prepare(sampling.constraint, sampling.thinking)
     except InvalidRequest as error:
         raise InvalidRequest(str(error), param=work.constrained_by, code=error.code) from error
-    return dataclasses.replace(work, guides=guides)
+    return dataclasses.replace(work, matchers=matchers)

@@ -86,7 +86,7 @@ def routes(served: Served) -> list[Route]:
 
     async def flush(request: Request) -> Response:
         cached = served.engine.snapshot().cached_blocks
-        served.engine.forget()
+        served.engine.clear_cache()
         return as_json({"flushed_blocks": cached})
 
     return [

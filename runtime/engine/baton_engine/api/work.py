@@ -12,7 +12,7 @@ from baton_engine.api.fields import Fields
 from baton_engine.api.parameters import Parameters
 from baton_engine.api.parsing.parts import PlainReader, Reader
 from baton_engine.api.streaming import DONE, error_event
-from baton_engine.requests import Guide
+from baton_engine.requests import GrammarMatcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Work:
     """Makes what tells the parts of one choice's text."""
     marks: frozenset[str] | None = frozenset()
     """The texts of special tokens that it must see, whether or not they are to be shown; None is all."""
-    guides: Callable[[], Guide] | None = None
+    matchers: Callable[[], GrammarMatcher] | None = None
     """Makes what keeps one choice to its constraint and its thoughts in bounds; see `guided.guided`."""
     constrained_by: str | None = None
     """The request's field that brings the constraint, as an error names it."""

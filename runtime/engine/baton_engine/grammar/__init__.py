@@ -1,8 +1,8 @@
 """
-Structured output: which tokens may come next, so that an answer is of the form that was asked for.
+Structured output: which tokens may come next, so that an answer has the requested form.
 
-`grammars` compiles a constraint once and hands out a fresh guide for each answer; `guides` and `thinking` are
-the guides that the engine asks; `texts`, `ebnf` and `tags` put what clients write into llguidance's language;
-`trial` is the process in which every constraint is tried out first, since a hostile one cannot be stopped
+`grammars` compiles a constraint once and gives each answer a matcher of its own; `matcher` and `thinking` are
+the matchers; `texts`, `ebnf` and `tags` translate clients' constraints into llguidance's language.
+`trial` is the process in which every constraint is tried first, since a hostile one cannot be stopped
 in any other way.
 """

@@ -25,12 +25,12 @@ from llguidance import LLMatcher, LLTokenizer
 from baton_api import limits
 from baton_api.errors import INVALID_VALUE, BatonError, InternalError, InvalidRequest, Overloaded
 from baton_engine.grammar import trial
-from baton_engine.grammar.guides import GrammarGuide
-from baton_engine.grammar.thinking import ThinkingGuide
+from baton_engine.grammar.matcher import LLGuidanceMatcher
+from baton_engine.grammar.thinking import ThinkingMatcher
 from baton_engine.grammar.trial import Words
 from baton_engine.grammar.trials import QUEUE_S, Trials
 from baton_engine.model.tokenizer import Tokenizer
-from baton_engine.requests import Constraint, Guide, Thinking
+from baton_engine.requests import Constraint, GrammarMatcher, Thinking
 
 log = logging.getLogger(__name__)
 
@@ -70,35 +70,39 @@ class Grammars:
         if constraint is not None:
             self._compiled(constraint)
 
-    def guide(self, constraint: Constraint | None, thinking: Thinking | None) -> Guide:
+    def matcher(self, constraint: Constraint | None, thinking: Thinking | None) -> GrammarMatcher:
         """A guide at its start. Raises as `check` does."""
-        return self.guides(constraint, thinking)()
+        return self.matchers(constraint, thinking)()
 
-    def guides(self, constraint: Constraint | None, thinking: Thinking | None) -> Callable[[], Guide]:
+    def matchers(
+        self, constraint: Constraint | None, thinking: Thinking | None
+    ) -> Callable[[], GrammarMatcher]:
         """What gives a fresh guide at each call, at once and on any thread. Raises as `check` does."""
         if thinking is not None and not thinking.end:
             raise ValueError("A thought without an end would never come to the answer.")
         if constraint is None:
             if thinking is None:
                 raise ValueError("Neither a constraint nor a thought: there is nothing to guide.")
-            return lambda: ThinkingGuide(thinking, None)
+            return lambda: ThinkingMatcher(thinking, None)
         compiled, ends = self._compiled(constraint), self._tokenizer.eos_ids
 
-        def answer() -> Guide:
-            return GrammarGuide(compiled, ends)
+        def answer() -> GrammarMatcher:
+            return LLGuidanceMatcher(compiled, ends)
 
-        return answer if thinking is None else lambda: ThinkingGuide(thinking, answer)
+        return answer if thinking is None else lambda: ThinkingMatcher(thinking, answer)
 
-    async def prepare(self, constraint: Constraint | None, thinking: Thinking | None) -> Callable[[], Guide]:
+    async def prepare(
+        self, constraint: Constraint | None, thinking: Thinking | None
+    ) -> Callable[[], GrammarMatcher]:
         """
-        `guides` for the event loop. What has been compiled is there at once.
+        `matchers` for the event loop. What has been compiled is there at once.
 
         Raises as `check` does, and Overloaded if no thread is free in time.
         """
         if constraint is None or self._is_known(constraint):
-            return self.guides(constraint, thinking)
+            return self.matchers(constraint, thinking)
         context = contextvars.copy_context()  # the log's lines name the request
-        compiling = self._pool.submit(context.run, self.guides, constraint, thinking)
+        compiling = self._pool.submit(context.run, self.matchers, constraint, thinking)
         answer = asyncio.wrap_future(compiling)
         self._waiting += 1
         try:

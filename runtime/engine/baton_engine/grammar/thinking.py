@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton_api.errors import ConstraintBroken
-from baton_engine.requests import Guide, Thinking
+from baton_engine.requests import GrammarMatcher, Thinking
 
 
 class Phase(enum.Enum):
@@ -27,10 +27,10 @@ class Phase(enum.Enum):
     ANSWERING = enum.auto()
 
 
-class ThinkingGuide:
+class ThinkingMatcher:
     """Lets the model think, and then keeps to `answer`, if there is one."""
 
-    def __init__(self, thinking: Thinking, answer: Callable[[], Guide] | None) -> None:
+    def __init__(self, thinking: Thinking, answer: Callable[[], GrammarMatcher] | None) -> None:
         """`answer` gives a guide that stands at its start; thoughts that came to nothing do not count."""
         self._thinking = thinking
         self._fresh = answer

@@ -172,7 +172,7 @@ class BlockPool:
             self._quarantined.remove(block)
             self._free.append(block)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Free every cached block; what somebody uses stays known."""
         while self._cached:
             self._free.append(self._evict())

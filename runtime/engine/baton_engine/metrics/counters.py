@@ -1,25 +1,180 @@
-"""Counts what the engine does, on its thread; any thread can have an `EngineSnapshot` made of it."""
+"""Counters of one engine: written by its thread, read by any thread through an `EngineSnapshot`."""
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 from baton_api.metrics import FIRST_TOKEN_BUCKETS, STEP_BUCKETS
 from baton_api.reports import Fallback
-from baton_engine.metrics.snapshot import EngineSnapshot, Histogram, Rate, Totals
-from baton_engine.requests import Fetched, PromptTiming
+from baton_engine.requests import FetchResult, PromptTiming
 from baton_engine.scheduling.scheduler import Scheduler
-from baton_engine.scheduling.sequence import Job
+from baton_engine.scheduling.sequence import Sequence
 
 SMOOTHING = 0.05
 NO_TRANSPORT = "none"
-"""Nothing was read yet."""
+"""The transport label before the first read."""
 
 REASON_LENGTH = 32
-"""A longer reason is a sentence for the log, not a label for the metrics."""
+"""Longer reasons are sentences for the log, not labels of a metric."""
+RATE_WINDOW_S = 10.0
+"""Time constant of the rates' exponential average."""
 
 
-class Figures:
+class Rate:
+    """Events per second, averaged with a weight that falls off exponentially."""
+
+    __slots__ = ("_updated", "_value")
+
+    def __init__(self, now: float) -> None:
+        self._value = 0.0
+        self._updated = now
+
+    def add(self, count: int, now: float) -> None:
+        self._value = self.at(now) + count / RATE_WINDOW_S
+        self._updated = now
+
+    def at(self, now: float) -> float:
+        return self._value * math.exp(-max(0.0, now - self._updated) / RATE_WINDOW_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """A histogram in Prometheus' form."""
+
+    buckets: tuple[tuple[float, int], ...]
+    """(upper bound in seconds, cumulative count); the last bound is infinite."""
+    total_s: float
+
+    @property
+    def count(self) -> int:
+        return self.buckets[-1][1]
+
+
+class Histogram:
+    """Counts of durations by bucket."""
+
+    __slots__ = ("_bounds", "_counts", "_total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        """`bounds`: upper bounds in seconds, without the infinite one."""
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self._total += seconds
+
+    def times(self) -> Times:
+        bounds = (*self._bounds, math.inf)
+        return Times(tuple(zip(bounds, accumulate(self._counts), strict=True)), self._total)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums since the start. The engine's thread adds to them; a snapshot copies them."""
+
+    prompt_tokens_computed: int = 0
+    """By forward passes of this worker, recomputation after retractions included."""
+    prompt_tokens_cached: int = 0
+    """Found in the prefix cache at admission."""
+    prompt_tokens_looked_up: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prompt_tokens_remote: int = 0
+    """Received from a prefill worker."""
+    generated_tokens: int = 0
+    retractions: int = 0
+    steps: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    """Requests by `FinishReason`."""
+    local_prefills: Counter[str] = field(default_factory=Counter)
+    """
+    Prompts computed locally, by reason: `no_prefill_worker` (the request names none), `reads_prompt` (it asks
+    for prompt outputs), `short`, `cached` (short without its cached prefix), or the reason of a failed fetch.
+    """
+
+    transfer_failures: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Failed fetches by transport (`none` before the first read) and reason."""
+    quarantined: Counter[str] = field(default_factory=Counter)
+    """Blocks put into quarantine, by transport."""
+
+    def copy(self) -> Totals:
+        return Totals(
+            prompt_tokens_computed=self.prompt_tokens_computed,
+            prompt_tokens_cached=self.prompt_tokens_cached,
+            prompt_tokens_looked_up=self.prompt_tokens_looked_up,
+            prompt_tokens_remote=self.prompt_tokens_remote,
+            generated_tokens=self.generated_tokens,
+            retractions=self.retractions,
+            steps=self.steps,
+            finished=self.finished.copy(),
+            local_prefills=self.local_prefills.copy(),
+            transfer_failures=self.transfer_failures.copy(),
+            quarantined=self.quarantined.copy(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSnapshot:
+    """State of one engine at one moment, for `/load`, `/metrics` and tests."""
+
+    running: int
+    """Requests in the batch."""
+    queued: int
+    """Requests waiting for admission."""
+    fetching: int
+    """Requests whose prompt is being fetched, aborted ones that still pin blocks included."""
+    held: int
+    """Ended requests whose exported blocks have not been released."""
+    queued_tokens: int
+    """Prompt tokens still to be computed by this worker."""
+    block_size: int
+    total_blocks: int
+    """Blocks that requests can use: all but block 0."""
+    free_blocks: int
+    """Blocks without known content."""
+    cached_blocks: int
+    """Blocks with known content that are not in use; they count as available."""
+    owned_blocks: int
+    """Blocks in use, pinned ones included."""
+    pinned_blocks: int
+    quarantined_blocks: int
+    generated_per_s: float
+    computed_per_s: float
+    """Prompt tokens."""
+    totals: Totals
+    step_times: Times
+    """Whole steps, the forward pass included."""
+    forward_times: Times
+    """Forward passes alone: the difference is the engine's overhead."""
+    queue_times: Times
+    """From arrival to the first forward pass, for prompts computed locally."""
+    prefill_times: Times
+    """From the first forward pass to the first token, for the same prompts."""
+    evictions: int = 0
+    """Known blocks that were dropped for new ones."""
+    max_running: int = 0
+    """Most requests in the batch."""
+    decode_step_s: float = 0.0
+    """Seconds of a step without prompt tokens, averaged; 0 before the first one."""
+
+    @property
+    def available_blocks(self) -> int:
+        """Blocks available to a new request."""
+        return self.free_blocks + self.cached_blocks
+
+    @property
+    def usage(self) -> float:
+        """Fraction of the blocks that are not available."""
+        return 1 - self.available_blocks / self.total_blocks
+
+
+class EngineCounters:
     """Totals, rates and step times of one engine."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -30,58 +185,58 @@ class Figures:
         self.prefill_times = Histogram(FIRST_TOKEN_BUCKETS)
         self._clock = clock
         self.decode_step_s = 0.0
-        """Of a step in which nothing but tokens was generated, averaged over about the last twenty."""
+        """Seconds of a step without prompt tokens, averaged over about the last 20 steps."""
         self._generated = Rate(clock())
         self._computed = Rate(clock())
 
-    def stepped(self, seconds: float, *, mixed: bool) -> None:
-        """A step has ended; `mixed` if it computed parts of prompts too."""
+    def add_step(self, seconds: float, *, mixed: bool) -> None:
+        """Count a step; `mixed` if it computed prompt tokens too."""
         self.totals.steps += 1
         self.step_times.add(seconds)
         if not mixed:
             self.decode_step_s += (seconds - self.decode_step_s) * (SMOOTHING if self.decode_step_s else 1.0)
 
-    def computed(self, prompt_tokens: int) -> None:
+    def add_computed(self, prompt_tokens: int) -> None:
         self.totals.prompt_tokens_computed += prompt_tokens
         self._computed.add(prompt_tokens, self._clock())
 
-    def computed_here(self, job: Job, local_prefill_tokens: int) -> None:
-        """A prompt is computed here without having been asked for elsewhere."""
-        if job.request.remote is None:
+    def add_local_prefill(self, sequence: Sequence, local_prefill_tokens: int) -> None:
+        """Count a prompt that is computed locally without a fetch."""
+        if sequence.request.remote is None:
             reason = "no_prefill_worker"
-        elif job.reading is not None:
+        elif sequence.prompt_output is not None:
             reason = "reads_prompt"
         else:
-            reason = "short" if len(job.request.prompt) <= local_prefill_tokens else "cached"
+            reason = "short" if len(sequence.request.prompt) <= local_prefill_tokens else "cached"
         self.totals.local_prefills[reason] += 1
 
-    def looked_for(self, job: Job) -> None:
-        """A prompt has been looked for in the prefix cache."""
-        self.totals.prompt_tokens_cached += job.local_tokens
-        self.totals.prompt_tokens_looked_for += len(job.request.prompt)
+    def add_prefix_lookup(self, sequence: Sequence) -> None:
+        """Count a lookup of a prompt in the prefix cache."""
+        self.totals.prompt_tokens_cached += sequence.local_tokens
+        self.totals.prompt_tokens_looked_up += len(sequence.request.prompt)
 
-    def began(self, timing: PromptTiming) -> None:
-        """A prompt that was computed here has its first token."""
+    def add_first_token(self, timing: PromptTiming) -> None:
+        """Record the times of a prompt that was computed locally."""
         self.queue_times.add(timing.queue_s)
         self.prefill_times.add(timing.compute_s)
 
-    def fetch_failed(self, fetched: Fetched) -> None:
-        """A prompt is computed here after all. Reasons that are sentences all count as the same one."""
+    def add_failed_fetch(self, fetched: FetchResult) -> None:
+        """Count a local prefill after a failed fetch. All reasons that are sentences share a label."""
         reason = fetched.reason
         label = reason if reason.isidentifier() and len(reason) <= REASON_LENGTH else Fallback.TRANSFER_FAILED
         self.totals.local_prefills[label] += 1
         self.totals.transfer_failures[fetched.transport or NO_TRANSPORT, label] += 1
 
-    def quarantined(self, fetched: Fetched) -> None:
-        """Blocks of a fetch are set aside."""
+    def add_quarantined(self, fetched: FetchResult) -> None:
+        """Count the quarantined blocks of a fetch."""
         self.totals.quarantined[fetched.transport or NO_TRANSPORT] += len(fetched.unsafe)
 
-    def generated(self, tokens: int) -> None:
+    def add_generated(self, tokens: int) -> None:
         self.totals.generated_tokens += tokens
         self._generated.add(tokens, self._clock())
 
     def snapshot(self, scheduler: Scheduler, arriving: int) -> EngineSnapshot:
-        """`arriving` requests have been submitted, but the scheduler does not know them yet."""
+        """`arriving` is the number of submitted requests that the scheduler does not have yet."""
         pool, now = scheduler.pool, self._clock()
         # A list is copied in one go; the engine's thread may append to the original meanwhile.
         running, waiting = list(scheduler.running), list(scheduler.waiting)
@@ -90,8 +245,8 @@ class Figures:
             queued=len(waiting) + arriving,
             fetching=len(scheduler.fetching),
             held=len(scheduler.held),
-            queued_tokens=sum(job.request.pending for job in waiting)
-            + sum(job.request.pending for job in running if not job.decoding),
+            queued_tokens=sum(sequence.request.pending for sequence in waiting)
+            + sum(sequence.request.pending for sequence in running if not sequence.decoding),
             block_size=scheduler.block_size,
             total_blocks=pool.capacity,
             free_blocks=pool.free,

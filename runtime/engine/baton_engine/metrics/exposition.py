@@ -21,7 +21,7 @@ from baton_api import __version__, metrics
 from baton_api.certificate_term import Term
 from baton_api.metrics import Metric
 from baton_api.metrics.peers import MODEL, PEER_NAMES, Peer, PeerName
-from baton_engine.metrics.snapshot import EngineSnapshot, Times
+from baton_engine.metrics.counters import EngineSnapshot, Times
 from baton_engine.requests import RelayRecord
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -160,7 +160,7 @@ class EngineCollector(Collector):
         yield _gauge(metrics.WORKER_KV_USAGE, {(): now.usage})
         yield _gauge(metrics.WORKER_GENERATION_RATE, {(): now.generated_per_s})
         yield _gauge(metrics.WORKER_PROMPT_RATE, {(): now.computed_per_s})
-        yield _counter(metrics.WORKER_CACHE_QUERIES, {(): totals.prompt_tokens_looked_for})
+        yield _counter(metrics.WORKER_CACHE_QUERIES, {(): totals.prompt_tokens_looked_up})
         yield _counter(metrics.WORKER_CACHE_HITS, {(): totals.prompt_tokens_cached})
         yield _counter(metrics.WORKER_CACHE_EVICTIONS, {(): now.evictions})
         yield _counter(

@@ -40,7 +40,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class Download:
     """What lies in the folder."""
 
     revision: str
@@ -49,7 +49,7 @@ class Fetched:
     """Whether it was fetched now."""
 
 
-def fetch(source: Source, folder: Path, progress: Progress = SILENT, pinned: str = "") -> Fetched:
+def fetch(source: Source, folder: Path, progress: Progress = SILENT, pinned: str = "") -> Download:
     """
     Bring the files into `folder`, unless they are there. Raises SetupError.
 
@@ -69,7 +69,7 @@ def fetch(source: Source, folder: Path, progress: Progress = SILENT, pinned: str
             f"{folder} cannot be written to: {error}. It needs room for the model, and to belong to user "
             f"{os.getuid()} or one of his groups."
         ) from error
-    return Fetched(revision, anew=True)
+    return Download(revision, anew=True)
 
 
 def _bring(source: Source, folder: Path, progress: Progress, pinned: str) -> str:
@@ -103,7 +103,7 @@ def _unpack(model: BuiltIn, folder: Path) -> None:
     shutil.copyfile(file, target)
 
 
-def _marked(source: Source, folder: Path) -> Fetched | None:
+def _marked(source: Source, folder: Path) -> Download | None:
     """What the folder's marker says. Raises SetupError if it is of something else."""
     try:
         marker = json.loads((folder / MARKER).read_bytes())
@@ -118,7 +118,7 @@ def _marked(source: Source, folder: Path) -> Fetched | None:
             f"{folder} holds {there.uri} {there.revision or '(newest)'} {' '.join(there.patterns)}".rstrip()
             + f": fetch {source.uri} into another folder, or empty this one."
         )
-    return Fetched(resolved, anew=False)
+    return Download(resolved, anew=False)
 
 
 def _mark(source: Source, resolved: str, folder: Path) -> None:

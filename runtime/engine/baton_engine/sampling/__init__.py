@@ -1,1 +1,1 @@
-"""From logits to tokens: penalties, masks, and reproducible draws."""
+"""From logits to tokens: penalties, token masks and reproducible sampling."""

@@ -25,16 +25,16 @@ Project = Callable[[Tensor], Tensor]
 """The model's head: states [S, N] to logits [S, V]."""
 
 
-class Reading(Protocol):
+class PromptOutput(Protocol):
     """One prompt's; only its engine's thread uses it."""
 
-    needed: int
-    """The first position whose state is still to be read; rises with `read`."""
+    next_position: int
+    """The first position whose state is still to be read; rises with `update`."""
     end: int
     """Positions from here on are not read."""
 
-    def read(self, states: Tensor, project: Project) -> None:
-        """The states of the positions from `needed` on, as many as there are."""
+    def update(self, states: Tensor, project: Project) -> None:
+        """The states of the positions from `next_position` on, as many as there are."""
         ...
 
     @property
@@ -43,7 +43,7 @@ class Reading(Protocol):
         ...
 
 
-def reading_of(request: Request) -> Reading | None:
+def prompt_output_of(request: Request) -> PromptOutput | None:
     """None for a request that is only interested in what follows its prompt."""
     if request.pooling is not None:
         return _Pooled(request.pooling, len(request.prompt))
@@ -56,15 +56,15 @@ class _Pooled:
     """The mean of the states from a position on: the first one, or the last."""
 
     def __init__(self, pooling: Pooling, length: int) -> None:
-        self.needed = length - 1 if pooling is Pooling.LAST else 0
+        self.next_position = length - 1 if pooling is Pooling.LAST else 0
         self.end = length
-        self._count = length - self.needed
+        self._count = length - self.next_position
         self._sum: Tensor | None = None
 
-    def read(self, states: Tensor, project: Project) -> None:
+    def update(self, states: Tensor, project: Project) -> None:
         total = states.sum(0, dtype=torch.float64)  # or it would depend on how the prompt was cut
         self._sum = total if self._sum is None else self._sum + total
-        self.needed += len(states)
+        self.next_position += len(states)
 
     @property
     def result(self) -> Vector | None:
@@ -77,18 +77,20 @@ class _Logprobs:
     """Of every token but the first, the logprob that the tokens before it gave it."""
 
     def __init__(self, prompt: tuple[int, ...], alternatives: int) -> None:
-        self.needed = 0
+        self.next_position = 0
         self.end = len(prompt) - 1
         self._tokens = torch.tensor(prompt)
         self._alternatives = alternatives
         self._parts: list[PromptLogprobs] = []
 
-    def read(self, states: Tensor, project: Project) -> None:
+    def update(self, states: Tensor, project: Project) -> None:
         for first in range(0, len(states), ROWS):
             piece = states[first : first + ROWS]
             values = project(piece).log_softmax(-1)
-            start, self.needed = self.needed, self.needed + len(piece)
-            chosen = values.gather(1, self._tokens[start + 1 : self.needed + 1].to(values.device)[:, None])
+            start, self.next_position = self.next_position, self.next_position + len(piece)
+            chosen = values.gather(
+                1, self._tokens[start + 1 : self.next_position + 1].to(values.device)[:, None]
+            )
             # As the sampler does it, so that ties come out the same at any number.
             count = min(ALTERNATIVES, values.shape[1]) if self._alternatives else 0
             top, ids = values.topk(count)

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from baton_api.messages import TokenChoice
 from baton_engine.requests import SamplingParams
-from baton_engine.sampling import bitmask
-from baton_engine.sampling.state import Draw, Seen, uniform
+from baton_engine.sampling import token_masks
+from baton_engine.sampling.state import SamplingState, Seen, uniform
 
 BLOCK = 128
 """Tokens whose maximum or sum is taken together: a pass over blocks costs a fifth of torch's argmax."""
@@ -41,7 +41,7 @@ ALTERNATIVES = 20
 
 
 def sample(
-    logits: Tensor, draws: Sequence[Draw], masks: Sequence[NDArray[np.int32] | None] = ()
+    logits: Tensor, states: Sequence[SamplingState], masks: Sequence[NDArray[np.int32] | None] = ()
 ) -> list[TokenChoice | None]:
     """
     One token for each row of `logits` [S, V] fp32, which may be overwritten.
@@ -50,22 +50,22 @@ def sample(
     for a row that has no most likely token: NaN or infinity among its logits, or nothing allowed.
     """
     masked = [(row, mask) for row, mask in enumerate(masks) if mask is not None]
-    if all(draw.plain for draw in draws):
-        bitmask.apply(logits, masked)
+    if all(state.plain for state in states):
+        token_masks.apply(logits, masked)
         tokens, healthy = _most_likely(logits)
         return [
             TokenChoice(token=token) if good else None for token, good in zip(tokens, healthy, strict=True)
         ]
-    reported = _Logprobs(logits, draws)
-    bitmask.apply(logits, masked)
-    for row, draw in zip(logits, draws, strict=True):
-        if draw.adjusted:
-            _adjust(row, draw)
+    reported = _Logprobs(logits, states)
+    token_masks.apply(logits, masked)
+    for row, state in zip(logits, states, strict=True):
+        if state.adjusted:
+            _adjust(row, state)
     tokens, healthy = _most_likely(logits)
-    chance = [row for row, draw in enumerate(draws) if not draw.greedy and healthy[row]]
+    chance = [row for row, state in enumerate(states) if not state.greedy and healthy[row]]
     if chance:
         peaks = logits[chance, [tokens[row] for row in chance]]
-        drawn = _draw(_select(logits, chance), peaks, [draws[row] for row in chance])
+        drawn = _draw(_select(logits, chance), peaks, [states[row] for row in chance])
         for row, token in zip(chance, drawn, strict=True):
             tokens[row] = token
     return [
@@ -88,22 +88,22 @@ def _most_likely(logits: Tensor) -> tuple[list[int], list[bool]]:
     return tokens.squeeze(1).tolist(), healthy.squeeze(1).tolist()
 
 
-def _adjust(row: Tensor, draw: Draw) -> None:
+def _adjust(row: Tensor, state: SamplingState) -> None:
     """Penalties, bias and suppressed ids of one row, in place."""
-    params = draw.params
-    if draw.seen is not None:
-        _penalise(row, draw, draw.seen)
+    params = state.params
+    if state.seen is not None:
+        _penalise(row, state, state.seen)
     if params.logit_bias:
         ids = [token for token, _ in params.logit_bias]
         bias = [value for _, value in params.logit_bias]
         row.index_add_(0, _ids(ids, row), torch.tensor(bias, dtype=row.dtype, device=row.device))
-    if draw.suppresses and draw.drawn < params.min_tokens and params.stop_ids:
+    if state.suppresses and state.drawn < params.min_tokens and params.stop_ids:
         stops = [token for token in params.stop_ids if token < len(row)]  # a tokenizer may know more
         row[_ids(stops, row)] = float("-inf")
 
 
-def _penalise(row: Tensor, draw: Draw, seen: Seen) -> None:
-    params = draw.params
+def _penalise(row: Tensor, state: SamplingState, seen: Seen) -> None:
+    params = state.params
     ids = torch.from_numpy(seen.ids).to(row.device)
     counts = torch.from_numpy(seen.counts).to(row.device)
     values = row[ids]
@@ -118,25 +118,25 @@ def _ids(tokens: Sequence[int], row: Tensor) -> Tensor:
     return torch.tensor(tokens, dtype=torch.int64, device=row.device)
 
 
-def _draw(logits: Tensor, peaks: Tensor, draws: Sequence[Draw]) -> list[int]:
+def _draw(logits: Tensor, peaks: Tensor, states: Sequence[SamplingState]) -> list[int]:
     """A token by chance for each row, whose highest logit is given; overwrites the logits."""
-    temperatures = torch.tensor([draw.params.temperature for draw in draws], device=logits.device)
+    temperatures = torch.tensor([state.params.temperature for state in states], device=logits.device)
     # Probabilities but for a factor that nothing needs. In place: temporaries of this size are slow.
     weights = _blocks(logits.sub_(peaks[:, None]).div_(temperatures[:, None]).exp_())
     sums = weights.sum(-1).cpu().numpy().astype(np.float64)
-    numbers = np.array([uniform(draw.params.seed, draw.position) for draw in draws])
-    tokens = [0] * len(draws)
-    whole = [row for row, draw in enumerate(draws) if not draw.truncated]
+    numbers = np.array([uniform(state.params.seed, state.position) for state in states])
+    tokens = [0] * len(states)
+    whole = [row for row, state in enumerate(states) if not state.truncated]
     if whole:
         picked = _from_all(_select(weights, whole), sums[whole], numbers[whole])
         for row, token in zip(whole, picked, strict=True):
             tokens[row] = token
-    if len(whole) < len(draws):
+    if len(whole) < len(states):
         maxima, values, totals = weights.amax(-1).cpu().numpy(), weights.cpu().numpy(), sums.sum(1)
-        for row, draw in enumerate(draws):
-            if draw.truncated:
+        for row, state in enumerate(states):
+            if state.truncated:
                 likely = _Likely(values[row], maxima[row])
-                least = _least_kept(likely, totals[row], draw.params)
+                least = _least_kept(likely, totals[row], state.params)
                 tokens[row] = _from_kept(likely, least, numbers[row])
     return tokens
 
@@ -237,14 +237,14 @@ def _from_kept(likely: _Likely, least: np.float32, number: np.float64) -> int:
 class _Logprobs:
     """The logprobs of the rows that want them, taken before anything is changed."""
 
-    def __init__(self, logits: Tensor, draws: Sequence[Draw]) -> None:
-        self._draws = draws
-        rows = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
+    def __init__(self, logits: Tensor, states: Sequence[SamplingState]) -> None:
+        self._draws = states
+        rows = [row for row, state in enumerate(states) if state.params.logprobs is not None]
         self._place = {row: place for place, row in enumerate(rows)}
         if not rows:
             return
         self._values = _select(logits, rows).log_softmax(-1)
-        if any(draws[row].params.logprobs for row in rows):
+        if any(states[row].params.logprobs for row in rows):
             top, ids = self._values.topk(min(ALTERNATIVES, logits.shape[1]))
             self._top: list[list[float]] = top.tolist()
             self._ids: list[list[int]] = ids.tolist()

@@ -14,25 +14,35 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from baton_engine.requests import Guide, SamplingParams
-from baton_engine.sampling.token_masks import Permits
+from baton_engine.requests import GrammarMatcher, SamplingParams
+from baton_engine.sampling.token_masks import TokenMask
 
 GREEDY_BELOW = 1e-5
 """A lower temperature would overflow; the most likely token has all the mass by then."""
 
 
-class Draw:
+class SamplingState:
     """One request's side of the sampler."""
 
     __slots__ = (
-        "adjusted", "drawn", "greedy", "params", "permits", "plain", "position", "seen", "suppresses",
+        "adjusted",
+        "drawn",
+        "greedy",
+        "params",
+        "plain",
+        "position",
+        "seen",
+        "suppresses",
+        "token_mask",
         "truncated",
     )  # fmt: skip
 
-    def __init__(self, params: SamplingParams, prompt: Sequence[int], guide: Guide | None = None) -> None:
-        """Raises as `Permits.push` if what was drawn before is not what may be."""
+    def __init__(
+        self, params: SamplingParams, prompt: Sequence[int], matcher: GrammarMatcher | None = None
+    ) -> None:
+        """Raises as `TokenMask.push` if what was drawn before is not what may be."""
         self.params = params
-        self.permits = Permits.of(params, guide)
+        self.token_mask = TokenMask.of(params, matcher)
         """Which tokens may be drawn at all; None for a request that says nothing about it."""
         given = prompt[: len(prompt) - params.drawn]
         self.position = len(given)
@@ -46,8 +56,8 @@ class Draw:
             or params.presence_penalty != 0.0
             or params.frequency_penalty != 0.0
         )
-        self.suppresses = params.min_tokens > 0 and self.permits is None
-        """Whether stop ids have to be kept from being drawn at first; permits do it themselves."""
+        self.suppresses = params.min_tokens > 0 and self.token_mask is None
+        """Whether stop ids have to be kept from being drawn at first; the token mask does it themselves."""
         self.adjusted = penalised or bool(params.logit_bias) or self.suppresses
         """Whether logits are changed before anything else."""
         self.plain = self.greedy and not self.adjusted and params.logprobs is None
@@ -57,13 +67,13 @@ class Draw:
             self.push(token)
 
     def push(self, token: int) -> None:
-        """The token was drawn, here or by the worker that computed the prompt. Raises as `Permits.push`."""
+        """The token was drawn, here or by the worker that computed the prompt. Raises as `TokenMask.push`."""
         self.position += 1
         self.drawn += 1
         if self.seen is not None:
             self.seen.push(token)
-        if self.permits is not None:
-            self.permits.push(token)
+        if self.token_mask is not None:
+            self.token_mask.push(token)
 
 
 class Seen:

@@ -1,65 +1,83 @@
 """
-Which tokens a request may draw next: its guide, allowed ids, bad words and minimum, made into one mask.
+Which tokens a request may generate next: one bit for each token, and what applies the bits to logits.
 
-The guide is law. The others are wishes: one that would leave nothing at all to be drawn, such as a minimum
-of tokens after the answer is complete, is passed over for that token.
+A `TokenMask` combines a request's grammar matcher, allowed ids, bad words and minimum length. The grammar is
+mandatory. The others are preferences: one that would leave no token, such as a minimum length after the
+answer is complete, is ignored for that token.
+
+A `MaskFiller` fills the masks of a batch on threads of its own while the model computes. Grammar matchers
+release the interpreter's lock meanwhile. A mask that cannot be filled ends its own request only.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from baton_api.errors import INVALID_VALUE, InvalidRequest
-from baton_engine.requests import Guide, SamplingParams
+from baton_api.errors import INVALID_VALUE, BatonError, InternalError, InvalidRequest
+from baton_engine import machine
+from baton_engine.requests import GrammarMatcher, SamplingParams
+
+log = logging.getLogger(__name__)
 
 WORD = 32
 """Tokens whose bits share a word."""
 
+THREADS_LIMIT = 4
+ROWS_PER_THREAD = 8
+"""Fewer rows do not justify another thread."""
 
-class Permits:
-    """Kept up to date token by token."""
+Mask = NDArray[np.int32] | BatonError | None
+"""Of one batch row: a bit for each allowed token, the reason why there is no mask, or None for no limit."""
 
-    __slots__ = ("_drawn", "_guide", "_params", "_recent", "_wishes")
 
-    def __init__(self, params: SamplingParams, guide: Guide | None) -> None:
+class TokenMask:
+    """The mask of one request, updated token by token."""
+
+    __slots__ = ("_generated", "_matcher", "_params", "_preferences", "_recent")
+
+    def __init__(self, params: SamplingParams, matcher: GrammarMatcher | None) -> None:
         self._params = params
-        self._guide = guide
-        self._drawn = 0
-        self._wishes: _Wishes | None = None
+        self._matcher = matcher
+        self._generated = 0
+        self._preferences: _Preferences | None = None
         longest = max(map(len, params.bad_words), default=1)
         self._recent: tuple[int, ...] = (-1,) * (longest - 1)
-        """The last tokens, as many as a bad word has before its own last."""
+        """The last tokens, as many as the longest bad word has before its last one."""
 
     @classmethod
-    def of(cls, params: SamplingParams, guide: Guide | None) -> Permits | None:
-        """None for a request that may draw all tokens, but for stop ids before its minimum."""
-        if guide is None and not params.allowed_ids and not params.bad_words:
+    def of(cls, params: SamplingParams, matcher: GrammarMatcher | None) -> TokenMask | None:
+        """None for a request that allows all tokens, except stop ids before its minimum length."""
+        if matcher is None and not params.allowed_ids and not params.bad_words:
             return None
-        return cls(params, guide)
+        return cls(params, matcher)
 
     @property
     def finished(self) -> bool:
-        return self._guide is not None and self._guide.finished
+        return self._matcher is not None and self._matcher.finished
 
     def push(self, token: int) -> None:
-        """The token was drawn. Raises a BatonError if the guide does not allow it."""
-        self._drawn += 1
+        """Add a generated token. Raises a BatonError if the grammar does not allow it."""
+        self._generated += 1
         if self._recent:
             self._recent = (*self._recent[1:], token)
-        if self._guide is not None and token not in self._params.stop_ids:
-            self._guide.push(token)
+        if self._matcher is not None and token not in self._params.stop_ids:
+            self._matcher.push(token)
 
     def fill(self, mask: NDArray[np.int32], vocab: int) -> bool:
         """
-        Set the bit of every token that may be drawn, of at least one; False if all may.
+        Set the bit of every allowed token, of at least one; False if all are allowed.
 
-        Raises a BatonError if the guide cannot go on.
+        Raises a BatonError if the grammar allows none.
         """
         bits = mask.view(np.uint32)
-        narrowed = self._guide is not None and self._guide.fill(mask)
+        narrowed = self._matcher is not None and self._matcher.fill(mask)
         if narrowed:
             _trim(bits, vocab)
             if not bits.any():
@@ -67,26 +85,27 @@ class Permits:
                     "The answer cannot go on: no token of this model continues it as its constraint wants.",
                     code=INVALID_VALUE,
                 )
-        for wish in self._wanted(vocab):
+        for preferred in self._preferred(vocab):
             if not narrowed:
                 bits.fill(0xFFFFFFFF)
                 _trim(bits, vocab)
                 narrowed = True
-            left = bits & wish
+            left = bits & preferred
             if left.any():
                 bits[:] = left
         return narrowed
 
-    def _wanted(self, vocab: int) -> Iterator[NDArray[np.uint32]]:
-        if self._wishes is None:
-            self._wishes = _Wishes(self._params, () if self._guide is None else self._guide.ends, vocab)
-        wishes = self._wishes
-        if wishes.allowed is not None:
-            yield wishes.allowed
+    def _preferred(self, vocab: int) -> Iterator[NDArray[np.uint32]]:
+        if self._preferences is None:
+            ends = () if self._matcher is None else self._matcher.ends
+            self._preferences = _Preferences(self._params, ends, vocab)
+        preferences = self._preferences
+        if preferences.allowed is not None:
+            yield preferences.allowed
         bad = [word[-1] for word in self._params.bad_words if self._ends_with(word[:-1])]
         if bad:
             yield ~_bits(bad, vocab)
-        last = wishes.early if self._drawn < self._params.min_tokens else wishes.late
+        last = preferences.early if self._generated < self._params.min_tokens else preferences.late
         if last is not None:
             yield last
 
@@ -94,8 +113,8 @@ class Permits:
         return not tokens or self._recent[-len(tokens) :] == tuple(tokens)
 
 
-class _Wishes:
-    """What does not change from token to token; made where masks are filled."""
+class _Preferences:
+    """The masks that are the same for every token. Created where masks are filled."""
 
     __slots__ = ("allowed", "early", "late")
 
@@ -103,24 +122,106 @@ class _Wishes:
         self.allowed = _bits(params.allowed_ids, vocab) if params.allowed_ids else None
         endless = [end for end in ends if end not in params.stop_ids]
         self.late = ~_bits(endless, vocab) if endless else None
-        """Without ends that would complete the answer and not end it, as `ignore_eos` wants it."""
+        """Without ends that would complete the answer and not stop it, as `ignore_eos` requires."""
         early = {*ends, *params.stop_ids}
         self.early = ~_bits(early, vocab) if early else None
-        """As long as the request may not end."""
+        """Before the minimum length."""
+
+
+class MaskFiller:
+    """One per engine; used by its thread alone. Each `begin` is followed by `PendingMasks.wait`."""
+
+    def __init__(self, vocab: int) -> None:
+        self._vocab = vocab
+        self._threads = max(1, min(THREADS_LIMIT, machine.usable_cores() // 2))
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="masks")
+        self._space = np.zeros((0, mask_words(vocab)), dtype=np.int32)
+
+    def begin(self, token_masks: Sequence[TokenMask | None]) -> PendingMasks:
+        """Start to fill the masks of a batch's rows."""
+        wanted = [(row, token_mask) for row, token_mask in enumerate(token_masks) if token_mask is not None]
+        if len(wanted) > len(self._space):
+            self._space = np.zeros((2 * len(wanted), self._space.shape[1]), dtype=np.int32)
+        masks: list[Mask] = [None] * len(token_masks)
+        rows = [(row, token_mask, self._space[place]) for place, (row, token_mask) in enumerate(wanted)]
+        parts = min(self._threads, -(-len(rows) // ROWS_PER_THREAD))
+        filling = [self._pool.submit(self._fill, rows[part::parts], masks) for part in range(parts)]
+        return PendingMasks(masks, filling)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _fill(self, rows: Sequence[tuple[int, TokenMask, NDArray[np.int32]]], masks: list[Mask]) -> None:
+        for row, token_mask, mask in rows:
+            try:
+                masks[row] = mask if token_mask.fill(mask, self._vocab) else None
+            except BatonError as error:
+                masks[row] = error
+            except Exception:  # a defect in one request's matcher must not end the other requests
+                log.exception("Cannot fill a token mask.")
+                masks[row] = InternalError()
+
+
+class PendingMasks:
+    """Masks that are being filled."""
+
+    def __init__(self, masks: list[Mask], parts: Sequence[Future[None]]) -> None:
+        self._masks = masks
+        self._parts = parts
+
+    def wait(self) -> list[Mask]:
+        """One for each row; valid until the next `begin`."""
+        for part in self._parts:
+            part.result()
+        return self._masks
+
+
+# A byte of the mask is looked up as eight numbers, 0 or minus infinity, which are added to the logits. This
+# costs the same however many bits are set, and a quarter of unpacking the bits and copying under a mask.
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+ADDENDS: NDArray[np.float32] = np.where(_BITS == 1, np.float32(0.0), np.float32(-np.inf)).astype(np.float32)
+"""[256, 8]"""
+
+
+def apply(logits: Tensor, masks: Sequence[tuple[int, NDArray[np.int32]]]) -> None:
+    """Set logits [S, V] fp32 to minus infinity where the mask [ceil(V / 32)] of their row has no bit."""
+    if not masks:
+        return
+    if logits.device.type == "cpu":
+        apply_on_cpu(logits.numpy(), masks)
+    else:
+        apply_on_device(logits, masks)
+
+
+def apply_on_cpu(logits: NDArray[np.float32], masks: Sequence[tuple[int, NDArray[np.int32]]]) -> None:
+    space = np.empty((masks[0][1].nbytes, 8), dtype=np.float32)  # one for all rows
+    vocab = logits.shape[1]
+    for row, mask in masks:
+        np.take(ADDENDS, mask.view(np.uint8), axis=0, out=space, mode="clip")  # other modes copy once more
+        np.add(logits[row], space.reshape(-1)[:vocab], out=logits[row])
+
+
+def apply_on_device(logits: Tensor, masks: Sequence[tuple[int, NDArray[np.int32]]]) -> None:
+    device, vocab = logits.device, logits.shape[1]
+    rows = torch.tensor([row for row, _ in masks], device=device)
+    octets = torch.from_numpy(np.stack([mask for _, mask in masks]).view(np.uint8)).to(device)
+    addends = torch.from_numpy(ADDENDS).to(device)[octets.long()]  # [rows, octets, 8]
+    logits.index_add_(0, rows, addends.flatten(1)[:, :vocab])
 
 
 def mask_words(vocab: int) -> int:
+    """Words of a mask over `vocab` tokens."""
     return -(-vocab // WORD)
 
 
 def _bits(tokens: Iterable[int], vocab: int) -> NDArray[np.uint32]:
     bits = np.zeros(mask_words(vocab) * WORD, dtype=np.uint8)
-    bits[[token for token in tokens if token < vocab]] = 1  # a tokenizer may know more
+    bits[[token for token in tokens if token < vocab]] = 1  # a tokenizer may know more tokens than the model
     return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
 def _trim(bits: NDArray[np.uint32], vocab: int) -> None:
-    """Forget bits beyond the vocabulary."""
+    """Clear bits beyond the vocabulary."""
     rest = vocab % WORD
     if rest:
         bits[-1] &= np.uint32((1 << rest) - 1)

@@ -46,7 +46,7 @@ def check(request: Request, *, vocab: int, max_model_len: int, blocks: int, bloc
     length = len(request.prompt)
     if not length:
         raise InvalidRequest("The prompt has no tokens.", param="prompt")
-    following = 1 if request.draws else 0
+    following = 1 if request.generates else 0
     if length + following > max_model_len:
         raise ContextTooLong(length, following, max_model_len, param="prompt")
     if max(request.prompt) >= vocab or min(request.prompt) < 0:

@@ -16,15 +16,14 @@ Nothing here knows of tensors, threads or clocks.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import abc, deque
 from dataclasses import dataclass, field
 
 from baton_engine.kv.block_pool import BlockPool
 from baton_engine.kv.events import KvEvents
 from baton_engine.requests import Fetch
 from baton_engine.scheduling.limits import EngineLimits
-from baton_engine.scheduling.sequence import Job, Stage
+from baton_engine.scheduling.sequence import Sequence, Stage
 
 YIELDS = 8
 """Passes in a row that patient requests stay out of at most: what they hold is held in vain meanwhile."""
@@ -34,18 +33,18 @@ YIELDS = 8
 class Plan:
     """What `Scheduler.plan` decided. The lists after `prefills` have been carried out in the books."""
 
-    decodes: list[Job] = field(default_factory=list)
+    decodes: list[Sequence] = field(default_factory=list)
     """Each computes the one token it has pending."""
-    prefills: list[tuple[Job, int]] = field(default_factory=list)
+    prefills: list[tuple[Sequence, int]] = field(default_factory=list)
     """Each computes this many of its pending tokens."""
-    admitted: list[Job] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
     """Newly in the batch; what they found in the prefix cache counts as computed."""
-    fetches: list[Job] = field(default_factory=list)
+    fetches: list[Sequence] = field(default_factory=list)
     """Their `fetch` is to be started."""
-    retracted: list[Job] = field(default_factory=list)
-    outgrown: list[Job] = field(default_factory=list)
+    retracted: list[Sequence] = field(default_factory=list)
+    outgrown: list[Sequence] = field(default_factory=list)
     """To be ended: they have filled all the blocks there are."""
-    starved: list[Job] = field(default_factory=list)
+    starved: list[Sequence] = field(default_factory=list)
     """To be ended: they cannot be admitted, and no request is left that could make room."""
 
     @property
@@ -65,144 +64,154 @@ class Scheduler:
         """Told of each block that becomes known; the pool tells it of those that are dropped."""
         self.limits = limits
         self.block_size = block_size
-        self.waiting: deque[Job] = deque()
-        self.running: list[Job] = []
-        self.fetching: dict[str, Job] = {}
-        self.held: dict[str, Job] = {}
-        self._refused: tuple[Job, int, int, int, int] | None = None
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.fetching: dict[str, Sequence] = {}
+        self.held: dict[str, Sequence] = {}
+        self._refused: tuple[Sequence, int, int, int, int] | None = None
         """The head of the queue and the figures at which it did not fit: no need to look again."""
         self._yielded = 0
         """Passes in a row that patient requests stayed out of."""
 
-    def add(self, job: Job) -> None:
-        place = len(self.waiting) if job.request.patient else self._first_patient()
-        self.waiting.insert(place, job)
+    def add(self, sequence: Sequence) -> None:
+        place = len(self.waiting) if sequence.request.patient else self._first_patient()
+        self.waiting.insert(place, sequence)
 
     def plan(self) -> Plan:
         """Decide the next pass and take the blocks it needs."""
         plan = Plan()
         self._plan_decodes(plan)
         shared = self._yielded == YIELDS
-        budget = self._prompt_tokens([job for job in plan.decodes if shared or not job.request.patient])
+        budget = self._prompt_tokens(
+            [sequence for sequence in plan.decodes if shared or not sequence.request.patient]
+        )
         budget = self._plan_prompts(plan, budget, patient=False)
         if plan.prefills and not shared:
             self._yielded += 1
-            plan.decodes = [job for job in plan.decodes if not job.request.patient]
+            plan.decodes = [sequence for sequence in plan.decodes if not sequence.request.patient]
             return plan
         self._yielded = 0
         self._plan_prompts(plan, budget if shared else self._prompt_tokens(plan.decodes), patient=True)
         return plan
 
-    def advance(self, job: Job, tokens: int) -> None:
+    def advance(self, sequence: Sequence, tokens: int) -> None:
         """The pass has written the KV of this many more tokens: whole blocks become known."""
-        request = job.request
+        request = sequence.request
         request.computed += tokens
         size, told = self.block_size, self.kv_events
-        for index in range(job.published, request.computed // size):
-            name, parent = job.block_hash(index), job.parent(index)
+        for index in range(sequence.published, request.computed // size):
+            name, parent = sequence.block_hash(index), sequence.parent(index)
             if self.pool.publish(request.blocks[index], name, parent) and told is not None:
-                told.stored(name, parent, job.tokens(index * size, (index + 1) * size))
-            job.published = index + 1
+                told.stored(name, parent, sequence.tokens(index * size, (index + 1) * size))
+            sequence.published = index + 1
 
-    def fetched(self, job: Job, arrived: int, unsafe: frozenset[int]) -> bool:
+    def fetched(self, sequence: Sequence, arrived: int, unsafe: frozenset[int]) -> bool:
         """
         A fetch has ended with its first `arrived` blocks whole; `unsafe` ones may still be written.
 
         True if the whole prompt is there. The caller says where the job goes next.
         """
-        fetch = job.fetch
-        assert fetch is not None and job.stage is Stage.FETCHING
-        del self.fetching[job.request.id]
-        job.stage = Stage.ENDED
-        job.fetch = None
+        fetch = sequence.fetch
+        assert fetch is not None and sequence.stage is Stage.FETCHING
+        del self.fetching[sequence.request.id]
+        sequence.stage = Stage.ENDED
+        sequence.fetch = None
         self.pool.unpin(fetch.blocks)
         good = 0
         while good < arrived and fetch.blocks[good] not in unsafe:
             good += 1
-        computed = min((fetch.start_block + good) * self.block_size, len(job.request.prompt))
-        self.advance(job, computed - job.request.computed)
+        computed = min((fetch.start_block + good) * self.block_size, len(sequence.request.prompt))
+        self.advance(sequence, computed - sequence.request.computed)
         if unsafe:
-            blocks = job.drop_blocks()
+            blocks = sequence.drop_blocks()
             self.pool.quarantine([block for block in blocks if block in unsafe])
             self.pool.release([block for block in blocks if block not in unsafe])
         return good == len(fetch.blocks)
 
-    def join(self, job: Job) -> None:
+    def join(self, sequence: Sequence) -> None:
         """Its prompt came over whole: it generates from now on."""
-        job.stage = Stage.RUNNING
-        self.running.append(job)
+        sequence.stage = Stage.RUNNING
+        self.running.append(sequence)
 
-    def requeue(self, job: Job) -> None:
+    def requeue(self, sequence: Sequence) -> None:
         """To the front of its queue, to be computed here; what the prefix cache still has is not lost."""
-        self.pool.release(job.drop_blocks())
-        job.fetchable = False
-        job.stage = Stage.WAITING
-        self.waiting.insert(self._first_patient() if job.request.patient else 0, job)
+        self.pool.release(sequence.drop_blocks())
+        sequence.fetchable = False
+        sequence.stage = Stage.WAITING
+        self.waiting.insert(self._first_patient() if sequence.request.patient else 0, sequence)
 
-    def end(self, job: Job, *, hold: bool = True) -> None:
+    def end(self, sequence: Sequence, *, hold: bool = True) -> None:
         """
         Take a job out. Its known blocks stay cached.
 
         Blocks of a fetch stay pinned, and the job in `fetching`, until `fetched`. Exported blocks, which
         a peer may be reading, are held until this is called again with `hold` off.
         """
-        exported = job.request.export is not None
-        match job.stage:
+        exported = sequence.request.export is not None
+        match sequence.stage:
             case Stage.WAITING:
-                self.waiting.remove(job)
+                self.waiting.remove(sequence)
             case Stage.FETCHING:
-                job.cancelled = True
+                sequence.cancelled = True
                 return
             case Stage.RUNNING:
-                self.running.remove(job)
+                self.running.remove(sequence)
                 if exported and hold:
-                    job.stage = Stage.HELD
-                    self.held[job.request.id] = job
+                    sequence.stage = Stage.HELD
+                    self.held[sequence.request.id] = sequence
                     return
             case Stage.HELD:
-                del self.held[job.request.id]
+                del self.held[sequence.request.id]
             case Stage.ENDED:  # just fetched
                 pass
         if exported:
-            self.pool.unpin(job.request.blocks)
-        job.stage = Stage.ENDED
-        self.pool.release(job.drop_blocks())
+            self.pool.unpin(sequence.request.blocks)
+        sequence.stage = Stage.ENDED
+        self.pool.release(sequence.drop_blocks())
 
     def _plan_decodes(self, plan: Plan) -> None:
-        decodes = [job for job in self.running if job.decoding]
-        growing = [job for job in decodes if job.request.computed == job.room]
+        decodes = [sequence for sequence in self.running if sequence.decoding]
+        growing = [sequence for sequence in decodes if sequence.request.computed == sequence.room]
         if growing:
             if len(growing) > self.pool.available:
                 stuck = self._make_room(plan, growing)
-                decodes = [job for job in decodes if job.stage is Stage.RUNNING and job is not stuck]
-                growing = [job for job in growing if job.stage is Stage.RUNNING and job is not stuck]
-            for job in growing:
-                job.grow(self.pool.allocate(1))
+                decodes = [
+                    sequence
+                    for sequence in decodes
+                    if sequence.stage is Stage.RUNNING and sequence is not stuck
+                ]
+                growing = [
+                    sequence
+                    for sequence in growing
+                    if sequence.stage is Stage.RUNNING and sequence is not stuck
+                ]
+            for sequence in growing:
+                sequence.grow(self.pool.allocate(1))
         plan.decodes = decodes
 
-    def _make_room(self, plan: Plan, growing: list[Job]) -> Job | None:
+    def _make_room(self, plan: Plan, growing: list[Sequence]) -> Sequence | None:
         """Retract until every job that grows can; the one that cannot, alone as it is, is returned."""
         while len(growing) > self.pool.available:
-            victims = [job for job in self.running if job.retractable]
+            victims = [sequence for sequence in self.running if sequence.retractable]
             if len(victims) == 1:
                 (alone,) = victims
                 if len(self.running) == 1 and not self.fetching and not self.held:
                     plan.outgrown.append(alone)
                 return alone  # with others about to let go of blocks, it waits
             victim = self._retract_one(plan, victims)
-            growing = [job for job in growing if job is not victim]
+            growing = [sequence for sequence in growing if sequence is not victim]
         return None
 
     def _make_way(self, plan: Plan) -> bool:
         """Retract a patient job for one that is not; False if there is none."""
-        victims = [job for job in self.running if job.request.patient and job.retractable]
+        victims = [sequence for sequence in self.running if sequence.request.patient and sequence.retractable]
         if not victims:
             return False
         victim = self._retract_one(plan, victims)
-        plan.decodes = [job for job in plan.decodes if job is not victim]
+        plan.decodes = [sequence for sequence in plan.decodes if sequence is not victim]
         return True
 
-    def _retract_one(self, plan: Plan, victims: Sequence[Job]) -> Job:
+    def _retract_one(self, plan: Plan, victims: abc.Sequence[Sequence]) -> Sequence:
         """Of `victims`, a patient one if there is one, and the one that loses the least."""
         victim = min(victims, key=_loss)
         self.running.remove(victim)
@@ -214,9 +223,9 @@ class Scheduler:
         """Where in the queue the patient ones begin."""
         if not self.waiting or not self.waiting[-1].request.patient:
             return len(self.waiting)
-        return next(place for place, job in enumerate(self.waiting) if job.request.patient)
+        return next(place for place, sequence in enumerate(self.waiting) if sequence.request.patient)
 
-    def _prompt_tokens(self, decodes: Sequence[Job]) -> int:
+    def _prompt_tokens(self, decodes: abc.Sequence[Sequence]) -> int:
         """What a pass with these has for prompts: a block at least, or they might be kept out for good."""
         return max(self.limits.prompt_tokens(len(decodes)), self.block_size)
 
@@ -225,89 +234,89 @@ class Scheduler:
         return self._admit(plan, self._plan_prefills(plan, budget, patient), patient)
 
     def _plan_prefills(self, plan: Plan, budget: int, patient: bool) -> int:
-        for job in self.running:
+        for sequence in self.running:
             if budget <= 0:
                 break
-            if job.request.patient == patient and not job.decoding:
-                tokens = min(job.request.pending, budget)
-                plan.prefills.append((job, tokens))
+            if sequence.request.patient == patient and not sequence.decoding:
+                tokens = min(sequence.request.pending, budget)
+                plan.prefills.append((sequence, tokens))
                 budget -= tokens
         return budget
 
     def _admit(self, plan: Plan, budget: int, patient: bool) -> int:
         size = self.block_size
         while self.waiting and self.waiting[0].request.patient == patient:
-            job = self.waiting[0]
-            if budget <= 0 and not job.fetchable:
+            sequence = self.waiting[0]
+            if budget <= 0 and not sequence.fetchable:
                 return budget
             full = len(self.running) + len(self.fetching) >= self.limits.max_running
             if full and (patient or not self._make_way(plan)):
                 return budget
-            request = job.request
+            request = sequence.request
             # One block for each that runs, or it would be retracted for a newcomer's sake.
             reserve = len(self.running) + len(self.fetching)
-            figures = (job, self.pool.available, len(self.running), len(self.fetching), len(self.held))
+            figures = (sequence, self.pool.available, len(self.running), len(self.fetching), len(self.held))
             if figures == self._refused:
                 return budget
-            prefix = self.pool.match(job.hashes[: job.cacheable // size])
+            prefix = self.pool.match(sequence.hashes[: sequence.cacheable // size])
             missing = request.length - len(prefix) * size
-            fetch = job.fetchable and missing > self.limits.local_prefill_tokens
+            fetch = sequence.fetchable and missing > self.limits.local_prefill_tokens
             if budget <= 0 and not fetch:
                 return budget
-            needed = job.blocks_for(request.length) - len(prefix)
+            needed = sequence.blocks_for(request.length) - len(prefix)
             if needed + self.pool.unused(prefix) + reserve > self.pool.available:
                 if not patient and self._make_way(plan):
                     continue
                 self._refused = figures
                 if not reserve and not self.held:
-                    plan.starved.append(job)
+                    plan.starved.append(sequence)
                 return budget
             self._refused = None
             self.waiting.popleft()
-            self._place(job, prefix, needed)
+            self._place(sequence, prefix, needed)
             if fetch:
-                self._begin_fetch(job)
-                plan.fetches.append(job)
+                self._begin_fetch(sequence)
+                plan.fetches.append(sequence)
                 continue
             if request.export is not None:
                 self.pool.pin(request.blocks)
-            job.stage = Stage.RUNNING
-            self.running.append(job)
-            plan.admitted.append(job)
+            sequence.stage = Stage.RUNNING
+            self.running.append(sequence)
+            plan.admitted.append(sequence)
             tokens = min(request.pending, budget)
-            plan.prefills.append((job, tokens))
+            plan.prefills.append((sequence, tokens))
             budget -= tokens
         return budget
 
-    def _place(self, job: Job, prefix: list[int], needed: int) -> None:
-        request = job.request
+    def _place(self, sequence: Sequence, prefix: list[int], needed: int) -> None:
+        request = sequence.request
         self.pool.take(prefix)
-        job.grow([*prefix, *self.pool.allocate(needed)])
-        job.published = len(prefix)
+        sequence.grow([*prefix, *self.pool.allocate(needed)])
+        sequence.published = len(prefix)
         request.computed = len(prefix) * self.block_size
-        job.admissions += 1
-        if not job.readmitted:
-            job.local_tokens = request.cached_tokens = request.computed
+        sequence.admissions += 1
+        if not sequence.readmitted:
+            sequence.local_tokens = request.cached_tokens = request.computed
 
-    def _begin_fetch(self, job: Job) -> None:
-        request = job.request
-        start = job.published
-        job.fetch = Fetch(
+    def _begin_fetch(self, sequence: Sequence) -> None:
+        request = sequence.request
+        start = sequence.published
+        sequence.fetch = Fetch(
             request_id=request.id,
             tokens=request.prompt,
             start_block=start,
-            parent=job.parent(start),
+            parent=sequence.parent(start),
             blocks=tuple(request.blocks[start:]),
             sampling=request.sampling,
             salt=request.salt,
             trace=request.trace,
         )
-        self.pool.pin(job.fetch.blocks)
-        job.stage = Stage.FETCHING
-        self.fetching[request.id] = job
+        self.pool.pin(sequence.fetch.blocks)
+        sequence.stage = Stage.FETCHING
+        self.fetching[request.id] = sequence
 
 
-def _loss(job: Job) -> tuple[bool, int, int]:
+def _loss(sequence: Sequence) -> tuple[bool, int, int]:
     """What is lost if it is retracted, for comparison: somebody's patience before work."""
-    request = job.request
+    request = sequence.request
     return not request.patient, len(request.output), -len(request.prompt)

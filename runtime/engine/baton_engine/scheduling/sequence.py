@@ -1,22 +1,22 @@
 """
 A request while the engine has it: where it stands, its chain of block hashes, its row of the block table.
 
-`Request` is what callers agree on; a `Job` adds what only the engine's thread needs. All that grows with
+`Request` is what callers agree on; a `Sequence` adds what only the engine's thread needs. All that grows with
 the context is kept up to date step by step, so that a decode step costs the same at any length.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections import abc
 
 import numpy as np
 from numpy.typing import NDArray
 
 from baton_api.hashing import block_hashes, chain_hash, root_hash
 from baton_engine.requests import Fetch, Request
-from baton_engine.sampling.prompt_outputs import reading_of
-from baton_engine.sampling.state import Draw
+from baton_engine.sampling.prompt_outputs import prompt_output_of
+from baton_engine.sampling.state import SamplingState
 
 
 class Stage(enum.Enum):
@@ -32,7 +32,7 @@ class Stage(enum.Enum):
     """In no collection."""
 
 
-class Job:
+class Sequence:
     """One request and what the engine knows about it. Made on any thread, since hashing takes a while."""
 
     __slots__ = (
@@ -41,16 +41,16 @@ class Job:
         "arrived_at",
         "block_size",
         "cancelled",
-        "draw",
         "fetch",
         "fetchable",
         "hashes",
         "local_tokens",
+        "prompt_output",
         "published",
-        "reading",
         "request",
         "room",
         "root",
+        "sampling_state",
         "stage",
         "table",
     )
@@ -76,13 +76,13 @@ class Job:
         """For the first time; both by the engine's clock."""
         self.local_tokens = 0
         """Prompt tokens that this worker's prefix cache had when it was admitted for the first time."""
-        self.reading = reading_of(request)
+        self.prompt_output = prompt_output_of(request)
         """What is still to be reported about its prompt."""
-        self.fetchable = request.remote is not None and self.reading is None
+        self.fetchable = request.remote is not None and self.prompt_output is None
         self.fetch: Fetch | None = None
         self.cancelled = False
         """Aborted while fetching: it has been reported, and only its blocks are waited for."""
-        self.draw = Draw(request.sampling, request.prompt, request.guide)
+        self.sampling_state = SamplingState(request.sampling, request.prompt, request.matcher)
 
     @property
     def readmitted(self) -> bool:
@@ -104,7 +104,7 @@ class Job:
         has not seen.
         """
         last = self.request.length - 1
-        return last if self.reading is None else min(last, self.reading.needed)
+        return last if self.prompt_output is None else min(last, self.prompt_output.next_position)
 
     @property
     def retractable(self) -> bool:
@@ -114,7 +114,7 @@ class Job:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def grow(self, blocks: Sequence[int]) -> None:
+    def grow(self, blocks: abc.Sequence[int]) -> None:
         """Append blocks that the pool gave."""
         held = self.request.blocks
         self.table[len(held) : len(held) + len(blocks)] = blocks
@@ -130,7 +130,7 @@ class Job:
         self.room = 0
         return blocks
 
-    def tokens(self, start: int, stop: int) -> Sequence[int]:
+    def tokens(self, start: int, stop: int) -> abc.Sequence[int]:
         """Tokens of prompt + output; copies no more than is asked for."""
         request = self.request
         length = len(request.prompt)

@@ -22,7 +22,7 @@ from baton_engine.api.parsing.tools.families import FAMILIES, family
 from baton_engine.api.parsing.tools.toolbox import Tool, Toolbox
 from baton_engine.grammar.grammars import Grammars
 from baton_engine.model.tokenizer import Tokenizer
-from baton_engine.requests import Constraint, Guide
+from baton_engine.requests import Constraint, GrammarMatcher
 from baton_engine.sampling.token_masks import mask_words
 from tests.engine import fake_model
 from tests.engine.grammar.words import GRAMMARS, TOKENIZER
@@ -79,19 +79,21 @@ def texts(
 ) -> Iterator[str]:
     """Texts by chance that begin with `lead`; one that does not end is left out."""
     assert constraint is not None
-    guides = grammars.guides(constraint, None)
+    matchers = grammars.matchers(constraint, None)
     for seed in range(count):
-        text = _text(tokenizer, guides(), random.Random(seed), tokenizer.encode(lead, False))
+        text = _text(tokenizer, matchers(), random.Random(seed), tokenizer.encode(lead, False))
         if text is not None:
             yield text
 
 
-def _text(tokenizer: Tokenizer, guide: Guide, chance: random.Random, lead: Sequence[int]) -> str | None:
+def _text(
+    tokenizer: Tokenizer, matcher: GrammarMatcher, chance: random.Random, lead: Sequence[int]
+) -> str | None:
     tokens: list[int] = []
     mask = np.zeros(mask_words(tokenizer.vocab_size), dtype=np.int32)
     ends = list(tokenizer.eos_ids)
     for step in range(400):
-        assert guide.fill(mask)
+        assert matcher.fill(mask)
         may = np.unpackbits(mask.view(np.uint8), bitorder="little")[: tokenizer.vocab_size].astype(bool)
         if step < len(lead):
             token = lead[step]
@@ -104,8 +106,8 @@ def _text(tokenizer: Tokenizer, guide: Guide, chance: random.Random, lead: Seque
         if token in ends:
             break
         tokens.append(token)
-        guide.push(token)
-        if guide.finished:
+        matcher.push(token)
+        if matcher.finished:
             break
     else:
         return None

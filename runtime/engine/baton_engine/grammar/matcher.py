@@ -17,7 +17,7 @@ FORBIDDEN = "doesn't satisfy the grammar"
 """What llguidance says of a token that is not one of those that could come; all else are limits."""
 
 
-class GrammarGuide:
+class LLGuidanceMatcher:
     """Allows what continues a text of the grammar, and an end of sequence where one is whole."""
 
     def __init__(self, compiled: LLMatcher, ends: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""What other threads ask of the engine's: a list of commands, and the sleep until the next one comes."""
+"""Commands from other threads to the engine's thread, and the sleep until the next one arrives."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable
 Command = Callable[[], None]
 
 
-class Inbox:
-    """Commands in the order in which they came. The engine's thread takes them between two steps."""
+class CommandQueue:
+    """Commands in order of arrival. The engine's thread takes them between two steps."""
 
     def __init__(self) -> None:
         self._wake = threading.Condition()
@@ -17,7 +17,7 @@ class Inbox:
         self._closed = False
 
     def post(self, command: Command) -> bool:
-        """Append a command and wake the thread. False if nobody will carry it out any more."""
+        """Append a command and wake the thread. False if the queue is closed."""
         with self._wake:
             if self._closed:
                 return False
@@ -26,13 +26,13 @@ class Inbox:
             return True
 
     def close(self) -> None:
-        """The thread takes nothing more, not even what is there."""
+        """Stop the thread; commands still in the queue are dropped."""
         with self._wake:
             self._closed = True
             self._wake.notify()
 
     def take(self, *, wait: bool) -> list[Command] | None:
-        """All commands, at least one if `wait`; None once the inbox is closed."""
+        """All commands, at least one if `wait`; None once the queue is closed."""
         with self._wake:
             while wait and not self._commands and not self._closed:
                 self._wake.wait()

@@ -1,0 +1,193 @@
+"""
+The sequences of one engine from submission to end, and the outputs reported for them.
+
+Only the engine's thread uses it, except `reserve` and `unreserve`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+
+from baton_api import logs
+from baton_api.errors import BatonError, InternalError, InvalidRequest, Overloaded
+from baton_api.messages import TokenChoice
+from baton_engine.metrics.counters import EngineCounters
+from baton_engine.requests import FinishReason, Output, PromptLogprobs, PromptTiming, RelayRecord, Vector
+from baton_engine.scheduling.scheduler import Scheduler
+from baton_engine.scheduling.sequence import Sequence, Stage
+
+log = logging.getLogger(__name__)
+
+
+class Lifecycle:
+    """Adds sequences to the scheduler, reports their outputs, and removes them once they have ended."""
+
+    def __init__(self, scheduler: Scheduler, counters: EngineCounters, clock: Callable[[], float]) -> None:
+        self._scheduler = scheduler
+        self._counters = counters
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._outputs: list[Output] = []
+        self._sequences: dict[str, Sequence] = {}
+        """All that have not ended, and those that only hold blocks."""
+        self._ids: set[str] = set()
+        """Ids of `_sequences`, and of requests whose command to add them has not run yet."""
+
+    # --- From any thread ---
+
+    def reserve(self, request_id: str, post: Callable[[], bool]) -> bool:
+        """
+        Reserve the id of a request, then `post` the command that adds it; False if that returns False.
+
+        Raises Overloaded if the queue is full, InvalidRequest if the id is in use.
+        """
+        limit = self._scheduler.limits.max_queued
+        with self._lock:
+            queued = len(self._scheduler.waiting) + self.arriving
+            if queued >= limit:
+                raise Overloaded(queued, limit)
+            if request_id in self._ids:
+                raise InvalidRequest(f"A request with the id {request_id[:128]!r} is already being served.")
+            self._ids.add(request_id)
+            if not post():
+                self._ids.discard(request_id)
+                return False
+            return True
+
+    @property
+    def arriving(self) -> int:
+        """Requests whose command to add them has not run yet."""
+        return max(0, len(self._ids) - len(self._sequences))
+
+    # --- On the engine's thread ---
+
+    def get(self, request_id: str) -> Sequence | None:
+        return self._sequences.get(request_id)
+
+    def add(self, sequence: Sequence) -> None:
+        self._sequences[sequence.request.id] = sequence
+        self._scheduler.add(sequence)
+
+    def add_token(
+        self,
+        sequence: Sequence,
+        choice: TokenChoice,
+        *,
+        relay: RelayRecord | None = None,
+        prompt_output: Vector | PromptLogprobs | None = None,
+    ) -> None:
+        """Report a token that was sampled here, or by a prefill worker; it may be the request's last."""
+        request = sequence.request
+        request.output.append(choice.token)
+        try:
+            sequence.sampling_state.push(choice.token)
+        except Exception as error:  # an error of one request's matcher must not end the other requests
+            log.error("Request %s ends.", request.id, exc_info=error, extra=log_fields(sequence))
+            known = error if isinstance(error, BatonError) else InternalError()
+            self.end(sequence, FinishReason.ERROR, known)
+            return
+        finish = self._finish_reason(sequence, choice.token)
+        stop_id = choice.token if choice.token in request.sampling.stop_ids else None
+        self._outputs.append(
+            Output(
+                request.id,
+                (choice,),
+                finish,
+                stop_id,
+                request.cached_tokens,
+                relay=relay,
+                timing=self._timing(sequence) if relay is None and len(request.output) == 1 else None,
+                prompt_output=prompt_output,
+            )
+        )
+        if finish is not None:
+            self._leave(sequence, finish)
+
+    def end_with_prompt(self, sequence: Sequence, result: Vector | PromptLogprobs | None) -> None:
+        """End a request that wanted only its prompt computed."""
+        request = sequence.request
+        finish = FinishReason.LENGTH if request.pooling is None else FinishReason.STOP
+        self._outputs.append(
+            Output(request.id, finish=finish, cached_tokens=request.cached_tokens, prompt_output=result)
+        )
+        self._leave(sequence, finish)
+
+    def end(self, sequence: Sequence, finish: FinishReason, error: Exception | None = None) -> None:
+        request = sequence.request
+        self._outputs.append(
+            Output(request.id, finish=finish, cached_tokens=request.cached_tokens, error=error)
+        )
+        self._leave(sequence, finish)
+
+    def abort(self, request_id: str) -> None:
+        """End a request with ABORT if it has not ended, and free what it exported."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None or sequence.cancelled:
+            return
+        request = sequence.request
+        if sequence.stage is not Stage.HELD:
+            self._outputs.append(
+                Output(request_id, finish=FinishReason.ABORT, cached_tokens=request.cached_tokens)
+            )
+        self._leave(sequence, FinishReason.ABORT, hold=False)
+        if sequence.cancelled and request.remote is not None:
+            request.remote.cancel(request_id)
+
+    def finish(self, request_id: str) -> None:
+        """End a request with STOP if it is waiting (after a retraction) or running."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None and sequence.stage in (Stage.WAITING, Stage.RUNNING):
+            self.end(sequence, FinishReason.STOP)
+
+    def end_all(self, finish: FinishReason, error: Exception | None = None) -> None:
+        """End every request, those included that were not added yet."""
+        for request_id in list(self._ids):
+            sequence = self._sequences.get(request_id)
+            if sequence is not None and (sequence.cancelled or sequence.stage is Stage.HELD):
+                continue
+            remote = None if sequence is None else sequence.request.remote
+            if sequence is not None and sequence.stage is Stage.FETCHING and remote is not None:
+                remote.cancel(request_id)
+            self._outputs.append(Output(request_id, finish=finish, error=error))
+
+    def forget(self, sequence: Sequence) -> None:
+        """Release the id of a sequence that has ended."""
+        del self._sequences[sequence.request.id]
+        self._ids.discard(sequence.request.id)
+
+    def take_outputs(self) -> list[Output]:
+        """The outputs since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
+        request, mask = sequence.request, sequence.sampling_state.token_mask
+        if token in request.sampling.stop_ids or (mask is not None and mask.finished):
+            return FinishReason.STOP
+        if (
+            len(request.output) >= request.sampling.max_tokens
+            or request.length >= self._scheduler.limits.max_model_len
+            or request.export is not None  # another worker generates the rest
+        ):
+            return FinishReason.LENGTH
+        return None
+
+    def _timing(self, sequence: Sequence) -> PromptTiming:
+        admitted = sequence.admitted_at
+        timing = PromptTiming(admitted - sequence.arrived_at, self._clock() - admitted)
+        self._counters.add_first_token(timing)
+        return timing
+
+    def _leave(self, sequence: Sequence, finish: FinishReason, *, hold: bool = True) -> None:
+        if sequence.stage is not Stage.HELD:  # a held one was counted when it ended
+            self._counters.totals.finished[finish] += 1
+        self._scheduler.end(sequence, hold=hold)
+        if sequence.stage is Stage.ENDED:
+            self.forget(sequence)
+
+
+def log_fields(sequence: Sequence) -> dict[str, Mapping[str, str]]:
+    """The `extra` of a log line about a sequence."""
+    return logs.of(sequence.request.client_id or sequence.request.id)
