@@ -54,10 +54,10 @@ TARGETS = {
         ("baton_engine/scheduling/scheduler.py",),
         ("tests/engine/test_scheduler.py", "tests/engine/test_scheduler_fetches.py"),
     ),
-    "block pool": Target(("baton_engine/kv/block_pool.py",), ("tests/engine/test_blocks.py",)),
+    "block pool": Target(("baton_engine/kv/block_pool.py",), ("tests/engine/test_block_pool.py",)),
     "sampler": Target(
         ("baton_engine/sampling/sampler.py",),
-        ("tests/engine/test_sampler.py", "tests/engine/test_bitmask.py"),
+        ("tests/engine/test_sampler.py", "tests/engine/test_token_masks.py"),
     ),
     "queue": Target(
         ("baton_router/scheduling/queue.py", "baton_router/scheduling/waiting_room.py"),
@@ -86,8 +86,8 @@ TARGETS = {
         ("baton_operator/scaling/decision.py", "baton_operator/scaling/sizing.py"),
         ("tests/operator/scaling/test_decision.py", "tests/operator/scaling/test_sizing.py"),
     ),
-    "prefill sessions": Target(("baton_prefill/sessions.py",), ("tests/prefill/test_rooms.py",)),
-    "decode sessions": Target(("baton_decode/sessions.py",), ("tests/decode/test_rooms.py",)),
+    "prefill sessions": Target(("baton_prefill/sessions.py",), ("tests/prefill/test_sessions.py",)),
+    "decode sessions": Target(("baton_decode/sessions.py",), ("tests/decode/test_sessions.py",)),
 }
 
 

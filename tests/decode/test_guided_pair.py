@@ -12,7 +12,7 @@ from baton_api.errors import InvalidRequest
 from baton_engine.requests import Constraint, FinishReason, GrammarMatcher, Thinking
 from tests.decode.pair import Pair, Side, no_matcher, open_pair, tokens
 from tests.engine.fake_model import make_cache
-from tests.engine.grammar.words import END, GRAMMARS, SPEAK, STOP, TOKENIZER
+from tests.engine.grammar.tokenizers import END, GRAMMARS, SPEAK, STOP, TOKENIZER
 from tests.engine.test_guided import Speaker
 
 PROMPT = tuple(range(30))

@@ -17,7 +17,7 @@ from baton_api.messages import TokenChoice
 from baton_engine.requests import Constraint, FetchResult, FinishReason, Request, Thinking
 from tests.engine import fake_model
 from tests.engine.fake_model import FakeModel
-from tests.engine.grammar.words import END, GRAMMARS, PADDED, SPEAK, STOP, THINK, TOKENIZER, ids
+from tests.engine.grammar.tokenizers import END, GRAMMARS, PADDED, SPEAK, STOP, THINK, TOKENIZER, ids
 from tests.engine.serving import Prefiller, Recipient, Serving, request_of
 
 ENDS = frozenset({END, STOP})

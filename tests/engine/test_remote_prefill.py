@@ -238,7 +238,7 @@ def test_a_request_that_only_quarantine_keeps_out_ends_with_an_error() -> None:
         fetch = peer.fetch()
         peer.fail(fetch, unsafe=fetch.blocks[:4])
         error = serving.ended("a").error
-        assert "needs 8 KV blocks, but 4 of 8 are quarantined" in str(error)
+        assert "needs 8 KV blocks, 4 of 8 are quarantined" in str(error)
         serving.run(request_of("small", 8, max_tokens=2))
         serving.engine.settled(fetch.blocks[:4])
         serving.at_rest()

@@ -334,7 +334,7 @@ class Engine:
     def _starvation(self, sequence: Sequence) -> BatonError:
         needed, pool = sequence.blocks_for(sequence.request.length), self._pool
         return NotReady(
-            f"The request needs {needed} KV blocks, but {pool.quarantined} of {pool.capacity} are quarantined: "
+            f"The request needs {needed} KV blocks, {pool.quarantined} of {pool.capacity} are quarantined; "
             "their transfers have not ended. Try again later."
         )
 

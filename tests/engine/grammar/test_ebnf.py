@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton_engine.grammar import ebnf
-from tests.engine.grammar.words import takes
+from tests.engine.grammar.tokenizers import takes
 
 JSON = r"""
 # as in llama.cpp's folder of grammars

@@ -19,7 +19,7 @@ from baton_api.errors import INVALID_VALUE, InvalidRequest, Overloaded
 from baton_engine.grammar import texts
 from baton_engine.grammar.grammars import CACHE_LIMIT, THREADS, Grammars
 from baton_engine.requests import Constraint
-from tests.engine.grammar.words import GRAMMARS, TOKENIZER, allowed, ids, make_tokenizer, takes
+from tests.engine.grammar.tokenizers import GRAMMARS, TOKENIZER, allowed, ids, make_tokenizer, takes
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from baton_engine.requests import Constraint, FinishReason, Request, SamplingPar
 from tests.engine import fake_model
 from tests.engine.grammar.random_model import RandomModel
 from tests.engine.grammar.schemas import Maker, Schema
-from tests.engine.grammar.words import GRAMMARS, TOKENIZER
+from tests.engine.grammar.tokenizers import GRAMMARS, TOKENIZER
 from tests.engine.serving import Serving
 from tests.tokenizers import npm_tokenizer
 

@@ -9,7 +9,7 @@ import pytest
 
 from baton_api.errors import InvalidRequest
 from baton_engine.requests import Constraint
-from tests.engine.grammar.words import CALL, CALLED, GRAMMARS, ids, takes
+from tests.engine.grammar.tokenizers import CALL, CALLED, GRAMMARS, ids, takes
 
 NUMBER = {"type": "json_schema", "json_schema": {"type": "integer"}}
 LEGACY = {

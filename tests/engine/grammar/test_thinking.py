@@ -9,7 +9,7 @@ import pytest
 from baton_api.errors import ConstraintBroken
 from baton_engine.grammar.thinking import matched
 from baton_engine.requests import GrammarMatcher, Thinking
-from tests.engine.grammar.words import END, GRAMMARS, SPEAK, STOP, THINK, allowed, ids, matcher_of
+from tests.engine.grammar.tokenizers import END, GRAMMARS, SPEAK, STOP, THINK, allowed, ids, matcher_of
 
 ANSWER = ("regex", "[0-9]{2}")
 

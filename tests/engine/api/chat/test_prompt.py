@@ -1,0 +1,116 @@
+"""Which prompt a request for chat comes to: templates, variables, token ids, and what goes on."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from baton_api.errors import UNSUPPORTED_PARAMETER
+from baton_engine.settings import WorkerSettings
+from tests.engine.api.api import MODEL, TOKENIZER, USER, Api, events, open_api
+from tests.engine.api.test_validation import assert_error
+
+OWN = "{{ messages[0].content }}!{{ mood }}{{ documents[0].text if documents }}<|assistant|>"
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture
+async def trusting() -> AsyncIterator[Api]:
+    settings = WorkerSettings(
+        trust_request_chat_template=True, chat_template=OWN, default_chat_template_kwargs={"mood": "glad"}
+    )
+    async with open_api(settings=settings) as api:
+        yield api
+
+
+async def prompt(api: Api, **body: Any) -> str:
+    response = await api.http.post("/tokenize", json={"model": MODEL, "messages": USER} | body)
+    assert response.status_code == 200, response.text
+    return TOKENIZER.decode(response.json()["tokens"], skip_special_tokens=False)
+
+
+async def test_the_servers_template_and_variables_hold_until_a_request_says_otherwise(trusting: Api) -> None:
+    assert await prompt(trusting) == "Hi!glad<|assistant|>"
+    assert await prompt(trusting, chat_template_kwargs={"mood": "sad"}) == "Hi!sad<|assistant|>"
+    assert await prompt(trusting, documents=[{"text": "Once."}]) == "Hi!gladOnce.<|assistant|>"
+
+
+async def test_a_trusted_request_brings_its_template_itself_or_among_the_variables(trusting: Api) -> None:
+    source = "{{ mood }}: {{ messages|length }}<|assistant|>"
+    assert await prompt(trusting, chat_template=source) == "glad: 1<|assistant|>"
+    kwargs = {"chat_template": source, "mood": "sad"}
+    assert await prompt(trusting, chat_template_kwargs=kwargs) == "sad: 1<|assistant|>"
+
+
+@pytest.mark.parametrize("template", [ENDLESS, "{{ messages.__class__ }}{{ 1 // 0 }}", "{% if %}"])
+async def test_a_template_that_fails_costs_its_request_alone(trusting: Api, template: str) -> None:
+    response = await trusting.chat(chat_template=template)
+    assert_error(response, 400, None, "chat_template")
+    assert len(response.json()["error"]["message"]) < 400
+    assert (await trusting.chat()).status_code == 200
+
+
+async def test_others_bring_none(api: Api) -> None:
+    source = "{{ messages|length }}"
+    for body, param in (
+        ({"chat_template": source}, "chat_template"),
+        ({"chat_template_kwargs": {"chat_template": source}}, "chat_template_kwargs.chat_template"),
+    ):
+        response = await api.chat(**body)
+        assert_error(response, 400, UNSUPPORTED_PARAMETER, param)
+        assert "--trust-request-chat-template" in response.text
+
+
+async def test_a_template_of_the_server_that_never_ends_is_the_requests_end_alone() -> None:
+    async with open_api(settings=WorkerSettings(chat_template=ENDLESS)) as api:
+        assert_error(await api.chat(), 400, None, "messages")
+        assert (await api.complete()).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["input_ids", "prompt_token_ids"])
+async def test_token_ids_take_the_place_of_messages(api: Api, name: str) -> None:
+    ids = TOKENIZER.encode("<|user|>Hi<|end|><|assistant|>")
+    api.model.script = "Hello."
+    body = {"model": MODEL, "max_tokens": 20, "return_token_ids": True}
+    given = (await api.http.post("/v1/chat/completions", json=body | {name: ids})).json()
+    rendered = (await api.chat(max_tokens=20, return_token_ids=True)).json()
+    assert given["prompt_token_ids"] == rendered["prompt_token_ids"] == ids
+    assert given["choices"] == rendered["choices"]
+
+
+async def test_a_message_that_goes_on_is_shown_before_its_answer_on_demand(api: Api) -> None:
+    api.model.script = "Once upon a time"
+    talk = [*USER, {"role": "assistant", "content": "Once upon"}]
+    fields = {"messages": talk, "continue_final_message": True, "echo": True, "max_tokens": 50}
+    whole = (await api.chat(**fields)).json()["choices"][0]["message"]["content"]
+    assert whole == "Once upon a time"
+    chunks = events((await api.chat(**fields, stream=True)).text)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[:2] == [{"role": "assistant", "content": ""}, {"content": "Once upon"}]
+    assert "".join(delta.get("content", "") for delta in deltas) == whole
+    assert (await api.chat(echo=True)).status_code == 200
+
+
+async def test_a_message_of_parts_goes_on_after_its_last_part(api: Api) -> None:
+    parts = [{"type": "text", "text": "Once"}, {"type": "text", "text": "upon"}]
+    talk = [*USER, {"role": "assistant", "content": parts}]
+    text = await prompt(api, messages=talk, continue_final_message=True)
+    assert text.endswith("<|assistant|>Once\nupon")
+
+
+async def test_the_model_need_not_be_prompted(api: Api) -> None:
+    assert await prompt(api, add_generation_prompt=False) == "<|user|>Hi<|end|>"
+    assert await prompt(api) == "<|user|>Hi<|end|><|assistant|>"
+
+
+async def test_the_expected_answer_and_unknown_wishes_change_nothing(api: Api) -> None:
+    fields = {
+        "prediction": {"type": "content", "content": "Hi"}, "modalities": ["text"], "store": True,
+        "service_tier": "priority", "verbosity": "low", "user": "u", "prompt_cache_key": "k",
+        "prompt_cache_options": {"x": 1}, "safety_identifier": "s", "moderation": {"x": 1},
+    }  # fmt: skip
+    body = (await api.chat(**fields)).json()
+    assert body["service_tier"] == "default"
+    assert body["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] == 0

@@ -1,0 +1,186 @@
+"""Responses are kept: continued, asked for again and deleted, by those who made them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from baton_api import headers
+from baton_api.errors import PREVIOUS_RESPONSE_NOT_FOUND
+from baton_api.keys import KeyDigest, Keys
+from baton_engine.api.http import HttpServer
+from baton_engine.settings import WorkerSettings
+from tests.engine.api.api import MODEL, Api, open_api
+from tests.engine.api.responses.typed import typed_events, whole_response
+
+
+async def respond(api: Api, **body: Any) -> httpx.Response:
+    given = {"model": MODEL, "input": "Hi", "max_output_tokens": 8} | body
+    return await api.http.post("/v1/responses", json=given)
+
+
+async def test_the_next_turn_goes_on_with_all_that_was_said(api: Api, sdk: openai.AsyncOpenAI) -> None:
+    api.model.script = "Hello"
+    first = await sdk.responses.create(model=MODEL, input="Hi")
+    second = await sdk.responses.create(model=MODEL, input="And?", previous_response_id=first.id)
+    third = await sdk.responses.create(
+        model=MODEL, input=[{"role": "user", "content": "Then?"}], previous_response_id=second.id
+    )
+    chat = await sdk.chat.completions.create(
+        model=MODEL,
+        messages=[
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "Hello"},
+            {"role": "user", "content": "And?"},
+            {"role": "assistant", "content": "Hello"},
+            {"role": "user", "content": "Then?"},
+        ],
+    )
+    assert third.usage is not None
+    assert chat.usage is not None
+    assert third.usage.input_tokens == chat.usage.prompt_tokens
+    assert third.previous_response_id == second.id
+    items = [item async for item in await sdk.responses.input_items.list(third.id, order="asc", limit=2)]
+    assert [(item.type, getattr(item, "role", "")) for item in items] == [
+        ("message", "user"),
+        ("message", "assistant"),
+    ] * 2 + [("message", "user")]
+    assert items[1].id == first.output[0].id
+    assert len({item.id for item in items}) == 5
+
+
+async def test_instructions_hold_for_their_own_turn_alone(api: Api) -> None:
+    api.model.script = "Hello"
+    first = (await respond(api, instructions="Be brief.")).json()
+    second = (await respond(api, previous_response_id=first["id"])).json()
+    plain = (await respond(api)).json()
+    third = (await respond(api, previous_response_id=plain["id"])).json()
+    assert second["usage"]["input_tokens"] == third["usage"]["input_tokens"]
+    assert second["instructions"] is None
+
+
+async def test_a_streamed_response_is_kept_when_its_last_event_is_out(api: Api) -> None:
+    api.model.script = "Hello"
+    events = typed_events((await respond(api, stream=True)).text)
+    id = events[0]["response"]["id"]
+    assert (await api.http.get(f"/v1/responses/{id}")).json() == events[-1]["response"]
+    assert (await respond(api, previous_response_id=id)).status_code == 200
+
+
+async def test_the_sdk_retrieves_and_deletes(api: Api, sdk: openai.AsyncOpenAI) -> None:
+    api.model.script = "Hello"
+    made = await sdk.responses.create(model=MODEL, input="Hi", metadata={"a": "b"})
+    found = await sdk.responses.retrieve(made.id)
+    assert found.to_dict() == made.to_dict()
+    await sdk.responses.delete(made.id)
+    with pytest.raises(openai.NotFoundError) as error:
+        await sdk.responses.retrieve(made.id)
+    assert error.value.param == "id"
+    with pytest.raises(openai.NotFoundError):
+        await sdk.responses.delete(made.id)
+    with pytest.raises(openai.NotFoundError):
+        await sdk.responses.input_items.list(made.id)
+
+
+async def test_a_deletion_is_confirmed(api: Api) -> None:
+    id = (await respond(api)).json()["id"]
+    gone = await api.http.delete(f"/v1/responses/{id}")
+    assert gone.json() == {"id": id, "object": "response", "deleted": True}
+
+
+async def test_nothing_can_be_cancelled(api: Api, sdk: openai.AsyncOpenAI) -> None:
+    made = await sdk.responses.create(model=MODEL, input="Hi", max_output_tokens=2)
+    with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
+        await sdk.responses.cancel(made.id)
+    with pytest.raises(openai.NotFoundError):
+        await sdk.responses.cancel("resp_none")
+
+
+async def test_a_previous_response_that_is_not_kept_is_a_400(api: Api) -> None:
+    kept = (await respond(api, store=False)).json()
+    assert kept["store"] is False
+    for id in ("resp_none", kept["id"]):
+        for stream in (False, True):
+            answer = await respond(api, previous_response_id=id, stream=stream)
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+            assert (error["param"], error["code"]) == ("previous_response_id", PREVIOUS_RESPONSE_NOT_FOUND)
+
+
+async def test_a_request_may_continue_one_and_not_be_kept(api: Api) -> None:
+    first = (await respond(api)).json()
+    second = (await respond(api, previous_response_id=first["id"], store=False)).json()
+    assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"]
+    assert (await api.http.get(f"/v1/responses/{second['id']}")).status_code == 404
+
+
+async def test_a_response_may_be_continued_more_than_once(api: Api) -> None:
+    api.model.script = "Hello"
+    first = (await respond(api)).json()
+    turns = [(await respond(api, previous_response_id=first["id"])).json() for _ in range(2)]
+    assert turns[0]["id"] != turns[1]["id"]
+    assert turns[0]["usage"]["input_tokens"] == turns[1]["usage"]["input_tokens"]
+
+
+async def test_what_is_wrong_with_new_input_is_said_of_its_own_place(api: Api) -> None:
+    first = (await respond(api)).json()
+    wrong = [{"role": "user", "content": "Hi"}, {"role": "wizard", "content": "Hi"}]
+    answer = await respond(api, previous_response_id=first["id"], input=wrong)
+    assert answer.json()["error"]["param"] == "input[1].role"
+
+
+async def test_a_stream_cannot_be_seen_again(api: Api) -> None:
+    id = (await respond(api)).json()["id"]
+    answer = await api.http.get(f"/v1/responses/{id}", params={"stream": "true"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
+
+
+async def test_each_key_sees_its_own_responses_alone() -> None:
+    keys = Keys((KeyDigest.of("one"), KeyDigest.of("two")))
+    async with open_api(keys=keys) as api, HttpServer(api.app, "127.0.0.1", 0, api.served.drain) as server:
+        url = f"http://{server.address}/v1"
+        async with (
+            openai.AsyncOpenAI(base_url=url, api_key="one", max_retries=0) as one,
+            openai.AsyncOpenAI(base_url=url, api_key="two", max_retries=0) as two,
+        ):
+            mine = await one.responses.create(model=MODEL, input="Hi", max_output_tokens=2)
+            await one.responses.retrieve(mine.id)
+            for attempt in (two.responses.retrieve, two.responses.delete, two.responses.input_items.list):
+                with pytest.raises(openai.NotFoundError):
+                    await attempt(mine.id)
+            with pytest.raises(openai.BadRequestError):
+                await two.responses.create(model=MODEL, input="Hi", previous_response_id=mine.id)
+            await one.responses.create(
+                model=MODEL, input="Hi", previous_response_id=mine.id, max_output_tokens=2
+            )
+
+
+async def test_no_more_are_kept_than_the_settings_say() -> None:
+    async with open_api(settings=WorkerSettings(responses_kept=1)) as api:
+        first, second = [(await respond(api)).json()["id"] for _ in range(2)]
+        assert (await api.http.get(f"/v1/responses/{first}")).status_code == 404
+        assert (await api.http.get(f"/v1/responses/{second}")).status_code == 200
+
+
+async def test_behind_a_router_the_input_is_whole_and_nothing_is_kept(api: Api) -> None:
+    api.model.script = "Hello"
+    talk = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "And?"},
+    ]
+    body = {"model": MODEL, "input": talk, "previous_response_id": "resp_elsewhere"}
+    routed = await api.http.post("/v1/responses", json=body, headers={headers.STATE: "2"})
+    assert routed.status_code == 200
+    response = whole_response(routed.json())
+    assert response.previous_response_id == "resp_elsewhere"
+    chat = await api.chat(messages=talk)
+    assert response.usage is not None
+    assert response.usage.input_tokens == chat.json()["usage"]["prompt_tokens"]
+    assert (await api.http.get(f"/v1/responses/{response.id}")).status_code == 404
+    wrong = body | {"input": [*talk, {"role": "wizard", "content": ""}]}
+    refused = await api.http.post("/v1/responses", json=wrong, headers={headers.STATE: "2"})
+    assert refused.json()["error"]["param"] == "input[1].role"

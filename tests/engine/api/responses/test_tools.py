@@ -1,0 +1,257 @@
+"""Thoughts, calls of tools and schemas, as items of a response."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+
+from baton_engine.settings import WorkerSettings
+from tests.engine.api.api import MODEL, Api, open_api
+from tests.engine.api.responses.typed import kinds, typed_events
+
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "description": "Tells the weather.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+SHELL: Any = {"type": "custom", "name": "shell", "description": "Runs a command."}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+SHELL_CALL = '<tool_call>\n{"name": "shell", "arguments": {"input": "ls -l"}}\n</tool_call>'
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[Api]:
+    settings = WorkerSettings(reasoning_parser="qwen3", tool_call_parser="hermes")
+    async with open_api(settings=settings) as api:
+        yield api
+
+
+async def stream_of(api: Api, **body: Any) -> list[dict[str, Any]]:
+    answer = await api.http.post("/v1/responses", json={"model": MODEL, "input": "Hi", "stream": True} | body)
+    assert answer.status_code == 200, answer.text
+    return typed_events(answer.text)
+
+
+async def test_a_call_is_an_item_and_its_output_goes_back(api: Api, sdk: openai.AsyncOpenAI) -> None:
+    api.model.script = CALL
+    asked = await sdk.responses.create(model=MODEL, input="Weather in Paris?", tools=[WEATHER])
+    (call,) = asked.output
+    assert call.type == "function_call"
+    assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Paris"})
+    assert call.status == "completed"
+    assert call.call_id
+    assert asked.output_text == ""
+    assert asked.tools[0].to_dict() == WEATHER | {"strict": None}
+    api.model.script = "Sunny."
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    answer = await sdk.responses.create(
+        model=MODEL, input=[output], previous_response_id=asked.id, tools=[WEATHER]
+    )
+    assert answer.output_text == "Sunny."
+    alone = await sdk.responses.create(
+        model=MODEL,
+        input=[{"role": "user", "content": "Weather in Paris?"}, call.to_dict(), output],  # type: ignore[list-item]
+        tools=[WEATHER],
+    )
+    assert alone.usage is not None
+    assert answer.usage is not None
+    assert alone.usage.input_tokens == answer.usage.input_tokens
+
+
+async def test_a_streamed_call_grows_by_its_arguments(api: Api) -> None:
+    api.model.script = CALL
+    events = await stream_of(api, tools=[WEATHER])
+    assert kinds(events) == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]
+    deltas = "".join(event["delta"] for event in events if event["type"].endswith("delta"))
+    done = next(event for event in events if event["type"].endswith("arguments.done"))
+    assert json.loads(deltas) == json.loads(done["arguments"]) == {"city": "Paris"}
+    assert done["name"] == "weather"
+
+
+async def test_the_sdk_helper_parses_a_call(api: Api, sdk: openai.AsyncOpenAI) -> None:
+    class Weather(pydantic.BaseModel):
+        city: str
+
+    api.model.script = CALL
+    tool = openai.pydantic_function_tool(Weather, name="weather")
+    flat: Any = {"type": "function", **tool["function"]}
+    async with sdk.responses.stream(model=MODEL, input="Weather in Paris?", tools=[flat]) as stream:
+        final = await stream.get_final_response()
+    (call,) = final.output
+    assert call.type == "function_call"
+    assert json.loads(call.arguments) == {"city": "Paris"}
+
+
+async def test_a_custom_tool_is_called_with_text(api: Api, sdk: openai.AsyncOpenAI) -> None:
+    api.model.script = SHELL_CALL
+    made = await sdk.responses.create(model=MODEL, input="List.", tools=[SHELL])
+    (call,) = made.output
+    assert call.type == "custom_tool_call"
+    assert (call.name, call.input) == ("shell", "ls -l")
+    output: Any = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "a b"}
+    api.model.script = "Two."
+    answer = await sdk.responses.create(
+        model=MODEL, input=[output], previous_response_id=made.id, tools=[SHELL]
+    )
+    assert answer.output_text == "Two."
+    api.model.script = SHELL_CALL
+    events = await stream_of(api, tools=[SHELL])
+    assert kinds(events)[3:5] == ["custom_tool_call_input.delta", "custom_tool_call_input.done"]
+
+
+CHOICES: dict[str, Any] = {
+    "required": "required",
+    "named": {"type": "function", "name": "weather"},
+    "allowed": {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "weather"}],
+    },
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES.keys())
+async def test_a_choice_forces_the_call(choice: Any) -> None:
+    async with open_api(settings=WorkerSettings(tool_call_parser="hermes")) as api:
+        api.model.script = "I would rather talk."
+        body = {"model": MODEL, "input": "Weather?", "tools": [WEATHER], "max_output_tokens": 60}
+        answer = await api.http.post("/v1/responses", json=body | {"tool_choice": choice})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["output"][0]["type"] == "function_call"
+    assert answer.json()["tool_choice"] == choice
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice.name"),
+        ({"tools": [WEATHER | {"name": "no good"}]}, "tools[0].name"),
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
+        ({"tools": [WEATHER | {"parameters": {"type": "string"}}]}, "tools[0].parameters"),
+        (
+            {
+                "tools": [WEATHER],
+                "tool_choice": CHOICES["allowed"] | {"tools": [{"type": "function", "name": "other"}]},
+            },
+            "tool_choice.tools[0].name",
+        ),
+        ({"tools": [SHELL | {"format": {"type": "grammar", "syntax": "lark"}}]}, None),
+    ],
+    ids=str,
+)
+async def test_what_is_wrong_with_tools_is_said_of_their_place(
+    api: Api, body: dict[str, Any], param: str | None
+) -> None:
+    answer = await api.http.post("/v1/responses", json={"model": MODEL, "input": "Hi"} | body)
+    assert answer.status_code == 400
+    found = answer.json()["error"]["param"]
+    assert found == param if param else found.startswith("tools[0].format")
+
+
+async def test_thoughts_are_an_item_before_the_message(api: Api, sdk: openai.AsyncOpenAI) -> None:
+    api.model.script = "<think>\nHm, so.\n</think>\n\nYes."
+    made = await sdk.responses.create(model=MODEL, input="Well?")
+    thought, message = made.output
+    assert thought.type == "reasoning"
+    assert message.type == "message"
+    assert thought.content is not None
+    assert [part.text for part in thought.content] == ["Hm, so."]
+    assert made.output_text == "Yes."
+    assert made.usage is not None
+    assert 0 < made.usage.output_tokens_details.reasoning_tokens < made.usage.output_tokens
+    events = await stream_of(api)
+    assert kinds(events)[2:8] == [
+        "output_item.added",
+        "content_part.added",
+        "reasoning_text.delta",
+        "reasoning_text.done",
+        "content_part.done",
+        "output_item.done",
+    ]
+    said = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
+    assert "".join(said) == "Yes."
+    again = await sdk.responses.create(model=MODEL, input="And?", previous_response_id=made.id)
+    assert again.status == "completed"
+
+
+async def test_logprobs_of_thoughts_are_not_told(api: Api, sdk: openai.AsyncOpenAI) -> None:
+    api.model.script = "<think>\nHm, so.\n</think>\n\nYes."
+    include: Any = {"include": ["message.output_text.logprobs"]}
+    made = await sdk.responses.create(model=MODEL, input="Well?", **include)
+    message = made.output[1].to_dict()
+    events = await stream_of(api, **include)
+    streamed = [
+        entry for event in events if event["type"].endswith("delta") for entry in event.get("logprobs", ())
+    ]
+    for logprobs in (message["content"][0]["logprobs"], streamed):
+        assert "".join(entry["token"] for entry in logprobs) == "Yes."
+
+
+class Person(pydantic.BaseModel):
+    name: str
+    age: int
+
+
+async def test_the_sdk_parses_what_a_schema_forces(api: Api, sdk: openai.AsyncOpenAI) -> None:
+    api.model.script = '{"name": "Ada", "age": 36}'
+    made = await sdk.responses.parse(model=MODEL, input="Who?", text_format=Person)
+    assert made.output_parsed == Person(name="Ada", age=36)
+    assert made.text is not None
+    assert made.text.format is not None
+    assert made.text.format.type == "json_schema"
+    async with sdk.responses.stream(model=MODEL, input="Who?", text_format=Person) as stream:
+        assert (await stream.get_final_response()).output_parsed == Person(name="Ada", age=36)
+
+
+@pytest.mark.parametrize(
+    "form", [{"type": "json_object"}, {"type": "json_schema", "name": "x", "schema": {}}]
+)
+async def test_a_format_of_json_holds(api: Api, form: dict[str, Any]) -> None:
+    api.model.script = '{"a": [1, 2]}'
+    body = {"model": MODEL, "input": "Hi", "text": {"format": form}}
+    answer = (await api.http.post("/v1/responses", json=body)).json()
+    assert json.loads(answer["output"][0]["content"][0]["text"]) == {"a": [1, 2]}
+    assert answer["text"]["format"] == form
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}}},
+            "text.format",
+        ),
+        ({"text": {"format": {"type": "json_schema", "name": "x y", "schema": {}}}}, "text.format.name"),
+        ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "regex"),
+        ({"regex": "("}, "regex"),
+    ],
+    ids=str,
+)
+async def test_what_is_wrong_with_a_format_is_said_of_its_place(
+    api: Api, body: dict[str, Any], param: str
+) -> None:
+    answer = await api.http.post("/v1/responses", json={"model": MODEL, "input": "Hi"} | body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith(param)
+
+
+async def test_the_server_goes_on_after_a_format_that_cannot_be(api: Api) -> None:
+    await api.http.post("/v1/responses", json={"model": MODEL, "input": "Hi", "regex": "("})
+    api.model.script = "Hello"
+    answer = await api.http.post("/v1/responses", json={"model": MODEL, "input": "Hi"})
+    assert answer.status_code == 200

@@ -1,0 +1,67 @@
+"""The server around the app: ports, limits, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from baton_api import limits
+from baton_api.errors import Overloaded, SetupError
+from baton_engine.api.http import HttpServer
+from tests.engine.api.api import MODEL, USER, Api
+
+
+async def test_a_port_in_use_is_an_error_with_a_way_out(api: Api, server: HttpServer) -> None:
+    with pytest.raises(SetupError, match=rf"127\.0\.0\.1:{server.port} is in use .*--port"):
+        HttpServer(api.app, "127.0.0.1", server.port, api.served.drain)
+
+
+async def test_an_address_that_is_not_ours_is_an_error(api: Api) -> None:
+    with pytest.raises(SetupError, match="--host"):
+        HttpServer(api.app, "192.0.2.1", 0, api.served.drain)
+
+
+async def test_endless_headers_are_cut_off(server: HttpServer) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"y" * (3 * limits.HEAD.most))
+    async with asyncio.timeout(60):
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 400")
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_a_closed_server_tells_whom_it_never_answered_to_try_again(api: Api) -> None:
+    api.model.go.clear()
+    async with (
+        HttpServer(api.app, "127.0.0.1", 0, api.served.drain) as server,
+        httpx.AsyncClient(base_url=f"http://{server.address}") as client,
+    ):
+        body = {"model": MODEL, "messages": USER}
+        waiting = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        await asyncio.to_thread(api.model.inside.wait)
+        await server.close()
+        response = await waiting
+    assert response.status_code == 503
+    assert 1 <= int(response.headers["retry-after"]) <= 120
+    assert response.json()["error"]["code"] == Overloaded.code
+
+
+async def test_a_closed_server_cuts_what_did_not_finish_and_frees_its_port(api: Api) -> None:
+    async with HttpServer(api.app, "127.0.0.1", 0, api.served.drain) as server:
+        body = {"model": MODEL, "messages": USER, "stream": True, "ignore_eos": True}
+        async with httpx.AsyncClient(base_url=f"http://{server.address}") as client:
+            with pytest.raises(httpx.RemoteProtocolError):
+                async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+                    parts = response.aiter_raw()
+                    await anext(parts)
+                    api.model.go.clear()
+                    assert await server.drain(0.01) is False
+                    await server.close()
+                    async for _ in parts:
+                        pass
+    api.model.go.set()
+    async with HttpServer(api.app, "127.0.0.1", server.port, api.served.drain) as again:
+        assert again.port == server.port

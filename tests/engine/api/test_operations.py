@@ -1,0 +1,188 @@
+"""What a worker tells of itself, and whether it can generate."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+import pytest
+
+from baton_api import __version__, headers
+from baton_api.errors import Overloaded
+from baton_api.keys import KeyDigest, Keys
+from baton_api.messages import TokenChoice
+from baton_api.workers import Role
+from baton_engine.api.served import Served
+from baton_engine.api.server_info import SECRETS
+from baton_engine.requests import Fetch, FetchResult, RelayRecord
+from baton_engine.settings import WorkerSettings
+from tests.engine.api.api import CONTEXT, MODEL, TOKENIZER, Api, eventually, open_api
+from tests.engine.api.test_metrics import RELAY
+
+
+async def get(api: Api, path: str) -> Any:
+    response = await api.http.get(path)
+    assert response.status_code == 200
+    return response.json()
+
+
+async def test_the_card_of_a_model_is_complete_and_stays_the_same(api: Api, sdk: openai.AsyncOpenAI) -> None:
+    listed = [model async for model in sdk.models.list()]
+    (card,) = listed
+    assert (card.id, card.object, card.owned_by) == (MODEL, "model", "baton")
+    assert card.created > 0
+    assert card.model_extra is not None
+    assert card.model_extra["max_model_len"] == CONTEXT
+    assert [model async for model in sdk.models.list()] == listed
+    assert await sdk.models.retrieve(MODEL) == card
+    assert "/" in MODEL
+    encoded = await api.http.get("/v1/models/" + MODEL.replace("/", "%2F"))
+    assert encoded.json() == (await get(api, f"/v1/models/{MODEL}"))
+
+
+async def test_every_served_name_has_a_card() -> None:
+    async with open_api(names=(MODEL, "other")) as api:
+        cards = (await get(api, "/v1/models"))["data"]
+        assert [(card["id"], card["root"]) for card in cards] == [(MODEL, MODEL), ("other", MODEL)]
+        assert (await api.chat(model="other")).json()["model"] == MODEL
+
+
+async def test_the_version_is_told(api: Api) -> None:
+    assert (await get(api, "/version"))["version"] == __version__
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
+async def test_the_model_is_described(api: Api, path: str) -> None:
+    told = await get(api, path)
+    assert (told["served_model_name"], told["is_generation"]) == (MODEL, True)
+    assert (told["max_model_len"], told["vocab_size"]) == (CONTEXT, TOKENIZER.vocab_size)
+    assert told["disaggregation_mode"] == "null"
+    async with open_api(settings=WorkerSettings(role=Role.DECODE)) as decode:
+        assert (await get(decode, path))["disaggregation_mode"] == "decode"
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+async def test_settings_and_figures_are_told_without_secrets(path: str) -> None:
+    key = KeyDigest.of("a-key-that-nobody-may-see")
+    settings = WorkerSettings(api_key=(key,), ticket_secret="a-secret-too", max_queued=77)
+    async with open_api(settings=settings, keys=Keys((key,))) as api:
+        response = await api.http.get(path, headers={"authorization": "Bearer a-key-that-nobody-may-see"})
+        told = response.json()
+        assert told["settings"]["max_queued"] == 77
+        assert told["figures"]["total_blocks"] == 511
+        assert told["max_total_num_tokens"] == 511 * 4
+        assert told["figures"]["totals"]["finished"] == {}
+        for secret in ("nobody-may-see", key.sha256.hex(), "a-secret-too"):
+            assert secret not in response.text
+        assert not SECRETS & set(told["settings"])
+
+
+def test_every_setting_that_may_be_a_secret_is_kept_back() -> None:
+    words = ("key", "secret", "token_", "password", "credential")
+    suspects = {name for name in WorkerSettings.model_fields if any(word in name for word in words)}
+    assert suspects == SECRETS
+
+
+async def test_the_figures_count_what_has_ended(api: Api) -> None:
+    await api.chat(max_tokens=3)
+    figures = (await get(api, "/server_info"))["figures"]
+    assert figures["totals"]["finished"] == {"length": 1}
+    assert figures["totals"]["generated_tokens"] == 3
+    assert figures["running"] == 0
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/ready"])
+async def test_probes_are_short(api: Api, path: str) -> None:
+    response = await api.http.get(path)
+    assert (response.status_code, response.content) == (200, b"")
+
+
+async def test_the_cache_can_be_emptied_and_what_runs_goes_on(api: Api) -> None:
+    prompt = "a prompt of several blocks of four"
+    whole = (await api.complete(prompt=prompt, temperature=0)).json()["choices"][0]["text"]
+    cached = api.served.engine.snapshot().cached_blocks
+    assert cached > 4
+    assert (await api.http.post("/flush_cache")).json() == {"flushed_blocks": cached}
+    await eventually(lambda: not api.served.engine.snapshot().cached_blocks)
+    running = asyncio.create_task(api.complete(prompt=prompt, temperature=0, max_tokens=100))
+    await eventually(lambda: api.served.engine.snapshot().running == 1)
+    await api.http.post("/flush_cache")
+    again = (await running).json()
+    assert again["choices"][0]["text"].startswith(whole)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    api.assert_all_blocks_back()
+
+
+# --- /health_generate ---
+
+
+async def test_a_token_is_generated_to_see_whether_one_can_be(api: Api) -> None:
+    before = api.served.engine.snapshot().totals.generated_tokens
+    for _ in range(2):  # the second finds nothing in the cache
+        assert (await api.http.get("/health_generate")).status_code == 200
+    now = api.served.engine.snapshot()
+    assert now.totals.generated_tokens == before + 2
+    assert now.totals.prompt_tokens_cached == 0
+    api.assert_all_blocks_back()
+
+
+async def test_an_engine_that_has_ended_is_not_well(api: Api) -> None:
+    await api.served.engine.close()
+    response = await api.http.get("/health_generate")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, Overloaded.code)
+    assert (await api.http.get("/health")).status_code == 200
+
+
+async def test_while_it_drains_it_is_not_asked(api: Api) -> None:
+    assert await api.served.drain.drain(1)
+    assert (await api.http.get("/health_generate")).status_code == 503
+
+
+@dataclass
+class Prefill:
+    """A prefill worker that brings prompts, or fails to."""
+
+    relay: RelayRecord | None
+    served: Served | None = None
+    asked: int = 0
+
+    def __call__(self, address: str, ticket: str, request_id: str) -> Prefill:
+        return self
+
+    def start(self, fetch: Fetch) -> None:
+        assert self.served is not None
+        self.asked = len(fetch.tokens)
+        arrived = len(fetch.blocks) if self.relay else 0
+        first = TokenChoice(token=1) if self.relay else None
+        self.served.engine.engine.fetched(
+            FetchResult(fetch.request_id, arrived, first=first, relay=self.relay, reason="peer_lost")
+        )
+
+    def cancel(self, request_id: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize("relay", [RELAY, None], ids=["brings it", "fails"])
+async def test_a_pair_is_well_if_the_prefill_worker_brought_the_prompt(relay: RelayRecord | None) -> None:
+    prefill = Prefill(relay)
+    async with open_api(remote=prefill) as api:
+        prefill.served = api.served
+        response = await api.http.get("/health_generate", headers={headers.PREFILL: "127.0.0.1:1"})
+        assert prefill.asked > api.served.settings.local_prefill_tokens
+        assert response.status_code == (200 if relay else 503)
+        if relay is None:
+            assert "prefill worker" in response.json()["error"]["message"]
+        assert (await api.http.get("/health_generate")).status_code == 200
+        await eventually(lambda: not api.served.engine.snapshot().owned_blocks)
+
+
+async def test_an_operation_wants_the_key_but_for_probes() -> None:
+    async with open_api(keys=Keys((KeyDigest.of("k"),))) as api:
+        for path in ("/server_info", "/model_info", "/health_generate", "/version", "/debug/requests"):
+            assert (await api.http.get(path)).status_code == 401
+        for path in ("/generate", "/tokenize", "/detokenize", "/abort_request"):
+            assert (await api.http.post(path, json={})).status_code == 401
+        probes = (api.http.get(path) for path in ("/health", "/ready", "/ping", "/metrics"))
+        assert [response.status_code for response in await asyncio.gather(*probes)] == [200] * 4

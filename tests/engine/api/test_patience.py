@@ -1,0 +1,45 @@
+"""Whoever sends what nobody waits for says so in a header, and others go before it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from baton_api.headers import CLASS
+from tests.engine.api.api import MODEL, USER, Api, open_api
+
+LONG, SHORT = 300, 4
+
+PATHS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "/v1/chat/completions": lambda tokens: {"messages": USER, "max_tokens": tokens},
+    "/v1/completions": lambda tokens: {"prompt": "Hi", "max_tokens": tokens},
+    "/v1/responses": lambda tokens: {"input": "Hi", "max_output_tokens": tokens},
+}
+
+
+async def ask(api: Api, path: str, tokens: int, kind: str) -> httpx.Response:
+    body = {"model": MODEL, "temperature": 0, **PATHS[path](tokens)}
+    return (await api.http.post(path, json=body, headers={CLASS: kind})).raise_for_status()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("kind", "gives_way"), [("batch", True), ("default", False)])
+async def test_what_nobody_waits_for_gives_its_place_to_what_is_waited_for(
+    path: str, kind: str, gives_way: bool
+) -> None:
+    async with open_api(max_running=1) as api:
+        api.model.go.clear()
+        first = asyncio.create_task(ask(api, path, LONG, kind))
+        await asyncio.to_thread(api.model.inside.wait)
+        api.model.go.set()
+        await ask(api, path, SHORT, "default")
+        assert first.done() != gives_way
+        answer = (await first).json()
+        usage = answer["usage"]
+        assert usage.get("completion_tokens", usage.get("output_tokens")) == LONG
+        assert (api.served.engine.snapshot().totals.retractions > 0) == gives_way
+        api.assert_all_blocks_back()

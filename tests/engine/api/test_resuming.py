@@ -1,0 +1,164 @@
+"""A stream that breaks off is taken up by another worker, at whatever token: together they say the same."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from baton_api import headers
+from baton_api.resuming import BEGINS, TOKENS, Beginning, Resumption, read_tokens, with_resumption
+from tests.engine.api.api import MODEL, USER, Api, open_api
+
+FOLLOW = {headers.FOLLOW: "1"}
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[Api]:
+    async with open_api() as api:
+        yield api
+
+
+class Followed:
+    """One stream as a router sees it: its events, and after how many tokens each of them came."""
+
+    def __init__(self, text: bytes) -> None:
+        self.beginning: Beginning | None = None
+        self.tokens: list[int] = []
+        self.steps: list[tuple[bytes, int, bool]] = []
+        """(events, tokens in all behind them, whether the answer has ended)"""
+        events = b""
+        for event in text.split(b"\n\n")[:-1]:
+            if event.startswith(BEGINS):
+                self.beginning = json_of(event.removeprefix(BEGINS))
+            elif event.startswith(TOKENS):
+                tokens, ended = read_tokens(event)
+                self.tokens += tokens
+                self.steps.append((events, len(self.tokens), ended))
+                events = b""
+            else:
+                events += event + b"\n\n"
+        self.rest = events
+
+    @property
+    def events(self) -> bytes:
+        return b"".join(events for events, _, _ in self.steps) + self.rest
+
+
+def without_call_ids(events: bytes) -> bytes:
+    """A call's name is drawn when it is first told of, and told of once."""
+    return re.sub(rb'"call_\w+"', b'"call"', events)
+
+
+def json_of(text: bytes) -> Beginning:
+    return Beginning(**json.loads(text))
+
+
+async def follow(api: Api, path: str, body: dict[str, Any]) -> Followed:
+    response = await api.http.post(path, json=body, headers=FOLLOW)
+    assert response.status_code == 200, response.text
+    return Followed(response.content)
+
+
+async def resume(api: Api, path: str, body: dict[str, Any], resumption: Resumption) -> Followed:
+    raw = with_resumption(json.dumps(body).encode(), resumption)
+    response = await api.http.post(path, content=raw, headers={**FOLLOW, "content-type": "application/json"})
+    assert response.status_code == 200, response.text
+    return Followed(response.content)
+
+
+def chat(**fields: Any) -> tuple[str, dict[str, Any]]:
+    usage = {"include_usage": True}
+    return CHAT, {"model": MODEL, "messages": USER, "stream": True, "stream_options": usage, **fields}
+
+
+def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return COMPLETIONS, {"model": MODEL, "prompt": "Once", "stream": True, **fields}
+
+
+REQUESTS = {
+    "greedy": chat(temperature=0, max_tokens=24),
+    "sampled without a seed": chat(temperature=1.3, max_tokens=24),
+    "penalised": chat(temperature=1, max_tokens=24, presence_penalty=1.5, frequency_penalty=1, seed=3),
+    "repetition": chat(temperature=1, max_tokens=24, repetition_penalty=1.7, seed=4),
+    "with logprobs": chat(temperature=1, max_tokens=16, logprobs=True, top_logprobs=2, seed=5),
+    "at least so many": chat(temperature=1, max_tokens=24, min_tokens=12, seed=6),
+    "until a stop string": chat(temperature=1, max_tokens=200, stop=["ab", "qz", "e"], seed=7),
+    "constrained": chat(temperature=1, max_tokens=60, regex="(spam|eggs|ham){3,6} [a-f]{9}é✓", seed=8),
+    "a call": chat(
+        temperature=1,
+        max_tokens=120,
+        seed=9,
+        tools=[{"type": "function", "function": {"name": "f", "parameters": {
+            "type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"]}}}],
+        tool_choice="required",
+    ),
+    "a completion": completion(temperature=1, max_tokens=24, seed=10, logprobs=1),
+    "an echo": completion(temperature=0, max_tokens=12, echo=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+async def test_the_rest_is_what_would_have_come(api: Api, name: str) -> None:
+    path, body = REQUESTS[name]
+    whole = await follow(api, path, body)
+    assert whole.beginning is not None and whole.steps[-1][2]
+    assert whole.tokens
+    rng = random.Random(name)
+    cuts = {
+        0,
+        1,
+        len(whole.steps) - 1,
+        len(whole.steps),
+        *(rng.randrange(len(whole.steps)) for _ in range(4)),
+    }
+    for cut in sorted(cuts):
+        had = b"".join(events for events, _, _ in whole.steps[:cut])
+        drawn = whole.steps[cut - 1][1] if cut else 0
+        ended = cut == len(whole.steps)
+        resumption = Resumption(whole.beginning, whole.tokens[:drawn], ended)
+        rest = await resume(api, path, body, resumption)
+        assert without_call_ids(had + rest.events) == without_call_ids(whole.events), (
+            f"after {drawn} of {len(whole.tokens)} tokens"
+        )
+        assert whole.tokens[:drawn] + rest.tokens == whole.tokens
+
+
+async def test_without_being_asked_nothing_is_said_beside(api: Api) -> None:
+    path, body = REQUESTS["greedy"]
+    response = await api.http.post(path, json=body)
+    assert b"baton" not in response.content.replace(b'"system_fingerprint":"baton', b"")
+
+
+@pytest.mark.parametrize("fields", [{"n": 2}, {"stream": False, "stream_options": None}])
+async def test_what_cannot_be_resumed_is_not_offered(api: Api, fields: dict[str, Any]) -> None:
+    path, body = chat(max_tokens=4, **fields)
+    response = await api.http.post(path, json=body, headers=FOLLOW)
+    assert response.status_code == 200
+    assert BEGINS not in response.content and TOKENS not in response.content
+    asked = with_resumption(json.dumps(body).encode(), Resumption(Beginning("x", 1, 1, 0), [1]))
+    refused = await api.http.post(path, content=asked, headers={"content-type": "application/json"})
+    assert refused.status_code == 400
+
+
+@pytest.mark.parametrize(
+    "given", [5, {}, {"beginning": {}, "tokens": []}, {"beginning": None, "tokens": [1]}]
+)
+async def test_a_resumption_that_makes_no_sense_is_refused(api: Api, given: object) -> None:
+    path, body = chat(max_tokens=4)
+    response = await api.http.post(path, json={**body, "baton_resume": given})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "baton_resume"
+
+
+@pytest.mark.parametrize("tokens", [[10**9], [-1], list(range(40))])
+async def test_tokens_that_cannot_have_been_drawn_are_refused(api: Api, tokens: list[int]) -> None:
+    path, body = chat(max_tokens=24)
+    raw = with_resumption(json.dumps(body).encode(), Resumption(Beginning("x", 1, 1, 0), tokens))
+    response = await api.http.post(path, content=raw, headers={"content-type": "application/json"})
+    assert response.status_code == 400
