@@ -172,9 +172,9 @@ def test_sampler_masked_row_gives_an_allowed_token(params: SamplingParams) -> No
     bits = np.zeros(64, dtype=np.uint8)
     bits[allowed] = 1
     mask = np.packbits(bits, bitorder="little").view(np.int32)
-    draws = [Draw(replace(params, seed=seed), ()) for seed in range(3)]
-    first, masked, last = sampler.sample(logits.clone(), draws, [None, mask, None])
-    free = choices(logits, draws)
+    states = [SamplingState(replace(params, seed=seed), ()) for seed in range(3)]
+    first, masked, last = sampler.sample(logits.clone(), states, [None, mask, None])
+    free = choices(logits, states)
     assert [first, last] == [free[0], free[2]]
     assert masked is not None and masked.token in allowed
     if params.temperature == 0.0:
@@ -185,7 +185,7 @@ def test_sampler_masked_row_gives_an_allowed_token(params: SamplingParams) -> No
 
 def test_sampler_row_without_a_draw_raises() -> None:
     with pytest.raises(ValueError, match="zip"):
-        sampler.sample(make_logits(2, 50), [Draw(PLAIN, ())])
+        sampler.sample(make_logits(2, 50), [SamplingState(PLAIN, ())])
 
 
 @pytest.mark.parametrize(
@@ -200,10 +200,10 @@ def test_sampler_row_without_a_draw_raises() -> None:
 )
 def test_sampler_default_device_is_another_same_token(params: SamplingParams) -> None:
     """The sampler computes where the logits are, whichever device the process creates tensors on."""
-    logits, draw = make_logits(1, 300), Draw(params, (0, 5))
-    expected = tokens(logits, [draw])
+    logits, state = make_logits(1, 300), SamplingState(params, (0, 5))
+    expected = tokens(logits, [state])
     with torch.device("meta"):
-        assert tokens(logits, [draw]) == expected
+        assert tokens(logits, [state]) == expected
 
 
 # --- Chance ---
