@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -35,6 +36,7 @@ async def test_architecture_lists_modules_of_a_real_request(model: Path) -> None
     supporting = set(sections.pop(SUPPORTING))
     steps = [module for modules in sections.values() for module in modules]
     assert len(steps) == len(set(steps)) > 40 and not supporting & set(steps)
+    assert not [module for module in supporting if importlib.util.find_spec(module) is None]
     assert set(entered) - supporting - set(steps) == set(), "entered, but not on the page"
     assert set(steps) - set(entered) == set(), "on the page, but not entered"
     for step, modules in sections.items():
