@@ -58,7 +58,7 @@ ROOT = Path(__file__).parents[2]
 def below(root: type[BatonError], depth: int = 0) -> Iterator[tuple[int, type[BatonError]]]:
     yield depth, root
     for child in root.__subclasses__():
-        if child.__module__ == errors.__name__:  # other components may have more particular ones
+        if child.__module__.startswith(errors.__name__):  # other components may have more particular ones
             yield from below(child, depth + 1)
 
 

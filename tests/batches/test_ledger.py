@@ -156,7 +156,7 @@ def test_a_quota_bounds_files_and_bytes_of_one_key_also_when_many_come_at_once(d
     at_once([upload] * 8)
     assert sorted(outcomes) == ["kept"] * 3 + ["refused"] * 5
     files.add(new_file("b", size=30), NOW, Quota(files=5, bytes=30))
-    with pytest.raises(QuotaExceeded, match="1 files and may keep 1"):
+    with pytest.raises(QuotaExceeded, match="1 files; its limit is 1"):
         files.add(new_file("b", size=0), NOW, Quota(files=1))
 
 
