@@ -63,7 +63,7 @@ MIN_REQUESTS = 20
 """In the long window. A ratio of fewer requests means nothing."""
 
 MIN_FAILURES = 4
-"""In the long window, so that a few failures in a quiet night page nobody."""
+"""In the long window, so that a few failures in a quiet night do not page."""
 
 WINDOWS = tuple(sorted({window for burn in BURN_RATES for window in (burn.long, burn.short)}))
 

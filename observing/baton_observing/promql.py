@@ -35,13 +35,13 @@ class Scope:
         >>> Scope("5m").series(metrics.ROUTER_REQUESTS, code="=~5..", class_="batch")
         'baton_router_requests_total{code=~"5..", class="batch"}'
         """
-        known = TARGET_LABELS | set(metric.labels) | ({"le"} if suffix == "_bucket" else set())
+        allowed = TARGET_LABELS | set(metric.labels) | ({"le"} if suffix == "_bucket" else set())
         values = {label.name: label.values for label in metric.by}
         matchers = list(self.matchers)
         for label, value in labels.items():
             name = label.rstrip("_")
             operator, text = (value[:2], value[2:]) if value[:2] in ("=~", "!~", "!=") else ("=", value)
-            if name not in known:
+            if name not in allowed:
                 raise ValueError(f"{metric.name} has no label {name}")
             if values.get(name) and "$" not in text and not set(text.split("|")) <= set(values[name]):
                 raise ValueError(f"{metric.name} has no {name} {text!r}. Values: {values[name]}")

@@ -1,7 +1,7 @@
 """
 Settings of the operator. Each field is a flag of `baton operator` and a variable `BATON_OPERATOR_<NAME>`.
 
-The docstring of a field is its help text. Nothing else reads the environment.
+The docstring of a field is its help text. Other modules do not read the environment.
 """
 
 from __future__ import annotations

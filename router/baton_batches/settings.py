@@ -70,7 +70,7 @@ class BatchSettings(BaseSettings):
     """Interval between reads of a database that other routers also write to."""
 
     batch_execution: Literal["subprocess", "external", "off"] = "subprocess"
-    """What runs batches. subprocess: processes started by this router. external: other processes, such as
+    """Runner of batches. subprocess: processes started by this router. external: other processes, such as
     Kubernetes Jobs. off: batches are accepted and wait."""
 
     batch_jobs: str = ""

@@ -1,7 +1,7 @@
 """
 Settings of a router. Each field is a flag of `baton router` and a variable `BATON_ROUTER_<NAME>`.
 
-The docstring of a field is its help text. Nothing else reads the environment.
+The docstring of a field is its help text. Other modules do not read the environment.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class RouterSettings(BatchSettings):
     waiting requests of each frontend process."""
 
     page: bool = False
-    """Serve a dashboard at `/`: workers, timelines of recent requests, and a chat. Anybody may load the page;
+    """Serve a dashboard at `/`: workers, timelines of recent requests, and a chat. The page itself is public;
     its data require an API key where keys are required. Tenants without admin rights see their own
     requests only."""
 

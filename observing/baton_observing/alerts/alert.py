@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Severity = Literal["page", "ticket", "info"]
-"""`page`: act now. `ticket`: act within days. `info`: context for other alerts; notify nobody."""
+"""`page`: act now. `ticket`: act within days. `info`: context for other alerts, without a receiver."""
 
 RUNBOOKS = "docs/runbooks"
 """

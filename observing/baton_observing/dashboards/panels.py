@@ -84,7 +84,7 @@ class Panel:
 
     title: str
     description: str
-    """What the panel shows, which values are normal, and what to do about others."""
+    """The content of the panel, its normal values, and the action for others."""
     unit: Unit
     queries: tuple[Query, ...]
     kind: Kind = "timeseries"
@@ -167,4 +167,4 @@ ROLLOUTS = Annotation(
     "{{service}}: revision {{revision}}",
     f"({_SERVES} unless {_SERVED_BEFORE}) and on (namespace, service) {_SERVED_BEFORE}",
 )
-"""The first five minutes in which a revision receives requests. A service's first revision is no rollout."""
+"""The first five minutes of a revision with requests. The first revision of a service does not count."""

@@ -65,14 +65,14 @@ class Prometheus:
             "end": time_range.end,
             "step": time_range.step,
         }
-        found = []
+        series = []
         for one in self.get("query_range", parameters)["result"]:
             points = [(time, float(value)) for time, value in one["values"]]
             points = [(time, value) for time, value in points if math.isfinite(value)]
             if points:
                 times, values = zip(*points, strict=True)
-                found.append(Series(one["metric"], times, values))
-        return found
+                series.append(Series(one["metric"], times, values))
+        return series
 
     def get(self, path: str, parameters: Mapping[str, object]) -> Any:
         """Return the data of a GET of `/api/v1/PATH`."""

@@ -31,7 +31,7 @@ SCHEDULING = Row(
         Panel(
             title="Prefix cache hit rate: expected and actual",
             description="Ratio of prompt tokens that the router expected in the worker's cache, and that "
-            "were there. Expected above actual: blocks were evicted (see Cache accuracy). Actual above "
+            "it contained. Expected above actual: blocks were evicted (see Cache accuracy). Actual above "
             "expected: KV events are missing.",
             unit=PERCENT,
             queries=(

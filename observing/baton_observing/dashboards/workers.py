@@ -270,7 +270,7 @@ GPUS = Row(
         ),
         Panel(
             title="Last GPU error (Xid)",
-            description="Code of the last Xid error of each worker's GPUs; 0 if there was none. NVIDIA's "
+            description="Code of the last Xid error of each GPU, or 0. NVIDIA's "
             "list of Xid errors says which of them require draining the node.",
             unit=count("Xid code, not a quantity"),
             queries=(Query(_by_pod(XID, "max"), "{{pod}}"),),

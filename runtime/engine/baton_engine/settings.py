@@ -1,7 +1,7 @@
 """
 Settings of a worker. Each field is a flag of `baton serve` and a variable `BATON_<NAME>`.
 
-The docstring of a field is its help text. Nothing else reads the environment.
+The docstring of a field is its help text. Other modules do not read the environment.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ class WorkerSettings(BaseSettings):
 
     allow_auto_truncate: bool = False
     """Shorten requests that exceed the context length instead of rejecting them. First max_tokens is lowered.
-    If the prompt fills the context, its oldest tokens after the first one are dropped until max_tokens
-    fits, half of the context is free, or, without max_tokens, an eighth is free."""
+    If the prompt fills the context, its oldest tokens after the first one are dropped. They are
+    dropped until max_tokens fits or half of the context is free; without max_tokens, until an eighth
+    is free."""
 
     pooling: Literal["auto", "mean", "last", "none"] = "auto"
     """How /v1/embeddings pools the final hidden states: their mean, or the last one. auto: as the model files
@@ -150,9 +151,9 @@ class WorkerSettings(BaseSettings):
     """Maximum number of prompt and output tokens of a request together. 0: the model's context length."""
 
     kv_cache_memory: Bytes = Field(default=0, ge=0)
-    """Size of the KV cache. 0: on a GPU, 90% of the memory that the weights leave free; on a CPU, 10% of the
-    free memory at startup, at most 4 GiB and at most four contexts of the model or 32,768 tokens,
-    whichever is more."""
+    """Size of the KV cache. 0 on a GPU: 90% of the memory that the weights leave free. 0 on a CPU: 10% of the
+    free memory at startup, at most 4 GiB. There it is also at most four contexts of the model or
+    32,768 tokens, whichever is more."""
 
     kv_cache_tokens: int = Field(default=0, ge=0)
     """Maximum number of tokens in the KV cache, rounded up to blocks of 16. If no other size is set, exactly
@@ -228,7 +229,7 @@ class WorkerSettings(BaseSettings):
 
     kv_tokens: bool = True
     """Publish the token ids of each block, as vLLM does, so that other routers can hash blocks themselves.
-    Anybody who reaches the port can read prompts from them. Baton's router does not need them."""
+    Processes that reach the port can read prompts from them. Baton's router does not need them."""
 
     # --- Mutual TLS ---
 
