@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton_operator.rollout.decision import RoleName
-from baton_operator.scaling.signals import Figures
+from baton_operator.scaling.signals import ServiceMetrics
 from benchmarks.model_worker import ModelWorker, Text
 from benchmarks.scaling.case import BLOCK_TOKENS, BLOCKS, NOTICE_S, ROLES, TIMING, Case
 from benchmarks.scaling.day import MINUTE, Request
@@ -155,7 +155,7 @@ class ImaginedWorld:
             role: [Pod(one.name, one.started_s, one.ready_s) for one in self._wanted(role)] for role in ROLES
         }
         if any(pods.values()) and not self._lit:
-            return Sight(self._now, pods, Figures({}, "Prometheus is away"), {})
+            return Sight(self._now, pods, ServiceMetrics({}, "Prometheus is away"), {})
         prefills, decodes = self._ready("prefill"), self._ready("decode")
         figures = self._counters.figures(
             self._now,

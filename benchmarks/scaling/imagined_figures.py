@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
-from baton_operator.scaling.signals import Figures
+from baton_operator.scaling.signals import ServiceMetrics
 from benchmarks.scaling.case import WINDOW_S
 
 PERCENTILE = 0.95
@@ -85,7 +85,7 @@ class Counters:
         queued: Sequence[int],
         slots: int,
         seen: bool,
-    ) -> Figures:
+    ) -> ServiceMetrics:
         """
         `line`: tokens of prompts that wait. `prefill`: workers. Of decode workers: `usages` of KV blocks,
         `streams` that generate, requests `queued` for a slot, and each one's `slots`. `seen`: whether routers
@@ -133,7 +133,7 @@ class Counters:
             self.usage.add(now, sum(usages) / len(usages))
             self.streams.add(now, sum(streams))
             made |= {"decode_mean_usage": self.usage.mean(now), "decode_mean_running": self.streams.mean(now)}
-        return Figures(
+        return ServiceMetrics(
             {name: float(value) for name, value in made.items() if seen or not name.startswith("demand_")}
         )
 

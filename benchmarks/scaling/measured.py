@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from baton_api import metrics
-from baton_operator.scaling.prometheus import FIGURE, MetricsLost, Prometheus, Question
-from baton_operator.scaling.signals import Figures
+from baton_operator.scaling.prometheus import METRIC_LABEL, MetricsLost, MetricsQuery, PrometheusClient
+from baton_operator.scaling.signals import ServiceMetrics
 from benchmarks.scaling.case import WINDOW_S
 
 DEMANDS = {f"demand_{kind}{when}" for kind in ("prompt", "local", "answer") for when in ("", "_lately")}
@@ -24,19 +24,19 @@ class Measured:
 
     def __init__(self, url: str, scale: float) -> None:
         self._url = url
-        self._prometheus = Prometheus()
+        self._prometheus = PrometheusClient()
         self._times = dict.fromkeys(TIMES, scale) | dict.fromkeys(RATES, 1 / scale)
         self._busy_s = max(LEAST_WINDOW_S, round(BUSY_S / scale))
         window_s = max(LEAST_WINDOW_S, round(WINDOW_S / scale))
-        self._question = Question("models", "chat", 95, window_s)
+        self._question = MetricsQuery("models", "chat", 95, window_s)
 
-    async def figures(self) -> Figures:
+    async def figures(self) -> ServiceMetrics:
         """Of the operator's one question."""
         try:
-            found = await self._prometheus.ask(self._url, self._question.text, FIGURE)
+            found = await self._prometheus.ask(self._url, self._question.text, METRIC_LABEL)
         except MetricsLost as lost:
-            return Figures({}, str(lost))
-        return Figures({name: value * self._times.get(name, 1.0) for name, value in found.items()})
+            return ServiceMetrics({}, str(lost))
+        return ServiceMetrics({name: value * self._times.get(name, 1.0) for name, value in found.items()})
 
     async def running(self) -> Mapping[str, float]:
         """Requests by worker."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import psutil
 
 from baton_operator.rollout.decision import RoleName
-from baton_operator.scaling.autoscaler import AWAKE_S
+from baton_operator.scaling.autoscaler import SLEEP_INTERVAL_S
 from benchmarks.scaling.case import INTERVAL_S, Case
 from benchmarks.scaling.day import MINUTE, Request, requests
 from benchmarks.scaling.score import Answer, Count, Score
@@ -49,7 +49,7 @@ async def play(
         score.counts.append(Count(minute, wanted["prefill"], wanted["decode"]))
         score.loads.append(psutil.getloadavg()[0])
         # A service that sleeps is looked at as often as the operator does it.
-        next_look += (INTERVAL_S if any(seen.pods.values()) else AWAKE_S) / scale
+        next_look += (INTERVAL_S if any(seen.pods.values()) else SLEEP_INTERVAL_S) / scale
         await asyncio.sleep(max(0.0, next_look - clock()))
     score.replica_hours = world.replica_hours
     score.answers = await asking

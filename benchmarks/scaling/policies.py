@@ -10,9 +10,9 @@ from baton_operator.kinds.service_policies import Objectives
 from baton_operator.rollout.decision import RoleName
 from baton_operator.scaling import sizing
 from baton_operator.scaling.decision import capacity
-from baton_operator.scaling.roles import Role, decide_all
-from baton_operator.scaling.sample import Decision, Memory, Policy, Size
-from baton_operator.scaling.signals import Pods, observed
+from baton_operator.scaling.roles import ScaledRole, decide_all
+from baton_operator.scaling.sample import RoleMemory, ScalingDecision, ScalingPolicy, WorkerSize
+from baton_operator.scaling.signals import RolePods, role_sample
 from benchmarks.scaling.case import ITL_S, ROLES, TTFT_S, Case, peak, profile
 from benchmarks.scaling.day import MINUTE
 from benchmarks.scaling.hpa import Hpa
@@ -26,31 +26,31 @@ class Baton:
 
     def __init__(self, case: Case, say: Callable[[str], None], profile: Profile | None = None) -> None:
         self._profile = profile
-        self._requests = sizing.Seen()
+        self._requests = sizing.LearnedRequests()
         self._startup_s = case.startup_s
         self._node_s = case.node_s
-        self._policies: dict[RoleName, Policy] = {
-            "prefill": Policy(least=0, most=case.most, objective_s=TTFT_S, queue_s=TTFT_S),
-            "decode": Policy(least=0, most=case.most, objective_s=ITL_S),
+        self._policies: dict[RoleName, ScalingPolicy] = {
+            "prefill": ScalingPolicy(least=0, most=case.most, objective_s=TTFT_S, queue_s=TTFT_S),
+            "decode": ScalingPolicy(least=0, most=case.most, objective_s=ITL_S),
         }
-        self._memories = {name: Memory.new(0.0, startup_s=case.startup_s) for name in ROLES}
+        self._memories = {name: RoleMemory.new(0.0, startup_s=case.startup_s) for name in ROLES}
         self._say = say
 
     def wanted(self, seen: Sight) -> dict[RoleName, int]:
-        roles: dict[RoleName, Role] = {}
-        sized: Mapping[RoleName, Size] = {}
+        roles: dict[RoleName, ScaledRole] = {}
+        sized: Mapping[RoleName, WorkerSize] = {}
         if self._profile is not None:
             self._requests = self._requests.looked(self._profile, seen.figures, seen.now)
-            sized = sizing.sizes(
+            sized = sizing.worker_sizes(
                 self._profile, self._requests, SLO, self._startup_s, len(seen.pods["prefill"])
             )
         for name, policy in self._policies.items():
             ready = sum(pod.ready_s is not None for pod in seen.pods[name])
-            pods = Pods(
+            pods = RolePods(
                 replicas=len(seen.pods[name]), ready=ready, routers=1, pending_s=self._pending_s(name, seen)
             )
-            observation = observed(name, seen.figures, pods, policy.objective_s, size=sized.get(name))
-            roles[name] = Role(policy, self._memories[name], observation)
+            observation = role_sample(name, seen.figures, pods, policy.objective_s, size=sized.get(name))
+            roles[name] = ScaledRole(policy, self._memories[name], observation)
         made = decide_all(roles, _all, seen.now)
         for name, (decision, memory) in made.items():
             self._memories[name] = memory
@@ -77,7 +77,7 @@ class Static:
         return self.counts
 
 
-def _all(decisions: Mapping[RoleName, Decision]) -> dict[RoleName, int]:
+def _all(decisions: Mapping[RoleName, ScalingDecision]) -> dict[RoleName, int]:
     """Accelerators for whoever wishes for one."""
     return {name: one.replicas for name, one in decisions.items()}
 

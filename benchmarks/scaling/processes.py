@@ -22,7 +22,7 @@ import aiohttp
 from baton_api.workers import Role
 from baton_operator.rollout.decision import RoleName
 from baton_operator.scaling import prometheus
-from baton_operator.scaling.signals import Figures
+from baton_operator.scaling.signals import ServiceMetrics
 from benchmarks.scaling import programs, worker
 from benchmarks.scaling.asking import ask
 from benchmarks.scaling.case import NOTICE_S, ROLES, STARTUP_S
@@ -160,10 +160,10 @@ class ProcessWorld:
     def _wanted(self, role: RoleName) -> list[Process]:
         return [one for one in self._workers if one.role == role and not one.ends]
 
-    async def _asleep(self) -> Figures:
+    async def _asleep(self) -> ServiceMetrics:
         """What the router says itself, as the operator asks it when nobody works."""
         held = await prometheus.held_requests([self._url])
-        return Figures({**dict.fromkeys(NOTHING, 0.0), "routers": 1.0, "held": held.value or 0.0})
+        return ServiceMetrics({**dict.fromkeys(NOTHING, 0.0), "routers": 1.0, "held": held.value or 0.0})
 
     async def _watch(self) -> None:
         """List who has become ready."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton_operator.rollout.decision import RoleName
-from baton_operator.scaling.signals import Figures
+from baton_operator.scaling.signals import ServiceMetrics
 from benchmarks.scaling.day import Request
 from benchmarks.scaling.score import Answer, Ends
 
@@ -28,7 +28,7 @@ class Sight:
 
     now: float
     pods: Mapping[RoleName, Sequence[Pod]]
-    figures: Figures
+    figures: ServiceMetrics
     """What Prometheus says; if there are no workers, what the router says itself."""
     busy: Mapping[str, float]
     """Share of the last minute that each worker was at work, as its CPU would show it; empty if unknown."""

@@ -24,7 +24,7 @@ SILENT_S = 30.0
 """Seconds without an answer about the Lease after which an operator that waits is not ready."""
 
 
-class Health:
+class HealthServer:
     """Answers on one address; `clock` is monotonic."""
 
     def __init__(

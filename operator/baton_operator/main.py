@@ -26,25 +26,25 @@ from baton_operator import work_queue
 from baton_operator.cluster import api_server
 from baton_operator.cluster.api_resources import API
 from baton_operator.cluster.api_server import ApiServer
-from baton_operator.cluster.cache import Cache, Change
-from baton_operator.cluster.events import Events
+from baton_operator.cluster.cache import ObjectCache, ObjectChange
+from baton_operator.cluster.events import EventPoster
 from baton_operator.cluster.leadership import Leadership
 from baton_operator.cluster.reflector import Reflectors
-from baton_operator.cluster.state import Observer
-from baton_operator.health import Health
+from baton_operator.cluster.state import ClusterReader
+from baton_operator.health import HealthServer
 from baton_operator.manifests.conditions import Transition
 from baton_operator.manifests.mutual_tls import by_issuer
 from baton_operator.manifests.objects import Manifest
-from baton_operator.metrics import Figures, Process
-from baton_operator.reconcilers.batch_job import BatchReconciler
-from baton_operator.reconcilers.inference_service import ServiceReconciler
-from baton_operator.reconcilers.plan import Images
-from baton_operator.reconcilers.reconciler import AdapterReconciler, Reconciler
+from baton_operator.metrics import OperatorMetrics, ProcessMetrics
+from baton_operator.reconcilers.batch_job import BatchJobReconciler
+from baton_operator.reconcilers.inference_service import InferenceServiceReconciler
+from baton_operator.reconcilers.plan import OperatorDefaults
+from baton_operator.reconcilers.reconciler import LoraAdapterReconciler, Reconciler
 from baton_operator.reconcilers.router_rollouts import RouterRollouts
 from baton_operator.rollout import rollout_health
-from baton_operator.rollout.rollout_health import RouterTries
+from baton_operator.rollout.rollout_health import RouterHealthSource
 from baton_operator.scaling.autoscaler import Autoscaler
-from baton_operator.scaling.prometheus import Prometheus
+from baton_operator.scaling.prometheus import PrometheusClient
 from baton_operator.scaling.roles import ScalingSettings
 from baton_operator.settings import OperatorSettings
 from baton_operator.work_queue import WorkQueue
@@ -71,8 +71,8 @@ def run(settings: OperatorSettings, listening: Listening) -> None:
 
 async def _run(settings: OperatorSettings, listening: Listening) -> None:
     clock = time.monotonic
-    figures = Figures(clock)
-    client = await api_server.client(settings.kubeconfig)
+    figures = OperatorMetrics(clock)
+    client = await api_server.connect(settings.kubeconfig)
     free = ApiServer(client, lambda: None, figures.answered)
     me = settings.identity or f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
     client.user_agent = f"baton-operator/{me}"  # audit logs tell one operator from another
@@ -81,21 +81,21 @@ async def _run(settings: OperatorSettings, listening: Listening) -> None:
     )
     queue, scaling = (WorkQueue(clock, random.Random()) for _ in range(2))
 
-    cache = Cache(settings.namespaces, _waking(queue, scaling))
+    cache = ObjectCache(settings.namespaces, _waking(queue, scaling))
     api = ApiServer(client, leadership.guard, figures.answered, cache)
     reflectors = Reflectors(
         free, cache, clock, random.Random(), settings.watch_silence_s, figures.watches.seen
     )
-    figures.watch(Process(queue, leadership, reflectors))
-    health = Health(leadership, reflectors, figures.text, clock)
-    events = Events(api, time.time)
-    prometheus = Prometheus(
+    figures.watch(ProcessMetrics(queue, leadership, reflectors))
+    health = HealthServer(leadership, reflectors, figures.text, clock)
+    events = EventPoster(api, time.time)
+    prometheus = PrometheusClient(
         settings.prometheus_url, settings.prometheus_token_file, settings.prometheus_ca_file
     )
     reconcilers = _reconcilers(settings, api, cache, figures, events, prometheus)
 
     crews = [
-        partial(work_queue.work, one, reconcilers, figures.reconciled, clock)
+        partial(work_queue.run_reconciler, one, reconcilers, figures.reconciled, clock)
         for one in [queue, scaling] * settings.concurrency
     ]
 
@@ -120,11 +120,11 @@ async def _run(settings: OperatorSettings, listening: Listening) -> None:
         await client.close()
 
 
-def _waking(queue: WorkQueue, scaling: WorkQueue) -> Callable[[Change], None]:
+def _waking(queue: WorkQueue, scaling: WorkQueue) -> Callable[[ObjectChange], None]:
     """Puts the keys that a change is about into their queues."""
 
-    def changed(change: Change) -> None:
-        for key, after_s in work_queue.woken(change):
+    def changed(change: ObjectChange) -> None:
+        for key, after_s in work_queue.keys_to_reconcile(change):
             (scaling if key[0] == work_queue.SCALING else queue).add(key, after_s)
 
     return changed
@@ -162,10 +162,10 @@ async def _lead(
 def _reconcilers(
     settings: OperatorSettings,
     api: ApiServer,
-    cache: Cache,
-    figures: Figures,
-    events: Events,
-    prometheus: Prometheus,
+    cache: ObjectCache,
+    figures: OperatorMetrics,
+    events: EventPoster,
+    prometheus: PrometheusClient,
 ) -> dict[str, Reconciler]:
     """Who looks after each kind."""
 
@@ -174,11 +174,13 @@ def _reconcilers(
         events.tell(about, transition)
 
     issuer = by_issuer(settings.mutual_tls_issuer)
-    images = Images(settings.worker_image, settings.router_image, issuer, settings.metrics_namespace)
-    observer = Observer(cache, RouterTries(rollout_health.read, time.monotonic))
+    images = OperatorDefaults(
+        settings.worker_image, settings.router_image, issuer, settings.metrics_namespace
+    )
+    observer = ClusterReader(cache, RouterHealthSource(rollout_health.read_text, time.monotonic))
     scaling = ScalingSettings(settings.prometheus_url, settings.gpu_budget, settings.scaling_window_s)
     return {
-        "InferenceService": ServiceReconciler(
+        "InferenceService": InferenceServiceReconciler(
             api,
             observer,
             images,
@@ -188,8 +190,8 @@ def _reconcilers(
             settings.resync_s,
             RouterRollouts(settings.router_rollouts),
         ),
-        "BatchJob": BatchReconciler(api, cache, settings.router_image, tell, time.time, settings.resync_s),
-        "LoraAdapter": AdapterReconciler(api, cache, time.time, settings.resync_s),
+        "BatchJob": BatchJobReconciler(api, cache, settings.router_image, tell, time.time, settings.resync_s),
+        "LoraAdapter": LoraAdapterReconciler(api, cache, time.time, settings.resync_s),
         work_queue.SCALING: Autoscaler(api, observer, prometheus, scaling, tell, figures.scaling, time.time),
     }
 

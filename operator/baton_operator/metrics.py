@@ -18,20 +18,20 @@ from baton_operator.kinds.service_policies import Objectives
 from baton_operator.manifests.conditions import Transition
 from baton_operator.manifests.objects import Manifest
 from baton_operator.reconcilers.report import Status
-from baton_operator.scaling.metrics import ScalingFigures
+from baton_operator.scaling.metrics import ScalingMetrics
 from baton_operator.work_queue import WorkQueue
 
 ROLES = ("prefill", "decode", "router")
 
 
-class Figures:
+class OperatorMetrics:
     """`clock` is monotonic."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.registry = CollectorRegistry()
-        self.services = Services()
-        self.watches = Watches(clock)
-        self.scaling = ScalingFigures(clock)
+        self.services = ServiceMetricsCollector()
+        self.watches = WatchMetrics(clock)
+        self.scaling = ScalingMetrics(clock)
         self.registry.register(self.scaling)
         self.registry.register(self.services)
         self.registry.register(self.watches)
@@ -53,7 +53,7 @@ class Figures:
         if transition.fact.reason == "RolledBack":
             self._rollbacks.labels(about["metadata"]["namespace"], about["metadata"]["name"]).inc()
 
-    def watch(self, process: Process) -> None:
+    def watch(self, process: ProcessMetrics) -> None:
         """Show how the process itself is."""
         self.registry.register(process)
 
@@ -65,7 +65,7 @@ class Figures:
         return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
 
 
-class Services(Collector):
+class ServiceMetricsCollector(Collector):
     """How the services stand, by namespace and name."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ def _bound(metric: Metric, seconds: float) -> str:
     return str(float(next((one for one in metric.buckets if one >= seconds), metric.buckets[-1])))
 
 
-class Watches(Collector):
+class WatchMetrics(Collector):
     """When each kind's watch last brought something."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -139,7 +139,7 @@ class Watches(Collector):
         yield last
 
 
-class Process(Collector):
+class ProcessMetrics(Collector):
     """Queue, Lease and cache, read when somebody asks."""
 
     def __init__(self, queue: WorkQueue, leadership: Leadership, reflectors: Reflectors) -> None:

@@ -41,14 +41,14 @@ def router(service: str) -> str:
     return f"{service}-{ROUTER}"
 
 
-def generation(service: str, revision: str) -> str:
+def revision_config_map(service: str, revision: str) -> str:
     """The ConfigMap that remembers a generation."""
     return f"{service}-rev-{revision}"
 
 
 def model_pin(service: str, revision: str) -> str:
     """The ConfigMap that names the commit which all pods of a generation fetch."""
-    return f"{generation(service, revision)}-model"
+    return f"{revision_config_map(service, revision)}-model"
 
 
 def model_claim(service: str) -> str:

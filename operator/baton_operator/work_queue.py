@@ -16,16 +16,16 @@ from collections.abc import Callable, Mapping
 from kubernetes.aio.client.exceptions import ApiException
 
 from baton_api import logs
-from baton_operator.cluster.cache import Change
+from baton_operator.cluster.cache import ObjectChange
 from baton_operator.cluster.leadership import NotLeader
 from baton_operator.reconcilers import batch_job
 from baton_operator.reconcilers.reconciler import Reconciler
 
-Key = tuple[str, str, str]
+QueueKey = tuple[str, str, str]
 """Kind, namespace and name."""
 
-FIRST_S = 0.5
-LIMIT_S = 300.0
+FIRST_BACKOFF_S = 0.5
+BACKOFF_LIMIT_S = 300.0
 """Seconds after which a key that failed comes back: twice as many each time, at the most."""
 
 
@@ -35,13 +35,13 @@ class WorkQueue:
     def __init__(self, clock: Callable[[], float], rng: random.Random) -> None:
         self._clock = clock
         self._rng = rng
-        self._due: dict[Key, float] = {}
+        self._due: dict[QueueKey, float] = {}
         """When each key that waits is to be taken."""
-        self._order: list[tuple[float, Key]] = []
-        self._working: set[Key] = set()
-        self._again: set[Key] = set()
+        self._order: list[tuple[float, QueueKey]] = []
+        self._working: set[QueueKey] = set()
+        self._again: set[QueueKey] = set()
         """Keys that have changed while somebody works on them."""
-        self._failures: dict[Key, int] = {}
+        self._failures: dict[QueueKey, int] = {}
         self._bell = asyncio.Event()
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class WorkQueue:
         now = self._clock()
         return max((now - due for due in self._due.values() if due <= now), default=0.0)
 
-    def add(self, key: Key, after_s: float = 0.0) -> None:
+    def add(self, key: QueueKey, after_s: float = 0.0) -> None:
         """Something about the key has changed, or will want a look in a while."""
         if key in self._working and not after_s:
             self._again.add(key)
@@ -66,7 +66,7 @@ class WorkQueue:
         heapq.heappush(self._order, (due, key))
         self._bell.set()
 
-    async def take(self) -> Key:
+    async def take(self) -> QueueKey:
         """The key that is due first, which is the caller's until `done` or `failed`."""
         while True:
             self._bell.clear()
@@ -88,19 +88,21 @@ class WorkQueue:
             except TimeoutError:
                 pass
 
-    def done(self, key: Key, again_s: float | None = None) -> None:
+    def done(self, key: QueueKey, again_s: float | None = None) -> None:
         """It was looked at; `again_s`: and wants to be again in so many seconds."""
         self._failures.pop(key, None)
         self._leave(key, again_s)
 
-    def failed(self, key: Key) -> float:
+    def failed(self, key: QueueKey) -> float:
         """It could not be looked at. Gives the seconds until it comes back."""
         failures = self._failures[key] = self._failures.get(key, 0) + 1
-        pause = min(LIMIT_S, FIRST_S * 2.0 ** min(failures - 1, 20)) * (0.5 + self._rng.random() / 2)
+        pause = min(BACKOFF_LIMIT_S, FIRST_BACKOFF_S * 2.0 ** min(failures - 1, 20)) * (
+            0.5 + self._rng.random() / 2
+        )
         self._leave(key, pause)
         return pause
 
-    def _leave(self, key: Key, after_s: float | None) -> None:
+    def _leave(self, key: QueueKey, after_s: float | None) -> None:
         self._working.discard(key)
         self._bell.set()
         if key in self._again:
@@ -115,30 +117,32 @@ SCALING = "Scaling"
 """The kind of keys that the autoscaler looks at. They wait in a queue of their own: to query metrics may
 take long."""
 
-GATHER_S = 0.5
+BATCH_CHANGES_S = 0.5
 """Seconds for which changes are gathered: they come in showers."""
 
 
-def woken(change: Change) -> list[tuple[Key, float]]:
+def keys_to_reconcile(change: ObjectChange) -> list[tuple[QueueKey, float]]:
     """Keys, each with the seconds after which it is to be looked at."""
     namespace, name = change.namespace, change.name
-    service: Key = ("InferenceService", namespace, change.service)
+    service: QueueKey = ("InferenceService", namespace, change.service)
     match change.resource.kind:
         case "InferenceService":
             if change.respecified:
                 return [(service, 0.0), ((SCALING, namespace, name), 0.0)]
-            return [(service, GATHER_S)]
+            return [(service, BATCH_CHANGES_S)]
         case "BatchJob":
-            news = change.manifest is None or batch_job.is_news(change.manifest)
-            return [(("BatchJob", namespace, name), GATHER_S if news else batch_job.COUNTING_S)]
+            news = change.manifest is None or batch_job.needs_attention(change.manifest)
+            return [(("BatchJob", namespace, name), BATCH_CHANGES_S if news else batch_job.PROGRESS_DELAY_S)]
         case "LoraAdapter":
-            return [(("LoraAdapter", namespace, name), GATHER_S)]
+            return [(("LoraAdapter", namespace, name), BATCH_CHANGES_S)]
         case "Gateway":
             # Controllers count routes in its status, which changes no URL.
-            return [(("InferenceService", *one), GATHER_S) for one in change.routes if change.respecified]
+            return [
+                (("InferenceService", *one), BATCH_CHANGES_S) for one in change.routes if change.respecified
+            ]
     if change.batch_job:
-        return [(("BatchJob", namespace, change.batch_job), GATHER_S)]
-    return [(service, GATHER_S)] if change.service else []
+        return [(("BatchJob", namespace, change.batch_job), BATCH_CHANGES_S)]
+    return [(service, BATCH_CHANGES_S)] if change.service else []
 
 
 log = logging.getLogger(__name__)
@@ -146,12 +150,15 @@ log = logging.getLogger(__name__)
 RECONCILE_LIMIT_S = 120.0
 """Seconds for one object: more than this would keep others waiting."""
 
-Observe = Callable[[str, str, float], None]
+RecordReconcile = Callable[[str, str, float], None]
 """Takes kind, result and seconds of each reconciliation."""
 
 
-async def work(
-    queue: WorkQueue, reconcilers: Mapping[str, Reconciler], observe: Observe, clock: Callable[[], float]
+async def run_reconciler(
+    queue: WorkQueue,
+    reconcilers: Mapping[str, Reconciler],
+    observe: RecordReconcile,
+    clock: Callable[[], float],
 ) -> None:
     """One of them, until it is cancelled. Raises NotLeader when the Lease is lost."""
     while True:

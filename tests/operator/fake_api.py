@@ -19,7 +19,7 @@ import yaml
 from aiohttp import web
 
 from baton_operator.cluster.api_resources import API, WATCHED, plural
-from baton_operator.work_queue import GATHER_S
+from baton_operator.work_queue import BATCH_CHANGES_S
 
 WRITES = ("POST", "PUT", "PATCH", "DELETE")
 """Methods that change objects."""
@@ -100,7 +100,7 @@ class FakeApi:
     async def at_rest(self) -> None:
         """Nobody has written for as long as changes are gathered, several times over."""
         writes, since = -1, time.monotonic()
-        while writes != self.writes or time.monotonic() - since < 6 * GATHER_S:
+        while writes != self.writes or time.monotonic() - since < 6 * BATCH_CHANGES_S:
             if writes != self.writes:
                 writes, since = self.writes, time.monotonic()
             await asyncio.sleep(0.05)

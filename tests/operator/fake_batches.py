@@ -10,7 +10,7 @@ from typing import Any
 from baton_api import labels
 from baton_operator.manifests.conditions import written
 from baton_operator.manifests.objects import Manifest
-from baton_operator.reconcilers.batch_job import Verdict, decide
+from baton_operator.reconcilers.batch_job import BatchDecision, decide
 
 IMAGE = "registry.example/router:1"
 SERVICE: Manifest = {
@@ -47,10 +47,10 @@ class FakeBatch:
         assert self.there is not None
         return self.there
 
-    def decide(self) -> Verdict:
+    def decide(self) -> BatchDecision:
         return decide(self.batch_job, self.job, self.service, IMAGE, self.now)
 
-    def reconcile(self) -> Verdict | None:
+    def reconcile(self) -> BatchDecision | None:
         """Decide, carry it out, write conditions if they differ."""
         if self.there is None:
             return None

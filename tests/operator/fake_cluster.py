@@ -17,12 +17,12 @@ from typing import Any
 
 from baton_api import labels
 from baton_operator import names
-from baton_operator.cluster.state import Observed, Pod
+from baton_operator.cluster.state import ClusterState, Pod
 from baton_operator.manifests.objects import Key, Manifest, key, timestamp
-from baton_operator.reconcilers.plan import Images, Plan, plan
-from baton_operator.reconcilers.report import report
+from baton_operator.reconcilers.plan import OperatorDefaults, ServicePlan, plan_service
+from baton_operator.reconcilers.report import service_status
 
-IMAGES = Images("registry.example/worker:1", "registry.example/router:1")
+IMAGES = OperatorDefaults("registry.example/worker:1", "registry.example/router:1")
 MOST_RESTARTS = 5
 """Restarts after which a pod that crashes waits so long for the next one that nothing happens any more."""
 
@@ -77,20 +77,20 @@ class FakeCluster:
         self.service["spec"] = spec
         self.service["metadata"]["generation"] += 1
 
-    def observe(self) -> Observed:
+    def observe(self) -> ClusterState:
         """With everything in another order each time."""
         items, pods = list(self.objects.items()), list(self.pods)
         self._rng.shuffle(items)
         self._rng.shuffle(pods)
-        return Observed(self.service, dict(items), pods, self.apis)
+        return ClusterState(self.service, dict(items), pods, self.apis)
 
-    def plan(self) -> Plan:
-        return plan(self.observe(), self.images, self.now)
+    def plan(self) -> ServicePlan:
+        return plan_service(self.observe(), self.images, self.now)
 
-    def reconcile(self) -> Plan:
+    def reconcile(self) -> ServicePlan:
         """Plan, carry it out, write status if it differs."""
         observed = self.observe()
-        made = plan(observed, self.images, self.now)
+        made = plan_service(observed, self.images, self.now)
         self.ticket_secret |= made.ticket_secret
         for manifest in made.create:
             assert key(manifest) not in self.objects
@@ -101,7 +101,7 @@ class FakeCluster:
             del self.objects[gone]
             self.writes += 1
         assert made.state is not None
-        status, _ = report(observed, made.state, self.now)
+        status, _ = service_status(observed, made.state, self.now)
         if status != self.service["status"]:
             self.service["status"] = status
             self.writes += 1

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from baton_operator.scaling.prometheus import FIGURE
+from baton_operator.scaling.prometheus import METRIC_LABEL
 
 NOTHING = {
     "age": 1.0, "routers": 9.0, "demand_prompt": 0.0, "demand_answer": 0.0, "queued_prompt": 0.0,
@@ -30,7 +30,7 @@ class FakePrometheus:
 
     async def answer(self, request: web.Request) -> web.Response:
         query = str((await request.post())["query"])
-        label, values = (FIGURE, self.figures) if FIGURE in query else ("pod", self.running)
+        label, values = (METRIC_LABEL, self.figures) if METRIC_LABEL in query else ("pod", self.running)
         found = [{"metric": {label: name}, "value": [1.0, str(value)]} for name, value in values.items()]
         return web.json_response({"status": "success", "data": {"resultType": "vector", "result": found}})
 

@@ -26,18 +26,18 @@ from baton_operator import rbac
 from baton_operator.cluster import api_server
 from baton_operator.cluster.api_resources import API, WATCHED, path, path_of
 from baton_operator.cluster.api_server import ApiServer
-from baton_operator.cluster.cache import Cache
+from baton_operator.cluster.cache import ObjectCache
 from baton_operator.cluster.reflector import Reflectors
-from baton_operator.cluster.state import Observer
+from baton_operator.cluster.state import ClusterReader
 from baton_operator.crd import RESOURCES
 from baton_operator.manifests.objects import Manifest
-from baton_operator.reconcilers.inference_service import ServiceReconciler
-from baton_operator.reconcilers.plan import Images
+from baton_operator.reconcilers.inference_service import InferenceServiceReconciler
+from baton_operator.reconcilers.plan import OperatorDefaults
 from baton_operator.reconcilers.router_rollouts import RouterRollouts
 from tests.charts.helm import of_kind, render
 from tests.router.real_kubernetes import RealKubernetes, real_kubernetes
 
-IMAGES = Images("registry.example/worker:1", "registry.example/router:1")
+IMAGES = OperatorDefaults("registry.example/worker:1", "registry.example/router:1")
 OPERATOR = "baton"
 """The namespace of operators."""
 
@@ -282,7 +282,7 @@ async def real_cluster(folder: Path) -> AsyncIterator[RealCluster]:
 
 @asynccontextmanager
 async def client(cluster: RealCluster) -> AsyncIterator[ApiClient]:
-    made = await api_server.client(str(cluster.kubeconfig))
+    made = await api_server.connect(str(cluster.kubeconfig))
     try:
         yield made
     finally:
@@ -299,7 +299,7 @@ class Listed:
         answered: Callable[[str, int], None] = lambda method, code: None,
         namespace: str = "models",
     ) -> None:
-        self.cache = Cache([namespace], lambda change: None)
+        self.cache = ObjectCache([namespace], lambda change: None)
         self.api = ApiServer(client, guard, answered, self.cache)
         free = ApiServer(client, lambda: None, lambda method, code: None)
         self._reflectors = Reflectors(free, self.cache, time.monotonic, random.Random(0))
@@ -332,9 +332,9 @@ class Inside:
 
         listed = Listed(self._client, counting, self._answered, namespace)
         await listed.relist()
-        reconciler = ServiceReconciler(
+        reconciler = InferenceServiceReconciler(
             listed.api,
-            Observer(listed.cache),
+            ClusterReader(listed.cache),
             IMAGES,
             lambda about, transition: self.told.append(f"{transition.fact.type} {transition.fact.status}"),
             lambda namespace, name, status, objectives: None,

@@ -13,7 +13,7 @@ from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests import batch_job as manifests
 from baton_operator.manifests.objects import Manifest
 from baton_operator.manifests.pods import USER
-from baton_operator.reconcilers.batch_job import PARTING_S, is_news
+from baton_operator.reconcilers.batch_job import JOB_GRACE_S, needs_attention
 from tests.operator.fake_batches import IMAGE, SERVICE, FakeBatch
 from tests.operator.fake_cluster import FakeCluster
 
@@ -264,8 +264,8 @@ def test_a_job_that_does_not_notice_the_end_is_deleted_after_a_while() -> None:
     _running(batch)
     batch.says("cancelled")
     verdict = batch.reconcile()
-    assert verdict is not None and not verdict.delete_job and verdict.again_s == PARTING_S
-    batch.now += PARTING_S
+    assert verdict is not None and not verdict.delete_job and verdict.again_s == JOB_GRACE_S
+    batch.now += JOB_GRACE_S
     verdict = batch.reconcile()
     assert verdict is not None and verdict.delete_job and batch.job is None
     assert batch.there is not None, "a person has made it, and may look at it"
@@ -302,14 +302,14 @@ def test_however_things_go_there_is_one_job_and_nothing_is_written_twice(seed: i
 def test_who_only_counts_brings_no_news() -> None:
     """Routers say every two seconds how far a batch is, and that is nothing to look at Jobs for."""
     batch = FakeBatch()
-    assert is_news(batch.batch_job)
+    assert needs_attention(batch.batch_job)
     batch.batch_job["status"] = {"observedGeneration": 1, "phase": "in_progress", "progress": "3/9"}
-    assert not is_news(batch.batch_job)
+    assert not needs_attention(batch.batch_job)
     batch.batch_job["metadata"]["generation"] = 2
-    assert is_news(batch.batch_job)
+    assert needs_attention(batch.batch_job)
     batch.batch_job["metadata"]["generation"] = 1
     batch.says("cancelled")
-    assert is_news(batch.batch_job)
+    assert needs_attention(batch.batch_job)
 
 
 def test_a_decision_changes_nothing_that_it_is_made_from() -> None:

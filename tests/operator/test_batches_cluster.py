@@ -18,7 +18,7 @@ from baton_http.kubernetes import KubernetesAccess
 from baton_operator.cluster.api_resources import API, path
 from baton_operator.manifests.conditions import Transition
 from baton_operator.manifests.objects import Manifest
-from baton_operator.reconcilers.batch_job import BatchReconciler
+from baton_operator.reconcilers.batch_job import BatchJobReconciler
 from tests.operator.fake_batches import IMAGE, SERVICE
 from tests.operator.real_cluster import (
     Inside,
@@ -60,7 +60,7 @@ class Batches:
         self.now = now
         self.told: list[str] = []
         self._listed = Listed(client)
-        self._reconciler = BatchReconciler(
+        self._reconciler = BatchJobReconciler(
             self._listed.api, self._listed.cache, IMAGE, self._tell, lambda: self.now, 600.0
         )
 

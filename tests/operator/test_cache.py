@@ -18,7 +18,14 @@ from baton_operator import work_queue
 from baton_operator.cluster import api_server
 from baton_operator.cluster.api_resources import API, WATCHED
 from baton_operator.cluster.api_server import ApiServer
-from baton_operator.cluster.cache import LAST_APPLIED, Cache, Change, Entry, Store, entry
+from baton_operator.cluster.cache import (
+    LAST_APPLIED,
+    CachedObject,
+    ObjectCache,
+    ObjectChange,
+    ObjectStore,
+    cached_object,
+)
 from baton_operator.cluster.reflector import Reflectors
 from baton_operator.manifests.objects import Manifest
 from tests.operator.fake_api import FakeApi
@@ -34,17 +41,17 @@ def config_map(name: str, version: int, uid: str = "a", **metadata: Any) -> Mani
     return {"metadata": {**made, "resourceVersion": str(version)}, "data": {"version": str(version)}}
 
 
-def store(*listed: Manifest, version: int = 10) -> Store:
-    made = Store(MAPS, "", lambda change: None)
+def store(*listed: Manifest, version: int = 10) -> ObjectStore:
+    made = ObjectStore(MAPS, "", lambda change: None)
     made.replace(entries(*listed), version)
     return made
 
 
-def entries(*listed: Manifest) -> dict[tuple[str, str], Entry]:
-    return {("models", one["metadata"]["name"]): entry(MAPS, one) for one in listed}
+def entries(*listed: Manifest) -> dict[tuple[str, str], CachedObject]:
+    return {("models", one["metadata"]["name"]): cached_object(MAPS, one) for one in listed}
 
 
-def kept(made: Store, name: str = "one") -> str | None:
+def kept(made: ObjectStore, name: str = "one") -> str | None:
     """The version that readers see."""
     found = made.get("models", name)
     return None if found is None else found["metadata"]["resourceVersion"]
@@ -97,7 +104,7 @@ class TestReadYourOwnWrites:
         assert (kept(made, "new"), kept(made, "one"), kept(made, "two")) == ("15", "16", None)
 
     def test_write_without_our_label_is_not_kept(self) -> None:
-        made = Cache([], lambda change: None)
+        made = ObjectCache([], lambda change: None)
         for one in made.stores:
             one.replace({}, 10)
         theirs = {"apiVersion": "v1", "kind": "ConfigMap", **config_map("one", 12, labels={})}
@@ -137,9 +144,9 @@ def test_fields_that_nothing_reads_are_not_kept() -> None:
     assert found is not None
     assert "managedFields" not in found["metadata"]
     assert found["metadata"]["annotations"] == {"a": "b"}
-    pods = Store(BY_KIND["Pod"], "", lambda change: None)
+    pods = ObjectStore(BY_KIND["Pod"], "", lambda change: None)
     pod = {**config_map("pod", 6, **fields), "spec": {"containers": []}, "status": {"podIP": "10.0.0.1"}}
-    pods.replace({("models", "pod"): entry(BY_KIND["Pod"], pod)}, 10)
+    pods.replace({("models", "pod"): cached_object(BY_KIND["Pod"], pod)}, 10)
     made = pods.get("models", "pod")
     assert made is not None and made.keys() == {"apiVersion", "kind", "metadata", "status"}
     assert "annotations" not in made["metadata"]
@@ -147,12 +154,14 @@ def test_fields_that_nothing_reads_are_not_kept() -> None:
 
 def woken(resource: str, manifest: Manifest, before: Manifest | None = None) -> list[tuple[str, str, bool]]:
     """Kind and name of each key that the event wakes, and whether at once."""
-    changes: list[Change] = []
-    made = Store(BY_KIND[resource], "", changes.append)
-    made.replace({} if before is None else {("models", "one"): entry(BY_KIND[resource], before)}, 10)
+    changes: list[ObjectChange] = []
+    made = ObjectStore(BY_KIND[resource], "", changes.append)
+    made.replace({} if before is None else {("models", "one"): cached_object(BY_KIND[resource], before)}, 10)
     changes.clear()
     made.happened("MODIFIED", manifest)
-    return [(*key[::2], after == 0) for change in changes for key, after in work_queue.woken(change)]
+    return [
+        (*key[::2], after == 0) for change in changes for key, after in work_queue.keys_to_reconcile(change)
+    ]
 
 
 OF_BATCH = {batch_jobs.LABEL: "night", labels.SERVICE: "chat"}
@@ -197,8 +206,8 @@ class TestGatewayChanges:
 
     def woken(self, *events: tuple[str, Manifest]) -> list[str]:
         """Services that the last event wakes."""
-        changes: list[Change] = []
-        cache = Cache((), changes.append)
+        changes: list[ObjectChange] = []
+        cache = ObjectCache((), changes.append)
         for kind in ("InferenceService", "Gateway"):
             found = cache.store(kind, "models")
             assert found is not None
@@ -209,7 +218,7 @@ class TestGatewayChanges:
             assert found is not None
             deleted = "deletionTimestamp" in manifest["metadata"]
             found.happened("DELETED" if deleted else "MODIFIED", manifest)
-        return [key[2] for change in changes for key, _ in work_queue.woken(change)]
+        return [key[2] for change in changes for key, _ in work_queue.keys_to_reconcile(change)]
 
     def service(self, name: str, version: int, *gateways: str) -> tuple[str, Manifest]:
         exposure = {"type": "HTTPRoute", "gatewayRefs": [{"name": one} for one in gateways]}
@@ -250,14 +259,14 @@ class World:
         self.delivered = 0
         self.answers: list[Manifest] = []
         self.mirror: dict[str, str] = {}
-        self.store = Store(MAPS, "", self._changed)
+        self.store = ObjectStore(MAPS, "", self._changed)
         self.store.replace({}, self.version)
         self.least: dict[str, int] = {}
         """Own writes that were answered: the version below which nothing may be read."""
         self.gone: set[str] = set()
         """Uids of own deletions that were answered."""
 
-    def _changed(self, change: Change) -> None:
+    def _changed(self, change: ObjectChange) -> None:
         if change.manifest is None:
             del self.mirror[change.name]
         else:
@@ -341,9 +350,9 @@ async def following(
     silence_s: float = 70.0,
     seed: int = 0,
     clock: Callable[[], float] = time.monotonic,
-) -> AsyncIterator[tuple[Cache, Reflectors]]:
-    client = await api_server.client(str(api.kubeconfig))
-    cache = Cache(namespaces, lambda change: None)
+) -> AsyncIterator[tuple[ObjectCache, Reflectors]]:
+    client = await api_server.connect(str(api.kubeconfig))
+    cache = ObjectCache(namespaces, lambda change: None)
     server = ApiServer(client, lambda: None, lambda method, code: None)
     made = Reflectors(server, cache, clock, random.Random(seed), silence_s)
     tasks = made.run()
@@ -356,7 +365,7 @@ async def following(
         await client.close()
 
 
-def seen_by(cache: Cache) -> dict[tuple[str, str, str], Any]:
+def seen_by(cache: ObjectCache) -> dict[tuple[str, str, str], Any]:
     return {
         (one.resource.kind, *name): one.get(*name)["metadata"]["resourceVersion"]  # type: ignore[index]
         for one in cache.stores

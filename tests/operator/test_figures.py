@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton_api import metrics
 from baton_operator.kinds.service_policies import Objectives
-from baton_operator.metrics import Figures
+from baton_operator.metrics import OperatorMetrics
 
 FIRST, TOKEN, SHARE = (
     metrics.OPERATOR_OBJECTIVE_FIRST_TOKEN.name,
@@ -16,7 +16,7 @@ FIRST, TOKEN, SHARE = (
 )
 
 
-def told(figures: Figures) -> dict[str, tuple[dict[str, str], float]]:
+def told(figures: OperatorMetrics) -> dict[str, tuple[dict[str, str], float]]:
     page = text_string_to_metric_families(figures.text().decode())
     samples = [one for family in page for one in family.samples if one.name in (FIRST, TOKEN, SHARE)]
     return {one.name: (one.labels, one.value) for one in samples}
@@ -27,7 +27,7 @@ def told(figures: Figures) -> dict[str, tuple[dict[str, str], float]]:
     [("2s", "2.5"), ("2500ms", "2.5"), ("3s", "5.0"), ("1ms", "0.001"), ("1h", "300.0")],
 )
 def test_an_objective_is_told_with_the_bucket_that_holds_it(ttft: str, first: str) -> None:
-    figures = Figures(lambda: 0.0)
+    figures = OperatorMetrics(lambda: 0.0)
     figures.services.stands("models", "chat", {}, Objectives(ttft=ttft, itl="50ms", percentile=90))
     found = told(figures)
     of = {"namespace": "models", "service": "chat"}
@@ -38,7 +38,7 @@ def test_an_objective_is_told_with_the_bucket_that_holds_it(ttft: str, first: st
 
 
 def test_a_service_that_is_gone_has_none() -> None:
-    figures = Figures(lambda: 0.0)
+    figures = OperatorMetrics(lambda: 0.0)
     figures.services.stands("models", "chat", {}, Objectives())
     figures.services.stands("models", "chat", None)
     assert told(figures) == {}

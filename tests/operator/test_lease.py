@@ -13,8 +13,8 @@ from baton_operator.cluster.lease import (
     GIVE_UP_S,
     NAMESPACES,
     RENEW_S,
-    Rivals,
-    View,
+    LeaseView,
+    OtherLeases,
     new,
     released,
     taken,
@@ -32,18 +32,18 @@ HELD = versioned(new("baton", "operator", "other", TIME), 1)
 
 def test_one_that_nobody_holds_may_be_taken_at_once() -> None:
     lease = versioned(released(HELD), 2)
-    assert View("me").seen(lease, 0).may_take(lease, 0)
+    assert LeaseView("me").seen(lease, 0).may_take(lease, 0)
 
 
 def test_one_that_is_ours_may_be_taken_by_who_has_forgotten_it() -> None:
     lease = versioned(new("baton", "operator", "me", TIME), 1)
-    view = View("me").seen(lease, 0)
+    view = LeaseView("me").seen(lease, 0)
     assert view.may_take(lease, 0)
     assert not view.holds(0)
 
 
 def test_anothers_may_be_taken_when_it_has_not_changed_for_its_duration_by_our_own_clock() -> None:
-    view = View("me").seen(HELD, 100)
+    view = LeaseView("me").seen(HELD, 100)
     assert not view.may_take(HELD, 100 + DURATION_S)
     assert view.seen(HELD, 110).may_take(HELD, 100 + DURATION_S + 1)
     renewed = versioned(HELD, 2)
@@ -52,14 +52,14 @@ def test_anothers_may_be_taken_when_it_has_not_changed_for_its_duration_by_our_o
 
 def test_a_holder_who_cannot_renew_stops_before_anybody_may_take_it() -> None:
     lease = versioned(new("baton", "operator", "me", TIME), 1)
-    view = View("me").wrote(lease, 100)
+    view = LeaseView("me").wrote(lease, 100)
     assert view.holds(100 + GIVE_UP_S - 0.1)
     assert not view.holds(100 + GIVE_UP_S)
     assert GIVE_UP_S + RENEW_S < DURATION_S
 
 
 def test_who_sees_it_with_another_holds_it_no_more() -> None:
-    view = View("me").wrote(HELD, 100)
+    view = LeaseView("me").wrote(HELD, 100)
     assert not view.seen(versioned(HELD, 2), 101).holds(101)
 
 
@@ -104,7 +104,7 @@ def test_rival_is_alive_once_seen_to_renew(
     first: list[dict[str, Any]], second: list[dict[str, Any]] | None, after_s: float, answer: bool
 ) -> None:
     """It gives the Lease of the one that is alive, or whether it is certain that there is none."""
-    rivals = Rivals("own", "operator", 100)
+    rivals = OtherLeases("own", "operator", 100)
     found = rivals.look(first, 100)
     if second is not None:
         found = rivals.look(second, 100 + after_s)
@@ -118,7 +118,7 @@ def test_there_are_never_two_holders_whatever_is_late_or_lost() -> None:
     for seed in range(200):
         rng = random.Random(seed)
         offsets = [rng.uniform(-1000, 1000) for _ in range(3)]
-        views = [View(f"operator-{number}") for number in range(3)]
+        views = [LeaseView(f"operator-{number}") for number in range(3)]
         lease, version, now = versioned(HELD, 1), 1, 0.0
         for _ in range(400):
             now += rng.uniform(0.05, 1.5)

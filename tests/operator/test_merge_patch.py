@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from baton_operator.manifests.drift import difference
+from baton_operator.manifests.drift import merge_patch
 
 
 def applied(target: Any, patch: Any) -> Any:
@@ -35,5 +35,5 @@ def test_a_patch_gives_what_was_wanted_and_what_is_so_already_has_none() -> None
         rng = random.Random(seed)
         before = {"top": anything(rng), "more": anything(rng)}
         after = {"top": anything(rng), **({"other": anything(rng)} if rng.random() < 0.5 else {})}
-        assert applied(before, difference(before, after)) == after
-        assert difference(after, after) == {}
+        assert applied(before, merge_patch(before, after)) == after
+        assert merge_patch(after, after) == {}

@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 
-from baton_operator.reconcilers.plan import Images, plan
+from baton_operator.reconcilers.plan import OperatorDefaults, plan_service
 from tests.operator.test_mutual_tls import PAIR, SECRET, settled
 
 
 def rules(spec: dict[str, Any], told: str, policy: str) -> list[dict[str, Any]]:
     """Of one policy of a service, by an operator that was told of this namespace."""
     cluster = settled(spec)
-    images = Images("registry.example/worker:1", "registry.example/router:1", metrics_namespace=told)
-    made = plan(cluster.observe(), images, cluster.now)
+    images = OperatorDefaults(
+        "registry.example/worker:1", "registry.example/router:1", metrics_namespace=told
+    )
+    made = plan_service(cluster.observe(), images, cluster.now)
     objects = [*cluster.objects.values(), *made.apply]  # what is applied comes over what is there
     found = [one for one in objects if one["kind"] == "NetworkPolicy" and policy in one["metadata"]["name"]]
     ingress: list[dict[str, Any]] = found[-1]["spec"]["ingress"]

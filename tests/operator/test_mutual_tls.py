@@ -10,7 +10,7 @@ from baton_api import labels
 from baton_operator.manifests.exposure import CERTIFICATE_API
 from baton_operator.manifests.mutual_tls import by_issuer
 from baton_operator.manifests.objects import Manifest
-from baton_operator.reconcilers.plan import Images, plan
+from baton_operator.reconcilers.plan import OperatorDefaults, plan_service
 from tests.operator.fake_cluster import IMAGES, FakeCluster
 
 PAIR: dict[str, Any] = {"model": {"uri": "builtin://smollm2"}, "prefill": {}, "decode": {}}
@@ -115,11 +115,11 @@ def test_routers_show_it_as_long_as_an_old_generation_wants_it() -> None:
 
 
 def test_what_the_operator_was_told_holds_for_services_that_say_nothing() -> None:
-    told = Images(IMAGES.worker, IMAGES.router, by_issuer("ClusterIssuer/all"))
+    told = OperatorDefaults(IMAGES.worker, IMAGES.router, by_issuer("ClusterIssuer/all"))
     for spec, issuers in ((PAIR, [{"name": "all", "kind": "ClusterIssuer"}]), (SECRET, [])):
         cluster = FakeCluster(spec)
         cluster.apis = frozenset({CERTIFICATE_API})
-        made = plan(cluster.observe(), told, cluster.now).apply
+        made = plan_service(cluster.observe(), told, cluster.now).apply
         assert [one["spec"]["issuerRef"] for one in made if one["kind"] == "Certificate"] == issuers
 
 

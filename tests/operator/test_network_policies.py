@@ -11,7 +11,7 @@ from baton_api import batch_jobs, labels
 from baton_engine.settings import WorkerSettings
 from baton_operator import names
 from baton_operator.manifests import network
-from baton_operator.reconcilers.plan import Images, plan
+from baton_operator.reconcilers.plan import OperatorDefaults, plan_service
 from tests.operator import network_policies
 from tests.operator.fake_cluster import FakeCluster
 from tests.operator.network_policies import NAME, Labels, Manifest, Peer, allows
@@ -205,10 +205,12 @@ def test_tracing_flag_and_variable_are_the_engines() -> None:
 
 def made(spec: Manifest) -> list[Manifest]:
     """All objects of a service, by an operator whose default Prometheus namespace is `monitoring`."""
-    images = Images("registry.example/worker:1", "registry.example/router:1", metrics_namespace=MONITORING)
+    images = OperatorDefaults(
+        "registry.example/worker:1", "registry.example/router:1", metrics_namespace=MONITORING
+    )
     cluster = FakeCluster(spec)
     cluster.settle()
-    applied = plan(cluster.observe(), images, cluster.now).apply
+    applied = plan_service(cluster.observe(), images, cluster.now).apply
     latest = {(one["kind"], one["metadata"]["name"]): one for one in (*cluster.objects.values(), *applied)}
     return list(latest.values())
 

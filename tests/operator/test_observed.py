@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton_operator.cluster.state import Pod, refused_pods
+from baton_operator.cluster.state import Pod, pod_creation_failure
 
 EVICTED = {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory."}
 BACK_OFF = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 5m0s restarting failed container"}}
@@ -65,6 +65,6 @@ def test_pod_of_a_job_names_it_and_what_its_container_wrote() -> None:
 def test_deployment_whose_pods_are_refused_says_why() -> None:
     message = 'pods "chat-decode-x" is forbidden: exceeded quota: gpus'
     condition = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": message}
-    assert refused_pods({"status": {"conditions": [condition]}}) == f"FailedCreate: {message}"
-    assert refused_pods({"status": {"conditions": [{**condition, "status": "False"}]}}) == ""
-    assert refused_pods(None) == refused_pods({}) == ""
+    assert pod_creation_failure({"status": {"conditions": [condition]}}) == f"FailedCreate: {message}"
+    assert pod_creation_failure({"status": {"conditions": [{**condition, "status": "False"}]}}) == ""
+    assert pod_creation_failure(None) == pod_creation_failure({}) == ""

@@ -12,12 +12,12 @@ import pytest
 
 from baton_api import labels
 from baton_operator.cluster.api_resources import PRUNED
-from baton_operator.cluster.state import Observed
+from baton_operator.cluster.state import ClusterState
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests.exposure import GATEWAY_API
 from baton_operator.manifests.objects import key
 from baton_operator.manifests.revision import Blueprint
-from baton_operator.reconcilers.plan import Images, plan
+from baton_operator.reconcilers.plan import OperatorDefaults, plan_service
 from tests.operator.fake_cluster import IMAGES, FakeCluster
 
 MINIMAL: dict[str, Any] = {"model": {"uri": "builtin://smollm2"}, "decode": {}}
@@ -263,7 +263,9 @@ NAMES = {
 
 def test_an_operator_with_other_defaults_leaves_workers_alone() -> None:
     cluster = settled(PAIR)
-    made = plan(cluster.observe(), Images("registry.example/worker:2", IMAGES.router), cluster.now)
+    made = plan_service(
+        cluster.observe(), OperatorDefaults("registry.example/worker:2", IMAGES.router), cluster.now
+    )
     assert not made.apply
 
 
@@ -450,8 +452,8 @@ def test_a_plan_touches_nothing_of_what_it_was_made_from() -> None:
 
 def test_a_time_that_passes_changes_no_plan() -> None:
     cluster = settled(PAIR)
-    observed: Observed = cluster.observe()
-    assert not plan(observed, IMAGES, cluster.now + 1e6).apply
+    observed: ClusterState = cluster.observe()
+    assert not plan_service(observed, IMAGES, cluster.now + 1e6).apply
 
 
 def test_every_reason_why_a_service_is_not_ready_is_explained() -> None:

@@ -12,7 +12,7 @@ from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests import ports, routers
 from baton_operator.manifests.mutual_tls import Shown
 from baton_operator.manifests.objects import Manifest, Owner
-from baton_operator.manifests.revision import Blueprint, Generation
+from baton_operator.manifests.revision import Blueprint, Revision
 from baton_router.settings import RouterSettings
 from tests.operator.fake_cluster import FakeCluster
 
@@ -214,7 +214,7 @@ def test_worker_in_its_own_network_keeps_its_ports() -> None:
 def test_ports_of_a_revisions_roles_differ_in_every_service() -> None:
     spec = InferenceServiceSpec.model_validate(PAIR)
     blueprint = Blueprint.of("chat", spec)
-    generation = Generation(blueprint=blueprint, image="worker:1", created=0.0, revision="6f1c2ab9")
+    generation = Revision(blueprint=blueprint, image="worker:1", created=0.0, revision="6f1c2ab9")
     for number in range(5000):
         owner = Owner(f"service-{number}", "models", "uid")
         both = [ports.ports(owner, generation, role) for role in blueprint.roles]

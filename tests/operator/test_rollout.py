@@ -14,17 +14,17 @@ from baton_operator.kinds.service_policies import Canary, CanaryStep, Rollout
 from baton_operator.rollout.decision import (
     ALL,
     CRASHES,
-    TRIED_S,
-    Bounds,
-    Fate,
+    HEALTH_CHECK_S,
+    RevisionPlan,
+    RevisionState,
     RoleName,
     RoleState,
-    Seen,
-    Wanted,
+    RolloutBounds,
+    RolloutTarget,
     decide,
-    next_look,
+    seconds_until_change,
 )
-from baton_operator.rollout.rollout_health import FAILURES, Tried
+from baton_operator.rollout.rollout_health import FAILURES, RolloutHealth
 
 
 def role(text: str) -> RoleState:
@@ -33,14 +33,16 @@ def role(text: str) -> RoleState:
     return RoleState(replicas, ready, max(ready, replicas))
 
 
-def seen(text: str) -> Seen:
+def seen(text: str) -> RevisionState:
     """`name prefill decode [weight]`, such as `old 2/2 4/4 100`; `-` for no prefill, `!` for crashing."""
     name, prefill, decode, *weight = text.removesuffix("!").split()
     roles: dict[RoleName, RoleState] = {} if prefill == "-" else {"prefill": role(prefill)}
     roles["decode"] = role(decode)
     restarts = CRASHES if text.endswith("!") else 0
     created = float(ord(name[0]))
-    return Seen(name, created, roles, int(weight[0]) if weight else 0, restarts=restarts, progressed=0.0)
+    return RevisionState(
+        name, created, roles, int(weight[0]) if weight else 0, restarts=restarts, progressed=0.0
+    )
 
 
 def wanted(
@@ -50,9 +52,9 @@ def wanted(
     unavailable: int = 0,
     held: bool = False,
     **policy: object,
-) -> Wanted:
-    bounds = Bounds(surge, unavailable)
-    return Wanted(
+) -> RolloutTarget:
+    bounds = RolloutBounds(surge, unavailable)
+    return RolloutTarget(
         revision="z",
         targets={"prefill": prefill, "decode": decode},
         bounds={"prefill": bounds, "decode": bounds},
@@ -65,7 +67,7 @@ HELD = wanted(held=True)
 CANARY = {"steps": [{"weight": 10, "pauseSeconds": 60}, {"weight": 50, "pauseSeconds": 60}]}
 
 
-def shown(fates: Mapping[str, Fate]) -> dict[str, str]:
+def shown(fates: Mapping[str, RevisionPlan]) -> dict[str, str]:
     """`prefill decode weight phase` of each generation."""
     assert all(one.revision == name for name, one in fates.items())
     return {
@@ -232,7 +234,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("want", "there", "fates"), CASES)
-def test_what_becomes_of_each_generation(want: Wanted, there: list[str], fates: dict[str, str]) -> None:
+def test_what_becomes_of_each_generation(
+    want: RolloutTarget, there: list[str], fates: dict[str, str]
+) -> None:
     assert shown(decide(want, [seen(one) for one in there], 1.0)) == fates
 
 
@@ -241,7 +245,7 @@ def test_pause_every_generation_keeps_what_it_has() -> None:
     failed = replace(seen("b 0/0 0/0"), failed=True)
     there = [standing, failed, seen("c 0/1 0/1"), seen("d 0/0 0/0"), seen("a 2/2 4/4 90")]
     fates = decide(wanted(canary=CANARY, paused=True), there, 1.0)
-    assert fates["z"] == Fate("z", "Serving", {"prefill": 1, "decode": 2}, 10, 1, 5.0)
+    assert fates["z"] == RevisionPlan("z", "Serving", {"prefill": 1, "decode": 2}, 10, 1, 5.0)
     assert shown(fates) == {
         "z": "1 2 10 Serving",
         "b": "0 0 0 Failed",
@@ -293,13 +297,16 @@ def test_a_suspended_service_has_nobody() -> None:
 
 def test_no_progress_for_too_long_is_a_failure_and_asked_for_in_time() -> None:
     want, there = wanted(progressDeadlineSeconds=600), [seen("z 0/1 0/1"), seen("a 2/2 4/4 100")]
-    assert next_look(want, there, 100.0) == 500.0
+    assert seconds_until_change(want, there, 100.0) == 500.0
     assert decide(want, there, 599.0)["z"].phase == "Warming"
     assert decide(want, there, 600.0)["z"].phase == "Warming"
     failed = decide(want, there, 601.0)["z"]
     assert (failed.phase, failed.reason) == ("Failed", "it made no progress for 600 s")
     later = [replace(there[0], progressed=50.0), there[1]]
-    assert (next_look(want, later, 100.0), next_look(want, later, 650.0)) == (550.0, 0.0)
+    assert (seconds_until_change(want, later, 100.0), seconds_until_change(want, later, 650.0)) == (
+        550.0,
+        0.0,
+    )
     assert decide(want, later, 650.0)["z"].phase == "Warming"
     assert decide(want, later, 651.0)["z"].phase == "Failed"
 
@@ -307,24 +314,26 @@ def test_no_progress_for_too_long_is_a_failure_and_asked_for_in_time() -> None:
 def test_generation_that_carries_the_service_has_no_deadline() -> None:
     """One worker more than the targets is not ready: nobody waits for it."""
     want, there = wanted(progressDeadlineSeconds=600), [seen("z 2/2 4/5"), seen("a 2/2 4/4 100")]
-    assert next_look(want, there, 100.0) is None
+    assert seconds_until_change(want, there, 100.0) is None
     assert decide(want, there, 10_000.0)["z"].phase == "Serving"
 
 
 FAILING = [
-    pytest.param(Tried(100, 11), Tried(), True, id="more than may"),
-    pytest.param(Tried(100, 10), Tried(), False, id="as many as may"),
-    pytest.param(Tried(FAILURES, FAILURES), Tried(100, 0), True, id="all of the first ones"),
-    pytest.param(Tried(FAILURES - 1, FAILURES - 1), Tried(), False, id="too few to say anything"),
-    pytest.param(Tried(100, 40), Tried(100, 40), False, id="not more than on the old one"),
-    pytest.param(Tried(100, 40), Tried(900, 90), True, id="more than on the old one"),
-    pytest.param(Tried(), Tried(), False, id="none yet"),
+    pytest.param(RolloutHealth(100, 11), RolloutHealth(), True, id="more than may"),
+    pytest.param(RolloutHealth(100, 10), RolloutHealth(), False, id="as many as may"),
+    pytest.param(RolloutHealth(FAILURES, FAILURES), RolloutHealth(100, 0), True, id="all of the first ones"),
+    pytest.param(
+        RolloutHealth(FAILURES - 1, FAILURES - 1), RolloutHealth(), False, id="too few to say anything"
+    ),
+    pytest.param(RolloutHealth(100, 40), RolloutHealth(100, 40), False, id="not more than on the old one"),
+    pytest.param(RolloutHealth(100, 40), RolloutHealth(900, 90), True, id="more than on the old one"),
+    pytest.param(RolloutHealth(), RolloutHealth(), False, id="none yet"),
 ]
 
 
 @pytest.mark.parametrize(("of_new", "of_old", "failed"), FAILING)
 def test_requests_that_fail_on_the_new_one_alone_take_it_back(
-    of_new: Tried, of_old: Tried, failed: bool
+    of_new: RolloutHealth, of_old: RolloutHealth, failed: bool
 ) -> None:
     new, old = seen("z 1/1 1/1 25"), seen("a 2/2 3/3 75")
     fates = decide(wanted(), [replace(new, tried=of_new), replace(old, tried=of_old)], 1.0)
@@ -334,35 +343,35 @@ def test_requests_that_fail_on_the_new_one_alone_take_it_back(
 
 
 def test_how_many_requests_may_fail_can_be_said() -> None:
-    there = [replace(seen("z 1/1 1/1 25"), tried=Tried(100, 30)), seen("a 2/2 3/3 75")]
+    there = [replace(seen("z 1/1 1/1 25"), tried=RolloutHealth(100, 30)), seen("a 2/2 3/3 75")]
     assert decide(wanted(maxFailedPercent=30), there, 1.0)["z"].phase == "Warming"
     assert decide(wanted(maxFailedPercent=29), there, 1.0)["z"].phase == "Failed"
     assert decide(wanted(maxFailedPercent=0, autoRollback=False), there, 1.0)["z"].phase == "Warming"
 
 
-def streams(quick: int, slow: int) -> Tried:
+def streams(quick: int, slow: int) -> RolloutHealth:
     """Of which so many have their first token within 2 s, and the others within 4."""
-    return Tried(quick + slow, 0, {2.0: quick, 4.0: quick + slow, math.inf: quick + slow})
+    return RolloutHealth(quick + slow, 0, {2.0: quick, 4.0: quick + slow, math.inf: quick + slow})
 
 
 SLOW = [
-    pytest.param("2s", streams(94, 6), Tried(), True, id="more than may"),
-    pytest.param("2s", streams(95, 5), Tried(), False, id="as many as may"),
+    pytest.param("2s", streams(94, 6), RolloutHealth(), True, id="more than may"),
+    pytest.param("2s", streams(95, 5), RolloutHealth(), False, id="as many as may"),
     pytest.param("2s", streams(0, FAILURES), streams(100, 0), True, id="all of the first ones"),
-    pytest.param("2s", streams(0, FAILURES - 1), Tried(), False, id="too few to say anything"),
+    pytest.param("2s", streams(0, FAILURES - 1), RolloutHealth(), False, id="too few to say anything"),
     pytest.param("2s", streams(60, 40), streams(60, 40), False, id="not more than on the old one"),
     pytest.param("2s", streams(60, 40), streams(90, 10), True, id="more than on the old one"),
-    pytest.param("1s", streams(60, 40), Tried(), True, id="slower than counts are exact"),
-    pytest.param("3s", streams(0, 100), Tried(), False, id="perhaps not slower"),
-    pytest.param("1h", streams(0, 100), Tried(), False, id="nothing is counted beyond"),
-    pytest.param("2s", Tried(100, 0), Tried(), False, id="no streams"),
-    pytest.param(None, streams(0, 100), Tried(), False, id="no limit"),
+    pytest.param("1s", streams(60, 40), RolloutHealth(), True, id="slower than counts are exact"),
+    pytest.param("3s", streams(0, 100), RolloutHealth(), False, id="perhaps not slower"),
+    pytest.param("1h", streams(0, 100), RolloutHealth(), False, id="nothing is counted beyond"),
+    pytest.param("2s", RolloutHealth(100, 0), RolloutHealth(), False, id="no streams"),
+    pytest.param(None, streams(0, 100), RolloutHealth(), False, id="no limit"),
 ]
 
 
 @pytest.mark.parametrize(("limit", "of_new", "of_old", "failed"), SLOW)
 def test_streams_that_wait_long_on_the_new_one_alone_take_it_back(
-    limit: str | None, of_new: Tried, of_old: Tried, failed: bool
+    limit: str | None, of_new: RolloutHealth, of_old: RolloutHealth, failed: bool
 ) -> None:
     new, old = replace(seen("z 1/1 1/1 25"), tried=of_new), replace(seen("a 2/2 3/3 75"), tried=of_old)
     fates = decide(wanted(maxTtft=limit), [new, old], 1.0)
@@ -388,10 +397,10 @@ def test_a_generation_no_worse_than_the_old_one_is_never_taken_back_for_its_requ
     quick, slow, failed = (rng.randrange(100) for _ in range(3))
     total = quick + slow + failed
 
-    def tried(better: int) -> Tried:
+    def tried(better: int) -> RolloutHealth:
         less = min(better, slow)
         begun = {2.0: quick + less, 4.0: quick + slow, math.inf: quick + slow}
-        return Tried(total, max(0, failed - better), begun)
+        return RolloutHealth(total, max(0, failed - better), begun)
 
     for better in (0, 1, rng.randrange(100)):
         new = replace(seen("z 1/1 1/1 25"), tried=tried(better))
@@ -401,9 +410,9 @@ def test_a_generation_no_worse_than_the_old_one_is_never_taken_back_for_its_requ
 
 def test_while_requests_go_to_two_generations_somebody_looks_often() -> None:
     want, new, old = wanted(), seen("z 1/1 1/1 25"), seen("a 2/2 3/3 75")
-    assert next_look(want, [new, old], 0.0) == TRIED_S
-    assert next_look(want, [replace(new, weight=0), old], 0.0) is None
-    assert next_look(want, [seen("z 2/2 4/4 100"), seen("a 0/0 0/0")], 0.0) is None
+    assert seconds_until_change(want, [new, old], 0.0) == HEALTH_CHECK_S
+    assert seconds_until_change(want, [replace(new, weight=0), old], 0.0) is None
+    assert seconds_until_change(want, [seen("z 2/2 4/4 100"), seen("a 0/0 0/0")], 0.0) is None
 
 
 def test_what_failed_stays_failed() -> None:
@@ -423,7 +432,7 @@ def test_a_canary_goes_step_by_step_and_the_old_one_stays_whole() -> None:
     begun = decide(want, [ready, old], 10.0)["z"]
     assert (begun.weight, begun.step, begun.step_since) == (10, 0, 10.0)
     standing = replace(ready, step_since=10.0)
-    assert next_look(want, [standing, old], 30.0) == 40.0
+    assert seconds_until_change(want, [standing, old], 30.0) == 40.0
     assert decide(want, [standing, old], 69.0)["z"].step == 0
     further = decide(want, [standing, old], 70.0)
     assert shown(further) == {"z": "1 2 10 Warming", "a": "2 4 90 Serving"} and further["z"].step == 1
@@ -432,8 +441,8 @@ def test_a_canary_goes_step_by_step_and_the_old_one_stays_whole() -> None:
     over = decide(want, [second, old], 140.0)
     assert shown(over) == {"z": "2 3 50 Warming", "a": "1 2 50 Draining"}
     assert over["z"].step == 2
-    assert next_look(want, [replace(standing, step=2), old], 30.0) is None, "it has gone all steps"
-    assert next_look(want, [ready, old], 30.0) is None, "it does not stand on its step yet"
+    assert seconds_until_change(want, [replace(standing, step=2), old], 30.0) is None, "it has gone all steps"
+    assert seconds_until_change(want, [ready, old], 30.0) is None, "it does not stand on its step yet"
     lost = replace(standing, roles=seen("z 1/1 0/1").roles)
     again = decide(want, [lost, old], 69.0)["z"]
     assert (again.weight, again.step, again.step_since) == (0, 0, None), "a step begins anew"
@@ -442,7 +451,7 @@ def test_a_canary_goes_step_by_step_and_the_old_one_stays_whole() -> None:
 class Cluster:
     """Pods that get ready, and end, in an order that nobody chose."""
 
-    def __init__(self, rng: random.Random, want: Wanted, generations: Sequence[Seen]) -> None:
+    def __init__(self, rng: random.Random, want: RolloutTarget, generations: Sequence[RevisionState]) -> None:
         self.rng, self.want, self.seen = rng, want, list(generations)
         self.now = 0.0
 
@@ -463,7 +472,7 @@ class Cluster:
         self.now += 1.0
         return bool(moves) or decide(self.want, self.seen, self.now) != fates
 
-    def check(self, fates: Mapping[str, Fate]) -> None:
+    def check(self, fates: Mapping[str, RevisionPlan]) -> None:
         targets = self.want.targets
         weights = {name: one.weight for name, one in fates.items()}
         assert sum(weights.values()) == ALL and min(weights.values()) >= 0, weights
@@ -489,7 +498,7 @@ class Cluster:
         carried = sum(one.share(self.want.targets) for one in self.seen)
         assert carried >= 1 - lost - 1e-9, "what serves is never less than what is allowed to be missing"
 
-    def _told(self, one: Seen, fate: Fate) -> Seen:
+    def _told(self, one: RevisionState, fate: RevisionPlan) -> RevisionState:
         roles = {}
         for name, state in one.roles.items():
             replicas = fate.replicas[name]
@@ -497,7 +506,7 @@ class Cluster:
             roles[name] = RoleState(replicas, min(state.ready, replicas), max(state.pods, replicas))
         return replace(one, roles=roles, weight=fate.weight)
 
-    def _moved(self, one: Seen, name: RoleName) -> Seen:
+    def _moved(self, one: RevisionState, name: RoleName) -> RevisionState:
         state = one.roles[name]
         if state.ready < state.replicas:
             moved = replace(state, ready=state.ready + 1)
@@ -518,7 +527,7 @@ def test_generation_whose_pods_still_end_is_there() -> None:
 
 def test_deadline_that_has_passed_is_not_looked_at_again() -> None:
     """A generation that has no other one to go back to is waited for, and not asked after without end."""
-    assert next_look(wanted(progressDeadlineSeconds=600), [seen("z 0/1 0/1")], 601.0) is None
+    assert seconds_until_change(wanted(progressDeadlineSeconds=600), [seen("z 0/1 0/1")], 601.0) is None
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -527,13 +536,13 @@ def test_a_rollout_loses_no_capacity_keeps_its_bounds_and_ends(seed: int) -> Non
     prefill, decode = rng.randint(1, 6), rng.randint(1, 6)
     surge, unavailable = rng.choice([(1, 0), (2, 0), (0, 1), (3, 1)])
     want = wanted(prefill, decode, surge, unavailable)
-    old = Seen(
+    old = RevisionState(
         "a",
         1.0,
         {"prefill": RoleState(prefill, prefill, prefill), "decode": RoleState(decode, decode, decode)},
         ALL,
     )
-    new = Seen("z", 2.0, {"prefill": RoleState(), "decode": RoleState()})
+    new = RevisionState("z", 2.0, {"prefill": RoleState(), "decode": RoleState()})
     cluster = Cluster(rng, want, [new, old])
     for _ in range(500):
         cluster.kept_capacity()
@@ -551,11 +560,11 @@ def test_a_change_amid_a_change_ends_as_well(seed: int) -> None:
     whole = {name: RoleState(target, target, target) for name, target in want.targets.items()}
     none: dict[RoleName, RoleState] = {"prefill": RoleState(), "decode": RoleState()}
     first = replace(want, revision="m")
-    cluster = Cluster(rng, first, [Seen("m", 2.0, none), Seen("a", 1.0, whole, ALL)])
+    cluster = Cluster(rng, first, [RevisionState("m", 2.0, none), RevisionState("a", 1.0, whole, ALL)])
     for _ in range(rng.randint(0, 15)):
         cluster.turn()
     cluster.want = want
-    cluster.seen.insert(0, Seen("z", 3.0, none, progressed=cluster.now))
+    cluster.seen.insert(0, RevisionState("z", 3.0, none, progressed=cluster.now))
     for _ in range(500):
         cluster.kept_capacity()
         if not cluster.turn():

@@ -10,7 +10,7 @@ import pytest
 
 from baton_operator.manifests.objects import key
 from baton_operator.manifests.routers import SPEC_GENERATION
-from baton_operator.reconcilers.plan import Images, plan
+from baton_operator.reconcilers.plan import OperatorDefaults, plan_service
 from baton_operator.reconcilers.router_rollouts import WAIT_S, RouterRollouts, is_settled, is_upgrade
 from tests.operator.fake_api import FakeApi
 from tests.operator.fake_cluster import IMAGES, FakeCluster
@@ -19,7 +19,7 @@ from tests.operator.real_cluster import started, until
 Manifest = dict[str, Any]
 
 SPEC: Manifest = {"model": {"uri": "builtin://smollm2"}, "decode": {}, "router": {"replicas": 2}}
-NEW = Images(IMAGES.worker, "registry.example/router:2")
+NEW = OperatorDefaults(IMAGES.worker, "registry.example/router:2")
 
 
 def deployment(image: str, generation: str | None = "1", replicas: int = 2) -> Manifest:
@@ -84,7 +84,7 @@ class Upgraded:
     def reconcile(self, rollouts: RouterRollouts, ready_in: int) -> float | None:
         """Seconds until the next time; routers that are replaced are ready after `ready_in` steps."""
         observed = self.cluster.observe()
-        made = rollouts.admit(plan(observed, NEW, self.cluster.now), observed)
+        made = rollouts.admit(plan_service(observed, NEW, self.cluster.now), observed)
         before = self.image
         for one in made.apply:
             self.cluster.objects[key(one)] = {

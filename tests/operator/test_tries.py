@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from baton_api import metrics
 from baton_api.metrics.counters import Spread
-from baton_operator.rollout.rollout_health import WINDOW_S, RouterTries, Tried
+from baton_operator.rollout.rollout_health import WINDOW_S, RolloutHealth, RouterHealthSource
 
 NAME = metrics.ROUTER_GENERATION_REQUESTS.name
 FIRST_TOKENS = metrics.ROUTER_GENERATION_FIRST_TOKEN.name
@@ -25,7 +25,7 @@ class Routers:
         self.first_tokens: dict[str, Spread] = defaultdict(
             lambda: Spread(metrics.ROUTER_GENERATION_FIRST_TOKEN)
         )
-        self.tries = RouterTries(self.read, lambda: self.now)
+        self.tries = RouterHealthSource(self.read, lambda: self.now)
 
     async def read(self, url: str) -> str:
         address = url.removeprefix("http://").partition(":")[0]
@@ -41,7 +41,7 @@ class Routers:
         registry.register(self.first_tokens[address])
         return "\n".join(lines) + "\n" + generate_latest(registry).decode()
 
-    async def lately(self, *addresses: str) -> Mapping[str, Tried]:
+    async def lately(self, *addresses: str) -> Mapping[str, RolloutHealth]:
         return await self.tries.lately("uid", {f"pod-{one}": one for one in addresses})
 
 
@@ -52,18 +52,18 @@ def routers() -> Routers:
 
 async def test_what_was_counted_before_the_first_look_says_nothing(routers: Routers) -> None:
     routers.counts["a"] = {("old", "passed"): 900, ("old", "failed"): 100}
-    assert await routers.lately("a") == {"old": Tried(0, 0)}
+    assert await routers.lately("a") == {"old": RolloutHealth(0, 0)}
     routers.counts["a"] = {("old", "passed"): 907, ("old", "failed"): 101, ("new", "failed"): 5}
-    assert await routers.lately("a") == {"old": Tried(8, 1), "new": Tried(5, 5)}
+    assert await routers.lately("a") == {"old": RolloutHealth(8, 1), "new": RolloutHealth(5, 5)}
 
 
 async def test_all_routers_are_heard_and_one_that_is_silent_is_left_out(routers: Routers) -> None:
     routers.counts = {"a": {("new", "passed"): 0}, "b": {("new", "passed"): 0}}
     await routers.lately("a", "b")
     routers.counts = {"a": {("new", "passed"): 6}, "b": {("new", "failed"): 4}}
-    assert await routers.lately("a", "b") == {"new": Tried(10, 4)}
+    assert await routers.lately("a", "b") == {"new": RolloutHealth(10, 4)}
     del routers.counts["b"]
-    assert await routers.lately("a", "b") == {"new": Tried(6, 0)}
+    assert await routers.lately("a", "b") == {"new": RolloutHealth(6, 0)}
     routers.counts.clear()
     assert await routers.lately("a", "b") == {}
 
@@ -83,16 +83,16 @@ async def test_what_is_long_ago_is_forgotten(routers: Routers) -> None:
     routers.counts["a"] = {("new", "failed"): 0}
     await routers.lately("a")
     routers.counts["a"] = {("new", "failed"): 9}
-    assert await routers.lately("a") == {"new": Tried(9, 9)}
+    assert await routers.lately("a") == {"new": RolloutHealth(9, 9)}
     routers.now += WINDOW_S + 1
-    assert await routers.lately("a") == {"new": Tried(0, 0)}
+    assert await routers.lately("a") == {"new": RolloutHealth(0, 0)}
 
 
 async def test_a_router_that_begins_anew_counts_from_nothing(routers: Routers) -> None:
     routers.counts["a"] = {("new", "passed"): 50}
     await routers.lately("a")
     routers.counts["a"] = {("new", "passed"): 3}
-    assert await routers.lately("a") == {"new": Tried(0, 0)}
+    assert await routers.lately("a") == {"new": RolloutHealth(0, 0)}
 
 
 async def test_a_service_whose_rollout_has_ended_begins_anew(routers: Routers) -> None:
@@ -100,4 +100,4 @@ async def test_a_service_whose_rollout_has_ended_begins_anew(routers: Routers) -
     await routers.lately("a")
     routers.counts["a"] = {("new", "failed"): 9}
     routers.tries.forget("uid")
-    assert await routers.lately("a") == {"new": Tried(0, 0)}
+    assert await routers.lately("a") == {"new": RolloutHealth(0, 0)}

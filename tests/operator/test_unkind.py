@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from baton_api import labels
-from baton_operator.reconcilers.plan import Plan, State
-from baton_operator.rollout.decision import ALL, RoleName, Seen
+from baton_operator.reconcilers.plan import ServicePlan, ServiceState
+from baton_operator.rollout.decision import ALL, RevisionState, RoleName
 from baton_operator.scaling import role_scalers
 from tests.operator.fake_cluster import FakeCluster
 
@@ -64,7 +64,7 @@ def test_operator_in_an_unkind_cluster_keeps_its_law(seed: int) -> None:
     comes_to_rest(cluster)
 
 
-def check(cluster: FakeCluster) -> Plan:
+def check(cluster: FakeCluster) -> ServicePlan:
     """Reconcile, and hold what was done and what was said against what is."""
     before = cluster.observe()
     made = cluster.reconcile()
@@ -77,7 +77,7 @@ def check(cluster: FakeCluster) -> Plan:
     return made
 
 
-def serves_on(state: State) -> None:
+def serves_on(state: ServiceState) -> None:
     """No ready worker is given up before another one has taken over, beyond what may be unavailable."""
     carried = [one for one in state.seen if state.fates[one.revision].phase != "Failed"]
     asked = {one.revision: {name: role.replicas for name, role in one.roles.items()} for one in carried}
@@ -92,13 +92,13 @@ def serves_on(state: State) -> None:
     assert after >= min(before, 1 - lost) - EPSILON, (before, after, state.fates)
 
 
-def left(one: Seen, replicas: Mapping[RoleName, int]) -> Seen:
+def left(one: RevisionState, replicas: Mapping[RoleName, int]) -> RevisionState:
     """The generation after Kubernetes has done as it was told: who is not ready ends first."""
     roles = {name: replace(role, ready=min(role.ready, replicas[name])) for name, role in one.roles.items()}
     return replace(one, roles=roles)
 
 
-def weighs_what_serves(state: State) -> None:
+def weighs_what_serves(state: ServiceState) -> None:
     """All requests go somewhere, and only to generations that can serve as long as there is one."""
     weights = {name: fate.weight for name, fate in state.fates.items()}
     serving = {one.revision for one in state.seen if one.share(state.targets) > 0}
@@ -108,13 +108,13 @@ def weighs_what_serves(state: State) -> None:
         assert {name for name, weight in weights.items() if weight} <= serving, (weights, serving)
 
 
-def prunes_nothing_alive(objects: Any, made: Plan, cluster: FakeCluster) -> None:
+def prunes_nothing_alive(objects: Any, made: ServicePlan, cluster: FakeCluster) -> None:
     alive = {pod.revision for pod in cluster.pods if not pod.finished}
     for gone in made.prune:
         assert objects[gone]["metadata"]["labels"].get(labels.REVISION) not in alive
 
 
-def says_what_is(cluster: FakeCluster, state: State) -> None:
+def says_what_is(cluster: FakeCluster, state: ServiceState) -> None:
     status = cluster.service["status"]
     workers = [one for one in cluster.objects.values() if one["kind"] == "Deployment" and is_of(one, state)]
     if cluster.condition("ModelReady")[0] == "True":
@@ -134,7 +134,7 @@ def says_what_is(cluster: FakeCluster, state: State) -> None:
             assert cluster.condition("ModelReady") == ("False", "Failed")
 
 
-def is_of(deployment: Any, state: State) -> bool:
+def is_of(deployment: Any, state: ServiceState) -> bool:
     of_it: bool = deployment["metadata"]["labels"].get(labels.REVISION) == state.wanted.revision
     return of_it
 

@@ -18,8 +18,8 @@ import pytest
 from baton_api import labels
 from baton_operator.cluster.state import Pod
 from baton_operator.manifests.objects import key
-from baton_operator.reconcilers.plan import Images
-from baton_operator.rollout.revision_history import DATA
+from baton_operator.reconcilers.plan import OperatorDefaults
+from baton_operator.rollout.revision_history import REVISION_KEY
 from tests.operator.fake_cluster import FakeCluster
 
 LEFT: dict[str, Any] = json.loads(
@@ -43,7 +43,7 @@ def left(moment: str) -> FakeCluster:
     cluster.objects = {key(one): one for one in state["objects"]}
     cluster.pods = [Pod.of(one) for one in state["pods"]]
     cluster.now = NOW
-    cluster.images = Images("registry.example/worker:2", "registry.example/router:2")
+    cluster.images = OperatorDefaults("registry.example/worker:2", "registry.example/router:2")
     for pod in cluster.pods:
         if pod.ready and pod.revision:
             for role in ("prefill", "decode"):
@@ -141,9 +141,9 @@ def test_generation_of_another_template_version_is_rolled_out_anew() -> None:
     cluster = left("fetched")
     old = cluster.service["status"]["currentRevision"]
     memory = cluster.objects["v1", "ConfigMap", f"chat-rev-{old}"]
-    generation = json.loads(memory["data"][DATA])
+    generation = json.loads(memory["data"][REVISION_KEY])
     generation["blueprint"]["templateVersion"] = 0
-    memory["data"] = {DATA: json.dumps(generation)}
+    memory["data"] = {REVISION_KEY: json.dumps(generation)}
     cluster.reconcile()
     assert cluster.revision(old)["weight"] == 100
     settle_while_requests_go_on(cluster)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 
-from baton_operator.work_queue import FIRST_S, LIMIT_S, Key, WorkQueue
+from baton_operator.work_queue import BACKOFF_LIMIT_S, FIRST_BACKOFF_S, QueueKey, WorkQueue
 
-A: Key = ("InferenceService", "models", "a")
-B: Key = ("InferenceService", "models", "b")
+A: QueueKey = ("InferenceService", "models", "a")
+B: QueueKey = ("InferenceService", "models", "b")
 
 
 class Clock:
@@ -24,7 +24,7 @@ def queue(clock: Clock | None = None) -> WorkQueue:
     return WorkQueue(clock or Clock(), random.Random(0))
 
 
-async def taken(queue: WorkQueue) -> Key | None:
+async def taken(queue: WorkQueue) -> QueueKey | None:
     """What can be taken at once."""
     task = asyncio.create_task(queue.take())
     for _ in range(3):
@@ -88,13 +88,13 @@ async def test_what_fails_comes_back_ever_later_and_at_once_when_it_has_gone_wel
         pauses.append(pause)
         clock.now += pause
     for number, pause in enumerate(pauses):
-        most = min(LIMIT_S, FIRST_S * 2**number)
+        most = min(BACKOFF_LIMIT_S, FIRST_BACKOFF_S * 2**number)
         assert most / 2 <= pause <= most
     assert await taken(waiting) == A
     waiting.done(A)
     waiting.add(A)
     assert await taken(waiting) == A
-    assert waiting.failed(A) <= FIRST_S
+    assert waiting.failed(A) <= FIRST_BACKOFF_S
 
 
 async def test_one_that_fails_keeps_nobody_waiting() -> None:
@@ -135,9 +135,9 @@ async def test_no_key_is_lost_and_none_is_with_two_at_once_whatever_happens() ->
         rng = random.Random(seed)
         clock = Clock()
         waiting = WorkQueue(clock, rng)
-        keys: list[Key] = [("InferenceService", "models", str(number)) for number in range(4)]
-        changed: set[Key] = set()
-        working: set[Key] = set()
+        keys: list[QueueKey] = [("InferenceService", "models", str(number)) for number in range(4)]
+        changed: set[QueueKey] = set()
+        working: set[QueueKey] = set()
         for _ in range(60):
             key = rng.choice(keys)
             match rng.choice(["change", "take", "done", "fail", "later"]):
@@ -161,7 +161,7 @@ async def test_no_key_is_lost_and_none_is_with_two_at_once_whatever_happens() ->
                     clock.now += 7
         for key in working:
             waiting.done(key)
-        clock.now += LIMIT_S
+        clock.now += BACKOFF_LIMIT_S
         while (got := await taken(waiting)) is not None:
             changed.discard(got)
             waiting.done(got)

@@ -32,7 +32,7 @@ async def _look(kubeconfig: str, namespace: str) -> Cluster:
 
     from baton_operator.cluster import api_server
 
-    async with await api_server.client(kubeconfig) as client:
+    async with await api_server.connect(kubeconfig) as client:
         server = client.configuration.host
         try:
             async with asyncio.timeout(TIMEOUT_S):

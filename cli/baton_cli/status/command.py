@@ -61,7 +61,7 @@ async def services(name: str, kubeconfig: str, namespace: str) -> list[Standing]
     except ModuleNotFoundError as error:
         raise SetupError(f"This needs {error.name}: pip install 'baton[operator]'.") from error
     try:
-        async with asyncio.timeout(CLUSTER_S), await api_server.client(kubeconfig) as client:
+        async with asyncio.timeout(CLUSTER_S), await api_server.connect(kubeconfig) as client:
             custom = CustomObjectsApi(client)
             listed = await custom.list_namespaced_custom_object(
                 GROUP, VERSION, namespace, "inferenceservices"

@@ -38,7 +38,7 @@ T = TypeVar("T")
 Guard = Callable[[], None]
 
 
-class Writes(Protocol):
+class WriteListener(Protocol):
     """Takes what the API server answered to writes, so that the next read sees them."""
 
     def wrote(self, manifest: Manifest) -> None: ...
@@ -46,7 +46,7 @@ class Writes(Protocol):
     def deleted(self, key: Key, namespace: str, uid: str) -> None: ...
 
 
-class NoWrites:
+class NoWriteListener:
     """For whoever reads from the API server itself."""
 
     def wrote(self, manifest: Manifest) -> None: ...
@@ -59,16 +59,16 @@ class ApiServer:
 
     def __init__(
         self,
-        client: ApiClient,
+        connect: ApiClient,
         guard: Guard,
         answered: Callable[[str, int], None],
-        writes: Writes | None = None,
+        writes: WriteListener | None = None,
     ) -> None:
-        self._client = client
+        self._client = connect
         self._guard = guard
         self._answered = answered
         """Told of each answer: method and status, 0 if there was none."""
-        self._writes = writes or NoWrites()
+        self._writes = writes or NoWriteListener()
 
     async def pages(
         self,
@@ -361,7 +361,7 @@ async def configuration(kubeconfig: str) -> Configuration:
     return made
 
 
-async def client(kubeconfig: str) -> ApiClient:
+async def connect(kubeconfig: str) -> ApiClient:
     """For all of the operator's requests. Raises SetupError."""
     made = await configuration(kubeconfig)
     made.connection_pool_maxsize = 0  # no limit: each watch holds a connection

@@ -29,12 +29,12 @@ DROPPED = frozenset({"managedFields", "resourceVersion", "selfLink"})
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 """A copy of the whole object in an annotation."""
 
-Name = tuple[str, str]
+ObjectName = tuple[str, str]
 """Namespace and name."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CachedObject:
     """One object, as it is kept."""
 
     version: int
@@ -47,7 +47,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ObjectChange:
     """An object was created, changed or deleted."""
 
     resource: ApiResource
@@ -60,14 +60,14 @@ class Change:
     """Name of the BatchJob that it belongs to; empty if it belongs to none."""
     respecified: bool = True
     """Whether its spec changed: false if only status or metadata did."""
-    routes: tuple[Name, ...] = ()
+    routes: tuple[ObjectName, ...] = ()
     """For a Gateway: the InferenceServices whose HTTPRoute names it."""
 
 
-Listener = Callable[[Change], None]
+Listener = Callable[[ObjectChange], None]
 
 
-def entry(resource: ApiResource, manifest: Manifest) -> Entry:
+def cached_object(resource: ApiResource, manifest: Manifest) -> CachedObject:
     """An object as it came from the API server."""
     metadata = {name: value for name, value in manifest["metadata"].items() if name not in DROPPED}
     if resource.kind == "Pod":
@@ -79,7 +79,7 @@ def entry(resource: ApiResource, manifest: Manifest) -> Entry:
             metadata["annotations"] = others
         others = {name: value for name, value in manifest.items() if name not in ("apiVersion", "kind")}
         kept = {**others, "metadata": metadata}
-    return Entry(
+    return CachedObject(
         version=int(manifest["metadata"]["resourceVersion"]),
         uid=metadata.get("uid", ""),
         service=_service(resource, manifest),
@@ -100,7 +100,7 @@ def _service(resource: ApiResource, manifest: Manifest) -> str:
     return found
 
 
-class Store:
+class ObjectStore:
     """Objects of one kind, of one namespace or of all (`namespace` is empty)."""
 
     def __init__(self, resource: ApiResource, namespace: str, listener: Listener) -> None:
@@ -113,9 +113,9 @@ class Store:
         self.served = True
         """Whether the cluster has this kind."""
         self._listener = listener
-        self._entries: dict[Name, Entry] = {}
-        self._of_service: dict[Name, set[str]] = {}
-        self._deleted: dict[Name, str] = {}
+        self._entries: dict[ObjectName, CachedObject] = {}
+        self._of_service: dict[ObjectName, set[str]] = {}
+        self._deleted: dict[ObjectName, str] = {}
         """Uids of objects that the operator deleted, until the watch delivers their deletion."""
 
     def __len__(self) -> int:
@@ -130,10 +130,10 @@ class Store:
         found = self._of_service.get((namespace, service), ())
         return [self._manifest(self._entries[namespace, name]) for name in sorted(found)]
 
-    def names(self) -> list[Name]:
+    def names(self) -> list[ObjectName]:
         return sorted(self._entries)
 
-    def replace(self, listed: Mapping[Name, Entry], version: int) -> None:
+    def replace(self, listed: Mapping[ObjectName, CachedObject], version: int) -> None:
         """All objects there were at that version, as a list has given them."""
         # A server that was restored from a backup counts from an older version on.
         restored = version < self.version
@@ -171,11 +171,11 @@ class Store:
             if there is not None and there.version <= version:
                 self._remove(name)
         elif there is None or there.version < version:
-            self._put(name, entry(self.resource, manifest))
+            self._put(name, cached_object(self.resource, manifest))
 
     def wrote(self, manifest: Manifest) -> None:
         """The answer of a write: kept until the watch delivers this state or a newer one."""
-        found = entry(self.resource, manifest)
+        found = cached_object(self.resource, manifest)
         # What the watch has passed already is in the store, or was deleted since.
         if not self.synced or not self.served or found.version <= self.version:
             return
@@ -191,7 +191,7 @@ class Store:
             self._deleted[namespace, name] = uid
             self._remove((namespace, name))
 
-    def _put(self, name: Name, new: Entry) -> None:
+    def _put(self, name: ObjectName, new: CachedObject) -> None:
         if self._deleted.get(name) == new.uid:
             return
         old = self._entries.get(name)
@@ -202,43 +202,43 @@ class Store:
         if old is None or old.text != new.text:
             respecified = old is None or (old.uid, old.generation) != (new.uid, new.generation)
             made = self._manifest(new)
-            self._listener(Change(self.resource, *name, new.service, made, new.batch_job, respecified))
+            self._listener(ObjectChange(self.resource, *name, new.service, made, new.batch_job, respecified))
 
-    def _remove(self, name: Name) -> None:
+    def _remove(self, name: ObjectName) -> None:
         old = self._entries.pop(name)
         self._unlink(name, old)
-        self._listener(Change(self.resource, *name, old.service, None, old.batch_job))
+        self._listener(ObjectChange(self.resource, *name, old.service, None, old.batch_job))
 
-    def _unlink(self, name: Name, old: Entry) -> None:
+    def _unlink(self, name: ObjectName, old: CachedObject) -> None:
         names = self._of_service[name[0], old.service]
         names.discard(name[1])
         if not names:
             del self._of_service[name[0], old.service]
 
-    def _manifest(self, found: Entry) -> Manifest:
+    def _manifest(self, found: CachedObject) -> Manifest:
         made: dict[str, Any] = msgspec.json.decode(found.text)
         made["metadata"]["resourceVersion"] = str(found.version)
         return {"apiVersion": self.resource.api, "kind": self.resource.kind, **made}
 
 
-class Cache:
+class ObjectCache:
     """All stores. `namespaces`: those that are watched; all of the cluster if there are none."""
 
     def __init__(self, namespaces: Sequence[str], listener: Listener) -> None:
         self._listener = listener
         self._numbers = itertools.count(1)
-        self._changes: dict[Name, int] = {}
-        self._routes: dict[Name, set[Name]] = {}
+        self._changes: dict[ObjectName, int] = {}
+        self._routes: dict[ObjectName, set[ObjectName]] = {}
         """InferenceServices by the Gateways that their HTTPRoutes name."""
         self._stores = {
-            (one.kind, namespace): Store(one, namespace, self._changed)
+            (one.kind, namespace): ObjectStore(one, namespace, self._changed)
             for one in WATCHED
             for namespace in namespaces or ("",)
         }
         self._everywhere = not namespaces
 
     @property
-    def stores(self) -> Sequence[Store]:
+    def stores(self) -> Sequence[ObjectStore]:
         return tuple(self._stores.values())
 
     @property
@@ -252,7 +252,7 @@ class Cache:
         optional = [one for one in self.stores if one.resource.optional and one.resource.owned]
         return frozenset(one.resource.api for one in optional if one.served)
 
-    def store(self, kind: str, namespace: str) -> Store | None:
+    def store(self, kind: str, namespace: str) -> ObjectStore | None:
         """None if the kind, or this namespace, is not watched."""
         return self._stores.get((kind, "" if self._everywhere else namespace))
 
@@ -268,7 +268,7 @@ class Cache:
             if store is not None:
                 yield from store.of_service(namespace, service)
 
-    def services(self) -> list[Name]:
+    def services(self) -> list[ObjectName]:
         """All InferenceServices."""
         stores = [one for one in self.stores if one.resource.kind == "InferenceService"]
         return [name for one in stores for name in one.names()]
@@ -292,7 +292,7 @@ class Cache:
         if store is not None:
             store.deleted(namespace, key[2], uid)
 
-    def _changed(self, change: Change) -> None:
+    def _changed(self, change: ObjectChange) -> None:
         service = change.namespace, change.service
         if change.resource.kind == "InferenceService":
             self._route(service, change.manifest)
@@ -305,7 +305,7 @@ class Cache:
             self._changes[service] = next(self._numbers)
         self._listener(change)
 
-    def _route(self, service: Name, manifest: Manifest | None) -> None:
+    def _route(self, service: ObjectName, manifest: Manifest | None) -> None:
         """Index a service by the Gateways that its HTTPRoute names."""
         named = () if manifest is None else exposure.gateways(manifest)
         for gateway in [one for one, routes in self._routes.items() if service in routes]:

@@ -22,19 +22,19 @@ from baton_operator.manifests.objects import Manifest, timestamp
 
 log = logging.getLogger(__name__)
 
-WAITING = 1000
+QUEUE_LIMIT = 1000
 """Events that wait to be posted; more are lost."""
 
-REMEMBERED = 4000
-TOGETHER_S = 3000.0
+POSTED_LIMIT = 4000
+AGGREGATE_S = 3000.0
 """The API server forgets Events after an hour."""
 
-Sort = tuple[str, str, str, str]
+EventKey = tuple[str, str, str, str]
 """An object's uid; type, status and reason of its condition."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class PostedEvent:
     """An Event that was posted."""
 
     name: str
@@ -42,21 +42,21 @@ class Told:
     first: float
 
 
-class Events:
+class EventPoster:
     """Posts them; `clock` gives Unix seconds."""
 
     def __init__(self, api: ApiServer, clock: Callable[[], float]) -> None:
         self._api = api
         self._clock = clock
-        self._waiting: asyncio.Queue[tuple[Manifest, Transition, float]] = asyncio.Queue(WAITING)
-        self._told: OrderedDict[Sort, Told] = OrderedDict()
+        self._waiting: asyncio.Queue[tuple[Manifest, Transition, float]] = asyncio.Queue(QUEUE_LIMIT)
+        self._told: OrderedDict[EventKey, PostedEvent] = OrderedDict()
 
     def tell(self, about: Manifest, transition: Transition) -> None:
         """Have it posted in a while."""
         try:
             self._waiting.put_nowait((about, transition, self._clock()))
         except asyncio.QueueFull:
-            log.warning("An Event of %s is lost: %d wait.", about["metadata"]["name"], WAITING)
+            log.warning("An Event of %s is lost: %d wait.", about["metadata"]["name"], QUEUE_LIMIT)
 
     async def run(self) -> None:
         """Post what comes, one after the other. Raises NotLeader when the Lease is lost."""
@@ -71,27 +71,27 @@ class Events:
         fact = transition.fact
         sort = (about["metadata"]["uid"], fact.type, fact.status, fact.reason)
         known = self._told.pop(sort, None)
-        if known is not None and when - known.first < TOGETHER_S:
+        if known is not None and when - known.first < AGGREGATE_S:
             again = replace(known, count=known.count + 1)
             if await self._counted(about, again, event(about, transition, again, when)):
                 self._remember(sort, again)
                 return
-        new = Told(f"{about['metadata']['name']}.{time.time_ns():x}", 1, when)
+        new = PostedEvent(f"{about['metadata']['name']}.{time.time_ns():x}", 1, when)
         await self._api.create(event(about, transition, new, when))
         self._remember(sort, new)
 
-    async def _counted(self, about: Manifest, told: Told, body: Manifest) -> bool:
+    async def _counted(self, about: Manifest, told: PostedEvent, body: Manifest) -> bool:
         """False if the Event is gone."""
         counted = {name: body[name] for name in ("count", "lastTimestamp", "message")}
         return await self._api.merge("v1", "Event", about["metadata"]["namespace"], told.name, counted)
 
-    def _remember(self, sort: Sort, told: Told) -> None:
+    def _remember(self, sort: EventKey, told: PostedEvent) -> None:
         self._told[sort] = told
-        while len(self._told) > REMEMBERED:
+        while len(self._told) > POSTED_LIMIT:
             self._told.popitem(last=False)
 
 
-def event(about: Manifest, transition: Transition, told: Told, now: float) -> Manifest:
+def event(about: Manifest, transition: Transition, told: PostedEvent, now: float) -> Manifest:
     """As it is posted."""
     fact, metadata = transition.fact, about["metadata"]
     return {

@@ -49,7 +49,7 @@ class Leadership:
         self._clock = clock
         self._namespaces = namespaces
         self._renew_s = renew_s
-        self._view = lease.View(me)
+        self._view = lease.LeaseView(me)
         self.looked: float | None = None
         """When the API server last answered."""
 
@@ -76,7 +76,7 @@ class Leadership:
         An operator of some namespaces has no right to see the Leases of others, and does not look. Raises
         SetupError if there is another.
         """
-        rivals = lease.Rivals(self._namespace, self._name, self._clock())
+        rivals = lease.OtherLeases(self._namespace, self._name, self._clock())
         selector = f"{labels.MANAGED_BY}={labels.OPERATOR}"
         while not self._namespaces:
             try:
@@ -104,7 +104,7 @@ class Leadership:
         try:
             there = await self._api.get(API, KIND, self._namespace, self._name)
             if there is not None and lease.holder(there) == self._view.me:
-                self._view = lease.View(self._view.me)
+                self._view = lease.LeaseView(self._view.me)
                 await self._api.replace(lease.released(there))
         except ApiException as error:
             log.warning("The Lease could not be released, and runs out by itself: %s", error.reason)

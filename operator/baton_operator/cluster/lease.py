@@ -31,7 +31,7 @@ GIVE_UP_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class LeaseView:
     """What one operator has seen of the Lease. Times are of its own monotonic clock."""
 
     me: str
@@ -42,13 +42,13 @@ class View:
     renewed: float | None = None
     """When this operator last wrote it; None if it does not hold it."""
 
-    def seen(self, lease: Manifest, now: float) -> View:
+    def seen(self, lease: Manifest, now: float) -> LeaseView:
         """The Lease was read."""
         version = str(lease["metadata"]["resourceVersion"])
         view = self if version == self.version else replace(self, version=version, changed=now)
         return view if holder(lease) == self.me else replace(view, renewed=None)
 
-    def wrote(self, lease: Manifest, now: float) -> View:
+    def wrote(self, lease: Manifest, now: float) -> LeaseView:
         """It was written, by us; `now` is from before it was sent."""
         return replace(self, version=str(lease["metadata"]["resourceVersion"]), changed=now, renewed=now)
 
@@ -99,7 +99,7 @@ def new(namespace: str, name: str, me: str, time: str, namespaces: Sequence[str]
     return taken(empty, me, time, namespaces)
 
 
-class Rivals:
+class OtherLeases:
     """
     Leases of other operators, as they are looked at again and again.
 

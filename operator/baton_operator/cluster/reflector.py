@@ -18,7 +18,7 @@ from kubernetes.aio.client.exceptions import ApiException
 
 from baton_api import labels
 from baton_operator.cluster.api_server import FORBIDDEN, GONE, NOT_FOUND, PAGE, ApiServer
-from baton_operator.cluster.cache import Cache, Entry, Name, Store, entry
+from baton_operator.cluster.cache import CachedObject, ObjectCache, ObjectName, ObjectStore, cached_object
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Reflector:
     def __init__(
         self,
         api: ApiServer,
-        store: Store,
+        store: ObjectStore,
         listed: Callable[[], None],
         seen: Callable[[str], None],
         clock: Callable[[], float],
@@ -102,10 +102,10 @@ class Reflector:
         resource = self._store.resource
         return resource.optional and (status == NOT_FOUND or (resource.foreign and status == FORBIDDEN))
 
-    async def _listed_now(self, limit: int) -> tuple[dict[Name, Entry], int]:
+    async def _listed_now(self, limit: int) -> tuple[dict[ObjectName, CachedObject], int]:
         """All objects, and the version of the list. Raises ApiException."""
         resource, namespace = self._store.resource, self._store.namespace
-        snapshot: dict[Name, Entry] = {}
+        snapshot: dict[ObjectName, CachedObject] = {}
         of_list = 0
         pages = self._api.pages(resource.api, resource.kind, namespace, self._selector, limit=limit)
         async for items, version in pages:
@@ -113,7 +113,7 @@ class Reflector:
             of_list = int(version)
             for item in items:
                 name = item["metadata"].get("namespace", ""), item["metadata"]["name"]
-                snapshot[name] = entry(resource, item)
+                snapshot[name] = cached_object(resource, item)
         return snapshot, of_list
 
     async def _watch(self) -> None:
@@ -173,7 +173,7 @@ class Reflectors:
     def __init__(
         self,
         api: ApiServer,
-        cache: Cache,
+        cache: ObjectCache,
         clock: Callable[[], float],
         rng: random.Random,
         silence_s: float = SILENCE_S,

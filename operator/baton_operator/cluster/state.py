@@ -14,10 +14,10 @@ from typing import Any
 from baton_api import labels
 from baton_operator import names
 from baton_operator.cluster.api_resources import OWNED
-from baton_operator.cluster.cache import Cache
+from baton_operator.cluster.cache import ObjectCache
 from baton_operator.manifests import exposure
 from baton_operator.manifests.objects import Key, Manifest, Owner, key, seconds
-from baton_operator.rollout.rollout_health import NoTries, Tried, Tries
+from baton_operator.rollout.rollout_health import HealthSource, NoHealthSource, RolloutHealth
 
 FINISHED = frozenset({"Succeeded", "Failed"})
 """Phases of pods that run nothing any more."""
@@ -79,7 +79,7 @@ class Pod:
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class ClusterState:
     """One InferenceService with all that belongs to it."""
 
     service: Manifest
@@ -88,7 +88,7 @@ class Observed:
     pods: Sequence[Pod] = ()
     apis: frozenset[str] = frozenset()
     """Optional APIs that the cluster has, such as gateway.networking.k8s.io/v1."""
-    tried: Mapping[str, Tried] = field(default_factory=dict)
+    tried: Mapping[str, RolloutHealth] = field(default_factory=dict)
     """What lately became of requests, by generation, if there are several."""
     gateways: Mapping[tuple[str, str], Manifest] = field(default_factory=dict)
     """Gateways of its HTTPRoute that can be read, by namespace and name."""
@@ -115,7 +115,7 @@ class Observed:
         return self.objects.get((api, kind, name))
 
 
-def refused_pods(deployment: Manifest | None) -> str:
+def pod_creation_failure(deployment: Manifest | None) -> str:
     """
     Return why the API server refuses the pods of a Deployment; an empty string if it refuses none.
 
@@ -166,12 +166,12 @@ ROLE_SCALER = "RoleScaler"
 _OBJECTS = tuple(one.kind for one in OWNED if one.kind != "Pod")
 
 
-class Observer:
+class ClusterReader:
     """Reads for all services. `tries` are asked while a rollout is under way."""
 
-    def __init__(self, cache: Cache, tries: Tries | None = None) -> None:
+    def __init__(self, cache: ObjectCache, tries: HealthSource | None = None) -> None:
         self._cache = cache
-        self._tries: Tries = tries or NoTries()
+        self._tries: HealthSource = tries or NoHealthSource()
 
     def service(self, namespace: str, name: str) -> Manifest | None:
         """The InferenceService; None if there is none, or it is being deleted."""
@@ -198,7 +198,7 @@ class Observer:
         """A number that differs whenever anything of the service has changed."""
         return self._cache.changed(namespace, name)
 
-    async def around(self, service: Manifest, of_it: list[Manifest]) -> Observed:
+    async def around(self, service: Manifest, of_it: list[Manifest]) -> ClusterState:
         """The service with all that belongs to it, and those of its RoleScalers."""
         metadata = service["metadata"]
         namespace, name = metadata["namespace"], metadata["name"]
@@ -207,7 +207,7 @@ class Observer:
         objects |= {key(one): one for one in of_it if _is_bound(one, name)}
         there = self.pods(namespace, name)
         tried = await self._tried(service, there)
-        return Observed(service, objects, there, self._cache.apis, tried, self._gateways(service))
+        return ClusterState(service, objects, there, self._cache.apis, tried, self._gateways(service))
 
     def _gateways(self, service: Manifest) -> dict[exposure.GatewayName, Manifest]:
         """Those of the service's HTTPRoute that exist, and that the operator may read."""
@@ -215,7 +215,7 @@ class Observer:
         found = {name: self._cache.get("Gateway", *name) for name in wanted}
         return {name: one for name, one in found.items() if one is not None}
 
-    async def _tried(self, service: Manifest, pods: Sequence[Pod]) -> Mapping[str, Tried]:
+    async def _tried(self, service: Manifest, pods: Sequence[Pod]) -> Mapping[str, RolloutHealth]:
         uid = service["metadata"]["uid"]
         phases = [one["phase"] for one in service.get("status", {}).get("revisions", ())]
         if sum(phase in ALIVE for phase in phases) < 2:

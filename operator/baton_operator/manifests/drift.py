@@ -32,7 +32,7 @@ _UNITS = {
 }  # fmt: skip
 
 
-def mark(wished: Manifest) -> Manifest:
+def with_hash(wished: Manifest) -> Manifest:
     """The same with the hash of what it is made from."""
     metadata = wished["metadata"]
     annotations = {**metadata.get("annotations", {}), ANNOTATION: _hash(wished)}
@@ -63,26 +63,26 @@ def keep_template(there: Manifest | None, wished: Manifest) -> Manifest:
     }
 
 
-def is_so(there: Manifest | None, marked: Manifest) -> bool:
+def is_current(there: Manifest | None, marked: Manifest) -> bool:
     """Whether the object was made from the same, and still has all of it; what others added stays theirs."""
-    return there is not None and holds(there, marked)
+    return there is not None and contains(there, marked)
 
 
-def holds(there: Any, wished: Any) -> bool:
+def contains(there: Any, wished: Any) -> bool:
     """
     Whether `there` has all that is wished.
 
-    >>> holds({"cpu": "1", "added": 1}, {"cpu": "1000m"}), holds([1, 2], [1])
+    >>> contains({"cpu": "1", "added": 1}, {"cpu": "1000m"}), contains([1, 2], [1])
     (True, False)
     """
     if isinstance(wished, dict):
         if not isinstance(there, dict):
             return not wished and there is None
-        return all(holds(there.get(name), value) for name, value in wished.items())
+        return all(contains(there.get(name), value) for name, value in wished.items())
     if isinstance(wished, list):
         if not isinstance(there, list):
             return not wished and there is None
-        return len(there) == len(wished) and all(map(holds, there, wished))
+        return len(there) == len(wished) and all(map(contains, there, wished))
     return bool(there == wished) or _same_quantity(there, wished)
 
 
@@ -113,18 +113,18 @@ def amount(quantity: str) -> Decimal:
     return Decimal(match[1]) * _UNITS[match[2]]
 
 
-def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """
     What makes `after` of `before`. A field that vanishes is None; a list is written whole.
 
-    >>> difference({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1}, "d": 3, "e": [4]})
+    >>> merge_patch({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1}, "d": 3, "e": [4]})
     {'a': {'c': None}, 'e': [4]}
     """
     patch: dict[str, Any] = dict.fromkeys(before.keys() - after.keys())
     for name, value in after.items():
         there = before.get(name)
         if isinstance(value, Mapping) and isinstance(there, Mapping):
-            if inner := difference(there, value):
+            if inner := merge_patch(there, value):
                 patch[name] = inner
         elif name not in before or there != value:
             patch[name] = value

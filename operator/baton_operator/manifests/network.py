@@ -14,7 +14,7 @@ from baton_api import batch_jobs, labels
 from baton_operator import names
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests.objects import Manifest, Owner, made
-from baton_operator.manifests.revision import Generation
+from baton_operator.manifests.revision import Revision
 from baton_operator.manifests.workers import files
 
 OPERATORS: Manifest = {
@@ -60,7 +60,7 @@ def routers(owner: Owner, spec: InferenceServiceSpec) -> Manifest:
     return made(owner, "networking.k8s.io/v1", "NetworkPolicy", name, {"spec": body})
 
 
-def workers(owner: Owner, generation: Generation, metrics_namespace: str = "") -> Manifest:
+def workers(owner: Owner, generation: Revision, metrics_namespace: str = "") -> Manifest:
     """
     Workers of one generation are reached by routers at their three ports, and by one another at all; by
     `metrics_namespace` where their metrics are.
@@ -96,13 +96,13 @@ def workers(owner: Owner, generation: Generation, metrics_namespace: str = "") -
     return made(owner, "networking.k8s.io/v1", "NetworkPolicy", name, {"spec": body}, there)
 
 
-def _tracing(generation: Generation) -> list[Manifest]:
+def _tracing(generation: Revision) -> list[Manifest]:
     """The ports of tracing collectors, at any address: a policy knows no host names."""
     ports = sorted({port for url in _endpoints(generation) if (port := _port(url))})
     return [{"ports": [{"protocol": "TCP", "port": port} for port in ports]}] if ports else []
 
 
-def _endpoints(generation: Generation) -> Iterable[str]:
+def _endpoints(generation: Revision) -> Iterable[str]:
     blueprint = generation.blueprint
     for role in blueprint.roles.values():
         arguments = [*blueprint.engine.args, *role.args]

@@ -15,7 +15,7 @@ from baton_api.workers import Role
 from baton_operator import names
 from baton_operator.kinds.worker_role import WorkerRole
 from baton_operator.manifests.objects import Owner
-from baton_operator.manifests.revision import Generation
+from baton_operator.manifests.revision import Revision
 
 FIRST, LAST = 20_000, 29_999
 """Below NodePorts and the ports from which Linux chooses."""
@@ -35,7 +35,7 @@ class Ports:
     control: int
 
 
-def ports(owner: Owner, generation: Generation, role: Role) -> Ports:
+def ports(owner: Owner, generation: Revision, role: Role) -> Ports:
     """The ports of all workers of a role and revision."""
     control = generation.blueprint.transfer.control_port
     if not in_node_network(generation.blueprint.roles[role]):

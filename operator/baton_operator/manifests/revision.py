@@ -86,7 +86,7 @@ class Blueprint(Part):
         return {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
 
 
-class Generation(Part):
+class Revision(Part):
     """A blueprint, and what was settled when it was first built."""
 
     blueprint: Blueprint

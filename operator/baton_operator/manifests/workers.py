@@ -19,7 +19,7 @@ from baton_operator.manifests.pods import (
     scratch,
 )
 from baton_operator.manifests.ports import Ports, in_node_network, ports
-from baton_operator.manifests.revision import Generation
+from baton_operator.manifests.revision import Revision
 
 STARTUP_PERIOD_S = 10
 END_S = 15
@@ -28,14 +28,14 @@ END_S = 15
 COMMANDS = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.BOTH: "serve"}
 
 
-def files(owner: Owner, generation: Generation) -> ModelFiles:
+def files(owner: Owner, generation: Revision) -> ModelFiles:
     """The model's files of a generation."""
     blueprint = generation.blueprint
     image = blueprint.engine.image or generation.image
     return ModelFiles(owner.name, blueprint.model, image, names.model_pin(owner.name, generation.revision))
 
 
-def deployment(owner: Owner, generation: Generation, role: Role, replicas: int) -> Manifest:
+def deployment(owner: Owner, generation: Revision, role: Role, replicas: int) -> Manifest:
     """The workers of `role`. Only `replicas` ever changes: another template is another generation."""
     blueprint = generation.blueprint
     spec, revision = blueprint.roles[role], generation.revision
@@ -58,7 +58,7 @@ def deployment(owner: Owner, generation: Generation, role: Role, replicas: int) 
     return made(owner, "apps/v1", "Deployment", name, {"spec": body}, there)
 
 
-def service(owner: Owner, generation: Generation, role: Role) -> Manifest:
+def service(owner: Owner, generation: Revision, role: Role) -> Manifest:
     """Headless: its EndpointSlices tell routers of each worker, whether it is ready or ends."""
     revision = generation.revision
     body = {
@@ -74,7 +74,7 @@ def service(owner: Owner, generation: Generation, role: Role) -> Manifest:
     return made(owner, "v1", "Service", names.worker(owner.name, role, revision), {"spec": body}, there)
 
 
-def _pod(owner: Owner, generation: Generation, role: Role, spec: WorkerRole) -> Manifest:
+def _pod(owner: Owner, generation: Revision, role: Role, spec: WorkerRole) -> Manifest:
     blueprint = generation.blueprint
     model = files(owner, generation)
     volumes, mounts = scratch("/tmp", "/cache")
@@ -136,7 +136,7 @@ def _pod(owner: Owner, generation: Generation, role: Role, spec: WorkerRole) -> 
 
 
 def _arguments(
-    generation: Generation, role: Role, spec: WorkerRole, model: str, tls: list[str], listening: Ports
+    generation: Revision, role: Role, spec: WorkerRole, model: str, tls: list[str], listening: Ports
 ) -> list[str]:
     blueprint = generation.blueprint
     engine = blueprint.engine
@@ -173,13 +173,13 @@ def _tickets(owner: Owner, role: Role, spec: WorkerRole) -> list[Variable]:
     return tickets.variable(tickets.WORKER_VARIABLE, owner.name, spec.pod_template)
 
 
-def _network(generation: Generation) -> list[Variable]:
+def _network(generation: Revision) -> list[Variable]:
     """What UCX may use; it takes the fastest of all if nobody says otherwise."""
     tcp = generation.blueprint.transfer.backend == "TCP"
     return [Variable(name="UCX_TLS", value="tcp,self")] if tcp else []
 
 
-def _ports(generation: Generation, role: Role, listening: Ports) -> list[Manifest]:
+def _ports(generation: Revision, role: Role, listening: Ports) -> list[Manifest]:
     named = [
         *_http_ports(generation, listening),
         {"name": "kv-events", "containerPort": listening.kv_events},
@@ -190,7 +190,7 @@ def _ports(generation: Generation, role: Role, listening: Ports) -> list[Manifes
     return named
 
 
-def _http_ports(generation: Generation, listening: Ports) -> list[Manifest]:
+def _http_ports(generation: Revision, listening: Ports) -> list[Manifest]:
     """Whoever probes or measures shows no certificate, and asks at the port `http` of any worker."""
     if generation.blueprint.mutual_tls is None:
         return [{"name": "http", "containerPort": listening.http}]
@@ -245,7 +245,7 @@ def _before_the_end(spec: WorkerRole) -> Manifest:
     return {"lifecycle": {"preStop": {"sleep": {"seconds": seconds}}}} if seconds else {}
 
 
-def _near(owner: Owner, generation: Generation) -> Manifest:
+def _near(owner: Owner, generation: Revision) -> Manifest:
     """Workers of one generation where the network between them is fast."""
     transfer = generation.blueprint.transfer
     if transfer.domain_key is None:

@@ -16,16 +16,16 @@ from kubernetes.aio.client.exceptions import ApiException
 
 from baton_api import batch_jobs, labels
 from baton_operator.cluster.api_server import ApiServer
-from baton_operator.cluster.cache import Cache
+from baton_operator.cluster.cache import ObjectCache
 from baton_operator.kinds.batch_job import BatchJobSpec
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests import batch_job as manifests
 from baton_operator.manifests.conditions import Fact, written
-from baton_operator.manifests.drift import difference
+from baton_operator.manifests.drift import merge_patch
 from baton_operator.manifests.objects import Manifest, seconds
-from baton_operator.reconcilers.reconciler import REFUSED, Tell
+from baton_operator.reconcilers.reconciler import REJECTED_STATUSES, ReportTransition
 
-ENDS = {
+FINAL_PHASES = {
     "completed": ("Completed", "Every request has its answer or its error."),
     "failed": ("InvalidInput", "The file is no batch; the batch's errors name the lines."),
     "expired": ("Expired", "The batch's time was over. What was answered before can be fetched."),
@@ -33,7 +33,7 @@ ENDS = {
 }
 """Phases after which nothing is run any more, with their reason."""
 
-PARTING_S = 30.0
+JOB_GRACE_S = 30.0
 """Seconds from the end of a batch until a Job that has not noticed is deleted."""
 
 SERVICE_S = 30.0
@@ -47,19 +47,19 @@ HINTS = {
 """What to look at, by the reason for which a Job has failed."""
 
 
-COUNTING_S = 30.0
+PROGRESS_DELAY_S = 30.0
 """Seconds for which a BatchJob is left alone of which a router has only said how far it is."""
 
 
-def is_news(batch_job: Mapping[str, Any]) -> bool:
+def needs_attention(batch_job: Mapping[str, Any]) -> bool:
     """Whether something may be to be done at once: its spec has changed, or its batch has ended."""
     status = batch_job.get("status", {})
     observed = status.get("observedGeneration") == batch_job["metadata"].get("generation")
-    return not observed or status.get("phase") in ENDS
+    return not observed or status.get("phase") in FINAL_PHASES
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class BatchDecision:
     """What is to be done, and what is so."""
 
     facts: Sequence[Fact]
@@ -75,7 +75,7 @@ class Verdict:
 
 def decide(
     batch_job: Manifest, job: Manifest | None, service: Manifest | None, image: str, now: float
-) -> Verdict:
+) -> BatchDecision:
     """
     `job`: what there is of the BatchJob's name, whoever has made it. `service`: its InferenceService.
     `now`: Unix seconds. Raises ValueError if the spec cannot be carried out.
@@ -83,35 +83,37 @@ def decide(
     status = batch_job.get("status", {})
     before = {one["type"]: one for one in status.get("conditions", ())}
     ours = job is None or _is_of(job, batch_job)
-    if status.get("phase") in ENDS:
+    if status.get("phase") in FINAL_PHASES:
         return _ended(batch_job, job if ours else None, before, now)
     if not ours:
-        return Verdict(_failed("NameTaken", "There is a Job of that name that is not this BatchJob's."))
+        return BatchDecision(_failed("NameTaken", "There is a Job of that name that is not this BatchJob's."))
     if job is None:
         return _begin(batch_job, before, service, image)
     return _going_on(batch_job, job)
 
 
-def _begin(batch_job: Manifest, before: Mapping[str, Any], service: Manifest | None, image: str) -> Verdict:
+def _begin(
+    batch_job: Manifest, before: Mapping[str, Any], service: Manifest | None, image: str
+) -> BatchDecision:
     spec = BatchJobSpec.model_validate(batch_job["spec"])
     failed = before.get("Failed")
     if failed is not None and failed["status"] == "True" and failed["reason"] != "NameTaken":
         # Its Job was, and is deleted.
-        return Verdict(_failed(failed["reason"], failed.get("message", "")))
+        return BatchDecision(_failed(failed["reason"], failed.get("message", "")))
     name = spec.service_name
     if service is None:
         message = f"There is no InferenceService {name}."
-        return Verdict(_open("NoService", message), again_s=SERVICE_S)
+        return BatchDecision(_open("NoService", message), again_s=SERVICE_S)
     serving = InferenceServiceSpec.model_validate(service["spec"])
     if serving.router.batches.execution != "Jobs":
         message = f"Routers of {name} run batches themselves: its spec.router.batches.execution is not Jobs."
-        return Verdict(_open("NotByJobs", message), again_s=SERVICE_S)
+        return BatchDecision(_open("NotByJobs", message), again_s=SERVICE_S)
     made = manifests.job(batch_job, serving, image)
     facts = _open("Suspended" if made["spec"]["suspend"] else "Waiting")
-    return Verdict([*facts, _currency(made, spec)], create=made)
+    return BatchDecision([*facts, _currency(made, spec)], create=made)
 
 
-def _going_on(batch_job: Manifest, job: Manifest) -> Verdict:
+def _going_on(batch_job: Manifest, job: Manifest) -> BatchDecision:
     spec = BatchJobSpec.model_validate(batch_job["spec"])
     state = job.get("status", {})
     ended = {one["type"]: one for one in state.get("conditions", ()) if one["status"] == "True"}
@@ -119,16 +121,16 @@ def _going_on(batch_job: Manifest, job: Manifest) -> Verdict:
         why = ended["Failed"].get("reason") or "Failed"
         failures = spec.max_retries + 1
         hint = HINTS.get(why, "").format(name=job["metadata"]["name"], failures=failures)
-        return Verdict(_failed(why, hint + ended["Failed"].get("message", "")))
+        return BatchDecision(_failed(why, hint + ended["Failed"].get("message", "")))
     if "Complete" in ended:
-        return Verdict(_open("Finishing", "All requests are through, and the files are being written."))
-    changes = difference(
+        return BatchDecision(_open("Finishing", "All requests are through, and the files are being written."))
+    changes = merge_patch(
         {name: job["spec"].get(name) for name in manifests.changeable(spec)}, manifests.changeable(spec)
     )
     rests = changes.get("suspend", job["spec"].get("suspend", False))
     reason = "Suspended" if rests else "Running" if state.get("active") else "Waiting"
     facts = [*_open(reason), _currency(job, spec)]
-    return Verdict(facts, patch={"spec": changes} if changes else None)
+    return BatchDecision(facts, patch={"spec": changes} if changes else None)
 
 
 def _currency(job: Manifest, spec: BatchJobSpec) -> Fact:
@@ -144,9 +146,9 @@ def _currency(job: Manifest, spec: BatchJobSpec) -> Fact:
     return Fact("UpToDate", False, "TemplateChanged", message)
 
 
-def _ended(batch_job: Manifest, job: Manifest | None, before: Mapping[str, Any], now: float) -> Verdict:
+def _ended(batch_job: Manifest, job: Manifest | None, before: Mapping[str, Any], now: float) -> BatchDecision:
     phase = batch_job["status"]["phase"]
-    reason, message = ENDS[phase]
+    reason, message = FINAL_PHASES[phase]
     good = phase == "completed"
     facts = [
         Fact("Complete", good, reason, message),
@@ -159,12 +161,12 @@ def _ended(batch_job: Manifest, job: Manifest | None, before: Mapping[str, Any],
     waits = []
     unaware = job is not None and not _is_finished(job)
     if unaware:
-        waits.append(since + PARTING_S - now)
+        waits.append(since + JOB_GRACE_S - now)
     by_router = batch_job["metadata"].get("labels", {}).get(labels.MANAGED_BY) == batch_jobs.ROUTER
     kept_s = BatchJobSpec.model_validate(batch_job["spec"]).ttl_seconds_after_finished
     if by_router:
         waits.append(since + kept_s - now)
-    return Verdict(
+    return BatchDecision(
         facts,
         delete_job=unaware and waits[0] <= 0,
         forget=by_router and waits[-1] <= 0,
@@ -203,15 +205,15 @@ KIND = "BatchJob"
 JOB = ("batch/v1", "Job")
 
 
-class BatchReconciler:
+class BatchJobReconciler:
     """For all BatchJobs. `image` is the routers'; `clock` gives Unix seconds."""
 
     def __init__(
         self,
         api: ApiServer,
-        cache: Cache,
+        cache: ObjectCache,
         image: str,
-        tell: Tell,
+        tell: ReportTransition,
         clock: Callable[[], float],
         resync_s: float,
     ) -> None:
@@ -236,17 +238,17 @@ class BatchReconciler:
                 verdict = replace(self._decide(there, job), create=None)
             await self._carry_out(verdict, there, job)
         except ApiException as error:
-            if error.status in REFUSED:
+            if error.status in REJECTED_STATUSES:
                 why = f"Job {name}: {error.reason}"
                 facts = [Fact("Complete", False, "Refused", why), Fact("Failed", False, "Refused", why)]
-                await self._say(there, Verdict(facts))
+                await self._say(there, BatchDecision(facts))
             raise
         if verdict.forget:
             return None
         await self._say(there, verdict)
         return min(self._resync_s, verdict.again_s if verdict.again_s is not None else self._resync_s)
 
-    def _decide(self, there: Manifest, job: Manifest | None) -> Verdict:
+    def _decide(self, there: Manifest, job: Manifest | None) -> BatchDecision:
         namespace = there["metadata"]["namespace"]
         service = self._cache.get("InferenceService", namespace, there["spec"]["serviceName"])
         if service is not None and "deletionTimestamp" in service["metadata"]:
@@ -254,9 +256,11 @@ class BatchReconciler:
         try:
             return decide(there, job, service, self._image, self._clock())
         except ValueError as error:
-            return Verdict([Fact("Complete", False, "Invalid", str(error)), Fact("Failed", True, "Invalid")])
+            return BatchDecision(
+                [Fact("Complete", False, "Invalid", str(error)), Fact("Failed", True, "Invalid")]
+            )
 
-    async def _carry_out(self, verdict: Verdict, there: Manifest, job: Manifest | None) -> None:
+    async def _carry_out(self, verdict: BatchDecision, there: Manifest, job: Manifest | None) -> None:
         metadata = there["metadata"]
         if verdict.patch is not None:
             await self._api.merge(*JOB, metadata["namespace"], metadata["name"], verdict.patch)
@@ -265,7 +269,7 @@ class BatchReconciler:
         if verdict.forget:
             await self._api.delete(there)
 
-    async def _say(self, there: Manifest, verdict: Verdict) -> None:
+    async def _say(self, there: Manifest, verdict: BatchDecision) -> None:
         """What is the operator's to say; the rest of the status is a router's."""
         before = there.get("status", {})
         generation = int(there["metadata"].get("generation", 0))
@@ -273,7 +277,7 @@ class BatchReconciler:
             verdict.facts, before.get("conditions", ()), generation, self._clock()
         )
         ours = {name: before[name] for name in ("observedGeneration", "conditions") if name in before}
-        if patch := difference(ours, {"observedGeneration": generation, "conditions": conditions}):
+        if patch := merge_patch(ours, {"observedGeneration": generation, "conditions": conditions}):
             await self._api.write_status(there, patch)
         for transition in transitions:
             self._tell(there, transition)

@@ -14,32 +14,32 @@ from kubernetes.aio.client.exceptions import ApiException
 from pydantic import ValidationError
 
 from baton_operator.cluster.api_server import CONFLICT, ApiServer
-from baton_operator.cluster.state import Observed, Observer
+from baton_operator.cluster.state import ClusterReader, ClusterState
 from baton_operator.kinds.inference_service import InferenceServiceStatus
 from baton_operator.kinds.service_policies import Objectives
 from baton_operator.manifests import tickets
 from baton_operator.manifests.conditions import Transition
-from baton_operator.manifests.drift import difference
+from baton_operator.manifests.drift import merge_patch
 from baton_operator.manifests.objects import Manifest, key
 from baton_operator.reconcilers import report
-from baton_operator.reconcilers.plan import Images, Plan, State, plan
-from baton_operator.reconcilers.reconciler import REFUSED, Tell
+from baton_operator.reconcilers.plan import OperatorDefaults, ServicePlan, ServiceState, plan_service
+from baton_operator.reconcilers.reconciler import REJECTED_STATUSES, ReportTransition
 from baton_operator.reconcilers.router_rollouts import RouterRollouts
 
-Stands = Callable[[str, str, "report.Status | None", Objectives | None], None]
+PublishStatus = Callable[[str, str, "report.Status | None", Objectives | None], None]
 """Takes the status and the objectives of a service, by its namespace and name; None if there are none."""
 
 
-class ServiceReconciler:
+class InferenceServiceReconciler:
     """For all InferenceServices. `clock` gives Unix seconds."""
 
     def __init__(
         self,
         api: ApiServer,
-        observer: Observer,
-        images: Images,
-        tell: Tell,
-        stands: Stands,
+        observer: ClusterReader,
+        images: OperatorDefaults,
+        tell: ReportTransition,
+        stands: PublishStatus,
         clock: Callable[[], float],
         resync_s: float,
         rollouts: RouterRollouts,
@@ -64,19 +64,19 @@ class ServiceReconciler:
         observed = await self._observer.around(service, scalers)
         now = self._clock()
         try:
-            made = plan(observed, self._images, now)
+            made = plan_service(observed, self._images, now)
         except ValueError as error:
-            await self._say(observed, *report.refused(observed, error, now))
+            await self._say(observed, *report.rejected_status(observed, error, now))
             await self._bind(scalers, None)
             return self._resync_s
         made = self._rollouts.admit(made, observed)
         assert made.state is not None
         try:
             unmet = await self._carry_out(made, observed)
-        except Refusal as refusal:
-            await self._say(observed, *report.refused(observed, refusal, now))
+        except ObjectRejected as refusal:
+            await self._say(observed, *report.rejected_status(observed, refusal, now))
             raise refusal.answer from refusal
-        status, transitions = report.report(observed, made.state, now, unmet)
+        status, transitions = report.service_status(observed, made.state, now, unmet)
         # The API server fills in defaults; without them there would always be a difference.
         whole = InferenceServiceStatus.model_validate(status)
         await self._say(
@@ -85,7 +85,7 @@ class ServiceReconciler:
         await self._bind(scalers, made.state)
         return min(self._resync_s, made.again_s if made.again_s is not None else self._resync_s)
 
-    async def _carry_out(self, made: Plan, observed: Observed) -> str:
+    async def _carry_out(self, made: ServicePlan, observed: ClusterState) -> str:
         """What was refused although the service does well without it; empty if nothing was."""
         unmet = ""
         create = list(made.create)
@@ -95,19 +95,19 @@ class ServiceReconciler:
             try:
                 await self._api.create(manifest)
             except ApiException as error:
-                if error.status in REFUSED:
-                    raise Refusal(manifest, error) from error
+                if error.status in REJECTED_STATUSES:
+                    raise ObjectRejected(manifest, error) from error
                 raise
         for manifest in made.apply:
             ours = key(manifest) in observed.objects
             try:
                 await self._api.apply(manifest, ours=ours)
             except ApiException as error:
-                if error.status in REFUSED and manifest["kind"] == "PersistentVolumeClaim":
-                    unmet = str(Refusal(manifest, error))  # it stays as large as it is
+                if error.status in REJECTED_STATUSES and manifest["kind"] == "PersistentVolumeClaim":
+                    unmet = str(ObjectRejected(manifest, error))  # it stays as large as it is
                     continue
-                if error.status in REFUSED or (error.status == CONFLICT and not ours):
-                    raise Refusal(manifest, error) from error
+                if error.status in REJECTED_STATUSES or (error.status == CONFLICT and not ours):
+                    raise ObjectRejected(manifest, error) from error
                 raise
         for gone in made.prune:
             there = observed.objects[gone]
@@ -116,9 +116,9 @@ class ServiceReconciler:
         return unmet
 
     async def _say(
-        self, observed: Observed, status: report.Status, transitions: Sequence[Transition]
+        self, observed: ClusterState, status: report.Status, transitions: Sequence[Transition]
     ) -> None:
-        if patch := difference(observed.status, status):
+        if patch := merge_patch(observed.status, status):
             await self._api.write_status(observed.service, patch)
         # Once it is written down: who is interrupted before tells it again, and nobody tells it twice.
         for transition in transitions:
@@ -126,12 +126,12 @@ class ServiceReconciler:
         owner = observed.owner
         self._stands(owner.namespace, owner.name, status, _objectives(observed.service))
 
-    async def _bind(self, scalers: Sequence[Manifest], state: State | None) -> None:
+    async def _bind(self, scalers: Sequence[Manifest], state: ServiceState | None) -> None:
         now = self._clock()
         for scaler in scalers:
             if "deletionTimestamp" in scaler["metadata"]:
                 continue
-            if patch := difference(scaler.get("status", {}), report.scaler_status(scaler, state, now)):
+            if patch := merge_patch(scaler.get("status", {}), report.scaler_status(scaler, state, now)):
                 await self._api.write_status(scaler, patch)
 
 
@@ -142,7 +142,7 @@ def _objectives(service: Manifest) -> Objectives | None:
         return None
 
 
-class Refusal(ValueError):
+class ObjectRejected(ValueError):
     """The API server does not take an object, and will not the next time."""
 
     def __init__(self, manifest: Manifest, answer: ApiException) -> None:

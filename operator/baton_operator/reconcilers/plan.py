@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from baton_api import labels
 from baton_operator import names
 from baton_operator.cluster.api_resources import PRUNED
-from baton_operator.cluster.state import Observed
+from baton_operator.cluster.state import ClusterState
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.service_policies import MutualTls
 from baton_operator.manifests import (
@@ -27,19 +27,27 @@ from baton_operator.manifests import (
     tickets,
     workers,
 )
-from baton_operator.manifests.drift import amount, is_so, keep_template, mark
+from baton_operator.manifests.drift import amount, is_current, keep_template, with_hash
 from baton_operator.manifests.exposure import CERTIFICATE_API, GATEWAY_API
 from baton_operator.manifests.model_files import ModelFiles
 from baton_operator.manifests.objects import Key, Manifest, key, made
-from baton_operator.manifests.revision import Generation
+from baton_operator.manifests.revision import Revision
 from baton_operator.rollout import revision_history
-from baton_operator.rollout.decision import Bounds, Fate, RoleName, Seen, Wanted, decide, next_look
-from baton_operator.rollout.model_fetch import ModelFetch, fetches
+from baton_operator.rollout.decision import (
+    RevisionPlan,
+    RevisionState,
+    RoleName,
+    RolloutBounds,
+    RolloutTarget,
+    decide,
+    seconds_until_change,
+)
+from baton_operator.rollout.model_fetch import ModelFetch, model_fetches
 from baton_operator.scaling import role_scalers
 
 
 @dataclass(frozen=True, slots=True)
-class Images:
+class OperatorDefaults:
     """The operator's defaults."""
 
     worker: str
@@ -51,7 +59,7 @@ class Images:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ServicePlan:
     """What is to be done."""
 
     apply: Sequence[Manifest]
@@ -63,20 +71,20 @@ class Plan:
     """Whether to create the Secret for tickets, before all else, unless it exists."""
     again_s: float | None = None
     """Seconds after which to plan again although nothing has changed."""
-    state: State | None = field(default=None, repr=False)
+    state: ServiceState | None = field(default=None, repr=False)
     """What status is written from."""
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class ServiceState:
     """Where the service stands."""
 
     spec: InferenceServiceSpec
-    wanted: Generation
+    wanted: Revision
     targets: Mapping[RoleName, int]
-    seen: Sequence[Seen]
-    fates: Mapping[str, Fate]
-    generations: Mapping[str, Generation]
+    seen: Sequence[RevisionState]
+    fates: Mapping[str, RevisionPlan]
+    generations: Mapping[str, Revision]
     models: Mapping[str, ModelFetch]
     """Where the files of each generation's model stand."""
     unsupported: Sequence[str]
@@ -88,15 +96,15 @@ class State:
         return self.models[self.wanted.revision]
 
 
-def plan(observed: Observed, images: Images, now: float) -> Plan:
+def plan_service(observed: ClusterState, images: OperatorDefaults, now: float) -> ServicePlan:
     """`now`: Unix seconds. Raises ValueError if the spec cannot be carried out."""
     spec = _with_defaults(InferenceServiceSpec.model_validate(observed.service["spec"]), images)
     state, again_s = _decided(observed, spec, images, now)
     wanted = (*_shared(observed, state, images), *_workers(observed, state), *_grown_claim(observed, state))
-    wished = [mark(one) for one in wanted]
+    wished = [with_hash(one) for one in wanted]
     create = _created(observed, state)
-    apply = [one for one in wished if not is_so(observed.objects.get(key(one)), one)]
-    return Plan(
+    apply = [one for one in wished if not is_current(observed.objects.get(key(one)), one)]
+    return ServicePlan(
         apply=apply,
         create=[one for one in create if key(one) not in observed.objects],
         prune=_pruned(observed, state, [*wished, *create]),
@@ -109,17 +117,20 @@ def plan(observed: Observed, images: Images, now: float) -> Plan:
 
 
 def _decided(
-    observed: Observed, spec: InferenceServiceSpec, images: Images, now: float
-) -> tuple[State, float | None]:
+    observed: ClusterState, spec: InferenceServiceSpec, images: OperatorDefaults, now: float
+) -> tuple[ServiceState, float | None]:
     """What is to become of each generation, and seconds until that may be decided otherwise."""
-    remembered = revision_history.remembered(observed)
+    remembered = revision_history.known_revisions(observed)
     generation = _wanted(observed, spec, remembered, images, now)
     known = {**remembered, generation.revision: generation}
     weights = {one["name"]: one.get("weight", 0) for one in observed.status.get("revisions", ())}
-    seen = [revision_history.seen(observed, one, weights.get(name, 0), now) for name, one in known.items()]
+    seen = [
+        revision_history.revision_state(observed, one, weights.get(name, 0), now)
+        for name, one in known.items()
+    ]
     targets = role_scalers.targets(observed, spec)
-    models = fetches(observed, known)
-    want = Wanted(
+    models = model_fetches(observed, known)
+    want = RolloutTarget(
         revision=generation.revision,
         targets=targets,
         bounds=_bounds(spec),
@@ -129,19 +140,19 @@ def _decided(
     )
     fates = decide(want, seen, now)
     kept = _kept(spec, known, seen, fates, generation.revision)
-    state = State(spec, generation, targets, seen, fates, kept, models, _unsupported(observed, spec))
-    return state, next_look(want, seen, now)
+    state = ServiceState(spec, generation, targets, seen, fates, kept, models, _unsupported(observed, spec))
+    return state, seconds_until_change(want, seen, now)
 
 
 def _wanted(
-    observed: Observed,
+    observed: ClusterState,
     spec: InferenceServiceSpec,
-    remembered: Mapping[str, Generation],
-    images: Images,
+    remembered: Mapping[str, Revision],
+    images: OperatorDefaults,
     now: float,
-) -> Generation:
+) -> Revision:
     try:
-        return revision_history.wanted(observed, spec, remembered, images.worker, now)
+        return revision_history.wanted_revision(observed, spec, remembered, images.worker, now)
     except KeyError as error:
         there = ", ".join(sorted(remembered)) or "none"
         raise ValueError(
@@ -150,28 +161,28 @@ def _wanted(
         ) from error
 
 
-def _with_defaults(spec: InferenceServiceSpec, images: Images) -> InferenceServiceSpec:
+def _with_defaults(spec: InferenceServiceSpec, images: OperatorDefaults) -> InferenceServiceSpec:
     known = {"mutual_tls": images.mutual_tls, "metrics_namespace": images.metrics_namespace}
     missing = {name: value for name, value in known.items() if getattr(spec.security, name) is None}
     return spec.model_copy(update={"security": spec.security.model_copy(update=missing)})
 
 
-def _bounds(spec: InferenceServiceSpec) -> dict[RoleName, Bounds]:
+def _bounds(spec: InferenceServiceSpec) -> dict[RoleName, RolloutBounds]:
     """Of both roles, for an old generation may have one that the spec has not any more."""
-    decode = Bounds(spec.decode.rollout.max_surge, spec.decode.rollout.max_unavailable)
+    decode = RolloutBounds(spec.decode.rollout.max_surge, spec.decode.rollout.max_unavailable)
     if spec.prefill is None:
         return {"prefill": decode, "decode": decode}
-    prefill = Bounds(spec.prefill.rollout.max_surge, spec.prefill.rollout.max_unavailable)
+    prefill = RolloutBounds(spec.prefill.rollout.max_surge, spec.prefill.rollout.max_unavailable)
     return {"prefill": prefill, "decode": decode}
 
 
 def _kept(
     spec: InferenceServiceSpec,
-    known: Mapping[str, Generation],
-    seen: Sequence[Seen],
-    fates: Mapping[str, Fate],
+    known: Mapping[str, Revision],
+    seen: Sequence[RevisionState],
+    fates: Mapping[str, RevisionPlan],
     wanted: str,
-) -> dict[str, Generation]:
+) -> dict[str, Revision]:
     """The generations that are remembered: all that are there or wanted, and the newest of the others."""
     there = {one.revision for one in seen if one.there or one.weight or fates[one.revision].weight}
     there |= {wanted} | {name for name, fate in fates.items() if any(fate.replicas.values())}
@@ -180,7 +191,7 @@ def _kept(
     return {name: one for name, one in known.items() if name in chosen}
 
 
-def _unsupported(observed: Observed, spec: InferenceServiceSpec) -> list[str]:
+def _unsupported(observed: ClusterState, spec: InferenceServiceSpec) -> list[str]:
     needed = []
     if spec.exposure.type == "HTTPRoute":
         needed.append(GATEWAY_API)
@@ -190,7 +201,7 @@ def _unsupported(observed: Observed, spec: InferenceServiceSpec) -> list[str]:
     return [api for api in needed if api not in observed.apis]
 
 
-def _shared(observed: Observed, state: State, images: Images) -> list[Manifest]:
+def _shared(observed: ClusterState, state: ServiceState, images: OperatorDefaults) -> list[Manifest]:
     """What a service has once, whatever generations there are."""
     owner, spec = observed.owner, state.spec
     replicas = 0 if spec.suspend else spec.router.replicas
@@ -222,20 +233,22 @@ def _shared(observed: Observed, state: State, images: Images) -> list[Manifest]:
     return wished
 
 
-def _mutual_tls(state: State) -> MutualTls | None:
+def _mutual_tls(state: ServiceState) -> MutualTls | None:
     """What routers show: the spec's certificate, or that of a generation which still wants one."""
     there = {one.revision for one in state.seen if one.there}
     old = [one.blueprint.mutual_tls for name, one in state.generations.items() if name in there]
     return next((one for one in (state.spec.security.mutual_tls, *old) if one is not None), None)
 
 
-def _workers(observed: Observed, state: State) -> list[Manifest]:
+def _workers(observed: ClusterState, state: ServiceState) -> list[Manifest]:
     """What the generations have: those that are there, and what is remembered of the others."""
     owner = observed.owner
     there = {one.revision: one.there for one in state.seen}
     wished = []
     for revision, generation in state.generations.items():
-        wished.append(revision_history.memory(observed, generation, state.models[revision].proof))
+        wished.append(
+            revision_history.revision_config_map(observed, generation, state.models[revision].proof)
+        )
         if commit := state.models[revision].pin:
             wished.append(revision_history.model_pin(owner, generation, commit))
         fate = state.fates[revision]
@@ -250,7 +263,7 @@ def _workers(observed: Observed, state: State) -> list[Manifest]:
     return wished
 
 
-def _created(observed: Observed, state: State) -> list[Manifest]:
+def _created(observed: ClusterState, state: ServiceState) -> list[Manifest]:
     """What is made once and not changed any more."""
     owner, spec = observed.owner, state.spec
     files = workers.files(owner, state.wanted)
@@ -276,7 +289,7 @@ def _created(observed: Observed, state: State) -> list[Manifest]:
     return wished
 
 
-def _grown_claim(observed: Observed, state: State) -> list[Manifest]:
+def _grown_claim(observed: ClusterState, state: ServiceState) -> list[Manifest]:
     """The model's claim, if it is to be larger than it is. Its storage class may refuse that."""
     owner = observed.owner
     wished = ModelFiles(owner.name, state.spec.model, "").persistent_volume_claim(owner)
@@ -289,14 +302,14 @@ def _grown_claim(observed: Observed, state: State) -> list[Manifest]:
     return [{**wished, "spec": {"resources": {"requests": {"storage": sizes[1]}}}}]
 
 
-def _current(state: State, name: RoleName, otherwise: int) -> int:
+def _current(state: ServiceState, name: RoleName, otherwise: int) -> int:
     """How many workers a role has now."""
     there = sum(one.roles[name].replicas for one in state.seen if name in one.roles)
     role = role_scalers.roles(state.spec)[name]
     return role_scalers.scaled(role, there or otherwise)
 
 
-def _pruned(observed: Observed, state: State, wished: Sequence[Manifest]) -> list[Key]:
+def _pruned(observed: ClusterState, state: ServiceState, wished: Sequence[Manifest]) -> list[Key]:
     """What was made and is not wanted any more, but nothing of a generation that has pods."""
     wanted = {key(one) for one in wished}
     alive = {pod.revision for pod in observed.pods if not pod.finished}

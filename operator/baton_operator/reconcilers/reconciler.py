@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from baton_operator.cluster.api_server import FORBIDDEN, ApiServer
-from baton_operator.cluster.cache import Cache
+from baton_operator.cluster.cache import ObjectCache
 from baton_operator.manifests.conditions import Fact, Transition, written
-from baton_operator.manifests.drift import difference
+from baton_operator.manifests.drift import merge_patch
 from baton_operator.manifests.objects import Manifest
 
-REFUSED = frozenset({400, FORBIDDEN, 422})
+REJECTED_STATUSES = frozenset({400, FORBIDDEN, 422})
 """Answers that the same request would get again: no such right, or a field that is none."""
 
 
@@ -30,16 +30,18 @@ class Reconciler(Protocol):
         """
 
 
-Tell = Callable[[Manifest, Transition], None]
+ReportTransition = Callable[[Manifest, Transition], None]
 """Tells people what has happened to an object; returns at once, and never raises."""
 
 NOT_ACTIVE = Fact("Active", False, "NotImplemented", "This release does not load adapters.")
 
 
-class AdapterReconciler:
+class LoraAdapterReconciler:
     """For all LoraAdapters. `clock` gives Unix seconds."""
 
-    def __init__(self, api: ApiServer, cache: Cache, clock: Callable[[], float], resync_s: float) -> None:
+    def __init__(
+        self, api: ApiServer, cache: ObjectCache, clock: Callable[[], float], resync_s: float
+    ) -> None:
         self._api = api
         self._cache = cache
         self._clock = clock
@@ -52,6 +54,6 @@ class AdapterReconciler:
         before = there.get("status", {})
         generation = int(there["metadata"].get("generation", 0))
         conditions, _ = written([NOT_ACTIVE], before.get("conditions", ()), generation, self._clock())
-        if patch := difference(before, {"observedGeneration": generation, "conditions": conditions}):
+        if patch := merge_patch(before, {"observedGeneration": generation, "conditions": conditions}):
             await self._api.write_status(there, patch)
         return self._resync_s

@@ -6,19 +6,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from baton_operator import names
-from baton_operator.cluster.state import Observed, Pod, refused_pods
+from baton_operator.cluster.state import ClusterState, Pod, pod_creation_failure
 from baton_operator.manifests import exposure, workers
 from baton_operator.manifests.conditions import Fact, Transition, written
 from baton_operator.manifests.objects import Manifest, timestamp
-from baton_operator.reconcilers.plan import State
+from baton_operator.reconcilers.plan import ServiceState
 from baton_operator.rollout import revision_history
-from baton_operator.rollout.decision import Fate, RoleName, Seen
+from baton_operator.rollout.decision import RevisionPlan, RevisionState, RoleName
 from baton_operator.scaling import role_scalers
 
 Status = dict[str, Any]
 
 
-def report(observed: Observed, state: State, now: float, unmet: str = "") -> tuple[Status, list[Transition]]:
+def service_status(
+    observed: ClusterState, state: ServiceState, now: float, unmet: str = ""
+) -> tuple[Status, list[Transition]]:
     """
     The whole status, and what has changed of its conditions.
 
@@ -51,7 +53,7 @@ def report(observed: Observed, state: State, now: float, unmet: str = "") -> tup
     return status, transitions
 
 
-def refused(observed: Observed, error: ValueError, now: float) -> tuple[Status, list[Transition]]:
+def rejected_status(observed: ClusterState, error: ValueError, now: float) -> tuple[Status, list[Transition]]:
     """The status of a service whose spec cannot be carried out: what serves, serves."""
     before = observed.status.get("conditions", ())
     changed = [
@@ -63,7 +65,7 @@ def refused(observed: Observed, error: ValueError, now: float) -> tuple[Status, 
     return {**observed.status, "conditions": [*conditions, *kept]}, transitions
 
 
-def _facts(observed: Observed, state: State, unmet: str) -> list[Fact]:
+def _facts(observed: ClusterState, state: ServiceState, unmet: str) -> list[Fact]:
     ready = {name: _ready(state, name) for name in role_scalers.roles(state.spec)}
     routers = sum(pod.ready for pod in observed.pods if pod.role == names.ROUTER)
     failed = [fate for fate in state.fates.values() if fate.phase == "Failed"]
@@ -95,14 +97,14 @@ def _facts(observed: Observed, state: State, unmet: str) -> list[Fact]:
     return [*facts, _scaling(observed, state), _limit(observed, state)]
 
 
-def _url(observed: Observed, state: State) -> str:
+def _url(observed: ClusterState, state: ServiceState) -> str:
     wanted = state.spec.exposure
     if wanted.type == "HTTPRoute":
         return exposure.route_url(observed.owner, wanted, observed.gateways)
     return exposure.service_url(observed.owner, wanted)
 
 
-def _readiness(state: State, routers: int) -> Fact:
+def _readiness(state: ServiceState, routers: int) -> Fact:
     if state.spec.suspend:
         return Fact("Ready", False, "Suspended", "spec.suspend is true.")
     serving = _current(state)
@@ -122,7 +124,7 @@ def _readiness(state: State, routers: int) -> Fact:
     return Fact("Ready", False, "RollingOut", message)
 
 
-def _lacking(state: State, serving: str) -> RoleName | None:
+def _lacking(state: ServiceState, serving: str) -> RoleName | None:
     """A role of which the generation that serves has no ready worker, although some are wanted."""
     roles = next((one.roles for one in state.seen if one.revision == serving), {})
     for name in role_scalers.roles(state.spec):
@@ -131,7 +133,7 @@ def _lacking(state: State, serving: str) -> RoleName | None:
     return None
 
 
-def _progress(observed: Observed, state: State) -> Fact:
+def _progress(observed: ClusterState, state: ServiceState) -> Fact:
     fate = state.fates[state.wanted.revision]
     if fate.phase == "Failed":
         return Fact("Progressing", False, "RolloutFailed", f"The generation {fate.revision} failed.")
@@ -145,8 +147,8 @@ def _progress(observed: Observed, state: State) -> Fact:
     if fate.phase == "Serving" and whole:
         return Fact("Progressing", False, "Complete", "All that is wanted is there.")
     of_it = [names.worker(observed.owner.name, role, fate.revision) for role in state.wanted.blueprint.roles]
-    if refused := _refused(observed, of_it):
-        return Fact("Progressing", True, "PodsRefused", refused[0])
+    if rejected_status := _refused(observed, of_it):
+        return Fact("Progressing", True, "PodsRefused", rejected_status[0])
     if trouble := _trouble([pod for pod in observed.pods if pod.revision == fate.revision]):
         unschedulable = any(one.startswith("Unschedulable") for one in trouble)
         return Fact(
@@ -155,10 +157,10 @@ def _progress(observed: Observed, state: State) -> Fact:
     return Fact("Progressing", True, "RollingOut", f"The generation {fate.revision} is getting ready.")
 
 
-def _degradation(observed: Observed, state: State, failed: Sequence[Fate]) -> Fact:
+def _degradation(observed: ClusterState, state: ServiceState, failed: Sequence[RevisionPlan]) -> Fact:
     if state.wanted.revision in {fate.revision for fate in failed}:
         fate = state.fates[state.wanted.revision]
-        cause = fate.reason or revision_history.reason(observed, fate.revision)
+        cause = fate.reason or revision_history.failure_reason(observed, fate.revision)
         why = f": {cause}" if cause else ""
         message = f"The generation {fate.revision} failed{why}. Change the spec to try another one."
         return Fact("Degraded", True, "RolledBack", message)
@@ -167,10 +169,10 @@ def _degradation(observed: Observed, state: State, failed: Sequence[Fate]) -> Fa
     return Fact("Degraded", False, "AsExpected")
 
 
-def _refused(observed: Observed, deployments: Iterable[str]) -> list[str]:
+def _refused(observed: ClusterState, deployments: Iterable[str]) -> list[str]:
     """Why pods of these Deployments cannot even be made, if they cannot."""
     there = [observed.find("apps/v1", "Deployment", name) for name in deployments]
-    return sorted(filter(None, map(refused_pods, there)))
+    return sorted(filter(None, map(pod_creation_failure, there)))
 
 
 def _trouble(pods: Sequence[Pod]) -> list[str]:
@@ -180,7 +182,7 @@ def _trouble(pods: Sequence[Pod]) -> list[str]:
     return sorted(present or ended)
 
 
-def _scaling(observed: Observed, state: State) -> Fact:
+def _scaling(observed: ClusterState, state: ServiceState) -> Fact:
     mode = state.spec.autoscaling.mode
     if mode != "Internal":
         return Fact("ScalingActive", mode == "External", mode)
@@ -196,7 +198,7 @@ def _scaling(observed: Observed, state: State) -> Fact:
     return Fact("ScalingActive", True, "Measured", f"{words}.")
 
 
-def _limit(observed: Observed, state: State) -> Fact:
+def _limit(observed: ClusterState, state: ServiceState) -> Fact:
     """What keeps a role from having what it needs."""
     for name, one in _said(observed, state).items():
         if one and one.get("limited"):
@@ -204,7 +206,7 @@ def _limit(observed: Observed, state: State) -> Fact:
     return Fact("ScalingLimited", False, "NotLimited")
 
 
-def _said(observed: Observed, state: State) -> dict[RoleName, Mapping[str, Any] | None]:
+def _said(observed: ClusterState, state: ServiceState) -> dict[RoleName, Mapping[str, Any] | None]:
     """What the autoscaler has last said of each role that it scales; None if nothing yet."""
     if state.spec.autoscaling.mode == "Disabled":
         return {}
@@ -216,16 +218,16 @@ def _said(observed: Observed, state: State) -> dict[RoleName, Mapping[str, Any] 
     return said
 
 
-def _autoscaling(observed: Observed, state: State) -> Status:
+def _autoscaling(observed: ClusterState, state: ServiceState) -> Status:
     fact = _scaling(observed, state)
     return {"active": bool(fact.true), "reason": fact.reason}
 
 
-def _ready(state: State, name: RoleName) -> int:
+def _ready(state: ServiceState, name: RoleName) -> int:
     return sum(one.roles[name].ready for one in state.seen if name in one.roles)
 
 
-def _role(observed: Observed, state: State, name: RoleName) -> Status:
+def _role(observed: ClusterState, state: ServiceState, name: RoleName) -> Status:
     there = [one.roles[name] for one in state.seen if name in one.roles]
     new = next(one for one in state.seen if one.revision == state.wanted.revision)
     labels = {"decode": ("decode", "both")}.get(name, (name,))
@@ -246,13 +248,15 @@ def _role(observed: Observed, state: State, name: RoleName) -> Status:
     }
 
 
-def _in_the_way(observed: Observed, deployments: Iterable[str], pods: Sequence[Pod], *, whole: bool) -> str:
+def _in_the_way(
+    observed: ClusterState, deployments: Iterable[str], pods: Sequence[Pod], *, whole: bool
+) -> str:
     if whole:
         pods = [pod for pod in pods if not pod.finished]
     return next(iter([*_refused(observed, deployments), *_trouble(pods)]), "")[:1024]
 
 
-def _router(observed: Observed, state: State) -> Status:
+def _router(observed: ClusterState, state: ServiceState) -> Status:
     pods = [pod for pod in observed.pods if pod.role == names.ROUTER]
     ready = sum(pod.ready and not pod.terminating for pod in pods)
     desired = 0 if state.spec.suspend else state.spec.router.replicas
@@ -270,21 +274,21 @@ def _summary(role: Status) -> str:
     return f"{role['ready']}/{role['desired']}"
 
 
-def _current(state: State) -> str:
+def _current(state: ServiceState) -> str:
     """The generation that gets most requests and can serve; empty if there is none."""
     weights = {name: fate.weight for name, fate in state.fates.items() if fate.weight}
     serving = [one for one in state.seen if one.revision in weights and one.share(state.targets) > 0]
     return max(serving, key=lambda one: weights[one.revision]).revision if serving else ""
 
 
-def _revisions(observed: Observed, state: State) -> list[Status]:
+def _revisions(observed: ClusterState, state: ServiceState) -> list[Status]:
     """The generations that are there or remembered, the newest first."""
     known = [one for one in state.seen if one.revision in state.generations]
     newest = sorted(known, key=lambda one: (one.created, one.revision), reverse=True)
     return [_revision(observed, one, state.fates[one.revision]) for one in newest]
 
 
-def _revision(observed: Observed, one: Seen, fate: Fate) -> Status:
+def _revision(observed: ClusterState, one: RevisionState, fate: RevisionPlan) -> Status:
     status = {
         "name": one.revision,
         "phase": fate.phase,
@@ -294,15 +298,15 @@ def _revision(observed: Observed, one: Seen, fate: Fate) -> Status:
         "createdAt": timestamp(one.created),
         "progressedAt": timestamp(one.progressed),
         "settled": not one.waiting,
-        "peak": revision_history.peak(observed, one),
+        "peak": revision_history.ready_peak(observed, one),
         "step": fate.step,
         "reason": fate.reason
-        or (revision_history.reason(observed, one.revision) if fate.phase == "Failed" else ""),
+        or (revision_history.failure_reason(observed, one.revision) if fate.phase == "Failed" else ""),
     }
     return {**status, "stepSince": timestamp(fate.step_since)} if fate.step_since is not None else status
 
 
-def scaler_status(scaler: Manifest, state: State | None, now: float) -> dict[str, Any]:
+def scaler_status(scaler: Manifest, state: ServiceState | None, now: float) -> dict[str, Any]:
     """
     The whole status. `state` is where the service stands, None if there is no service or it cannot be
     carried out.
@@ -325,7 +329,7 @@ def scaler_status(scaler: Manifest, state: State | None, now: float) -> dict[str
     }
 
 
-def _bound(scaler: Manifest, state: State | None) -> Fact:
+def _bound(scaler: Manifest, state: ServiceState | None) -> Fact:
     service, role = scaler["spec"]["serviceName"], scaler["spec"]["role"]
     named = names.role(service, role)
     if state is None:

@@ -13,11 +13,11 @@ import logging
 from dataclasses import replace
 
 from baton_operator import names
-from baton_operator.cluster.state import Observed
-from baton_operator.manifests.drift import holds
+from baton_operator.cluster.state import ClusterState
+from baton_operator.manifests.drift import contains
 from baton_operator.manifests.objects import Key, Manifest, key
 from baton_operator.manifests.routers import SPEC_GENERATION
-from baton_operator.reconcilers.plan import Plan
+from baton_operator.reconcilers.plan import ServicePlan
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class RouterRollouts:
         self._turns: set[Name] = set()
         self._waiting: set[Name] = set()
 
-    def admit(self, made: Plan, observed: Observed) -> Plan:
+    def admit(self, made: ServicePlan, observed: ClusterState) -> ServicePlan:
         """The plan; without the routers' Deployment if that has to wait for other services."""
         owner = observed.owner
         service: Name = (owner.namespace, owner.name)
@@ -77,7 +77,7 @@ def is_upgrade(there: Manifest | None, wished: Manifest | None) -> bool:
     )
     # Version 0.1.0 did not write down the spec's generation.
     same = made_from in (None, asked)
-    return same and not holds(there["spec"]["template"], wished["spec"]["template"])
+    return same and not contains(there["spec"]["template"], wished["spec"]["template"])
 
 
 def is_settled(deployment: Manifest | None) -> bool:

@@ -18,15 +18,15 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from baton_operator.kinds.service_policies import Rollout
-from baton_operator.rollout.rollout_health import Tried, fault
+from baton_operator.rollout.rollout_health import RolloutHealth, health_failure
 
 RoleName = Literal["prefill", "decode"]
-Phase = Literal["Waiting", "Warming", "Serving", "Draining", "Retired", "Failed"]
+RevisionPhase = Literal["Waiting", "Warming", "Serving", "Draining", "Retired", "Failed"]
 
 CRASHES = 3
 """Restarts of one worker of a new generation after which the generation has failed."""
 
-TRIED_S = 5.0
+HEALTH_CHECK_S = 5.0
 """Seconds after which to look again at what becomes of requests."""
 
 ALL = 100
@@ -51,7 +51,7 @@ class RoleState:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RevisionState:
     """One generation as it is. Times are Unix seconds."""
 
     revision: str
@@ -63,7 +63,7 @@ class Seen:
     """When one more of its workers got ready, or it began to wait for one."""
     restarts: int = 0
     """Of that worker which has most."""
-    tried: Tried = field(default_factory=Tried)
+    tried: RolloutHealth = field(default_factory=RolloutHealth)
     step: int = 0
     step_since: float | None = None
 
@@ -84,7 +84,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class RolloutBounds:
     """How far a role may go over and under its target."""
 
     surge: int = 1
@@ -92,12 +92,12 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class RolloutTarget:
     """What there is to be."""
 
     revision: str
     targets: Mapping[RoleName, int]
-    bounds: Mapping[RoleName, Bounds]
+    bounds: Mapping[RoleName, RolloutBounds]
     policy: Rollout = field(default_factory=Rollout)
     suspended: bool = False
     held: bool = False
@@ -105,11 +105,11 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class RevisionPlan:
     """What is to become of a generation."""
 
     revision: str
-    phase: Phase
+    phase: RevisionPhase
     replicas: Mapping[RoleName, int]
     weight: int = 0
     step: int = 0
@@ -118,7 +118,7 @@ class Fate:
     """Why it failed."""
 
 
-def decide(wanted: Wanted, seen: Sequence[Seen], now: float) -> dict[str, Fate]:
+def decide(wanted: RolloutTarget, seen: Sequence[RevisionState], now: float) -> dict[str, RevisionPlan]:
     """
     The next state of each generation, by revision. `seen` has the wanted one too.
 
@@ -137,7 +137,7 @@ def decide(wanted: Wanted, seen: Sequence[Seen], now: float) -> dict[str, Fate]:
         return {one.revision: _as_it_is(one) for one in seen}
     fates = {one.revision: _gone(one) for one in seen}
     if wanted.policy.strategy == "Recreate" and old:
-        fates[new.revision] = Fate(new.revision, "Warming", dict.fromkeys(new.roles, 0))
+        fates[new.revision] = RevisionPlan(new.revision, "Warming", dict.fromkeys(new.roles, 0))
         return fates
     serving = [one for one in old if one.share(wanted.targets) > 0]
     steps = wanted.policy.canary.steps if wanted.policy.canary else []
@@ -150,14 +150,14 @@ def decide(wanted: Wanted, seen: Sequence[Seen], now: float) -> dict[str, Fate]:
     return fates | _weighted(wanted, [new, *serving], fates)
 
 
-def next_look(wanted: Wanted, seen: Sequence[Seen], now: float) -> float | None:
+def seconds_until_change(wanted: RolloutTarget, seen: Sequence[RevisionState], now: float) -> float | None:
     """Seconds after which a decision may change although nothing else does; None if it cannot."""
     new = next(one for one in seen if one.revision == wanted.revision)
     looks = []
     if not new.failed and new.waiting and new.share(wanted.targets) < 1:
         looks.append(new.progressed + wanted.policy.progress_deadline_seconds - now)
     if new.weight and not new.failed and any(one.there for one in seen if one is not new):
-        looks.append(TRIED_S)
+        looks.append(HEALTH_CHECK_S)
     steps = wanted.policy.canary.steps if wanted.policy.canary else []
     if new.step_since is not None and new.step < len(steps):
         looks.append(new.step_since + steps[new.step].pause_seconds - now)
@@ -165,27 +165,36 @@ def next_look(wanted: Wanted, seen: Sequence[Seen], now: float) -> float | None:
     return min((one for one in looks if one >= 0), default=None)
 
 
-def _failure(wanted: Wanted, new: Seen, old: Sequence[Seen], now: float) -> str:
+def _failure(wanted: RolloutTarget, new: RevisionState, old: Sequence[RevisionState], now: float) -> str:
     """Why the new generation has failed; empty if it has not."""
     if new.restarts >= CRASHES:
         return f"a worker of it was started {new.restarts + 1} times"
     limit = wanted.policy.progress_deadline_seconds
     if new.waiting and new.share(wanted.targets) < 1 and now - new.progressed > limit:
         return f"it made no progress for {limit} s"
-    return fault(wanted.policy, new.tried, [one.tried for one in old])
+    return health_failure(wanted.policy, new.tried, [one.tried for one in old])
 
 
 def _rolled_back(
-    wanted: Wanted, seen: Sequence[Seen], failed: Seen, old: Sequence[Seen], reason: str, now: float
-) -> dict[str, Fate]:
+    wanted: RolloutTarget,
+    seen: Sequence[RevisionState],
+    failed: RevisionState,
+    old: Sequence[RevisionState],
+    reason: str,
+    now: float,
+) -> dict[str, RevisionPlan]:
     """Everything back to the generation that serves most."""
     gone = replace(_gone(failed), phase="Failed", reason=reason)
     return {**_without(wanted, seen, failed, old, now), failed.revision: gone}
 
 
 def _held(
-    wanted: Wanted, seen: Sequence[Seen], new: Seen, old: Sequence[Seen], now: float
-) -> dict[str, Fate]:
+    wanted: RolloutTarget,
+    seen: Sequence[RevisionState],
+    new: RevisionState,
+    old: Sequence[RevisionState],
+    now: float,
+) -> dict[str, RevisionPlan]:
     """No worker of the wanted generation; those before it go on as if it had not been asked for."""
     if wanted.policy.paused:
         return {one.revision: _as_it_is(one) for one in seen}
@@ -193,14 +202,18 @@ def _held(
         now_there = _as_it_is(new)
         fates = {one.revision: _gone(one) for one in seen}
         return {**fates, new.revision: now_there if new.there else replace(now_there, phase="Waiting")}
-    phase: Phase = "Failed" if new.failed else "Waiting"
-    waits = Fate(new.revision, phase, dict.fromkeys(new.roles, 0))
+    phase: RevisionPhase = "Failed" if new.failed else "Waiting"
+    waits = RevisionPlan(new.revision, phase, dict.fromkeys(new.roles, 0))
     return {**_without(wanted, seen, new, old, now), new.revision: waits}
 
 
 def _without(
-    wanted: Wanted, seen: Sequence[Seen], new: Seen, old: Sequence[Seen], now: float
-) -> dict[str, Fate]:
+    wanted: RolloutTarget,
+    seen: Sequence[RevisionState],
+    new: RevisionState,
+    old: Sequence[RevisionState],
+    now: float,
+) -> dict[str, RevisionPlan]:
     """What becomes of the others if the new one had not been asked for: the one that serves most is whole."""
     last = _serving_most(wanted, old)
     # A role that the spec has no more is what the generation that serves still needs.
@@ -210,11 +223,11 @@ def _without(
     return decide(before, [one for one in seen if one.revision != new.revision], now)
 
 
-def _serving_most(wanted: Wanted, generations: Sequence[Seen]) -> Seen:
+def _serving_most(wanted: RolloutTarget, generations: Sequence[RevisionState]) -> RevisionState:
     return max(generations, key=lambda one: (one.weight, one.share(wanted.targets), one.created))
 
 
-def _on_step(wanted: Wanted, new: Seen, now: float) -> Seen:
+def _on_step(wanted: RolloutTarget, new: RevisionState, now: float) -> RevisionState:
     """The same generation, a step further if it has stood on this one long enough."""
     assert wanted.policy.canary is not None
     step = wanted.policy.canary.steps[new.step]
@@ -228,8 +241,12 @@ def _on_step(wanted: Wanted, new: Seen, now: float) -> Seen:
 
 
 def _canary(
-    wanted: Wanted, seen: Sequence[Seen], new: Seen, old: Sequence[Seen], now: float
-) -> dict[str, Fate]:
+    wanted: RolloutTarget,
+    seen: Sequence[RevisionState],
+    new: RevisionState,
+    old: Sequence[RevisionState],
+    now: float,
+) -> dict[str, RevisionPlan]:
     """The old ones whole, and beside them as much of the new one as the step says."""
     assert wanted.policy.canary is not None
     steps = wanted.policy.canary.steps
@@ -247,17 +264,17 @@ def _canary(
     weights[max(weights, key=lambda one: weights[one])] += ALL - weight - sum(weights.values())
     fates = {name: replace(fate, weight=weights[name]) for name, fate in fates.items()}
     return {
-        **fates, new.revision: Fate(new.revision, "Warming", replicas, weight, new.step, new.step_since)
+        **fates, new.revision: RevisionPlan(new.revision, "Warming", replicas, weight, new.step, new.step_since)
     }  # fmt: skip
 
 
-def _part(wanted: Wanted, name: RoleName, weight: int) -> int:
+def _part(wanted: RolloutTarget, name: RoleName, weight: int) -> int:
     """Workers that carry so many of a hundred requests."""
     target = wanted.targets[name]
     return min(target, max(1, math.ceil(target * weight / ALL)))
 
 
-def _kept(wanted: Wanted, new: Seen, old: Sequence[Seen]) -> dict[str, Fate]:
+def _kept(wanted: RolloutTarget, new: RevisionState, old: Sequence[RevisionState]) -> dict[str, RevisionPlan]:
     """What the old generations keep: as much of the service as the new one has not taken over yet."""
     share = new.share(wanted.targets)
     bare = [_needed(wanted, name, 0.0) / target for name, target in wanted.targets.items() if target]
@@ -272,28 +289,30 @@ def _kept(wanted: Wanted, new: Seen, old: Sequence[Seen]) -> dict[str, Fate]:
     return {one.revision: _part_kept(wanted, one, parts[one.revision], carried) for one in old}
 
 
-def _part_kept(wanted: Wanted, one: Seen, part: float, carried: float) -> Fate:
+def _part_kept(wanted: RolloutTarget, one: RevisionState, part: float, carried: float) -> RevisionPlan:
     """A generation that is to carry `part` of a service of which all together carry `carried`."""
     replicas: dict[RoleName, int] = {}
     for name, role in one.roles.items():
         carrying = min(role.ready, math.ceil(part * wanted.targets[name] - EPSILON))
         replicas[name] = min(carrying, _needed(wanted, name, carried - part))
-    return Fate(one.revision, "Draining", replicas)
+    return RevisionPlan(one.revision, "Draining", replicas)
 
 
-def _recovered(one: Seen) -> Seen:
+def _recovered(one: RevisionState) -> RevisionState:
     """The same generation if all of its workers were ready."""
     roles = {name: replace(role, ready=max(role.ready, role.replicas)) for name, role in one.roles.items()}
     return replace(one, roles=roles)
 
 
-def _needed(wanted: Wanted, name: RoleName, share: float) -> int:
+def _needed(wanted: RolloutTarget, name: RoleName, share: float) -> int:
     """Workers of a role that are needed beside others that carry this share of the service."""
     target = wanted.targets[name]
     return max(0, target - wanted.bounds[name].unavailable - math.floor(share * target + EPSILON))
 
 
-def _grown(wanted: Wanted, new: Seen, old: Sequence[Seen], fates: Mapping[str, Fate]) -> Fate:
+def _grown(
+    wanted: RolloutTarget, new: RevisionState, old: Sequence[RevisionState], fates: Mapping[str, RevisionPlan]
+) -> RevisionPlan:
     """How far the new generation has grown: no role further than the other, and both within their bounds."""
     share = new.share(wanted.targets)
     replicas: dict[RoleName, int] = {}
@@ -305,11 +324,13 @@ def _grown(wanted: Wanted, new: Seen, old: Sequence[Seen], fates: Mapping[str, F
         # Shares of several generations are rounded up several times: then it takes one more than the surge.
         least = math.floor(share * target + EPSILON) + 1 if len(old) > 1 else 1
         replicas[name] = min(target, max(role.replicas, grown, least))
-    phase: Phase = "Serving" if share >= 1 or not old else "Warming"
-    return Fate(new.revision, phase, replicas, 0, new.step)
+    phase: RevisionPhase = "Serving" if share >= 1 or not old else "Warming"
+    return RevisionPlan(new.revision, phase, replicas, 0, new.step)
 
 
-def _weighted(wanted: Wanted, generations: Sequence[Seen], fates: Mapping[str, Fate]) -> dict[str, Fate]:
+def _weighted(
+    wanted: RolloutTarget, generations: Sequence[RevisionState], fates: Mapping[str, RevisionPlan]
+) -> dict[str, RevisionPlan]:
     """The same with weights: the first one's by its share, the others' by what they carry of the rest."""
     new, *old = generations
     share = new.share(wanted.targets)
@@ -326,14 +347,14 @@ def _weighted(wanted: Wanted, generations: Sequence[Seen], fates: Mapping[str, F
     return {revision: replace(fates[revision], weight=one) for revision, one in weights.items()}
 
 
-def _gone(one: Seen) -> Fate:
-    phase: Phase = "Failed" if one.failed else "Draining" if one.there else "Retired"
-    return Fate(one.revision, phase, dict.fromkeys(one.roles, 0))
+def _gone(one: RevisionState) -> RevisionPlan:
+    phase: RevisionPhase = "Failed" if one.failed else "Draining" if one.there else "Retired"
+    return RevisionPlan(one.revision, phase, dict.fromkeys(one.roles, 0))
 
 
-def _as_it_is(one: Seen) -> Fate:
-    phase: Phase = (
+def _as_it_is(one: RevisionState) -> RevisionPlan:
+    phase: RevisionPhase = (
         "Failed" if one.failed else "Serving" if one.weight else "Warming" if one.there else "Retired"
     )
     replicas = {name: role.replicas for name, role in one.roles.items()}
-    return Fate(one.revision, phase, replicas, one.weight, one.step, one.step_since)
+    return RevisionPlan(one.revision, phase, replicas, one.weight, one.step, one.step_since)

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from baton_operator import names
-from baton_operator.cluster.state import Observed, Pod
+from baton_operator.cluster.state import ClusterState, Pod
 from baton_operator.manifests import workers
 from baton_operator.manifests.model_files import CLAIM, PIN_KEY, ModelFiles
 from baton_operator.manifests.objects import Manifest
-from baton_operator.manifests.revision import Generation
+from baton_operator.manifests.revision import Revision
 
 PROOF = "baton.dev/model-fetched"
 """Annotation of a generation's ConfigMap: a Proof as JSON."""
@@ -26,7 +26,7 @@ PROOF = "baton.dev/model-fetched"
 FAILED = "Failed"
 """Reason of the condition ModelReady after the Job has failed, until the files are there."""
 
-Phase = Literal["Present", "Fetching", "Failed"]
+FetchPhase = Literal["Present", "Fetching", "Failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Proof:
 class ModelFetch:
     """Where the files of one generation stand."""
 
-    phase: Phase
+    phase: FetchPhase
     message: str = ""
     proof: Proof | None = None
     """To be written down. None if the files are not there, or no Job has to fetch them."""
@@ -63,13 +63,13 @@ class ModelFetch:
         return self.phase == "Present"
 
 
-def fetches(observed: Observed, known: Mapping[str, Generation]) -> dict[str, ModelFetch]:
+def model_fetches(observed: ClusterState, known: Mapping[str, Revision]) -> dict[str, ModelFetch]:
     """Where each generation's files stand, by revision."""
     files = {revision: workers.files(observed.owner, one) for revision, one in known.items()}
     return {revision: _fetch(observed, files, revision) for revision in known}
 
 
-def _fetch(observed: Observed, files: Mapping[str, ModelFiles], revision: str) -> ModelFetch:
+def _fetch(observed: ClusterState, files: Mapping[str, ModelFiles], revision: str) -> ModelFetch:
     wanted = files[revision]
     if not wanted.job_needed:
         return _fetched_by_pods(observed, wanted, revision)
@@ -93,8 +93,8 @@ def _fetch(observed: Observed, files: Mapping[str, ModelFiles], revision: str) -
     return ModelFetch("Failed" if failed else "Fetching", message, outdated_job=outdated)
 
 
-def _proof(observed: Observed, revision: str) -> Proof | None:
-    there = observed.find("v1", "ConfigMap", names.generation(observed.owner.name, revision))
+def _proof(observed: ClusterState, revision: str) -> Proof | None:
+    there = observed.find("v1", "ConfigMap", names.revision_config_map(observed.owner.name, revision))
     text = (there or {}).get("metadata", {}).get("annotations", {}).get(PROOF)
     try:
         noted = json.loads(text or "")
@@ -108,7 +108,7 @@ def _condition(job: Manifest | None, type: str) -> dict[str, Any]:
     return next((one for one in there if one["type"] == type and one["status"] == "True"), {})
 
 
-def _progress(observed: Observed, name: str, job: Manifest | None) -> tuple[bool, str]:
+def _progress(observed: ClusterState, name: str, job: Manifest | None) -> tuple[bool, str]:
     """Whether fetching has failed, and what there is to say of it."""
     last = _last_trouble([pod for pod in observed.pods if pod.job == name])
     words = f" Its last pod: {last}." if last else ""
@@ -131,7 +131,7 @@ def _last_trouble(pods: list[Pod]) -> str:
     return max(troubled, key=lambda pod: (pod.created, pod.name)).trouble.rstrip(".") if troubled else ""
 
 
-def _fetched_by_pods(observed: Observed, files: ModelFiles, revision: str) -> ModelFetch:
+def _fetched_by_pods(observed: ClusterState, files: ModelFiles, revision: str) -> ModelFetch:
     """Each pod fetches for itself: the first that has done so says which commit the others are to fetch."""
     pods = [pod for pod in observed.pods if files.fetched and pod.revision == revision and pod.note]
     there = observed.find("v1", "ConfigMap", files.pin)

@@ -10,33 +10,33 @@ from typing import Any
 from baton_api import labels
 from baton_api.workers import Role
 from baton_operator import names
-from baton_operator.cluster.state import Observed, Pod
+from baton_operator.cluster.state import ClusterState, Pod
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests.model_files import PIN_KEY
 from baton_operator.manifests.objects import Manifest, Owner, made, seconds
-from baton_operator.manifests.revision import Blueprint, Generation
-from baton_operator.rollout.decision import RoleName, RoleState, Seen
+from baton_operator.manifests.revision import Blueprint, Revision
+from baton_operator.rollout.decision import RevisionState, RoleName, RoleState
 from baton_operator.rollout.model_fetch import PROOF, Proof
-from baton_operator.rollout.rollout_health import Tried
+from baton_operator.rollout.rollout_health import RolloutHealth
 
-DATA = "generation.json"
+REVISION_KEY = "generation.json"
 
 
-def remembered(observed: Observed) -> dict[str, Generation]:
+def known_revisions(observed: ClusterState) -> dict[str, Revision]:
     """All generations that have a ConfigMap, by revision."""
     found = [
-        Generation.model_validate(
-            {**json.loads(one["data"][DATA]), "revision": one["metadata"]["labels"][labels.REVISION]}
+        Revision.model_validate(
+            {**json.loads(one["data"][REVISION_KEY]), "revision": one["metadata"]["labels"][labels.REVISION]}
         )
         for one in observed.of_kind("ConfigMap")
-        if DATA in one.get("data", {})
+        if REVISION_KEY in one.get("data", {})
     ]
     return {one.revision: one for one in found}
 
 
-def wanted(
-    observed: Observed, spec: InferenceServiceSpec, known: Mapping[str, Generation], image: str, now: float
-) -> Generation:
+def wanted_revision(
+    observed: ClusterState, spec: InferenceServiceSpec, known: Mapping[str, Revision], image: str, now: float
+) -> Revision:
     """The generation that the spec asks for, perhaps a new one. Raises KeyError if it is not remembered."""
     if spec.rollout.rollback_to is not None:
         return known[spec.rollout.rollback_to]
@@ -44,26 +44,28 @@ def wanted(
     digest = blueprint.digest
     same = [one for one in known.values() if one.blueprint.digest == digest]
     if not same:
-        return Generation(blueprint=blueprint, image=image, created=now, revision=digest)
+        return Revision(blueprint=blueprint, image=image, created=now, revision=digest)
     # Operators that hash in different ways may have made several of the same: the one that serves goes on.
     return max(same, key=lambda one: (_note(observed, one.revision).get("weight", 0), one.created))
 
 
-def memory(observed: Observed, generation: Generation, proof: Proof | None) -> Manifest:
+def revision_config_map(observed: ClusterState, generation: Revision, proof: Proof | None) -> Manifest:
     """The ConfigMap that remembers a generation, and the proof that its model was fetched."""
     owner, revision = observed.owner, generation.revision
-    name = names.generation(owner.name, revision)
+    name = names.revision_config_map(owner.name, revision)
     before = observed.find("v1", "ConfigMap", name)
     # What was written cannot be changed, and another version might write the same in other words.
     data = (
-        before["data"] if before else {DATA: generation.model_dump_json(by_alias=True, exclude_defaults=True)}
+        before["data"]
+        if before
+        else {REVISION_KEY: generation.model_dump_json(by_alias=True, exclude_defaults=True)}
     )
     there = {**names.of_service(owner.name), labels.REVISION: revision}
     annotations = {PROOF: proof.text} if proof else None
     return made(owner, "v1", "ConfigMap", name, {"data": data, "immutable": True}, there, annotations)
 
 
-def model_pin(owner: Owner, generation: Generation, commit: str) -> Manifest:
+def model_pin(owner: Owner, generation: Revision, commit: str) -> Manifest:
     """The ConfigMap that names the commit which all pods of a generation fetch."""
     revision = generation.revision
     there = {**names.of_service(owner.name), labels.REVISION: revision}
@@ -72,12 +74,12 @@ def model_pin(owner: Owner, generation: Generation, commit: str) -> Manifest:
     )
 
 
-def role_names(generation: Generation) -> dict[RoleName, Role]:
+def role_names(generation: Revision) -> dict[RoleName, Role]:
     """The roles of a generation, under the names of the spec."""
     return {"prefill" if role is Role.PREFILL else "decode": role for role in generation.blueprint.roles}
 
 
-def seen(observed: Observed, generation: Generation, weight: int, now: float) -> Seen:
+def revision_state(observed: ClusterState, generation: Revision, weight: int, now: float) -> RevisionState:
     """How a generation is; what of it was noted in status before goes on."""
     revision = generation.revision
     note = _note(observed, revision)
@@ -88,7 +90,7 @@ def seen(observed: Observed, generation: Generation, weight: int, now: float) ->
         replicas = there["spec"].get("replicas", 1) if there else 0
         of_role = [pod for pod in pods if pod.role == role]
         roles[name] = RoleState(replicas, _ready(of_role), len(of_role))
-    one = Seen(revision, generation.created, roles, weight)
+    one = RevisionState(revision, generation.created, roles, weight)
     ready = sum(role.ready for role in roles.values())
     begins = one.waiting and note.get("settled", True)
     goes_on = begins or ready > note.get("peak", 0) or not note
@@ -97,25 +99,25 @@ def seen(observed: Observed, generation: Generation, weight: int, now: float) ->
         failed=note.get("phase") == "Failed",
         progressed=now if goes_on else seconds(note["progressedAt"]),
         restarts=max((pod.restarts for pod in pods), default=0),
-        tried=observed.tried.get(revision, Tried()),
+        tried=observed.tried.get(revision, RolloutHealth()),
         step=note.get("step", 0),
         step_since=seconds(note["stepSince"]) if "stepSince" in note else None,
     )
 
 
-def peak(observed: Observed, one: Seen) -> int:
+def ready_peak(observed: ClusterState, one: RevisionState) -> int:
     """Most workers of it that were ever ready at once."""
     before: int = _note(observed, one.revision).get("peak", 0)
     return max(before, sum(role.ready for role in one.roles.values()))
 
 
-def reason(observed: Observed, revision: str) -> str:
+def failure_reason(observed: ClusterState, revision: str) -> str:
     """Why a generation failed, as it was noted when it did."""
     noted: str = _note(observed, revision).get("reason", "")
     return noted
 
 
-def _note(observed: Observed, revision: str) -> dict[str, Any]:
+def _note(observed: ClusterState, revision: str) -> dict[str, Any]:
     """What status says of a generation."""
     notes: Sequence[dict[str, Any]] = observed.status.get("revisions", ())
     return next((one for one in notes if one["name"] == revision), {})

@@ -31,7 +31,7 @@ SLOW_PERCENT = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class RolloutHealth:
     """What became of the requests that a generation was lately given, whoever answered them in the end."""
 
     requests: int = 0
@@ -59,7 +59,7 @@ class Tried:
         return self.slow(limit_s) / self.streams if self.streams else 0.0
 
 
-def fault(policy: Rollout, new: Tried, old: Sequence[Tried]) -> str:
+def health_failure(policy: Rollout, new: RolloutHealth, old: Sequence[RolloutHealth]) -> str:
     """
     What speaks against a new generation, of what became of its requests; empty if nothing does.
 
@@ -87,45 +87,45 @@ WINDOW_S = 120.0
 ANSWER_S = 3.0
 """Seconds for a router to say what it counts."""
 
-Read = Callable[[str], Awaitable[str]]
+FetchText = Callable[[str], Awaitable[str]]
 """Gives what is at a URL. Raises OSError, TimeoutError or aiohttp.ClientError."""
 
-Counted = tuple[str, str | float]
+CounterKey = tuple[str, str | float]
 """A revision, and what is counted of it: requests by their result, `passed` or `failed`, and streams by the
 seconds within which their first token came."""
 
-Counts = Mapping[str, Mapping[Counted, float]]
+RouterCounters = Mapping[str, Mapping[CounterKey, float]]
 """Of each router, by its pod's name."""
 
 
-class Tries(Protocol):
+class HealthSource(Protocol):
     """Knows what becomes of requests."""
 
-    async def lately(self, service: str, routers: Mapping[str, str]) -> Mapping[str, Tried]:
+    async def lately(self, service: str, routers: Mapping[str, str]) -> Mapping[str, RolloutHealth]:
         """By revision, of a service by its UID; `routers` are their addresses by their pods' names."""
 
     def forget(self, service: str) -> None:
         """There is one generation: what was counted is of no use any more."""
 
 
-class NoTries:
+class NoHealthSource:
     """Knows nothing."""
 
-    async def lately(self, service: str, routers: Mapping[str, str]) -> Mapping[str, Tried]:
+    async def lately(self, service: str, routers: Mapping[str, str]) -> Mapping[str, RolloutHealth]:
         return {}
 
     def forget(self, service: str) -> None: ...
 
 
-class RouterTries:
+class RouterHealthSource:
     """Reads it off the routers' metrics. `clock` is monotonic."""
 
-    def __init__(self, read: Read, clock: Callable[[], float]) -> None:
-        self._read = read
+    def __init__(self, read_text: FetchText, clock: Callable[[], float]) -> None:
+        self._read = read_text
         self._clock = clock
-        self._seen: defaultdict[str, deque[tuple[float, Counts]]] = defaultdict(deque)
+        self._seen: defaultdict[str, deque[tuple[float, RouterCounters]]] = defaultdict(deque)
 
-    async def lately(self, service: str, routers: Mapping[str, str]) -> Mapping[str, Tried]:
+    async def lately(self, service: str, routers: Mapping[str, str]) -> Mapping[str, RolloutHealth]:
         said = await asyncio.gather(*map(self._counts, routers.values()))
         counts = {pod: one for pod, one in zip(routers, said, strict=True) if one is not None}
         now, seen = self._clock(), self._seen[service]
@@ -137,17 +137,17 @@ class RouterTries:
     def forget(self, service: str) -> None:
         self._seen.pop(service, None)
 
-    async def _counts(self, address: str) -> Mapping[Counted, float] | None:
+    async def _counts(self, address: str) -> Mapping[CounterKey, float] | None:
         host = f"[{address}]" if ":" in address else address
         url = f"http://{host}:{names.ROUTER_PORT}/metrics"
         try:
-            return counted(await self._read(url))
+            return parse_counters(await self._read(url))
         except (OSError, TimeoutError, ValueError, aiohttp.ClientError) as error:
             log.info("%s does not say what becomes of requests: %s", url, error)
             return None
 
 
-async def read(url: str) -> str:
+async def read_text(url: str) -> str:
     """What is there. Raises as `Read` has it."""
     limit = aiohttp.ClientTimeout(total=ANSWER_S)
     async with (
@@ -158,17 +158,17 @@ async def read(url: str) -> str:
         return text
 
 
-def counted(text: str) -> Counter[Counted]:
+def parse_counters(text: str) -> Counter[CounterKey]:
     """
     What a router counts, all of its processes together. Raises ValueError.
 
     >>> name = "baton_router_generation_requests_total"
-    >>> counted(f'{name}{{revision="6f1c2ab9",result="failed"}} 3.0\\n')
+    >>> parse_counters(f'{name}{{revision="6f1c2ab9",result="failed"}} 3.0\\n')
     Counter({('6f1c2ab9', 'failed'): 3.0})
     """
     requests = metrics.ROUTER_GENERATION_REQUESTS.name
     streams = f"{metrics.ROUTER_GENERATION_FIRST_TOKEN.name}_bucket"
-    found: Counter[Counted] = Counter()
+    found: Counter[CounterKey] = Counter()
     for family in text_string_to_metric_families(text):
         for one in family.samples:
             if one.name == requests:
@@ -178,9 +178,9 @@ def counted(text: str) -> Counter[Counted]:
     return found
 
 
-def _added(readings: Sequence[Counts]) -> dict[str, Tried]:
+def _added(readings: Sequence[RouterCounters]) -> dict[str, RolloutHealth]:
     """What each router has counted since it was first read."""
-    added: Counter[Counted] = Counter()
+    added: Counter[CounterKey] = Counter()
     for pod, latest in readings[-1].items():
         first = next(one[pod] for one in readings if pod in one)
         for which, count in latest.items():
@@ -188,7 +188,7 @@ def _added(readings: Sequence[Counts]) -> dict[str, Tried]:
     return {revision: _tried(revision, added) for revision, _ in added}
 
 
-def _tried(revision: str, added: Counter[Counted]) -> Tried:
+def _tried(revision: str, added: Counter[CounterKey]) -> RolloutHealth:
     failed = added[revision, "failed"]
     begun = {what: added[one, what] for one, what in added if one == revision and isinstance(what, float)}
-    return Tried(added[revision, "passed"] + failed, failed, begun)
+    return RolloutHealth(added[revision, "passed"] + failed, failed, begun)

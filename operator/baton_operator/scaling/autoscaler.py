@@ -18,24 +18,30 @@ from baton_api.errors import SetupError
 from baton_api.profiles import Profile
 from baton_operator import names
 from baton_operator.cluster.api_server import ApiServer
-from baton_operator.cluster.state import Observer, Pod
+from baton_operator.cluster.state import ClusterReader, Pod
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.service_policies import ProfileSource
 from baton_operator.manifests.conditions import Fact, Transition
 from baton_operator.manifests.objects import Manifest, timestamp
-from baton_operator.reconcilers.reconciler import Tell
+from baton_operator.reconcilers.reconciler import ReportTransition
 from baton_operator.rollout.decision import RoleName
 from baton_operator.scaling import role_scalers, sizing
-from baton_operator.scaling.budget import Budget, Wish, gpus, granted, holder, of_role
+from baton_operator.scaling.budget import GpuBudget, GpuDemand, allocate, gpus, holder, of_role
 from baton_operator.scaling.decision import capacity
-from baton_operator.scaling.history import Capacity, Startups
-from baton_operator.scaling.metrics import Decided, ScalingFigures, Service
-from baton_operator.scaling.prometheus import FIGURE, Metrics, MetricsLost, Question, held_requests
-from baton_operator.scaling.roles import Role, ScalingSettings, decide_all, policy_of
-from baton_operator.scaling.sample import STARTUP_S, Decision, Memory, Size
-from baton_operator.scaling.signals import Figures, Pods, observed
+from baton_operator.scaling.history import CapacityEstimate, StartupTimes
+from baton_operator.scaling.metrics import RoleDecision, ScalingMetrics, ServiceName
+from baton_operator.scaling.prometheus import (
+    METRIC_LABEL,
+    MetricsClient,
+    MetricsLost,
+    MetricsQuery,
+    held_requests,
+)
+from baton_operator.scaling.roles import ScaledRole, ScalingSettings, decide_all, policy_of
+from baton_operator.scaling.sample import STARTUP_S, RoleMemory, ScalingDecision, WorkerSize
+from baton_operator.scaling.signals import RolePods, ServiceMetrics, role_sample
 
-AWAKE_S = 2.0
+SLEEP_INTERVAL_S = 2.0
 """Between two looks at a service that sleeps: its first request waits for as long."""
 
 PENDING = "Unschedulable"
@@ -45,19 +51,19 @@ COST = "controller.kubernetes.io/pod-deletion-cost"
 
 
 @dataclass(slots=True)
-class Known:
+class ServiceMemory:
     """What is remembered of one service between two looks."""
 
     revision: str = ""
-    memories: dict[RoleName, Memory] = field(default_factory=dict)
-    startups: dict[RoleName, Startups] = field(default_factory=dict)
+    memories: dict[RoleName, RoleMemory] = field(default_factory=dict)
+    startups: dict[RoleName, StartupTimes] = field(default_factory=dict)
     complaint: str = ""
     """What is wrong with its profile, as it was told."""
     profile: Profile | None = None
     profile_source: ProfileSource | None = None
     """From where it was read."""
     reread_at: float = 0.0
-    requests: sizing.Seen = field(default_factory=sizing.Seen)
+    requests: sizing.LearnedRequests = field(default_factory=sizing.LearnedRequests)
 
 
 class Autoscaler:
@@ -66,11 +72,11 @@ class Autoscaler:
     def __init__(
         self,
         api: ApiServer,
-        observer: Observer,
-        metrics: Metrics,
+        observer: ClusterReader,
+        metrics: MetricsClient,
         own: ScalingSettings,
-        tell: Tell,
-        figures: ScalingFigures,
+        tell: ReportTransition,
+        figures: ScalingMetrics,
         clock: Callable[[], float],
     ) -> None:
         self._api = api
@@ -80,8 +86,8 @@ class Autoscaler:
         self._tell = tell
         self._figures = figures
         self._clock = clock
-        self._known: dict[Service, Known] = {}
-        self._budget = Budget(own.gpu_budget, observer)
+        self._known: dict[ServiceName, ServiceMemory] = {}
+        self._budget = GpuBudget(own.gpu_budget, observer)
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
         service = self._observer.service(namespace, name)
@@ -108,7 +114,7 @@ class Autoscaler:
             await self._look(service, spec, bound, pods, asleep=asleep)
         finally:
             self._budget.written((namespace, name))
-        return min(interval, AWAKE_S) if asleep else interval
+        return min(interval, SLEEP_INTERVAL_S) if asleep else interval
 
     async def _look(
         self,
@@ -120,37 +126,37 @@ class Autoscaler:
         asleep: bool,
     ) -> None:
         metadata = service["metadata"]
-        key: Service = (metadata["namespace"], metadata["name"])
+        key: ServiceName = (metadata["namespace"], metadata["name"])
         now = self._clock()
-        known = self._known.setdefault(key, Known())
+        known = self._known.setdefault(key, ServiceMemory())
         _learn_generation(known, service)
-        question = Question(*key, spec.autoscaling.slo.percentile, self._own.window_s)
+        question = MetricsQuery(*key, spec.autoscaling.slo.percentile, self._own.window_s)
         figures = await self._asleep(pods) if asleep else await self._asked(spec, question)
         memories = {name: _memory(known, name, one, pods, now) for name, one in bound.items()}
         profile = await self._profile(service, spec, known, now)
-        sized: Mapping[RoleName, Size] = {}
+        sized: Mapping[RoleName, WorkerSize] = {}
         if profile is not None:
             known.requests = known.requests.looked(profile, figures, now)
             ahead_s = max(one.startup_s for one in memories.values())
             prefills = None if spec.prefill is None else spec.prefill.replicas or 0
             if "prefill" in bound:
                 prefills = bound["prefill"]["spec"]["replicas"]
-            sized = sizing.sizes(profile, known.requests, spec.autoscaling.slo, ahead_s, prefills)
-        roles: dict[RoleName, Role] = {}
+            sized = sizing.worker_sizes(profile, known.requests, spec.autoscaling.slo, ahead_s, prefills)
+        roles: dict[RoleName, ScaledRole] = {}
         for name, scaler in bound.items():
             workers = of_role(name, pods)
             policy = policy_of(spec, name)
-            there = Pods(
+            there = RolePods(
                 replicas=role_scalers.scaled(role_scalers.roles(spec)[name], scaler["spec"]["replicas"]),
                 ready=sum(pod.ready and not pod.terminating for pod in workers),
                 routers=len(_routers(pods)),
                 pending_s=max((now - pod.created for pod in workers if PENDING in pod.trouble), default=0.0),
                 rolling=rolls(service),
             )
-            seen = observed(name, figures, there, policy.objective_s, size=sized.get(name))
-            roles[name] = Role(policy, memories[name], seen)
+            seen = role_sample(name, figures, there, policy.objective_s, size=sized.get(name))
+            roles[name] = ScaledRole(policy, memories[name], seen)
 
-        def grant(decisions: Mapping[RoleName, Decision]) -> Mapping[RoleName, int]:
+        def grant(decisions: Mapping[RoleName, ScalingDecision]) -> Mapping[RoleName, int]:
             return self._grant(key, spec, pods, roles, decisions, now)
 
         made = decide_all(roles, grant, now)
@@ -158,7 +164,7 @@ class Autoscaler:
         self._figures.decided(
             key,
             {
-                name: Decided(roles[name].seen, one, capacity(memory, roles[name].seen))
+                name: RoleDecision(roles[name].seen, one, capacity(memory, roles[name].seen))
                 for name, (one, memory) in made.items()
             },
             measured=not figures.lost,
@@ -175,7 +181,7 @@ class Autoscaler:
             await self._say(scaler, decision, memory, now)
 
     async def _profile(
-        self, service: Manifest, spec: InferenceServiceSpec, known: Known, now: float
+        self, service: Manifest, spec: InferenceServiceSpec, known: ServiceMemory, now: float
     ) -> Profile | None:
         """What the service's profile says of its workers; None if it has none that can be read."""
         source = spec.autoscaling.profile
@@ -195,20 +201,20 @@ class Autoscaler:
         known.complaint = complaint
         return known.profile
 
-    async def _asked(self, spec: InferenceServiceSpec, question: Question) -> Figures:
+    async def _asked(self, spec: InferenceServiceSpec, question: MetricsQuery) -> ServiceMetrics:
         try:
-            return Figures(await self._metrics.ask(self._url(spec), question.text, FIGURE))
+            return ServiceMetrics(await self._metrics.ask(self._url(spec), question.text, METRIC_LABEL))
         except MetricsLost as lost:
-            return Figures({}, str(lost))
+            return ServiceMetrics({}, str(lost))
 
-    async def _asleep(self, pods: Sequence[Pod]) -> Figures:
+    async def _asleep(self, pods: Sequence[Pod]) -> ServiceMetrics:
         """Nobody works, so that all there is to know is who waits, and routers know that."""
         there = _routers(pods)
         held = await held_requests([f"http://{_host(pod.address)}:{names.ROUTER_PORT}" for pod in there])
         if held.value is None:
-            return Figures({}, held.why)
+            return ServiceMetrics({}, held.why)
         nothing = ("demand_prompt", "demand_answer", "queued_prompt", "in_flight", "waiting", "age")
-        return Figures({**dict.fromkeys(nothing, 0.0), "routers": len(there), "held": held.value})
+        return ServiceMetrics({**dict.fromkeys(nothing, 0.0), "routers": len(there), "held": held.value})
 
     def _url(self, spec: InferenceServiceSpec) -> str:
         named = spec.autoscaling.prometheus
@@ -216,29 +222,29 @@ class Autoscaler:
 
     def _grant(
         self,
-        key: Service,
+        key: ServiceName,
         spec: InferenceServiceSpec,
         pods: Sequence[Pod],
-        roles: Mapping[RoleName, Role],
-        decisions: Mapping[RoleName, Decision],
+        roles: Mapping[RoleName, ScaledRole],
+        decisions: Mapping[RoleName, ScalingDecision],
         now: float,
     ) -> dict[RoleName, int]:
-        wishes: dict[RoleName, Wish] = {}
+        wishes: dict[RoleName, GpuDemand] = {}
         for name, role in role_scalers.roles(spec).items():
             there = roles[name].seen.replicas if name in roles else (role.replicas or 0)
             wished = decisions[name].replicas if name in decisions else there
             pressure = decisions[name].pressure if name in decisions else 0.0
             pods_of_it = len(of_role(name, pods))
-            wishes[name] = Wish(holder(key, name), gpus(role), there, pods_of_it, wished, pressure)
+            wishes[name] = GpuDemand(holder(key, name), gpus(role), there, pods_of_it, wished, pressure)
         allowed = {one.holder: one.wished for one in wishes.values()}
         if spec.autoscaling.gpu_budget is not None:
-            allowed |= granted(wishes.values(), spec.autoscaling.gpu_budget)
+            allowed |= allocate(wishes.values(), spec.autoscaling.gpu_budget)
         bounded = [replace(one, wished=allowed[one.holder]) for one in wishes.values()]
         until = now + 3 * spec.autoscaling.interval_seconds
         allowed = dict(self._budget.grant(key, bounded, now, until))
         return {name: allowed[wishes[name].holder] for name in decisions}
 
-    async def _weigh(self, spec: InferenceServiceSpec, question: Question, pods: Sequence[Pod]) -> None:
+    async def _weigh(self, spec: InferenceServiceSpec, question: MetricsQuery, pods: Sequence[Pod]) -> None:
         """Have the worker go that has least to do. Without metrics Kubernetes takes the youngest."""
         try:
             running = await self._metrics.ask(self._url(spec), question.running, "pod")
@@ -250,7 +256,9 @@ class Autoscaler:
             cost = {"metadata": {"annotations": {COST: f"{running[pod.name]:.0f}"}}}
             await self._api.merge("v1", "Pod", question.namespace, pod.name, cost)
 
-    async def _write(self, service: Manifest, scaler: Manifest, name: RoleName, decision: Decision) -> None:
+    async def _write(
+        self, service: Manifest, scaler: Manifest, name: RoleName, decision: ScalingDecision
+    ) -> None:
         metadata = scaler["metadata"]
         before = scaler["spec"]["replicas"]
         body = {
@@ -268,7 +276,7 @@ class Autoscaler:
         fact = Fact(f"{name.capitalize()}Scaled", True, "ScaledUp" if up else "ScaledDown", message)
         self._tell(service, Transition(fact, warning=False))
 
-    async def _say(self, scaler: Manifest, decision: Decision, memory: Memory, now: float) -> None:
+    async def _say(self, scaler: Manifest, decision: ScalingDecision, memory: RoleMemory, now: float) -> None:
         before: dict[str, Any] = scaler.get("status", {}).get("scaling", {})
         status: dict[str, Any] = {
             "recommended": decision.replicas,
@@ -300,27 +308,29 @@ def _scaled(service: Manifest) -> InferenceServiceSpec | None:
     return None if spec.autoscaling.mode == "Disabled" or spec.suspend else spec
 
 
-def _learn_generation(known: Known, service: Manifest) -> None:
+def _learn_generation(known: ServiceMemory, service: Manifest) -> None:
     """What was learned of one generation is where the next one begins."""
     revision = service.get("status", {}).get("currentRevision", "")
     if known.revision and revision and revision != known.revision:
         known.memories = {
-            name: replace(one, capacity=Capacity(seed=one.capacity.value))
+            name: replace(one, capacity=CapacityEstimate(seed=one.capacity.value))
             for name, one in known.memories.items()
         }
     known.revision = revision or known.revision
 
 
-def _remembered(scaler: Manifest, now: float) -> Memory:
+def _remembered(scaler: Manifest, now: float) -> RoleMemory:
     """As another operator has left it."""
     noted = scaler.get("status", {}).get("scaling", {})
-    return Memory.new(now, noted.get("capacity"), noted.get("startupSeconds", STARTUP_S))
+    return RoleMemory.new(now, noted.get("capacity"), noted.get("startupSeconds", STARTUP_S))
 
 
-def _memory(known: Known, name: RoleName, scaler: Manifest, pods: Sequence[Pod], now: float) -> Memory:
+def _memory(
+    known: ServiceMemory, name: RoleName, scaler: Manifest, pods: Sequence[Pod], now: float
+) -> RoleMemory:
     """What is remembered of a role, with the starts of its pods."""
     memory = known.memories.get(name) or _remembered(scaler, now)
-    starts = known.startups.setdefault(name, Startups())
+    starts = known.startups.setdefault(name, StartupTimes())
     starts.look(of_role(name, pods), now)
     return replace(memory, startup_s=starts.most_s or memory.startup_s)
 

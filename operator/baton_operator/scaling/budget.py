@@ -15,17 +15,17 @@ from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
-from baton_operator.cluster.state import Observer, Pod
+from baton_operator.cluster.state import ClusterReader, Pod
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.worker_role import WorkerRole
 from baton_operator.manifests.objects import Manifest
 from baton_operator.rollout.decision import RoleName
 from baton_operator.scaling import role_scalers
-from baton_operator.scaling.metrics import Service
+from baton_operator.scaling.metrics import ServiceName
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class GpuDemand:
     """What one role would like to have. All numbers are at least 0."""
 
     holder: str
@@ -46,13 +46,13 @@ class Wish:
         return self.gpus * max(self.there, self.pods)
 
 
-def granted(wishes: Iterable[Wish], gpus: int) -> Mapping[str, int]:
+def allocate(wishes: Iterable[GpuDemand], gpus: int) -> Mapping[str, int]:
     """
     Workers for each holder: as many as it wishes, or less if it would grow.
 
-    >>> small = Wish("chat/prefill", 1, there=2, pods=2, wished=6, pressure=1.2)
-    >>> great = Wish("chat/decode", 2, there=1, pods=1, wished=3, pressure=2.0)
-    >>> granted([small, great], 10)
+    >>> small = GpuDemand("chat/prefill", 1, there=2, pods=2, wished=6, pressure=1.2)
+    >>> great = GpuDemand("chat/decode", 2, there=1, pods=1, wished=3, pressure=2.0)
+    >>> allocate([small, great], 10)
     {'chat/decode': 3, 'chat/prefill': 4}
     """
     ordered = sorted(wishes, key=lambda one: (-one.pressure, one.holder))
@@ -69,20 +69,22 @@ def granted(wishes: Iterable[Wish], gpus: int) -> Mapping[str, int]:
     return made
 
 
-class Budget:
+class GpuBudget:
     """The accelerators that all scaled services share; 0: as many as there are."""
 
-    def __init__(self, gpus: int, observer: Observer) -> None:
+    def __init__(self, gpus: int, observer: ClusterReader) -> None:
         self._gpus = gpus
         self._observer = observer
-        self._held: dict[Service, tuple[int, tuple[Wish, ...]]] = {}
+        self._held: dict[ServiceName, tuple[int, tuple[GpuDemand, ...]]] = {}
         """What each service holds, and the state of the cache that this was read from."""
-        self._wishes: dict[Service, tuple[float, Mapping[str, Wish]]] = {}
+        self._wishes: dict[ServiceName, tuple[float, Mapping[str, GpuDemand]]] = {}
         """Wishes by holder, and when they are too old to count."""
         self._reserved: dict[str, int] = {}
         """What was granted and is not written yet."""
 
-    def grant(self, service: Service, wishes: Sequence[Wish], now: float, until: float) -> Mapping[str, int]:
+    def grant(
+        self, service: ServiceName, wishes: Sequence[GpuDemand], now: float, until: float
+    ) -> Mapping[str, int]:
         """
         Workers for each holder. Grants are reserved until `written`.
 
@@ -92,26 +94,26 @@ class Budget:
             return {one.holder: one.wished for one in wishes}
         self._wishes[service] = until, {one.holder: one for one in wishes}
         others = [one for key in self._services() if key != service for one in self._stand(key, now)]
-        allowed = granted([*wishes, *others], self._gpus)
+        allowed = allocate([*wishes, *others], self._gpus)
         self._reserved |= {one.holder: allowed[one.holder] for one in wishes}
         return allowed
 
-    def written(self, service: Service) -> None:
+    def written(self, service: ServiceName) -> None:
         """What was granted stands in the cluster now, or will not be written."""
         for name in ("prefill", "decode"):
             self._reserved.pop(holder(service, name), None)
 
-    def forget(self, service: Service) -> None:
+    def forget(self, service: ServiceName) -> None:
         """The service is not scaled any more."""
         self.written(service)
         self._wishes.pop(service, None)
 
-    def _services(self) -> list[Service]:
+    def _services(self) -> list[ServiceName]:
         there = self._observer.services()
         self._held = {key: self._held[key] for key in there if key in self._held}
         return there
 
-    def _stand(self, service: Service, now: float) -> list[Wish]:
+    def _stand(self, service: ServiceName, now: float) -> list[GpuDemand]:
         """What another service holds, and would like to have."""
         until, wishes = self._wishes.get(service, (0.0, {}))
         stand = []
@@ -125,7 +127,7 @@ class Budget:
                 stand.append(replace(one, there=there, wished=wished, pressure=wish.pressure))
         return stand
 
-    def _read(self, service: Service) -> tuple[Wish, ...]:
+    def _read(self, service: ServiceName) -> tuple[GpuDemand, ...]:
         state = self._observer.state(*service)
         before = self._held.get(service)
         if before is None or before[0] != state:
@@ -133,7 +135,7 @@ class Budget:
         return before[1]
 
 
-def holder(service: Service, name: RoleName) -> str:
+def holder(service: ServiceName, name: RoleName) -> str:
     """Which role of which service."""
     return "/".join((*service, name))
 
@@ -149,7 +151,7 @@ def of_role(name: RoleName, pods: Sequence[Pod]) -> list[Pod]:
     return [pod for pod in pods if pod.role in those and not pod.finished]
 
 
-def _held(observer: Observer, service: Service) -> tuple[Wish, ...]:
+def _held(observer: ClusterReader, service: ServiceName) -> tuple[GpuDemand, ...]:
     """What a scaled service holds as it is written; nothing if it is not scaled."""
     manifest = observer.service(*service)
     try:
@@ -163,7 +165,7 @@ def _held(observer: Observer, service: Service) -> tuple[Wish, ...]:
     for name, role in role_scalers.roles(spec).items():
         there = 0 if spec.suspend else _written(observer.scaler(*service, name), role)
         held.append(
-            Wish(holder(service, name), gpus(role), there, len(of_role(name, pods)), there, pressure=0.0)
+            GpuDemand(holder(service, name), gpus(role), there, len(of_role(name, pods)), there, pressure=0.0)
         )
     return tuple(held)
 

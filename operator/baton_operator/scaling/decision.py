@@ -13,8 +13,15 @@ import math
 from dataclasses import replace
 
 from baton_operator.kinds.role_scaler import Bound
-from baton_operator.scaling.history import SEEN_S, forecast
-from baton_operator.scaling.sample import Decision, Memory, Observation, Policy, Reading, unknown
+from baton_operator.scaling.history import TREND_S, forecast
+from baton_operator.scaling.sample import (
+    Measurement,
+    RoleMemory,
+    RoleSample,
+    ScalingDecision,
+    ScalingPolicy,
+    unknown,
+)
 
 HEADROOM = 0.85
 """Of its capacity that a worker is to be used at."""
@@ -34,7 +41,7 @@ AT_WORK = 0.5
 TOLERANCE = 0.1
 """By which the need may exceed what is there: noise is no need."""
 
-DRAIN_S = 300.0
+BACKLOG_DRAIN_S = 300.0
 """In which what waits is to be worked off."""
 
 SETTLED_S = 60.0
@@ -49,10 +56,10 @@ a node with accelerators; the Kubernetes cluster autoscaler itself gives up on a
 MOST_DOSE = 2.0
 """Times the ready workers that overload alone may ask for, where the need is unknown."""
 
-Decided = tuple[Decision, Memory]
+DecisionAndMemory = tuple[ScalingDecision, RoleMemory]
 
 
-def decide(policy: Policy, memory: Memory, seen: Observation, now: float) -> Decided:
+def decide(policy: ScalingPolicy, memory: RoleMemory, seen: RoleSample, now: float) -> DecisionAndMemory:
     """The next number of workers, and what is to be remembered. `now`: seconds of any steady clock."""
     memory = _noted(memory, seen, now)
     if seen.replicas == 0 and policy.most and seen.held.above(0):
@@ -74,14 +81,14 @@ def decide(policy: Policy, memory: Memory, seen: Observation, now: float) -> Dec
         made = _shrinkage(policy, memory, seen, now, reason, message)
     else:
         at = "AtMinimum" if raw < bounded else "AtMaximum" if raw > bounded else reason
-        made = Decision(bounded, raw, at, message)
+        made = ScalingDecision(bounded, raw, at, message)
     limited = made.limited or ("AtMaximum" if raw > policy.most else "")
     bound = _bound(policy, seen, reason)
     made = replace(made, replicas=_bounded(policy, made.replicas), raw=raw, limited=limited, bound=bound)
     return _remembered(memory, seen, replace(made, pressure=pressure), now)
 
 
-def used(policy: Policy, memory: Memory, seen: Observation) -> Reading:
+def utilisation(policy: ScalingPolicy, memory: RoleMemory, seen: RoleSample) -> Measurement:
     """How full the workers are, 0 to 1 and more: by their room, or by what waits before them."""
     if policy.queue_s is None:
         return seen.utilisation
@@ -93,15 +100,15 @@ def used(policy: Policy, memory: Memory, seen: Observation) -> Reading:
     if worker is None:
         return unknown("nothing is known of what a worker can do")
     assert seen.backlog.value is not None
-    return Reading.of(seen.backlog.value / (worker * policy.queue_s * seen.ready))
+    return Measurement.of(seen.backlog.value / (worker * policy.queue_s * seen.ready))
 
 
-def capacity(memory: Memory, seen: Observation) -> float | None:
+def capacity(memory: RoleMemory, seen: RoleSample) -> float | None:
     """Tokens a second of one worker: by a profile, or as far as was learned."""
     return seen.size.tokens_per_s if seen.size and seen.size.tokens_per_s else memory.capacity.value
 
 
-def late(policy: Policy, seen: Observation) -> tuple[Reading, float]:
+def longest_wait(policy: ScalingPolicy, seen: RoleSample) -> tuple[Measurement, float]:
     """What clients wait for the longest against its objective: the wait, and the objective, in seconds."""
     if policy.first_token_s is None or not seen.first_token.known:
         return seen.latency, policy.objective_s
@@ -112,10 +119,10 @@ def late(policy: Policy, seen: Observation) -> tuple[Reading, float]:
     return max(token, first, key=lambda one: (one[0].value or 0.0) / one[1])
 
 
-def _noted(memory: Memory, seen: Observation, now: float) -> Memory:
+def _noted(memory: RoleMemory, seen: RoleSample, now: float) -> RoleMemory:
     """What is learned from this look."""
     capacity = memory.capacity.learned(seen.rate.value)
-    demand = tuple(sample for sample in memory.demand if sample[0] > now - SEEN_S)
+    demand = tuple(sample for sample in memory.demand if sample[0] > now - TREND_S)
     if seen.demand.value is not None:
         demand = (*demand, (now, seen.demand.value))
     grown = memory.ready is not None and seen.ready > memory.ready
@@ -123,12 +130,12 @@ def _noted(memory: Memory, seen: Observation, now: float) -> Memory:
     return replace(memory, capacity=capacity, demand=demand, ready=seen.ready, ready_since=since)
 
 
-def _need(memory: Memory, seen: Observation) -> float | None:
+def _need(memory: RoleMemory, seen: RoleSample) -> float | None:
     """Workers that the demand needs, as a fraction; None if demand or capacity are not known."""
     worker = capacity(memory, seen)
     if seen.demand.value is None:
         return None
-    waiting = (seen.backlog.value or 0.0) / DRAIN_S
+    waiting = (seen.backlog.value or 0.0) / BACKLOG_DRAIN_S
     if not seen.demand.value and not waiting:
         return 0.0
     if worker is None:
@@ -138,11 +145,11 @@ def _need(memory: Memory, seen: Observation) -> float | None:
 
 
 def _raw(
-    policy: Policy, memory: Memory, seen: Observation, need: float | None, now: float
+    policy: ScalingPolicy, memory: RoleMemory, seen: RoleSample, need: float | None, now: float
 ) -> tuple[int, str, str]:
     """What this moment asks for, whatever was before: number, word and sentence."""
     there = seen.replicas
-    full = used(policy, memory, seen)
+    full = utilisation(policy, memory, seen)
     up, up_reason, up_message = _overload(policy, memory, seen, full, need, now)
     # What waits for too long is no noise.
     enough = there if full.above(HIGH) else there * (1 + TOLERANCE)
@@ -168,24 +175,29 @@ def _raw(
     return wished, "Spare", f"{wished} would do."
 
 
-def _by_profile(seen: Observation) -> str:
+def _by_profile(seen: RoleSample) -> str:
     if seen.size is None or not seen.size.tokens_per_s:
         return ""
     return f" of {seen.size.tokens_per_s:.0f} tokens/s each ({seen.size.bound})"
 
 
-def _bound(policy: Policy, seen: Observation, reason: str) -> Bound | None:
+def _bound(policy: ScalingPolicy, seen: RoleSample, reason: str) -> Bound | None:
     """What one worker meets first: as it was seen now, or as a profile has it."""
     if reason == "Saturated":
         return seen.tightest
     if reason == "LatencyHigh":
-        first_token = policy.queue_s is not None or late(policy, seen)[0] is seen.first_token
+        first_token = policy.queue_s is not None or longest_wait(policy, seen)[0] is seen.first_token
         return "TimeToFirstToken" if first_token else "InterTokenLatency"
     return seen.size.bound if seen.size else None
 
 
 def _overload(
-    policy: Policy, memory: Memory, seen: Observation, full: Reading, need: float | None, now: float
+    policy: ScalingPolicy,
+    memory: RoleMemory,
+    seen: RoleSample,
+    full: Measurement,
+    need: float | None,
+    now: float,
 ) -> tuple[int, str, str]:
     """What too full workers or too long waits ask for; 0 if nothing does."""
     starting = seen.ready < seen.replicas
@@ -205,14 +217,14 @@ def _overload(
     # another worker would make none of them faster.
     least = HIGH if policy.queue_s is not None else AT_WORK
     working = full.above(0.1) or (need is not None and need > least * seen.replicas) or not full.known
-    wait, objective_s = late(policy, seen)
+    wait, objective_s = longest_wait(policy, seen)
     if wait.above(objective_s) and working:
         message = f"Clients wait for {wait.value:.3g} s; {objective_s:.3g} s is wished for."
         return seen.replicas + 1, "LatencyHigh", message
     return 0, "", ""
 
 
-def _in_the_way(policy: Policy, seen: Observation, full: Reading, there: int) -> str:
+def _in_the_way(policy: ScalingPolicy, seen: RoleSample, full: Measurement, there: int) -> str:
     """Why one worker less might not do; empty if it surely would."""
     for name, reading in (
         ("the demand", seen.demand),
@@ -232,37 +244,37 @@ def _in_the_way(policy: Policy, seen: Observation, full: Reading, there: int) ->
     more = there / (there - 1)
     if not full.below(SHRINK / more):
         return "the others would be too full"
-    wait, objective_s = late(policy, seen)
+    wait, objective_s = longest_wait(policy, seen)
     if wait.known and not wait.below(LATENCY_SHRINK * objective_s / more):
         return "clients would wait for too long"
     return ""
 
 
-def _idle(policy: Policy, memory: Memory, seen: Observation, now: float) -> bool:
+def _idle(policy: ScalingPolicy, memory: RoleMemory, seen: RoleSample, now: float) -> bool:
     """Whether nobody has asked for anything for so long that no worker is needed."""
     since = _idle_since(memory, seen, now)
     return policy.least == 0 and since is not None and now - since >= policy.zero_after_s
 
 
-def _idle_since(memory: Memory, seen: Observation, now: float) -> float | None:
+def _idle_since(memory: RoleMemory, seen: RoleSample, now: float) -> float | None:
     nothing = all(one.zero for one in (seen.demand, seen.backlog, seen.requests, seen.held, seen.queued))
     if not nothing or seen.silent:
         return None
     return now if memory.idle_since is None else memory.idle_since
 
 
-def _woken(policy: Policy, memory: Memory, seen: Observation, now: float) -> Decided:
+def _woken(policy: ScalingPolicy, memory: RoleMemory, seen: RoleSample, now: float) -> DecisionAndMemory:
     """From zero, at once: somebody waits."""
     replicas = _bounded(policy, max(1, policy.least))
     message = f"{seen.held.value:.0f} requests wait for a worker."
-    made = Decision(replicas, replicas, "FromZero", message, pressure=math.inf)
+    made = ScalingDecision(replicas, replicas, "FromZero", message, pressure=math.inf)
     windows = memory.windows.with_one(
         now, replicas, policy.up.stabilization_window_seconds, policy.down.stabilization_window_seconds
     )
     return _remembered(replace(memory, windows=windows), seen, made, now)
 
 
-def _blind(policy: Policy, memory: Memory, seen: Observation, now: float) -> Decided:
+def _blind(policy: ScalingPolicy, memory: RoleMemory, seen: RoleSample, now: float) -> DecisionAndMemory:
     """Nothing is known: all stays, and after a while the number that somebody has set for this case."""
     since = now if memory.blind_since is None else memory.blind_since
     # In the windows it counts as needing what is there: after it, no worker goes for a whole window.
@@ -275,68 +287,78 @@ def _blind(policy: Policy, memory: Memory, seen: Observation, now: float) -> Dec
     if long and fallback is not None and policy.loss.then != "Hold":
         wished = fallback if policy.loss.then == "Fallback" else max(wished, fallback)
         message = f"Nothing was measured for {now - since:.0f} s: {seen.demand.why}."
-        made = Decision(_bounded(policy, wished), wished, "MetricsFallback", message, "Fallback")
+        made = ScalingDecision(_bounded(policy, wished), wished, "MetricsFallback", message, "Fallback")
     else:
         message = f"Nothing is measured, so that nothing changes: {seen.demand.why}."
-        made = Decision(_bounded(policy, wished), wished, "MetricsHeld", message, "Held")
+        made = ScalingDecision(_bounded(policy, wished), wished, "MetricsHeld", message, "Held")
     return _remembered(memory, seen, replace(made, pressure=1.0), now)
 
 
 def _growth(
-    policy: Policy, memory: Memory, seen: Observation, now: float, wished: int, reason: str, message: str
-) -> Decision:
+    policy: ScalingPolicy,
+    memory: RoleMemory,
+    seen: RoleSample,
+    now: float,
+    wished: int,
+    reason: str,
+    message: str,
+) -> ScalingDecision:
     there = seen.replicas
     if seen.pending_s > PENDING_S:
         waited = f"A worker has found no place in the cluster for {seen.pending_s:.0f} s."
-        return Decision(there, wished, "CapacityExhausted", waited, limited="CapacityExhausted")
+        return ScalingDecision(there, wished, "CapacityExhausted", waited, limited="CapacityExhausted")
     if seen.capped:
-        return Decision(there, wished, "OtherRole", seen.capped, limited="OtherRole")
-    wait, objective_s = late(policy, seen)
+        return ScalingDecision(there, wished, "OtherRole", seen.capped, limited="OtherRole")
+    wait, objective_s = longest_wait(policy, seen)
     if seen.rolling and not wait.above(objective_s):
-        return Decision(there, wished, "RollingOut", "A rollout is under way; clients do not wait for long.")
+        return ScalingDecision(
+            there, wished, "RollingOut", "A rollout is under way; clients do not wait for long."
+        )
     window = policy.up.stabilization_window_seconds
     lasting = memory.windows.lasting_rise
     if lasting <= there:
-        return Decision(there, wished, "Stabilizing", f"{message} That has to last for {window} s.")
+        return ScalingDecision(there, wished, "Stabilizing", f"{message} That has to last for {window} s.")
     # As many as were needed at the least in all of the window.
     room = policy.up.max_step - _moved(memory.grown, now, policy.up.period_seconds)
     wished = min(wished, lasting, there + max(0, room))
     if wished <= there:
-        return Decision(there, wished, "Stepping", f"{message} It grows by {policy.up.max_step} at a time.")
-    return Decision(wished, wished, reason, message)
+        return ScalingDecision(
+            there, wished, "Stepping", f"{message} It grows by {policy.up.max_step} at a time."
+        )
+    return ScalingDecision(wished, wished, reason, message)
 
 
 def _shrinkage(
-    policy: Policy, memory: Memory, seen: Observation, now: float, reason: str, message: str
-) -> Decision:
+    policy: ScalingPolicy, memory: RoleMemory, seen: RoleSample, now: float, reason: str, message: str
+) -> ScalingDecision:
     there = seen.replicas
     if seen.replicas > policy.most:
-        return Decision(policy.most, policy.most, "AtMaximum", "It has more than its maximum.")
+        return ScalingDecision(policy.most, policy.most, "AtMaximum", "It has more than its maximum.")
     if seen.rolling:
-        return Decision(there, there, "RollingOut", "A rollout is under way.")
+        return ScalingDecision(there, there, "RollingOut", "A rollout is under way.")
     if reason == "Idle":
         # Nobody has asked for a whole window, and who comes next is held until he is served.
-        return Decision(policy.least, policy.least, reason, message)
+        return ScalingDecision(policy.least, policy.least, reason, message)
     window = policy.down.stabilization_window_seconds
     lasting = memory.windows.lasting_fall(now, window)
     if lasting is None or lasting >= there:
-        return Decision(there, there, "Stabilizing", f"{message} That has to last for {window} s.")
+        return ScalingDecision(there, there, "Stabilizing", f"{message} That has to last for {window} s.")
     # Checked at the moment of the change and not over the window, in which some request always queues.
     if not seen.queued.zero:
         what = (
             seen.queued.why if seen.queued.value is None else f"{seen.queued.value:.0f} requests are queued"
         )
-        return Decision(there, there, "Queued", f"No worker goes: {what}.")
+        return ScalingDecision(there, there, "Queued", f"No worker goes: {what}.")
     room = policy.down.max_step - _moved(memory.shrunk, now, policy.down.period_seconds)
     wished = max(lasting, policy.least, there - max(0, room))
     if wished >= there:
-        return Decision(
+        return ScalingDecision(
             there, there, "Stepping", f"{message} It shrinks by {policy.down.max_step} at a time."
         )
-    return Decision(wished, wished, reason, message)
+    return ScalingDecision(wished, wished, reason, message)
 
 
-def _remembered(memory: Memory, seen: Observation, made: Decision, now: float) -> Decided:
+def _remembered(memory: RoleMemory, seen: RoleSample, made: ScalingDecision, now: float) -> DecisionAndMemory:
     """What was decided is in the memory from here on, whether or not somebody carries it out."""
     grown, shrunk = memory.grown, memory.shrunk
     if made.replicas > seen.replicas:
@@ -351,5 +373,5 @@ def _moved(moves: tuple[tuple[float, int], ...], now: float, period_s: float) ->
     return sum(count for time, count in moves if time > now - period_s)
 
 
-def _bounded(policy: Policy, replicas: int) -> int:
+def _bounded(policy: ScalingPolicy, replicas: int) -> int:
     return max(policy.least, min(replicas, policy.most))

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 from baton_operator.cluster.state import Pod
 
-SEEN_S = 300.0
+TREND_S = 300.0
 """Of the past that a line is drawn through."""
 
-MOST = 1.5
+GROWTH_LIMIT = 1.5
 """Times the present demand that is believed."""
 
 LEAST_SAMPLES = 8
@@ -24,11 +24,11 @@ DOUBT = 3.0
 """Standard errors that are taken off. Rates over two minutes, looked at every 15 s, share most of what they
 count: eight say as much as one does, so that a line is less certain by about the root of eight."""
 
-Sample = tuple[float, float]
+TimedValue = tuple[float, float]
 """Time and value."""
 
 
-def forecast(samples: Sequence[Sample], now_value: float, ahead_s: float) -> float:
+def forecast(samples: Sequence[TimedValue], now_value: float, ahead_s: float) -> float:
     """
     The demand `ahead_s` from now, at least `now_value`.
 
@@ -38,10 +38,10 @@ def forecast(samples: Sequence[Sample], now_value: float, ahead_s: float) -> flo
     >>> forecast(rising[::-1], 235.0, 600.0)
     352.5
     """
-    return max(now_value, min(MOST * now_value, now_value + max(0.0, slope(samples)) * ahead_s))
+    return max(now_value, min(GROWTH_LIMIT * now_value, now_value + max(0.0, slope(samples)) * ahead_s))
 
 
-def slope(samples: Sequence[Sample]) -> float:
+def slope(samples: Sequence[TimedValue]) -> float:
     """By which the values rise each second, less its uncertainty; 0 of too few samples."""
     count = len(samples)
     if count < LEAST_SAMPLES:
@@ -56,25 +56,25 @@ def slope(samples: Sequence[Sample]) -> float:
     return rise - DOUBT * math.sqrt(missed / (count - 2) / spread)
 
 
-Entry = tuple[float, int]
+Recommendation = tuple[float, int]
 """Time and recommendation."""
 
-FULL = 0.9
+WINDOW_FILLED = 0.9
 """Of a window that must have been seen before a fall counts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
+class RecommendationWindows:
     """Times are those of one clock, in seconds."""
 
     since: float
     """When looking began: nothing is known of before."""
-    rises: tuple[Entry, ...] = ()
+    rises: tuple[Recommendation, ...] = ()
     """The least of any later time is among them."""
-    falls: tuple[Entry, ...] = ()
+    falls: tuple[Recommendation, ...] = ()
     """The greatest of any later time is among them."""
 
-    def with_one(self, now: float, raw: int, up_s: float, down_s: float) -> Windows:
+    def with_one(self, now: float, raw: int, up_s: float, down_s: float) -> RecommendationWindows:
         """The same with what is recommended now."""
         rises = _kept(self.rises, now - up_s, lambda old: old < raw)
         falls = _kept(self.falls, now - down_s, lambda old: old > raw)
@@ -87,23 +87,25 @@ class Windows:
 
     def lasting_fall(self, now: float, down_s: float) -> int | None:
         """The greatest of the window; None while too little of it was seen."""
-        return self.falls[0][1] if now - self.since >= FULL * down_s else None
+        return self.falls[0][1] if now - self.since >= WINDOW_FILLED * down_s else None
 
 
-def _kept(entries: tuple[Entry, ...], after: float, stays: Callable[[int], bool]) -> tuple[Entry, ...]:
+def _kept(
+    entries: tuple[Recommendation, ...], after: float, stays: Callable[[int], bool]
+) -> tuple[Recommendation, ...]:
     return tuple(entry for entry in entries if entry[0] > after and stays(entry[1]))
 
 
-REMEMBERED = 20
+STARTUPS_KEPT = 20
 LEAST_S = 1.0
 
 
-class Startups:
+class StartupTimes:
     """Of one role."""
 
     def __init__(self) -> None:
         self._starting: set[str] = set()
-        self._took: deque[float] = deque(maxlen=REMEMBERED)
+        self._took: deque[float] = deque(maxlen=STARTUPS_KEPT)
 
     def look(self, pods: Iterable[Pod], now: float) -> None:
         """The role's pods as they are at this Unix time."""
@@ -125,7 +127,7 @@ class Startups:
 
 
 SAMPLES = 64
-ENOUGH = 20
+ENOUGH_SAMPLES = 20
 """Samples that count for more than what was believed before."""
 
 QUANTILE = 0.8
@@ -134,7 +136,7 @@ STEP = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class CapacityEstimate:
     """Tokens a second of one worker at the load that is aimed at."""
 
     samples: tuple[float, ...] = ()
@@ -147,11 +149,11 @@ class Capacity:
         """
         What was believed before, until there are `ENOUGH` samples; None while there is neither.
 
-        >>> Capacity((9.0, 10.0, 10.0, 11.0, 50.0)).value
+        >>> CapacityEstimate((9.0, 10.0, 10.0, 11.0, 50.0)).value
         11.0
-        >>> Capacity(seed=8.0).value, Capacity().value
+        >>> CapacityEstimate(seed=8.0).value, CapacityEstimate().value
         (8.0, None)
-        >>> Capacity((2.0,) * 19, seed=8.0).value, Capacity((2.0,) * 20, seed=8.0).value
+        >>> CapacityEstimate((2.0,) * 19, seed=8.0).value, CapacityEstimate((2.0,) * 20, seed=8.0).value
         (8.0, 2.0)
         """
         if not self.samples or (self.seed is not None and not self.learnt):
@@ -162,9 +164,9 @@ class Capacity:
     @property
     def learnt(self) -> bool:
         """Whether what was seen counts."""
-        return len(self.samples) >= (1 if self.seed is None else ENOUGH)
+        return len(self.samples) >= (1 if self.seed is None else ENOUGH_SAMPLES)
 
-    def learned(self, sample: float | None) -> Capacity:
+    def learned(self, sample: float | None) -> CapacityEstimate:
         """The same with one sample more, if there is one."""
         if sample is None or sample <= 0:
             return self

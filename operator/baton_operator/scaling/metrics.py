@@ -13,43 +13,45 @@ from prometheus_client.registry import Collector
 from baton_api import metrics
 from baton_api.metrics import Metric
 from baton_operator.rollout.decision import RoleName
-from baton_operator.scaling.sample import Decision, Observation
+from baton_operator.scaling.sample import RoleSample, ScalingDecision
 
-Service = tuple[str, str]
+ServiceName = tuple[str, str]
 """Namespace and name."""
 
 INPUTS = ("demand", "backlog", "latency", "first_token", "utilisation", "rate", "requests", "queued", "held")
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class RoleDecision:
     """One role's last decision, and what it was made from."""
 
-    seen: Observation
-    decision: Decision
+    seen: RoleSample
+    decision: ScalingDecision
     capacity: float | None
 
 
-class ScalingFigures(Collector):
+class ScalingMetrics(Collector):
     """Of all services. `clock` is monotonic."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._decided: dict[Service, Mapping[RoleName, Decided]] = {}
-        self._measured: dict[Service, float] = {}
-        self._changes: Counter[tuple[Service, RoleName, str]] = Counter()
+        self._decided: dict[ServiceName, Mapping[RoleName, RoleDecision]] = {}
+        self._measured: dict[ServiceName, float] = {}
+        self._changes: Counter[tuple[ServiceName, RoleName, str]] = Counter()
 
-    def decided(self, service: Service, roles: Mapping[RoleName, Decided], *, measured: bool) -> None:
+    def decided(
+        self, service: ServiceName, roles: Mapping[RoleName, RoleDecision], *, measured: bool
+    ) -> None:
         """`measured`: whether the metrics were had this time."""
         self._decided[service] = roles
         if measured or service not in self._measured:
             self._measured[service] = self._clock()
 
-    def changed(self, service: Service, role: RoleName, direction: str) -> None:
+    def changed(self, service: ServiceName, role: RoleName, direction: str) -> None:
         """A role has been made larger or smaller: up or down."""
         self._changes[service, role, direction] += 1
 
-    def forget(self, service: Service) -> None:
+    def forget(self, service: ServiceName) -> None:
         self._decided.pop(service, None)
         self._measured.pop(service, None)
 

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton_api import metrics
 from baton_api.metrics import Metric
-from baton_operator.scaling.sample import Reading, unknown
+from baton_operator.scaling.sample import Measurement, unknown
 
 TIMEOUT_S = 5.0
 LARGEST = 4 * 1024 * 1024
@@ -33,14 +33,14 @@ class MetricsLost(Exception):
     """Prometheus has not said anything that could be relied on."""
 
 
-class Metrics(Protocol):
+class MetricsClient(Protocol):
     """Answers queries in PromQL."""
 
     async def ask(self, url: str, query: str, label: str) -> Mapping[str, float]:
         """The samples of a query's answer, by the value of a label. Raises MetricsLost."""
 
 
-class Prometheus:
+class PrometheusClient:
     """Any server with Prometheus' HTTP API. Close it at the end."""
 
     def __init__(self, own_url: str = "", token_file: str = "", ca_file: str = "") -> None:
@@ -99,7 +99,7 @@ def _samples(url: str, status: int, body: bytes, label: str) -> dict[str, float]
         raise MetricsLost(f"{url} answers {status} with something that is no answer") from error
 
 
-FIGURE = "figure"
+METRIC_LABEL = "figure"
 """The label that names what a sample of the answer is."""
 
 BUSY = 0.05
@@ -107,7 +107,7 @@ BUSY = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class MetricsQuery:
     """About one service."""
 
     namespace: str
@@ -150,7 +150,8 @@ class Question:
     def text(self) -> str:
         """As Prometheus is asked."""
         parts = (
-            f'label_replace({text}, "{FIGURE}", "{name}", "", "")' for name, text in self.figures.items()
+            f'label_replace({text}, "{METRIC_LABEL}", "{name}", "", "")'
+            for name, text in self.figures.items()
         )
         return "\nor ".join(parts)
 
@@ -234,13 +235,13 @@ class Question:
 ROUTER_TIMEOUT_S = 2.0
 
 
-async def held_requests(urls: Sequence[str]) -> Reading:
+async def held_requests(urls: Sequence[str]) -> Measurement:
     """Requests that all of these routers hold for a worker; unknown if none of them answers."""
     timeout = aiohttp.ClientTimeout(total=ROUTER_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
         answers = await asyncio.gather(*(_held(session, url) for url in urls))
     known = [one for one in answers if one is not None]
-    return Reading.of(sum(known)) if known else unknown("no router says what it holds")
+    return Measurement.of(sum(known)) if known else unknown("no router says what it holds")
 
 
 async def _held(session: aiohttp.ClientSession, url: str) -> float | None:

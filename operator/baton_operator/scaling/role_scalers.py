@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from baton_operator import names
 from baton_operator.cluster.api_resources import API as API
-from baton_operator.cluster.state import Observed
+from baton_operator.cluster.state import ClusterState
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.worker_role import WorkerRole
 from baton_operator.manifests.objects import Manifest, made
@@ -25,12 +25,12 @@ def roles(spec: InferenceServiceSpec) -> dict[RoleName, WorkerRole]:
     return {"prefill": spec.prefill, **there} if spec.prefill is not None else there
 
 
-def targets(observed: Observed, spec: InferenceServiceSpec) -> dict[RoleName, int]:
+def targets(observed: ClusterState, spec: InferenceServiceSpec) -> dict[RoleName, int]:
     """How many workers each role is to have; none of a role that there is not."""
     return {"prefill": 0, **{name: _target(observed, name, role) for name, role in roles(spec).items()}}
 
 
-def scaler(observed: Observed, name: RoleName, current: int) -> Manifest:
+def scaler(observed: ClusterState, name: RoleName, current: int) -> Manifest:
     """A role's scaler, to be made if it is not there; `current` workers are there, so nothing jumps."""
     owner = observed.owner
     body = {"spec": {"serviceName": owner.name, "role": name, "replicas": current}}
@@ -51,7 +51,7 @@ def scaled(role: WorkerRole, asked: int) -> int:
     return max(role.scaling.min_replicas, min(asked, role.scaling.max_replicas))
 
 
-def _target(observed: Observed, name: RoleName, role: WorkerRole) -> int:
+def _target(observed: ClusterState, name: RoleName, role: WorkerRole) -> int:
     if role.scaling is None:
         return 1 if role.replicas is None else role.replicas
     there = observed.find(API, KIND, names.role(observed.owner.name, name))

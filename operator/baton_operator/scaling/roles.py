@@ -14,28 +14,28 @@ from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.part import duration_s
 from baton_operator.rollout.decision import RoleName
 from baton_operator.scaling import role_scalers
-from baton_operator.scaling.decision import decide, used
-from baton_operator.scaling.sample import Decision, Memory, Observation, Policy
+from baton_operator.scaling.decision import decide, utilisation
+from baton_operator.scaling.sample import RoleMemory, RoleSample, ScalingDecision, ScalingPolicy
 
 FULL = 0.9
 """Of a decode worker's KV blocks, above which prompts that are computed would only wait."""
 
-Grant = Callable[[Mapping[RoleName, Decision]], Mapping[RoleName, int]]
+Grant = Callable[[Mapping[RoleName, ScalingDecision]], Mapping[RoleName, int]]
 """How many workers each role may have of those that it wishes for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class ScaledRole:
     """One role that is scaled."""
 
-    policy: Policy
-    memory: Memory
-    seen: Observation
+    policy: ScalingPolicy
+    memory: RoleMemory
+    seen: RoleSample
 
 
 def decide_all(
-    roles: Mapping[RoleName, Role], grant: Grant, now: float
-) -> dict[RoleName, tuple[Decision, Memory]]:
+    roles: Mapping[RoleName, ScaledRole], grant: Grant, now: float
+) -> dict[RoleName, tuple[ScalingDecision, RoleMemory]]:
     """The next numbers of workers. Roles that are not scaled are not among them."""
     made = {name: decide(role.policy, role.memory, role.seen, now) for name, role in roles.items()}
     if "prefill" in roles and "decode" in roles:
@@ -52,18 +52,20 @@ def decide_all(
     }
 
 
-def _is_full(role: Role) -> bool:
-    return used(role.policy, role.memory, role.seen).above(FULL)
+def _is_full(role: ScaledRole) -> bool:
+    return utilisation(role.policy, role.memory, role.seen).above(FULL)
 
 
-def _paired(prefill: Decision, decode: Role, decision: Decision, memory: Memory) -> tuple[Decision, Memory]:
+def _paired(
+    prefill: ScalingDecision, decode: ScaledRole, decision: ScalingDecision, memory: RoleMemory
+) -> tuple[ScalingDecision, RoleMemory]:
     """Whoever computes prompts needs somebody who takes them over."""
     if not prefill.replicas or decision.replicas or not decode.policy.most:
         return decision, memory
     return replace(decision, replicas=1, reason="PairedFloor", message="There are prefill workers."), memory
 
 
-def _within(decision: Decision, there: int, allowed: int) -> Decision:
+def _within(decision: ScalingDecision, there: int, allowed: int) -> ScalingDecision:
     if allowed >= decision.replicas:
         return decision
     message = f"{decision.message} The GPUs that it may have are enough for {allowed}."
@@ -87,13 +89,13 @@ class ScalingSettings:
     """Over which rates are taken."""
 
 
-def policy_of(spec: InferenceServiceSpec, name: RoleName) -> Policy:
+def policy_of(spec: InferenceServiceSpec, name: RoleName) -> ScalingPolicy:
     """Of a role that has `scaling`."""
     scaling = role_scalers.roles(spec)[name].scaling
     assert scaling is not None
     wanted = spec.autoscaling
     objective_s = duration_s(wanted.slo.ttft if name == "prefill" else wanted.slo.itl)
-    return Policy(
+    return ScalingPolicy(
         least=scaling.min_replicas,
         most=scaling.max_replicas,
         fallback=scaling.fallback_replicas,

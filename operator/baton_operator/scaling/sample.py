@@ -14,14 +14,14 @@ from typing import Literal
 from baton_operator.kinds.role_scaler import Bound
 from baton_operator.kinds.service_policies import MetricsLoss
 from baton_operator.kinds.worker_role import ScaleDown, ScaleUp
-from baton_operator.scaling.history import Capacity, Sample, Windows
+from baton_operator.scaling.history import CapacityEstimate, RecommendationWindows, TimedValue
 
 STARTUP_S = 240.0
 """Of a worker, before one was seen to start."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class Measurement:
     """What one question to the metrics gave."""
 
     value: float | None
@@ -30,11 +30,11 @@ class Reading:
     """Why it is unknown."""
 
     @classmethod
-    def of(cls, value: float) -> Reading:
+    def of(cls, value: float) -> Measurement:
         """
         A number that was seen; one that is no number is unknown.
 
-        >>> Reading.of(0.0).zero, Reading.of(math.nan).known
+        >>> Measurement.of(0.0).zero, Measurement.of(math.nan).known
         (True, False)
         """
         return cls(value) if math.isfinite(value) else cls(None, "it is not a number")
@@ -57,15 +57,15 @@ class Reading:
         return self.value is not None and self.value < limit
 
 
-ZERO = Reading(0.0)
+ZERO = Measurement(0.0)
 
 
-def unknown(why: str) -> Reading:
-    return Reading(None, why)
+def unknown(why: str) -> Measurement:
+    return Measurement(None, why)
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class WorkerSize:
     """One worker, as the lines of a profile have it."""
 
     tokens_per_s: float
@@ -74,7 +74,7 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class ScalingPolicy:
     """What somebody wants of one role."""
 
     least: int
@@ -94,36 +94,36 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
+class RoleSample:
     """One role as it is now."""
 
     replicas: int
     """Asked for."""
     ready: int
-    demand: Reading
+    demand: Measurement
     """Tokens a second that clients ask for, refused ones too."""
-    backlog: Reading
+    backlog: Measurement
     """Tokens that wait, in routers and workers."""
-    latency: Reading
+    latency: Measurement
     """Seconds, at the objective's percentile."""
-    first_token: Reading = ZERO
+    first_token: Measurement = ZERO
     """Likewise, where `Policy.first_token_s` has an objective for it."""
-    utilisation: Reading
+    utilisation: Measurement
     """
     Of the fullest worker, 0 to 1 and more with what is queued: the larger of its share of KV blocks and of
     batch slots. Unused where `Policy.queue_s` tells it from the backlog.
     """
     tightest: Bound | None = None
     """Which of the two it is."""
-    size: Size | None = None
+    size: WorkerSize | None = None
     """One worker by a profile, if there is one; without it, one is taken to do what was learned."""
-    rate: Reading
+    rate: Measurement
     """Tokens a second that a busy worker was seen to do: a sample of the capacity."""
-    requests: Reading = ZERO
+    requests: Measurement = ZERO
     """Of the service, that came, run or wait: what has to be nothing before a role goes to zero."""
-    queued: Reading = ZERO
+    queued: Measurement = ZERO
     """Requests of the service that are queued in routers or workers: no role shrinks while there are any."""
-    held: Reading = ZERO
+    held: Measurement = ZERO
     """Requests that wait in routers because there is no worker."""
     silent: int = 0
     """Ready workers of which nothing is heard."""
@@ -136,14 +136,14 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class RoleMemory:
     """What one role's decisions remember. A new one shrinks nothing for a while."""
 
-    windows: Windows
-    capacity: Capacity = field(default_factory=Capacity)
+    windows: RecommendationWindows
+    capacity: CapacityEstimate = field(default_factory=CapacityEstimate)
     startup_s: float = STARTUP_S
     """Nine of ten workers took no longer to start."""
-    demand: tuple[Sample, ...] = ()
+    demand: tuple[TimedValue, ...] = ()
     blind_since: float | None = None
     idle_since: float | None = None
     grown: tuple[tuple[float, int], ...] = ()
@@ -155,16 +155,16 @@ class Memory:
     """When there last was one more."""
 
     @classmethod
-    def new(cls, now: float, capacity: float | None = None, startup_s: float = STARTUP_S) -> Memory:
+    def new(cls, now: float, capacity: float | None = None, startup_s: float = STARTUP_S) -> RoleMemory:
         """Of somebody who has just begun to look; capacity and start-up time may be known from before."""
-        return cls(Windows(now), Capacity(seed=capacity), startup_s)
+        return cls(RecommendationWindows(now), CapacityEstimate(seed=capacity), startup_s)
 
 
-Source = Literal["Measured", "Held", "Fallback"]
+MetricsSource = Literal["Measured", "Held", "Fallback"]
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class ScalingDecision:
     """How many workers a role is to have, and why."""
 
     replicas: int
@@ -174,7 +174,7 @@ class Decision:
     """In one word."""
     message: str
     """In a sentence."""
-    source: Source = "Measured"
+    source: MetricsSource = "Measured"
     limited: str = ""
     """What keeps it from having what it needs, in one word; empty if nothing does."""
     bound: Bound | None = None

@@ -15,7 +15,7 @@ from typing import TypedDict
 from baton_operator.kinds.role_scaler import Bound
 from baton_operator.rollout.decision import RoleName
 from baton_operator.scaling.decision import HIGH
-from baton_operator.scaling.sample import ZERO, Observation, Reading, Size, unknown
+from baton_operator.scaling.sample import ZERO, Measurement, RoleSample, WorkerSize, unknown
 
 STALE_S = 90.0
 """Since the routers were last scraped, after which what was scraped says nothing of now."""
@@ -37,13 +37,13 @@ HALF = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class ServiceMetrics:
     """The answer to one question, or why there is none."""
 
     values: Mapping[str, float]
     lost: str = ""
 
-    def read(self, name: str) -> Reading:
+    def read(self, name: str) -> Measurement:
         if self.lost:
             return unknown(self.lost)
         age = self.values.get("age")
@@ -52,11 +52,11 @@ class Figures:
         if age > STALE_S:
             return unknown(f"the routers were last scraped {age:.0f} s ago")
         value = self.values.get(name)
-        return unknown(f"there is no {name.replace('_', ' ')}") if value is None else Reading.of(value)
+        return unknown(f"there is no {name.replace('_', ' ')}") if value is None else Measurement.of(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pods:
+class RolePods:
     """The pods of one role, and the routers, as the cluster has them."""
 
     replicas: int
@@ -70,23 +70,23 @@ class Pods:
 class _OfRole(TypedDict):
     """What is measured of one role apart from its pods, by the names of `Observation`."""
 
-    demand: Reading
-    backlog: Reading
-    latency: Reading
-    first_token: Reading
-    utilisation: Reading
+    demand: Measurement
+    backlog: Measurement
+    latency: Measurement
+    first_token: Measurement
+    utilisation: Measurement
     tightest: Bound
-    rate: Reading
+    rate: Measurement
 
 
-def observed(
+def role_sample(
     name: RoleName,
-    figures: Figures,
-    pods: Pods,
+    figures: ServiceMetrics,
+    pods: RolePods,
     objective_s: float,
-    held: Reading | None = None,
-    size: Size | None = None,
-) -> Observation:
+    held: Measurement | None = None,
+    size: WorkerSize | None = None,
+) -> RoleSample:
     """
     One role as a decision wants it; `objective_s` is that of its latency.
 
@@ -99,7 +99,7 @@ def observed(
         seen_held = held
     silent_routers = max(0, pods.routers - int(figures.read("routers").value or 0))
     role = _prefill(figures, pods) if name == "prefill" else _decode(figures, pods, objective_s)
-    return Observation(
+    return RoleSample(
         replicas=pods.replicas,
         ready=pods.ready,
         **role,
@@ -113,7 +113,7 @@ def observed(
     )
 
 
-def _prefill(figures: Figures, pods: Pods) -> _OfRole:
+def _prefill(figures: ServiceMetrics, pods: RolePods) -> _OfRole:
     backlog = figures.read("prefill_queued_tokens") if pods.ready else ZERO
     # What routers queue for a decode worker no prefill worker would make shorter.
     if not _decode_full(figures):
@@ -129,7 +129,7 @@ def _prefill(figures: Figures, pods: Pods) -> _OfRole:
     )
 
 
-def _decode(figures: Figures, pods: Pods, objective_s: float) -> _OfRole:
+def _decode(figures: ServiceMetrics, pods: RolePods, objective_s: float) -> _OfRole:
     queued = figures.read("decode_queued") if pods.ready else ZERO
     blocks = figures.read("decode_fullest") if pods.ready else ZERO
     slots = figures.read("decode_fullest_slots") if pods.ready else ZERO
@@ -137,15 +137,15 @@ def _decode(figures: Figures, pods: Pods, objective_s: float) -> _OfRole:
         waiting, all_slots = figures.read("waiting"), figures.read("decode_slots")
         queued = _sum(queued, waiting)
         if slots.value is not None and waiting.value is not None and all_slots.value:
-            slots = Reading.of(slots.value + waiting.value / all_slots.value)
+            slots = Measurement.of(slots.value + waiting.value / all_slots.value)
     running = figures.read("decode_running")
     if blocks.value and queued.value and running.value:
         # What is queued will take as many blocks each as what runs.
-        blocks = Reading.of(blocks.value * (1 + queued.value / running.value))
+        blocks = Measurement.of(blocks.value * (1 + queued.value / running.value))
     backlog = queued
     if queued.value:
         answer = figures.read("decode_answer")
-        backlog = Reading.of(queued.value * (ANSWER_TOKENS if answer.value is None else answer.value))
+        backlog = Measurement.of(queued.value * (ANSWER_TOKENS if answer.value is None else answer.value))
     latency = figures.read("decode_token")
     demand, generated = _demand(figures, "answer"), figures.read("decode_generated")
     if demand.known and generated.above(demand.value or 0.0):
@@ -161,27 +161,27 @@ def _decode(figures: Figures, pods: Pods, objective_s: float) -> _OfRole:
     )
 
 
-def _fuller(*parts: Reading) -> Reading:
+def _fuller(*parts: Measurement) -> Measurement:
     """The larger one. If one is unknown, a known one counts only if it alone asks for more workers."""
     known = max((one for one in parts if one.known), key=lambda one: one.value or 0.0, default=None)
     missing = next((one for one in parts if not one.known), None)
     return missing if missing and not (known and known.above(HIGH)) else known or parts[0]
 
 
-def _decode_full(figures: Figures) -> bool:
+def _decode_full(figures: ServiceMetrics) -> bool:
     """Whether the decode workers have no KV blocks, or no batch slots, for what routers queue."""
     return figures.read("decode_usage").above(FULL) or _slots_used(figures).above(FULL)
 
 
-def _slots_used(figures: Figures, name: str = "decode_running") -> Reading:
+def _slots_used(figures: ServiceMetrics, name: str = "decode_running") -> Measurement:
     """Share of the decode workers' batch slots that are taken."""
     running, slots = figures.read(name), figures.read("decode_slots")
     if running.value is None or not slots.value:
         return unknown("the decode workers do not report their batch slots")
-    return Reading.of(running.value / slots.value)
+    return Measurement.of(running.value / slots.value)
 
 
-def _queued(name: RoleName, figures: Figures, pods: Pods) -> Reading:
+def _queued(name: RoleName, figures: ServiceMetrics, pods: RolePods) -> Measurement:
     """Requests that wait in routers, and in workers of either role as far as there are any."""
     parts = [figures.read("waiting")]
     for role in ("prefill", "decode"):
@@ -190,7 +190,7 @@ def _queued(name: RoleName, figures: Figures, pods: Pods) -> Reading:
     return _sum(*parts)
 
 
-def _demand(figures: Figures, kind: str, without: str = "") -> Reading:
+def _demand(figures: ServiceMetrics, kind: str, without: str = "") -> Measurement:
     """As it was over the window, or lately, if that is so much more that it is hardly chance."""
     demand, lately = (
         _less(figures.read(f"demand_{kind}{when}"), figures.read(f"demand_{without}{when}"))
@@ -199,7 +199,7 @@ def _demand(figures: Figures, kind: str, without: str = "") -> Reading:
     return lately if demand.value is not None and lately.above(STEP * demand.value) else demand
 
 
-def _decode_rate(figures: Figures, latency: Reading, objective_s: float) -> Reading:
+def _decode_rate(figures: ServiceMetrics, latency: Measurement, objective_s: float) -> Measurement:
     """
     What a decode worker would do if it were as full as it should be: its rate, by how full it is.
 
@@ -212,15 +212,15 @@ def _decode_rate(figures: Figures, latency: Reading, objective_s: float) -> Read
     full = max(usage.value or 0.0, min(1.0, slots.value or 0.0), HIGH * (latency.value or 0.0) / objective_s)
     if full < HALF:
         return unknown("no decode worker was half full")
-    return Reading.of(generated.value / workers.value * min(STEEP, HIGH / full))
+    return Measurement.of(generated.value / workers.value * min(STEEP, HIGH / full))
 
 
-def _less(whole: Reading, part: Reading) -> Reading:
+def _less(whole: Measurement, part: Measurement) -> Measurement:
     """Without a part that is only reported where there is some."""
-    return whole if whole.value is None else Reading.of(max(0.0, whole.value - (part.value or 0.0)))
+    return whole if whole.value is None else Measurement.of(max(0.0, whole.value - (part.value or 0.0)))
 
 
-def _sum(*parts: Reading) -> Reading:
+def _sum(*parts: Measurement) -> Measurement:
     """Known only if all of them are."""
     missing = next((one for one in parts if not one.known), None)
-    return missing if missing is not None else Reading.of(sum(one.value or 0.0 for one in parts))
+    return missing if missing is not None else Measurement.of(sum(one.value or 0.0 for one in parts))

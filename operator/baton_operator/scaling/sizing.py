@@ -23,9 +23,9 @@ from baton_operator.kinds.part import duration_s
 from baton_operator.kinds.role_scaler import Bound
 from baton_operator.kinds.service_policies import Objectives, ProfileSource
 from baton_operator.rollout.decision import RoleName
-from baton_operator.scaling.history import SEEN_S, Sample, forecast
-from baton_operator.scaling.sample import Size
-from baton_operator.scaling.signals import Figures
+from baton_operator.scaling.history import TREND_S, TimedValue, forecast
+from baton_operator.scaling.sample import WorkerSize
+from baton_operator.scaling.signals import ServiceMetrics
 
 Line = TypeVar("Line", PrefillLine, StepLine)
 
@@ -44,7 +44,7 @@ MOST_FACTOR = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Requests:
+class MeanLengths:
     """Mean lengths of a service's requests, in tokens. Each may be a fraction."""
 
     prompt: float
@@ -54,17 +54,17 @@ class Requests:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class LearnedRequests:
     """What is remembered of one service's requests, and of its workers against the profile."""
 
-    prompt: tuple[Sample, ...] = ()
-    uncached: tuple[Sample, ...] = ()
-    answer: tuple[Sample, ...] = ()
+    prompt: tuple[TimedValue, ...] = ()
+    uncached: tuple[TimedValue, ...] = ()
+    answer: tuple[TimedValue, ...] = ()
     prefill_speed: float = 1.0
     """Times the profile's."""
     decode_speed: float = 1.0
 
-    def looked(self, profile: Profile, figures: Figures, now: float) -> Seen:
+    def looked(self, profile: Profile, figures: ServiceMetrics, now: float) -> LearnedRequests:
         """The same with what one answer of Prometheus says; what it does not say stays."""
         known = replace(
             self,
@@ -79,18 +79,18 @@ class Seen:
             decode_speed=_smoothed(self.decode_speed, _decode_speed(profile.step, means, figures)),
         )
 
-    def requests(self, profile: Profile, ahead_s: float) -> Requests:
+    def requests(self, profile: Profile, ahead_s: float) -> MeanLengths:
         """Lengths forecast over `ahead_s`; the profile's own where none was seen."""
         made_for = profile.objectives
         prompt = _forecast(self.prompt, float(made_for.prompt_tokens), ahead_s)
         share = made_for.uncached / made_for.prompt_tokens if made_for.prompt_tokens else 1.0
         uncached = _forecast(self.uncached, prompt * share, ahead_s)
-        return Requests(prompt, uncached, _forecast(self.answer, float(made_for.output_tokens), ahead_s))
+        return MeanLengths(prompt, uncached, _forecast(self.answer, float(made_for.output_tokens), ahead_s))
 
 
-def sizes(
-    profile: Profile, seen: Seen, wanted: Objectives, ahead_s: float, prefills: int | None
-) -> Mapping[RoleName, Size]:
+def worker_sizes(
+    profile: Profile, seen: LearnedRequests, wanted: Objectives, ahead_s: float, prefills: int | None
+) -> Mapping[RoleName, WorkerSize]:
     """
     One worker of each role for what comes in `ahead_s`.
 
@@ -113,12 +113,14 @@ def sizes(
     busy = profiles.busy_share(computing_s, left_s * max(1, (prefills or 0) - 1))
     bound: Bound = "Throughput" if busy >= profiles.MOST_BUSY - ROUNDING else "TimeToFirstToken"
     return {
-        "prefill": Size(busy * uncached / computing_s, bound),
+        "prefill": WorkerSize(busy * uncached / computing_s, bound),
         "decode": _decode(profile, step, objectives, computing_s if prefills is None else 0.0),
     }
 
 
-def _decode(profile: Profile, step: StepLine, objectives: profiles.Objectives, computing_s: float) -> Size:
+def _decode(
+    profile: Profile, step: StepLine, objectives: profiles.Objectives, computing_s: float
+) -> WorkerSize:
     """`computing_s`: of the prompt of each request, if the worker computes it as well."""
     in_time = profiles.streams_in_time(step, UNLIMITED, objectives)
     limits: Mapping[Bound, float] = {
@@ -129,13 +131,13 @@ def _decode(profile: Profile, step: StepLine, objectives: profiles.Objectives, c
     }
     bound = min(limits, key=lambda one: limits[one])
     if not (streams := limits[bound]):
-        return Size(0.0, bound)
+        return WorkerSize(0.0, bound)
     answer, context = objectives.output_tokens, profiles.mean_context(objectives)
     generating_s = answer * (step.base_s / streams + step.stream_s + step.token_s * context)
-    return Size(answer / (generating_s + computing_s), bound)
+    return WorkerSize(answer / (generating_s + computing_s), bound)
 
 
-def _prefill_speed(line: PrefillLine, means: Requests, figures: Figures) -> float | None:
+def _prefill_speed(line: PrefillLine, means: MeanLengths, figures: ServiceMetrics) -> float | None:
     """Of prefill workers, times the profile's; None if it was not measured."""
     measured = figures.read("prefill_speed").value
     if not measured or figures.read("prefill_uncached").value is None:
@@ -144,7 +146,7 @@ def _prefill_speed(line: PrefillLine, means: Requests, figures: Figures) -> floa
     return measured * line.seconds(tokens, tokens) / tokens if tokens else None
 
 
-def _decode_speed(line: StepLine, means: Requests, figures: Figures) -> float | None:
+def _decode_speed(line: StepLine, means: MeanLengths, figures: ServiceMetrics) -> float | None:
     """Of decode workers at the batch and context that they have, likewise."""
     running, workers = figures.read("decode_mean_running").value, figures.read("decode_workers").value
     token_s = figures.read("decode_token_mean").value
@@ -159,14 +161,14 @@ def _faster(line: Line, times: float) -> Line:
     return type(line)(**{name: value / times for name, value in msgspec.structs.asdict(line).items()})
 
 
-def _with(samples: tuple[Sample, ...], value: float | None, now: float) -> tuple[Sample, ...]:
+def _with(samples: tuple[TimedValue, ...], value: float | None, now: float) -> tuple[TimedValue, ...]:
     """The last value stays, however old: where no request ends, the next one is likely to be as the last."""
     if value is None:
         return samples
-    return (*(one for one in samples if one[0] > now - SEEN_S), (now, value))
+    return (*(one for one in samples if one[0] > now - TREND_S), (now, value))
 
 
-def _forecast(samples: tuple[Sample, ...], otherwise: float, ahead_s: float) -> float:
+def _forecast(samples: tuple[TimedValue, ...], otherwise: float, ahead_s: float) -> float:
     return forecast(samples, samples[-1][1], ahead_s) if samples else otherwise
 
 

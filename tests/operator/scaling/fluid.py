@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from baton_operator.scaling.decision import decide
-from baton_operator.scaling.sample import Memory, Observation, Policy, Reading, unknown
+from baton_operator.scaling.sample import Measurement, RoleMemory, RoleSample, ScalingPolicy, unknown
 
 TICK_S = 15.0
 CAPACITY = 1000.0
@@ -25,7 +25,7 @@ OBJECTIVE_S = 2.0
 Load = Callable[[float], float]
 """Tokens a second at a time."""
 
-POLICY = Policy(least=1, most=20, objective_s=OBJECTIVE_S, queue_s=OBJECTIVE_S)
+POLICY = ScalingPolicy(least=1, most=20, objective_s=OBJECTIVE_S, queue_s=OBJECTIVE_S)
 
 
 @dataclass
@@ -60,7 +60,7 @@ def run(
     load: Load,
     duration_s: float,
     *,
-    policy: Policy = POLICY,
+    policy: ScalingPolicy = POLICY,
     seed: int = 0,
     dark: tuple[float, float] = (math.inf, math.inf),
     restart: float = math.inf,
@@ -71,7 +71,7 @@ def run(
     rng = random.Random(seed)
     made = Run()
     startup_s = STARTUP_S if ahead else 0.0
-    memory = Memory.new(0.0, startup_s=startup_s)
+    memory = RoleMemory.new(0.0, startup_s=startup_s)
     replicas, ready, backlog = warm, warm, 0.0
     starting: list[float] = []
     now = 0.0
@@ -84,10 +84,10 @@ def run(
         wait = backlog / (ready * CAPACITY) if ready else (math.inf if backlog else 0.0)
         made.violating_s += TICK_S if wait > OBJECTIVE_S else 0.0
 
-        def noisy(value: float) -> Reading:
-            return Reading.of(value * (1 + rng.uniform(-NOISE, NOISE)))
+        def noisy(value: float) -> Measurement:
+            return Measurement.of(value * (1 + rng.uniform(-NOISE, NOISE)))
 
-        seen = Observation(
+        seen = RoleSample(
             replicas=replicas,
             ready=ready,
             demand=noisy(demand),
@@ -95,14 +95,14 @@ def run(
             latency=noisy(wait) if math.isfinite(wait) else unknown("no worker"),
             utilisation=unknown("unused"),
             rate=noisy(CAPACITY) if served else unknown("idle"),
-            requests=Reading.of(demand),
-            held=Reading.of(math.ceil(backlog) if not ready else 0),
+            requests=Measurement.of(demand),
+            held=Measurement.of(math.ceil(backlog) if not ready else 0),
         )
         if dark[0] <= now < dark[1]:
             lost = unknown("Prometheus does not answer")
             seen = replace(seen, demand=lost, backlog=lost, latency=lost, rate=lost, requests=lost, held=lost)
         if restart <= now < restart + TICK_S:
-            memory = Memory.new(now, memory.capacity.value, startup_s)
+            memory = RoleMemory.new(now, memory.capacity.value, startup_s)
         decision, memory = decide(policy, memory, seen, now)
         if decision.replicas > replicas:
             starting += [now + STARTUP_S] * (decision.replicas - replicas)

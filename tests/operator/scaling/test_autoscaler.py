@@ -12,13 +12,13 @@ import pytest_asyncio
 
 from baton_api import labels, metrics
 from baton_operator.cluster.api_resources import API, path
-from baton_operator.cluster.state import Observer
+from baton_operator.cluster.state import ClusterReader
 from baton_operator.manifests.conditions import Transition
 from baton_operator.manifests.objects import Manifest
 from baton_operator.scaling.autoscaler import COST, Autoscaler
 from baton_operator.scaling.decision import HEADROOM
-from baton_operator.scaling.history import ENOUGH
-from baton_operator.scaling.metrics import ScalingFigures
+from baton_operator.scaling.history import ENOUGH_SAMPLES
+from baton_operator.scaling.metrics import ScalingMetrics
 from baton_operator.scaling.prometheus import MetricsLost
 from baton_operator.scaling.roles import ScalingSettings
 from tests.operator.real_cluster import Inside, Listed, RealCluster, client, real_cluster
@@ -68,9 +68,9 @@ class Scaled:
         self.name = name
         self.prometheus = Told()
         self.events: list[str] = []
-        self.shown = ScalingFigures(lambda: inside.now)
+        self.shown = ScalingMetrics(lambda: inside.now)
         self.autoscaler = Autoscaler(
-            listed.api, Observer(listed.cache), self.prometheus, ScalingSettings(), self._tell, self.shown,
+            listed.api, ClusterReader(listed.cache), self.prometheus, ScalingSettings(), self._tell, self.shown,
             lambda: inside.now,
         )  # fmt: skip
 
@@ -245,7 +245,7 @@ async def test_a_profile_says_what_a_worker_can_do_before_any_was_seen(service: 
     assert "(TimeToFirstToken)" in service.events[-1]
     assert "capacity" not in said, "nothing was learned yet"
     await service.settle()
-    for _ in range(ENOUGH + 5):
+    for _ in range(ENOUGH_SAMPLES + 5):
         service.see(wanted, 1, demand_prompt=2000.0, in_flight=1.0, first_token=0.1, prefill_speed=5000.0)
         await service.look()
     (later,) = service.gauge(metrics.AUTOSCALER_CAPACITY.name)

@@ -9,10 +9,10 @@ import pytest
 
 from baton_api import labels
 from baton_operator.cluster.api_resources import API
-from baton_operator.cluster.cache import Cache
-from baton_operator.cluster.state import Observer
+from baton_operator.cluster.cache import ObjectCache
+from baton_operator.cluster.state import ClusterReader
 from baton_operator.manifests.objects import Manifest
-from baton_operator.scaling.budget import Budget, Wish, holder
+from baton_operator.scaling.budget import GpuBudget, GpuDemand, holder
 
 GPU = {"resources": {"gpu": {"count": 1}}}
 SPEC: dict[str, Any] = {
@@ -26,8 +26,8 @@ class Cluster:
     """Scaled services as the cache has them."""
 
     def __init__(self) -> None:
-        self.cache = Cache([], lambda change: None)
-        self.observer = Observer(self.cache)
+        self.cache = ObjectCache([], lambda change: None)
+        self.observer = ClusterReader(self.cache)
         for one in self.cache.stores:
             one.replace({}, 1)
         self._version = 1
@@ -63,10 +63,10 @@ class Cluster:
         return replicas
 
 
-def look(budget: Budget, cluster: Cluster, name: str, wished: int, pressure: float = 1.0) -> int:
+def look(budget: GpuBudget, cluster: Cluster, name: str, wished: int, pressure: float = 1.0) -> int:
     """The service decides; what it may have is not written yet."""
     key, there = ("models", name), cluster.written(name)
-    wish = Wish(holder(key, "decode"), 1, there, there, wished, pressure)
+    wish = GpuDemand(holder(key, "decode"), 1, there, there, wished, pressure)
     return budget.grant(key, [wish], 0.0, 45.0)[wish.holder]
 
 
@@ -75,7 +75,7 @@ def test_written_grant_is_not_outbid_by_another_service() -> None:
     cluster = Cluster()
     cluster.service("a", 1)
     cluster.service("b", 1)
-    budget = Budget(6, cluster.observer)
+    budget = GpuBudget(6, cluster.observer)
     assert look(budget, cluster, "a", 4) == 4
     cluster.write("a", 4)
     budget.written(("models", "a"))
@@ -86,7 +86,7 @@ def test_new_leader_counts_services_it_has_not_looked_at() -> None:
     cluster = Cluster()
     cluster.service("a", 1)
     cluster.service("b", 4)
-    assert look(Budget(6, cluster.observer), cluster, "a", 6) == 2
+    assert look(GpuBudget(6, cluster.observer), cluster, "a", 6) == 2
 
 
 def test_grant_that_is_being_written_is_reserved() -> None:
@@ -94,7 +94,7 @@ def test_grant_that_is_being_written_is_reserved() -> None:
     cluster = Cluster()
     cluster.service("a", 1)
     cluster.service("b", 1)
-    budget = Budget(6, cluster.observer)
+    budget = GpuBudget(6, cluster.observer)
     assert look(budget, cluster, "a", 4) == 4
     assert look(budget, cluster, "b", 4, pressure=9.0) == 2
     budget.written(("models", "a"))
@@ -107,7 +107,7 @@ def test_unmet_wish_of_greater_need_goes_first() -> None:
     cluster.service("a", 2)
     cluster.service("b", 2)
     cluster.pods("b", 4)  # of which two still end
-    budget = Budget(6, cluster.observer)
+    budget = GpuBudget(6, cluster.observer)
     assert look(budget, cluster, "a", 4, pressure=5.0) == 2
     cluster.store("v1", "Pod", "b-3", status={"phase": "Succeeded"}, labels={})
     assert look(budget, cluster, "b", 3, pressure=1.0) == 2, "what is free is kept for the other one"
@@ -128,7 +128,7 @@ def test_services_hold_what_their_roles_use(spec: dict[str, Any], free: int) -> 
     cluster = Cluster()
     cluster.service("a", 0)
     cluster.service("b", 3, **spec)
-    assert look(Budget(6, cluster.observer), cluster, "a", 9) == free
+    assert look(GpuBudget(6, cluster.observer), cluster, "a", 9) == free
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -139,7 +139,7 @@ def test_budget_is_never_exceeded_whatever_the_order(seed: int) -> None:
     names = "abc"
     for name in names:
         cluster.service(name, 1)
-    budget = Budget(gpus, cluster.observer)
+    budget = GpuBudget(gpus, cluster.observer)
     granted: dict[str, int] = {}
     for _ in range(60):
         name = rng.choice(names)
@@ -152,5 +152,5 @@ def test_budget_is_never_exceeded_whatever_the_order(seed: int) -> None:
             granted[name] = look(budget, cluster, name, rng.randint(0, 9), rng.random())
         if rng.random() < 0.1:
             granted.clear()
-            budget = Budget(gpus, cluster.observer)
+            budget = GpuBudget(gpus, cluster.observer)
         assert sum(map(cluster.written, names)) <= gpus

@@ -11,41 +11,51 @@ import pytest
 from baton_operator.kinds.service_policies import MetricsLoss
 from baton_operator.kinds.worker_role import ScaleUp
 from baton_operator.scaling.decision import MOST_DOSE, decide
-from baton_operator.scaling.sample import ZERO, Decision, Memory, Observation, Policy, Reading, unknown
+from baton_operator.scaling.sample import (
+    ZERO,
+    Measurement,
+    RoleMemory,
+    RoleSample,
+    ScalingDecision,
+    ScalingPolicy,
+    unknown,
+)
 
 LOST = unknown("Prometheus does not answer")
-PREFILL = Policy(least=1, most=8, objective_s=2.0, queue_s=2.0)
-DECODE = Policy(least=1, most=8, objective_s=0.05)
+PREFILL = ScalingPolicy(least=1, most=8, objective_s=2.0, queue_s=2.0)
+DECODE = ScalingPolicy(least=1, most=8, objective_s=0.05)
 ALONE = replace(DECODE, first_token_s=2.0)
 """Decode workers that compute prompts themselves."""
 TO_ZERO = replace(PREFILL, least=0, zero_after_s=60.0)
 
 NOW = 100_000.0
 CALM: dict[str, Any] = {
-    "requests": Reading.of(5.0),
-    "latency": Reading.of(0.02),
-    "utilisation": Reading.of(0.5),
+    "requests": Measurement.of(5.0),
+    "latency": Measurement.of(0.02),
+    "utilisation": Measurement.of(0.5),
 }
 
 
-def observation(replicas: int = 4, **changes: Any) -> Observation:
+def observation(replicas: int = 4, **changes: Any) -> RoleSample:
     """A role that is used as it should be, where nothing else is said."""
     fitting: dict[str, Any] = {
         "replicas": replicas,
         "ready": replicas,
-        "demand": Reading.of(3000.0),
+        "demand": Measurement.of(3000.0),
         "backlog": ZERO,
-        "rate": Reading.of(1000.0),
+        "rate": Measurement.of(1000.0),
         **CALM,
     }
-    return Observation(**{**fitting, **changes})
+    return RoleSample(**{**fitting, **changes})
 
 
-def memory(**changes: Any) -> Memory:
-    return replace(Memory.new(NOW - 10_000, capacity=1000.0, startup_s=60.0), **changes)
+def memory(**changes: Any) -> RoleMemory:
+    return replace(RoleMemory.new(NOW - 10_000, capacity=1000.0, startup_s=60.0), **changes)
 
 
-def settled(policy: Policy, seen: Observation, known: Memory | None = None, seconds: float = 360) -> Decision:
+def settled(
+    policy: ScalingPolicy, seen: RoleSample, known: RoleMemory | None = None, seconds: float = 360
+) -> ScalingDecision:
     """The first decision that changes something while the same is seen for so long, or the last one."""
     known = memory() if known is None else known
     for tick in range(int(seconds // 15) + 1):
@@ -69,74 +79,74 @@ NOTHING: dict[str, Any] = {
     "utilisation": ZERO,
 }
 
-CASES: dict[str, tuple[Policy, Observation, int, str]] = {
+CASES: dict[str, tuple[ScalingPolicy, RoleSample, int, str]] = {
     "what is needed is there": (PREFILL, observation(), 4, "Steady"),
-    "the demand needs more": (PREFILL, observation(demand=Reading.of(5000.0)), 6, "Demand"),
+    "the demand needs more": (PREFILL, observation(demand=Measurement.of(5000.0)), 6, "Demand"),
     "it grows by four at a time": (
-        PREFILL, observation(1, demand=Reading.of(6500.0)), 5, "Demand",
+        PREFILL, observation(1, demand=Measurement.of(6500.0)), 5, "Demand",
     ),
-    "never above its maximum": (PREFILL, observation(7, demand=Reading.of(99_000.0)), 8, "Demand"),
+    "never above its maximum": (PREFILL, observation(7, demand=Measurement.of(99_000.0)), 8, "Demand"),
     "alone, it answers for first tokens too": (
-        ALONE, observation(first_token=Reading.of(3.0)), 5, "LatencyHigh",
+        ALONE, observation(first_token=Measurement.of(3.0)), 5, "LatencyHigh",
     ),
-    "beside prefill workers it does not": (DECODE, observation(first_token=Reading.of(3.0)), 4, "Steady"),
+    "beside prefill workers it does not": (DECODE, observation(first_token=Measurement.of(3.0)), 4, "Steady"),
     "alone, no worker goes that first tokens need": (
-        ALONE, observation(demand=Reading.of(2000.0), first_token=Reading.of(1.5)), 4, "Steady",
+        ALONE, observation(demand=Measurement.of(2000.0), first_token=Measurement.of(1.5)), 4, "Steady",
     ),
     "alone, one worker goes where first tokens come soon": (
-        ALONE, observation(demand=Reading.of(2000.0), first_token=Reading.of(0.5)), 3, "Spare",
+        ALONE, observation(demand=Measurement.of(2000.0), first_token=Measurement.of(0.5)), 3, "Spare",
     ),
     "alone, no worker goes while first tokens are not seen": (
-        ALONE, observation(demand=Reading.of(2000.0), first_token=LOST), 4, "Steady",
+        ALONE, observation(demand=Measurement.of(2000.0), first_token=LOST), 4, "Steady",
     ),
     "never below its minimum": (replace(PREFILL, least=3), observation(3, **NOTHING), 3, "AtMinimum"),
-    "noise is no need": (PREFILL, observation(demand=Reading.of(3550.0)), 4, "Steady"),
-    "one worker less would do": (PREFILL, observation(demand=Reading.of(2000.0)), 3, "Spare"),
-    "what waits is worked off": (PREFILL, observation(backlog=Reading.of(400_000.0)), 6, "Demand"),
-    "KV blocks are short": (DECODE, observation(utilisation=Reading.of(0.9)), 5, "Saturated"),
+    "noise is no need": (PREFILL, observation(demand=Measurement.of(3550.0)), 4, "Steady"),
+    "one worker less would do": (PREFILL, observation(demand=Measurement.of(2000.0)), 3, "Spare"),
+    "what waits is worked off": (PREFILL, observation(backlog=Measurement.of(400_000.0)), 6, "Demand"),
+    "KV blocks are short": (DECODE, observation(utilisation=Measurement.of(0.9)), 5, "Saturated"),
     "KV blocks would be short without one": (
-        DECODE, observation(demand=Reading.of(1000.0), utilisation=Reading.of(0.6)), 4, "Steady",
+        DECODE, observation(demand=Measurement.of(1000.0), utilisation=Measurement.of(0.6)), 4, "Steady",
     ),
-    "clients wait for too long": (DECODE, observation(latency=Reading.of(0.08)), 5, "LatencyHigh"),
+    "clients wait for too long": (DECODE, observation(latency=Measurement.of(0.08)), 5, "LatencyHigh"),
     "long prompts are slow, and nothing waits": (
-        PREFILL, observation(demand=Reading.of(800.0), latency=Reading.of(9.0)), 4, "Steady",
+        PREFILL, observation(demand=Measurement.of(800.0), latency=Measurement.of(9.0)), 4, "Steady",
     ),
     "clients waited for long, and nothing waits any more": (
-        PREFILL, observation(demand=Reading.of(2500.0), latency=Reading.of(9.0)), 4, "Steady",
+        PREFILL, observation(demand=Measurement.of(2500.0), latency=Measurement.of(9.0)), 4, "Steady",
     ),
     "clients wait for long, and the workers have hardly any room": (
-        PREFILL, observation(demand=Reading.of(3000.0), latency=Reading.of(9.0)), 5, "LatencyHigh",
+        PREFILL, observation(demand=Measurement.of(3000.0), latency=Measurement.of(9.0)), 5, "LatencyHigh",
     ),
     "clients would wait for too long without one": (
-        DECODE, observation(demand=Reading.of(1000.0), latency=Reading.of(0.045)), 4, "Steady",
+        DECODE, observation(demand=Measurement.of(1000.0), latency=Measurement.of(0.045)), 4, "Steady",
     ),
     "nothing is known": (PREFILL, observation(**ALL_LOST), 4, "MetricsHeld"),
     "the demand is not known": (PREFILL, observation(demand=LOST), 4, "Steady"),
     "the latency is not known": (
-        PREFILL, observation(demand=Reading.of(1000.0), latency=LOST), 4, "Steady",
+        PREFILL, observation(demand=Measurement.of(1000.0), latency=LOST), 4, "Steady",
     ),
     "nothing is heard of one worker": (
-        PREFILL, observation(demand=Reading.of(1000.0), silent=1), 4, "Steady",
+        PREFILL, observation(demand=Measurement.of(1000.0), silent=1), 4, "Steady",
     ),
     "the backlog is not known, and the demand needs more": (
-        PREFILL, observation(backlog=LOST, demand=Reading.of(5000.0)), 6, "Demand",
+        PREFILL, observation(backlog=LOST, demand=Measurement.of(5000.0)), 6, "Demand",
     ),
     "a rollout is under way": (
-        PREFILL, observation(demand=Reading.of(1000.0), rolling=True), 4, "RollingOut",
+        PREFILL, observation(demand=Measurement.of(1000.0), rolling=True), 4, "RollingOut",
     ),
     "a rollout is under way and the demand rises": (
-        PREFILL, observation(demand=Reading.of(5000.0), rolling=True), 4, "RollingOut",
+        PREFILL, observation(demand=Measurement.of(5000.0), rolling=True), 4, "RollingOut",
     ),
     "a rollout is under way and clients wait": (
         PREFILL,
-        observation(demand=Reading.of(5000.0), latency=Reading.of(3.0), rolling=True),
+        observation(demand=Measurement.of(5000.0), latency=Measurement.of(3.0), rolling=True),
         6,
         "Demand",
     ),
     "the cluster has no place": (
-        PREFILL, observation(demand=Reading.of(5000.0), pending_s=1000.0), 4, "CapacityExhausted",
+        PREFILL, observation(demand=Measurement.of(5000.0), pending_s=1000.0), 4, "CapacityExhausted",
     ),
-    "a node is on its way": (PREFILL, observation(demand=Reading.of(5000.0), pending_s=600.0), 6, "Demand"),
+    "a node is on its way": (PREFILL, observation(demand=Measurement.of(5000.0), pending_s=600.0), 6, "Demand"),
     "nobody asks, and it may not go to zero": (PREFILL, observation(1, **NOTHING), 1, "Steady"),
     "nobody asks": (TO_ZERO, observation(1, **NOTHING), 0, "Idle"),
     "nobody seems to ask": (TO_ZERO, observation(1, **{**NOTHING, "requests": LOST}), 1, "Steady"),
@@ -144,34 +154,34 @@ CASES: dict[str, tuple[Policy, Observation, int, str]] = {
         TO_ZERO, observation(2, **NOTHING, silent=1), 2, "Steady",
     ),
     "nobody asks, and something is queued": (
-        TO_ZERO, observation(1, **NOTHING, queued=Reading.of(1.0)), 1, "Steady",
+        TO_ZERO, observation(1, **NOTHING, queued=Measurement.of(1.0)), 1, "Steady",
     ),
     "one worker less would do, and something is queued": (
-        PREFILL, observation(demand=Reading.of(2000.0), queued=Reading.of(1.0)), 4, "Queued",
+        PREFILL, observation(demand=Measurement.of(2000.0), queued=Measurement.of(1.0)), 4, "Queued",
     ),
     "one worker less would do, and the queue is not known": (
-        PREFILL, observation(demand=Reading.of(2000.0), queued=LOST), 4, "Queued",
+        PREFILL, observation(demand=Measurement.of(2000.0), queued=LOST), 4, "Queued",
     ),
     "somebody is still served": (
-        TO_ZERO, observation(1, **{**NOTHING, "requests": Reading.of(1.0)}), 1, "Steady",
+        TO_ZERO, observation(1, **{**NOTHING, "requests": Measurement.of(1.0)}), 1, "Steady",
     ),
     "at zero, and nobody asks": (TO_ZERO, observation(0, **NOTHING), 0, "Idle"),
     "at zero, and nothing is known": (TO_ZERO, observation(0, **ALL_LOST), 0, "MetricsHeld"),
     "at zero, and somebody waits": (
-        TO_ZERO, observation(0, **{**ALL_LOST, "held": Reading.of(2.0)}), 1, "FromZero",
+        TO_ZERO, observation(0, **{**ALL_LOST, "held": Measurement.of(2.0)}), 1, "FromZero",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("policy", "seen", "replicas", "reason"), CASES.values(), ids=CASES)
-def test_a_case(policy: Policy, seen: Observation, replicas: int, reason: str) -> None:
+def test_a_case(policy: ScalingPolicy, seen: RoleSample, replicas: int, reason: str) -> None:
     decision = settled(policy, seen)
     assert (decision.replicas, decision.reason) == (replicas, reason), decision.message
     assert decision.message
 
 
 def test_a_rise_has_to_last_for_half_a_minute() -> None:
-    calm, busy = observation(), observation(demand=Reading.of(5000.0))
+    calm, busy = observation(), observation(demand=Measurement.of(5000.0))
     _, known = decide(PREFILL, memory(), calm, NOW)
     seen = []
     for tick in range(1, 4):
@@ -184,7 +194,7 @@ def test_a_fall_has_to_last_for_five_minutes_and_goes_one_by_one() -> None:
     _, known = decide(PREFILL, memory(), observation(), NOW)
     replicas, moves = 4, []
     for tick in range(1, 40):
-        seen = observation(replicas, demand=Reading.of(500.0))
+        seen = observation(replicas, demand=Measurement.of(500.0))
         decision, known = decide(PREFILL, known, seen, NOW + 15 * tick)
         if decision.replicas != replicas:
             moves.append(15 * tick)
@@ -194,7 +204,7 @@ def test_a_fall_has_to_last_for_five_minutes_and_goes_one_by_one() -> None:
 
 
 def test_whoever_has_just_begun_to_look_shrinks_nothing_for_a_whole_window() -> None:
-    assert _first_shrink(Memory.new(NOW, capacity=1000.0), 0) >= 270
+    assert _first_shrink(RoleMemory.new(NOW, capacity=1000.0), 0) >= 270
 
 
 def test_after_metrics_came_back_the_first_worker_goes_a_whole_window_later() -> None:
@@ -202,9 +212,9 @@ def test_after_metrics_came_back_the_first_worker_goes_a_whole_window_later() ->
     assert _first_shrink(known, 15) == 300
 
 
-def _first_shrink(known: Memory, after: float) -> float:
+def _first_shrink(known: RoleMemory, after: float) -> float:
     """Seconds until a worker goes that is not needed."""
-    seen, time = observation(demand=Reading.of(500.0)), after
+    seen, time = observation(demand=Measurement.of(500.0)), after
     while True:
         decision, known = decide(PREFILL, known, seen, NOW + time)
         if decision.replicas < seen.replicas:
@@ -234,12 +244,12 @@ def test_what_happens_when_nothing_is_measured_for_long(
 
 
 def test_when_nobody_has_asked_for_long_enough_all_go_at_once() -> None:
-    decision = settled(TO_ZERO, observation(4, **NOTHING), Memory.new(NOW, capacity=1000.0), 75)
+    decision = settled(TO_ZERO, observation(4, **NOTHING), RoleMemory.new(NOW, capacity=1000.0), 75)
     assert (decision.replicas, decision.reason) == (0, "Idle")
 
 
 def test_too_full_workers_count_only_once_those_that_were_asked_for_are_there() -> None:
-    full = {"utilisation": Reading.of(0.95), "demand": Reading.of(3000.0)}
+    full = {"utilisation": Measurement.of(0.95), "demand": Measurement.of(3000.0)}
     starting = observation(5, ready=4, **full)
     _, known = decide(DECODE, memory(), observation(4), NOW)
     assert settled(DECODE, starting, known, 60).replicas == 5
@@ -250,24 +260,24 @@ def test_too_full_workers_count_only_once_those_that_were_asked_for_are_there() 
 
 
 def test_what_nobody_knows_of_a_new_role_is_learned_while_it_works() -> None:
-    known = Memory.new(NOW)
-    busy = observation(1, demand=Reading.of(3000.0), rate=unknown("no worker was busy"))
+    known = RoleMemory.new(NOW)
+    busy = observation(1, demand=Measurement.of(3000.0), rate=unknown("no worker was busy"))
     decision, known = decide(PREFILL, known, busy, NOW)
     assert decision.replicas == 1 and known.capacity.value is None
-    decision, known = decide(PREFILL, known, replace(busy, rate=Reading.of(1000.0)), NOW + 15)
+    decision, known = decide(PREFILL, known, replace(busy, rate=Measurement.of(1000.0)), NOW + 15)
     assert decision.raw == 4
 
 
 # --- Laws ---
 
 
-def any_reading(rng: random.Random, most: float) -> Reading:
+def any_reading(rng: random.Random, most: float) -> Measurement:
     kind = rng.random()
-    return LOST if kind < 0.2 else ZERO if kind < 0.4 else Reading.of(rng.uniform(0, most))
+    return LOST if kind < 0.2 else ZERO if kind < 0.4 else Measurement.of(rng.uniform(0, most))
 
 
-def any_observation(rng: random.Random, replicas: int) -> Observation:
-    return Observation(
+def any_observation(rng: random.Random, replicas: int) -> RoleSample:
+    return RoleSample(
         replicas=replicas,
         ready=rng.randint(0, replicas),
         demand=any_reading(rng, 12_000),
@@ -284,7 +294,7 @@ def any_observation(rng: random.Random, replicas: int) -> Observation:
     )
 
 
-def any_policy(rng: random.Random) -> Policy:
+def any_policy(rng: random.Random) -> ScalingPolicy:
     least = rng.randint(0, 3)
     policy = rng.choice((PREFILL, DECODE))
     up = ScaleUp(stabilization_window_seconds=rng.choice((0, 30)), max_step=rng.randint(1, 5))
@@ -294,7 +304,7 @@ def any_policy(rng: random.Random) -> Policy:
 @pytest.mark.parametrize("seed", range(20))
 def test_it_stays_within_its_bounds_and_unknown_lowers_nothing(seed: int) -> None:
     rng = random.Random(seed)
-    policy, known = any_policy(rng), Memory.new(0.0)
+    policy, known = any_policy(rng), RoleMemory.new(0.0)
     replicas = policy.least
     for tick in range(300):
         seen = any_observation(rng, replicas)
@@ -314,9 +324,12 @@ def test_growth_need_unknown_counts_starting_workers(seed: int) -> None:
     """However full the ready workers are, those that start for ten minutes are not asked for again."""
     rng = random.Random(seed)
     ready = rng.randint(1, 6)
-    known, replicas = Memory.new(NOW - 10_000), ready
+    known, replicas = RoleMemory.new(NOW - 10_000), ready
     for tick in range(40):
-        full = {"utilisation": Reading.of(rng.uniform(0.5, 4)), "latency": Reading.of(rng.uniform(0, 0.3))}
+        full = {
+            "utilisation": Measurement.of(rng.uniform(0.5, 4)),
+            "latency": Measurement.of(rng.uniform(0, 0.3)),
+        }
         seen = observation(replicas, ready=ready, demand=LOST, rate=LOST, **full)
         decision, known = decide(replace(DECODE, most=100), known, seen, NOW + 15 * tick)
         assert replicas <= decision.replicas <= max(ready + 1, MOST_DOSE * ready)
@@ -333,10 +346,10 @@ def test_more_load_never_asks_for_less(seed: int, signal: str) -> None:
         replicas = rng.randint(policy.least, policy.most)
         known = replace(memory(), ready=rng.randint(0, replicas), ready_since=NOW - rng.choice((10, 600)))
         seen = replace(any_observation(rng, replicas), rate=unknown("not asked"))
-        there: Reading = getattr(seen, signal)
+        there: Measurement = getattr(seen, signal)
         if there.value is None:
             continue
-        more = Reading.of(there.value * rng.uniform(1, 4) + rng.random())
+        more = Measurement.of(there.value * rng.uniform(1, 4) + rng.random())
         changed: dict[str, Any] = {signal: more}
         lower, _ = decide(policy, known, seen, NOW)
         higher, _ = decide(policy, known, replace(seen, **changed), NOW)

@@ -16,9 +16,9 @@ from aiohttp import web
 
 from baton_operator.scaling import prometheus
 from baton_operator.scaling.decision import decide
-from baton_operator.scaling.prometheus import FIGURE, MetricsLost, Prometheus, Question
-from baton_operator.scaling.sample import Memory
-from baton_operator.scaling.signals import Figures, Pods, observed
+from baton_operator.scaling.prometheus import METRIC_LABEL, MetricsLost, MetricsQuery, PrometheusClient
+from baton_operator.scaling.sample import RoleMemory
+from baton_operator.scaling.signals import RolePods, ServiceMetrics, role_sample
 from tests.operator.scaling.test_decision import PREFILL
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -39,7 +39,7 @@ async def server(answer: Answer) -> AsyncIterator[str]:
 
 
 def said(**figures: str) -> bytes:
-    result = [{"metric": {FIGURE: name}, "value": [1.0, value]} for name, value in figures.items()]
+    result = [{"metric": {METRIC_LABEL: name}, "value": [1.0, value]} for name, value in figures.items()]
     return json.dumps({"status": "success", "data": {"resultType": "vector", "result": result}}).encode()
 
 
@@ -47,10 +47,10 @@ async def asked(body: bytes, status: int = 200) -> dict[str, float]:
     async def answer(request: web.Request) -> web.Response:
         return web.Response(body=body, status=status)
 
-    asking = Prometheus()
+    asking = PrometheusClient()
     try:
         async with server(answer) as url:
-            return dict(await asking.ask(url, "up", FIGURE))
+            return dict(await asking.ask(url, "up", METRIC_LABEL))
     finally:
         await asking.close()
 
@@ -58,7 +58,7 @@ async def asked(body: bytes, status: int = 200) -> dict[str, float]:
 async def test_figures_come_by_their_names() -> None:
     found = await asked(said(demand="3.5", queued="0", latency="NaN"))
     assert (found["demand"], found["queued"]) == (3.5, 0.0)
-    figures = Figures({**found, "age": 1.0, "routers": 1.0})
+    figures = ServiceMetrics({**found, "age": 1.0, "routers": 1.0})
     assert figures.read("queued").zero
     assert not figures.read("latency").known
     assert not figures.read("nowhere").known
@@ -87,15 +87,15 @@ async def test_a_server_that_is_away_silent_or_not_named_is_a_loss(monkeypatch: 
         return web.Response()
 
     monkeypatch.setattr(prometheus, "TIMEOUT_S", 0.2)
-    asking = Prometheus()
+    asking = PrometheusClient()
     try:
         with pytest.raises(MetricsLost, match="no Prometheus is named"):
-            await asking.ask("", "up", FIGURE)
+            await asking.ask("", "up", METRIC_LABEL)
         with pytest.raises(MetricsLost, match="cannot be asked"):
-            await asking.ask("http://127.0.0.1:9", "up", FIGURE)
+            await asking.ask("http://127.0.0.1:9", "up", METRIC_LABEL)
         async with server(silent) as url:
             with pytest.raises(MetricsLost, match="does not answer"):
-                await asking.ask(url, "up", FIGURE)
+                await asking.ask(url, "up", METRIC_LABEL)
             forever.set()
     finally:
         await asking.close()
@@ -110,9 +110,9 @@ async def test_the_token_is_shown_to_the_operators_own_server_alone(tmp_path: Pa
 
     (tmp_path / "token").write_text("secret\n")
     async with server(answer) as own, server(answer) as other:
-        asking = Prometheus(own, str(tmp_path / "token"))
-        await asking.ask(own, "up", FIGURE)
-        await asking.ask(other, "up", FIGURE)
+        asking = PrometheusClient(own, str(tmp_path / "token"))
+        await asking.ask(own, "up", METRIC_LABEL)
+        await asking.ask(other, "up", METRIC_LABEL)
         await asking.close()
     assert shown == ["Bearer secret", None]
 
@@ -127,13 +127,13 @@ SEEN = {
     "decode_mean_usage": 0.6, "decode_running": 20.0, "decode_mean_running": 20.0, "decode_slots": 128.0,
     "decode_fullest_slots": 0.2, "decode_token": 0.02, "demand_local": 0.0, "prefill_queued": 0.0,
 }  # fmt: skip
-THERE = Pods(replicas=3, ready=3, routers=2)
+THERE = RolePods(replicas=3, ready=3, routers=2)
 
 
 def test_each_role_is_seen_by_its_own_figures() -> None:
-    prefill = observed("prefill", Figures(SEEN), THERE, 2.0)
+    prefill = role_sample("prefill", ServiceMetrics(SEEN), THERE, 2.0)
     assert (prefill.demand.value, prefill.backlog.value, prefill.latency.value) == (3000.0, 150.0, 0.5)
-    decode = observed("decode", Figures(SEEN), Pods(replicas=2, ready=2, routers=2), 0.05)
+    decode = role_sample("decode", ServiceMetrics(SEEN), RolePods(replicas=2, ready=2, routers=2), 0.05)
     assert (decode.demand.value, decode.backlog.value) == (500.0, 100.0)
     assert decode.utilisation.value == pytest.approx(0.7 * 21 / 20), "what is queued will want blocks too"
     assert decode.rate.value == pytest.approx(240 * 1.25), "what a worker would do if it were full enough"
@@ -154,7 +154,7 @@ def test_each_role_is_seen_by_its_own_figures() -> None:
 def test_a_step_is_taken_for_the_demand_as_soon_as_it_is_seen(
     lately: dict[str, float], demand: float | None
 ) -> None:
-    seen = observed("prefill", Figures({**SEEN, **lately}), THERE, 2.0)
+    seen = role_sample("prefill", ServiceMetrics({**SEEN, **lately}), THERE, 2.0)
     assert seen.demand.value == demand
 
 
@@ -162,12 +162,12 @@ def test_prompts_that_decode_computes_are_no_prefill_demand() -> None:
     """Short chats never reach a prefill worker: the router reports them apart, an older router not at all."""
     asked = {**SEEN, "demand_prompt": 3000.0, "demand_prompt_lately": 8000.0}
     local = {"demand_local": 2900.0, "demand_local_lately": 7900.0}
-    assert observed("prefill", Figures({**asked, **local}), THERE, 2.0).demand.value == 100.0
+    assert role_sample("prefill", ServiceMetrics({**asked, **local}), THERE, 2.0).demand.value == 100.0
     unreported = {name: value for name, value in asked.items() if "local" not in name}
-    assert observed("prefill", Figures(unreported), THERE, 2.0).demand.value == 8000.0
+    assert role_sample("prefill", ServiceMetrics(unreported), THERE, 2.0).demand.value == 8000.0
 
 
-DECODES = Pods(replicas=2, ready=2, routers=2)
+DECODES = RolePods(replicas=2, ready=2, routers=2)
 SLOTS_FULL = {
     "decode_fullest": 0.3, "decode_usage": 0.3, "decode_token": 0.015, "decode_running": 128.0,
     "decode_fullest_slots": 1.0,
@@ -192,7 +192,7 @@ def test_decode_fullness_is_the_larger_of_kv_and_slots(
     changed: dict[str, float | None], utilisation: float | None, tightest: str
 ) -> None:
     figures = {name: value for name, value in {**SEEN, **changed}.items() if value is not None}
-    seen = observed("decode", Figures(figures), DECODES, 0.05)
+    seen = role_sample("decode", ServiceMetrics(figures), DECODES, 0.05)
     assert seen.utilisation.value == (None if utilisation is None else pytest.approx(utilisation))
     assert seen.tightest == tightest
 
@@ -205,7 +205,7 @@ def test_decode_fullness_any_figures_never_below_kv_or_slots(seed: int) -> None:
         "decode_usage": rng.random(), "decode_running": rng.uniform(0, 128),
         "decode_queued": rng.choice((0.0, 9.0)), "waiting": rng.choice((0.0, 50.0)),
     }  # fmt: skip
-    seen = observed("decode", Figures({**SEEN, **changed}), DECODES, 0.05)
+    seen = role_sample("decode", ServiceMetrics({**SEEN, **changed}), DECODES, 0.05)
     assert seen.utilisation.value is not None
     assert seen.utilisation.value >= max(changed["decode_fullest"], changed["decode_fullest_slots"])
     assert seen.queued.zero == (not changed["decode_queued"] and not changed["waiting"])
@@ -213,9 +213,9 @@ def test_decode_fullness_any_figures_never_below_kv_or_slots(seed: int) -> None:
 
 def test_requests_that_routers_queue_for_decode_are_no_prefill_backlog() -> None:
     queued = {**SEEN, "waiting": 120.0, "queued_prompt": 500_000.0}
-    assert observed("prefill", Figures(queued), THERE, 2.0).backlog.value == 500_050.0
-    assert observed("prefill", Figures({**queued, **SLOTS_FULL}), THERE, 2.0).backlog.value == 50.0
-    waiting = observed("decode", Figures({**queued, **SLOTS_FULL}), DECODES, 0.05)
+    assert role_sample("prefill", ServiceMetrics(queued), THERE, 2.0).backlog.value == 500_050.0
+    assert role_sample("prefill", ServiceMetrics({**queued, **SLOTS_FULL}), THERE, 2.0).backlog.value == 50.0
+    waiting = role_sample("decode", ServiceMetrics({**queued, **SLOTS_FULL}), DECODES, 0.05)
     assert waiting.backlog.value == 121 * 100.0, "but decode's: requests by tokens of an answer"
 
 
@@ -232,7 +232,7 @@ def test_decode_capacity_is_sampled_by_what_binds(
     changed: dict[str, float | None], sample: float | None
 ) -> None:
     figures = {name: value for name, value in {**SEEN, **changed}.items() if value is not None}
-    rate = observed("decode", Figures(figures), DECODES, 0.05).rate.value
+    rate = role_sample("decode", ServiceMetrics(figures), DECODES, 0.05).rate.value
     assert rate == (None if sample is None else pytest.approx(sample))
 
 
@@ -241,11 +241,11 @@ def test_decode_capacity_is_sampled_by_what_binds(
     [
         ({"prefill_workers": 2.0}, THERE, 1),
         ({"routers": 1.0}, THERE, 1),
-        ({}, Pods(replicas=3, ready=4, routers=2), 1),
+        ({}, RolePods(replicas=3, ready=4, routers=2), 1),
     ],
 )
-def test_of_whom_nothing_is_heard_is_counted(changed: dict[str, float], pods: Pods, silent: int) -> None:
-    assert observed("prefill", Figures({**SEEN, **changed}), pods, 2.0).silent == silent
+def test_of_whom_nothing_is_heard_is_counted(changed: dict[str, float], pods: RolePods, silent: int) -> None:
+    assert role_sample("prefill", ServiceMetrics({**SEEN, **changed}), pods, 2.0).silent == silent
 
 
 @pytest.mark.parametrize(
@@ -255,8 +255,8 @@ def test_of_whom_nothing_is_heard_is_counted(changed: dict[str, float], pods: Po
 )
 def test_what_is_old_or_comes_from_nobody_is_unknown(changed: dict[str, Any]) -> None:
     figures = {name: value for name, value in {**SEEN, **changed}.items() if value is not None}
-    seen = observed("prefill", Figures(figures), THERE, 2.0)
-    decision, _ = decide(PREFILL, Memory.new(0.0), seen, 0.0)
+    seen = role_sample("prefill", ServiceMetrics(figures), THERE, 2.0)
+    decision, _ = decide(PREFILL, RoleMemory.new(0.0), seen, 0.0)
     assert decision.reason == "MetricsHeld"
 
 
@@ -271,17 +271,17 @@ def test_any_figure_that_is_missing_makes_no_role_smaller() -> None:
     }  # fmt: skip
     for missing in [None, *needed]:
         figures = {name: value for name, value in quiet.items() if name != missing}
-        memory, replicas = Memory.new(0.0, 1000.0), 3
+        memory, replicas = RoleMemory.new(0.0, 1000.0), 3
         for tick in range(40):
-            seen = observed("prefill", Figures(figures), THERE, 2.0)
+            seen = role_sample("prefill", ServiceMetrics(figures), THERE, 2.0)
             decision, memory = decide(PREFILL, memory, seen, 15.0 * tick)
             replicas = min(replicas, decision.replicas)
         assert replicas == (3 if missing else 2), missing
 
 
 def test_one_question_has_every_figure_under_its_name() -> None:
-    question = Question("models", "chat", 95)
+    question = MetricsQuery("models", "chat", 95)
     assert len(question.figures) == len(set(question.figures.values())), "no figure is asked for twice"
     for name in question.figures:
-        assert f'"{FIGURE}", "{name}"' in question.text
+        assert f'"{METRIC_LABEL}", "{name}"' in question.text
     assert 'namespace="models", service="chat"' in question.figures["demand_prompt"]

@@ -10,9 +10,9 @@ from baton_api.profiles import Objectives as Measured
 from baton_api.profiles import PrefillLine, Profile, StepLine, TransferLine, capacity
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.scaling.decision import decide
-from baton_operator.scaling.history import ENOUGH, Capacity
+from baton_operator.scaling.history import ENOUGH_SAMPLES, CapacityEstimate
 from baton_operator.scaling.roles import policy_of
-from baton_operator.scaling.sample import ZERO, Memory, Observation, Policy, Reading, unknown
+from baton_operator.scaling.sample import ZERO, Measurement, RoleMemory, RoleSample, ScalingPolicy, unknown
 
 PREFILL = PrefillLine(base_s=0.01, token_s=1e-3, pair_s=0.0)
 STEP = StepLine(base_s=0.01, stream_s=0.001, token_s=0.0)
@@ -32,24 +32,24 @@ PROFILE = Profile(
 )
 
 
-@pytest.mark.parametrize("samples", [0, 1, ENOUGH - 1])
+@pytest.mark.parametrize("samples", [0, 1, ENOUGH_SAMPLES - 1])
 def test_what_was_said_before_counts_until_enough_was_seen(samples: int) -> None:
-    known = Capacity((100.0,) * samples, seed=1000.0)
+    known = CapacityEstimate((100.0,) * samples, seed=1000.0)
     assert known.value == 1000.0 and not known.learnt
-    enough = replace(known, samples=(100.0,) * ENOUGH)
+    enough = replace(known, samples=(100.0,) * ENOUGH_SAMPLES)
     assert enough.value == 100.0 and enough.learnt
-    assert Capacity((100.0,)).learnt, "where nothing was said, the first one counts"
+    assert CapacityEstimate((100.0,)).learnt, "where nothing was said, the first one counts"
 
 
 def test_a_seeded_role_knows_at_once_how_many_workers_a_demand_needs() -> None:
-    wanted = Policy(least=1, most=8, objective_s=2.0, queue_s=2.0)
-    seen = Observation(
-        replicas=1, ready=1, demand=Reading.of(3000.0), backlog=ZERO, latency=Reading.of(0.1),
-        utilisation=ZERO, rate=unknown("nobody was at work"), requests=Reading.of(5.0),
+    wanted = ScalingPolicy(least=1, most=8, objective_s=2.0, queue_s=2.0)
+    seen = RoleSample(
+        replicas=1, ready=1, demand=Measurement.of(3000.0), backlog=ZERO, latency=Measurement.of(0.1),
+        utilisation=ZERO, rate=unknown("nobody was at work"), requests=Measurement.of(5.0),
     )  # fmt: skip
     now = 10_000.0
     for seed, expected in ((None, 1), (1000.0, 4)):
-        memory = Memory.new(0.0, seed)
+        memory = RoleMemory.new(0.0, seed)
         for tick in range(4):
             decision, memory = decide(wanted, memory, seen, now + 15 * tick)
             if decision.replicas > 1:

@@ -11,31 +11,38 @@ import pytest
 
 from baton_operator.rollout.decision import RoleName
 from baton_operator.scaling.autoscaler import rolls
-from baton_operator.scaling.budget import Wish, granted
-from baton_operator.scaling.roles import Role, decide_all
-from baton_operator.scaling.sample import ZERO, Decision, Memory, Observation, Policy, Reading
-from baton_operator.scaling.signals import Figures, Pods, observed
+from baton_operator.scaling.budget import GpuDemand, allocate
+from baton_operator.scaling.roles import ScaledRole, decide_all
+from baton_operator.scaling.sample import (
+    ZERO,
+    Measurement,
+    RoleMemory,
+    RoleSample,
+    ScalingDecision,
+    ScalingPolicy,
+)
+from baton_operator.scaling.signals import RolePods, ServiceMetrics, role_sample
 from tests.operator.fake_cluster import FakeCluster
 
 NOW = 50_000.0
 
 
-def role(replicas: int, demand: float, *, utilisation: float = 0.5, least: int = 1) -> Role:
-    seen = Observation(
+def role(replicas: int, demand: float, *, utilisation: float = 0.5, least: int = 1) -> ScaledRole:
+    seen = RoleSample(
         replicas=replicas,
         ready=replicas,
-        demand=Reading.of(demand),
+        demand=Measurement.of(demand),
         backlog=ZERO,
-        latency=Reading.of(0.01),
-        utilisation=Reading.of(utilisation),
-        rate=Reading.of(1000.0),
-        requests=Reading.of(demand),
+        latency=Measurement.of(0.01),
+        utilisation=Measurement.of(utilisation),
+        rate=Measurement.of(1000.0),
+        requests=Measurement.of(demand),
     )
-    policy = Policy(least=least, most=10, objective_s=0.05, zero_after_s=60.0)
-    return Role(policy, Memory.new(NOW - 9000, 1000.0), seen)
+    policy = ScalingPolicy(least=least, most=10, objective_s=0.05, zero_after_s=60.0)
+    return ScaledRole(policy, RoleMemory.new(NOW - 9000, 1000.0), seen)
 
 
-def all_of_them(decisions: Mapping[RoleName, Decision]) -> dict[RoleName, int]:
+def all_of_them(decisions: Mapping[RoleName, ScalingDecision]) -> dict[RoleName, int]:
     return {name: one.replicas for name, one in decisions.items()}
 
 
@@ -45,7 +52,7 @@ def test_each_role_is_scaled_by_its_own_signals() -> None:
 
 
 def test_prefill_does_not_grow_before_a_decode_that_is_full() -> None:
-    full: dict[RoleName, Role] = {"prefill": role(2, 3000), "decode": role(3, 2400, utilisation=0.95)}
+    full: dict[RoleName, ScaledRole] = {"prefill": role(2, 3000), "decode": role(3, 2400, utilisation=0.95)}
     decisions = {name: one for name, (one, _) in decide_all(full, all_of_them, NOW).items()}
     assert (decisions["prefill"].replicas, decisions["prefill"].reason) == (2, "OtherRole")
     assert decisions["decode"].replicas == 4
@@ -53,7 +60,7 @@ def test_prefill_does_not_grow_before_a_decode_that_is_full() -> None:
 
 def test_whoever_computes_prompts_has_somebody_who_takes_them_over() -> None:
     sleeping = role(1, 0.0, utilisation=0.0, least=0)
-    awake: dict[RoleName, Role] = {"prefill": role(2, 1500), "decode": sleeping}
+    awake: dict[RoleName, ScaledRole] = {"prefill": role(2, 1500), "decode": sleeping}
     memory = sleeping.memory
     for tick in range(40):
         awake["decode"] = replace(sleeping, memory=memory)
@@ -62,7 +69,7 @@ def test_whoever_computes_prompts_has_somebody_who_takes_them_over() -> None:
 
 
 def test_what_would_go_over_the_budget_waits() -> None:
-    def nothing_is_free(decisions: Mapping[RoleName, Decision]) -> dict[RoleName, int]:
+    def nothing_is_free(decisions: Mapping[RoleName, ScalingDecision]) -> dict[RoleName, int]:
         return dict.fromkeys(decisions, 2)
 
     made = decide_all({"prefill": role(2, 3000), "decode": role(3, 2400)}, nothing_is_free, NOW)
@@ -86,18 +93,20 @@ IN_ROUTERS = {"decode_queued": 0.0, "waiting": 120.0, "queued_prompt": 500_000.0
 @pytest.mark.parametrize("queued", [IN_DECODE, IN_ROUTERS], ids=["in decode", "in routers"])
 def test_decode_out_of_slots_grows_and_prefill_does_not(queued: dict[str, float]) -> None:
     """KV is 30 % used and tokens come fast: only the batch slots say that decode is full."""
-    figures = Figures({**KV_LOW, **queued})
+    figures = ServiceMetrics({**KV_LOW, **queued})
     replicas: dict[RoleName, int] = {"prefill": 2, "decode": 2}
-    memories = {name: Memory.new(NOW - 9000) for name in replicas}
+    memories = {name: RoleMemory.new(NOW - 9000) for name in replicas}
     objectives: dict[RoleName, float] = {"prefill": 2.0, "decode": 0.05}
     for tick in range(40):
-        roles: dict[RoleName, Role] = {}
+        roles: dict[RoleName, ScaledRole] = {}
         for name, objective_s in objectives.items():
-            policy = Policy(
+            policy = ScalingPolicy(
                 least=1, most=8, objective_s=objective_s, queue_s=objective_s if name == "prefill" else None
             )
-            seen = observed(name, figures, Pods(replicas=replicas[name], ready=2, routers=1), objective_s)
-            roles[name] = Role(policy, memories[name], seen)
+            seen = role_sample(
+                name, figures, RolePods(replicas=replicas[name], ready=2, routers=1), objective_s
+            )
+            roles[name] = ScaledRole(policy, memories[name], seen)
         for name, (decision, memory) in decide_all(roles, all_of_them, NOW + 15 * tick).items():
             replicas[name], memories[name] = decision.replicas, memory
     assert replicas["prefill"] == 2
@@ -143,37 +152,37 @@ def test_service_that_waits_for_a_model_does_not_roll() -> None:
     assert not rolls(cluster.service)
 
 
-CASES: dict[str, tuple[list[Wish], int, dict[str, int]]] = {
-    "there is enough": ([Wish("a", 1, 1, 1, 3, 1.0), Wish("b", 2, 1, 1, 2, 1.0)], 9, {"a": 3, "b": 2}),
+CASES: dict[str, tuple[list[GpuDemand], int, dict[str, int]]] = {
+    "there is enough": ([GpuDemand("a", 1, 1, 1, 3, 1.0), GpuDemand("b", 2, 1, 1, 2, 1.0)], 9, {"a": 3, "b": 2}),
     "who needs it more goes first": (
-        [Wish("a", 1, 1, 1, 5, 1.1), Wish("b", 1, 1, 1, 4, 3.0)], 5, {"b": 4, "a": 1},
+        [GpuDemand("a", 1, 1, 1, 5, 1.1), GpuDemand("b", 1, 1, 1, 4, 3.0)], 5, {"b": 4, "a": 1},
     ),
     "one that does not fit leaves room for a smaller one": (
-        [Wish("a", 4, 1, 1, 2, 3.0), Wish("b", 1, 1, 1, 3, 1.0)], 7, {"a": 1, "b": 3},
+        [GpuDemand("a", 4, 1, 1, 2, 3.0), GpuDemand("b", 1, 1, 1, 3, 1.0)], 7, {"a": 1, "b": 3},
     ),
     "what a role gives up is free when its pods are gone": (
-        [Wish("a", 1, 2, 4, 2, 0.5), Wish("b", 1, 2, 2, 4, 2.0)], 7, {"a": 2, "b": 3},
+        [GpuDemand("a", 1, 2, 4, 2, 0.5), GpuDemand("b", 1, 2, 2, 4, 2.0)], 7, {"a": 2, "b": 3},
     ),
-    "whoever shrinks may": ([Wish("a", 1, 4, 4, 3, 0.5)], 2, {"a": 3}),
-    "without accelerators there is no budget": ([Wish("a", 0, 1, 1, 9, 1.0)], 0, {"a": 9}),
+    "whoever shrinks may": ([GpuDemand("a", 1, 4, 4, 3, 0.5)], 2, {"a": 3}),
+    "without accelerators there is no budget": ([GpuDemand("a", 0, 1, 1, 9, 1.0)], 0, {"a": 9}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("wishes", "gpus", "expected"), CASES.values(), ids=CASES)
-def test_a_budget(wishes: list[Wish], gpus: int, expected: dict[str, int]) -> None:
-    assert granted(wishes, gpus) == expected
+def test_a_budget(wishes: list[GpuDemand], gpus: int, expected: dict[str, int]) -> None:
+    assert allocate(wishes, gpus) == expected
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_nobody_grows_over_a_budget_and_nobody_loses_by_it(seed: int) -> None:
     rng = random.Random(seed)
     wishes = [
-        Wish(str(number), rng.randint(0, 4), there := rng.randint(0, 5), there + rng.randint(0, 2),
+        GpuDemand(str(number), rng.randint(0, 4), there := rng.randint(0, 5), there + rng.randint(0, 2),
              rng.randint(0, 9), rng.random())
         for number in range(rng.randint(1, 8))
     ]  # fmt: skip
     gpus = rng.randint(0, 60)
-    made = granted(wishes, gpus)
+    made = allocate(wishes, gpus)
     for one in wishes:
         assert min(one.there, one.wished) <= made[one.holder] <= one.wished
     grown = sum(one.gpus * max(0, made[one.holder] - one.there) for one in wishes)

@@ -11,8 +11,8 @@ import pytest
 
 from baton_api.profiles import Profile
 from baton_operator.kinds.service_policies import Objectives
-from baton_operator.scaling.signals import Figures
-from baton_operator.scaling.sizing import MOST_FACTOR, Seen, sizes
+from baton_operator.scaling.signals import ServiceMetrics
+from baton_operator.scaling.sizing import MOST_FACTOR, LearnedRequests, worker_sizes
 from tests.operator.scaling.test_seeds import PROFILE
 
 WANTED = Objectives(ttft="5s", itl="100ms")
@@ -20,17 +20,20 @@ NOW = 1000.0
 HEARD = {"routers": 1.0, "age": 1.0}
 
 
-NOTHING = Seen()
+NOTHING = LearnedRequests()
 
 
 def looked(
-    figures: Mapping[str, float], seen: Seen = NOTHING, now: float = NOW, profile: Profile = PROFILE
-) -> Seen:
-    return seen.looked(profile, Figures({**HEARD, **figures}), now)
+    figures: Mapping[str, float],
+    seen: LearnedRequests = NOTHING,
+    now: float = NOW,
+    profile: Profile = PROFILE,
+) -> LearnedRequests:
+    return seen.looked(profile, ServiceMetrics({**HEARD, **figures}), now)
 
 
 def test_sizes_of_the_profiles_own_requests_are_its_capacity() -> None:
-    made = sizes(PROFILE, Seen(), WANTED, 240.0, 1)
+    made = worker_sizes(PROFILE, LearnedRequests(), WANTED, 240.0, 1)
     assert made["prefill"].tokens_per_s == pytest.approx(PROFILE.capacity.prefill_tokens_per_s)
     assert made["decode"].tokens_per_s == pytest.approx(PROFILE.capacity.decode_tokens_per_s)
 
@@ -58,7 +61,7 @@ def test_sizes_name_the_bound_that_binds(
     decode: str,
 ) -> None:
     profile = msgspec.structs.replace(PROFILE, **changed)
-    made = sizes(profile, looked(figures, profile=profile), wanted, 0.0, prefills)
+    made = worker_sizes(profile, looked(figures, profile=profile), wanted, 0.0, prefills)
     assert (made["prefill"].bound, made["decode"].bound) == (prefill, decode)
     assert made["prefill"].tokens_per_s > 0 and made["decode"].tokens_per_s > 0
 
@@ -67,37 +70,39 @@ def test_sizes_itl_bound_leaves_room_for_chance() -> None:
     """As many streams as the objective allows are too many half of the time."""
     wanted = Objectives(ttft="5s", itl="40ms")
     most = (0.04 - PROFILE.step.base_s) / PROFILE.step.stream_s / 0.04
-    made = sizes(PROFILE, Seen(), wanted, 0.0, 1)["decode"]
+    made = worker_sizes(PROFILE, LearnedRequests(), wanted, 0.0, 1)["decode"]
     assert made.bound == "InterTokenLatency"
     assert 0.7 * most < made.tokens_per_s < 0.95 * most
 
 
 def test_sizes_objectives_unattainable_are_zero() -> None:
-    made = sizes(PROFILE, Seen(), Objectives(ttft="100ms", itl="1ms"), 0.0, 1)
+    made = worker_sizes(PROFILE, LearnedRequests(), Objectives(ttft="100ms", itl="1ms"), 0.0, 1)
     assert {one.tokens_per_s for one in made.values()} == {0.0}
     assert (made["prefill"].bound, made["decode"].bound) == ("TimeToFirstToken", "InterTokenLatency")
 
 
 def test_sizes_without_prefill_role_spend_time_on_prompts() -> None:
-    alone, beside = (sizes(PROFILE, Seen(), WANTED, 0.0, one)["decode"] for one in (None, 0))
+    alone, beside = (
+        worker_sizes(PROFILE, LearnedRequests(), WANTED, 0.0, one)["decode"] for one in (None, 0)
+    )
     assert alone.tokens_per_s < 0.9 * beside.tokens_per_s
 
 
 def test_sizes_follow_lengths_at_once_and_ahead() -> None:
     """Prompts grow from one look to the next: both roles are sized for them, after any number of samples."""
-    seen = Seen()
+    seen = LearnedRequests()
     for tick in range(100):
         seen = looked(
             {"prefill_uncached": 500.0, "decode_prompt": 500.0, "decode_answer": 100.0}, seen, NOW + 15 * tick
         )
-    short = sizes(PROFILE, seen, WANTED, 240.0, 1)
+    short = worker_sizes(PROFILE, seen, WANTED, 240.0, 1)
     longer = looked(
         {"prefill_uncached": 3000.0, "decode_prompt": 3000.0, "decode_answer": 100.0}, seen, NOW + 1500
     )
-    made = sizes(PROFILE, longer, WANTED, 0.0, 1)
+    made = worker_sizes(PROFILE, longer, WANTED, 0.0, 1)
     assert made["prefill"].tokens_per_s < short["prefill"].tokens_per_s
     assert made["decode"].tokens_per_s < short["decode"].tokens_per_s
-    rising = Seen()
+    rising = LearnedRequests()
     for tick in range(20):
         rising = looked(
             {"decode_prompt": 1500.0 + 50.0 * tick, "prefill_uncached": 500.0}, rising, NOW + 15 * tick
@@ -107,21 +112,21 @@ def test_sizes_follow_lengths_at_once_and_ahead() -> None:
 
 def test_sizes_are_corrected_by_measured_speed() -> None:
     """Prompts take twice as long as the profile says, and steps half as long."""
-    seen = Seen()
+    seen = LearnedRequests()
     at_work = {"decode_mean_running": 20.0, "decode_workers": 2.0, "decode_token_mean": 0.01}
     for tick in range(100):
         speed = 0.5 * 500 / PROFILE.prefill.seconds(500, 500)
         seen = looked({"prefill_uncached": 500.0, "prefill_speed": speed, **at_work}, seen, NOW + 15 * tick)
     assert seen.prefill_speed == pytest.approx(0.5, rel=0.01)
     assert seen.decode_speed == pytest.approx(2.0, rel=0.01)
-    corrected, before = (sizes(PROFILE, one, WANTED, 0.0, 1) for one in (seen, Seen()))
+    corrected, before = (worker_sizes(PROFILE, one, WANTED, 0.0, 1) for one in (seen, LearnedRequests()))
     assert corrected["prefill"].tokens_per_s < 0.6 * before["prefill"].tokens_per_s
     assert corrected["decode"].tokens_per_s > before["decode"].tokens_per_s
 
 
 def test_seen_without_figures_stays_as_it_was() -> None:
     seen = looked({"prefill_uncached": 500.0, "decode_prompt": 900.0, "decode_answer": 50.0})
-    later = seen.looked(PROFILE, Figures({}, "Prometheus does not answer"), NOW + 3600)
+    later = seen.looked(PROFILE, ServiceMetrics({}, "Prometheus does not answer"), NOW + 3600)
     assert later == seen
 
 
@@ -135,17 +140,19 @@ def any_figures(rng: random.Random) -> Mapping[str, float]:
 @pytest.mark.parametrize("seed", range(50))
 def test_sizes_any_figures_are_finite_and_never_rise_with_length(seed: int) -> None:
     rng = random.Random(seed)
-    seen = Seen()
+    seen = LearnedRequests()
     for tick in range(30):
         seen = looked(any_figures(rng), seen, NOW + 15 * tick)
         assert all(1 / MOST_FACTOR <= one <= MOST_FACTOR for one in (seen.prefill_speed, seen.decode_speed))
         wanted = Objectives(ttft=f"{rng.uniform(0.1, 9):.3f}s", itl=f"{rng.uniform(5, 200):.0f}ms")
-        made = sizes(PROFILE, seen, wanted, rng.uniform(0, 600), rng.choice((None, 0, 1, 9)))
+        made = worker_sizes(PROFILE, seen, wanted, rng.uniform(0, 600), rng.choice((None, 0, 1, 9)))
         assert all(0 <= one.tokens_per_s < 1e9 for one in made.values())
         prompt = rng.uniform(1, 20_000)
         lengths = {"prefill_uncached": 500.0, "decode_answer": 100.0}
         short, long = (
-            sizes(PROFILE, looked({"decode_prompt": one, **lengths}), wanted, 0.0, 1)["decode"].tokens_per_s
+            worker_sizes(PROFILE, looked({"decode_prompt": one, **lengths}), wanted, 0.0, 1)[
+                "decode"
+            ].tokens_per_s
             for one in (prompt, 2 * prompt)
         )
         assert long <= short
