@@ -28,18 +28,18 @@ class Hpa:
         self._most = most
         self._recommended: dict[RoleName, list[tuple[float, int]]] = {name: [] for name in ROLES}
 
-    def wanted(self, seen: Sight) -> dict[RoleName, int]:
-        return {name: self._of(name, seen) for name in ROLES}
+    def wanted(self, sample: Sight) -> dict[RoleName, int]:
+        return {name: self._of(name, sample) for name in ROLES}
 
-    def _of(self, name: RoleName, seen: Sight) -> int:
-        there = len(seen.pods[name])
-        known = {pod.name: seen.busy[pod.name] for pod in seen.pods[name] if pod.name in seen.busy}
+    def _of(self, name: RoleName, sample: Sight) -> int:
+        there = len(sample.pods[name])
+        known = {pod.name: sample.busy[pod.name] for pod in sample.pods[name] if pod.name in sample.busy}
         settled = [
-            known[pod.name] for pod in seen.pods[name] if pod.name in known and _settled(pod, seen.now)
+            known[pod.name] for pod in sample.pods[name] if pod.name in known and _settled(pod, sample.now)
         ]
         wish = recommended(settled, there - len(settled), there) if settled else there
-        recent = [(at, count) for at, count in self._recommended[name] if at > seen.now - DOWN_S]
-        self._recommended[name] = [*recent, (seen.now, wish)]
+        recent = [(at, count) for at, count in self._recommended[name] if at > sample.now - DOWN_S]
+        self._recommended[name] = [*recent, (sample.now, wish)]
         if wish < there:
             wish = min(there, max(count for _, count in self._recommended[name]))
         return max(1, min(self._most, wish, max(2 * there, there + 4)))

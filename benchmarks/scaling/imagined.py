@@ -167,7 +167,7 @@ class ImaginedWorld:
             streams=[one.model.streams for one in decodes],
             queued=[one.queued for one in decodes],
             slots=self._case.slots,
-            seen=self._now >= self._case.unseen * MINUTE,
+            sample=self._now >= self._case.unseen * MINUTE,
         )
         busy = {one.name: one.busy.rate(self._now) for one in self._workers}
         return Sight(self._now, pods, figures, busy)

@@ -84,7 +84,7 @@ class Counters:
         streams: Sequence[int],
         queued: Sequence[int],
         slots: int,
-        seen: bool,
+        sample: bool,
     ) -> ServiceMetrics:
         """
         `line`: tokens of prompts that wait. `prefill`: workers. Of decode workers: `usages` of KV blocks,
@@ -134,7 +134,7 @@ class Counters:
             self.streams.add(now, sum(streams))
             made |= {"decode_mean_usage": self.usage.mean(now), "decode_mean_running": self.streams.mean(now)}
         return ServiceMetrics(
-            {name: float(value) for name, value in made.items() if seen or not name.startswith("demand_")}
+            {name: float(value) for name, value in made.items() if sample or not name.startswith("demand_")}
         )
 
 

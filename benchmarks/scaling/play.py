@@ -41,15 +41,15 @@ async def play(
         if (case.dark[0] <= minute < case.dark[1]) != dark:
             dark = not dark
             await (world.darken() if dark else world.lighten())
-        seen = await world.see()
-        wanted = scaler.wanted(seen)
+        sample = await world.see()
+        wanted = scaler.wanted(sample)
         for role, count in wanted.items():
-            if count != len(seen.pods[role]):
+            if count != len(sample.pods[role]):
                 await world.scale(role, count)
         score.counts.append(Count(minute, wanted["prefill"], wanted["decode"]))
         score.loads.append(psutil.getloadavg()[0])
         # A service that sleeps is looked at as often as the operator does it.
-        next_look += (INTERVAL_S if any(seen.pods.values()) else SLEEP_INTERVAL_S) / scale
+        next_look += (INTERVAL_S if any(sample.pods.values()) else SLEEP_INTERVAL_S) / scale
         await asyncio.sleep(max(0.0, next_look - clock()))
     score.replica_hours = world.replica_hours
     score.answers = await asking

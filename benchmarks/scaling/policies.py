@@ -36,34 +36,37 @@ class Baton:
         self._memories = {name: RoleMemory.new(0.0, startup_s=case.startup_s) for name in ROLES}
         self._say = say
 
-    def wanted(self, seen: Sight) -> dict[RoleName, int]:
+    def wanted(self, sample: Sight) -> dict[RoleName, int]:
         roles: dict[RoleName, ScaledRole] = {}
         sized: Mapping[RoleName, WorkerSize] = {}
         if self._profile is not None:
-            self._requests = self._requests.looked(self._profile, seen.figures, seen.now)
+            self._requests = self._requests.looked(self._profile, sample.figures, sample.now)
             sized = sizing.worker_sizes(
-                self._profile, self._requests, SLO, self._startup_s, len(seen.pods["prefill"])
+                self._profile, self._requests, SLO, self._startup_s, len(sample.pods["prefill"])
             )
         for name, policy in self._policies.items():
-            ready = sum(pod.ready_s is not None for pod in seen.pods[name])
+            ready = sum(pod.ready_s is not None for pod in sample.pods[name])
             pods = RolePods(
-                replicas=len(seen.pods[name]), ready=ready, routers=1, pending_s=self._pending_s(name, seen)
+                replicas=len(sample.pods[name]),
+                ready=ready,
+                routers=1,
+                pending_s=self._pending_s(name, sample),
             )
-            observation = role_sample(name, seen.figures, pods, policy.objective_s, size=sized.get(name))
+            observation = role_sample(name, sample.figures, pods, policy.objective_s, size=sized.get(name))
             roles[name] = ScaledRole(policy, self._memories[name], observation)
-        made = decide_all(roles, _all, seen.now)
+        made = decide_all(roles, _all, sample.now)
         for name, (decision, memory) in made.items():
             self._memories[name] = memory
-            before = roles[name].seen
+            before = roles[name].sample
             if decision.replicas != before.replicas:
                 known = f"{before.demand.value or 0:.0f} tokens/s by {capacity(memory, before) or 0:.0f}"
                 what = f"{name:7} -> {decision.replicas}  {decision.reason}: {decision.message} ({known})"
-                self._say(f"  {seen.now / MINUTE:5.1f} min {what}")
+                self._say(f"  {sample.now / MINUTE:5.1f} min {what}")
         return {name: decision.replicas for name, (decision, _) in made.items()}
 
-    def _pending_s(self, name: RoleName, seen: Sight) -> float:
+    def _pending_s(self, name: RoleName, sample: Sight) -> float:
         """For how long the oldest pod has waited for a node."""
-        waited = (seen.now - pod.started_s for pod in seen.pods[name] if pod.ready_s is None)
+        waited = (sample.now - pod.started_s for pod in sample.pods[name] if pod.ready_s is None)
         return max((one for one in waited if one < self._node_s), default=0.0)
 
 
@@ -73,7 +76,7 @@ class Static:
 
     counts: Mapping[RoleName, int]
 
-    def wanted(self, seen: Sight) -> Mapping[RoleName, int]:
+    def wanted(self, sample: Sight) -> Mapping[RoleName, int]:
         return self.counts
 
 

@@ -183,8 +183,8 @@ class ProcessWorld:
 
     async def _all_are_seen(self) -> bool:
         values = (await self._measured.figures()).values
-        seen = values.get("prefill_workers", 0.0) + values.get("decode_workers", 0.0)
-        return bool(values.get("routers")) and seen == len(self._workers)
+        sample = values.get("prefill_workers", 0.0) + values.get("decode_workers", 0.0)
+        return bool(values.get("routers")) and sample == len(self._workers)
 
     def _start(self, role: RoleName) -> None:
         self._ports += 1

@@ -21,22 +21,27 @@ LEASE = '{{ include "baton.lease" . }}'
 
 PLURALS = tuple(resource.plural for resource in RESOURCES)
 
-VIEW = (Rule(GROUP, PLURALS, ("get", "list", "watch"), "Who may view a namespace."),)
+VIEW = (Rule(GROUP, PLURALS, ("get", "list", "watch"), "Users who may view a namespace."),)
 
 EDIT = (
-    Rule(GROUP, PLURALS, ("create", "delete", "deletecollection", "patch", "update"), "Who may edit one."),
+    Rule(
+        GROUP,
+        PLURALS,
+        ("create", "delete", "deletecollection", "patch", "update"),
+        "Users who may edit a namespace.",
+    ),
     Rule(
         GROUP,
         tuple(f"{resource.plural}/scale" for resource in RESOURCES if resource.scale),
         ("get", "patch", "update"),
-        "kubectl scale.",
+        "Use kubectl scale.",
     ),
 )
-"""Besides what VIEW gives."""
+"""Added to VIEW."""
 
 
 def generated() -> dict[str, str]:
-    """Paths within the chart, and their text."""
+    """Return the text of each generated file by its path within the chart."""
     rules = {
         "baton.serviceRules": SERVICES,
         "baton.clusterRules": CLUSTER,
@@ -66,7 +71,7 @@ def _listed(words: Iterable[str]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write or check them."""
+    """Write the files, or check that they are current."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="fail if a file is not what would be written")
     parser.add_argument("--folder", type=Path, default=Path("charts/baton"))

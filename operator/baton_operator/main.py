@@ -71,9 +71,9 @@ def run(settings: OperatorSettings, listening: Listening) -> None:
 
 async def _run(settings: OperatorSettings, listening: Listening) -> None:
     clock = time.monotonic
-    figures = OperatorMetrics(clock)
+    metrics = OperatorMetrics(clock)
     client = await api_server.connect(settings.kubeconfig)
-    free = ApiServer(client, lambda: None, figures.answered)
+    free = ApiServer(client, lambda: None, metrics.answered)
     me = settings.identity or f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
     client.user_agent = f"baton-operator/{me}"  # audit logs tell one operator from another
     leadership = Leadership(
@@ -82,20 +82,20 @@ async def _run(settings: OperatorSettings, listening: Listening) -> None:
     queue, scaling = (WorkQueue(clock, random.Random()) for _ in range(2))
 
     cache = ObjectCache(settings.namespaces, _waking(queue, scaling))
-    api = ApiServer(client, leadership.guard, figures.answered, cache)
+    api = ApiServer(client, leadership.guard, metrics.answered, cache)
     reflectors = Reflectors(
-        free, cache, clock, random.Random(), settings.watch_silence_s, figures.watches.seen
+        free, cache, clock, random.Random(), settings.watch_silence_s, metrics.watches.seen
     )
-    figures.watch(ProcessMetrics(queue, leadership, reflectors))
-    health = HealthServer(leadership, reflectors, figures.text, clock)
+    metrics.watch(ProcessMetrics(queue, leadership, reflectors))
+    health = HealthServer(leadership, reflectors, metrics.text, clock)
     events = EventPoster(api, time.time)
     prometheus = PrometheusClient(
         settings.prometheus_url, settings.prometheus_token_file, settings.prometheus_ca_file
     )
-    reconcilers = _reconcilers(settings, api, cache, figures, events, prometheus)
+    reconcilers = _reconcilers(settings, api, cache, metrics, events, prometheus)
 
     crews = [
-        partial(work_queue.run_reconciler, one, reconcilers, figures.reconciled, clock)
+        partial(work_queue.run_reconciler, one, reconcilers, metrics.reconciled, clock)
         for one in [queue, scaling] * settings.concurrency
     ]
 
@@ -163,36 +163,36 @@ def _reconcilers(
     settings: OperatorSettings,
     api: ApiServer,
     cache: ObjectCache,
-    figures: OperatorMetrics,
+    metrics: OperatorMetrics,
     events: EventPoster,
     prometheus: PrometheusClient,
 ) -> dict[str, Reconciler]:
     """Who looks after each kind."""
 
     def tell(about: Manifest, transition: Transition) -> None:
-        figures.happened(about, transition)
+        metrics.happened(about, transition)
         events.tell(about, transition)
 
     issuer = by_issuer(settings.mutual_tls_issuer)
     images = OperatorDefaults(
         settings.worker_image, settings.router_image, issuer, settings.metrics_namespace
     )
-    observer = ClusterReader(cache, RouterHealthSource(rollout_health.read_text, time.monotonic))
+    reader = ClusterReader(cache, RouterHealthSource(rollout_health.read_text, time.monotonic))
     scaling = ScalingSettings(settings.prometheus_url, settings.gpu_budget, settings.scaling_window_s)
     return {
         "InferenceService": InferenceServiceReconciler(
             api,
-            observer,
+            reader,
             images,
             tell,
-            figures.services.stands,
+            metrics.services.stands,
             time.time,
             settings.resync_s,
             RouterRollouts(settings.router_rollouts),
         ),
         "BatchJob": BatchJobReconciler(api, cache, settings.router_image, tell, time.time, settings.resync_s),
         "LoraAdapter": LoraAdapterReconciler(api, cache, time.time, settings.resync_s),
-        work_queue.SCALING: Autoscaler(api, observer, prometheus, scaling, tell, figures.scaling, time.time),
+        work_queue.SCALING: Autoscaler(api, reader, prometheus, scaling, tell, metrics.scaling, time.time),
     }
 
 

@@ -28,12 +28,12 @@ OPERATOR = "operator"
 
 
 def worker(service: str, role: Role, revision: str) -> str:
-    """The workers of one role and generation: their Deployment, and their headless Service."""
+    """The workers of one role and revision: their Deployment, and their headless Service."""
     return f"{service}-{role}-{revision}"
 
 
 def role(service: str, name: str) -> str:
-    """What a role has once for all generations: scaler, disruption budget."""
+    """What a role has once for all revisions: scaler, disruption budget."""
     return f"{service}-{name}"
 
 
@@ -42,12 +42,12 @@ def router(service: str) -> str:
 
 
 def revision_config_map(service: str, revision: str) -> str:
-    """The ConfigMap that remembers a generation."""
+    """The ConfigMap that remembers a revision."""
     return f"{service}-rev-{revision}"
 
 
 def model_pin(service: str, revision: str) -> str:
-    """The ConfigMap that names the commit which all pods of a generation fetch."""
+    """The ConfigMap that names the commit which all pods of a revision fetch."""
     return f"{revision_config_map(service, revision)}-model"
 
 
@@ -80,7 +80,7 @@ def of_service(service: str) -> Labels:
 
 
 def of_role(service: str, role: str, revision: str = "") -> Labels:
-    """On everything of one role, and of one generation if it is given."""
+    """On everything of one role, and of one revision if it is given."""
     made = {**of_service(service), "app.kubernetes.io/component": role, labels.ROLE: role}
     return {**made, labels.REVISION: revision} if revision else made
 

@@ -1,8 +1,8 @@
 """
-What the operator may do, and why: the only source of its Roles.
+The permissions of the operator with their reasons: the only source of its Roles.
 
-Each right is one that it uses, and a test against a real API server's audit log holds it to that. It can
-read no Secret, run nothing in a pod, and give nobody a right that it has not itself.
+The operator uses each of them: a test compares them with the audit log of a real API server. It cannot read
+Secrets, run commands in pods, or grant a permission that it lacks.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Rule:
     verbs: tuple[str, ...]
     why: str
     names: tuple[str, ...] = ()
-    """With them, only objects of these names."""
+    """Names of the objects that the rule is limited to; empty: all."""
 
     @property
     def manifest(self) -> Manifest:
-        """As it stands in a Role."""
+        """The rule as an entry of a Role."""
         made: Manifest = {
             "apiGroups": [self.group],
             "resources": list(self.resources),
@@ -43,29 +43,29 @@ SERVICES = (
         GROUP,
         tuple(f"{one.plural}/status" for one in WATCHED if one.custom),
         ("patch",),
-        "What has become of it.",
+        "Status of the custom resources.",
     ),
     Rule(
         GROUP,
         ("inferenceservices/finalizers",),
         ("update",),
-        "Children that block their owner's deletion, where OwnerReferencesPermissionEnforcement is on.",
+        "Set blockOwnerDeletion in owner references where OwnerReferencesPermissionEnforcement is enabled.",
     ),
     Rule(
         "discovery.k8s.io",
         ("endpointslices",),
         ("list", "watch"),
-        "Granted to routers: Kubernetes lets nobody grant a right that they lack.",
+        "Granted to routers: Kubernetes requires that the operator has what it grants.",
     ),
     Rule(
         "",
         ("secrets",),
         ("create",),
-        "One Secret for each service, by which routers sign tickets. The operator can read none.",
+        "One Secret per service, which signs tickets. The operator cannot read Secrets.",
     ),
-    Rule("", ("events",), ("create", "patch"), "What has happened to a service."),
+    Rule("", ("events",), ("create", "patch"), "Report transitions of services."),
 )
-"""Wherever there are services: in a ClusterRole, or in a Role of each namespace that is watched."""
+"""Permissions in the watched namespaces: in a ClusterRole, or in a Role of each namespace."""
 
 
 CLUSTER = (
@@ -73,15 +73,16 @@ CLUSTER = (
         "coordination.k8s.io",
         ("leases",),
         ("list",),
-        "Whether another operator looks after the same services.",
+        "Detect another operator that manages the same services.",
     ),
 )
-"""Besides SERVICES in the ClusterRole of an operator that watches all namespaces."""
+"""Added to SERVICES in the ClusterRole of an operator that watches all namespaces."""
 
 
 def own(lease: str) -> tuple[Rule, ...]:
-    """In the operator's own namespace: the Lease of that name. What is to be created has no name yet."""
-    group, why = "coordination.k8s.io", "One operator at a time."
+    """Permissions in the operator's namespace for the Lease `lease`. Rules for `create` cannot name
+    objects."""
+    group, why = "coordination.k8s.io", "Elect the active operator."
     return (
         Rule(group, ("leases",), ("create",), why),
         Rule(group, ("leases",), ("get", "update"), why, (lease,)),
@@ -89,5 +90,5 @@ def own(lease: str) -> tuple[Rule, ...]:
 
 
 def rules(wanted: Iterable[Rule]) -> list[Manifest]:
-    """The `rules` of a Role or ClusterRole."""
+    """Return the `rules` of a Role or ClusterRole."""
     return [one.manifest for one in wanted]

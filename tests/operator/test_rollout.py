@@ -33,7 +33,7 @@ def role(text: str) -> RoleState:
     return RoleState(replicas, ready, max(ready, replicas))
 
 
-def seen(text: str) -> RevisionState:
+def revisions(text: str) -> RevisionState:
     """`name prefill decode [weight]`, such as `old 2/2 4/4 100`; `-` for no prefill, `!` for crashing."""
     name, prefill, decode, *weight = text.removesuffix("!").split()
     roles: dict[RoleName, RoleState] = {} if prefill == "-" else {"prefill": role(prefill)}
@@ -237,13 +237,13 @@ CASES = [
 def test_what_becomes_of_each_generation(
     want: RolloutTarget, there: list[str], fates: dict[str, str]
 ) -> None:
-    assert shown(decide(want, [seen(one) for one in there], 1.0)) == fates
+    assert shown(decide(want, [revisions(one) for one in there], 1.0)) == fates
 
 
 def test_pause_every_generation_keeps_what_it_has() -> None:
-    standing = replace(seen("z 1/1 1/2 10"), step=1, step_since=5.0)
-    failed = replace(seen("b 0/0 0/0"), failed=True)
-    there = [standing, failed, seen("c 0/1 0/1"), seen("d 0/0 0/0"), seen("a 2/2 4/4 90")]
+    standing = replace(revisions("z 1/1 1/2 10"), step=1, step_since=5.0)
+    failed = replace(revisions("b 0/0 0/0"), failed=True)
+    there = [standing, failed, revisions("c 0/1 0/1"), revisions("d 0/0 0/0"), revisions("a 2/2 4/4 90")]
     fates = decide(wanted(canary=CANARY, paused=True), there, 1.0)
     assert fates["z"] == RevisionPlan("z", "Serving", {"prefill": 1, "decode": 2}, 10, 1, 5.0)
     assert shown(fates) == {
@@ -258,8 +258,8 @@ def test_pause_every_generation_keeps_what_it_has() -> None:
 @pytest.mark.parametrize("held", [False, True])
 def test_generation_that_failed_before_is_named_so(held: bool) -> None:
     """Whichever one is wanted now, and whether or not its model is there."""
-    failed = replace(seen("b 1/1 1/1"), failed=True)
-    there = [seen("z 0/0 0/0"), failed, seen("a 2/2 4/4 100")]
+    failed = replace(revisions("b 1/1 1/1"), failed=True)
+    there = [revisions("z 0/0 0/0"), failed, revisions("a 2/2 4/4 100")]
     assert shown(decide(wanted(held=held), there, 1.0))["b"] == "0 0 0 Failed"
     assert shown(decide(wanted(held=held), [replace(there[0], failed=True), *there[1:]], 1.0)) == {
         "z": "0 0 0 Failed", "b": "0 0 0 Failed", "a": "2 4 100 Serving",
@@ -267,7 +267,7 @@ def test_generation_that_failed_before_is_named_so(held: bool) -> None:
 
 
 def test_generation_that_crashes_says_how_often_it_started() -> None:
-    fates = decide(wanted(), [seen("z 1/1 0/1!"), seen("a 2/2 4/4 100")], 1.0)
+    fates = decide(wanted(), [revisions("z 1/1 0/1!"), revisions("a 2/2 4/4 100")], 1.0)
     assert fates["z"].reason == f"a worker of it was started {CRASHES + 1} times"
 
 
@@ -283,20 +283,20 @@ LAST = [
 def test_of_old_generations_the_one_that_serves_most_stays(
     olds: list[tuple[str, int, str]], last: str, policy: dict[str, Any]
 ) -> None:
-    new = replace(seen("z 0/0 0/0"), failed=not policy)
-    old = [seen(f"{name} {roles} {weight}") for name, weight, roles in olds]
+    new = replace(revisions("z 0/0 0/0"), failed=not policy)
+    old = [revisions(f"{name} {roles} {weight}") for name, weight, roles in olds]
     fates = decide(wanted(**policy), [new, *old], 1.0)
     assert [name for name, _, _ in olds if fates[name].phase != "Draining"] == [last]
 
 
 def test_a_suspended_service_has_nobody() -> None:
     want = replace(wanted(), suspended=True)
-    fates = decide(want, [seen("z 1/1 1/1"), seen("a 2/2 4/4 100")], 1.0)
+    fates = decide(want, [revisions("z 1/1 1/1"), revisions("a 2/2 4/4 100")], 1.0)
     assert all(not any(one.replicas.values()) for one in fates.values())
 
 
 def test_no_progress_for_too_long_is_a_failure_and_asked_for_in_time() -> None:
-    want, there = wanted(progressDeadlineSeconds=600), [seen("z 0/1 0/1"), seen("a 2/2 4/4 100")]
+    want, there = wanted(progressDeadlineSeconds=600), [revisions("z 0/1 0/1"), revisions("a 2/2 4/4 100")]
     assert seconds_until_change(want, there, 100.0) == 500.0
     assert decide(want, there, 599.0)["z"].phase == "Warming"
     assert decide(want, there, 600.0)["z"].phase == "Warming"
@@ -313,7 +313,7 @@ def test_no_progress_for_too_long_is_a_failure_and_asked_for_in_time() -> None:
 
 def test_generation_that_carries_the_service_has_no_deadline() -> None:
     """One worker more than the targets is not ready: nobody waits for it."""
-    want, there = wanted(progressDeadlineSeconds=600), [seen("z 2/2 4/5"), seen("a 2/2 4/4 100")]
+    want, there = wanted(progressDeadlineSeconds=600), [revisions("z 2/2 4/5"), revisions("a 2/2 4/4 100")]
     assert seconds_until_change(want, there, 100.0) is None
     assert decide(want, there, 10_000.0)["z"].phase == "Serving"
 
@@ -335,15 +335,15 @@ FAILING = [
 def test_requests_that_fail_on_the_new_one_alone_take_it_back(
     of_new: RolloutHealth, of_old: RolloutHealth, failed: bool
 ) -> None:
-    new, old = seen("z 1/1 1/1 25"), seen("a 2/2 3/3 75")
-    fates = decide(wanted(), [replace(new, tried=of_new), replace(old, tried=of_old)], 1.0)
+    new, old = revisions("z 1/1 1/1 25"), revisions("a 2/2 3/3 75")
+    fates = decide(wanted(), [replace(new, health=of_new), replace(old, health=of_old)], 1.0)
     assert (fates["z"].phase == "Failed") == failed
     assert not failed or fates["z"].reason == f"{of_new.failed} of {of_new.requests} requests failed on it"
     assert not failed or shown(fates)["a"] == "2 4 100 Serving"
 
 
 def test_how_many_requests_may_fail_can_be_said() -> None:
-    there = [replace(seen("z 1/1 1/1 25"), tried=RolloutHealth(100, 30)), seen("a 2/2 3/3 75")]
+    there = [replace(revisions("z 1/1 1/1 25"), health=RolloutHealth(100, 30)), revisions("a 2/2 3/3 75")]
     assert decide(wanted(maxFailedPercent=30), there, 1.0)["z"].phase == "Warming"
     assert decide(wanted(maxFailedPercent=29), there, 1.0)["z"].phase == "Failed"
     assert decide(wanted(maxFailedPercent=0, autoRollback=False), there, 1.0)["z"].phase == "Warming"
@@ -373,7 +373,10 @@ SLOW = [
 def test_streams_that_wait_long_on_the_new_one_alone_take_it_back(
     limit: str | None, of_new: RolloutHealth, of_old: RolloutHealth, failed: bool
 ) -> None:
-    new, old = replace(seen("z 1/1 1/1 25"), tried=of_new), replace(seen("a 2/2 3/3 75"), tried=of_old)
+    new, old = (
+        replace(revisions("z 1/1 1/1 25"), health=of_new),
+        replace(revisions("a 2/2 3/3 75"), health=of_old),
+    )
     fates = decide(wanted(maxTtft=limit), [new, old], 1.0)
     assert (fates["z"].phase == "Failed") == failed
     if failed:
@@ -397,53 +400,53 @@ def test_a_generation_no_worse_than_the_old_one_is_never_taken_back_for_its_requ
     quick, slow, failed = (rng.randrange(100) for _ in range(3))
     total = quick + slow + failed
 
-    def tried(better: int) -> RolloutHealth:
+    def health(better: int) -> RolloutHealth:
         less = min(better, slow)
-        begun = {2.0: quick + less, 4.0: quick + slow, math.inf: quick + slow}
-        return RolloutHealth(total, max(0, failed - better), begun)
+        first_tokens = {2.0: quick + less, 4.0: quick + slow, math.inf: quick + slow}
+        return RolloutHealth(total, max(0, failed - better), first_tokens)
 
     for better in (0, 1, rng.randrange(100)):
-        new = replace(seen("z 1/1 1/1 25"), tried=tried(better))
-        old = replace(seen("a 2/2 3/3 75"), tried=tried(0))
+        new = replace(revisions("z 1/1 1/1 25"), health=health(better))
+        old = replace(revisions("a 2/2 3/3 75"), health=health(0))
         assert decide(wanted(**policy), [new, old], 1.0)["z"].phase != "Failed"
 
 
 def test_while_requests_go_to_two_generations_somebody_looks_often() -> None:
-    want, new, old = wanted(), seen("z 1/1 1/1 25"), seen("a 2/2 3/3 75")
+    want, new, old = wanted(), revisions("z 1/1 1/1 25"), revisions("a 2/2 3/3 75")
     assert seconds_until_change(want, [new, old], 0.0) == HEALTH_CHECK_S
     assert seconds_until_change(want, [replace(new, weight=0), old], 0.0) is None
-    assert seconds_until_change(want, [seen("z 2/2 4/4 100"), seen("a 0/0 0/0")], 0.0) is None
+    assert seconds_until_change(want, [revisions("z 2/2 4/4 100"), revisions("a 0/0 0/0")], 0.0) is None
 
 
 def test_what_failed_stays_failed() -> None:
-    new = replace(seen("z 0/0 0/0"), failed=True)
-    fates = decide(wanted(), [new, seen("a 2/2 4/4 100")], 1.0)
+    new = replace(revisions("z 0/0 0/0"), failed=True)
+    fates = decide(wanted(), [new, revisions("a 2/2 4/4 100")], 1.0)
     assert shown(fates) == {"z": "0 0 0 Failed", "a": "2 4 100 Serving"}
 
 
 def test_a_canary_goes_step_by_step_and_the_old_one_stays_whole() -> None:
-    want, old = wanted(canary=CANARY), seen("a 2/2 4/4 100")
+    want, old = wanted(canary=CANARY), revisions("a 2/2 4/4 100")
     assert Canary.model_validate(CANARY).steps[0] == CanaryStep(weight=10, pause_seconds=60)
-    assert shown(decide(want, [seen("z 0/0 0/0"), old], 0.0)) == {
+    assert shown(decide(want, [revisions("z 0/0 0/0"), old], 0.0)) == {
         "z": "1 1 0 Warming",
         "a": "2 4 100 Serving",
     }
-    ready = seen("z 1/1 1/1")
-    begun = decide(want, [ready, old], 10.0)["z"]
-    assert (begun.weight, begun.step, begun.step_since) == (10, 0, 10.0)
+    ready = revisions("z 1/1 1/1")
+    first_tokens = decide(want, [ready, old], 10.0)["z"]
+    assert (first_tokens.weight, first_tokens.step, first_tokens.step_since) == (10, 0, 10.0)
     standing = replace(ready, step_since=10.0)
     assert seconds_until_change(want, [standing, old], 30.0) == 40.0
     assert decide(want, [standing, old], 69.0)["z"].step == 0
     further = decide(want, [standing, old], 70.0)
     assert shown(further) == {"z": "1 2 10 Warming", "a": "2 4 90 Serving"} and further["z"].step == 1
-    second = replace(seen("z 1/1 2/2"), step=1, step_since=80.0)
+    second = replace(revisions("z 1/1 2/2"), step=1, step_since=80.0)
     assert shown(decide(want, [second, old], 100.0)) == {"z": "1 2 50 Warming", "a": "2 4 50 Serving"}
     over = decide(want, [second, old], 140.0)
     assert shown(over) == {"z": "2 3 50 Warming", "a": "1 2 50 Draining"}
     assert over["z"].step == 2
     assert seconds_until_change(want, [replace(standing, step=2), old], 30.0) is None, "it has gone all steps"
     assert seconds_until_change(want, [ready, old], 30.0) is None, "it does not stand on its step yet"
-    lost = replace(standing, roles=seen("z 1/1 0/1").roles)
+    lost = replace(standing, roles=revisions("z 1/1 0/1").roles)
     again = decide(want, [lost, old], 69.0)["z"]
     assert (again.weight, again.step, again.step_since) == (0, 0, None), "a step begins anew"
 
@@ -518,16 +521,18 @@ class Cluster:
 
 def test_generation_whose_pods_still_end_is_there() -> None:
     """None of its workers is asked for any more, but requests finish on those that drain."""
-    draining = replace(seen("a 0/0 0/0"), roles={"prefill": RoleState(0, 0, 0), "decode": RoleState(0, 0, 1)})
-    assert draining.there
-    assert decide(wanted(), [seen("z 2/2 4/4 100"), draining], 1.0)["a"].phase == "Draining"
-    recreated = decide(wanted(strategy="Recreate"), [seen("z 0/0 0/0"), draining], 1.0)
+    draining = replace(
+        revisions("a 0/0 0/0"), roles={"prefill": RoleState(0, 0, 0), "decode": RoleState(0, 0, 1)}
+    )
+    assert draining.exists
+    assert decide(wanted(), [revisions("z 2/2 4/4 100"), draining], 1.0)["a"].phase == "Draining"
+    recreated = decide(wanted(strategy="Recreate"), [revisions("z 0/0 0/0"), draining], 1.0)
     assert shown(recreated)["z"] == "0 0 0 Warming", "nothing is started beside it"
 
 
 def test_deadline_that_has_passed_is_not_looked_at_again() -> None:
     """A generation that has no other one to go back to is waited for, and not asked after without end."""
-    assert seconds_until_change(wanted(progressDeadlineSeconds=600), [seen("z 0/1 0/1")], 601.0) is None
+    assert seconds_until_change(wanted(progressDeadlineSeconds=600), [revisions("z 0/1 0/1")], 601.0) is None
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -550,7 +555,7 @@ def test_a_rollout_loses_no_capacity_keeps_its_bounds_and_ends(seed: int) -> Non
             break
     new, old = cluster.seen
     assert new.share(want.targets) == 1 and new.weight == ALL
-    assert not old.there
+    assert not old.exists
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -569,5 +574,5 @@ def test_a_change_amid_a_change_ends_as_well(seed: int) -> None:
         cluster.kept_capacity()
         if not cluster.turn():
             break
-    assert [one.there for one in cluster.seen] == [True, False, False]
+    assert [one.exists for one in cluster.seen] == [True, False, False]
     assert math.isclose(cluster.seen[0].share(want.targets), 1.0)

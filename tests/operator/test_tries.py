@@ -41,8 +41,8 @@ class Routers:
         registry.register(self.first_tokens[address])
         return "\n".join(lines) + "\n" + generate_latest(registry).decode()
 
-    async def lately(self, *addresses: str) -> Mapping[str, RolloutHealth]:
-        return await self.tries.lately("uid", {f"pod-{one}": one for one in addresses})
+    async def recent(self, *addresses: str) -> Mapping[str, RolloutHealth]:
+        return await self.tries.recent("uid", {f"pod-{one}": one for one in addresses})
 
 
 @pytest.fixture
@@ -52,52 +52,52 @@ def routers() -> Routers:
 
 async def test_what_was_counted_before_the_first_look_says_nothing(routers: Routers) -> None:
     routers.counts["a"] = {("old", "passed"): 900, ("old", "failed"): 100}
-    assert await routers.lately("a") == {"old": RolloutHealth(0, 0)}
+    assert await routers.recent("a") == {"old": RolloutHealth(0, 0)}
     routers.counts["a"] = {("old", "passed"): 907, ("old", "failed"): 101, ("new", "failed"): 5}
-    assert await routers.lately("a") == {"old": RolloutHealth(8, 1), "new": RolloutHealth(5, 5)}
+    assert await routers.recent("a") == {"old": RolloutHealth(8, 1), "new": RolloutHealth(5, 5)}
 
 
 async def test_all_routers_are_heard_and_one_that_is_silent_is_left_out(routers: Routers) -> None:
     routers.counts = {"a": {("new", "passed"): 0}, "b": {("new", "passed"): 0}}
-    await routers.lately("a", "b")
+    await routers.recent("a", "b")
     routers.counts = {"a": {("new", "passed"): 6}, "b": {("new", "failed"): 4}}
-    assert await routers.lately("a", "b") == {"new": RolloutHealth(10, 4)}
+    assert await routers.recent("a", "b") == {"new": RolloutHealth(10, 4)}
     del routers.counts["b"]
-    assert await routers.lately("a", "b") == {"new": RolloutHealth(6, 0)}
+    assert await routers.recent("a", "b") == {"new": RolloutHealth(6, 0)}
     routers.counts.clear()
-    assert await routers.lately("a", "b") == {}
+    assert await routers.recent("a", "b") == {}
 
 
 async def test_streams_are_known_by_how_long_their_first_token_took(routers: Routers) -> None:
     routers.counts = {"a": {}, "b": {}}
     routers.first_tokens["a"].observe(9.0, "new")
-    await routers.lately("a", "b")
+    await routers.recent("a", "b")
     for address, seconds in (("a", 0.5), ("a", 2.0), ("a", 2.1), ("b", 7.0), ("b", 1000.0)):
         routers.first_tokens[address].observe(seconds, "new")
-    tried = (await routers.lately("a", "b"))["new"]
-    assert tried.streams == 5
-    assert [tried.slow(limit) for limit in (0.4, 0.5, 1.9, 2.0, 6.5, 300.0, 301.0)] == [5, 4, 3, 3, 1, 1, 0]
+    health = (await routers.recent("a", "b"))["new"]
+    assert health.streams == 5
+    assert [health.slow(limit) for limit in (0.4, 0.5, 1.9, 2.0, 6.5, 300.0, 301.0)] == [5, 4, 3, 3, 1, 1, 0]
 
 
 async def test_what_is_long_ago_is_forgotten(routers: Routers) -> None:
     routers.counts["a"] = {("new", "failed"): 0}
-    await routers.lately("a")
+    await routers.recent("a")
     routers.counts["a"] = {("new", "failed"): 9}
-    assert await routers.lately("a") == {"new": RolloutHealth(9, 9)}
+    assert await routers.recent("a") == {"new": RolloutHealth(9, 9)}
     routers.now += WINDOW_S + 1
-    assert await routers.lately("a") == {"new": RolloutHealth(0, 0)}
+    assert await routers.recent("a") == {"new": RolloutHealth(0, 0)}
 
 
 async def test_a_router_that_begins_anew_counts_from_nothing(routers: Routers) -> None:
     routers.counts["a"] = {("new", "passed"): 50}
-    await routers.lately("a")
+    await routers.recent("a")
     routers.counts["a"] = {("new", "passed"): 3}
-    assert await routers.lately("a") == {"new": RolloutHealth(0, 0)}
+    assert await routers.recent("a") == {"new": RolloutHealth(0, 0)}
 
 
 async def test_a_service_whose_rollout_has_ended_begins_anew(routers: Routers) -> None:
     routers.counts["a"] = {("new", "failed"): 0}
-    await routers.lately("a")
+    await routers.recent("a")
     routers.counts["a"] = {("new", "failed"): 9}
     routers.tries.forget("uid")
-    assert await routers.lately("a") == {"new": RolloutHealth(0, 0)}
+    assert await routers.recent("a") == {"new": RolloutHealth(0, 0)}

@@ -130,7 +130,7 @@ def says_what_is(cluster: FakeCluster, state: ServiceState) -> None:
     jobs = [one for (_, kind, _), one in cluster.objects.items() if kind == "Job"]
     for job in jobs:
         failed = any(one["type"] == "Failed" for one in job.get("status", {}).get("conditions", ()))
-        if failed and job["metadata"]["name"] == status["model"]["downloadJob"] and not state.model.there:
+        if failed and job["metadata"]["name"] == status["model"]["downloadJob"] and not state.model.present:
             assert cluster.condition("ModelReady") == ("False", "Failed")
 
 

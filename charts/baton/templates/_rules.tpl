@@ -1,19 +1,19 @@
 {{/* Generated from baton_operator by `make fix`. Do not edit. */}}
 
 {{- define "baton.serviceRules" -}}
-# What users ask for.
+# Custom resources that users write.
 - apiGroups: [baton.dev]
   resources: [inferenceservices]
   verbs: [list, watch]
-# What users ask for.
+# Custom resources that users write.
 - apiGroups: [baton.dev]
   resources: [loraadapters]
   verbs: [list, watch]
-# Routers may create BatchJobs, so the operator must hold that right to grant it. It deletes those that a router created some time after they end.
+# Routers may create BatchJobs, so the operator needs that permission to grant it. It deletes BatchJobs of routers some time after they end.
 - apiGroups: [baton.dev]
   resources: [batchjobs]
   verbs: [list, watch, create, delete]
-# Created once. An autoscaler writes the numbers: the operator's own, or another.
+# Created once per scaled role. An autoscaler writes their replicas.
 - apiGroups: [baton.dev]
   resources: [rolescalers]
   verbs: [list, watch, create, patch, delete]
@@ -21,27 +21,27 @@
 - apiGroups: [apps]
   resources: [deployments]
   verbs: [list, watch, create, patch, delete]
-# Fetching models, running batches. Jobs of batches are suspended, resumed and deleted.
+# Fetch models and run batches. The operator suspends, resumes and deletes Jobs of batches.
 - apiGroups: [batch]
   resources: [jobs]
   verbs: [list, watch, create, patch, delete]
-# Exposure by an Ingress.
+# Expose services by an Ingress.
 - apiGroups: [networking.k8s.io]
   resources: [ingresses]
   verbs: [list, watch, create, patch, delete]
-# Which pods reach workers and routers.
+# Limit which pods reach workers and routers.
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [list, watch, create, patch, delete]
-# How many pods may be missing at once.
+# Limit how many pods an eviction may take at once.
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [list, watch, create, patch, delete]
-# A router's rights to see its workers and to create BatchJobs.
+# Let routers list their workers and create BatchJobs.
 - apiGroups: [rbac.authorization.k8s.io]
   resources: [roles]
   verbs: [list, watch, create, patch, delete]
-# Binds a router's Role.
+# Bind the Roles of routers.
 - apiGroups: [rbac.authorization.k8s.io]
   resources: [rolebindings]
   verbs: [list, watch, create, patch, delete]
@@ -49,11 +49,11 @@
 - apiGroups: [""]
   resources: [configmaps]
   verbs: [list, watch, create, patch, delete]
-# Models' files. A claim is never deleted; it grows with the size that the spec asks for.
+# Hold model files. The operator never deletes a claim; it grows a claim to the size in the spec.
 - apiGroups: [""]
   resources: [persistentvolumeclaims]
   verbs: [list, watch, create, patch]
-# State of workers and routers. A deletion cost is written before a role shrinks.
+# State of workers and routers. The operator sets a deletion cost before a role shrinks.
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch, patch]
@@ -61,15 +61,15 @@
 - apiGroups: [""]
   resources: [services]
   verbs: [list, watch, create, patch, delete]
-# Accounts of workers, routers and runners of batches.
+# Accounts of workers, routers and batch runners.
 - apiGroups: [""]
   resources: [serviceaccounts]
   verbs: [list, watch, create, patch, delete]
-# Exposure by the Gateway API.
+# Expose services by the Gateway API.
 - apiGroups: [gateway.networking.k8s.io]
   resources: [httproutes]
   verbs: [list, watch, create, patch, delete]
-# Certificates of an issuer.
+# Request certificates from an issuer.
 - apiGroups: [cert-manager.io]
   resources: [certificates]
   verbs: [list, watch, create, patch, delete]
@@ -77,41 +77,41 @@
 - apiGroups: [gateway.networking.k8s.io]
   resources: [gateways]
   verbs: [list, watch]
-# What has become of it.
+# Status of the custom resources.
 - apiGroups: [baton.dev]
   resources: [inferenceservices/status, loraadapters/status, batchjobs/status, rolescalers/status]
   verbs: [patch]
-# Children that block their owner's deletion, where OwnerReferencesPermissionEnforcement is on.
+# Set blockOwnerDeletion in owner references where OwnerReferencesPermissionEnforcement is enabled.
 - apiGroups: [baton.dev]
   resources: [inferenceservices/finalizers]
   verbs: [update]
-# Granted to routers: Kubernetes lets nobody grant a right that they lack.
+# Granted to routers: Kubernetes requires that the operator has what it grants.
 - apiGroups: [discovery.k8s.io]
   resources: [endpointslices]
   verbs: [list, watch]
-# One Secret for each service, by which routers sign tickets. The operator can read none.
+# One Secret per service, which signs tickets. The operator cannot read Secrets.
 - apiGroups: [""]
   resources: [secrets]
   verbs: [create]
-# What has happened to a service.
+# Report transitions of services.
 - apiGroups: [""]
   resources: [events]
   verbs: [create, patch]
 {{- end -}}
 
 {{- define "baton.clusterRules" -}}
-# Whether another operator looks after the same services.
+# Detect another operator that manages the same services.
 - apiGroups: [coordination.k8s.io]
   resources: [leases]
   verbs: [list]
 {{- end -}}
 
 {{- define "baton.ownRules" -}}
-# One operator at a time.
+# Elect the active operator.
 - apiGroups: [coordination.k8s.io]
   resources: [leases]
   verbs: [create]
-# One operator at a time.
+# Elect the active operator.
 - apiGroups: [coordination.k8s.io]
   resources: [leases]
   resourceNames: [{{ include "baton.lease" . }}]
@@ -119,18 +119,18 @@
 {{- end -}}
 
 {{- define "baton.viewRules" -}}
-# Who may view a namespace.
+# Users who may view a namespace.
 - apiGroups: [baton.dev]
   resources: [inferenceservices, rolescalers, batchjobs, loraadapters]
   verbs: [get, list, watch]
 {{- end -}}
 
 {{- define "baton.editRules" -}}
-# Who may edit one.
+# Users who may edit a namespace.
 - apiGroups: [baton.dev]
   resources: [inferenceservices, rolescalers, batchjobs, loraadapters]
   verbs: [create, delete, deletecollection, patch, update]
-# kubectl scale.
+# Use kubectl scale.
 - apiGroups: [baton.dev]
   resources: [rolescalers/scale]
   verbs: [get, patch, update]

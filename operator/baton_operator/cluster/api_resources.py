@@ -1,8 +1,8 @@
 """
-The kinds of objects that the operator works with: one table, from which all other lists of kinds follow.
+The kinds of objects that the operator works with, in one table.
 
-Paths, watches, reads, pruning and rights are read off this table. A kind that is added here is watched,
-observed with its service and, if `pruned`, deleted once the spec no longer asks for it.
+Paths, watches, reads, pruning and permissions follow from this table. The operator watches each kind in it
+and, if the kind is `pruned`, deletes objects that the spec no longer asks for.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ NETWORKING_API = "networking.k8s.io/v1"
 
 READ = ("list", "watch")
 ALL_VERBS = (*READ, "create", "patch", "delete")
-"""Server-side apply, pruning, and watching for changes by others."""
+"""Verbs for server-side apply, pruning, and watching changes by others."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiResource:
-    """One kind, and the operator's rights to it."""
+    """One kind, and the operator's permissions for it."""
 
     api: str
     """Group and version, such as apps/v1."""
@@ -33,13 +33,13 @@ class ApiResource:
     plural: str
     verbs: tuple[str, ...]
     why: str
-    """Reason for the rights, as it stands in the chart and the documentation."""
+    """Reason for the permissions, as in the chart and the documentation."""
     pruned: bool = False
-    """Whether objects that the spec no longer asks for are deleted."""
+    """Whether the operator deletes objects that the spec no longer asks for."""
     optional: bool = False
-    """Whether a cluster may lack it."""
+    """Whether the kind may be missing in a cluster."""
     foreign: bool = False
-    """Whether its objects are made by others, for others: they carry no label of the operator's."""
+    """Whether others create its objects, which then lack the operator's label."""
 
     @property
     def group(self) -> str:
@@ -48,32 +48,32 @@ class ApiResource:
 
     @property
     def custom(self) -> bool:
-        """Whether the kind is one of Baton's own, which users write."""
+        """Whether the kind is one of Baton's custom resources."""
         return self.group == GROUP
 
     @property
     def owned(self) -> bool:
-        """Whether its objects carry the operator's label: it made them, or Kubernetes did for it."""
+        """Whether its objects carry the operator's label: the operator or Kubernetes created them."""
         return not self.custom and not self.foreign
 
 
 WATCHED = (
-    ApiResource(API, "InferenceService", "inferenceservices", READ, "What users ask for."),
-    ApiResource(API, "LoraAdapter", "loraadapters", READ, "What users ask for."),
+    ApiResource(API, "InferenceService", "inferenceservices", READ, "Custom resources that users write."),
+    ApiResource(API, "LoraAdapter", "loraadapters", READ, "Custom resources that users write."),
     ApiResource(
         API,
         "BatchJob",
         "batchjobs",
         (*READ, "create", "delete"),
-        "Routers may create BatchJobs, so the operator must hold that right to grant it. It deletes those "
-        "that a router created some time after they end.",
+        "Routers may create BatchJobs, so the operator needs that permission to grant it. It deletes "
+        "BatchJobs of routers some time after they end.",
     ),
     ApiResource(
         API,
         "RoleScaler",
         "rolescalers",
         ALL_VERBS,
-        "Created once. An autoscaler writes the numbers: the operator's own, or another.",
+        "Created once per scaled role. An autoscaler writes their replicas.",
         pruned=True,
     ),
     ApiResource("apps/v1", "Deployment", "deployments", ALL_VERBS, "Workers and routers.", pruned=True),
@@ -82,15 +82,17 @@ WATCHED = (
         "Job",
         "jobs",
         ALL_VERBS,
-        "Fetching models, running batches. Jobs of batches are suspended, resumed and deleted.",
+        "Fetch models and run batches. The operator suspends, resumes and deletes Jobs of batches.",
     ),
-    ApiResource(NETWORKING_API, "Ingress", "ingresses", ALL_VERBS, "Exposure by an Ingress.", pruned=True),
+    ApiResource(
+        NETWORKING_API, "Ingress", "ingresses", ALL_VERBS, "Expose services by an Ingress.", pruned=True
+    ),
     ApiResource(
         NETWORKING_API,
         "NetworkPolicy",
         "networkpolicies",
         ALL_VERBS,
-        "Which pods reach workers and routers.",
+        "Limit which pods reach workers and routers.",
         pruned=True,
     ),
     ApiResource(
@@ -98,7 +100,7 @@ WATCHED = (
         "PodDisruptionBudget",
         "poddisruptionbudgets",
         ALL_VERBS,
-        "How many pods may be missing at once.",
+        "Limit how many pods an eviction may take at once.",
         pruned=True,
     ),
     ApiResource(
@@ -106,10 +108,12 @@ WATCHED = (
         "Role",
         "roles",
         ALL_VERBS,
-        "A router's rights to see its workers and to create BatchJobs.",
+        "Let routers list their workers and create BatchJobs.",
         pruned=True,
     ),
-    ApiResource(RBAC_API, "RoleBinding", "rolebindings", ALL_VERBS, "Binds a router's Role.", pruned=True),
+    ApiResource(
+        RBAC_API, "RoleBinding", "rolebindings", ALL_VERBS, "Bind the Roles of routers.", pruned=True
+    ),
     ApiResource(
         "v1", "ConfigMap", "configmaps", ALL_VERBS, "Generations and weights of services.", pruned=True
     ),
@@ -118,14 +122,14 @@ WATCHED = (
         "PersistentVolumeClaim",
         "persistentvolumeclaims",
         (*READ, "create", "patch"),
-        "Models' files. A claim is never deleted; it grows with the size that the spec asks for.",
+        "Hold model files. The operator never deletes a claim; it grows a claim to the size in the spec.",
     ),
     ApiResource(
         "v1",
         "Pod",
         "pods",
         (*READ, "patch"),
-        "State of workers and routers. A deletion cost is written before a role shrinks.",
+        "State of workers and routers. The operator sets a deletion cost before a role shrinks.",
     ),
     ApiResource("v1", "Service", "services", ALL_VERBS, "Addresses of routers and workers.", pruned=True),
     ApiResource(
@@ -133,7 +137,7 @@ WATCHED = (
         "ServiceAccount",
         "serviceaccounts",
         ALL_VERBS,
-        "Accounts of workers, routers and runners of batches.",
+        "Accounts of workers, routers and batch runners.",
         pruned=True,
     ),
     ApiResource(
@@ -141,7 +145,7 @@ WATCHED = (
         "HTTPRoute",
         "httproutes",
         ALL_VERBS,
-        "Exposure by the Gateway API.",
+        "Expose services by the Gateway API.",
         pruned=True,
         optional=True,
     ),
@@ -150,7 +154,7 @@ WATCHED = (
         "Certificate",
         "certificates",
         ALL_VERBS,
-        "Certificates of an issuer.",
+        "Request certificates from an issuer.",
         pruned=True,
         optional=True,
     ),
@@ -164,20 +168,20 @@ WATCHED = (
         foreign=True,
     ),
 )
-"""All kinds of which the operator reads objects."""
+"""All kinds that the operator reads."""
 
 OWNED = tuple(one for one in WATCHED if one.owned)
 
 PRUNED = frozenset(one.kind for one in WATCHED if one.pruned)
-"""Kinds of which objects are deleted once the spec no longer asks for them. Claims hold files that are slow
-to fetch again, and Jobs are removed by their own time to live."""
+"""Kinds that the operator prunes. Claims stay, because their files are slow to fetch again; Kubernetes
+deletes Jobs after their time to live."""
 
 _PLURALS = {one.kind: one.plural for one in WATCHED}
 
 
 def plural(kind: str) -> str:
     """
-    The name of a kind in paths.
+    Return the name of a kind in paths.
 
     >>> plural("NetworkPolicy"), plural("Lease")
     ('networkpolicies', 'leases')
@@ -187,7 +191,7 @@ def plural(kind: str) -> str:
 
 def path(api: str, kind: str, namespace: str = "", name: str = "") -> str:
     """
-    Where objects are.
+    Return the path of objects.
 
     >>> path("apps/v1", "Deployment", "models", "chat-router")
     '/apis/apps/v1/namespaces/models/deployments/chat-router'

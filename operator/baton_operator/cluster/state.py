@@ -88,8 +88,8 @@ class ClusterState:
     pods: Sequence[Pod] = ()
     apis: frozenset[str] = frozenset()
     """Optional APIs that the cluster has, such as gateway.networking.k8s.io/v1."""
-    tried: Mapping[str, RolloutHealth] = field(default_factory=dict)
-    """What lately became of requests, by generation, if there are several."""
+    health: Mapping[str, RolloutHealth] = field(default_factory=dict)
+    """What lately became of requests, by revision, if there are several."""
     gateways: Mapping[tuple[str, str], Manifest] = field(default_factory=dict)
     """Gateways of its HTTPRoute that can be read, by namespace and name."""
 
@@ -158,7 +158,7 @@ def _note(container: Mapping[str, Any]) -> str:
 
 
 ALIVE = ("Warming", "Serving", "Draining")
-"""Phases of generations of which something is there."""
+"""Phases of revisions of which something is there."""
 
 ROLE_SCALER = "RoleScaler"
 """The kind."""
@@ -169,9 +169,9 @@ _OBJECTS = tuple(one.kind for one in OWNED if one.kind != "Pod")
 class ClusterReader:
     """Reads for all services. `tries` are asked while a rollout is under way."""
 
-    def __init__(self, cache: ObjectCache, tries: HealthSource | None = None) -> None:
+    def __init__(self, cache: ObjectCache, health_source: HealthSource | None = None) -> None:
         self._cache = cache
-        self._tries: HealthSource = tries or NoHealthSource()
+        self._health_source: HealthSource = health_source or NoHealthSource()
 
     def service(self, namespace: str, name: str) -> Manifest | None:
         """The InferenceService; None if there is none, or it is being deleted."""
@@ -206,8 +206,8 @@ class ClusterReader:
         objects: dict[Key, Manifest] = {key(one): one for one in owned}
         objects |= {key(one): one for one in of_it if _is_bound(one, name)}
         there = self.pods(namespace, name)
-        tried = await self._tried(service, there)
-        return ClusterState(service, objects, there, self._cache.apis, tried, self._gateways(service))
+        health = await self._tried(service, there)
+        return ClusterState(service, objects, there, self._cache.apis, health, self._gateways(service))
 
     def _gateways(self, service: Manifest) -> dict[exposure.GatewayName, Manifest]:
         """Those of the service's HTTPRoute that exist, and that the operator may read."""
@@ -219,10 +219,10 @@ class ClusterReader:
         uid = service["metadata"]["uid"]
         phases = [one["phase"] for one in service.get("status", {}).get("revisions", ())]
         if sum(phase in ALIVE for phase in phases) < 2:
-            self._tries.forget(uid)
+            self._health_source.forget(uid)
             return {}
         routers = {pod.name: pod.address for pod in pods if pod.role == names.ROUTER and pod.address}
-        return await self._tries.lately(uid, routers)
+        return await self._health_source.recent(uid, routers)
 
 
 def _is_bound(scaler: Manifest, service: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a drained node may take away at once, of each role over all generations."""
+"""What a drained node may take away at once, of each role over all revisions."""
 
 from __future__ import annotations
 

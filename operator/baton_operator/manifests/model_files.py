@@ -30,7 +30,7 @@ MEMORY_LIMIT = "4Gi"
 """Of what fetches; files of any size pass through it piece by piece."""
 
 PIN_KEY = "revision"
-"""Key of the ConfigMap that names the commit which all pods of a generation fetch."""
+"""Key of the ConfigMap that names the commit which all pods of a revision fetch."""
 
 TERMINATION_LOG = "/dev/termination-log"
 

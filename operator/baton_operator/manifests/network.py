@@ -1,5 +1,5 @@
 """
-Who may speak to whom: clients to routers, routers to workers, and workers to those of their own generation.
+Who may speak to whom: clients to routers, routers to workers, and workers to those of their own revision.
 
 Workers have no keys of their own here, so this is the border. What moves by RDMA passes beside it: there,
 the border is the fabric's partition.
@@ -62,7 +62,7 @@ def routers(owner: Owner, spec: InferenceServiceSpec) -> Manifest:
 
 def workers(owner: Owner, generation: Revision, metrics_namespace: str = "") -> Manifest:
     """
-    Workers of one generation are reached by routers at their three ports, and by one another at all; by
+    Workers of one revision are reached by routers at their three ports, and by one another at all; by
     `metrics_namespace` where their metrics are.
 
     Between workers the ports are UCX's to choose. Outwards they reach one another, DNS, and the port of the

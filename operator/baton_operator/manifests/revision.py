@@ -1,12 +1,12 @@
 """
-A generation: what of a spec makes the workers, under a name that is a hash of it.
+A revision: what of a spec makes the workers, under a name that is a hash of it.
 
-Equal workers have equal names, so a change that was taken back is the old generation again. How many there
+Equal workers have equal names, so a change that was taken back is the old revision again. How many there
 are, how they are scaled, reached and evicted is no part of it: that changes while they run. What a
-generation was made from is kept in a ConfigMap and never rendered from anything else, so that a later spec
+revision was made from is kept in a ConfigMap and never rendered from anything else, so that a later spec
 cannot restart workers that serve.
 
-The name is a hash only when a generation is first made. Afterwards the label of its ConfigMap says it: a
+The name is a hash only when a revision is first made. Afterwards the label of its ConfigMap says it: a
 later operator may hash in another way, and must find the workers of an earlier one under their own name.
 """
 
@@ -26,7 +26,7 @@ from baton_operator.kinds.service_policies import MutualTls
 from baton_operator.kinds.worker_role import WorkerRole
 
 TEMPLATE_VERSION = 1
-"""Version of the way in which pods are made from a spec. A higher one makes new generations of the same
+"""Version of the way in which pods are made from a spec. A higher one makes new revisions of the same
 specs: a rollout replaces all workers. Raise it when pods that run are wrong, and not when they could be
 nicer. Without a raise, workers that run keep the template that they were started with."""
 
@@ -37,7 +37,7 @@ _LIVE = frozenset({"replicas", "scaling", "disruption", "rollout"})
 
 
 class Blueprint(Part):
-    """What the workers of one generation are made from."""
+    """What the workers of one revision are made from."""
 
     template_version: int = 1
     """The TEMPLATE_VERSION of the operator that made it. The default never changes: it stands for what
@@ -54,7 +54,7 @@ class Blueprint(Part):
 
     @classmethod
     def of(cls, service: str, spec: InferenceServiceSpec) -> Blueprint:
-        """The generation that `spec` asks for."""
+        """The revision that `spec` asks for."""
         return cls(
             template_version=TEMPLATE_VERSION,
             served_names=(spec.model.name or service, *spec.model.aliases),

@@ -71,7 +71,7 @@ def service(owner: Owner) -> Manifest:
 
 
 def weights(owner: Owner, by_revision: Mapping[str, int]) -> Manifest:
-    """How many of a hundred requests go to each generation."""
+    """How many of a hundred requests go to each revision."""
     lines = "".join(f"{revision}={weight}\n" for revision, weight in sorted(by_revision.items()))
     return made(owner, "v1", "ConfigMap", names.router(owner.name), {"data": {WEIGHTS_FILE: lines}})
 

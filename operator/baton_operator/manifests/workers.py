@@ -1,4 +1,4 @@
-"""The workers of one generation: for each role a Deployment, and a Service by which routers find them."""
+"""The workers of one revision: for each role a Deployment, and a Service by which routers find them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ COMMANDS = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.BOTH: "serve"}
 
 
 def files(owner: Owner, generation: Revision) -> ModelFiles:
-    """The model's files of a generation."""
+    """The model's files of a revision."""
     blueprint = generation.blueprint
     image = blueprint.engine.image or generation.image
     return ModelFiles(owner.name, blueprint.model, image, names.model_pin(owner.name, generation.revision))
 
 
 def deployment(owner: Owner, generation: Revision, role: Role, replicas: int) -> Manifest:
-    """The workers of `role`. Only `replicas` ever changes: another template is another generation."""
+    """The workers of `role`. Only `replicas` ever changes: another template is another revision."""
     blueprint = generation.blueprint
     spec, revision = blueprint.roles[role], generation.revision
     there = names.of_role(owner.name, role, revision)
@@ -49,7 +49,7 @@ def deployment(owner: Owner, generation: Revision, role: Role, replicas: int) ->
     }
     body = {
         "replicas": replicas,
-        "revisionHistoryLimit": 0,  # generations are remembered elsewhere
+        "revisionHistoryLimit": 0,  # revisions are remembered elsewhere
         "progressDeadlineSeconds": spec.startup_timeout_seconds + 60,
         "selector": {"matchLabels": names.selecting(owner.name, role, revision)},
         "template": merged(template, spec.pod_template),
@@ -246,7 +246,7 @@ def _before_the_end(spec: WorkerRole) -> Manifest:
 
 
 def _near(owner: Owner, generation: Revision) -> Manifest:
-    """Workers of one generation where the network between them is fast."""
+    """Workers of one revision where the network between them is fast."""
     transfer = generation.blueprint.transfer
     if transfer.domain_key is None:
         return {}

@@ -36,7 +36,7 @@ class InferenceServiceReconciler:
     def __init__(
         self,
         api: ApiServer,
-        observer: ClusterReader,
+        reader: ClusterReader,
         images: OperatorDefaults,
         tell: ReportTransition,
         stands: PublishStatus,
@@ -45,7 +45,7 @@ class InferenceServiceReconciler:
         rollouts: RouterRollouts,
     ) -> None:
         self._api = api
-        self._observer = observer
+        self._reader = reader
         self._images = images
         self._tell = tell
         self._stands = stands
@@ -54,43 +54,41 @@ class InferenceServiceReconciler:
         self._rollouts = rollouts
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
-        service = self._observer.service(namespace, name)
-        scalers = self._observer.scalers(namespace, name)
+        service = self._reader.service(namespace, name)
+        scalers = self._reader.scalers(namespace, name)
         if service is None:
             self._rollouts.forget(namespace, name)
             self._stands(namespace, name, None, None)
             await self._bind(scalers, None)
             return None
-        observed = await self._observer.around(service, scalers)
+        cluster = await self._reader.around(service, scalers)
         now = self._clock()
         try:
-            made = plan_service(observed, self._images, now)
+            made = plan_service(cluster, self._images, now)
         except ValueError as error:
-            await self._say(observed, *report.rejected_status(observed, error, now))
+            await self._say(cluster, *report.rejected_status(cluster, error, now))
             await self._bind(scalers, None)
             return self._resync_s
-        made = self._rollouts.admit(made, observed)
+        made = self._rollouts.admit(made, cluster)
         assert made.state is not None
         try:
-            unmet = await self._carry_out(made, observed)
+            unmet = await self._carry_out(made, cluster)
         except ObjectRejected as refusal:
-            await self._say(observed, *report.rejected_status(observed, refusal, now))
+            await self._say(cluster, *report.rejected_status(cluster, refusal, now))
             raise refusal.answer from refusal
-        status, transitions = report.service_status(observed, made.state, now, unmet)
+        status, transitions = report.service_status(cluster, made.state, now, unmet)
         # The API server fills in defaults; without them there would always be a difference.
         whole = InferenceServiceStatus.model_validate(status)
-        await self._say(
-            observed, whole.model_dump(mode="json", by_alias=True, exclude_none=True), transitions
-        )
+        await self._say(cluster, whole.model_dump(mode="json", by_alias=True, exclude_none=True), transitions)
         await self._bind(scalers, made.state)
         return min(self._resync_s, made.again_s if made.again_s is not None else self._resync_s)
 
-    async def _carry_out(self, made: ServicePlan, observed: ClusterState) -> str:
+    async def _carry_out(self, made: ServicePlan, cluster: ClusterState) -> str:
         """What was refused although the service does well without it; empty if nothing was."""
         unmet = ""
         create = list(made.create)
         if made.ticket_secret:
-            create.insert(0, tickets.secret(observed.owner, secrets.token_hex(32)))
+            create.insert(0, tickets.secret(cluster.owner, secrets.token_hex(32)))
         for manifest in create:
             try:
                 await self._api.create(manifest)
@@ -99,7 +97,7 @@ class InferenceServiceReconciler:
                     raise ObjectRejected(manifest, error) from error
                 raise
         for manifest in made.apply:
-            ours = key(manifest) in observed.objects
+            ours = key(manifest) in cluster.objects
             try:
                 await self._api.apply(manifest, ours=ours)
             except ApiException as error:
@@ -110,21 +108,21 @@ class InferenceServiceReconciler:
                     raise ObjectRejected(manifest, error) from error
                 raise
         for gone in made.prune:
-            there = observed.objects[gone]
+            there = cluster.objects[gone]
             if "deletionTimestamp" not in there["metadata"]:
                 await self._api.delete(there)
         return unmet
 
     async def _say(
-        self, observed: ClusterState, status: report.Status, transitions: Sequence[Transition]
+        self, cluster: ClusterState, status: report.Status, transitions: Sequence[Transition]
     ) -> None:
-        if patch := merge_patch(observed.status, status):
-            await self._api.write_status(observed.service, patch)
+        if patch := merge_patch(cluster.status, status):
+            await self._api.write_status(cluster.service, patch)
         # Once it is written down: who is interrupted before tells it again, and nobody tells it twice.
         for transition in transitions:
-            self._tell(observed.service, transition)
-        owner = observed.owner
-        self._stands(owner.namespace, owner.name, status, _objectives(observed.service))
+            self._tell(cluster.service, transition)
+        owner = cluster.owner
+        self._stands(owner.namespace, owner.name, status, _objectives(cluster.service))
 
     async def _bind(self, scalers: Sequence[Manifest], state: ServiceState | None) -> None:
         now = self._clock()

@@ -86,30 +86,30 @@ class ServiceState:
     fates: Mapping[str, RevisionPlan]
     generations: Mapping[str, Revision]
     models: Mapping[str, ModelFetch]
-    """Where the files of each generation's model stand."""
+    """Where the files of each revision's model stand."""
     unsupported: Sequence[str]
     """Optional APIs that the spec needs and the cluster has not."""
 
     @property
     def model(self) -> ModelFetch:
-        """Of the wanted generation."""
+        """Of the wanted revision."""
         return self.models[self.wanted.revision]
 
 
-def plan_service(observed: ClusterState, images: OperatorDefaults, now: float) -> ServicePlan:
+def plan_service(cluster: ClusterState, images: OperatorDefaults, now: float) -> ServicePlan:
     """`now`: Unix seconds. Raises ValueError if the spec cannot be carried out."""
-    spec = _with_defaults(InferenceServiceSpec.model_validate(observed.service["spec"]), images)
-    state, again_s = _decided(observed, spec, images, now)
-    wanted = (*_shared(observed, state, images), *_workers(observed, state), *_grown_claim(observed, state))
+    spec = _with_defaults(InferenceServiceSpec.model_validate(cluster.service["spec"]), images)
+    state, again_s = _decided(cluster, spec, images, now)
+    wanted = (*_shared(cluster, state, images), *_workers(cluster, state), *_grown_claim(cluster, state))
     wished = [with_hash(one) for one in wanted]
-    create = _created(observed, state)
-    apply = [one for one in wished if not is_current(observed.objects.get(key(one)), one)]
+    create = _created(cluster, state)
+    apply = [one for one in wished if not is_current(cluster.objects.get(key(one)), one)]
     return ServicePlan(
         apply=apply,
-        create=[one for one in create if key(one) not in observed.objects],
-        prune=_pruned(observed, state, [*wished, *create]),
+        create=[one for one in create if key(one) not in cluster.objects],
+        prune=_pruned(cluster, state, [*wished, *create]),
         ticket_secret=tickets.missing(
-            observed.owner.name, observed.objects, apply, [pod.trouble for pod in observed.pods]
+            cluster.owner.name, cluster.objects, apply, [pod.trouble for pod in cluster.pods]
         ),
         again_s=again_s,
         state=state,
@@ -117,46 +117,46 @@ def plan_service(observed: ClusterState, images: OperatorDefaults, now: float) -
 
 
 def _decided(
-    observed: ClusterState, spec: InferenceServiceSpec, images: OperatorDefaults, now: float
+    cluster: ClusterState, spec: InferenceServiceSpec, images: OperatorDefaults, now: float
 ) -> tuple[ServiceState, float | None]:
-    """What is to become of each generation, and seconds until that may be decided otherwise."""
-    remembered = revision_history.known_revisions(observed)
-    generation = _wanted(observed, spec, remembered, images, now)
-    known = {**remembered, generation.revision: generation}
-    weights = {one["name"]: one.get("weight", 0) for one in observed.status.get("revisions", ())}
+    """What is to become of each revision, and seconds until that may be decided otherwise."""
+    remembered = revision_history.known_revisions(cluster)
+    revision = _wanted(cluster, spec, remembered, images, now)
+    known = {**remembered, revision.revision: revision}
+    weights = {one["name"]: one.get("weight", 0) for one in cluster.status.get("revisions", ())}
     seen = [
-        revision_history.revision_state(observed, one, weights.get(name, 0), now)
+        revision_history.revision_state(cluster, one, weights.get(name, 0), now)
         for name, one in known.items()
     ]
-    targets = role_scalers.targets(observed, spec)
-    models = model_fetches(observed, known)
+    targets = role_scalers.targets(cluster, spec)
+    models = model_fetches(cluster, known)
     want = RolloutTarget(
-        revision=generation.revision,
+        revision=revision.revision,
         targets=targets,
         bounds=_bounds(spec),
         policy=spec.rollout,
         suspended=spec.suspend,
-        held=not models[generation.revision].there,
+        held=not models[revision.revision].present,
     )
     fates = decide(want, seen, now)
-    kept = _kept(spec, known, seen, fates, generation.revision)
-    state = ServiceState(spec, generation, targets, seen, fates, kept, models, _unsupported(observed, spec))
+    kept = _kept(spec, known, seen, fates, revision.revision)
+    state = ServiceState(spec, revision, targets, seen, fates, kept, models, _unsupported(cluster, spec))
     return state, seconds_until_change(want, seen, now)
 
 
 def _wanted(
-    observed: ClusterState,
+    cluster: ClusterState,
     spec: InferenceServiceSpec,
     remembered: Mapping[str, Revision],
     images: OperatorDefaults,
     now: float,
 ) -> Revision:
     try:
-        return revision_history.wanted_revision(observed, spec, remembered, images.worker, now)
+        return revision_history.wanted_revision(cluster, spec, remembered, images.worker, now)
     except KeyError as error:
         there = ", ".join(sorted(remembered)) or "none"
         raise ValueError(
-            f"spec.rollout.rollbackTo names the generation {error.args[0]}, which is not remembered "
+            f"spec.rollout.rollbackTo names the revision {error.args[0]}, which is not remembered "
             f"(those that are: {there})."
         ) from error
 
@@ -168,7 +168,7 @@ def _with_defaults(spec: InferenceServiceSpec, images: OperatorDefaults) -> Infe
 
 
 def _bounds(spec: InferenceServiceSpec) -> dict[RoleName, RolloutBounds]:
-    """Of both roles, for an old generation may have one that the spec has not any more."""
+    """Of both roles, for an old revision may have one that the spec has not any more."""
     decode = RolloutBounds(spec.decode.rollout.max_surge, spec.decode.rollout.max_unavailable)
     if spec.prefill is None:
         return {"prefill": decode, "decode": decode}
@@ -183,27 +183,27 @@ def _kept(
     fates: Mapping[str, RevisionPlan],
     wanted: str,
 ) -> dict[str, Revision]:
-    """The generations that are remembered: all that are there or wanted, and the newest of the others."""
-    there = {one.revision for one in seen if one.there or one.weight or fates[one.revision].weight}
+    """The revisions that are remembered: all that are there or wanted, and the newest of the others."""
+    there = {one.revision for one in seen if one.exists or one.weight or fates[one.revision].weight}
     there |= {wanted} | {name for name, fate in fates.items() if any(fate.replicas.values())}
     past = sorted(known.keys() - there, key=lambda name: known[name].created, reverse=True)
     chosen = there | set(past[: spec.rollout.revision_history_limit])
     return {name: one for name, one in known.items() if name in chosen}
 
 
-def _unsupported(observed: ClusterState, spec: InferenceServiceSpec) -> list[str]:
+def _unsupported(cluster: ClusterState, spec: InferenceServiceSpec) -> list[str]:
     needed = []
     if spec.exposure.type == "HTTPRoute":
         needed.append(GATEWAY_API)
     of_hosts = spec.exposure.tls if spec.exposure.type == "Ingress" else None
     if any(one is not None and one.issuer_ref is not None for one in (of_hosts, spec.security.mutual_tls)):
         needed.append(CERTIFICATE_API)
-    return [api for api in needed if api not in observed.apis]
+    return [api for api in needed if api not in cluster.apis]
 
 
-def _shared(observed: ClusterState, state: ServiceState, images: OperatorDefaults) -> list[Manifest]:
-    """What a service has once, whatever generations there are."""
-    owner, spec = observed.owner, state.spec
+def _shared(cluster: ClusterState, state: ServiceState, images: OperatorDefaults) -> list[Manifest]:
+    """What a service has once, whatever revisions there are."""
+    owner, spec = cluster.owner, state.spec
     replicas = 0 if spec.suspend else spec.router.replicas
     weights = {name: fate.weight for name, fate in state.fates.items() if fate.weight}
     shown = _mutual_tls(state)
@@ -212,7 +212,7 @@ def _shared(observed: ClusterState, state: ServiceState, images: OperatorDefault
         routers.weights(owner, weights),
         routers.service(owner),
         routers.router(
-            owner, spec, images.router, replicas, mutual_tls.shown(owner, shown), observed.generation
+            owner, spec, images.router, replicas, mutual_tls.shown(owner, shown), cluster.generation
         ),
     ]
     if not spec.security.service_account_name:
@@ -234,45 +234,43 @@ def _shared(observed: ClusterState, state: ServiceState, images: OperatorDefault
 
 
 def _mutual_tls(state: ServiceState) -> MutualTls | None:
-    """What routers show: the spec's certificate, or that of a generation which still wants one."""
-    there = {one.revision for one in state.seen if one.there}
+    """What routers show: the spec's certificate, or that of a revision which still wants one."""
+    there = {one.revision for one in state.seen if one.exists}
     old = [one.blueprint.mutual_tls for name, one in state.generations.items() if name in there]
     return next((one for one in (state.spec.security.mutual_tls, *old) if one is not None), None)
 
 
-def _workers(observed: ClusterState, state: ServiceState) -> list[Manifest]:
-    """What the generations have: those that are there, and what is remembered of the others."""
-    owner = observed.owner
-    there = {one.revision: one.there for one in state.seen}
+def _workers(cluster: ClusterState, state: ServiceState) -> list[Manifest]:
+    """What the revisions have: those that are there, and what is remembered of the others."""
+    owner = cluster.owner
+    there = {one.revision: one.exists for one in state.seen}
     wished = []
-    for revision, generation in state.generations.items():
-        wished.append(
-            revision_history.revision_config_map(observed, generation, state.models[revision].proof)
-        )
-        if commit := state.models[revision].pin:
-            wished.append(revision_history.model_pin(owner, generation, commit))
-        fate = state.fates[revision]
-        if not there[revision] and not any(fate.replicas.values()):
+    for name, revision in state.generations.items():
+        wished.append(revision_history.revision_config_map(cluster, revision, state.models[name].proof))
+        if commit := state.models[name].pin:
+            wished.append(revision_history.model_pin(owner, revision, commit))
+        fate = state.fates[name]
+        if not there[name] and not any(fate.replicas.values()):
             continue
         if state.spec.security.network_policy:
-            wished.append(network.workers(owner, generation, state.spec.security.metrics_namespace or ""))
-        for name, role in revision_history.role_names(generation).items():
-            wished.append(workers.service(owner, generation, role))
-            deployment = workers.deployment(owner, generation, role, fate.replicas[name])
-            wished.append(keep_template(observed.find(*key(deployment)), deployment))
+            wished.append(network.workers(owner, revision, state.spec.security.metrics_namespace or ""))
+        for part, role in revision_history.role_names(revision).items():
+            wished.append(workers.service(owner, revision, role))
+            deployment = workers.deployment(owner, revision, role, fate.replicas[part])
+            wished.append(keep_template(cluster.find(*key(deployment)), deployment))
     return wished
 
 
-def _created(observed: ClusterState, state: ServiceState) -> list[Manifest]:
+def _created(cluster: ClusterState, state: ServiceState) -> list[Manifest]:
     """What is made once and not changed any more."""
-    owner, spec = observed.owner, state.spec
+    owner, spec = cluster.owner, state.spec
     files = workers.files(owner, state.wanted)
     wished = []
     claim = ModelFiles(owner.name, spec.model, "").persistent_volume_claim(owner)
     if claim is not None:
         wished.append(claim)
-    there = observed.find("v1", "PersistentVolumeClaim", files.claim)
-    if files.job_needed and not state.model.there and (there or not files.makes_claim):
+    there = cluster.find("v1", "PersistentVolumeClaim", files.claim)
+    if files.job_needed and not state.model.present and (there or not files.makes_claim):
         uid = there["metadata"].get("uid", "") if there else ""
         blueprint = state.wanted.blueprint
         job = files.job(
@@ -285,15 +283,15 @@ def _created(observed: ClusterState, state: ServiceState) -> list[Manifest]:
         wished.append(job)
     for name, role in role_scalers.roles(spec).items():
         if role.scaling is not None:
-            wished.append(role_scalers.scaler(observed, name, _current(state, name, state.targets[name])))
+            wished.append(role_scalers.scaler(cluster, name, _current(state, name, state.targets[name])))
     return wished
 
 
-def _grown_claim(observed: ClusterState, state: ServiceState) -> list[Manifest]:
+def _grown_claim(cluster: ClusterState, state: ServiceState) -> list[Manifest]:
     """The model's claim, if it is to be larger than it is. Its storage class may refuse that."""
-    owner = observed.owner
+    owner = cluster.owner
     wished = ModelFiles(owner.name, state.spec.model, "").persistent_volume_claim(owner)
-    there = observed.find(*key(wished)) if wished is not None else None
+    there = cluster.find(*key(wished)) if wished is not None else None
     if wished is None or there is None or there.get("status", {}).get("phase") != "Bound":
         return []  # Kubernetes lets no claim grow before it is bound
     sizes = [one["spec"]["resources"]["requests"]["storage"] for one in (there, wished)]
@@ -309,16 +307,16 @@ def _current(state: ServiceState, name: RoleName, otherwise: int) -> int:
     return role_scalers.scaled(role, there or otherwise)
 
 
-def _pruned(observed: ClusterState, state: ServiceState, wished: Sequence[Manifest]) -> list[Key]:
-    """What was made and is not wanted any more, but nothing of a generation that has pods."""
+def _pruned(cluster: ClusterState, state: ServiceState, wished: Sequence[Manifest]) -> list[Key]:
+    """What was made and is not wanted any more, but nothing of a revision that has pods."""
     wanted = {key(one) for one in wished}
-    alive = {pod.revision for pod in observed.pods if not pod.finished}
+    alive = {pod.revision for pod in cluster.pods if not pod.finished}
     gone = [
         there
-        for there, manifest in sorted(observed.objects.items())
+        for there, manifest in sorted(cluster.objects.items())
         if there not in wanted
         and there[1] in PRUNED
         and manifest["metadata"].get("labels", {}).get(labels.REVISION) not in alive
     ]
-    job = ("batch/v1", "Job", workers.files(observed.owner, state.wanted).job_name)
+    job = ("batch/v1", "Job", workers.files(cluster.owner, state.wanted).job_name)
     return [*gone, job] if state.model.outdated_job else gone

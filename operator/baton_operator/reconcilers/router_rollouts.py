@@ -39,12 +39,12 @@ class RouterRollouts:
         self._turns: set[Name] = set()
         self._waiting: set[Name] = set()
 
-    def admit(self, made: ServicePlan, observed: ClusterState) -> ServicePlan:
+    def admit(self, made: ServicePlan, cluster: ClusterState) -> ServicePlan:
         """The plan; without the routers' Deployment if that has to wait for other services."""
-        owner = observed.owner
+        owner = cluster.owner
         service: Name = (owner.namespace, owner.name)
         routers: Key = ("apps/v1", "Deployment", names.router(owner.name))
-        there = observed.objects.get(routers)
+        there = cluster.objects.get(routers)
         wished = next((one for one in made.apply if key(one) == routers), None)
         if not is_upgrade(there, wished):
             self._waiting.discard(service)

@@ -1,9 +1,9 @@
 """
-Whether the workers of a generation would find the files of their model: a pure decision.
+Whether the workers of a revision would find the files of their model: a pure decision.
 
 Files that a Job fetches into a claim are there once something has proved it: the Job has completed, or a
 worker that reads them is ready. A Job that is gone proves nothing, because Kubernetes deletes failed ones
-too. So the proof is written to the ConfigMap of each generation that uses the files.
+too. So the proof is written to the ConfigMap of each revision that uses the files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from baton_operator.manifests.objects import Manifest
 from baton_operator.manifests.revision import Revision
 
 PROOF = "baton.dev/model-fetched"
-"""Annotation of a generation's ConfigMap: a Proof as JSON."""
+"""Annotation of a revision's ConfigMap: a Proof as JSON."""
 
 FAILED = "Failed"
 """Reason of the condition ModelReady after the Job has failed, until the files are there."""
@@ -45,7 +45,7 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class ModelFetch:
-    """Where the files of one generation stand."""
+    """Where the files of one revision stand."""
 
     phase: FetchPhase
     message: str = ""
@@ -54,47 +54,47 @@ class ModelFetch:
     revision: str = ""
     """What was fetched, as in Proof; several if pods have fetched different ones."""
     pin: str = ""
-    """The commit that all pods of the generation are to fetch, once one has fetched the newest."""
+    """The commit that all pods of the revision are to fetch, once one has fetched the newest."""
     outdated_job: bool = False
     """Whether the Job that is there fills a claim that was deleted: it stands in the way of another one."""
 
     @property
-    def there(self) -> bool:
+    def present(self) -> bool:
         return self.phase == "Present"
 
 
-def model_fetches(observed: ClusterState, known: Mapping[str, Revision]) -> dict[str, ModelFetch]:
-    """Where each generation's files stand, by revision."""
-    files = {revision: workers.files(observed.owner, one) for revision, one in known.items()}
-    return {revision: _fetch(observed, files, revision) for revision in known}
+def model_fetches(cluster: ClusterState, known: Mapping[str, Revision]) -> dict[str, ModelFetch]:
+    """Where each revision's files stand, by revision."""
+    files = {revision: workers.files(cluster.owner, one) for revision, one in known.items()}
+    return {revision: _fetch(cluster, files, revision) for revision in known}
 
 
-def _fetch(observed: ClusterState, files: Mapping[str, ModelFiles], revision: str) -> ModelFetch:
+def _fetch(cluster: ClusterState, files: Mapping[str, ModelFiles], revision: str) -> ModelFetch:
     wanted = files[revision]
     if not wanted.job_needed:
-        return _fetched_by_pods(observed, wanted, revision)
+        return _fetched_by_pods(cluster, wanted, revision)
     same = [name for name, one in files.items() if one.place == wanted.place]
-    claim = observed.find("v1", "PersistentVolumeClaim", wanted.claim)
+    claim = cluster.find("v1", "PersistentVolumeClaim", wanted.claim)
     uid: str = claim["metadata"].get("uid", "") if claim else ""
-    job = observed.find("batch/v1", "Job", wanted.job_name)
+    job = cluster.find("batch/v1", "Job", wanted.job_name)
     outdated = job is not None and job["metadata"].get("annotations", {}).get(CLAIM, uid) != uid
-    proofs = [_proof(observed, name) for name in same]
+    proofs = [_proof(cluster, name) for name in same]
     proof = next((one for one in proofs if one is not None and one.claim == uid), None)
     if _condition(job, "Complete") and not outdated:
-        said = next((pod.note for pod in observed.pods if pod.job == wanted.job_name and pod.note), "")
+        said = next((pod.note for pod in cluster.pods if pod.job == wanted.job_name and pod.note), "")
         proof = Proof(uid, said or (proof.revision if proof else ""))
-    elif proof is None and any(pod.revision in same and pod.ready for pod in observed.pods):
+    elif proof is None and any(pod.revision in same and pod.ready for pod in cluster.pods):
         proof = Proof(uid, "")
     if proof is not None:
         return ModelFetch("Present", proof=proof, revision=proof.revision, outdated_job=outdated)
     if claim is None and wanted.makes_claim:
         return ModelFetch("Fetching", f"The claim {wanted.claim} is not there yet.")
-    failed, message = _progress(observed, wanted.job_name, job)
+    failed, message = _progress(cluster, wanted.job_name, job)
     return ModelFetch("Failed" if failed else "Fetching", message, outdated_job=outdated)
 
 
-def _proof(observed: ClusterState, revision: str) -> Proof | None:
-    there = observed.find("v1", "ConfigMap", names.revision_config_map(observed.owner.name, revision))
+def _proof(cluster: ClusterState, revision: str) -> Proof | None:
+    there = cluster.find("v1", "ConfigMap", names.revision_config_map(cluster.owner.name, revision))
     text = (there or {}).get("metadata", {}).get("annotations", {}).get(PROOF)
     try:
         noted = json.loads(text or "")
@@ -108,20 +108,20 @@ def _condition(job: Manifest | None, type: str) -> dict[str, Any]:
     return next((one for one in there if one["type"] == type and one["status"] == "True"), {})
 
 
-def _progress(observed: ClusterState, name: str, job: Manifest | None) -> tuple[bool, str]:
+def _progress(cluster: ClusterState, name: str, job: Manifest | None) -> tuple[bool, str]:
     """Whether fetching has failed, and what there is to say of it."""
-    last = _last_trouble([pod for pod in observed.pods if pod.job == name])
+    last = _last_trouble([pod for pod in cluster.pods if pod.job == name])
     words = f" Its last pod: {last}." if last else ""
     if failure := _condition(job, "Failed"):
         why = f"{failure.get('reason', 'Failed')}: {failure.get('message', '')}".rstrip(": .")
         way_out = "Mend what it names and delete the Job to try again at once."
         return True, f"The Job {name} failed: {why}.{words} {way_out}"
-    conditions = observed.status.get("conditions", ())
+    conditions = cluster.status.get("conditions", ())
     before = next((one for one in conditions if one["type"] == "ModelReady"), None)
-    same = observed.status.get("model", {}).get("downloadJob") == name
+    same = cluster.status.get("model", {}).get("downloadJob") == name
     if before is not None and before["reason"] == FAILED and same:
         return True, before.get("message", "")  # another Job tries again; until it is done, this holds
-    if job is None or any(pod.job == name for pod in observed.pods):
+    if job is None or any(pod.job == name for pod in cluster.pods):
         return False, f"The Job {name} fetches the files.{words}"
     return False, f"The Job {name} has no pod yet: `kubectl describe job {name}` says why."
 
@@ -131,10 +131,10 @@ def _last_trouble(pods: list[Pod]) -> str:
     return max(troubled, key=lambda pod: (pod.created, pod.name)).trouble.rstrip(".") if troubled else ""
 
 
-def _fetched_by_pods(observed: ClusterState, files: ModelFiles, revision: str) -> ModelFetch:
+def _fetched_by_pods(cluster: ClusterState, files: ModelFiles, revision: str) -> ModelFetch:
     """Each pod fetches for itself: the first that has done so says which commit the others are to fetch."""
-    pods = [pod for pod in observed.pods if files.fetched and pod.revision == revision and pod.note]
-    there = observed.find("v1", "ConfigMap", files.pin)
+    pods = [pod for pod in cluster.pods if files.fetched and pod.revision == revision and pod.note]
+    there = cluster.find("v1", "ConfigMap", files.pin)
     first = min(pods, key=lambda pod: (pod.created, pod.name)).note if pods else ""
     pin: str = there["data"][PIN_KEY] if there else first
     fetched = sorted({pod.note for pod in pods} | ({pin} if pin else set()))

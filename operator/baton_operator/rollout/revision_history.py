@@ -1,4 +1,4 @@
-"""The generations of a service: which are remembered, how each of them is, and the one that is wanted."""
+"""The revisions of a service: which are remembered, how each of them is, and the one that is wanted."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ from baton_operator.rollout.rollout_health import RolloutHealth
 REVISION_KEY = "generation.json"
 
 
-def known_revisions(observed: ClusterState) -> dict[str, Revision]:
-    """All generations that have a ConfigMap, by revision."""
+def known_revisions(cluster: ClusterState) -> dict[str, Revision]:
+    """All revisions that have a ConfigMap, by revision."""
     found = [
         Revision.model_validate(
             {**json.loads(one["data"][REVISION_KEY]), "revision": one["metadata"]["labels"][labels.REVISION]}
         )
-        for one in observed.of_kind("ConfigMap")
+        for one in cluster.of_kind("ConfigMap")
         if REVISION_KEY in one.get("data", {})
     ]
     return {one.revision: one for one in found}
 
 
 def wanted_revision(
-    observed: ClusterState, spec: InferenceServiceSpec, known: Mapping[str, Revision], image: str, now: float
+    cluster: ClusterState, spec: InferenceServiceSpec, known: Mapping[str, Revision], image: str, now: float
 ) -> Revision:
-    """The generation that the spec asks for, perhaps a new one. Raises KeyError if it is not remembered."""
+    """The revision that the spec asks for, perhaps a new one. Raises KeyError if it is not remembered."""
     if spec.rollout.rollback_to is not None:
         return known[spec.rollout.rollback_to]
-    blueprint = Blueprint.of(observed.owner.name, spec)
+    blueprint = Blueprint.of(cluster.owner.name, spec)
     digest = blueprint.digest
     same = [one for one in known.values() if one.blueprint.digest == digest]
     if not same:
         return Revision(blueprint=blueprint, image=image, created=now, revision=digest)
     # Operators that hash in different ways may have made several of the same: the one that serves goes on.
-    return max(same, key=lambda one: (_note(observed, one.revision).get("weight", 0), one.created))
+    return max(same, key=lambda one: (_note(cluster, one.revision).get("weight", 0), one.created))
 
 
-def revision_config_map(observed: ClusterState, generation: Revision, proof: Proof | None) -> Manifest:
-    """The ConfigMap that remembers a generation, and the proof that its model was fetched."""
-    owner, revision = observed.owner, generation.revision
+def revision_config_map(cluster: ClusterState, generation: Revision, proof: Proof | None) -> Manifest:
+    """The ConfigMap that remembers a revision, and the proof that its model was fetched."""
+    owner, revision = cluster.owner, generation.revision
     name = names.revision_config_map(owner.name, revision)
-    before = observed.find("v1", "ConfigMap", name)
+    before = cluster.find("v1", "ConfigMap", name)
     # What was written cannot be changed, and another version might write the same in other words.
     data = (
         before["data"]
@@ -66,7 +66,7 @@ def revision_config_map(observed: ClusterState, generation: Revision, proof: Pro
 
 
 def model_pin(owner: Owner, generation: Revision, commit: str) -> Manifest:
-    """The ConfigMap that names the commit which all pods of a generation fetch."""
+    """The ConfigMap that names the commit which all pods of a revision fetch."""
     revision = generation.revision
     there = {**names.of_service(owner.name), labels.REVISION: revision}
     return made(
@@ -75,18 +75,18 @@ def model_pin(owner: Owner, generation: Revision, commit: str) -> Manifest:
 
 
 def role_names(generation: Revision) -> dict[RoleName, Role]:
-    """The roles of a generation, under the names of the spec."""
+    """The roles of a revision, under the names of the spec."""
     return {"prefill" if role is Role.PREFILL else "decode": role for role in generation.blueprint.roles}
 
 
-def revision_state(observed: ClusterState, generation: Revision, weight: int, now: float) -> RevisionState:
-    """How a generation is; what of it was noted in status before goes on."""
+def revision_state(cluster: ClusterState, generation: Revision, weight: int, now: float) -> RevisionState:
+    """How a revision is; what of it was noted in status before goes on."""
     revision = generation.revision
-    note = _note(observed, revision)
-    pods = [pod for pod in observed.pods if pod.revision == revision and not pod.finished]
+    note = _note(cluster, revision)
+    pods = [pod for pod in cluster.pods if pod.revision == revision and not pod.finished]
     roles: dict[RoleName, RoleState] = {}
     for name, role in role_names(generation).items():
-        there = observed.find("apps/v1", "Deployment", names.worker(observed.owner.name, role, revision))
+        there = cluster.find("apps/v1", "Deployment", names.worker(cluster.owner.name, role, revision))
         replicas = there["spec"].get("replicas", 1) if there else 0
         of_role = [pod for pod in pods if pod.role == role]
         roles[name] = RoleState(replicas, _ready(of_role), len(of_role))
@@ -99,27 +99,27 @@ def revision_state(observed: ClusterState, generation: Revision, weight: int, no
         failed=note.get("phase") == "Failed",
         progressed=now if goes_on else seconds(note["progressedAt"]),
         restarts=max((pod.restarts for pod in pods), default=0),
-        tried=observed.tried.get(revision, RolloutHealth()),
+        health=cluster.health.get(revision, RolloutHealth()),
         step=note.get("step", 0),
         step_since=seconds(note["stepSince"]) if "stepSince" in note else None,
     )
 
 
-def ready_peak(observed: ClusterState, one: RevisionState) -> int:
+def ready_peak(cluster: ClusterState, one: RevisionState) -> int:
     """Most workers of it that were ever ready at once."""
-    before: int = _note(observed, one.revision).get("peak", 0)
+    before: int = _note(cluster, one.revision).get("peak", 0)
     return max(before, sum(role.ready for role in one.roles.values()))
 
 
-def failure_reason(observed: ClusterState, revision: str) -> str:
-    """Why a generation failed, as it was noted when it did."""
-    noted: str = _note(observed, revision).get("reason", "")
+def failure_reason(cluster: ClusterState, revision: str) -> str:
+    """Why a revision failed, as it was noted when it did."""
+    noted: str = _note(cluster, revision).get("reason", "")
     return noted
 
 
-def _note(observed: ClusterState, revision: str) -> dict[str, Any]:
-    """What status says of a generation."""
-    notes: Sequence[dict[str, Any]] = observed.status.get("revisions", ())
+def _note(cluster: ClusterState, revision: str) -> dict[str, Any]:
+    """What status says of a revision."""
+    notes: Sequence[dict[str, Any]] = cluster.status.get("revisions", ())
     return next((one for one in notes if one["name"] == revision), {})
 
 

@@ -24,7 +24,7 @@ from baton_operator import names
 from baton_operator.kinds.service_policies import Rollout
 
 FAILURES = 5
-"""Requests that must have failed on a new generation, or been slow, before their share says anything."""
+"""Requests that must have failed on a new revision, or been slow, before their share says anything."""
 
 SLOW_PERCENT = 5
 """Streams that may be slow."""
@@ -32,11 +32,11 @@ SLOW_PERCENT = 5
 
 @dataclass(frozen=True, slots=True)
 class RolloutHealth:
-    """What became of the requests that a generation was lately given, whoever answered them in the end."""
+    """What became of the requests that a revision was lately given, whoever answered them in the end."""
 
     requests: int = 0
     failed: int = 0
-    begun: Mapping[float, int] = field(default_factory=dict)
+    first_tokens: Mapping[float, int] = field(default_factory=dict)
     """Streams whose first token came within so many seconds, for some numbers of seconds; all by infinity."""
 
     @property
@@ -47,12 +47,12 @@ class RolloutHealth:
     @property
     def streams(self) -> int:
         """Those of which the first token came."""
-        return self.begun.get(math.inf, 0)
+        return self.first_tokens.get(math.inf, 0)
 
     def slow(self, limit_s: float) -> int:
         """Streams that surely took longer: than the next number from the limit on that was counted by."""
-        within = min((bound for bound in self.begun if bound >= limit_s), default=math.inf)
-        return self.streams - self.begun.get(within, 0)
+        within = min((bound for bound in self.first_tokens if bound >= limit_s), default=math.inf)
+        return self.streams - self.first_tokens.get(within, 0)
 
     def slowing(self, limit_s: float) -> float:
         """The share of them, from 0 to 1."""
@@ -61,7 +61,7 @@ class RolloutHealth:
 
 def health_failure(policy: Rollout, new: RolloutHealth, old: Sequence[RolloutHealth]) -> str:
     """
-    What speaks against a new generation, of what became of its requests; empty if nothing does.
+    What speaks against a new revision, of what became of its requests; empty if nothing does.
 
     What is as bad on one of the old ones is not the new one's fault.
     """
@@ -101,17 +101,17 @@ RouterCounters = Mapping[str, Mapping[CounterKey, float]]
 class HealthSource(Protocol):
     """Knows what becomes of requests."""
 
-    async def lately(self, service: str, routers: Mapping[str, str]) -> Mapping[str, RolloutHealth]:
+    async def recent(self, service: str, routers: Mapping[str, str]) -> Mapping[str, RolloutHealth]:
         """By revision, of a service by its UID; `routers` are their addresses by their pods' names."""
 
     def forget(self, service: str) -> None:
-        """There is one generation: what was counted is of no use any more."""
+        """There is one revision: what was counted is of no use any more."""
 
 
 class NoHealthSource:
     """Knows nothing."""
 
-    async def lately(self, service: str, routers: Mapping[str, str]) -> Mapping[str, RolloutHealth]:
+    async def recent(self, service: str, routers: Mapping[str, str]) -> Mapping[str, RolloutHealth]:
         return {}
 
     def forget(self, service: str) -> None: ...
@@ -125,7 +125,7 @@ class RouterHealthSource:
         self._clock = clock
         self._seen: defaultdict[str, deque[tuple[float, RouterCounters]]] = defaultdict(deque)
 
-    async def lately(self, service: str, routers: Mapping[str, str]) -> Mapping[str, RolloutHealth]:
+    async def recent(self, service: str, routers: Mapping[str, str]) -> Mapping[str, RolloutHealth]:
         said = await asyncio.gather(*map(self._counts, routers.values()))
         counts = {pod: one for pod, one in zip(routers, said, strict=True) if one is not None}
         now, seen = self._clock(), self._seen[service]
@@ -190,5 +190,7 @@ def _added(readings: Sequence[RouterCounters]) -> dict[str, RolloutHealth]:
 
 def _tried(revision: str, added: Counter[CounterKey]) -> RolloutHealth:
     failed = added[revision, "failed"]
-    begun = {what: added[one, what] for one, what in added if one == revision and isinstance(what, float)}
-    return RolloutHealth(added[revision, "passed"] + failed, failed, begun)
+    first_tokens = {
+        what: added[one, what] for one, what in added if one == revision and isinstance(what, float)
+    }
+    return RolloutHealth(added[revision, "passed"] + failed, failed, first_tokens)

@@ -72,7 +72,7 @@ class Autoscaler:
     def __init__(
         self,
         api: ApiServer,
-        observer: ClusterReader,
+        reader: ClusterReader,
         metrics: MetricsClient,
         own: ScalingSettings,
         tell: ReportTransition,
@@ -80,17 +80,17 @@ class Autoscaler:
         clock: Callable[[], float],
     ) -> None:
         self._api = api
-        self._observer = observer
+        self._reader = reader
         self._metrics = metrics
         self._own = own
         self._tell = tell
         self._figures = figures
         self._clock = clock
         self._known: dict[ServiceName, ServiceMemory] = {}
-        self._budget = GpuBudget(own.gpu_budget, observer)
+        self._budget = GpuBudget(own.gpu_budget, reader)
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
-        service = self._observer.service(namespace, name)
+        service = self._reader.service(namespace, name)
         spec = _scaled(service) if service is not None else None
         if service is None or spec is None:
             self._known.pop((namespace, name), None)
@@ -102,12 +102,12 @@ class Autoscaler:
         for role, wanted in role_scalers.roles(spec).items():
             if wanted.scaling is None:
                 continue
-            there = self._observer.scaler(namespace, name, role)
+            there = self._reader.scaler(namespace, name, role)
             if there is not None:
                 bound[role] = there
         if not bound:
             return interval
-        pods = self._observer.pods(namespace, name)
+        pods = self._reader.pods(namespace, name)
         awake = len(role_scalers.roles(spec)) > len(bound)
         asleep = not awake and all(one["spec"]["replicas"] == 0 for one in bound.values())
         try:
@@ -164,7 +164,7 @@ class Autoscaler:
         self._figures.decided(
             key,
             {
-                name: RoleDecision(roles[name].seen, one, capacity(memory, roles[name].seen))
+                name: RoleDecision(roles[name].sample, one, capacity(memory, roles[name].sample))
                 for name, (one, memory) in made.items()
             },
             measured=not figures.lost,
@@ -229,20 +229,20 @@ class Autoscaler:
         decisions: Mapping[RoleName, ScalingDecision],
         now: float,
     ) -> dict[RoleName, int]:
-        wishes: dict[RoleName, GpuDemand] = {}
+        demands: dict[RoleName, GpuDemand] = {}
         for name, role in role_scalers.roles(spec).items():
-            there = roles[name].seen.replicas if name in roles else (role.replicas or 0)
-            wished = decisions[name].replicas if name in decisions else there
+            there = roles[name].sample.replicas if name in roles else (role.replicas or 0)
+            requested = decisions[name].replicas if name in decisions else there
             pressure = decisions[name].pressure if name in decisions else 0.0
             pods_of_it = len(of_role(name, pods))
-            wishes[name] = GpuDemand(holder(key, name), gpus(role), there, pods_of_it, wished, pressure)
-        allowed = {one.holder: one.wished for one in wishes.values()}
+            demands[name] = GpuDemand(holder(key, name), gpus(role), there, pods_of_it, requested, pressure)
+        allowed = {one.holder: one.requested for one in demands.values()}
         if spec.autoscaling.gpu_budget is not None:
-            allowed |= allocate(wishes.values(), spec.autoscaling.gpu_budget)
-        bounded = [replace(one, wished=allowed[one.holder]) for one in wishes.values()]
+            allowed |= allocate(demands.values(), spec.autoscaling.gpu_budget)
+        bounded = [replace(one, requested=allowed[one.holder]) for one in demands.values()]
         until = now + 3 * spec.autoscaling.interval_seconds
         allowed = dict(self._budget.grant(key, bounded, now, until))
-        return {name: allowed[wishes[name].holder] for name in decisions}
+        return {name: allowed[demands[name].holder] for name in decisions}
 
     async def _weigh(self, spec: InferenceServiceSpec, question: MetricsQuery, pods: Sequence[Pod]) -> None:
         """Have the worker go that has least to do. Without metrics Kubernetes takes the youngest."""
@@ -309,7 +309,7 @@ def _scaled(service: Manifest) -> InferenceServiceSpec | None:
 
 
 def _learn_generation(known: ServiceMemory, service: Manifest) -> None:
-    """What was learned of one generation is where the next one begins."""
+    """What was learned of one revision is where the next one begins."""
     revision = service.get("status", {}).get("currentRevision", "")
     if known.revision and revision and revision != known.revision:
         known.memories = {
@@ -337,10 +337,10 @@ def _memory(
 
 def rolls(service: Manifest) -> bool:
     """
-    Whether one generation is giving way to another.
+    Whether one revision is giving way to another.
 
-    A generation that failed was taken back, and one that waits has no workers. Either may last for weeks,
-    in which the generation that serves is scaled as ever.
+    A revision that failed was taken back, and one that waits has no workers. Either may last for weeks,
+    in which the revision that serves is scaled as ever.
     """
     status = service.get("status", {})
     current = status.get("currentRevision", "")

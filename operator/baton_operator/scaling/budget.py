@@ -36,7 +36,7 @@ class GpuDemand:
     """Workers that are asked for now."""
     pods: int
     """That are there, those that end too."""
-    wished: int
+    requested: int
     pressure: float
     """What it needs against what it has."""
 
@@ -46,24 +46,24 @@ class GpuDemand:
         return self.gpus * max(self.there, self.pods)
 
 
-def allocate(wishes: Iterable[GpuDemand], gpus: int) -> Mapping[str, int]:
+def allocate(demands: Iterable[GpuDemand], gpus: int) -> Mapping[str, int]:
     """
     Workers for each holder: as many as it wishes, or less if it would grow.
 
-    >>> small = GpuDemand("chat/prefill", 1, there=2, pods=2, wished=6, pressure=1.2)
-    >>> great = GpuDemand("chat/decode", 2, there=1, pods=1, wished=3, pressure=2.0)
+    >>> small = GpuDemand("chat/prefill", 1, there=2, pods=2, requested=6, pressure=1.2)
+    >>> great = GpuDemand("chat/decode", 2, there=1, pods=1, requested=3, pressure=2.0)
     >>> allocate([small, great], 10)
     {'chat/decode': 3, 'chat/prefill': 4}
     """
-    ordered = sorted(wishes, key=lambda one: (-one.pressure, one.holder))
+    ordered = sorted(demands, key=lambda one: (-one.pressure, one.holder))
     free = gpus - sum(one.taken for one in ordered)
     made = {}
     for one in ordered:
-        if one.wished <= one.there or not one.gpus:
-            made[one.holder] = one.wished
+        if one.requested <= one.there or not one.gpus:
+            made[one.holder] = one.requested
             continue
         # What of its own still ends will not be there for long, but is there.
-        more = min(one.wished - one.there, max(0, free) // one.gpus)
+        more = min(one.requested - one.there, max(0, free) // one.gpus)
         free -= more * one.gpus
         made[one.holder] = one.there + more
     return made
@@ -72,18 +72,18 @@ def allocate(wishes: Iterable[GpuDemand], gpus: int) -> Mapping[str, int]:
 class GpuBudget:
     """The accelerators that all scaled services share; 0: as many as there are."""
 
-    def __init__(self, gpus: int, observer: ClusterReader) -> None:
+    def __init__(self, gpus: int, reader: ClusterReader) -> None:
         self._gpus = gpus
-        self._observer = observer
+        self._reader = reader
         self._held: dict[ServiceName, tuple[int, tuple[GpuDemand, ...]]] = {}
         """What each service holds, and the state of the cache that this was read from."""
-        self._wishes: dict[ServiceName, tuple[float, Mapping[str, GpuDemand]]] = {}
+        self._demands: dict[ServiceName, tuple[float, Mapping[str, GpuDemand]]] = {}
         """Wishes by holder, and when they are too old to count."""
         self._reserved: dict[str, int] = {}
         """What was granted and is not written yet."""
 
     def grant(
-        self, service: ServiceName, wishes: Sequence[GpuDemand], now: float, until: float
+        self, service: ServiceName, demands: Sequence[GpuDemand], now: float, until: float
     ) -> Mapping[str, int]:
         """
         Workers for each holder. Grants are reserved until `written`.
@@ -91,11 +91,11 @@ class GpuBudget:
         `wishes` are all of the service's; they stand against those of other services until `until`.
         """
         if not self._gpus:
-            return {one.holder: one.wished for one in wishes}
-        self._wishes[service] = until, {one.holder: one for one in wishes}
+            return {one.holder: one.requested for one in demands}
+        self._demands[service] = until, {one.holder: one for one in demands}
         others = [one for key in self._services() if key != service for one in self._stand(key, now)]
-        allowed = allocate([*wishes, *others], self._gpus)
-        self._reserved |= {one.holder: allowed[one.holder] for one in wishes}
+        allowed = allocate([*demands, *others], self._gpus)
+        self._reserved |= {one.holder: allowed[one.holder] for one in demands}
         return allowed
 
     def written(self, service: ServiceName) -> None:
@@ -106,32 +106,32 @@ class GpuBudget:
     def forget(self, service: ServiceName) -> None:
         """The service is not scaled any more."""
         self.written(service)
-        self._wishes.pop(service, None)
+        self._demands.pop(service, None)
 
     def _services(self) -> list[ServiceName]:
-        there = self._observer.services()
+        there = self._reader.services()
         self._held = {key: self._held[key] for key in there if key in self._held}
         return there
 
     def _stand(self, service: ServiceName, now: float) -> list[GpuDemand]:
         """What another service holds, and would like to have."""
-        until, wishes = self._wishes.get(service, (0.0, {}))
+        until, demands = self._demands.get(service, (0.0, {}))
         stand = []
         for one in self._read(service):
             there = max(one.there, self._reserved.get(one.holder, 0))
-            wish = wishes.get(one.holder)
+            wish = demands.get(one.holder)
             if wish is None or until < now:
-                stand.append(replace(one, there=there, wished=there))
+                stand.append(replace(one, there=there, requested=there))
             else:
-                wished = max(there, wish.wished)
-                stand.append(replace(one, there=there, wished=wished, pressure=wish.pressure))
+                requested = max(there, wish.requested)
+                stand.append(replace(one, there=there, requested=requested, pressure=wish.pressure))
         return stand
 
     def _read(self, service: ServiceName) -> tuple[GpuDemand, ...]:
-        state = self._observer.state(*service)
+        state = self._reader.state(*service)
         before = self._held.get(service)
         if before is None or before[0] != state:
-            self._held[service] = before = state, _held(self._observer, service)
+            self._held[service] = before = state, _held(self._reader, service)
         return before[1]
 
 
@@ -151,19 +151,19 @@ def of_role(name: RoleName, pods: Sequence[Pod]) -> list[Pod]:
     return [pod for pod in pods if pod.role in those and not pod.finished]
 
 
-def _held(observer: ClusterReader, service: ServiceName) -> tuple[GpuDemand, ...]:
+def _held(reader: ClusterReader, service: ServiceName) -> tuple[GpuDemand, ...]:
     """What a scaled service holds as it is written; nothing if it is not scaled."""
-    manifest = observer.service(*service)
+    manifest = reader.service(*service)
     try:
         spec = InferenceServiceSpec.model_validate(manifest["spec"]) if manifest else None
     except ValidationError:
         return ()
     if spec is None or spec.autoscaling.mode == "Disabled":
         return ()
-    pods = observer.pods(*service)
+    pods = reader.pods(*service)
     held = []
     for name, role in role_scalers.roles(spec).items():
-        there = 0 if spec.suspend else _written(observer.scaler(*service, name), role)
+        there = 0 if spec.suspend else _written(reader.scaler(*service, name), role)
         held.append(
             GpuDemand(holder(service, name), gpus(role), there, len(of_role(name, pods)), there, pressure=0.0)
         )

@@ -59,106 +59,106 @@ MOST_DOSE = 2.0
 DecisionAndMemory = tuple[ScalingDecision, RoleMemory]
 
 
-def decide(policy: ScalingPolicy, memory: RoleMemory, seen: RoleSample, now: float) -> DecisionAndMemory:
+def decide(policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample, now: float) -> DecisionAndMemory:
     """The next number of workers, and what is to be remembered. `now`: seconds of any steady clock."""
-    memory = _noted(memory, seen, now)
-    if seen.replicas == 0 and policy.most and seen.held.above(0):
-        return _woken(policy, memory, seen, now)
-    if not (seen.demand.known or seen.backlog.known or seen.utilisation.known or seen.latency.known):
-        return _blind(policy, memory, seen, now)
+    memory = _noted(memory, sample, now)
+    if sample.replicas == 0 and policy.most and sample.held.above(0):
+        return _woken(policy, memory, sample, now)
+    if not (sample.demand.known or sample.backlog.known or sample.utilisation.known or sample.latency.known):
+        return _blind(policy, memory, sample, now)
     memory = replace(memory, blind_since=None)
-    need = _need(memory, seen)
-    raw, reason, message = _raw(policy, memory, seen, need, now)
+    need = _need(memory, sample)
+    raw, reason, message = _raw(policy, memory, sample, need, now)
     windows = memory.windows.with_one(
         now, raw, policy.up.stabilization_window_seconds, policy.down.stabilization_window_seconds
     )
     memory = replace(memory, windows=windows)
-    pressure = (need if need is not None else float(raw)) / max(1, seen.ready)
+    pressure = (need if need is not None else float(raw)) / max(1, sample.ready)
     bounded = _bounded(policy, raw)
-    if bounded > seen.replicas:
-        made = _growth(policy, memory, seen, now, bounded, reason, message)
-    elif bounded < seen.replicas:
-        made = _shrinkage(policy, memory, seen, now, reason, message)
+    if bounded > sample.replicas:
+        made = _growth(policy, memory, sample, now, bounded, reason, message)
+    elif bounded < sample.replicas:
+        made = _shrinkage(policy, memory, sample, now, reason, message)
     else:
         at = "AtMinimum" if raw < bounded else "AtMaximum" if raw > bounded else reason
         made = ScalingDecision(bounded, raw, at, message)
     limited = made.limited or ("AtMaximum" if raw > policy.most else "")
-    bound = _bound(policy, seen, reason)
+    bound = _bound(policy, sample, reason)
     made = replace(made, replicas=_bounded(policy, made.replicas), raw=raw, limited=limited, bound=bound)
-    return _remembered(memory, seen, replace(made, pressure=pressure), now)
+    return _remembered(memory, sample, replace(made, pressure=pressure), now)
 
 
-def utilisation(policy: ScalingPolicy, memory: RoleMemory, seen: RoleSample) -> Measurement:
+def utilisation(policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample) -> Measurement:
     """How full the workers are, 0 to 1 and more: by their room, or by what waits before them."""
     if policy.queue_s is None:
-        return seen.utilisation
-    worker = capacity(memory, seen)
-    if not seen.backlog.known or not seen.ready:
-        return unknown("nothing is known of what waits" if seen.ready else "no worker is ready")
-    if seen.backlog.zero:
-        return seen.backlog
+        return sample.utilisation
+    worker = capacity(memory, sample)
+    if not sample.backlog.known or not sample.ready:
+        return unknown("nothing is known of what waits" if sample.ready else "no worker is ready")
+    if sample.backlog.zero:
+        return sample.backlog
     if worker is None:
         return unknown("nothing is known of what a worker can do")
-    assert seen.backlog.value is not None
-    return Measurement.of(seen.backlog.value / (worker * policy.queue_s * seen.ready))
+    assert sample.backlog.value is not None
+    return Measurement.of(sample.backlog.value / (worker * policy.queue_s * sample.ready))
 
 
-def capacity(memory: RoleMemory, seen: RoleSample) -> float | None:
+def capacity(memory: RoleMemory, sample: RoleSample) -> float | None:
     """Tokens a second of one worker: by a profile, or as far as was learned."""
-    return seen.size.tokens_per_s if seen.size and seen.size.tokens_per_s else memory.capacity.value
+    return sample.size.tokens_per_s if sample.size and sample.size.tokens_per_s else memory.capacity.value
 
 
-def longest_wait(policy: ScalingPolicy, seen: RoleSample) -> tuple[Measurement, float]:
+def longest_wait(policy: ScalingPolicy, sample: RoleSample) -> tuple[Measurement, float]:
     """What clients wait for the longest against its objective: the wait, and the objective, in seconds."""
-    if policy.first_token_s is None or not seen.first_token.known:
-        return seen.latency, policy.objective_s
-    first = seen.first_token, policy.first_token_s
-    if not seen.latency.known:
+    if policy.first_token_s is None or not sample.first_token.known:
+        return sample.latency, policy.objective_s
+    first = sample.first_token, policy.first_token_s
+    if not sample.latency.known:
         return first
-    token = seen.latency, policy.objective_s
+    token = sample.latency, policy.objective_s
     return max(token, first, key=lambda one: (one[0].value or 0.0) / one[1])
 
 
-def _noted(memory: RoleMemory, seen: RoleSample, now: float) -> RoleMemory:
+def _noted(memory: RoleMemory, sample: RoleSample, now: float) -> RoleMemory:
     """What is learned from this look."""
-    capacity = memory.capacity.learned(seen.rate.value)
+    capacity = memory.capacity.learned(sample.rate.value)
     demand = tuple(sample for sample in memory.demand if sample[0] > now - TREND_S)
-    if seen.demand.value is not None:
-        demand = (*demand, (now, seen.demand.value))
-    grown = memory.ready is not None and seen.ready > memory.ready
+    if sample.demand.value is not None:
+        demand = (*demand, (now, sample.demand.value))
+    grown = memory.ready is not None and sample.ready > memory.ready
     since = now if grown else memory.ready_since
-    return replace(memory, capacity=capacity, demand=demand, ready=seen.ready, ready_since=since)
+    return replace(memory, capacity=capacity, demand=demand, ready=sample.ready, ready_since=since)
 
 
-def _need(memory: RoleMemory, seen: RoleSample) -> float | None:
+def _need(memory: RoleMemory, sample: RoleSample) -> float | None:
     """Workers that the demand needs, as a fraction; None if demand or capacity are not known."""
-    worker = capacity(memory, seen)
-    if seen.demand.value is None:
+    worker = capacity(memory, sample)
+    if sample.demand.value is None:
         return None
-    waiting = (seen.backlog.value or 0.0) / BACKLOG_DRAIN_S
-    if not seen.demand.value and not waiting:
+    waiting = (sample.backlog.value or 0.0) / BACKLOG_DRAIN_S
+    if not sample.demand.value and not waiting:
         return 0.0
     if worker is None:
         return None
-    ahead = forecast(memory.demand, seen.demand.value, memory.startup_s)
+    ahead = forecast(memory.demand, sample.demand.value, memory.startup_s)
     return (ahead + waiting) / (HEADROOM * worker)
 
 
 def _raw(
-    policy: ScalingPolicy, memory: RoleMemory, seen: RoleSample, need: float | None, now: float
+    policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample, need: float | None, now: float
 ) -> tuple[int, str, str]:
     """What this moment asks for, whatever was before: number, word and sentence."""
-    there = seen.replicas
-    full = utilisation(policy, memory, seen)
-    up, up_reason, up_message = _overload(policy, memory, seen, full, need, now)
+    there = sample.replicas
+    full = utilisation(policy, memory, sample)
+    up, up_reason, up_message = _overload(policy, memory, sample, full, need, now)
     # What waits for too long is no noise.
     enough = there if full.above(HIGH) else there * (1 + TOLERANCE)
     if need is not None and need > enough and math.ceil(need) >= up:
-        return math.ceil(need), "Demand", f"The demand needs {need:.1f} workers{_by_profile(seen)}."
+        return math.ceil(need), "Demand", f"The demand needs {need:.1f} workers{_by_profile(sample)}."
     if up > there:
         return up, up_reason, up_message
-    asleep = not (there or seen.demand.above(0) or seen.backlog.above(0))
-    if asleep or _idle(policy, memory, seen, now):
+    asleep = not (there or sample.demand.above(0) or sample.backlog.above(0))
+    if asleep or _idle(policy, memory, sample, now):
         return 0, "Idle", "No request has come for long enough."
     if need is None:
         wished = there - 1
@@ -169,148 +169,152 @@ def _raw(
     wished = max(wished, 1)
     if wished >= there:
         return max(there, 1), "Steady", "There are as many as are needed."
-    blocking = _in_the_way(policy, seen, full, there)
+    blocking = _in_the_way(policy, sample, full, there)
     if blocking:
         return there, "Steady", f"No worker goes: {blocking}."
     return wished, "Spare", f"{wished} would do."
 
 
-def _by_profile(seen: RoleSample) -> str:
-    if seen.size is None or not seen.size.tokens_per_s:
+def _by_profile(sample: RoleSample) -> str:
+    if sample.size is None or not sample.size.tokens_per_s:
         return ""
-    return f" of {seen.size.tokens_per_s:.0f} tokens/s each ({seen.size.bound})"
+    return f" of {sample.size.tokens_per_s:.0f} tokens/s each ({sample.size.bound})"
 
 
-def _bound(policy: ScalingPolicy, seen: RoleSample, reason: str) -> Bound | None:
+def _bound(policy: ScalingPolicy, sample: RoleSample, reason: str) -> Bound | None:
     """What one worker meets first: as it was seen now, or as a profile has it."""
     if reason == "Saturated":
-        return seen.tightest
+        return sample.tightest
     if reason == "LatencyHigh":
-        first_token = policy.queue_s is not None or longest_wait(policy, seen)[0] is seen.first_token
+        first_token = policy.queue_s is not None or longest_wait(policy, sample)[0] is sample.first_token
         return "TimeToFirstToken" if first_token else "InterTokenLatency"
-    return seen.size.bound if seen.size else None
+    return sample.size.bound if sample.size else None
 
 
 def _overload(
     policy: ScalingPolicy,
     memory: RoleMemory,
-    seen: RoleSample,
+    sample: RoleSample,
     full: Measurement,
     need: float | None,
     now: float,
 ) -> tuple[int, str, str]:
     """What too full workers or too long waits ask for; 0 if nothing does."""
-    starting = seen.ready < seen.replicas
-    if not seen.replicas or now - memory.ready_since < SETTLED_S or (starting and need is not None):
+    starting = sample.ready < sample.replicas
+    if not sample.replicas or now - memory.ready_since < SETTLED_S or (starting and need is not None):
         return 0, "", ""
     if full.above(HIGH):
         assert full.value is not None
-        message = f"The workers are {full.value:.0%} full{f' ({seen.tightest})' if seen.tightest else ''}."
+        message = (
+            f"The workers are {full.value:.0%} full{f' ({sample.tightest})' if sample.tightest else ''}."
+        )
         if need is not None:  # which this only corrects
-            return seen.replicas + 1, "Saturated", message
+            return sample.replicas + 1, "Saturated", message
         # Starting workers count: the ready ones say how many are needed in all.
-        wished = math.ceil(seen.ready * min(full.value / HIGH, MOST_DOSE))
-        return (wished if starting else max(wished, seen.replicas + 1)), "Saturated", message
+        wished = math.ceil(sample.ready * min(full.value / HIGH, MOST_DOSE))
+        return (wished if starting else max(wished, sample.replicas + 1)), "Saturated", message
     if starting:
         return 0, "", ""
     # Where nothing waits, long prompts are slow by themselves, or those who waited have been served since:
     # another worker would make none of them faster.
     least = HIGH if policy.queue_s is not None else AT_WORK
-    working = full.above(0.1) or (need is not None and need > least * seen.replicas) or not full.known
-    wait, objective_s = longest_wait(policy, seen)
+    working = full.above(0.1) or (need is not None and need > least * sample.replicas) or not full.known
+    wait, objective_s = longest_wait(policy, sample)
     if wait.above(objective_s) and working:
         message = f"Clients wait for {wait.value:.3g} s; {objective_s:.3g} s is wished for."
-        return seen.replicas + 1, "LatencyHigh", message
+        return sample.replicas + 1, "LatencyHigh", message
     return 0, "", ""
 
 
-def _in_the_way(policy: ScalingPolicy, seen: RoleSample, full: Measurement, there: int) -> str:
+def _in_the_way(policy: ScalingPolicy, sample: RoleSample, full: Measurement, there: int) -> str:
     """Why one worker less might not do; empty if it surely would."""
     for name, reading in (
-        ("the demand", seen.demand),
-        ("the backlog", seen.backlog),
+        ("the demand", sample.demand),
+        ("the backlog", sample.backlog),
         ("how full they are", full),
     ):
         if not reading.known:
             return f"{name} is unknown ({reading.why})"
-    waits = (seen.latency,) if policy.first_token_s is None else (seen.latency, seen.first_token)
+    waits = (sample.latency,) if policy.first_token_s is None else (sample.latency, sample.first_token)
     for one in waits:
-        if not one.known and not seen.requests.zero:
+        if not one.known and not sample.requests.zero:
             return f"the latency is unknown ({one.why})"
-    if seen.silent:
-        return f"{seen.silent} workers or routers report no metrics"
+    if sample.silent:
+        return f"{sample.silent} workers or routers report no metrics"
     if there == 1:
         return ""
     more = there / (there - 1)
     if not full.below(SHRINK / more):
         return "the others would be too full"
-    wait, objective_s = longest_wait(policy, seen)
+    wait, objective_s = longest_wait(policy, sample)
     if wait.known and not wait.below(LATENCY_SHRINK * objective_s / more):
         return "clients would wait for too long"
     return ""
 
 
-def _idle(policy: ScalingPolicy, memory: RoleMemory, seen: RoleSample, now: float) -> bool:
+def _idle(policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample, now: float) -> bool:
     """Whether nobody has asked for anything for so long that no worker is needed."""
-    since = _idle_since(memory, seen, now)
+    since = _idle_since(memory, sample, now)
     return policy.least == 0 and since is not None and now - since >= policy.zero_after_s
 
 
-def _idle_since(memory: RoleMemory, seen: RoleSample, now: float) -> float | None:
-    nothing = all(one.zero for one in (seen.demand, seen.backlog, seen.requests, seen.held, seen.queued))
-    if not nothing or seen.silent:
+def _idle_since(memory: RoleMemory, sample: RoleSample, now: float) -> float | None:
+    nothing = all(
+        one.zero for one in (sample.demand, sample.backlog, sample.requests, sample.held, sample.queued)
+    )
+    if not nothing or sample.silent:
         return None
     return now if memory.idle_since is None else memory.idle_since
 
 
-def _woken(policy: ScalingPolicy, memory: RoleMemory, seen: RoleSample, now: float) -> DecisionAndMemory:
+def _woken(policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample, now: float) -> DecisionAndMemory:
     """From zero, at once: somebody waits."""
     replicas = _bounded(policy, max(1, policy.least))
-    message = f"{seen.held.value:.0f} requests wait for a worker."
+    message = f"{sample.held.value:.0f} requests wait for a worker."
     made = ScalingDecision(replicas, replicas, "FromZero", message, pressure=math.inf)
     windows = memory.windows.with_one(
         now, replicas, policy.up.stabilization_window_seconds, policy.down.stabilization_window_seconds
     )
-    return _remembered(replace(memory, windows=windows), seen, made, now)
+    return _remembered(replace(memory, windows=windows), sample, made, now)
 
 
-def _blind(policy: ScalingPolicy, memory: RoleMemory, seen: RoleSample, now: float) -> DecisionAndMemory:
+def _blind(policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample, now: float) -> DecisionAndMemory:
     """Nothing is known: all stays, and after a while the number that somebody has set for this case."""
     since = now if memory.blind_since is None else memory.blind_since
     # In the windows it counts as needing what is there: after it, no worker goes for a whole window.
     windows = memory.windows.with_one(
-        now, seen.replicas, policy.up.stabilization_window_seconds, policy.down.stabilization_window_seconds
+        now, sample.replicas, policy.up.stabilization_window_seconds, policy.down.stabilization_window_seconds
     )
     memory = replace(memory, windows=windows, blind_since=since)
-    wished, fallback = seen.replicas, policy.fallback
+    wished, fallback = sample.replicas, policy.fallback
     long = now - since > policy.loss.hold_seconds and fallback is not None
     if long and fallback is not None and policy.loss.then != "Hold":
         wished = fallback if policy.loss.then == "Fallback" else max(wished, fallback)
-        message = f"Nothing was measured for {now - since:.0f} s: {seen.demand.why}."
+        message = f"Nothing was measured for {now - since:.0f} s: {sample.demand.why}."
         made = ScalingDecision(_bounded(policy, wished), wished, "MetricsFallback", message, "Fallback")
     else:
-        message = f"Nothing is measured, so that nothing changes: {seen.demand.why}."
+        message = f"Nothing is measured, so that nothing changes: {sample.demand.why}."
         made = ScalingDecision(_bounded(policy, wished), wished, "MetricsHeld", message, "Held")
-    return _remembered(memory, seen, replace(made, pressure=1.0), now)
+    return _remembered(memory, sample, replace(made, pressure=1.0), now)
 
 
 def _growth(
     policy: ScalingPolicy,
     memory: RoleMemory,
-    seen: RoleSample,
+    sample: RoleSample,
     now: float,
     wished: int,
     reason: str,
     message: str,
 ) -> ScalingDecision:
-    there = seen.replicas
-    if seen.pending_s > PENDING_S:
-        waited = f"A worker has found no place in the cluster for {seen.pending_s:.0f} s."
+    there = sample.replicas
+    if sample.pending_s > PENDING_S:
+        waited = f"A worker has found no place in the cluster for {sample.pending_s:.0f} s."
         return ScalingDecision(there, wished, "CapacityExhausted", waited, limited="CapacityExhausted")
-    if seen.capped:
-        return ScalingDecision(there, wished, "OtherRole", seen.capped, limited="OtherRole")
-    wait, objective_s = longest_wait(policy, seen)
-    if seen.rolling and not wait.above(objective_s):
+    if sample.capped:
+        return ScalingDecision(there, wished, "OtherRole", sample.capped, limited="OtherRole")
+    wait, objective_s = longest_wait(policy, sample)
+    if sample.rolling and not wait.above(objective_s):
         return ScalingDecision(
             there, wished, "RollingOut", "A rollout is under way; clients do not wait for long."
         )
@@ -329,12 +333,12 @@ def _growth(
 
 
 def _shrinkage(
-    policy: ScalingPolicy, memory: RoleMemory, seen: RoleSample, now: float, reason: str, message: str
+    policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample, now: float, reason: str, message: str
 ) -> ScalingDecision:
-    there = seen.replicas
-    if seen.replicas > policy.most:
+    there = sample.replicas
+    if sample.replicas > policy.most:
         return ScalingDecision(policy.most, policy.most, "AtMaximum", "It has more than its maximum.")
-    if seen.rolling:
+    if sample.rolling:
         return ScalingDecision(there, there, "RollingOut", "A rollout is under way.")
     if reason == "Idle":
         # Nobody has asked for a whole window, and who comes next is held until he is served.
@@ -344,9 +348,11 @@ def _shrinkage(
     if lasting is None or lasting >= there:
         return ScalingDecision(there, there, "Stabilizing", f"{message} That has to last for {window} s.")
     # Checked at the moment of the change and not over the window, in which some request always queues.
-    if not seen.queued.zero:
+    if not sample.queued.zero:
         what = (
-            seen.queued.why if seen.queued.value is None else f"{seen.queued.value:.0f} requests are queued"
+            sample.queued.why
+            if sample.queued.value is None
+            else f"{sample.queued.value:.0f} requests are queued"
         )
         return ScalingDecision(there, there, "Queued", f"No worker goes: {what}.")
     room = policy.down.max_step - _moved(memory.shrunk, now, policy.down.period_seconds)
@@ -358,14 +364,16 @@ def _shrinkage(
     return ScalingDecision(wished, wished, reason, message)
 
 
-def _remembered(memory: RoleMemory, seen: RoleSample, made: ScalingDecision, now: float) -> DecisionAndMemory:
+def _remembered(
+    memory: RoleMemory, sample: RoleSample, made: ScalingDecision, now: float
+) -> DecisionAndMemory:
     """What was decided is in the memory from here on, whether or not somebody carries it out."""
     grown, shrunk = memory.grown, memory.shrunk
-    if made.replicas > seen.replicas:
-        grown = (*grown, (now, made.replicas - seen.replicas))[-64:]
-    elif made.replicas < seen.replicas:
-        shrunk = (*shrunk, (now, seen.replicas - made.replicas))[-64:]
-    idle = _idle_since(memory, seen, now)
+    if made.replicas > sample.replicas:
+        grown = (*grown, (now, made.replicas - sample.replicas))[-64:]
+    elif made.replicas < sample.replicas:
+        shrunk = (*shrunk, (now, sample.replicas - made.replicas))[-64:]
+    idle = _idle_since(memory, sample, now)
     return made, replace(memory, grown=grown, shrunk=shrunk, idle_since=idle)
 
 

@@ -142,7 +142,7 @@ class CapacityEstimate:
     samples: tuple[float, ...] = ()
     """The last ones, the newest at the end."""
     seed: float | None = None
-    """What was believed before: of the older generation, of a profile, or by the operator before this one."""
+    """What was believed before: of the older revision, of a profile, or by the operator before this one."""
 
     @property
     def value(self) -> float | None:

@@ -25,7 +25,7 @@ INPUTS = ("demand", "backlog", "latency", "first_token", "utilisation", "rate", 
 class RoleDecision:
     """One role's last decision, and what it was made from."""
 
-    seen: RoleSample
+    sample: RoleSample
     decision: ScalingDecision
     capacity: float | None
 
@@ -73,12 +73,12 @@ class ScalingMetrics(Collector):
                 put(metrics.AUTOSCALER_DESIRED, one.decision.replicas, *of_role)
                 put(metrics.AUTOSCALER_RECOMMENDED, one.decision.raw, *of_role)
                 put(metrics.AUTOSCALER_DECIDED_BY, 1, *of_role, one.decision.reason)
-                if one.decision.raw < one.decision.replicas == one.seen.replicas:
+                if one.decision.raw < one.decision.replicas == one.sample.replicas:
                     put(metrics.AUTOSCALER_HELD, 1, *of_role, one.decision.reason)
                 if one.capacity is not None:
                     put(metrics.AUTOSCALER_CAPACITY, one.capacity, *of_role)
                 for name in INPUTS:
-                    reading = getattr(one.seen, name)
+                    reading = getattr(one.sample, name)
                     put(metrics.AUTOSCALER_UNKNOWN, float(not reading.known), *of_role, name)
                     if reading.value is not None:
                         put(metrics.AUTOSCALER_INPUT, reading.value, *of_role, name)

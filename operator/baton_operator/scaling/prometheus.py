@@ -118,7 +118,7 @@ class MetricsQuery:
     """Over which rates are taken: at least four times as long as from one scrape to the next."""
 
     @property
-    def lately_s(self) -> int:
+    def recent_s(self) -> int:
         """
         The end of the window, in which a step is seen sooner: of 120 s a rate over three scrapes of 15 s.
 
@@ -140,7 +140,7 @@ class MetricsQuery:
         }
         for kind in ("prompt", "local", "answer"):
             made[f"demand_{kind}"] = self._rate(metrics.ROUTER_DEMAND, f'kind="{kind}"')
-            made[f"demand_{kind}_lately"] = self._rate(metrics.ROUTER_DEMAND, f'kind="{kind}"', self.lately_s)
+            made[f"demand_{kind}_lately"] = self._rate(metrics.ROUTER_DEMAND, f'kind="{kind}"', self.recent_s)
         of_roles = {"prefill": self._of_prefill(), "decode": self._of_decode()}
         for role, texts in of_roles.items():
             made |= {f"{role}_{name}": text for name, text in texts.items()}

@@ -25,14 +25,14 @@ def roles(spec: InferenceServiceSpec) -> dict[RoleName, WorkerRole]:
     return {"prefill": spec.prefill, **there} if spec.prefill is not None else there
 
 
-def targets(observed: ClusterState, spec: InferenceServiceSpec) -> dict[RoleName, int]:
+def targets(cluster: ClusterState, spec: InferenceServiceSpec) -> dict[RoleName, int]:
     """How many workers each role is to have; none of a role that there is not."""
-    return {"prefill": 0, **{name: _target(observed, name, role) for name, role in roles(spec).items()}}
+    return {"prefill": 0, **{name: _target(cluster, name, role) for name, role in roles(spec).items()}}
 
 
-def scaler(observed: ClusterState, name: RoleName, current: int) -> Manifest:
+def scaler(cluster: ClusterState, name: RoleName, current: int) -> Manifest:
     """A role's scaler, to be made if it is not there; `current` workers are there, so nothing jumps."""
-    owner = observed.owner
+    owner = cluster.owner
     body = {"spec": {"serviceName": owner.name, "role": name, "replicas": current}}
     there = names.of_role(owner.name, name)
     return made(owner, API, KIND, names.role(owner.name, name), body, there)
@@ -51,9 +51,9 @@ def scaled(role: WorkerRole, asked: int) -> int:
     return max(role.scaling.min_replicas, min(asked, role.scaling.max_replicas))
 
 
-def _target(observed: ClusterState, name: RoleName, role: WorkerRole) -> int:
+def _target(cluster: ClusterState, name: RoleName, role: WorkerRole) -> int:
     if role.scaling is None:
         return 1 if role.replicas is None else role.replicas
-    there = observed.find(API, KIND, names.role(observed.owner.name, name))
+    there = cluster.find(API, KIND, names.role(cluster.owner.name, name))
     # A new service shows what it is, even one that goes to zero when nobody asks for it.
     return scaled(role, there["spec"]["replicas"] if there else 1)

@@ -30,30 +30,30 @@ class ScaledRole:
 
     policy: ScalingPolicy
     memory: RoleMemory
-    seen: RoleSample
+    sample: RoleSample
 
 
 def decide_all(
     roles: Mapping[RoleName, ScaledRole], grant: Grant, now: float
 ) -> dict[RoleName, tuple[ScalingDecision, RoleMemory]]:
     """The next numbers of workers. Roles that are not scaled are not among them."""
-    made = {name: decide(role.policy, role.memory, role.seen, now) for name, role in roles.items()}
+    made = {name: decide(role.policy, role.memory, role.sample, now) for name, role in roles.items()}
     if "prefill" in roles and "decode" in roles:
         prefill, decode = roles["prefill"], roles["decode"]
-        if _is_full(decode) and made["prefill"][0].replicas > prefill.seen.replicas:
+        if _is_full(decode) and made["prefill"][0].replicas > prefill.sample.replicas:
             why = "Decode is full: more prompts would only wait there."
-            capped = replace(prefill.seen, capped=why)
+            capped = replace(prefill.sample, capped=why)
             made["prefill"] = decide(prefill.policy, prefill.memory, capped, now)
         made["decode"] = _paired(made["prefill"][0], decode, *made["decode"])
     allowed = grant({name: decision for name, (decision, _) in made.items()})
     return {
-        name: (_within(decision, roles[name].seen.replicas, allowed[name]), memory)
+        name: (_within(decision, roles[name].sample.replicas, allowed[name]), memory)
         for name, (decision, memory) in made.items()
     }
 
 
 def _is_full(role: ScaledRole) -> bool:
-    return utilisation(role.policy, role.memory, role.seen).above(FULL)
+    return utilisation(role.policy, role.memory, role.sample).above(FULL)
 
 
 def _paired(

@@ -130,7 +130,7 @@ class RoleSample:
     pending_s: float = 0.0
     """For which a worker has waited for a place in the cluster."""
     rolling: bool = False
-    """Whether one generation of workers is giving way to another."""
+    """Whether one revision of workers is giving way to another."""
     capped: str = ""
     """Why it is no use to grow now, if it is not: what would come of it waits for another role."""
 

@@ -81,7 +81,7 @@ class _OfRole(TypedDict):
 
 def role_sample(
     name: RoleName,
-    figures: ServiceMetrics,
+    metrics: ServiceMetrics,
     pods: RolePods,
     objective_s: float,
     held: Measurement | None = None,
@@ -93,71 +93,71 @@ def role_sample(
     `held` are requests that routers themselves said they hold, if they were asked. `size`: of one worker by
     a profile.
     """
-    requests = _sum(figures.read("in_flight"), figures.read("waiting"), figures.read("demand_answer"))
-    seen_held = figures.read("held")
+    requests = _sum(metrics.read("in_flight"), metrics.read("waiting"), metrics.read("demand_answer"))
+    seen_held = metrics.read("held")
     if held is not None and (held.above(seen_held.value or 0.0) or not seen_held.known):
         seen_held = held
-    silent_routers = max(0, pods.routers - int(figures.read("routers").value or 0))
-    role = _prefill(figures, pods) if name == "prefill" else _decode(figures, pods, objective_s)
+    silent_routers = max(0, pods.routers - int(metrics.read("routers").value or 0))
+    role = _prefill(metrics, pods) if name == "prefill" else _decode(metrics, pods, objective_s)
     return RoleSample(
         replicas=pods.replicas,
         ready=pods.ready,
         **role,
         size=size,
         requests=requests,
-        queued=_queued(name, figures, pods),
+        queued=_queued(name, metrics, pods),
         held=seen_held,
-        silent=max(0, pods.ready - int(figures.read(f"{name}_workers").value or 0)) + silent_routers,
+        silent=max(0, pods.ready - int(metrics.read(f"{name}_workers").value or 0)) + silent_routers,
         pending_s=pods.pending_s,
         rolling=pods.rolling,
     )
 
 
-def _prefill(figures: ServiceMetrics, pods: RolePods) -> _OfRole:
-    backlog = figures.read("prefill_queued_tokens") if pods.ready else ZERO
+def _prefill(metrics: ServiceMetrics, pods: RolePods) -> _OfRole:
+    backlog = metrics.read("prefill_queued_tokens") if pods.ready else ZERO
     # What routers queue for a decode worker no prefill worker would make shorter.
-    if not _decode_full(figures):
-        backlog = _sum(figures.read("queued_prompt"), backlog)
+    if not _decode_full(metrics):
+        backlog = _sum(metrics.read("queued_prompt"), backlog)
     return _OfRole(
-        demand=_demand(figures, "prompt", without="local"),
+        demand=_demand(metrics, "prompt", without="local"),
         backlog=backlog,
-        latency=figures.read("first_token"),
+        latency=metrics.read("first_token"),
         first_token=unknown("its latency says it"),
         utilisation=unknown("what waits says it"),
         tightest="Throughput",
-        rate=figures.read("prefill_speed"),
+        rate=metrics.read("prefill_speed"),
     )
 
 
-def _decode(figures: ServiceMetrics, pods: RolePods, objective_s: float) -> _OfRole:
-    queued = figures.read("decode_queued") if pods.ready else ZERO
-    blocks = figures.read("decode_fullest") if pods.ready else ZERO
-    slots = figures.read("decode_fullest_slots") if pods.ready else ZERO
-    if _decode_full(figures):
-        waiting, all_slots = figures.read("waiting"), figures.read("decode_slots")
+def _decode(metrics: ServiceMetrics, pods: RolePods, objective_s: float) -> _OfRole:
+    queued = metrics.read("decode_queued") if pods.ready else ZERO
+    blocks = metrics.read("decode_fullest") if pods.ready else ZERO
+    slots = metrics.read("decode_fullest_slots") if pods.ready else ZERO
+    if _decode_full(metrics):
+        waiting, all_slots = metrics.read("waiting"), metrics.read("decode_slots")
         queued = _sum(queued, waiting)
         if slots.value is not None and waiting.value is not None and all_slots.value:
             slots = Measurement.of(slots.value + waiting.value / all_slots.value)
-    running = figures.read("decode_running")
+    running = metrics.read("decode_running")
     if blocks.value and queued.value and running.value:
         # What is queued will take as many blocks each as what runs.
         blocks = Measurement.of(blocks.value * (1 + queued.value / running.value))
     backlog = queued
     if queued.value:
-        answer = figures.read("decode_answer")
+        answer = metrics.read("decode_answer")
         backlog = Measurement.of(queued.value * (ANSWER_TOKENS if answer.value is None else answer.value))
-    latency = figures.read("decode_token")
-    demand, generated = _demand(figures, "answer"), figures.read("decode_generated")
+    latency = metrics.read("decode_token")
+    demand, generated = _demand(metrics, "answer"), metrics.read("decode_generated")
     if demand.known and generated.above(demand.value or 0.0):
         demand = generated  # answers are longer than was expected of them
     return _OfRole(
         demand=demand,
         backlog=backlog,
         latency=latency,
-        first_token=figures.read("first_token"),
+        first_token=metrics.read("first_token"),
         utilisation=_fuller(blocks, slots),
         tightest="BatchSlots" if slots.above(blocks.value or 0.0) else "KVBlocks",
-        rate=_decode_rate(figures, latency, objective_s),
+        rate=_decode_rate(metrics, latency, objective_s),
     )
 
 
@@ -168,45 +168,45 @@ def _fuller(*parts: Measurement) -> Measurement:
     return missing if missing and not (known and known.above(HIGH)) else known or parts[0]
 
 
-def _decode_full(figures: ServiceMetrics) -> bool:
+def _decode_full(metrics: ServiceMetrics) -> bool:
     """Whether the decode workers have no KV blocks, or no batch slots, for what routers queue."""
-    return figures.read("decode_usage").above(FULL) or _slots_used(figures).above(FULL)
+    return metrics.read("decode_usage").above(FULL) or _slots_used(metrics).above(FULL)
 
 
-def _slots_used(figures: ServiceMetrics, name: str = "decode_running") -> Measurement:
+def _slots_used(metrics: ServiceMetrics, name: str = "decode_running") -> Measurement:
     """Share of the decode workers' batch slots that are taken."""
-    running, slots = figures.read(name), figures.read("decode_slots")
+    running, slots = metrics.read(name), metrics.read("decode_slots")
     if running.value is None or not slots.value:
         return unknown("the decode workers do not report their batch slots")
     return Measurement.of(running.value / slots.value)
 
 
-def _queued(name: RoleName, figures: ServiceMetrics, pods: RolePods) -> Measurement:
+def _queued(name: RoleName, metrics: ServiceMetrics, pods: RolePods) -> Measurement:
     """Requests that wait in routers, and in workers of either role as far as there are any."""
-    parts = [figures.read("waiting")]
+    parts = [metrics.read("waiting")]
     for role in ("prefill", "decode"):
-        if pods.ready if role == name else figures.read(f"{role}_workers").value:
-            parts.append(figures.read(f"{role}_queued"))
+        if pods.ready if role == name else metrics.read(f"{role}_workers").value:
+            parts.append(metrics.read(f"{role}_queued"))
     return _sum(*parts)
 
 
-def _demand(figures: ServiceMetrics, kind: str, without: str = "") -> Measurement:
+def _demand(metrics: ServiceMetrics, kind: str, without: str = "") -> Measurement:
     """As it was over the window, or lately, if that is so much more that it is hardly chance."""
     demand, lately = (
-        _less(figures.read(f"demand_{kind}{when}"), figures.read(f"demand_{without}{when}"))
+        _less(metrics.read(f"demand_{kind}{when}"), metrics.read(f"demand_{without}{when}"))
         for when in ("", "_lately")
     )
     return lately if demand.value is not None and lately.above(STEP * demand.value) else demand
 
 
-def _decode_rate(figures: ServiceMetrics, latency: Measurement, objective_s: float) -> Measurement:
+def _decode_rate(metrics: ServiceMetrics, latency: Measurement, objective_s: float) -> Measurement:
     """
     What a decode worker would do if it were as full as it should be: its rate, by how full it is.
 
     One that is nearly idle says nothing of that.
     """
-    generated, workers = figures.read("decode_generated"), figures.read("decode_workers")
-    usage, slots = figures.read("decode_mean_usage"), _slots_used(figures, "decode_mean_running")
+    generated, workers = metrics.read("decode_generated"), metrics.read("decode_workers")
+    usage, slots = metrics.read("decode_mean_usage"), _slots_used(metrics, "decode_mean_running")
     if not (generated.value and workers.value and usage.known and slots.known):
         return unknown("no decode worker was busy")
     full = max(usage.value or 0.0, min(1.0, slots.value or 0.0), HIGH * (latency.value or 0.0) / objective_s)

@@ -64,19 +64,19 @@ class LearnedRequests:
     """Times the profile's."""
     decode_speed: float = 1.0
 
-    def looked(self, profile: Profile, figures: ServiceMetrics, now: float) -> LearnedRequests:
+    def looked(self, profile: Profile, metrics: ServiceMetrics, now: float) -> LearnedRequests:
         """The same with what one answer of Prometheus says; what it does not say stays."""
         known = replace(
             self,
-            prompt=_with(self.prompt, figures.read("decode_prompt").value, now),
-            uncached=_with(self.uncached, figures.read("prefill_uncached").value, now),
-            answer=_with(self.answer, figures.read("decode_answer").value, now),
+            prompt=_with(self.prompt, metrics.read("decode_prompt").value, now),
+            uncached=_with(self.uncached, metrics.read("prefill_uncached").value, now),
+            answer=_with(self.answer, metrics.read("decode_answer").value, now),
         )
         means = known.requests(profile, 0.0)
         return replace(
             known,
-            prefill_speed=_smoothed(self.prefill_speed, _prefill_speed(profile.prefill, means, figures)),
-            decode_speed=_smoothed(self.decode_speed, _decode_speed(profile.step, means, figures)),
+            prefill_speed=_smoothed(self.prefill_speed, _prefill_speed(profile.prefill, means, metrics)),
+            decode_speed=_smoothed(self.decode_speed, _decode_speed(profile.step, means, metrics)),
         )
 
     def requests(self, profile: Profile, ahead_s: float) -> MeanLengths:
@@ -137,19 +137,19 @@ def _decode(
     return WorkerSize(answer / (generating_s + computing_s), bound)
 
 
-def _prefill_speed(line: PrefillLine, means: MeanLengths, figures: ServiceMetrics) -> float | None:
+def _prefill_speed(line: PrefillLine, means: MeanLengths, metrics: ServiceMetrics) -> float | None:
     """Of prefill workers, times the profile's; None if it was not measured."""
-    measured = figures.read("prefill_speed").value
-    if not measured or figures.read("prefill_uncached").value is None:
+    measured = metrics.read("prefill_speed").value
+    if not measured or metrics.read("prefill_uncached").value is None:
         return None
     tokens = round(means.uncached)
     return measured * line.seconds(tokens, tokens) / tokens if tokens else None
 
 
-def _decode_speed(line: StepLine, means: MeanLengths, figures: ServiceMetrics) -> float | None:
+def _decode_speed(line: StepLine, means: MeanLengths, metrics: ServiceMetrics) -> float | None:
     """Of decode workers at the batch and context that they have, likewise."""
-    running, workers = figures.read("decode_mean_running").value, figures.read("decode_workers").value
-    token_s = figures.read("decode_token_mean").value
+    running, workers = metrics.read("decode_mean_running").value, metrics.read("decode_workers").value
+    token_s = metrics.read("decode_token_mean").value
     if not running or not workers or not token_s:
         return None
     streams = running / workers

@@ -87,7 +87,7 @@ def run(
         def noisy(value: float) -> Measurement:
             return Measurement.of(value * (1 + rng.uniform(-NOISE, NOISE)))
 
-        seen = RoleSample(
+        sample = RoleSample(
             replicas=replicas,
             ready=ready,
             demand=noisy(demand),
@@ -100,10 +100,12 @@ def run(
         )
         if dark[0] <= now < dark[1]:
             lost = unknown("Prometheus does not answer")
-            seen = replace(seen, demand=lost, backlog=lost, latency=lost, rate=lost, requests=lost, held=lost)
+            sample = replace(
+                sample, demand=lost, backlog=lost, latency=lost, rate=lost, requests=lost, held=lost
+            )
         if restart <= now < restart + TICK_S:
             memory = RoleMemory.new(now, memory.capacity.value, startup_s)
-        decision, memory = decide(policy, memory, seen, now)
+        decision, memory = decide(policy, memory, sample, now)
         if decision.replicas > replicas:
             starting += [now + STARTUP_S] * (decision.replicas - replicas)
         for _ in range(replicas - decision.replicas):  # those that start are the first to go

@@ -70,7 +70,8 @@ class Scaled:
         self.events: list[str] = []
         self.shown = ScalingMetrics(lambda: inside.now)
         self.autoscaler = Autoscaler(
-            listed.api, ClusterReader(listed.cache), self.prometheus, ScalingSettings(), self._tell, self.shown,
+            listed.api, ClusterReader(listed.cache), self.prometheus, ScalingSettings(), self._tell,
+            self.shown,
             lambda: inside.now,
         )  # fmt: skip
 

@@ -63,10 +63,10 @@ class Cluster:
         return replicas
 
 
-def look(budget: GpuBudget, cluster: Cluster, name: str, wished: int, pressure: float = 1.0) -> int:
+def look(budget: GpuBudget, cluster: Cluster, name: str, requested: int, pressure: float = 1.0) -> int:
     """The service decides; what it may have is not written yet."""
     key, there = ("models", name), cluster.written(name)
-    wish = GpuDemand(holder(key, "decode"), 1, there, there, wished, pressure)
+    wish = GpuDemand(holder(key, "decode"), 1, there, there, requested, pressure)
     return budget.grant(key, [wish], 0.0, 45.0)[wish.holder]
 
 

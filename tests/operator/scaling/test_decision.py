@@ -54,13 +54,13 @@ def memory(**changes: Any) -> RoleMemory:
 
 
 def settled(
-    policy: ScalingPolicy, seen: RoleSample, known: RoleMemory | None = None, seconds: float = 360
+    policy: ScalingPolicy, sample: RoleSample, known: RoleMemory | None = None, seconds: float = 360
 ) -> ScalingDecision:
     """The first decision that changes something while the same is seen for so long, or the last one."""
     known = memory() if known is None else known
     for tick in range(int(seconds // 15) + 1):
-        decision, known = decide(policy, known, seen, NOW + 15 * tick)
-        if decision.replicas != seen.replicas:
+        decision, known = decide(policy, known, sample, NOW + 15 * tick)
+        if decision.replicas != sample.replicas:
             break
     return decision
 
@@ -146,7 +146,9 @@ CASES: dict[str, tuple[ScalingPolicy, RoleSample, int, str]] = {
     "the cluster has no place": (
         PREFILL, observation(demand=Measurement.of(5000.0), pending_s=1000.0), 4, "CapacityExhausted",
     ),
-    "a node is on its way": (PREFILL, observation(demand=Measurement.of(5000.0), pending_s=600.0), 6, "Demand"),
+    "a node is on its way": (
+        PREFILL, observation(demand=Measurement.of(5000.0), pending_s=600.0), 6, "Demand"
+    ),
     "nobody asks, and it may not go to zero": (PREFILL, observation(1, **NOTHING), 1, "Steady"),
     "nobody asks": (TO_ZERO, observation(1, **NOTHING), 0, "Idle"),
     "nobody seems to ask": (TO_ZERO, observation(1, **{**NOTHING, "requests": LOST}), 1, "Steady"),
@@ -173,9 +175,9 @@ CASES: dict[str, tuple[ScalingPolicy, RoleSample, int, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("policy", "seen", "replicas", "reason"), CASES.values(), ids=CASES)
-def test_a_case(policy: ScalingPolicy, seen: RoleSample, replicas: int, reason: str) -> None:
-    decision = settled(policy, seen)
+@pytest.mark.parametrize(("policy", "sample", "replicas", "reason"), CASES.values(), ids=CASES)
+def test_a_case(policy: ScalingPolicy, sample: RoleSample, replicas: int, reason: str) -> None:
+    decision = settled(policy, sample)
     assert (decision.replicas, decision.reason) == (replicas, reason), decision.message
     assert decision.message
 
@@ -183,19 +185,19 @@ def test_a_case(policy: ScalingPolicy, seen: RoleSample, replicas: int, reason: 
 def test_a_rise_has_to_last_for_half_a_minute() -> None:
     calm, busy = observation(), observation(demand=Measurement.of(5000.0))
     _, known = decide(PREFILL, memory(), calm, NOW)
-    seen = []
+    sample = []
     for tick in range(1, 4):
         decision, known = decide(PREFILL, known, busy, NOW + 15 * tick)
-        seen.append((decision.replicas, decision.reason))
-    assert seen == [(4, "Stabilizing"), (6, "Demand"), (6, "Demand")]
+        sample.append((decision.replicas, decision.reason))
+    assert sample == [(4, "Stabilizing"), (6, "Demand"), (6, "Demand")]
 
 
 def test_a_fall_has_to_last_for_five_minutes_and_goes_one_by_one() -> None:
     _, known = decide(PREFILL, memory(), observation(), NOW)
     replicas, moves = 4, []
     for tick in range(1, 40):
-        seen = observation(replicas, demand=Measurement.of(500.0))
-        decision, known = decide(PREFILL, known, seen, NOW + 15 * tick)
+        sample = observation(replicas, demand=Measurement.of(500.0))
+        decision, known = decide(PREFILL, known, sample, NOW + 15 * tick)
         if decision.replicas != replicas:
             moves.append(15 * tick)
         replicas = decision.replicas
@@ -214,10 +216,10 @@ def test_after_metrics_came_back_the_first_worker_goes_a_whole_window_later() ->
 
 def _first_shrink(known: RoleMemory, after: float) -> float:
     """Seconds until a worker goes that is not needed."""
-    seen, time = observation(demand=Measurement.of(500.0)), after
+    sample, time = observation(demand=Measurement.of(500.0)), after
     while True:
-        decision, known = decide(PREFILL, known, seen, NOW + time)
-        if decision.replicas < seen.replicas:
+        decision, known = decide(PREFILL, known, sample, NOW + time)
+        if decision.replicas < sample.replicas:
             return time
         time += 15
 
@@ -236,9 +238,9 @@ def test_what_happens_when_nothing_is_measured_for_long(
     then: Any, fallback: int | None, replicas: int, reason: str
 ) -> None:
     policy = replace(PREFILL, fallback=fallback, loss=MetricsLoss(hold_seconds=300, then=then))
-    seen = observation(4, **ALL_LOST)
-    assert settled(policy, seen, seconds=300).reason == "MetricsHeld"
-    decision = settled(policy, seen, seconds=330)
+    sample = observation(4, **ALL_LOST)
+    assert settled(policy, sample, seconds=300).reason == "MetricsHeld"
+    decision = settled(policy, sample, seconds=330)
     assert (decision.replicas, decision.reason) == (replicas, reason)
     assert decision.source == ("Held" if reason == "MetricsHeld" else "Fallback")
 
@@ -307,14 +309,14 @@ def test_it_stays_within_its_bounds_and_unknown_lowers_nothing(seed: int) -> Non
     policy, known = any_policy(rng), RoleMemory.new(0.0)
     replicas = policy.least
     for tick in range(300):
-        seen = any_observation(rng, replicas)
-        decision, known = decide(policy, known, seen, 15.0 * tick)
+        sample = any_observation(rng, replicas)
+        decision, known = decide(policy, known, sample, 15.0 * tick)
         assert policy.least <= decision.replicas <= policy.most
-        needed = (seen.demand, seen.backlog)
-        if seen.replicas > decision.replicas:
+        needed = (sample.demand, sample.backlog)
+        if sample.replicas > decision.replicas:
             assert all(one.known for one in needed), decision
-            assert seen.queued.zero and not seen.silent, decision
-        assert decision.replicas - replicas <= policy.up.max_step or seen.replicas == 0
+            assert sample.queued.zero and not sample.silent, decision
+        assert decision.replicas - replicas <= policy.up.max_step or sample.replicas == 0
         assert replicas - decision.replicas <= 1 or decision.reason == "Idle"
         replicas = decision.replicas
 
@@ -330,8 +332,8 @@ def test_growth_need_unknown_counts_starting_workers(seed: int) -> None:
             "utilisation": Measurement.of(rng.uniform(0.5, 4)),
             "latency": Measurement.of(rng.uniform(0, 0.3)),
         }
-        seen = observation(replicas, ready=ready, demand=LOST, rate=LOST, **full)
-        decision, known = decide(replace(DECODE, most=100), known, seen, NOW + 15 * tick)
+        sample = observation(replicas, ready=ready, demand=LOST, rate=LOST, **full)
+        decision, known = decide(replace(DECODE, most=100), known, sample, NOW + 15 * tick)
         assert replicas <= decision.replicas <= max(ready + 1, MOST_DOSE * ready)
         replicas = decision.replicas
     assert replicas > ready
@@ -345,12 +347,12 @@ def test_more_load_never_asks_for_less(seed: int, signal: str) -> None:
         policy = any_policy(rng)
         replicas = rng.randint(policy.least, policy.most)
         known = replace(memory(), ready=rng.randint(0, replicas), ready_since=NOW - rng.choice((10, 600)))
-        seen = replace(any_observation(rng, replicas), rate=unknown("not asked"))
-        there: Measurement = getattr(seen, signal)
+        sample = replace(any_observation(rng, replicas), rate=unknown("not asked"))
+        there: Measurement = getattr(sample, signal)
         if there.value is None:
             continue
         more = Measurement.of(there.value * rng.uniform(1, 4) + rng.random())
         changed: dict[str, Any] = {signal: more}
-        lower, _ = decide(policy, known, seen, NOW)
-        higher, _ = decide(policy, known, replace(seen, **changed), NOW)
-        assert higher.raw >= lower.raw, (seen, more)
+        lower, _ = decide(policy, known, sample, NOW)
+        higher, _ = decide(policy, known, replace(sample, **changed), NOW)
+        assert higher.raw >= lower.raw, (sample, more)

@@ -28,7 +28,7 @@ NOW = 50_000.0
 
 
 def role(replicas: int, demand: float, *, utilisation: float = 0.5, least: int = 1) -> ScaledRole:
-    seen = RoleSample(
+    sample = RoleSample(
         replicas=replicas,
         ready=replicas,
         demand=Measurement.of(demand),
@@ -39,7 +39,7 @@ def role(replicas: int, demand: float, *, utilisation: float = 0.5, least: int =
         requests=Measurement.of(demand),
     )
     policy = ScalingPolicy(least=least, most=10, objective_s=0.05, zero_after_s=60.0)
-    return ScaledRole(policy, RoleMemory.new(NOW - 9000, 1000.0), seen)
+    return ScaledRole(policy, RoleMemory.new(NOW - 9000, 1000.0), sample)
 
 
 def all_of_them(decisions: Mapping[RoleName, ScalingDecision]) -> dict[RoleName, int]:
@@ -103,10 +103,10 @@ def test_decode_out_of_slots_grows_and_prefill_does_not(queued: dict[str, float]
             policy = ScalingPolicy(
                 least=1, most=8, objective_s=objective_s, queue_s=objective_s if name == "prefill" else None
             )
-            seen = role_sample(
+            sample = role_sample(
                 name, figures, RolePods(replicas=replicas[name], ready=2, routers=1), objective_s
             )
-            roles[name] = ScaledRole(policy, memories[name], seen)
+            roles[name] = ScaledRole(policy, memories[name], sample)
         for name, (decision, memory) in decide_all(roles, all_of_them, NOW + 15 * tick).items():
             replicas[name], memories[name] = decision.replicas, memory
     assert replicas["prefill"] == 2
@@ -153,7 +153,9 @@ def test_service_that_waits_for_a_model_does_not_roll() -> None:
 
 
 CASES: dict[str, tuple[list[GpuDemand], int, dict[str, int]]] = {
-    "there is enough": ([GpuDemand("a", 1, 1, 1, 3, 1.0), GpuDemand("b", 2, 1, 1, 2, 1.0)], 9, {"a": 3, "b": 2}),
+    "there is enough": (
+        [GpuDemand("a", 1, 1, 1, 3, 1.0), GpuDemand("b", 2, 1, 1, 2, 1.0)], 9, {"a": 3, "b": 2}
+    ),
     "who needs it more goes first": (
         [GpuDemand("a", 1, 1, 1, 5, 1.1), GpuDemand("b", 1, 1, 1, 4, 3.0)], 5, {"b": 4, "a": 1},
     ),
@@ -184,6 +186,6 @@ def test_nobody_grows_over_a_budget_and_nobody_loses_by_it(seed: int) -> None:
     gpus = rng.randint(0, 60)
     made = allocate(wishes, gpus)
     for one in wishes:
-        assert min(one.there, one.wished) <= made[one.holder] <= one.wished
+        assert min(one.there, one.requested) <= made[one.holder] <= one.requested
     grown = sum(one.gpus * max(0, made[one.holder] - one.there) for one in wishes)
     assert grown <= max(0, gpus - sum(one.taken for one in wishes))
