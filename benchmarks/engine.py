@@ -21,12 +21,13 @@ from pathlib import Path
 
 import torch
 
+from baton_api.sampling import SamplingParams
 from baton_engine.engine import Engine
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.checkpoint import load_spec, load_weights
 from baton_engine.model.decoder import create_model
 from baton_engine.model.resolve import resolve
-from baton_engine.requests import Output, Request, SamplingParams
+from baton_engine.requests import Output, Request
 from baton_engine.scheduling.limits import EngineLimits
 
 DECODES = (1, 8, 32)

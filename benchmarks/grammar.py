@@ -25,13 +25,14 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
+from baton_api.sampling import Constraint, SamplingParams
 from baton_engine.engine import Engine
 from baton_engine.grammar import texts
 from baton_engine.grammar.grammars import Grammars
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.decoder import create_model
 from baton_engine.model.tokenizer import Tokenizer
-from baton_engine.requests import Constraint, Output, Request, SamplingParams
+from baton_engine.requests import Output, Request
 from baton_engine.sampling import token_masks
 from baton_engine.sampling.token_masks import mask_words
 from baton_engine.scheduling.limits import EngineLimits

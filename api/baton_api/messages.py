@@ -24,8 +24,9 @@ from __future__ import annotations
 import msgspec
 
 from baton_api.errors import TransferFailed
+from baton_api.sampling import SamplingParams
 
-PROTOCOL = 4
+PROTOCOL = 5
 FRAME_LIMIT = 8 * 1024 * 1024
 """Bytes of one frame. A prompt of a million tokens is 5 MB."""
 
@@ -86,46 +87,6 @@ class Refuse(Message, frozen=True, tag="refuse"):
     reason: str
 
 
-class Constraint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the text of the answer must be: `baton_engine.requests.Constraint`."""
-
-    kind: str
-    source: str
-
-
-class Thinking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What comes before the constrained text: `baton_engine.requests.Thinking`."""
-
-    start: list[int]
-    end: list[int]
-    budget: int | None = None
-
-
-class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the first token is drawn; the fields are those of `baton_engine.requests.SamplingParams`."""
-
-    seed: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = {}
-    logprobs: int | None = None
-    logprob_ids: list[int] = []
-    drawn: int = 0
-    """Tokens at the end of the prompt that count as output."""
-    min_tokens: int = 0
-    stop_ids: list[int] = []
-    """Not to be drawn before `min_tokens` tokens are out."""
-    allowed_ids: list[int] = []
-    bad_words: list[list[int]] = []
-    constraint: Constraint | None = None
-    thinking: Thinking | None = None
-
-
 class Prefill(Message, frozen=True, tag="prefill"):
     """Compute this prompt, announce its blocks from `start_block` on, and draw the first token."""
 
@@ -136,7 +97,8 @@ class Prefill(Message, frozen=True, tag="prefill"):
     """Blocks before it are in the decode worker's own cache and are not wanted."""
     parent: bytes
     """Chain hash of block `start_block - 1` (the root hash if 0): the same tokens, or no deal."""
-    sampling: Sampling
+    sampling: SamplingParams
+    """Those of the first token: `SamplingParams.first_token`."""
     salt: str = ""
     ticket: str = ""
     request_id: str = ""

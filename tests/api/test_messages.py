@@ -26,10 +26,10 @@ from baton_api.messages import (
     PoolLayout,
     Prefill,
     Refuse,
-    Sampling,
     TokenChoice,
     Welcome,
 )
+from baton_api.sampling import SamplingParams
 
 POOL = PoolLayout(address=2**47 + 4096, block_bytes=2**21, blocks=1000)
 
@@ -47,7 +47,9 @@ EXAMPLES: list[AnyMessage] = [
         tokens=list(range(1000)),
         start_block=2,
         parent=b"p" * 16,
-        sampling=Sampling(seed=2**64 - 1, temperature=0.7, logit_bias={5: -1.5}, stop_ids=[2], logprobs=3),
+        sampling=SamplingParams(
+            seed=2**64 - 1, temperature=0.7, logit_bias=((5, -1.5),), stop_ids=frozenset({2}), logprobs=3
+        ),
         salt="tenant",
         ticket="v1.1.r.s",
         deadline_s=12.5,
@@ -123,7 +125,7 @@ def test_a_prompt_of_a_million_tokens_fits_a_frame_and_one_of_two_does_not() -> 
             tokens=[100_000] * count,
             start_block=0,
             parent=b"",
-            sampling=Sampling(seed=0),
+            sampling=SamplingParams(seed=0),
         )
 
     messages.encode(prefill(1_000_000))

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from baton_api.errors import InvalidRequest
+from baton_api.sampling import Constraint, SamplingParams, Thinking
 from baton_decode.prefills import Prefills
 from baton_engine.client import AsyncEngine
 from baton_engine.engine import EngineLimits
 from baton_engine.kv.cache import KVCache
 from baton_engine.metrics.counters import EngineSnapshot
 from baton_engine.model.decoder import Model
-from baton_engine.requests import Constraint, GrammarMatcher, Output, Request, SamplingParams, Thinking
+from baton_engine.requests import GrammarMatcher, Output, Request
 from baton_engine.transfer import Transfer
 from baton_engine.transfer.compatibility import Compatibility
 from baton_engine.transfer.control import Pace

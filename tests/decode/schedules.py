@@ -14,8 +14,9 @@ from typing import TypeVar
 
 from baton_api.hashing import chain_hash, root_hash
 from baton_api.messages import Abort, Chunk, Commit, Done, Drained, Failed, Prefill, TokenChoice
+from baton_api.sampling import SamplingParams
 from baton_decode import sessions as decode
-from baton_engine.requests import Fetch, FetchResult, SamplingParams
+from baton_engine.requests import Fetch, FetchResult
 from baton_engine.transfer import Pulled
 from baton_prefill import sessions as prefill
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from baton_api.errors import InvalidRequest
-from baton_engine.requests import Constraint, FinishReason, GrammarMatcher, Thinking
+from baton_api.sampling import Constraint, Thinking
+from baton_engine.requests import FinishReason, GrammarMatcher
 from tests.decode.pair import Pair, Side, no_matcher, open_pair, tokens
 from tests.engine.fake_model import make_cache
 from tests.engine.grammar.tokenizers import END, GRAMMARS, SPEAK, STOP, TOKENIZER

@@ -22,8 +22,9 @@ from baton_api.messages import (
     TokenChoice,
     Welcome,
 )
+from baton_api.sampling import SamplingParams
 from baton_decode.prefills import Prefills
-from baton_engine.requests import Request, SamplingParams
+from baton_engine.requests import Request
 from baton_engine.transfer.control import Connection
 from tests.decode.pair import QUICK, Side, ask, eventually, fake_side, tokens
 from tests.engine.fake_model import FakeModel

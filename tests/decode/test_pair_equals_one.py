@@ -22,8 +22,9 @@ from typing import Any
 
 import pytest
 
+from baton_api.sampling import SamplingParams
 from baton_decode.prefills import Prefills
-from baton_engine.requests import FinishReason, Output, Request, SamplingParams
+from baton_engine.requests import FinishReason, Output, Request
 from baton_engine.transfer import create_transfer
 from tests.decode.pair import Side, ask, eventually, open_pair, tokens
 from tests.decode.real_model import real_side

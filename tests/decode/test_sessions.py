@@ -10,10 +10,10 @@ import pytest
 
 from baton_api.messages import Abort, Chunk, Commit, Done, Failed, Prefill, TokenChoice
 from baton_api.reports import Fallback
+from baton_api.sampling import SamplingParams
 from baton_decode.sessions import Action, Order, Pull, Report, Room, Send, Settled, State, Verify
-from baton_engine.requests import Fetch, FetchResult, RelayRecord, SamplingParams
+from baton_engine.requests import Fetch, FetchResult, RelayRecord
 from baton_engine.transfer import Pulled
-from baton_engine.transfer.wire import to_wire
 from tests.decode.schedules import STRANGER, Schedule
 
 TAIL = b"t" * 16
@@ -104,7 +104,7 @@ def test_begin_asks_for_the_prompt_with_all_it_depends_on() -> None:
     made = Room(replace(room().order, fetch=fetch))
     expected = Prefill(
         room="r", epoch=2, tokens=[3, 1, 4], start_block=0, parent=b"p" * 16,
-        sampling=to_wire(SamplingParams(seed=5)), salt="tenant", ticket="ticket-1",
+        sampling=SamplingParams(seed=5).first_token(), salt="tenant", ticket="ticket-1",
         request_id="request-1", trace="00-trace", deadline_s=7.5,
     )  # fmt: skip
     assert made.begin("request-1", "ticket-1", 7.5) == [Send(expected)]

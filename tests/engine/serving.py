@@ -12,17 +12,10 @@ from typing import Any
 import torch
 
 from baton_api.messages import TokenChoice
+from baton_api.sampling import SamplingParams
 from baton_engine.engine import Engine
 from baton_engine.metrics.counters import EngineSnapshot
-from baton_engine.requests import (
-    Fetch,
-    FetchResult,
-    FinishReason,
-    Output,
-    RelayRecord,
-    Request,
-    SamplingParams,
-)
+from baton_engine.requests import Fetch, FetchResult, FinishReason, Output, RelayRecord, Request
 from baton_engine.sampling import sampler
 from baton_engine.sampling.state import SamplingState
 from baton_engine.scheduling.limits import EngineLimits

@@ -13,13 +13,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from baton_api.sampling import SamplingParams
 from baton_engine.client import AsyncEngine
 from baton_engine.kv.cache import BLOCK_SIZE, KVCache
 from baton_engine.metrics.counters import EngineSnapshot
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
 from baton_engine.model.decoder import Decoder, Model, create_model
 from baton_engine.ops.plain import PlainOps
-from baton_engine.requests import Request, SamplingParams
+from baton_engine.requests import Request
 from baton_engine.scheduling.limits import EngineLimits
 from tests.engine.models import VOCAB, make_model
 

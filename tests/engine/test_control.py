@@ -11,7 +11,8 @@ import pytest
 
 from baton_api import messages
 from baton_api.errors import TransferFailed
-from baton_api.messages import Done, Ping, Pong, Prefill, Sampling
+from baton_api.messages import Done, Ping, Pong, Prefill
+from baton_api.sampling import SamplingParams
 from baton_engine.transfer import control
 from baton_engine.transfer.control import Connection, Pace, dial, join_address, split_address
 
@@ -63,7 +64,7 @@ async def test_a_long_message_arrives_whole() -> None:
             tokens=list(range(500_000)),
             start_block=0,
             parent=b"",
-            sampling=Sampling(seed=0),
+            sampling=SamplingParams(seed=0),
         )
         ours.send(prompt)
         assert await theirs.receive() == prompt
@@ -133,7 +134,7 @@ async def test_a_peer_that_does_not_read_is_cut_off_before_the_backlog_grows_wit
             tokens=[100_000] * 1_500_000,
             start_block=0,
             parent=b"",
-            sampling=Sampling(seed=0),
+            sampling=SamplingParams(seed=0),
         )
         sent = 0
         while not ours._writer.is_closing():

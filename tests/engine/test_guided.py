@@ -14,7 +14,8 @@ from torch import Tensor
 
 from baton_api.errors import BatonError, ConstraintBroken, InternalError, InvalidRequest
 from baton_api.messages import TokenChoice
-from baton_engine.requests import Constraint, FetchResult, FinishReason, Request, Thinking
+from baton_api.sampling import Constraint, Thinking
+from baton_engine.requests import FetchResult, FinishReason, Request
 from tests.engine import fake_model
 from tests.engine.fake_model import FakeModel
 from tests.engine.grammar.tokenizers import END, GRAMMARS, PADDED, SPEAK, STOP, THINK, TOKENIZER, ids

@@ -14,11 +14,12 @@ import zmq
 from baton_api.errors import NotReady, SetupError
 from baton_api.hashing import block_hashes, root_hash
 from baton_api.kv_events import BlockRemoved, BlockStored, EventBatch, block_number
+from baton_api.sampling import SamplingParams
 from baton_engine.engine import Engine
 from baton_engine.kv.block_pool import BlockPool
 from baton_engine.kv.events import Change, KvEvents, KvSnapshot, Removed, Stored, events_of
 from baton_engine.kv.publisher import KvPublisher
-from baton_engine.requests import Request, SamplingParams
+from baton_engine.requests import Request
 from baton_engine.scheduling.limits import EngineLimits
 from tests.engine.fake_model import FakeModel, make_cache
 

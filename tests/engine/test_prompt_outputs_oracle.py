@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from baton_api.sampling import SamplingParams
 from baton_engine.engine import Engine
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.checkpoint import Checkpoint, load_spec, load_weights
@@ -19,7 +20,7 @@ from baton_engine.model.decoder import Decoder, Model
 from baton_engine.model.native import native_decoder
 from baton_engine.ops.native import library
 from baton_engine.ops.plain import PlainOps
-from baton_engine.requests import Output, Pooling, PromptLogprobs, Request, SamplingParams
+from baton_engine.requests import Output, Pooling, PromptLogprobs, Request
 from baton_engine.scheduling.limits import EngineLimits
 from tests.engine.greedy import CPU
 from tests.engine.models import ARCHITECTURES, VOCAB, make_model

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from baton_api.messages import TokenChoice
-from baton_engine.requests import SamplingParams
+from baton_api.sampling import SamplingParams
 from baton_engine.sampling import sampler
 from baton_engine.sampling.state import SamplingState, uniform
 

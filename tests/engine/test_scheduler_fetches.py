@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from baton_api.hashing import root_hash
+from baton_api.sampling import SamplingParams
 from baton_engine.kv.events import Change, KvEvents, Stored
-from baton_engine.requests import Fetch, SamplingParams
+from baton_engine.requests import Fetch
 from baton_engine.scheduling.scheduler import YIELDS, Plan, Scheduler
 from baton_engine.scheduling.sequence import Sequence, Stage
 from tests.engine.serving import Recipient, prompt_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from baton_engine.requests import SamplingParams
+from baton_api.sampling import SamplingParams
 from baton_engine.sampling import token_masks
 from baton_engine.sampling.state import SamplingState
 from baton_engine.sampling.token_masks import MaskFiller, TokenMask, mask_words

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from baton_api.announcements import Announcement, Announcer, Listening, Ready
 from baton_api.errors import BatonError, SetupError
+from baton_api.sampling import SamplingParams
 from baton_api.workers import Role
 from baton_engine import service
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.progress import SILENT
 from baton_engine.model.spec import ModelSpec
-from baton_engine.requests import Request, SamplingParams
+from baton_engine.requests import Request
 from baton_engine.service import Duties
 from baton_engine.settings import WorkerSettings
 from baton_engine.worker import Worker, open_worker

@@ -14,8 +14,9 @@ import torch
 import transformers
 
 from baton_api.errors import SetupError
+from baton_api.sampling import SamplingParams
 from baton_engine.model.embedder import Embedder, Unable
-from baton_engine.requests import Pooling, Request, SamplingParams
+from baton_engine.requests import Pooling, Request
 from baton_engine.settings import WorkerSettings
 from baton_engine.worker import open_worker
 from tests.engine.models import make_model

@@ -9,7 +9,8 @@ import pytest
 
 from baton_api.errors import InvalidRequest
 from baton_api.hashing import block_hashes, chain_hash, root_hash
-from baton_api.messages import Prefill, Sampling, Thinking
+from baton_api.messages import Prefill
+from baton_api.sampling import SamplingParams, Thinking
 from baton_prefill.admission import PromptLimits, check
 
 LIMITS = PromptLimits(vocab=100, max_tokens=64, block_size=16)
@@ -24,7 +25,7 @@ def ask(sampling: dict[str, Any] | None = None, **changes: Any) -> Prefill:
         "tokens": TOKENS,
         "start_block": 0,
         "parent": root_hash(),
-        "sampling": Sampling(**{"seed": 1, **(sampling or {})}),
+        "sampling": SamplingParams(**{"seed": 1, **(sampling or {})}),
     }
     return Prefill(**{**fields, **changes})
 
@@ -56,25 +57,28 @@ REFUSED: dict[str, tuple[Prefill, str]] = {
     "time without end": (ask(deadline_s=math.inf), "the deadline of inf s"),
     "time that is no number": (ask(deadline_s=math.nan), "the deadline of nan s"),
     "a temperature that is no number": (ask({"temperature": math.nan}), "not finite"),
-    "an infinite bias": (ask({"logit_bias": {5: math.inf}}), "not finite"),
-    "a negative temperature": (ask({"temperature": -0.1}), "a negative temperature"),
+    "an infinite bias": (ask({"logit_bias": ((5, math.inf),)}), "not finite"),
+    "a negative temperature": (ask({"temperature": -0.1}), "a temperature outside its range"),
     "a huge seed": (ask({"seed": 2**64}), "a seed outside 64 bits"),
-    "a top_p over 1": (ask({"top_p": 1.1}), "top_p outside 0 to 1"),
-    "a top_p that is no number": (ask({"top_p": math.nan}), "top_p outside 0 to 1"),
-    "a min_p below 0": (ask({"min_p": -1.0}), "min_p outside 0 to 1"),
+    "a top_p over 1": (ask({"top_p": 1.1}), "a top_p outside its range"),
+    "a top_p that is no number": (ask({"top_p": math.nan}), "not finite"),
+    "a min_p below 0": (ask({"min_p": -1.0}), "a min_p outside its range"),
     "a negative top_k": (ask({"top_k": -1}), "a negative top_k"),
-    "a repetition penalty of 0": (ask({"repetition_penalty": 0.0}), "repetition penalty"),
+    "a repetition penalty of 0": (ask({"repetition_penalty": 0.0}), "repetition_penalty outside"),
     "too many logprobs": (ask({"logprobs": 21}), "too many logprobs"),
-    "a bias outside the vocabulary": (ask({"logit_bias": {100: 1.0}}), "outside the vocabulary"),
+    "a bias outside the vocabulary": (ask({"logit_bias": ((100, 1.0),)}), "outside the vocabulary"),
     "a stop id outside the vocabulary": (ask({"stop_ids": [100]}), "outside the vocabulary"),
     "an allowed id outside the vocabulary": (ask({"allowed_ids": [5, 100]}), "outside the vocabulary"),
     "a bad word outside the vocabulary": (ask({"bad_words": [[1], [2, 100]]}), "outside the vocabulary"),
-    "a bad word of no token": (ask({"bad_words": [[]]}), "a bad word of no token"),
+    "a bad word of no token": (ask({"bad_words": [[]]}), "a bad word without tokens"),
     "a thought's end outside the vocabulary": (
-        ask({"thinking": Thinking(start=[], end=[100])}),
+        ask({"thinking": Thinking(start=(), end=(100,))}),
         "outside the vocabulary",
     ),
-    "a thought that never ends": (ask({"thinking": Thinking(start=[1], end=[])}), "never ends"),
+    "a thought that never ends": (
+        ask({"thinking": Thinking(start=(1,), end=())}),
+        "reasoning without an end",
+    ),
 }
 
 

@@ -29,9 +29,9 @@ from baton_api.messages import (
     Pong,
     Prefill,
     Refuse,
-    Sampling,
     Welcome,
 )
+from baton_api.sampling import SamplingParams
 from baton_engine.requests import Output, Request
 from baton_engine.transfer import control
 from baton_engine.transfer.control import Connection
@@ -100,7 +100,7 @@ def prefill(room: str = "r", epoch: int = 1, tokens: list[int] = PROMPT, **chang
     fields: dict[str, Any] = {
         "start_block": 0,
         "parent": root_hash(),
-        "sampling": Sampling(seed=1, temperature=0.0),
+        "sampling": SamplingParams(seed=1, temperature=0.0),
         "request_id": room,
     }
     return Prefill(room=room, epoch=epoch, tokens=tokens, **{**fields, **changes})

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from baton_api.messages import Chunk, Commit, Drained, Failed, Prefill, Sampling, TokenChoice
+from baton_api.messages import Chunk, Commit, Drained, Failed, Prefill, TokenChoice
+from baton_api.sampling import SamplingParams
 from baton_prefill.sessions import Action, Checksum, Release, Room, Send, State, Submit
 
 TAIL = b"t" * 16
@@ -20,7 +21,7 @@ def room(tokens: int = 40, start_block: int = 0) -> Room:
         tokens=list(range(tokens)),
         start_block=start_block,
         parent=b"p" * 16,
-        sampling=Sampling(seed=1),
+        sampling=SamplingParams(seed=1),
     )
     return Room(ask, 16, TAIL)
 

@@ -33,13 +33,8 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 TIERS = ("auto", "default", "flex", "scale", "priority", "fast")
 
 SAMPLING = optional(
-    temperature=number(limits.TEMPERATURE),
-    top_p=number(limits.TOP_P),
+    **{limit.field: number(limit) for limit in limits.SAMPLING_NUMBERS},
     top_k=integer(limits.TOP_K),
-    min_p=number(limits.MIN_P),
-    presence_penalty=number(limits.PRESENCE_PENALTY),
-    frequency_penalty=number(limits.FREQUENCY_PENALTY),
-    repetition_penalty=number(limits.REPETITION_PENALTY),
     logit_bias=mapping(number(limits.BIAS), limits.LOGIT_BIAS),
     seed=integer(limits.SEED),
     n=integer(limits.N),

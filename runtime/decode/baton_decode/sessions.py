@@ -22,7 +22,6 @@ from baton_api.messages import Abort, Chunk, Commit, Done, Failed, Prefill
 from baton_api.reports import Fallback
 from baton_engine.requests import Fetch, FetchResult, RelayRecord
 from baton_engine.transfer import Pulled
-from baton_engine.transfer.wire import to_wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ class Order:
             tokens=list(fetch.tokens),
             start_block=fetch.start_block,
             parent=fetch.parent,
-            sampling=to_wire(fetch.sampling),
+            sampling=fetch.sampling.first_token(),
             salt=fetch.salt,
             ticket=ticket,
             request_id=request_id,

@@ -17,29 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton_api.messages import TokenChoice
+from baton_api.sampling import SamplingParams
 from baton_engine.metrics.tracing import StepSummary
-
-
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """What the text of an answer must be; every end of the language is an end of the answer."""
-
-    kind: str
-    """json_schema, regex, ebnf, lark (as llguidance writes it), or structural_tag."""
-    source: str
-    """The tag as JSON text, the regular expression, the grammar, or what `texts.schema` makes of a schema."""
-
-
-@dataclass(frozen=True, slots=True)
-class Thinking:
-    """The part of an answer before its constraint holds: what the model thinks before it speaks."""
-
-    start: tuple[int, ...]
-    """Ids that the model writes to begin thinking; empty if the prompt has begun it already."""
-    end: tuple[int, ...]
-    """Ids that end it."""
-    budget: int | None = None
-    """Most tokens of thought; then the end is forced. None: as many as there may be."""
 
 
 class GrammarMatcher(Protocol):
@@ -75,53 +54,6 @@ class GrammarMatcher(Protocol):
         Raises a BatonError if it is not one of those that could come.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """
-    How tokens are drawn and when drawing ends. Ranges are checked by the server, not here.
-
-    The random number for the token at position p of the sequence is a function of (seed, p) alone,
-    so that the same request gives the same tokens alone, in a batch, resumed, or by way of a pair.
-    """
-
-    seed: int = 0
-    """0 to 2**64 - 1. The server draws one for a request that names none."""
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_k: int = 0
-    """0 keeps all."""
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    """Over prompt and output; the two above over the output alone."""
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    logprobs: int | None = None
-    """How many alternatives are reported with each token (0 to 20); None reports no logprobs."""
-    logprob_ids: tuple[int, ...] = ()
-    """With `logprobs`: the alternatives that are reported, instead of the most likely ones."""
-    prompt_logprobs: int | None = None
-    """How many alternatives are reported with the logprob of each prompt token (0 to 20); None reports none.
-    Such a prompt is computed here and whole: neither a prefill worker nor the prefix cache knows logprobs."""
-    max_tokens: int = 16
-    """At least 1, or 0 with `prompt_logprobs`. The server has already cut it to what the context leaves."""
-    drawn: int = 0
-    """How many tokens at the end of the prompt were drawn before, when the request was another worker's:
-    they count as its output, but for `max_tokens`."""
-    min_tokens: int = 0
-    """Stop ids cannot be drawn before this many tokens are out."""
-    allowed_ids: tuple[int, ...] = ()
-    """The only ids that may be drawn; empty for all."""
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    """Sequences of ids that the output must not contain: the last id of one is not drawn after the others."""
-    stop_ids: frozenset[int] = frozenset()
-    """End-of-sequence ids of the model and `stop_token_ids`; empty for `ignore_eos`."""
-    constraint: Constraint | None = None
-    thinking: Thinking | None = None
-    """What comes before the constraint, or is bounded on its own."""
 
 
 class Pooling(enum.StrEnum):

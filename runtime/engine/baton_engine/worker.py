@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from baton_api.errors import SetupError
+from baton_api.sampling import SamplingParams
 from baton_api.sizes import show_size
 from baton_api.workers import Load, Role
 from baton_engine import machine
@@ -39,7 +40,7 @@ from baton_engine.model.resolve import resolve, served_names
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.tokenizer import Tokenizer, load_tokenizer
 from baton_engine.ops.processor import preferred_dtype
-from baton_engine.requests import Request, SamplingParams
+from baton_engine.requests import Request
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings
 from baton_engine.transfer import Transfer, create_transfer

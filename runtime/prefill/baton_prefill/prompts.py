@@ -18,20 +18,12 @@ from typing import Protocol
 from baton_api import logs, trace_context
 from baton_api.errors import BatonError, InvalidRequest
 from baton_api.otlp import Attributes
+from baton_api.sampling import Constraint, SamplingParams, Thinking
 from baton_engine.kv.cache import KVCache
 from baton_engine.metrics.tracing import WorkerTrace, WorkerTracing
-from baton_engine.requests import (
-    Constraint,
-    FinishReason,
-    GrammarMatcher,
-    Output,
-    Request,
-    SamplingParams,
-    Thinking,
-)
+from baton_engine.requests import FinishReason, GrammarMatcher, Output, Request
 from baton_engine.transfer.control import Connection
 from baton_engine.transfer.integrity import block_checksums
-from baton_engine.transfer.wire import sampling_params
 from baton_prefill.sessions import Action, Checksum, Release, Room, Send, State, Submit
 
 log = logging.getLogger(__name__)
@@ -145,7 +137,7 @@ class Prompt:
 
     async def _compute(self) -> None:
         ask = self.room.ask
-        sampling = sampling_params(ask.sampling)
+        sampling = ask.sampling
         try:
             matcher = await self._matcher(sampling)
             if self.room.state is State.RELEASED:  # given up before this task had its turn, or meanwhile

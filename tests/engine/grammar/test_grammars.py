@@ -16,9 +16,9 @@ import pytest
 
 from baton_api import limits
 from baton_api.errors import INVALID_VALUE, InvalidRequest, Overloaded
+from baton_api.sampling import Constraint
 from baton_engine.grammar import texts
 from baton_engine.grammar.grammars import CACHE_LIMIT, THREADS, Grammars
-from baton_engine.requests import Constraint
 from tests.engine.grammar.tokenizers import GRAMMARS, TOKENIZER, allowed, ids, make_tokenizer, takes
 
 

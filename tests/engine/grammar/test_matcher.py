@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from baton_api.errors import BatonError, ConstraintBroken
-from baton_engine.requests import Constraint, Thinking
+from baton_api.sampling import Constraint, Thinking
 from baton_engine.sampling.token_masks import mask_words
 from tests.engine.grammar.tokenizers import END, GRAMMARS, PADDED, STOP, allowed, drawn, ids, matcher_of
 

@@ -10,10 +10,11 @@ import jsonschema
 import pytest
 from transformers import AutoTokenizer
 
+from baton_api.sampling import Constraint, SamplingParams
 from baton_engine.grammar.grammars import Grammars
 from baton_engine.grammar.texts import schema as schema_source
 from baton_engine.model.tokenizer import Tokenizer
-from baton_engine.requests import Constraint, FinishReason, Request, SamplingParams
+from baton_engine.requests import FinishReason, Request
 from tests.engine import fake_model
 from tests.engine.grammar.random_model import RandomModel
 from tests.engine.grammar.schemas import Maker, Schema

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton_api.errors import InvalidRequest
-from baton_engine.requests import Constraint
+from baton_api.sampling import Constraint
 from tests.engine.grammar.tokenizers import CALL, CALLED, GRAMMARS, ids, takes
 
 NUMBER = {"type": "json_schema", "json_schema": {"type": "integer"}}

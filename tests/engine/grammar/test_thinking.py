@@ -7,8 +7,9 @@ import random
 import pytest
 
 from baton_api.errors import ConstraintBroken
+from baton_api.sampling import Thinking
 from baton_engine.grammar.thinking import matched
-from baton_engine.requests import GrammarMatcher, Thinking
+from baton_engine.requests import GrammarMatcher
 from tests.engine.grammar.tokenizers import END, GRAMMARS, SPEAK, STOP, THINK, allowed, ids, matcher_of
 
 ANSWER = ("regex", "[0-9]{2}")

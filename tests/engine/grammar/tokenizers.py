@@ -12,9 +12,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from baton_api.sampling import Constraint, Thinking
 from baton_engine.grammar.grammars import Grammars
 from baton_engine.model.tokenizer import Tokenizer
-from baton_engine.requests import Constraint, GrammarMatcher, Thinking
+from baton_engine.requests import GrammarMatcher
 from baton_engine.sampling.token_masks import mask_words
 from tests.engine import fake_model
 

@@ -30,6 +30,7 @@ from baton_api.errors import (
     RequestAborted,
 )
 from baton_api.hashing import client_salt
+from baton_api.sampling import SamplingParams
 from baton_engine.api import bodies
 from baton_engine.api.bodies import send_json
 from baton_engine.api.disconnect import ClientGone, until_disconnect
@@ -41,7 +42,7 @@ from baton_engine.api.prompts import read_prompts
 from baton_engine.api.running import read_names
 from baton_engine.api.served import Served
 from baton_engine.model.embedder import Embedder, Unable
-from baton_engine.requests import FinishReason, Pooling, Request, SamplingParams, Vector
+from baton_engine.requests import FinishReason, Pooling, Request, Vector
 
 AT_ONCE = 64
 

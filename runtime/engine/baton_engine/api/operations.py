@@ -28,6 +28,7 @@ from starlette.routing import Route
 
 from baton_api import openapi
 from baton_api.errors import MISSING_REQUIRED_PARAMETER, InvalidRequest, NotReady
+from baton_api.sampling import SamplingParams
 from baton_engine import requests
 from baton_engine.api import bodies
 from baton_engine.api import server_info as about
@@ -37,7 +38,7 @@ from baton_engine.api.generate import named_remote
 from baton_engine.api.running import Running, read_names
 from baton_engine.api.served import Served
 from baton_engine.metrics.exposition import CONTENT_TYPE
-from baton_engine.requests import RemotePrefill, SamplingParams
+from baton_engine.requests import RemotePrefill
 
 
 def routes(served: Served) -> list[Route]:

@@ -11,14 +11,15 @@ import hashlib
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from baton_api import limits
 from baton_api.errors import INTEGER_ABOVE_MAX_VALUE, UNSUPPORTED_PARAMETER, InvalidRequest
+from baton_api.sampling import SamplingParams
 from baton_engine.api.fields import Fields, integer, number, shown, wrong_type
 from baton_engine.api.streaming import Streaming
 from baton_engine.api.structured_output import read_constraint
 from baton_engine.model.generation import SamplingDefaults
-from baton_engine.requests import SamplingParams
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them overflows."""
@@ -38,6 +39,9 @@ CHAT_ONLY = (
     "chat_template",
 )  # fmt: skip
 """Fields that only conversations have."""
+
+
+_UNCHANGED = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +110,7 @@ def parse(fields: Fields, logprobs: int | None, vocabulary: Vocabulary, defaults
     """All shared fields; `logprobs` is how many alternatives the endpoint's own fields ask for."""
     refuse_not_served(fields, NOT_SERVED)
     sampling = defaults.sampling
-    temperature = fields.number("temperature", sampling.temperature, *limits.TEMPERATURE.range)
-    top_p = fields.number("top_p", sampling.top_p, *limits.TOP_P.range)
-    if temperature < GREEDY_BELOW or top_p == 0.0:
-        temperature, top_p = 0.0, 1.0
+    numbers = _numbers(fields, sampling)
     top_k = fields.integer("top_k", *limits.TOP_K.range)
     ignore_eos = fields.boolean("ignore_eos")
     eos_ids = frozenset(() if ignore_eos else vocabulary.eos_ids)
@@ -117,13 +118,8 @@ def parse(fields: Fields, logprobs: int | None, vocabulary: Vocabulary, defaults
     streaming = _streaming(fields, defaults.include_usage)
     return Parameters(
         sampling=SamplingParams(
-            temperature=temperature,
+            **numbers,
             top_k=sampling.top_k if top_k is None else max(top_k, 0),
-            top_p=top_p,
-            min_p=fields.number("min_p", sampling.min_p, *limits.MIN_P.range),
-            presence_penalty=fields.number("presence_penalty", 0.0, *limits.PRESENCE_PENALTY.range),
-            frequency_penalty=fields.number("frequency_penalty", 0.0, *limits.FREQUENCY_PENALTY.range),
-            repetition_penalty=_repetition_penalty(fields, sampling.repetition_penalty),
             logit_bias=_logit_bias(fields, vocabulary.size),
             logprobs=logprobs,
             logprob_ids=_logprob_ids(fields, logprobs, vocabulary.size),
@@ -169,9 +165,16 @@ def not_served(param: str, what: str = "") -> InvalidRequest:
     )
 
 
-def _repetition_penalty(fields: Fields, default: float) -> float:
-    given = fields.number("repetition_penalty", default, *limits.REPETITION_PENALTY.range, above=True)
-    return max(given, WEAKEST_PENALTY)
+def _numbers(fields: Fields, defaults: SamplingDefaults) -> dict[str, Any]:
+    """The parameters of `limits.SAMPLING_NUMBERS`, by the worker's defaults and those of `SamplingParams`."""
+    numbers: dict[str, float] = {}
+    for limit in limits.SAMPLING_NUMBERS:
+        default = getattr(defaults, limit.field, getattr(_UNCHANGED, limit.field))
+        numbers[limit.field] = fields.number(limit.field, default, *limit.range, above=limit.open_below)
+    if numbers["temperature"] < GREEDY_BELOW or numbers["top_p"] == 0.0:
+        numbers |= {"temperature": 0.0, "top_p": 1.0}
+    numbers["repetition_penalty"] = max(numbers["repetition_penalty"], WEAKEST_PENALTY)
+    return numbers
 
 
 def _stops(fields: Fields) -> tuple[str, ...]:

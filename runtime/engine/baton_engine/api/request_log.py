@@ -13,10 +13,10 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from baton_api.sampling import SamplingParams
 from baton_engine.api.exchange import Exchange
 from baton_engine.api.work import Work
 from baton_engine.model.tokenizer import Tokenizer
-from baton_engine.requests import SamplingParams
 from baton_engine.settings import WorkerSettings
 
 log = logging.getLogger(__name__)

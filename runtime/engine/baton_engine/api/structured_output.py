@@ -17,9 +17,9 @@ from typing import Any
 
 from baton_api import limits
 from baton_api.errors import INVALID_VALUE, MISSING_REQUIRED_PARAMETER, InvalidRequest
+from baton_api.sampling import Constraint
 from baton_engine.api.fields import Fields, shown, wrong_type
 from baton_engine.grammar import texts
-from baton_engine.requests import Constraint
 
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 NAME = re.compile(r"[A-Za-z0-9_-]+")

@@ -24,13 +24,14 @@ from llguidance import LLMatcher, LLTokenizer
 
 from baton_api import limits
 from baton_api.errors import INVALID_VALUE, BatonError, InternalError, InvalidRequest, Overloaded
+from baton_api.sampling import Constraint, Thinking
 from baton_engine.grammar import trial
 from baton_engine.grammar.matcher import LLGuidanceMatcher
 from baton_engine.grammar.thinking import ThinkingMatcher
 from baton_engine.grammar.trial import Words
 from baton_engine.grammar.trials import QUEUE_S, Trials
 from baton_engine.model.tokenizer import Tokenizer
-from baton_engine.requests import Constraint, GrammarMatcher, Thinking
+from baton_engine.requests import GrammarMatcher
 
 log = logging.getLogger(__name__)
 

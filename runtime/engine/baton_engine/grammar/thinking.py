@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton_api.errors import ConstraintBroken
-from baton_engine.requests import GrammarMatcher, Thinking
+from baton_api.sampling import Thinking
+from baton_engine.requests import GrammarMatcher
 
 
 class Phase(enum.Enum):

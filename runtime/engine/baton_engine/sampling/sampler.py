@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton_api.messages import TokenChoice
-from baton_engine.requests import SamplingParams
+from baton_api.sampling import SamplingParams
 from baton_engine.sampling import token_masks
 from baton_engine.sampling.state import SamplingState, Seen, uniform
 

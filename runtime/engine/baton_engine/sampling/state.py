@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from baton_engine.requests import GrammarMatcher, SamplingParams
+from baton_api.sampling import SamplingParams
+from baton_engine.requests import GrammarMatcher
 from baton_engine.sampling.token_masks import TokenMask
 
 GREEDY_BELOW = 1e-5

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton_api.errors import INVALID_VALUE, BatonError, InternalError, InvalidRequest
+from baton_api.sampling import SamplingParams
 from baton_engine import machine
-from baton_engine.requests import GrammarMatcher, SamplingParams
+from baton_engine.requests import GrammarMatcher
 
 log = logging.getLogger(__name__)
 

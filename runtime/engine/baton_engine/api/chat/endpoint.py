@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from baton_api import limits
 from baton_api.errors import UNSUPPORTED_PARAMETER, InvalidRequest
+from baton_api.sampling import SamplingParams, Thinking
 from baton_engine.api import parameters, structured_output
 from baton_engine.api.chat.answer import ChatShape
 from baton_engine.api.chat.format import ChatFormat
@@ -27,7 +28,6 @@ from baton_engine.api.parsing.reasoning.visibility import Showing, Wishes, read_
 from baton_engine.api.parsing.tools.request import refuse_beside
 from baton_engine.api.served import Served
 from baton_engine.api.work import Work, fit, read_max_tokens
-from baton_engine.requests import SamplingParams, Thinking
 
 NOT_SERVED = ("audio", "web_search_options")
 TIERS = ("auto", "default", "flex", "scale", "priority", "fast")

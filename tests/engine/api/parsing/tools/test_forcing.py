@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from baton_api.errors import InvalidRequest
+from baton_api.sampling import Constraint
 from baton_engine.api.parsing.tools.families import FAMILIES, family
 from baton_engine.api.parsing.tools.toolbox import Tool, Toolbox
 from baton_engine.grammar.grammars import Grammars
 from baton_engine.model.tokenizer import Tokenizer
-from baton_engine.requests import Constraint, GrammarMatcher
+from baton_engine.requests import GrammarMatcher
 from baton_engine.sampling.token_masks import mask_words
 from tests.engine import fake_model
 from tests.engine.api.parsing.tools.answers import CODE, PLACE, SELECT, WEATHER, calls_of, read, words_of

@@ -6,12 +6,12 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from baton_api.sampling import Constraint
 from baton_engine.api.parsing.parts import PlainReader, Reader
 from baton_engine.api.parsing.tools import grammar
 from baton_engine.api.parsing.tools.grammar import Layout
 from baton_engine.api.parsing.tools.source import CallReader, Reading, Source
 from baton_engine.api.parsing.tools.toolbox import Toolbox
-from baton_engine.requests import Constraint
 
 
 def fresh_id() -> str:
