@@ -70,7 +70,7 @@ class SamplingParams:
     """At least 1, or 0 with `prompt_logprobs`. The API has limited it to what the context leaves."""
     drawn: int = 0
     """Tokens at the end of the prompt that another worker generated for this request: they count as output,
-    but not towards `max_tokens`."""
+    but not for `max_tokens`."""
     min_tokens: int = 0
     """Stop ids cannot be sampled before this many tokens of output."""
     allowed_ids: tuple[int, ...] = ()
