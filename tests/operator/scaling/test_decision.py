@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 
 from baton_operator.kinds.service_policies import MetricsLoss
 from baton_operator.kinds.worker_role import ScaleUp
-from baton_operator.scaling.decision import MOST_DOSE, decide
+from baton_operator.scaling.decision import MOST_DOSE, decide, longest_wait, utilisation
+from baton_operator.scaling.history import forecast
 from baton_operator.scaling.sample import (
     ZERO,
     Measurement,
@@ -18,6 +20,7 @@ from baton_operator.scaling.sample import (
     RoleSample,
     ScalingDecision,
     ScalingPolicy,
+    WorkerSize,
     unknown,
 )
 
@@ -54,12 +57,12 @@ def memory(**changes: Any) -> RoleMemory:
 
 
 def settled(
-    policy: ScalingPolicy, sample: RoleSample, known: RoleMemory | None = None, seconds: float = 360
+    policy: ScalingPolicy, sample: RoleSample, remembered: RoleMemory | None = None, seconds: float = 360
 ) -> ScalingDecision:
     """The first decision that changes something while the same is seen for so long, or the last one."""
-    known = memory() if known is None else known
+    remembered = memory() if remembered is None else remembered
     for tick in range(int(seconds // 15) + 1):
-        decision, known = decide(policy, known, sample, NOW + 15 * tick)
+        decision, remembered = decide(policy, remembered, sample, NOW + 15 * tick)
         if decision.replicas != sample.replicas:
             break
     return decision
@@ -184,20 +187,20 @@ def test_a_case(policy: ScalingPolicy, sample: RoleSample, replicas: int, reason
 
 def test_a_rise_has_to_last_for_half_a_minute() -> None:
     calm, busy = observation(), observation(demand=Measurement.of(5000.0))
-    _, known = decide(PREFILL, memory(), calm, NOW)
+    _, remembered = decide(PREFILL, memory(), calm, NOW)
     sample = []
     for tick in range(1, 4):
-        decision, known = decide(PREFILL, known, busy, NOW + 15 * tick)
+        decision, remembered = decide(PREFILL, remembered, busy, NOW + 15 * tick)
         sample.append((decision.replicas, decision.reason))
     assert sample == [(4, "Stabilizing"), (6, "Demand"), (6, "Demand")]
 
 
 def test_a_fall_has_to_last_for_five_minutes_and_goes_one_by_one() -> None:
-    _, known = decide(PREFILL, memory(), observation(), NOW)
+    _, remembered = decide(PREFILL, memory(), observation(), NOW)
     replicas, moves = 4, []
     for tick in range(1, 40):
         sample = observation(replicas, demand=Measurement.of(500.0))
-        decision, known = decide(PREFILL, known, sample, NOW + 15 * tick)
+        decision, remembered = decide(PREFILL, remembered, sample, NOW + 15 * tick)
         if decision.replicas != replicas:
             moves.append(15 * tick)
         replicas = decision.replicas
@@ -210,15 +213,15 @@ def test_whoever_has_just_begun_to_look_shrinks_nothing_for_a_whole_window() -> 
 
 
 def test_after_metrics_came_back_the_first_worker_goes_a_whole_window_later() -> None:
-    _, known = decide(PREFILL, memory(), observation(4, **ALL_LOST), NOW)
-    assert _first_shrink(known, 15) == 300
+    _, remembered = decide(PREFILL, memory(), observation(4, **ALL_LOST), NOW)
+    assert _first_shrink(remembered, 15) == 300
 
 
-def _first_shrink(known: RoleMemory, after: float) -> float:
+def _first_shrink(remembered: RoleMemory, after: float) -> float:
     """Seconds until a worker goes that is not needed."""
     sample, time = observation(demand=Measurement.of(500.0)), after
     while True:
-        decision, known = decide(PREFILL, known, sample, NOW + time)
+        decision, remembered = decide(PREFILL, remembered, sample, NOW + time)
         if decision.replicas < sample.replicas:
             return time
         time += 15
@@ -253,21 +256,374 @@ def test_when_nobody_has_asked_for_long_enough_all_go_at_once() -> None:
 def test_too_full_workers_count_only_once_those_that_were_asked_for_are_there() -> None:
     full = {"utilisation": Measurement.of(0.95), "demand": Measurement.of(3000.0)}
     starting = observation(5, ready=4, **full)
-    _, known = decide(DECODE, memory(), observation(4), NOW)
-    assert settled(DECODE, starting, known, 60).replicas == 5
+    _, remembered = decide(DECODE, memory(), observation(4), NOW)
+    assert settled(DECODE, starting, remembered, 60).replicas == 5
     ready = replace(starting, ready=5)
-    decision, known = decide(DECODE, known, ready, NOW + 75)
+    decision, remembered = decide(DECODE, remembered, ready, NOW + 75)
     assert decision.replicas == 5, "it has only just become ready"
-    assert settled(DECODE, ready, known, 180).replicas == 6
+    assert settled(DECODE, ready, remembered, 180).replicas == 6
 
 
 def test_what_nobody_knows_of_a_new_role_is_learned_while_it_works() -> None:
-    known = RoleMemory.new(NOW)
+    remembered = RoleMemory.new(NOW)
     busy = observation(1, demand=Measurement.of(3000.0), rate=unknown("no worker was busy"))
-    decision, known = decide(PREFILL, known, busy, NOW)
-    assert decision.replicas == 1 and known.capacity.value is None
-    decision, known = decide(PREFILL, known, replace(busy, rate=Measurement.of(1000.0)), NOW + 15)
+    decision, remembered = decide(PREFILL, remembered, busy, NOW)
+    assert decision.replicas == 1 and remembered.capacity.value is None
+    decision, remembered = decide(PREFILL, remembered, replace(busy, rate=Measurement.of(1000.0)), NOW + 15)
     assert decision.raw == 4
+
+
+# --- What the status says ---
+
+of = Measurement.of
+
+UNLEARNT = RoleMemory.new(NOW - 10_000)
+"""Of a role whose workers' capacity is not known."""
+
+STATUS: dict[str, tuple[ScalingPolicy, RoleSample, RoleMemory, ScalingDecision]] = {
+    "what is needed is there": (
+        PREFILL, observation(), memory(),
+        ScalingDecision(4, 4, "Steady", "There are as many as are needed.", pressure=0.882),
+    ),
+    "a profile says what a worker does": (
+        PREFILL, observation(size=WorkerSize(500.0, "KVBlocks")), memory(),
+        ScalingDecision(8, 8, "Demand", "The demand needs 7.1 workers of 500 tokens/s each (KVBlocks).",
+                 bound="KVBlocks", pressure=1.765),
+    ),
+    "by its profile no worker keeps the objectives": (
+        PREFILL, observation(demand=of(5000.0), size=WorkerSize(0.0, "InterTokenLatency")), memory(),
+        ScalingDecision(6, 6, "Demand", "The demand needs 5.9 workers.", bound="InterTokenLatency",
+                        pressure=1.471),
+    ),
+    "it needs more than its maximum": (
+        PREFILL, observation(8, demand=of(99_000.0)), memory(),
+        ScalingDecision(8, 117, "AtMaximum", "The demand needs 116.5 workers.", limited="AtMaximum",
+                 pressure=14.559),
+    ),
+    "it needs its maximum": (
+        PREFILL, observation(8, demand=of(6500.0)), memory(),
+        ScalingDecision(8, 8, "Steady", "There are as many as are needed.", pressure=0.956),
+    ),
+    "it has more than its maximum": (
+        PREFILL, observation(9), memory(),
+        ScalingDecision(8, 4, "AtMaximum", "It has more than its maximum.", pressure=0.392),
+    ),
+    "it has its maximum, and one less would do": (
+        replace(PREFILL, most=4), observation(demand=of(2000.0)), memory(),
+        ScalingDecision(3, 3, "Spare", "3 would do.", pressure=0.588),
+    ),
+    "it is below its minimum, and a pod finds no place": (
+        replace(PREFILL, least=3), observation(1, pending_s=901.0), memory(),
+        ScalingDecision(3, 4, "CapacityExhausted", "A worker has found no place in the cluster for 901 s.",
+                 limited="CapacityExhausted", pressure=3.529),
+    ),
+    "a pod may find a place for a quarter of an hour": (
+        PREFILL, observation(demand=of(5000.0), pending_s=900.0), memory(),
+        ScalingDecision(6, 6, "Demand", "The demand needs 5.9 workers.", pressure=1.471),
+    ),
+    "another role has to grow first": (
+        PREFILL, observation(demand=of(5000.0), capped="Decode workers are full."), memory(),
+        ScalingDecision(4, 6, "OtherRole", "Decode workers are full.", limited="OtherRole", pressure=1.471),
+    ),
+    "a rollout stops growth while clients do not wait": (
+        PREFILL, observation(demand=of(5000.0), rolling=True), memory(),
+        ScalingDecision(4, 6, "RollingOut", "A rollout is under way; clients do not wait for long.",
+                        pressure=1.471),
+    ),
+    "a rollout stops shrinking": (
+        PREFILL, observation(demand=of(1000.0), rolling=True), memory(),
+        ScalingDecision(4, 2, "RollingOut", "A rollout is under way.", pressure=0.294),
+    ),
+    "the KV blocks are used": (
+        DECODE, observation(utilisation=of(0.9), tightest="KVBlocks"), memory(),
+        ScalingDecision(5, 5, "Saturated", "The workers are 90% full (KVBlocks).", bound="KVBlocks",
+                        pressure=0.882),
+    ),
+    "too much waits before prefill workers": (
+        PREFILL, observation(backlog=of(7200.0)), memory(),
+        ScalingDecision(5, 5, "Saturated", "The workers are 90% full.", pressure=0.889),
+    ),
+    "too much waits, and the demand needs as many": (
+        PREFILL, observation(demand=of(3400.0), backlog=of(7200.0)), memory(),
+        ScalingDecision(5, 5, "Demand", "The demand needs 4.0 workers.", pressure=1.007),
+    ),
+    "workers are full, and the need is not known": (
+        DECODE, observation(demand=LOST, rate=LOST, utilisation=of(1.2)), UNLEARNT,
+        ScalingDecision(6, 6, "Saturated", "The workers are 120% full.", pressure=1.5),
+    ),
+    "tokens are slow, and half of the workers are needed": (
+        DECODE,
+        observation(demand=of(2000.0), utilisation=of(0.05), latency=of(0.08)),
+        memory(),
+        ScalingDecision(5, 5, "LatencyHigh", "Clients wait for 0.08 s; 0.05 s is wished for.",
+                 bound="InterTokenLatency", pressure=0.588),
+    ),
+    "tokens are slow, and the workers are half full": (
+        DECODE, observation(demand=of(1000.0), latency=of(0.08)), memory(),
+        ScalingDecision(5, 5, "LatencyHigh", "Clients wait for 0.08 s; 0.05 s is wished for.",
+                 bound="InterTokenLatency", pressure=0.294),
+    ),
+    "prompts wait for too long": (
+        PREFILL, observation(demand=of(3000.0), latency=of(9.0)), memory(),
+        ScalingDecision(5, 5, "LatencyHigh", "Clients wait for 9 s; 2 s is wished for.",
+                 bound="TimeToFirstToken", pressure=0.882),
+    ),
+    "first tokens of workers without prefill are late": (
+        ALONE, observation(first_token=of(3.0)), memory(),
+        ScalingDecision(5, 5, "LatencyHigh", "Clients wait for 3 s; 2 s is wished for.",
+                 bound="TimeToFirstToken", pressure=0.882),
+    ),
+    "the need is not known, and the workers are idle": (
+        DECODE, observation(rate=LOST, utilisation=of(0.1), latency=of(0.01)), UNLEARNT,
+        ScalingDecision(3, 3, "Spare", "3 would do.", pressure=0.75),
+    ),
+    "nothing is asked for, and the capacity is not known": (
+        PREFILL, observation(rate=LOST, **NOTHING), UNLEARNT,
+        ScalingDecision(3, 1, "Spare", "1 would do.", pressure=0.0),
+    ),
+    "nothing is asked for any more, and much still waits": (
+        PREFILL, observation(1, demand=ZERO, backlog=of(400_000.0)), memory(),
+        ScalingDecision(2, 2, "Demand", "The demand needs 1.6 workers.", pressure=1.569),
+    ),
+    "one of two workers could not do it alone": (
+        DECODE, observation(2, demand=of(600.0), utilisation=of(0.6)), memory(),
+        ScalingDecision(2, 2, "Steady", "No worker goes: the others would be too full.", pressure=0.353),
+    ),
+    "the others would let clients wait": (
+        DECODE, observation(demand=of(1000.0), latency=of(0.045)), memory(),
+        ScalingDecision(4, 4, "Steady", "No worker goes: clients would wait for too long.", pressure=0.294),
+    ),
+    "beside prefill workers first tokens do not matter": (
+        DECODE, observation(demand=of(2000.0), first_token=LOST), memory(),
+        ScalingDecision(3, 3, "Spare", "3 would do.", pressure=0.588),
+    ),
+    "no demand is known": (
+        PREFILL, observation(demand=LOST), memory(),
+        ScalingDecision(4, 4, "Steady", f"No worker goes: the demand is unknown ({LOST.why}).", pressure=1.0),
+    ),
+    "no backlog is known": (
+        PREFILL, observation(demand=of(1000.0), backlog=LOST), memory(),
+        ScalingDecision(4, 4, "Steady", f"No worker goes: the backlog is unknown ({LOST.why}).",
+                        pressure=0.294),
+    ),
+    "no worker is ready": (
+        PREFILL, observation(demand=of(1000.0), ready=0), memory(),
+        ScalingDecision(4, 4, "Steady", "No worker goes: how full they are is unknown (no worker is ready).",
+                 pressure=1.176),
+    ),
+    "requests are queued": (
+        PREFILL, observation(demand=of(2000.0), queued=of(3.0)), memory(),
+        ScalingDecision(4, 3, "Queued", "No worker goes: 3 requests are queued.", pressure=0.588),
+    ),
+    "nobody knows what is queued": (
+        PREFILL, observation(demand=of(2000.0), queued=LOST), memory(),
+        ScalingDecision(4, 3, "Queued", f"No worker goes: {LOST.why}.", pressure=0.588),
+    ),
+    "nobody asks": (
+        TO_ZERO, observation(1, **NOTHING), memory(),
+        ScalingDecision(0, 0, "Idle", "No request has come for long enough.", pressure=0.0),
+    ),
+    "at zero, something is asked for": (
+        TO_ZERO, observation(0, **{**NOTHING, "demand": of(0.5), "rate": LOST}), UNLEARNT,
+        ScalingDecision(1, 1, "Steady", "There are as many as are needed.", pressure=1.0),
+    ),
+    "at zero, one request waits": (
+        TO_ZERO, observation(0, **{**ALL_LOST, "held": of(1.0)}), memory(),
+        ScalingDecision(1, 1, "FromZero", "1 requests wait for a worker.", pressure=math.inf),
+    ),
+    "nothing is measured": (
+        PREFILL, observation(**ALL_LOST), memory(),
+        ScalingDecision(4, 4, "MetricsHeld", f"Nothing is measured, so that nothing changes: {LOST.why}.",
+                        "Held",
+                 pressure=1.0),
+    ),
+    "nothing has been measured for long": (
+        replace(PREFILL, fallback=6), observation(**ALL_LOST), memory(),
+        ScalingDecision(6, 6, "MetricsFallback", f"Nothing was measured for 915 s: {LOST.why}.", "Fallback",
+                 pressure=1.0),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "sample", "remembered", "expected"), STATUS.values(), ids=STATUS)
+def test_decide_status_says_all_of_it(
+    policy: ScalingPolicy, sample: RoleSample, remembered: RoleMemory, expected: ScalingDecision
+) -> None:
+    decision = settled(policy, sample, remembered, 1000.0)
+    assert replace(decision, pressure=expected.pressure) == expected
+    assert decision.pressure == pytest.approx(expected.pressure, abs=0.001)
+
+
+@pytest.mark.parametrize("name", ["demand", "backlog", "utilisation", "latency"])
+def test_decide_one_known_reading_is_not_blind(name: str) -> None:
+    remembered = {**ALL_LOST, name: of(0.5)}
+    assert settled(DECODE, observation(**remembered), seconds=0).reason != "MetricsHeld"
+
+
+# --- Sequences ---
+
+STEPS: dict[str, tuple[ScalingPolicy, list[RoleSample], list[tuple[int, int, str]]]] = {
+    "a rise has to last": (
+        PREFILL,
+        [observation(), *[observation(demand=of(5000.0))] * 2],
+        [(0, 4, "Steady: There are as many as are needed."),
+         (15, 4, "Stabilizing: The demand needs 5.9 workers. That has to last for 30 s."),
+         (30, 6, "Demand: The demand needs 5.9 workers.")],
+    ),
+    "it grows by what was needed all the time": (
+        PREFILL,
+        [observation(), observation(demand=of(4000.0)), observation(demand=of(6500.0))],
+        [(0, 4, "Steady: There are as many as are needed."),
+         (15, 4, "Stabilizing: The demand needs 4.7 workers. That has to last for 30 s."),
+         (30, 5, "Demand: The demand needs 7.6 workers.")],
+    ),
+    "it grows by four in a minute": (
+        PREFILL,
+        [observation(1, demand=of(6500.0)), *[observation(5, demand=of(6500.0))] * 4],
+        [(0, 5, "Demand: The demand needs 7.6 workers."),
+         (15, 5, "Stepping: The demand needs 7.6 workers. It grows by 4 at a time."),
+         (30, 5, "Stepping: The demand needs 7.6 workers. It grows by 4 at a time."),
+         (45, 5, "Stepping: The demand needs 7.6 workers. It grows by 4 at a time."),
+         (60, 8, "Demand: The demand needs 7.6 workers.")],
+    ),
+    "whom it woke counts as what was needed": (
+        TO_ZERO,
+        [observation(0, **{**ALL_LOST, "held": of(2.0)}), observation(1, demand=of(5000.0))],
+        [(0, 1, "FromZero: 2 requests wait for a worker."),
+         (15, 1, "Stabilizing: The demand needs 5.9 workers. That has to last for 30 s.")],
+    ),
+    "it is idle after a minute": (
+        TO_ZERO,
+        [observation(1, **NOTHING)] * 5,
+        [*[(time, 1, "Steady: There are as many as are needed.") for time in (0, 15, 30, 45)],
+         (60, 0, "Idle: No request has come for long enough.")],
+    ),
+    "it may be idle at once": (
+        replace(TO_ZERO, zero_after_s=0.0),
+        [observation(1, **NOTHING)],
+        [(0, 0, "Idle: No request has come for long enough.")],
+    ),
+}  # fmt: skip
+"""(policy, what is seen every 15 s, and after so many seconds: replicas, reason and message)"""
+
+
+@pytest.mark.parametrize(("policy", "sample", "expected"), STEPS.values(), ids=STEPS)
+def test_decide_looks_one_after_the_other(
+    policy: ScalingPolicy, sample: list[RoleSample], expected: list[tuple[int, int, str]]
+) -> None:
+    remembered, steps = memory(), []
+    for tick, one in enumerate(sample):
+        decision, remembered = decide(policy, remembered, one, NOW + 15 * tick)
+        steps.append((15 * tick, decision.replicas, f"{decision.reason}: {decision.message}"))
+    assert steps == expected
+
+
+def test_decide_fall_goes_by_steps_and_never_below_its_window() -> None:
+    """Three workers a minute at most; after the first fall, as many stay as the window has needed."""
+    policy = replace(PREFILL, down=PREFILL.down.model_copy(update={"max_step": 3}))
+    demands = [3000.0, *[1600.0] * 21, *[100.0] * 22]
+    remembered, replicas, moves = memory(), 4, []
+    messages: dict[str, int] = {}
+    for tick, demand in enumerate(demands):
+        sample = observation(replicas, demand=of(demand))
+        decision, remembered = decide(policy, remembered, sample, NOW + 15 * tick)
+        messages.setdefault(f"{decision.reason}: {decision.message}", 15 * tick)
+        if decision.replicas != replicas:
+            moves.append((15 * tick, decision.replicas))
+        replicas = decision.replicas
+    assert moves == [(300, 2), (615, 1)]
+    assert messages["Stabilizing: 2 would do. That has to last for 300 s."] == 15
+
+
+def test_decide_fall_within_a_period_is_one_step() -> None:
+    remembered = memory()
+    messages: list[str] = []
+    for replicas in (4, 3, 3):
+        sample = observation(replicas, demand=of(500.0))
+        decision, remembered = decide(PREFILL, remembered, sample, NOW + 15 * len(messages))
+        messages.append(f"{decision.reason}: {decision.message}")
+    assert messages == ["Spare: 1 would do.", *["Stepping: 1 would do. It shrinks by 1 at a time."] * 2]
+
+
+def test_decide_falls_of_one_period_add_up() -> None:
+    """Of three that may go in a minute one has gone, so that two may follow."""
+    policy = replace(PREFILL, down=PREFILL.down.model_copy(update={"max_step": 3}))
+    remembered = memory(shrunk=((NOW - 15, 1),))
+    decision, remembered = decide(policy, remembered, observation(8, demand=of(500.0)), NOW)
+    assert decision.replicas == 6
+    decision, _ = decide(policy, remembered, observation(6, demand=of(500.0)), NOW + 50)
+    assert decision.replicas == 5
+
+
+def test_decide_metrics_lost_again_are_held_anew() -> None:
+    policy, blind = replace(PREFILL, fallback=6), observation(**ALL_LOST)
+    decision, remembered = decide(policy, memory(), blind, NOW)
+    decision, remembered = decide(policy, remembered, observation(), NOW + 800)
+    for time, reason in ((1000, "MetricsHeld"), (1900, "MetricsHeld"), (1901, "MetricsFallback")):
+        decision, remembered = decide(policy, remembered, blind, NOW + time)
+        assert decision.reason == reason
+    busy = observation(6, demand=of(9000.0))
+    decision, _ = decide(replace(policy, most=20), remembered, busy, NOW + 1931)
+    assert decision.replicas == 8, "the fallback's two count among the four of a minute"
+
+
+def test_decide_worker_ready_for_a_minute_is_settled() -> None:
+    full = observation(utilisation=of(0.9))
+    for since, raw in ((59.0, 4), (60.0, 5)):
+        decision, _ = decide(DECODE, memory(ready=4, ready_since=NOW - since), full, NOW)
+        assert decision.raw == raw
+
+
+def test_decide_rising_demand_is_forecast_from_five_minutes() -> None:
+    """The forecast forgets demand that is older than five minutes, however it compares with the clock."""
+    remembered, samples = memory(startup_s=60.0), []
+    for tick in range(40):
+        demand = 300_000.0 if tick < 19 else 3000.0 + 15.0 * (tick - 19)
+        samples.append((NOW + 15 * tick, demand))
+        decision, remembered = decide(PREFILL, remembered, observation(demand=of(demand)), NOW + 15 * tick)
+    ahead = forecast(samples[-20:], samples[-1][1], 60.0)
+    assert ahead == pytest.approx(samples[-1][1] + 60.0)
+    assert decision.pressure == pytest.approx(ahead / 0.85 / 1000.0 / 4)
+
+
+FULLNESS: dict[str, tuple[ScalingPolicy, RoleSample, RoleMemory, Measurement]] = {
+    "by their room": (DECODE, observation(utilisation=of(0.3)), memory(), of(0.3)),
+    "by what waits": (PREFILL, observation(backlog=of(2000.0)), memory(), of(0.25)),
+    "by a profile": (
+        PREFILL, observation(backlog=of(2000.0), size=WorkerSize(500.0, "KVBlocks")), memory(),
+        of(0.5),
+    ),
+    "nothing waits": (PREFILL, observation(), UNLEARNT, ZERO),
+    "not known": (PREFILL, observation(backlog=LOST), memory(), unknown("nothing is known of what waits")),
+    "none ready": (PREFILL, observation(ready=0, backlog=LOST), memory(), unknown("no worker is ready")),
+    "nothing learned": (
+        PREFILL, observation(backlog=of(2000.0)), UNLEARNT,
+        unknown("nothing is known of what a worker can do"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "sample", "remembered", "expected"), FULLNESS.values(), ids=FULLNESS)
+def test_utilisation_says_how_full_workers_are(
+    policy: ScalingPolicy, sample: RoleSample, remembered: RoleMemory, expected: Measurement
+) -> None:
+    assert utilisation(policy, remembered, sample) == expected
+
+
+@pytest.mark.parametrize(
+    ("token", "first", "expected"),
+    [
+        (of(0.08), of(2.4), (of(0.08), 0.05)),
+        (of(0.04), of(2.4), (of(2.4), 2.0)),
+        (ZERO, of(0.5), (of(0.5), 2.0)),
+        (LOST, of(0.5), (of(0.5), 2.0)),
+        (of(0.04), LOST, (of(0.04), 0.05)),
+    ],
+)
+def test_longest_wait_is_relative_to_its_objective(
+    token: Measurement, first: Measurement, expected: tuple[Measurement, float]
+) -> None:
+    assert longest_wait(ALONE, observation(latency=token, first_token=first)) == expected
 
 
 # --- Laws ---
@@ -306,11 +662,11 @@ def any_policy(rng: random.Random) -> ScalingPolicy:
 @pytest.mark.parametrize("seed", range(20))
 def test_it_stays_within_its_bounds_and_unknown_lowers_nothing(seed: int) -> None:
     rng = random.Random(seed)
-    policy, known = any_policy(rng), RoleMemory.new(0.0)
+    policy, remembered = any_policy(rng), RoleMemory.new(0.0)
     replicas = policy.least
     for tick in range(300):
         sample = any_observation(rng, replicas)
-        decision, known = decide(policy, known, sample, 15.0 * tick)
+        decision, remembered = decide(policy, remembered, sample, 15.0 * tick)
         assert policy.least <= decision.replicas <= policy.most
         needed = (sample.demand, sample.backlog)
         if sample.replicas > decision.replicas:
@@ -326,14 +682,14 @@ def test_growth_need_unknown_counts_starting_workers(seed: int) -> None:
     """However full the ready workers are, those that start for ten minutes are not asked for again."""
     rng = random.Random(seed)
     ready = rng.randint(1, 6)
-    known, replicas = RoleMemory.new(NOW - 10_000), ready
+    remembered, replicas = RoleMemory.new(NOW - 10_000), ready
     for tick in range(40):
         full = {
             "utilisation": Measurement.of(rng.uniform(0.5, 4)),
             "latency": Measurement.of(rng.uniform(0, 0.3)),
         }
         sample = observation(replicas, ready=ready, demand=LOST, rate=LOST, **full)
-        decision, known = decide(replace(DECODE, most=100), known, sample, NOW + 15 * tick)
+        decision, remembered = decide(replace(DECODE, most=100), remembered, sample, NOW + 15 * tick)
         assert replicas <= decision.replicas <= max(ready + 1, MOST_DOSE * ready)
         replicas = decision.replicas
     assert replicas > ready
@@ -346,13 +702,15 @@ def test_more_load_never_asks_for_less(seed: int, signal: str) -> None:
     for _ in range(50):
         policy = any_policy(rng)
         replicas = rng.randint(policy.least, policy.most)
-        known = replace(memory(), ready=rng.randint(0, replicas), ready_since=NOW - rng.choice((10, 600)))
+        remembered = replace(
+            memory(), ready=rng.randint(0, replicas), ready_since=NOW - rng.choice((10, 600))
+        )
         sample = replace(any_observation(rng, replicas), rate=unknown("not asked"))
         there: Measurement = getattr(sample, signal)
         if there.value is None:
             continue
         more = Measurement.of(there.value * rng.uniform(1, 4) + rng.random())
         changed: dict[str, Any] = {signal: more}
-        lower, _ = decide(policy, known, sample, NOW)
-        higher, _ = decide(policy, known, replace(sample, **changed), NOW)
+        lower, _ = decide(policy, remembered, sample, NOW)
+        higher, _ = decide(policy, remembered, replace(sample, **changed), NOW)
         assert higher.raw >= lower.raw, (sample, more)

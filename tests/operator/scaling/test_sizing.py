@@ -124,6 +124,62 @@ def test_sizes_are_corrected_by_measured_speed() -> None:
     assert corrected["decode"].tokens_per_s > before["decode"].tokens_per_s
 
 
+def test_sizes_decode_worker_serves_as_its_step_line_says() -> None:
+    """Eight streams of 500 tokens of prompt and 50 of the answer so far, whose tokens each step reads."""
+    step = msgspec.structs.replace(PROFILE.step, token_s=1e-6)
+    profile = msgspec.structs.replace(PROFILE, step=step, max_streams=8)
+    worker = worker_sizes(profile, LearnedRequests(), WANTED, 0.0, 1)["decode"]
+    assert worker.tokens_per_s == pytest.approx(8 / step.seconds(8, 8 * 550))
+    answers = looked({"decode_answer": 300.0}, profile=profile)
+    assert answers.requests(profile, 0.0).answer == 300.0
+    longer = worker_sizes(profile, answers, WANTED, 0.0, 1)["decode"]
+    assert longer.tokens_per_s == pytest.approx(8 / step.seconds(8, 8 * 650))
+
+
+def test_sizes_prefill_queue_is_counted_without_one_worker() -> None:
+    one, two, three = (
+        worker_sizes(PROFILE, LearnedRequests(), SOON, 0.0, prefills)["prefill"] for prefills in (1, 2, 3)
+    )
+    assert one == two
+    assert three.tokens_per_s > 1.05 * two.tokens_per_s
+
+
+def test_seen_without_cached_tokens_takes_the_profiles_share() -> None:
+    """A profile made with 100 of 500 tokens uncached has a fifth of other prompts uncached too."""
+    measured = msgspec.structs.replace(PROFILE.objectives, cached_share=0.8)
+    profile = msgspec.structs.replace(PROFILE, objectives=measured)
+    requests = looked({"decode_prompt": 1000.0}, profile=profile).requests(profile, 0.0)
+    assert (requests.prompt, requests.uncached, requests.answer) == (1000.0, 200.0, 100.0)
+
+
+def test_seen_lengths_older_than_five_minutes_are_forgotten() -> None:
+    seen = LearnedRequests()
+    for time, prompt in ((0, 10_000.0), *((400 + 15 * tick, 12_000.0) for tick in range(12))):
+        seen = looked({"decode_prompt": prompt}, seen, time)
+    assert seen.requests(PROFILE, 600.0).prompt == 12_000.0
+    rising = LearnedRequests()
+    for tick in range(12):
+        rising = looked({"decode_prompt": 500.0 + tick}, rising, 1000.0 + 15 * tick)
+    assert rising.requests(PROFILE, 150.0).prompt == pytest.approx(511.0 + 10.0)
+
+
+@pytest.mark.parametrize("speed", [0.3, 1.0, 3.0])
+def test_seen_speed_of_steps_is_against_the_profile(speed: float) -> None:
+    """Ten streams each, of 900 tokens of prompt and 50 of the answer so far."""
+    profile = msgspec.structs.replace(PROFILE, step=msgspec.structs.replace(PROFILE.step, token_s=1e-6))
+    metrics = {
+        "decode_prompt": 900.0,
+        "decode_answer": 100.0,
+        "decode_mean_running": 20.0,
+        "decode_workers": 2.0,
+        "decode_token_mean": profile.step.seconds(10, 10 * 950) / speed,
+    }
+    seen = LearnedRequests()
+    for tick in range(100):
+        seen = looked(metrics, seen, NOW + 15 * tick, profile)
+    assert seen.decode_speed == pytest.approx(speed, rel=1e-3)
+
+
 def test_seen_without_figures_stays_as_it_was() -> None:
     seen = looked({"prefill_uncached": 500.0, "decode_prompt": 900.0, "decode_answer": 50.0})
     later = seen.looked(PROFILE, ServiceMetrics({}, "Prometheus does not answer"), NOW + 3600)
