@@ -9,9 +9,12 @@ each setting by one name.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+from typer._completion_classes import completion_init
+from typer._completion_shared import get_completion_script
 from typer.core import TyperCommand
 
 from baton_api.errors import SetupError
@@ -79,3 +82,23 @@ def translate(
         if valued[name] and not equals:
             yield from itertools.islice(rest, 1)
     yield from rest
+
+
+SHELLS = ("bash", "zsh", "fish")
+VARIABLE = "_BATON_COMPLETE"
+
+
+def script(shell: str) -> str:
+    """To be sourced by the shell. Raises SetupError for another one."""
+    if shell not in SHELLS:
+        raise SetupError(f"{shell!r} is none of {', '.join(SHELLS)}.")
+    return get_completion_script(prog_name="baton", complete_var=VARIABLE, shell=shell)
+
+
+def words(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """What was typed after `baton`, if a shell wants to know how it may go on."""
+    if VARIABLE not in environment:
+        return []
+    completion_init()  # Typer does it by itself only where it adds options of its own
+    typed = environment.get("_TYPER_COMPLETE_ARGS") or environment.get("COMP_WORDS", "")
+    return typed.split()[1:]

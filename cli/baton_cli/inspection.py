@@ -159,13 +159,13 @@ def bench(
     if rate and trace:
         raise SetupError("Either --rate or --trace, not both.")
     with _needing("chat"):
-        from baton_cli.bench.command import Wanted, Where, bench
-        from baton_cli.bench.find_command import find as find_profile
+        from baton_cli.bench.command import BenchPlan, BenchTarget, bench
+        from baton_cli.bench.profile_command import find as find_profile
     from baton_cli.bench.prompts import Shape
     from baton_cli.bench.report import Objective
 
     limits = (None if one is None else one / 1e3 for one in (ttft_ms, tpot_ms, total_ms))
-    wanted = Wanted(
+    wanted = BenchPlan(
         shape=Shape(prompt_tokens, output_tokens, shared_tokens, groups, spread),
         objective=Objective(*limits),
         clients=[int(one) for one in _numbers(concurrency, "--concurrency")],
@@ -178,7 +178,7 @@ def bench(
         seed=seed,
         timeout_s=timeout_s,
     )
-    where = Where(url=url, api_key=api_key, model=model, started=start)
+    where = BenchTarget(url=url, api_key=api_key, model=model, started=start)
     if find is not None:
         find_profile(where, wanted, find, repeats, as_json)
     else:
@@ -189,9 +189,9 @@ def completion(
     shell: Annotated[str, typer.Argument(help="bash, zsh or fish.", metavar="SHELL")],
 ) -> None:
     """Print what makes SHELL complete baton's commands and flags: `source <(baton completion bash)`."""
-    from baton_cli import completing
+    from baton_cli import command
 
-    typer.echo(completing.script(shell))
+    typer.echo(command.script(shell))
 
 
 def add_to(app: typer.Typer) -> None:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from baton_api.errors import BatonError, SetupError
-from baton_cli import batch, completing, inspection
+from baton_cli import batch, command, inspection
 
 FAILED = 1
 SETUP_FAILED = 2
@@ -88,9 +88,9 @@ def up(
     **given: Any,
 ) -> None:
     """Start router, prefill workers and decode workers on this machine; Ctrl-C ends them."""
-    from baton_cli import local
+    from baton_cli import up as local
 
-    front = {name: given.pop(name) for name in FRONT_FIELDS if name in given}
+    front = {name: given.pop(name) for name in LOCAL_ROUTER_FIELDS if name in given}
     local.up(prefill, decode, front, _given(given, model, model_path))
 
 
@@ -113,7 +113,7 @@ def demo(
     **given: Any,
 ) -> None:
     """Start everything, ask two questions, and show what happened to their prompts."""
-    from baton_cli import local
+    from baton_cli import up as local
 
     local.demo(verbose, _given(given, model, model_path))
 
@@ -189,17 +189,15 @@ def create_app(arguments: list[str]) -> typer.Typer:
         rich_markup_mode="rich",
         help="Serves large language models with prefill and decode on separate workers.",
     )
-    typed = arguments or completing.words()
+    typed = arguments or command.words()
     named = next((argument for argument in typed if not argument.startswith("-")), "")
-    for command in (serve, up, chat, demo, router, prefill, decode, operator, fetch, version):
-        name = command.__name__
+    for function in (serve, up, chat, demo, router, prefill, decode, operator, fetch, version):
+        name = function.__name__
         if name == named and name in SERVERS:
-            from baton_cli import command as commands
-
-            kind = commands.OF.get(name, commands.WorkerCommand)
-            app.command(name, cls=kind)(_with_options(command))
+            kind = command.OF.get(name, command.WorkerCommand)
+            app.command(name, cls=kind)(_with_options(function))
         else:
-            app.command(name)(command)
+            app.command(name)(function)
     inspection.add_to(app)
     batch.add_to(app)
     return app
@@ -208,7 +206,7 @@ def create_app(arguments: list[str]) -> typer.Typer:
 SERVERS = frozenset({"serve", "prefill", "decode", "router", "operator", "up", "demo"})
 """Commands whose options are settings."""
 
-FRONT_FIELDS = frozenset({"host", "port", "page", "api_key", "api_key_file", "allowed_origins"})
+LOCAL_ROUTER_FIELDS = frozenset({"host", "port", "page", "api_key", "api_key_file", "allowed_origins"})
 """Settings that `up` gives to its router."""
 
 WORKER_FIELDS = frozenset({"role", "name", "control_host", "control_port", "ticket_secret"})
@@ -223,12 +221,16 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
 
             return with_options(WorkerSettings, without={"model", "role"})(command)
         case "up" | "demo":
-            from baton_cli.front_settings import FrontSettings
             from baton_cli.options import with_options
+            from baton_cli.up import LocalRouterSettings
             from baton_engine.settings import WorkerSettings
 
-            every = with_options(WorkerSettings, without={"model"} | WORKER_FIELDS | FRONT_FIELDS)(command)
-            return with_options(FrontSettings, only=FRONT_FIELDS)(every) if command is up else every
+            every = with_options(WorkerSettings, without={"model"} | WORKER_FIELDS | LOCAL_ROUTER_FIELDS)(
+                command
+            )
+            return (
+                with_options(LocalRouterSettings, only=LOCAL_ROUTER_FIELDS)(every) if command is up else every
+            )
         case "router":
             from baton_cli.options import with_options
             from baton_router.settings import RouterSettings

@@ -8,6 +8,7 @@ Write the reference pages from the code: settings, modules, errors, limits and m
 from __future__ import annotations
 
 import ast
+import inspect
 import itertools
 import sys
 from collections.abc import Iterator
@@ -15,10 +16,10 @@ from pathlib import Path
 
 from pydantic_settings import BaseSettings
 
-from baton_api import generated_files
+from baton_api import generated_files, limits, metrics
+from baton_api.errors import CODES, MESSAGE_LIMIT, RETRY_LIMIT_S, RETRY_SPREAD_S, BatonError, InvalidRequest
+from baton_api.metrics import Label, Metric
 from baton_cli import peers
-from baton_cli.api_reference import errors_page, limits_page
-from baton_cli.metrics_reference import metrics_page
 from baton_cli.options import Option, options_of
 from baton_cli.refusals import REFUSALS
 from baton_engine.settings import WorkerSettings
@@ -141,6 +142,135 @@ def peer_flags() -> Iterator[str]:
         names = ", ".join(f"`{flag}`" for flag in refusal.flags.split())
         yield f"| {names} | {refusal.reason} |"
     yield ""
+
+
+ERRORS = f"""\
+# Errors
+
+Written by `make fix` from `baton_api.errors`; change the docstrings there.
+
+Every error is JSON in the form of OpenAI's, in an answer of its own or as an event of a stream that had
+begun:
+
+```json
+{{"error": {{"message": "...", "type": "invalid_request_error", "param": "n", "code": "invalid_type"}}}}
+```
+
+All four are always there; `param` and `code` may be null. A message has at most {MESSAGE_LIMIT:,} characters.
+Answers with `Retry-After` say a whole number of seconds up to {RETRY_LIMIT_S}, drawn anew for each client and
+spread over {RETRY_SPREAD_S} seconds, so that those who are refused together do not come back together.
+"""
+
+LIMITS = """\
+# Limits of a request
+
+Written by `make fix` from `baton_api.limits`; change the table there.
+
+What lies beyond a limit is refused before anything is computed, with the status and code of its row, and
+with the field as `param`. Fields that no row names are bounded by the body. Besides, numbers must be finite
+and within double precision, strings must be whole Unicode (no lone surrogates), and of a member that is
+given twice the last one counts.
+"""
+
+
+def errors_page() -> str:
+    return "\n".join([ERRORS, *_classes(), *_codes()])
+
+
+def limits_page() -> str:
+    rows = ["| what | where | from | to | beyond |", "|---|---|---|---|---|"]
+    rows += ["| " + " | ".join(row) + " |" for row in limits.rows()]
+    return "\n".join([LIMITS, *rows, ""])
+
+
+def _classes() -> Iterator[str]:
+    yield "| class | status | type | code | param | meaning | what to do |"
+    yield "|---|---|---|---|---|---|---|"
+    for error in descendants(BatonError):
+        meaning, advice = told(error)
+        code = "see below" if error is InvalidRequest else _shown(error, "code")
+        param = "the field" if issubclass(error, InvalidRequest) else _shown(error, "param")
+        cells = (error.__name__, str(error.status), f"`{error.type}`", code, param, meaning, advice)
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+
+
+def _codes() -> Iterator[str]:
+    yield "## Codes of InvalidRequest\n"
+    yield "Without a code, fields contradict one another, or the body is no JSON object.\n"
+    yield "| code | meaning |"
+    yield "|---|---|"
+    for code, meaning in CODES.items():
+        yield f"| `{code}` | {meaning} |"
+    yield ""
+
+
+def descendants(root: type[BatonError]) -> Iterator[type[BatonError]]:
+    """All errors below `root` that the tree has, in its order."""
+    for child in root.__subclasses__():
+        if child.__module__.startswith("baton_api.errors"):
+            yield child
+            yield from descendants(child)
+
+
+def told(error: type[BatonError]) -> tuple[str, str]:
+    """What the error's docstring says that it means, and what to do."""
+    meaning, _, advice = inspect.cleandoc(error.__doc__ or "").partition("\n\n")
+    return " ".join(meaning.split()), " ".join(advice.split())
+
+
+def _shown(error: type[BatonError], name: str) -> str:
+    value = getattr(error, name)
+    return "" if value is None else f"`{value}`"
+
+
+METRICS = """\
+# Metrics
+
+Written by `make fix` from `baton_api.metrics`; change the contract there.
+
+All are at `GET /metrics`, of workers and routers at the port of their API and of the operator at that of its
+health, without a key. Times are in seconds. A router of several processes adds the label `process` to each
+series. [Observability](../guides/observability.md) says what to look at first.
+"""
+
+PARTS = {
+    "Every process": "baton_build_",
+    "Workers": "baton_worker_",
+    "Routers": "baton_router_",
+    "Batches, at the router": "baton_batch",
+    "The operator": "baton_operator_",
+    "The autoscaler, at the operator": "baton_autoscaler_",
+}
+"""Headings, and how the names of their metrics begin."""
+
+
+def metrics_page() -> str:
+    parts = (line for title, begins in PARTS.items() for line in _part(title, begins))
+    return "\n".join([METRICS, *parts])
+
+
+def _part(title: str, begins: str) -> Iterator[str]:
+    yield f"## {title}\n"
+    for metric in metrics.CONTRACT:
+        if metric.name.startswith(begins):
+            yield from _entry(metric)
+
+
+def _entry(metric: Metric) -> Iterator[str]:
+    yield f"### `{metric.name}`\n"
+    yield f"{metric.help}\n"
+    yield f"A {metric.kind}, in {metric.unit}.\n" if metric.unit != "yes or no" else "A gauge, 0 or 1.\n"
+    for label in metric.by:
+        yield f"- `{label.name}`: {_values(label)}."
+    if metric.by:
+        yield ""
+    if metric.buckets:
+        yield f"Buckets: {', '.join(f'{bound:.10g}' for bound in metric.buckets)}.\n"
+
+
+def _values(label: Label) -> str:
+    return ", ".join(f"`{value}`" for value in label.values) or label.bound
 
 
 def main(arguments: list[str], folder: Path = ROOT / "docs" / "reference") -> int:

@@ -23,9 +23,9 @@ from rich.console import Console
 from baton_cli.bench.command import table
 from baton_cli.bench.report import Level
 from baton_cli.doctor.command import show as show_findings
-from baton_cli.doctor.findings import Finding
+from baton_cli.doctor.machine import Finding
 from baton_cli.top.command import screen
-from baton_cli.top.looks import ServiceFigures
+from baton_cli.top.snapshot import ServiceRates
 
 FOLDER = Path(__file__).parents[2] / "docs" / "screens"
 
@@ -36,7 +36,7 @@ ELSEWHERE = re.compile(r"\s*@font-face \{.*?\}\n|<!--.*?-->\s*", re.DOTALL)
 
 
 def _top(console: Console, data: Any) -> None:
-    console.print(screen(msgspec.convert(data, ServiceFigures), "http://127.0.0.1:8080"))
+    console.print(screen(msgspec.convert(data, ServiceRates), "http://127.0.0.1:8080"))
 
 
 def _bench(console: Console, data: Any) -> None:

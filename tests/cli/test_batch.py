@@ -13,8 +13,7 @@ from rich.console import Console
 
 from baton_api.errors import NotReady, SetupError
 from baton_cli import batch_commands
-from baton_cli.batch_commands import exit_status
-from baton_cli.batch_display import BatchDisplay, summary
+from baton_cli.batch_commands import BatchDisplay, exit_status, summary
 from baton_cli.batch_service import BatchService
 from baton_cli.main import main
 from tests.cli.fake_batches import FakeBatches, fake_batches

@@ -12,8 +12,7 @@ from rich.console import Console
 
 from baton_cli import up
 from baton_cli.display import Display
-from baton_cli.local import make_plan
-from baton_cli.up import Plan
+from baton_cli.up import Plan, make_plan
 from baton_router.settings import RouterSettings
 from tests.engine.models import make_model
 

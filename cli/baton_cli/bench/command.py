@@ -21,12 +21,11 @@ from rich.text import Text
 from baton_api import __version__
 from baton_api.errors import SetupError
 from baton_api.profiles import Objectives
-from baton_cli.bench import picture
-from baton_cli.bench.endpoint import Endpoint
+from baton_cli.bench import report
+from baton_cli.bench.connection import Endpoint
 from baton_cli.bench.prompts import Shape
 from baton_cli.bench.report import Level, Objective, Spread, level
-from baton_cli.bench.session import Session, open_session
-from baton_cli.bench.started import target
+from baton_cli.bench.session import Session, open_session, target
 
 SOME_FAILED = 3
 """The exit status if requests failed: as of `baton batch`."""
@@ -38,7 +37,7 @@ Say = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
+class BenchTarget:
     """What is measured."""
 
     url: str
@@ -54,7 +53,7 @@ class Where:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class BenchPlan:
     """What is to be measured: by clients, by rates, or by a trace."""
 
     shape: Shape
@@ -86,10 +85,12 @@ class Wanted:
         return "times the trace's speed" if self.trace else "requests per second" if self.rates else "clients"
 
 
-def bench(where: Where, wanted: Wanted, save: Path | None, drawn: Path | None, as_json: bool) -> None:
+def bench(
+    where: BenchTarget, wanted: BenchPlan, save: Path | None, drawn: Path | None, as_json: bool
+) -> None:
     """Measure, show, keep; ends with `SOME_FAILED` if a request failed."""
     if drawn is not None:
-        picture.check(drawn)
+        report.check(drawn)
     console = Console()
     if not console.is_terminal:
         console.width = WIDE
@@ -99,7 +100,7 @@ def bench(where: Where, wanted: Wanted, save: Path | None, drawn: Path | None, a
     if save is not None:
         _save(save, data)
     if drawn is not None:
-        picture.draw(levels, f"{model}: {_shaped(wanted)}", wanted.axis, drawn)
+        report.draw(levels, f"{model}: {_shaped(wanted)}", wanted.axis, drawn)
     if as_json:
         sys.stdout.write(json.dumps(data, indent=1) + "\n")
     else:
@@ -108,7 +109,7 @@ def bench(where: Where, wanted: Wanted, save: Path | None, drawn: Path | None, a
         raise typer.Exit(SOME_FAILED)
 
 
-async def _measure(where: Where, wanted: Wanted, say: Say) -> tuple[str, list[Level]]:
+async def _measure(where: BenchTarget, wanted: BenchPlan, say: Say) -> tuple[str, list[Level]]:
     say("starting" if where.started else f"asking {where.url} for its model")
     async with target(where.started, where.url, where.api_key, apart=False) as (url, key):
         endpoint = Endpoint(url, key, wanted.timeout_s)
@@ -122,7 +123,7 @@ async def _measure(where: Where, wanted: Wanted, say: Say) -> tuple[str, list[Le
             endpoint.close()
 
 
-async def _levels(session: Session, wanted: Wanted, say: Say) -> AsyncIterator[Level]:
+async def _levels(session: Session, wanted: BenchPlan, say: Say) -> AsyncIterator[Level]:
     if wanted.trace is not None:
         say(f"playing {wanted.trace.name}")
         played = await session.trace(wanted.trace, wanted.minutes, wanted.speed)
@@ -140,7 +141,7 @@ async def _levels(session: Session, wanted: Wanted, say: Say) -> AsyncIterator[L
             yield level(name, clients, played, wanted.objective)
 
 
-def as_data(url: str, model: str, wanted: Wanted, levels: Sequence[Level]) -> dict[str, Any]:
+def as_data(url: str, model: str, wanted: BenchPlan, levels: Sequence[Level]) -> dict[str, Any]:
     """What a script gets, and what is kept."""
     return {
         "format": 1,
@@ -157,7 +158,7 @@ def as_data(url: str, model: str, wanted: Wanted, levels: Sequence[Level]) -> di
     }
 
 
-def show(console: Console, url: str, model: str, wanted: Wanted, levels: Sequence[Level]) -> None:
+def show(console: Console, url: str, model: str, wanted: BenchPlan, levels: Sequence[Level]) -> None:
     """A line for each load, and what is to be said of the client and of errors."""
     console.print(Text.assemble((model, "bold"), f" at {url}: {_shaped(wanted)}\n"))
     console.print(table(levels))
@@ -221,7 +222,7 @@ def _shares(spread: Spread | None, names: Sequence[str]) -> list[str]:
     return [f"{1e3 * getattr(spread, name):.4g}" for name in names]
 
 
-def _shaped(wanted: Wanted) -> str:
+def _shaped(wanted: BenchPlan) -> str:
     if wanted.trace is not None:
         return f"{wanted.trace.name}, {wanted.minutes:g} minutes"
     shape = wanted.shape

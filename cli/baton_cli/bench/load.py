@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from baton_cli.bench.outcomes import Outcome
-from baton_cli.bench.prompts import Asked
+from baton_cli.bench.prompts import BenchRequest
 
-Send = Callable[[Asked, float, float], Awaitable[Outcome]]
+Send = Callable[[BenchRequest, float, float], Awaitable[Outcome]]
 """Asks one request; when it was due and how late it is goes into the outcome."""
 
 LOOK_S = 0.02
@@ -46,7 +46,7 @@ class ClientCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class LoadResult:
     """A load that is over."""
 
     seconds: float
@@ -55,7 +55,7 @@ class Played:
     client: ClientCost
 
 
-async def closed(requests: Iterable[Asked], clients: int, send: Send) -> Played:
+async def closed(requests: Iterable[BenchRequest], clients: int, send: Send) -> LoadResult:
     """Each of `clients` takes the next request once its last one is answered."""
     waiting = iter(requests)
 
@@ -72,7 +72,7 @@ async def closed(requests: Iterable[Asked], clients: int, send: Send) -> Played:
     return await _watched(play)
 
 
-async def open_(arrivals: Iterable[tuple[float, Asked]], send: Send) -> Played:
+async def open_(arrivals: Iterable[tuple[float, BenchRequest]], send: Send) -> LoadResult:
     """Each request at its second, whatever became of the others."""
 
     async def play(began: float) -> list[Outcome]:
@@ -87,7 +87,7 @@ async def open_(arrivals: Iterable[tuple[float, Asked]], send: Send) -> Played:
     return await _watched(play)
 
 
-async def _sent(send: Send, asked: Asked, due_s: float, late_s: float) -> Outcome:
+async def _sent(send: Send, asked: BenchRequest, due_s: float, late_s: float) -> Outcome:
     return await send(asked, due_s, late_s)
 
 
@@ -99,7 +99,7 @@ def poisson(rng: random.Random, per_s: float) -> Iterator[float]:
         yield at_s
 
 
-async def _watched(play: Callable[[float], Awaitable[list[Outcome]]]) -> Played:
+async def _watched(play: Callable[[float], Awaitable[list[Outcome]]]) -> LoadResult:
     lags: list[float] = []
     watch = asyncio.create_task(_watch(lags))
     cpu, began = time.process_time(), time.perf_counter()
@@ -110,7 +110,7 @@ async def _watched(play: Callable[[float], Awaitable[list[Outcome]]]) -> Played:
     seconds = time.perf_counter() - began
     late = [one.late_s for one in outcomes]
     cost = ClientCost((time.process_time() - cpu) / seconds, _p99(lags), _p99(late))
-    return Played(seconds, outcomes, cost)
+    return LoadResult(seconds, outcomes, cost)
 
 
 async def _watch(lags: list[float]) -> None:

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from baton_cli.bench.connection import Answer
-from baton_cli.bench.endpoint import explained
+from baton_cli.bench.connection import Answer, explained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

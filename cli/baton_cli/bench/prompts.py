@@ -7,8 +7,13 @@ many tokens a word has, and what a chat's template adds, the server's own usage 
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+
+from baton_api.errors import SetupError
 
 # fmt: off
 WORDS = [
@@ -42,7 +47,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class BenchRequest:
     """One request."""
 
     prompt: str
@@ -89,7 +94,7 @@ class Prompts:
     def __iter__(self) -> Prompts:
         return self
 
-    def __next__(self) -> Asked:
+    def __next__(self) -> BenchRequest:
         shape, measure = self._shape, self._measure
         total = self._length(shape.prompt)
         shared = min(shape.shared, total)
@@ -98,7 +103,7 @@ class Prompts:
             group = self._rng.randrange(shape.groups)
             begin = text(PREFIX_SEED + group, measure.words(shared)) + " "
         rest = measure.words(max(1.0, total - shared - measure.template))
-        return Asked(begin + text(self._rng.getrandbits(48), rest), self._length(shape.output))
+        return BenchRequest(begin + text(self._rng.getrandbits(48), rest), self._length(shape.output))
 
     def _length(self, middle: int) -> int:
         spread = self._shape.spread
@@ -109,3 +114,42 @@ def of_blocks(blocks: tuple[int, ...], each: int, tokens: int, measure: Measure)
     """A prompt of `tokens`, each block of `each` tokens a text of its own; it ends within the last one."""
     whole = " ".join(text(PREFIX_SEED + (1 << 32) + one, measure.words(each)) for one in blocks)
     return " ".join(whole.split(" ")[: measure.words(max(1.0, tokens - measure.template))])
+
+
+BLOCK_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request."""
+
+    at_s: float
+    """Since the trace began."""
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...]
+    """The ids of its beginning, 512 tokens each."""
+
+
+def rows(path: Path, minutes: float) -> Iterator[Row]:
+    """Those of the first `minutes`. Raises SetupError."""
+    try:
+        with path.open() as lines:
+            for number, line in enumerate(lines, 1):
+                row = _row(line, f"{path}, line {number}")
+                if row.at_s >= minutes * 60:
+                    return
+                yield row
+    except OSError as error:
+        raise SetupError(f"The trace {path} cannot be read: {error.strerror}.") from error
+
+
+def _row(line: str, where: str) -> Row:
+    try:
+        given = json.loads(line)
+        blocks = tuple(int(one) for one in given["hash_ids"])
+        return Row(given["timestamp"] / 1e3, int(given["input_length"]), int(given["output_length"]), blocks)
+    except (ValueError, KeyError, TypeError) as error:
+        raise SetupError(
+            f"{where} is no line of a Mooncake trace: timestamp, input_length, output_length, hash_ids."
+        ) from error

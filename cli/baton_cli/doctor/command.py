@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import typer
 from rich.console import Console
@@ -15,10 +15,8 @@ from rich.text import Text
 
 from baton_api import __version__
 from baton_cli.doctor import cluster as clusters
-from baton_cli.doctor import gathering, trials
-from baton_cli.doctor.checks import examine
-from baton_cli.doctor.findings import Finding, Level
-from baton_cli.doctor.machine import Machine, Port
+from baton_cli.doctor import environment, limits, probes, selftests, transport
+from baton_cli.doctor.machine import Finding, Level, Machine, Port
 
 FOUND = 1
 """The exit status if a finding is an error."""
@@ -46,7 +44,7 @@ def doctor(
     if kubeconfig is not None:
         there = clusters.look(clusters.account(kubeconfig, os.environ), namespace)
     with Console(stderr=True).status("Trying out kernels and NIXL"):
-        machine = gathering.gather(trials.run(), ports, urls, api_key, there)
+        machine = probes.gather(selftests.run(), ports, urls, api_key, there)
     findings = examine(machine)
     if as_json:
         sys.stdout.write(json.dumps(as_data(machine, findings), indent=1) + "\n")
@@ -103,3 +101,28 @@ def summary(findings: Sequence[Finding]) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
+    limits.shared_memory,
+    limits.memory,
+    limits.open_files,
+    limits.processes,
+    transport.rdma,
+    transport.locked_memory,
+    transport.copies,
+    transport.nixl,
+    transport.network,
+    limits.kernels,
+    limits.versions,
+    limits.variables,
+    environment.ports,
+    environment.clock,
+    environment.places,
+    environment.cluster,
+)
+
+
+def examine(machine: Machine) -> list[Finding]:
+    """Everything that there is to say of it."""
+    return [finding for check in CHECKS for finding in check(machine)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ class Space:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DataFolder:
     """A folder that Baton writes to."""
 
     what: str
@@ -60,7 +61,7 @@ class Installed:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class SelfTest:
     """Something that was tried out in a process of its own."""
 
     means: str
@@ -119,14 +120,14 @@ class Machine:
     """Why /dev/infiniband cannot be used; empty if it can."""
     interfaces: frozenset[str] = frozenset()
     """Of the network."""
-    copies: Trial
+    copies: SelfTest
     """Of memory from one process to another that is not its child."""
-    kernels: Trial
+    kernels: SelfTest
     """Compiled for this processor."""
-    nixl: Trial
+    nixl: SelfTest
     packages: tuple[Installed, ...] = ()
     ports: tuple[Port, ...] = ()
-    places: tuple[Place, ...] = ()
+    places: tuple[DataFolder, ...] = ()
     clock_synchronised: bool | None
     """None if the kernel does not say."""
     clock_apart: Mapping[str, float] = field(default_factory=dict)
@@ -135,3 +136,38 @@ class Machine:
     """By URL, why it did not answer."""
     cluster: Cluster | None = None
     """None if nobody asked about one."""
+
+
+class Level(enum.StrEnum):
+    GOOD = "good"
+    NOTE = "note"
+    """Worth knowing; nothing has to be done."""
+    WARNING = "warning"
+    """It works, and slowly, or not for much."""
+    ERROR = "error"
+    """Something will not work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    check: str
+    """In a word or two, such as `open files`."""
+    level: Level
+    measured: str
+    """What was found, with its unit."""
+    limit: str = ""
+    """What it should be."""
+    why: str = ""
+    """What it leads to; a sentence."""
+    way_out: str = ""
+    """What to do; a sentence. Empty only for what is good, or a note."""
+
+
+def good(check: str, measured: str) -> Finding:
+    return Finding(check, Level.GOOD, measured)
+
+
+def note(check: str, measured: str, why: str) -> Finding:
+    return Finding(check, Level.NOTE, measured, why=why)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from baton_api.sizes import show_size
-from baton_cli.doctor.findings import Finding, Level, good, note
-from baton_cli.doctor.machine import Machine
+from baton_cli.doctor.machine import Finding, Level, Machine, good, note
 
 LOCKED_LEAST = 1024**3
 """RDMA pins the whole KV cache, which is rarely smaller."""

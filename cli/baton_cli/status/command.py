@@ -19,9 +19,9 @@ from rich.text import Text
 from baton_api import labels
 from baton_api.errors import SetupError
 from baton_cli.doctor.cluster import account
-from baton_cli.status import of_cluster, of_router
-from baton_cli.status.standing import Standing
-from baton_cli.top.reading import ANSWER_S, Reader
+from baton_cli.status import report
+from baton_cli.status.report import ServiceStatus
+from baton_cli.top.snapshot import ANSWER_S, ServiceReader
 
 WRONG = 1
 """The exit status if a service is not well."""
@@ -32,7 +32,7 @@ CLUSTER_S = 60.0
 
 def of_url(url: str, api_key: str, as_json: bool) -> None:
     """The service behind a router. Raises SetupError if there is none."""
-    reader = Reader(url, api_key)
+    reader = ServiceReader(url, api_key)
     try:
         look = reader.look()
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -42,7 +42,7 @@ def of_url(url: str, api_key: str, as_json: bool) -> None:
         raise SetupError(f"{url} does not say how it is: {error}.") from error
     finally:
         reader.close()
-    _end([of_router.standing(reader.url, info, look.workers)], as_json)
+    _end([report.status_of_router(reader.url, info, look.workers)], as_json)
 
 
 def of_services(name: str, kubeconfig: str, namespace: str, as_json: bool) -> None:
@@ -50,7 +50,7 @@ def of_services(name: str, kubeconfig: str, namespace: str, as_json: bool) -> No
     _end(asyncio.run(services(name, account(kubeconfig, os.environ), namespace)), as_json)
 
 
-async def services(name: str, kubeconfig: str, namespace: str) -> list[Standing]:
+async def services(name: str, kubeconfig: str, namespace: str) -> list[ServiceStatus]:
     try:
         from aiohttp import ClientError
         from kubernetes.aio.client import CoreV1Api, CustomObjectsApi
@@ -77,7 +77,7 @@ async def services(name: str, kubeconfig: str, namespace: str) -> list[Standing]
                 selector = f"{labels.SERVICE}={service['metadata']['name']}"
                 pods = await CoreV1Api(client).list_namespaced_pod(namespace, label_selector=selector)
                 plain: list[Any] = client.sanitize_for_serialization(pods.items)
-                found.append(of_cluster.standing(service, plain))
+                found.append(report.status_of_service(service, plain))
             return found
     except ApiException as error:
         raise SetupError(
@@ -87,7 +87,7 @@ async def services(name: str, kubeconfig: str, namespace: str) -> list[Standing]
         raise SetupError(f"The cluster does not answer: {str(error) or 'no answer in time'}.") from error
 
 
-def _end(standings: Sequence[Standing], as_json: bool) -> None:
+def _end(standings: Sequence[ServiceStatus], as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps([dataclasses.asdict(one) for one in standings], indent=1) + "\n")
     else:
@@ -102,7 +102,7 @@ def _end(standings: Sequence[Standing], as_json: bool) -> None:
         raise typer.Exit(WRONG)
 
 
-def show(console: Console, one: Standing) -> None:
+def show(console: Console, one: ServiceStatus) -> None:
     """A head, a line for each part, and what is wrong with the way out."""
     sign, colour = ("✓", "green") if one.well else ("!", "yellow") if one.serving else ("✗", "bold red")
     console.print(Text.assemble((f"{sign} ", colour), (one.name, "bold"), f"  {one.url}\n  {one.summary}\n"))

@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from baton_api.sizes import show_size
-from baton_cli.top.looks import Look, ServiceFigures, WorkerFigures, figures
-from baton_cli.top.reading import Reader
+from baton_cli.top.snapshot import ServiceRates, ServiceReader, Snapshot, WorkerRates, figures
 
 WINDOW_S = 30.0
 """Over which rates and percentiles are taken while it runs."""
@@ -34,7 +33,7 @@ def top(url: str, api_key: str, interval_s: float, once: bool, as_json: bool) ->
     JSON is one object a look, on a line of its own.
     """
     console = Console()
-    reader = Reader(url, api_key)
+    reader = ServiceReader(url, api_key)
     try:
         if once or not (as_json or console.is_terminal):
             before = reader.look()
@@ -48,8 +47,8 @@ def top(url: str, api_key: str, interval_s: float, once: bool, as_json: bool) ->
         reader.close()
 
 
-def _follow(console: Console, reader: Reader, interval_s: float, as_json: bool) -> None:
-    looks: deque[Look] = deque([reader.look()])
+def _follow(console: Console, reader: ServiceReader, interval_s: float, as_json: bool) -> None:
+    looks: deque[Snapshot] = deque([reader.look()])
     with Live(console=console, screen=not as_json and console.is_terminal, auto_refresh=False) as live:
         while True:
             time.sleep(interval_s)
@@ -63,7 +62,7 @@ def _follow(console: Console, reader: Reader, interval_s: float, as_json: bool) 
                 live.update(screen(now, reader.url), refresh=True)
 
 
-def _print(console: Console, now: ServiceFigures, url: str, as_json: bool) -> None:
+def _print(console: Console, now: ServiceRates, url: str, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(dataclasses.asdict(now)) + "\n")
         sys.stdout.flush()
@@ -73,7 +72,7 @@ def _print(console: Console, now: ServiceFigures, url: str, as_json: bool) -> No
     console.print(screen(now, url))
 
 
-def screen(now: ServiceFigures, url: str) -> RenderableType:
+def screen(now: ServiceRates, url: str) -> RenderableType:
     """All of it."""
     ready = sum(one.state == "ready" for one in now.workers)
     head = Text.assemble(
@@ -95,7 +94,7 @@ def screen(now: ServiceFigures, url: str) -> RenderableType:
     return Group(head, _table(now))
 
 
-def _table(now: ServiceFigures) -> Table:
+def _table(now: ServiceRates) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
     for name in ("worker", "role", "state"):
         table.add_column(name, no_wrap=True)
@@ -106,7 +105,7 @@ def _table(now: ServiceFigures) -> Table:
     return table
 
 
-def _row(one: WorkerFigures) -> list[Text]:
+def _row(one: WorkerRates) -> list[Text]:
     state = f"{one.state}: {one.reason}" if one.reason else one.state
     colour = {"ready": "green", "starting": "yellow", "draining": "yellow"}.get(one.state, "red")
     speed = "-" if one.transfer_bytes_per_s is None else f"{show_size(one.transfer_bytes_per_s)}/s"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from baton_cli.doctor.machine import Crd, Installed, Machine, Place, Port, RdmaDevice, Space, Trial
+from baton_cli.doctor.machine import Crd, DataFolder, Installed, Machine, Port, RdmaDevice, SelfTest, Space
 
 GIB = 1024**3
 
@@ -20,12 +20,12 @@ WELL = Machine(
     locked=None,
     rdma=(RdmaDevice("mlx5_0", {1: "ACTIVE"}),),
     interfaces=frozenset({"lo", "eth0"}),
-    copies=Trial("process_vm_readv"),
-    kernels=Trial("compiled"),
-    nixl=Trial("NIXL 1.5.1 with UCX"),
+    copies=SelfTest("process_vm_readv"),
+    kernels=SelfTest("compiled"),
+    nixl=SelfTest("NIXL 1.5.1 with UCX"),
     packages=(Installed("msgspec", "0.20.0", ">=0.20", True),),
     ports=(Port(8080, "router"), Port(8000, "worker")),
-    places=(Place("cache", "/cache", 100 * GIB, setting="BATON_CACHE"),),
+    places=(DataFolder("cache", "/cache", 100 * GIB, setting="BATON_CACHE"),),
     clock_synchronised=True,
     clock_apart={"http://router": 0.4},
 )

@@ -8,11 +8,20 @@ import io
 import pytest
 from rich.console import Console
 
-from baton_cli.doctor.checks import CHECKS, examine
 from baton_cli.doctor.cluster import compare
-from baton_cli.doctor.command import as_data, show
-from baton_cli.doctor.findings import Level
-from baton_cli.doctor.machine import Cluster, Crd, Installed, Machine, Place, Port, RdmaDevice, Space, Trial
+from baton_cli.doctor.command import CHECKS, as_data, examine, show
+from baton_cli.doctor.machine import (
+    Cluster,
+    Crd,
+    DataFolder,
+    Installed,
+    Level,
+    Machine,
+    Port,
+    RdmaDevice,
+    SelfTest,
+    Space,
+)
 from tests.cli.doctor.machines import CRD, GIB, WELL, but
 
 MIB = 1024**2
@@ -38,12 +47,12 @@ WRONG: list[tuple[str, Machine, str, Level, str]] = [
     ("no port", but(rdma=(RdmaDevice("x", {}),)), "RDMA ports", Level.ERROR, "x: no port"),
     (
         "no copies",
-        but(copies=Trial("", "Operation not permitted")),
+        but(copies=SelfTest("", "Operation not permitted")),
         "memory of other processes",
         Level.WARNING,
         "not permitted",
     ),
-    ("no NIXL backend", but(nixl=Trial("", "no UCX plugin")), "NIXL", Level.ERROR, "no UCX plugin"),
+    ("no NIXL backend", but(nixl=SelfTest("", "no UCX plugin")), "NIXL", Level.ERROR, "no UCX plugin"),
     (
         "a device that is not",
         but(environment={"UCX_NET_DEVICES": "mlx5_0:1,mlx5_9:1"}),
@@ -51,7 +60,13 @@ WRONG: list[tuple[str, Machine, str, Level, str]] = [
         Level.ERROR,
         "names mlx5_9:1",
     ),
-    ("no compiler", but(kernels=Trial("", "there is no C compiler")), "kernels", Level.WARNING, "compiler"),
+    (
+        "no compiler",
+        but(kernels=SelfTest("", "there is no C compiler")),
+        "kernels",
+        Level.WARNING,
+        "compiler",
+    ),
     (
         "an old package",
         but(packages=(Installed("msgspec", "0.1", ">=0.20", False),)),
@@ -83,11 +98,11 @@ WRONG: list[tuple[str, Machine, str, Level, str]] = [
         Level.ERROR,
         "does not answer: refused",
     ),
-    ("a full disk", but(places=(Place("cache", "/c", MIB),)), "disk", Level.ERROR, "1.05 MB free"),
-    ("a small disk", but(places=(Place("cache", "/c", GIB),)), "disk", Level.WARNING, "1.07 GB free"),
+    ("a full disk", but(places=(DataFolder("cache", "/c", MIB),)), "disk", Level.ERROR, "1.05 MB free"),
+    ("a small disk", but(places=(DataFolder("cache", "/c", GIB),)), "disk", Level.WARNING, "1.07 GB free"),
     (
         "a closed disk",
-        but(places=(Place("cache", "/c", GIB, "read-only"),)),
+        but(places=(DataFolder("cache", "/c", GIB, "read-only"),)),
         "disk",
         Level.ERROR,
         "read-only",
@@ -143,7 +158,9 @@ def test_where_all_is_well_each_check_says_so() -> None:
 
 
 def test_what_a_machine_lacks_and_does_not_need_is_a_note() -> None:
-    plain = but(rdma=(), locked=MIB, nixl=Trial("", installed=False), kernels=Trial("", installed=False))
+    plain = but(
+        rdma=(), locked=MIB, nixl=SelfTest("", installed=False), kernels=SelfTest("", installed=False)
+    )
     assert {one.check for one in examine(plain) if one.level is Level.NOTE} == {
         "RDMA",
         "locked memory",
@@ -166,7 +183,7 @@ def test_a_baton_that_runs_already_is_no_mistake() -> None:
 
 
 def test_every_way_out_is_shown_and_in_the_json() -> None:
-    everything = but(shm=None, open_files=256, nixl=Trial("", "no UCX plugin"), clock_synchronised=False)
+    everything = but(shm=None, open_files=256, nixl=SelfTest("", "no UCX plugin"), clock_synchronised=False)
     findings = examine(everything)
     screen = Console(file=io.StringIO(), width=300)
     show(screen, everything.name, findings)

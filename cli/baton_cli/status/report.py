@@ -1,11 +1,113 @@
-"""An InferenceService and its pods, as the API server has them."""
+"""What there is to say of a service, wherever it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from baton_cli.status.standing import Part, Standing, Trouble
+from baton_api.workers import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Something that the service is made of, or a statement about it."""
+
+    kind: str
+    """Such as `decode worker`, `generation`, `condition`."""
+    name: str
+    state: str
+    well: bool | None
+    """None: neither good nor bad."""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Something that is wrong."""
+
+    what: str
+    way_out: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceStatus:
+    """One service."""
+
+    name: str
+    serving: bool
+    """Whether requests are answered."""
+    summary: str
+    """How it is, in a sentence."""
+    url: str = ""
+    parts: tuple[Part, ...] = ()
+    troubles: tuple[Trouble, ...] = ()
+
+    @property
+    def well(self) -> bool:
+        """Whether requests are answered and nothing is wrong."""
+        return self.serving and not self.troubles
+
+
+WELL = frozenset({"ready", "on_trial", "full"})
+PASSING = frozenset({"starting", "draining"})
+
+WORKER_REMEDIES = {
+    "down": "See that its process runs, and that the router reaches its address: curl http://{worker}/health.",
+    "not_ready": "Its log says what it waits for: http://{worker}/ready.",
+    "ejected": "Its log says why requests fail on it; it is tried again by itself.",
+}
+
+
+def status_of_router(
+    url: str, info: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]
+) -> ServiceStatus:
+    """`info` is what `GET /server_info` says, `workers` what `GET /workers` does."""
+    refusal = "" if info["status"] == "ready" else str(info["status"])
+    models = ", ".join(one["id"] for one in info["models"]) or "no model"
+    parts = tuple(map(_part, workers))
+    troubles = [
+        Trouble(
+            f"The {one['role']} worker {one['worker']} is {one['state']}"
+            + (f": {one['reason']}." if one["reason"] else "."),
+            WORKER_REMEDIES[one["state"]].format(worker=one["worker"]),
+        )
+        for one in workers
+        if one["state"] in WORKER_REMEDIES
+    ]
+    asked_for = {one["role"] for one in workers}
+    able = {one["role"] for one in workers if one["state"] in WELL}
+    if Role.PREFILL in asked_for and Role.PREFILL not in able:
+        troubles.append(
+            Trouble(
+                "No prefill worker takes requests, so that decode workers compute all prompts themselves.",
+                "Start one, or mend those that are there; the router finds it by itself.",
+            )
+        )
+    if refusal:
+        way_out = "Start a worker, or mend those that are there." if workers else "Give the router workers."
+        troubles.insert(0, Trouble(refusal, way_out))
+    return ServiceStatus(
+        name=models,
+        serving=not refusal,
+        summary=refusal or f"Requests are answered; Baton {info['version']}.",
+        url=f"{url}/v1",
+        parts=parts,
+        troubles=tuple(troubles),
+    )
+
+
+def _part(row: Mapping[str, Any]) -> Part:
+    load = row["load"] or {}
+    said = [f"{load.get('running', 0)} running, {load.get('queued', 0)} waiting"] if load else []
+    if row["revision"]:
+        said.append(f"generation {row['revision']}")
+    if row["reason"]:
+        said.append(row["reason"])
+    state = row["state"]
+    well = True if state in WELL else None if state in PASSING else False
+    return Part(f"{row['role']} worker", row["worker"], state, well, "; ".join(said))
+
 
 GOOD = frozenset(
     {
@@ -23,7 +125,7 @@ ROLES = ("prefill", "decode", "router")
 INTENDED = frozenset({"Suspended", "ScaledToZero"})
 """Reasons for not being ready that somebody wanted."""
 
-WAYS_OUT = {
+CONDITION_REMEDIES = {
     "Suspended": 'Let it run: kubectl patch isvc {name} --type=merge -p \'{{"spec": {{"suspend": false}}}}\'',
     "Invalid": "Change the spec as the message says, and apply it again.",
     "ModelMissing": "See how far fetching is: kubectl get jobs,pods -l baton.dev/service={name}.",
@@ -35,7 +137,7 @@ LOOK = (
     "kubectl events --for isvc/{name}."
 )
 
-POD_WAYS_OUT = {
+POD_REMEDIES = {
     "ImagePullBackOff": "Check the image's name and spec.security.imagePullSecrets.",
     "ErrImagePull": "Check the image's name and spec.security.imagePullSecrets.",
     "CrashLoopBackOff": "Read what it said last: kubectl logs {pod} --previous.",
@@ -45,7 +147,7 @@ POD_WAYS_OUT = {
 }
 
 
-def standing(service: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> Standing:
+def status_of_service(service: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> ServiceStatus:
     """`pods` are those of the service."""
     name = service["metadata"]["name"]
     status = service.get("status") or {}
@@ -56,7 +158,7 @@ def standing(service: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> S
         troubles += _of_pod(pod)
     parts = (*_roles(status), *_generations(status), *map(_condition, conditions.values()))
     said = f"{ready['reason']}: {ready['message']}" if ready else "The operator has not looked at it yet."
-    return Standing(
+    return ServiceStatus(
         name=f"{service['metadata'].get('namespace', '')}/{name}",
         serving=ready is not None and (ready["status"] == "True" or ready["reason"] == "RollingOut"),
         summary=said,
@@ -86,7 +188,7 @@ def _troubles(
             continue  # what is missing says so itself
         yield Trouble(
             f"{kind} is {condition['status']} ({reason}). {condition['message']}".rstrip(),
-            WAYS_OUT.get(reason, LOOK).format(name=name),
+            CONDITION_REMEDIES.get(reason, LOOK).format(name=name),
         )
 
 
@@ -100,13 +202,13 @@ def _of_pod(pod: Mapping[str, Any]) -> Iterator[Trouble]:
         ended = (container.get("lastState") or {}).get("terminated") or {}
         if ended.get("reason") == "OOMKilled":
             yield _pod_trouble(name, "OOMKilled", f"killed {container.get('restartCount', 1)} times")
-        elif waiting.get("reason") in POD_WAYS_OUT:
+        elif waiting.get("reason") in POD_REMEDIES:
             yield _pod_trouble(name, waiting["reason"], waiting.get("message", ""))
 
 
 def _pod_trouble(pod: str, reason: str, message: str) -> Trouble:
     said = f": {message[:300].rstrip('.')}" if message else ""
-    return Trouble(f"The pod {pod} is not well ({reason}){said}.", POD_WAYS_OUT[reason].format(pod=pod))
+    return Trouble(f"The pod {pod} is not well ({reason}){said}.", POD_REMEDIES[reason].format(pod=pod))
 
 
 def _roles(status: Mapping[str, Any]) -> Iterator[Part]:

@@ -12,15 +12,14 @@ from rich.text import Text
 
 from baton_api import profiles
 from baton_api.profiles import Profile
-from baton_cli.bench.command import Say, Wanted, Where
-from baton_cli.bench.endpoint import Endpoint
-from baton_cli.bench.finding import Finder, Room
-from baton_cli.bench.session import open_session
-from baton_cli.bench.started import target
-from baton_cli.top.reading import Reader
+from baton_cli.bench.command import BenchPlan, BenchTarget, Say
+from baton_cli.bench.connection import Endpoint
+from baton_cli.bench.profiler import DecodeCapacity, Profiler
+from baton_cli.bench.session import open_session, target
+from baton_cli.top.snapshot import ServiceReader
 
 
-def find(where: Where, wanted: Wanted, path: Path, repeats: int, as_json: bool) -> None:
+def find(where: BenchTarget, wanted: BenchPlan, path: Path, repeats: int, as_json: bool) -> None:
     """Measure what a model takes, and write it down as a profile."""
     console = Console()
     with Console(stderr=True).status("") as status:
@@ -35,14 +34,14 @@ def find(where: Where, wanted: Wanted, path: Path, repeats: int, as_json: bool) 
     console.print(Text(f"\nWritten to {path}: baton router --profile {path}", style="dim"), soft_wrap=True)
 
 
-async def _find(where: Where, wanted: Wanted, repeats: int, say: Say) -> Profile:
+async def _find(where: BenchTarget, wanted: BenchPlan, repeats: int, say: Say) -> Profile:
     say("starting" if where.started else f"asking {where.url} for its workers")
     async with target(where.started, where.url, where.api_key, apart=True) as (url, key):
-        reader, endpoint = Reader(url, key), Endpoint(url, key, wanted.timeout_s)
+        reader, endpoint = ServiceReader(url, key), Endpoint(url, key, wanted.timeout_s)
         try:
-            room = Room.of(await asyncio.to_thread(reader.look))
+            room = DecodeCapacity.of(await asyncio.to_thread(reader.look))
             session = await open_session(endpoint, where.model, wanted.seed)
-            return await Finder(session, room, repeats, say).find(wanted.objectives)
+            return await Profiler(session, room, repeats, say).find(wanted.objectives)
         finally:
             endpoint.close()
             reader.close()

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from baton_api import metrics
 from baton_cli.top.command import screen
-from baton_cli.top.looks import Look, figures
 from baton_cli.top.series import Exposed, gained, percentiles, quantile
+from baton_cli.top.snapshot import Snapshot, figures
 
 LOAD = {"running": 3, "queued": 1, "total_blocks": 100, "free_blocks": 75}
 
@@ -33,9 +33,9 @@ def histogram(metric: metrics.Metric, counts: dict[str, int]) -> str:
     )
 
 
-def look(at_s: float, router: str = "", workers: dict[str, str] | None = None, rows: Any = None) -> Look:
+def look(at_s: float, router: str = "", workers: dict[str, str] | None = None, rows: Any = None) -> Snapshot:
     exposed = {name: Exposed.parse(text) for name, text in (workers or {}).items()}
-    return Look(at_s, rows or [row("a:1")], Exposed.parse(router), exposed)
+    return Snapshot(at_s, rows or [row("a:1")], Exposed.parse(router), exposed)
 
 
 def test_rates_are_differences_and_a_process_that_was_started_anew_begins_at_0() -> None:

@@ -12,14 +12,12 @@ import pytest
 
 from baton_api.errors import SetupError
 from baton_api.profiles import Point
-from baton_cli.bench import load, prompts, traces
-from baton_cli.bench.connection import BROKEN, Answer
-from baton_cli.bench.endpoint import Endpoint
-from baton_cli.bench.finding import drawn, step_s
-from baton_cli.bench.lines import fit
-from baton_cli.bench.load import ClientCost, Played
+from baton_cli.bench import load, prompts
+from baton_cli.bench.connection import BROKEN, Answer, Endpoint
+from baton_cli.bench.load import ClientCost, LoadResult
 from baton_cli.bench.outcomes import Outcome, read
-from baton_cli.bench.prompts import Asked, Measure, Prompts, Shape
+from baton_cli.bench.profiler import drawn, fit, step_s
+from baton_cli.bench.prompts import BenchRequest, Measure, Prompts, Shape
 from baton_cli.bench.report import Objective, level
 
 
@@ -83,12 +81,12 @@ CALM = ClientCost(0.1, 0.001, 0.0)
 
 def test_a_level_counts_what_is_good_and_what_went_wrong() -> None:
     outcomes = [outcome(0.1), outcome(0.3), outcome(0.1, tpot_s=0.5), outcome(0.0, error="status 503")]
-    found = level("4 clients", 4, Played(2.0, outcomes, CALM), Objective(ttft_s=0.2, tpot_s=0.02))
+    found = level("4 clients", 4, LoadResult(2.0, outcomes, CALM), Objective(ttft_s=0.2, tpot_s=0.02))
     assert (found.requests, found.failed, found.errors) == (4, 1, {"status 503": 1})
     assert (found.good_share, found.goodput_per_s) == (0.25, 0.5)
     assert (found.requests_per_s, found.output_tokens_per_s, found.cached_share) == (1.5, 16.5, 0.25)
     assert found.ttft is not None and (found.ttft.p50, found.ttft.most) == (0.1, 0.3)
-    nothing = level("1", 1, Played(1.0, [outcome(0.0, error="cut")], CALM), Objective())
+    nothing = level("1", 1, LoadResult(1.0, [outcome(0.0, error="cut")], CALM), Objective())
     assert nothing.ttft is None and nothing.good_share == 0
 
 
@@ -150,23 +148,23 @@ def test_a_trace_is_read_to_its_minute_and_refused_line_by_line(tmp_path: Path) 
     path = tmp_path / "trace.jsonl"
     row = {"timestamp": 500, "input_length": 700, "output_length": 5, "hash_ids": [1, 2]}
     path.write_text(json.dumps(row) + "\n" + json.dumps({**row, "timestamp": 120_000}) + "\n")
-    assert list(traces.rows(path, 1.0)) == [traces.Row(0.5, 700, 5, (1, 2))]
-    assert len(list(traces.rows(path, 3.0))) == 2
+    assert list(prompts.rows(path, 1.0)) == [prompts.Row(0.5, 700, 5, (1, 2))]
+    assert len(list(prompts.rows(path, 3.0))) == 2
     measure = Measure(tokens_per_word=1.0)
     text = prompts.of_blocks((1, 2), 512, 700, measure)
     assert len(text.split()) == 700
     assert prompts.of_blocks((1, 3), 512, 700, measure).split()[:512] == text.split()[:512]
     path.write_text("{}\n")
     with pytest.raises(SetupError, match="line 1 is no line of a Mooncake trace"):
-        list(traces.rows(path, 1.0))
+        list(prompts.rows(path, 1.0))
     with pytest.raises(SetupError, match="cannot be read"):
-        list(traces.rows(tmp_path / "none", 1.0))
+        list(prompts.rows(tmp_path / "none", 1.0))
 
 
 async def test_a_closed_loop_has_never_more_than_its_clients() -> None:
     running, most = 0, 0
 
-    async def send(asked: Asked, due_s: float, late_s: float) -> Outcome:
+    async def send(asked: BenchRequest, due_s: float, late_s: float) -> Outcome:
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -174,7 +172,7 @@ async def test_a_closed_loop_has_never_more_than_its_clients() -> None:
         running -= 1
         return outcome(0.1)
 
-    played = await load.closed((Asked("a", 1) for _ in range(50)), 4, send)
+    played = await load.closed((BenchRequest("a", 1) for _ in range(50)), 4, send)
     assert (len(played.outcomes), most) == (50, 4)
 
 
@@ -182,7 +180,7 @@ async def test_an_open_loop_does_not_wait_for_answers() -> None:
     everyone = asyncio.Event()
     count = 0
 
-    async def send(asked: Asked, due_s: float, late_s: float) -> Outcome:
+    async def send(asked: BenchRequest, due_s: float, late_s: float) -> Outcome:
         nonlocal count
         count += 1
         if count == 20:
@@ -190,7 +188,9 @@ async def test_an_open_loop_does_not_wait_for_answers() -> None:
         await everyone.wait()
         return outcome(0.1)
 
-    times = zip(load.poisson(random.Random(0), 1000.0), (Asked("a", 1) for _ in range(20)), strict=False)
+    times = zip(
+        load.poisson(random.Random(0), 1000.0), (BenchRequest("a", 1) for _ in range(20)), strict=False
+    )
     assert len((await load.open_(times, send)).outcomes) == 20
 
 

@@ -1,8 +1,8 @@
 """
-What a model takes on the machines of a Baton service: prompts, steps and transfers, and lines through them.
+Lines through measurements, none of whose coefficients is negative.
 
-All of it is asked through the router, whose answers say what a prompt took (`server-timing`), so that nothing
-is measured that clients do not get. The service should have nothing else to do.
+More tokens never take less time, whatever noise says. Each measurement counts by its relative error: a
+millisecond is much of a short prompt and nothing of a long one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,62 @@ from baton_api.profiles import Objectives, Point, PrefillLine, Profile, StepLine
 from baton_api.workers import Role
 from baton_cli.bench import prompts
 from baton_cli.bench.connection import Answer
-from baton_cli.bench.lines import fit
 from baton_cli.bench.outcomes import Outcome, read
-from baton_cli.bench.prompts import Asked
+from baton_cli.bench.prompts import BenchRequest
 from baton_cli.bench.session import Session
-from baton_cli.top.looks import Look
+from baton_cli.top.snapshot import Snapshot
+
+
+def fit(inputs: Sequence[Sequence[float]], outcomes: Sequence[float]) -> list[float]:
+    """
+    Coefficients for the columns of `inputs`; all 0 without measurements. Outcomes are above 0.
+
+    There are few columns, so every choice of them is tried, and of those without a negative coefficient the
+    one with the least error taken.
+
+    >>> [round(one, 6) for one in fit([(1, 1), (1, 2), (1, 4)], [3.0, 5.0, 9.0])]
+    [1.0, 2.0]
+    """
+    width = len(inputs[0]) if inputs else 0
+    rows = [[one / outcome for one in row] for row, outcome in zip(inputs, outcomes, strict=True)]
+    best, least = [0.0] * width, float(len(rows))
+    for count in range(1, width + 1):
+        for chosen in itertools.combinations(range(width), count):
+            found = _least_squares([[row[column] for column in chosen] for row in rows])
+            if found is None or min(found) < 0:
+                continue
+            whole = [0.0] * width
+            for column, value in zip(chosen, found, strict=True):
+                whole[column] = value
+            error = sum((sum(c * x for c, x in zip(whole, row, strict=True)) - 1) ** 2 for row in rows)
+            if error < least * (1 - 1e-9):
+                best, least = whole, error
+    return best
+
+
+def _least_squares(rows: Sequence[Sequence[float]]) -> list[float] | None:
+    """Of rows whose outcome is 1 each; None if their columns depend on one another."""
+    width = len(rows[0])
+    matrix = [
+        [sum(row[i] * row[j] for row in rows) for j in range(width)] + [sum(row[i] for row in rows)]
+        for i in range(width)
+    ]
+    scales = [matrix[i][i] ** 0.5 or 1.0 for i in range(width)]
+    for i in range(width):
+        matrix[i] = [
+            value / scales[i] / (scales[j] if j < width else 1.0) for j, value in enumerate(matrix[i])
+        ]
+    for i in range(width):
+        pivot = max(range(i, width), key=lambda one: abs(matrix[one][i]))
+        if abs(matrix[pivot][i]) < 1e-9:
+            return None
+        matrix[i], matrix[pivot] = matrix[pivot], matrix[i]
+        for j in range(width):
+            if j != i:
+                share = matrix[j][i] / matrix[i][i]
+                matrix[j] = [a - share * b for a, b in zip(matrix[j], matrix[i], strict=True)]
+    return [matrix[i][width] / matrix[i][i] / scales[i] for i in range(width)]
+
 
 LENGTHS = (64, 256, 1024, 4096)
 """Tokens of prompts."""
@@ -51,7 +102,7 @@ DEFAULT_STREAMS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class DecodeCapacity:
     """What one decode worker has room for."""
 
     kv_tokens: int
@@ -60,7 +111,7 @@ class Room:
     streams: int
 
     @classmethod
-    def of(cls, look: Look) -> Room:
+    def of(cls, look: Snapshot) -> DecodeCapacity:
         """Raises SetupError if there is no worker that is ready."""
         decodes = [one for one in look.workers if one["role"] != Role.PREFILL and one["load"]]
         if not decodes:
@@ -101,10 +152,12 @@ class Timing:
         return cls(took.get("prefill", 0.0), took.get("transfer", 0.0))
 
 
-class Finder:
+class Profiler:
     """Measures one service. `say` is told what is being done."""
 
-    def __init__(self, session: Session, room: Room, repeats: int, say: Callable[[str], object]) -> None:
+    def __init__(
+        self, session: Session, room: DecodeCapacity, repeats: int, say: Callable[[str], object]
+    ) -> None:
         self._session = session
         self._room = room
         self._repeats = repeats
@@ -147,7 +200,7 @@ class Finder:
 
     async def _round(self, length: int, count: int) -> tuple[int, float, float]:
         """Tokens of one prompt, seconds until all were computed, and seconds of the last one's transfer."""
-        asked = [Asked(self._text(length), 1) for _ in range(count)]
+        asked = [BenchRequest(self._text(length), 1) for _ in range(count)]
         began = time.perf_counter()
         answers = await asyncio.gather(*map(self._ask, asked))
         timings = [Timing.of(answer) for answer, _ in answers]
@@ -171,10 +224,10 @@ class Finder:
         """Tokens of a stream's context and seconds of a step; None if streams would not overlap."""
         texts = [self._text(context) for _ in range(count)]
         # Once for the caches: then all generate at about the same time.
-        await asyncio.gather(*(self._ask(Asked(text, 1)) for text in texts))
+        await asyncio.gather(*(self._ask(BenchRequest(text, 1)) for text in texts))
         length = ANSWER_TOKENS
         while length <= LONGEST_ANSWER:
-            answers = await asyncio.gather(*(self._ask(Asked(text, length)) for text in texts))
+            answers = await asyncio.gather(*(self._ask(BenchRequest(text, length)) for text in texts))
             seconds = step_s([(answer.sent, outcome) for answer, outcome in answers])
             if seconds is not None:
                 tokens = statistics.mean(one.prompt_tokens + one.output_tokens / 2 for _, one in answers)
@@ -182,7 +235,7 @@ class Finder:
             length *= 2
         return None
 
-    async def _ask(self, asked: Asked) -> tuple[Answer, Outcome]:
+    async def _ask(self, asked: BenchRequest) -> tuple[Answer, Outcome]:
         answer = await self._session.ask(asked)
         outcome = read(answer, 0.0, 0.0)
         if outcome.error:

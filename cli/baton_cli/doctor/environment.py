@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from baton_api.sizes import show_size
 from baton_api.tickets import CLOCK_SKEW_S
-from baton_cli.doctor.findings import Finding, Level, good, note
-from baton_cli.doctor.machine import Machine
+from baton_cli.doctor.machine import Finding, Level, Machine, good, note
 
 SPACE_LEAST, SPACE_WANTED = 256 * 1024**2, 4 * 1024**3
 

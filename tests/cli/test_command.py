@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton_api.errors import SetupError
-from baton_cli.completing import SHELLS, script
+from baton_cli.command import SHELLS, script
 
 BATON = [sys.executable, "-c", "import sys; sys.argv[0] = 'baton'; from baton_cli.main import main; main()"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton_cli.status import of_cluster, of_router
+from baton_cli.status import report
 from baton_operator.manifests import conditions
 
 LOAD = {"running": 2, "queued": 0}
@@ -19,7 +19,7 @@ def worker(role: str, state: str = "ready", reason: str | None = None) -> dict[s
 
 
 def test_a_service_that_answers_is_well() -> None:
-    found = of_router.standing("http://r", INFO, [worker("prefill"), worker("decode")])
+    found = report.status_of_router("http://r", INFO, [worker("prefill"), worker("decode")])
     assert found.well and found.name == "tiny" and found.url == "http://r/v1"
     assert [part.state for part in found.parts] == ["ready", "ready"]
 
@@ -41,7 +41,7 @@ def test_a_service_that_answers_is_well() -> None:
 def test_what_is_wrong_with_workers_is_said_with_the_way_out(
     info: str, workers: list[dict[str, Any]], serving: bool, words: list[str]
 ) -> None:
-    found = of_router.standing("http://r", {**INFO, "status": info}, workers)
+    found = report.status_of_router("http://r", {**INFO, "status": info}, workers)
     assert found.serving == serving and not found.well
     assert len(found.troubles) == len(words)
     for trouble in found.troubles:
@@ -73,7 +73,7 @@ def pod(reason: str, message: str = "") -> dict[str, Any]:
 
 
 def test_a_service_of_a_cluster_is_shown_with_its_roles_generations_and_conditions() -> None:
-    found = of_cluster.standing(
+    found = report.status_of_service(
         service(SERVING, decode={"ready": 2, "desired": 2}, revisions=REVISIONS, url="http://chat"), []
     )
     assert found.well and found.name == "models/chat"
@@ -142,7 +142,7 @@ TROUBLES: list[tuple[str, dict[str, Any], list[Any], list[str]]] = [
 def test_what_is_wrong_in_a_cluster_is_said_with_the_way_out(
     given: dict[str, Any], pods: list[Any], words: list[str]
 ) -> None:
-    found = of_cluster.standing(given, pods)
+    found = report.status_of_service(given, pods)
     assert len(found.troubles) == len(words), found.troubles
     for trouble, expected in zip(found.troubles, words, strict=True):
         assert expected in trouble.what and trouble.way_out
@@ -150,13 +150,13 @@ def test_what_is_wrong_in_a_cluster_is_said_with_the_way_out(
 
 @pytest.mark.parametrize("reason", ["Suspended", "ScaledToZero"])
 def test_what_somebody_wanted_is_no_trouble(reason: str) -> None:
-    found = of_cluster.standing(service(condition("Ready", "False", reason)), [])
+    found = report.status_of_service(service(condition("Ready", "False", reason)), [])
     assert not found.troubles and not found.serving
-    assert of_cluster.standing(service(condition("Ready", "False", "RollingOut")), []).well
+    assert report.status_of_service(service(condition("Ready", "False", "RollingOut")), []).well
 
 
 def test_conditions_of_a_service_are_those_of_the_operator() -> None:
     """A condition that the operator adds is shown as good or bad, and not passed over."""
     of_batches = {"UpToDate"}
-    assert conditions.GOOD - of_batches <= of_cluster.GOOD
-    assert conditions.BAD <= of_cluster.BAD
+    assert conditions.GOOD - of_batches <= report.GOOD
+    assert conditions.BAD <= report.BAD

@@ -24,8 +24,8 @@ from pathlib import Path
 import httpx
 from packaging.requirements import Requirement
 
-from baton_cli.doctor.machine import Cluster, Installed, Machine, Place, Port, RdmaDevice, Space
-from baton_cli.doctor.trials import Trials
+from baton_cli.doctor.machine import Cluster, DataFolder, Installed, Machine, Port, RdmaDevice, Space
+from baton_cli.doctor.selftests import SelfTests
 from baton_engine import machine as usable
 from baton_engine.machine import cache_folder
 
@@ -51,7 +51,7 @@ ANSWER_S = 5.0
 
 
 def gather(
-    trials: Trials, ports: Sequence[Port], urls: Sequence[str], api_key: str, cluster: Cluster | None
+    trials: SelfTests, ports: Sequence[Port], urls: Sequence[str], api_key: str, cluster: Cluster | None
 ) -> Machine:
     """All of it, some of which takes seconds."""
     apart, unreachable = compare_clocks(urls, api_key)
@@ -160,7 +160,7 @@ def listener(number: int) -> str:
     return ""
 
 
-def places(environment: Mapping[str, str]) -> Iterator[Place]:
+def places(environment: Mapping[str, str]) -> Iterator[DataFolder]:
     """Where Baton and the hub's library keep files."""
     home = Path(environment.get("HOME", "/"))
     hub = environment.get("HF_HOME") or str(
@@ -176,7 +176,7 @@ def places(environment: Mapping[str, str]) -> Iterator[Place]:
             there = there.parent
         found = space(there)
         trouble = "" if os.access(there, os.W_OK | os.X_OK) else f"{there} is not for this user to write to"
-        yield Place(what, str(path), found.free if found else 0, trouble or _refuses(there), setting)
+        yield DataFolder(what, str(path), found.free if found else 0, trouble or _refuses(there), setting)
 
 
 def _refuses(folder: Path) -> str:

@@ -3,7 +3,7 @@ What can only be found out by trying: copies between processes, the native kerne
 
 Each runs in a process of its own, since what does not fit a machine may end the process that tries it.
 
-    python -m baton_cli.doctor.trials kernels|nixl       prints one JSON object
+    python -m baton_cli.doctor.selftests kernels|nixl       prints one JSON object
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton_cli.doctor.machine import Trial
+from baton_cli.doctor.machine import SelfTest
 
-TRIAL_S = 300.0
+SELF_TEST_TIMEOUT_S = 300.0
 """Kernels may have to be compiled."""
 
 SHARED_BYTES = 4096
@@ -46,27 +46,27 @@ print("" if done == size else os.strerror(ctypes.get_errno()))
 
 
 @dataclass(frozen=True, slots=True)
-class Trials:
+class SelfTests:
     """Their outcomes."""
 
-    copies: Trial
-    kernels: Trial
-    nixl: Trial
+    copies: SelfTest
+    kernels: SelfTest
+    nixl: SelfTest
 
 
-def run() -> Trials:
+def run() -> SelfTests:
     """All at once."""
     with ThreadPoolExecutor() as pool:
         kernels, nixl, copies = pool.submit(apart, "kernels"), pool.submit(apart, "nixl"), pool.submit(copy)
-        return Trials(copies.result(), kernels.result(), nixl.result())
+        return SelfTests(copies.result(), kernels.result(), nixl.result())
 
 
-def copy() -> Trial:
+def copy() -> SelfTest:
     """Whether one process may read the memory of another that is not its child: so are workers."""
     try:
-        return Trial("process_vm_readv", _copied())
+        return SelfTest("process_vm_readv", _copied())
     except (OSError, ValueError) as error:
-        return Trial("process_vm_readv", f"it cannot be tried: {error}")
+        return SelfTest("process_vm_readv", f"it cannot be tried: {error}")
 
 
 def _copied() -> str:
@@ -89,53 +89,53 @@ def _copied() -> str:
     return f"{reason}{told}" if reason else ""
 
 
-def apart(what: str) -> Trial:
+def apart(what: str) -> SelfTest:
     """One of the others, in a process of its own."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "baton_cli.doctor.trials", what],
+            [sys.executable, "-m", "baton_cli.doctor.selftests", what],
             capture_output=True,
             text=True,
             check=False,
-            timeout=TRIAL_S,
+            timeout=SELF_TEST_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
-        return Trial("", f"it is not done after {TRIAL_S:g} s")
+        return SelfTest("", f"it is not done after {SELF_TEST_TIMEOUT_S:g} s")
     last = (done.stdout.strip().splitlines() or [""])[-1]
     if done.returncode or not last.startswith("{"):
         words = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
-        return Trial("", f"status {done.returncode}: {words[:300]}")
-    return Trial(**json.loads(last))
+        return SelfTest("", f"status {done.returncode}: {words[:300]}")
+    return SelfTest(**json.loads(last))
 
 
-def kernels() -> Trial:
+def kernels() -> SelfTest:
     """Built if need be; the library has passed its own test."""
     try:
         from baton_engine.ops.native import library
     except ModuleNotFoundError:
-        return Trial("", installed=False)
+        return SelfTest("", installed=False)
     try:
         library.load(os.environ)
     except library.Unavailable as error:
-        return Trial("", str(error))
+        return SelfTest("", str(error))
     tiles = "amx_bf16" in library.instructions()
-    return Trial(
+    return SelfTest(
         f"compiled for this processor, which has {'AMX' if tiles else 'no AMX'}; their own test passes"
     )
 
 
-def nixl() -> Trial:
+def nixl() -> SelfTest:
     """An agent as a worker has it."""
     try:
         from baton_engine.transfer import nixl as means
     except ModuleNotFoundError:
-        return Trial("", installed=False)
+        return SelfTest("", installed=False)
     from baton_api.errors import SetupError
 
     try:
-        return Trial(means.try_out())
+        return SelfTest(means.try_out())
     except SetupError as error:
-        return Trial("", error.message, installed=means.is_installed())
+        return SelfTest("", error.message, installed=means.is_installed())
 
 
 if __name__ == "__main__":

@@ -6,14 +6,7 @@ import random
 
 import pytest
 
-from baton_cli.restarts import (
-    CALM_S,
-    FIRST_DELAY_S,
-    LONGEST_DELAY_S,
-    History,
-    end_order,
-    threads_each,
-)
+from baton_cli.supervisor import CALM_S, FIRST_DELAY_S, LONGEST_DELAY_S, History, end_order, threads_each
 
 
 def test_a_process_that_never_was_ready_is_not_started_again() -> None:
