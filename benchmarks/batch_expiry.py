@@ -26,7 +26,7 @@ from sqlalchemy import text
 from baton_batches.database import Database
 from baton_batches.ledger import Ledger
 from baton_batches.storage import LEDGER
-from baton_batches.values import Batch, Result, Status
+from baton_batches.values import BatchRecord, BatchStatus, LineResult
 from baton_cli.batch_service import BatchService
 from benchmarks.batch_chaos import database
 from tests.batches import chaos
@@ -62,7 +62,7 @@ def run(folder: Path, url: str, lines: int) -> int:
         chaos.write_lines(source, lines)
         id = _submitted(service, source)
         began = time.monotonic()
-        _reach(ledger, id, lambda batch: batch.status is Status.IN_PROGRESS)
+        _reach(ledger, id, lambda batch: batch.status is BatchStatus.IN_PROGRESS)
         print(f"validated in {time.monotonic() - began:.1f} s", flush=True)
         _record(ledger, id, lines)
         before = ledger.find(id).epoch
@@ -90,7 +90,7 @@ def _submitted(service: BatchService, source: Path) -> str:
         time.sleep(0.5)
 
 
-def _reach(ledger: Ledger, id: str, reached: Callable[[Batch], bool]) -> set[int]:
+def _reach(ledger: Ledger, id: str, reached: Callable[[BatchRecord], bool]) -> set[int]:
     """Every epoch that was seen until then."""
     epochs: set[int] = set()
     deadline = time.monotonic() + WAIT_S
@@ -110,7 +110,7 @@ def _record(ledger: Ledger, id: str, lines: int) -> None:
     body = json.dumps({"choices": [{"message": {"content": "yes"}}], "usage": {"total_tokens": 5}}).encode()
     numbers = range(2, lines + 1, 2)
     for start in range(0, len(numbers), GROUP):
-        found = [Result(number, 200, body, f"req_{number}") for number in numbers[start : start + GROUP]]
+        found = [LineResult(number, 200, body, f"req_{number}") for number in numbers[start : start + GROUP]]
         ledger.record(id, epoch, found, int(time.time()))
     ledger.release(id, epoch)
 

@@ -20,10 +20,10 @@ from pathlib import Path
 import psutil
 
 from baton_batches.database import Database
-from baton_batches.files import Files, NewFile
+from baton_batches.files import FileLedger, NewFile
 from baton_batches.ledger import Ledger
-from baton_batches.runner_queues import GROUP
-from baton_batches.values import Result
+from baton_batches.runner_queues import GROUP_RESULTS
+from baton_batches.values import LineResult
 from benchmarks.batch_chaos import database
 from tests.batches import chaos
 from tests.batches.mock_worker import answer_to
@@ -89,7 +89,7 @@ def ledger(rows: int, url: str) -> None:
         opened = Database(url or f"sqlite:///{folder}/ledger.sqlite3")
         kept = Ledger(opened)
         file = NewFile("owner", "batch", "in.jsonl", 1, "", "object", None)
-        id = kept.create("owner", chaos.CHAT, Files(opened).add(file, 0), 0).id
+        id = kept.create("owner", chaos.CHAT, FileLedger(opened).add(file, 0), 0).id
         epoch = kept.lease(id, "benchmark", 0.0, 3600.0)
         assert epoch is not None
         kept.validated(id, epoch, 0, total=rows, model=None)
@@ -98,9 +98,11 @@ def ledger(rows: int, url: str) -> None:
         body = answer_to(b"a request")
 
         def record() -> None:
-            for first in range(1, rows + 1, GROUP):
-                numbers = range(first, min(first + GROUP, rows + 1))
-                kept.record(id, epoch, [Result(number, 200, body, f"req_{number}") for number in numbers], 0)
+            for first in range(1, rows + 1, GROUP_RESULTS):
+                numbers = range(first, min(first + GROUP_RESULTS, rows + 1))
+                kept.record(
+                    id, epoch, [LineResult(number, 200, body, f"req_{number}") for number in numbers], 0
+                )
 
         def read() -> None:
             last = 0

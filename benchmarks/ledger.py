@@ -20,11 +20,11 @@ from collections.abc import AsyncIterator, Iterator
 
 import psutil
 
-from baton_batches.controller import Keeper
+from baton_batches.controller import BatchController
 from baton_batches.files import NewFile
 from baton_batches.settings import BatchSettings
 from baton_batches.storage import Storage
-from baton_batches.values import Batch, Result, Status
+from baton_batches.values import BatchRecord, BatchStatus, LineResult
 from tests.batches.postgres import Postgres
 
 CHAT = "/v1/chat/completions"
@@ -63,10 +63,10 @@ def database(name: str) -> Iterator[str]:
 
 async def measure(storage: Storage, lines: int, group: int) -> None:
     batch = stored(storage, lines)
-    keeper = Keeper(storage)
+    keeper = BatchController(storage)
     keeping = asyncio.create_task(keeper.run())
     async with told("validated", lines):
-        await reaching(storage, batch, Status.IN_PROGRESS)
+        await reaching(storage, batch, BatchStatus.IN_PROGRESS)
     epoch = storage.ledger.lease(batch.id, "benchmark", time.time(), 1e6)
     assert epoch is not None
     body = json.dumps(ANSWER).encode()
@@ -74,19 +74,19 @@ async def measure(storage: Storage, lines: int, group: int) -> None:
     def record() -> None:
         for start in range(1, lines + 1, group):
             numbers = range(start, min(start + group, lines + 1))
-            found = [Result(number, 200, body, f"req_{number:032}") for number in numbers]
+            found = [LineResult(number, 200, body, f"req_{number:032}") for number in numbers]
             storage.ledger.record(batch.id, epoch, found, int(time.time()))
 
     async with told("recorded", lines):
         await asyncio.to_thread(record)
     async with told("rendered", lines):
         keeper.wake()
-        await reaching(storage, batch, Status.COMPLETED)
+        await reaching(storage, batch, BatchStatus.COMPLETED)
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
 
 
-def stored(storage: Storage, lines: int) -> Batch:
+def stored(storage: Storage, lines: int) -> BatchRecord:
     """A batch that waits to be validated."""
     size, writer = 0, storage.objects.writer("benchmark/input")
     body = {"model": "tiny", "max_tokens": 128, "messages": [{"role": "user", "content": QUESTION}]}
@@ -102,7 +102,7 @@ def stored(storage: Storage, lines: int) -> Batch:
     return storage.ledger.create("", CHAT, file, now)
 
 
-async def reaching(storage: Storage, batch: Batch, status: Status) -> None:
+async def reaching(storage: Storage, batch: BatchRecord, status: BatchStatus) -> None:
     while True:
         if (await storage.run(lambda: storage.ledger.find(batch.id))).status is status:
             return

@@ -25,10 +25,10 @@ from baton_api.errors import BatonError
 from baton_api.kv_events import BlockRemoved, BlockStored, Event
 from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
-from baton_http.http_client import Upstreams
+from baton_http.http_client import UpstreamPool
 from baton_router.cache import kv_feed, prompt_chunks
-from baton_router.scheduling.picker import Ask
-from baton_router.scheduling.scheduler import Scheduler
+from baton_router.scheduling.picker import PickRequest
+from baton_router.scheduling.scheduler import RequestScheduler
 from baton_router.settings import RouterSettings
 from baton_router.workers.worker import Worker
 from benchmarks import virtual_time, workloads
@@ -93,7 +93,7 @@ class InsideWorker:
             self.busy_s += self.model.busy_s
         self._epoch += 1
         self._sent: list[Sequence[Event]] = []
-        self._feed: kv_feed.Feed | None = None
+        self._feed: kv_feed.KvEventFeed | None = None
         self.model: ModelWorker = ModelWorker(self._timing, self._capacity, self._block_tokens, self._tell)
 
     @property
@@ -118,9 +118,9 @@ class InsideWorker:
     def figures(self) -> dict[str, Any]:
         return {"role": self.role, "busy_s": self.busy_s + self.model.busy_s}
 
-    def followed(self, blocks: kv_feed.Blocks, now: float) -> None:
+    def followed(self, blocks: kv_feed.BlockSink, now: float) -> None:
         """The router follows the events of this process from now on."""
-        self._feed = kv_feed.Feed(blocks, now)
+        self._feed = kv_feed.KvEventFeed(blocks, now)
 
     def tend(self, now: float) -> None:
         """An empty batch shows whether one was missed; what the feed asks for, it gets."""
@@ -129,9 +129,9 @@ class InsideWorker:
         if feed is None:
             return
         match feed.due(now):
-            case kv_feed.Ask.SNAPSHOT:
+            case kv_feed.FeedRequest.SNAPSHOT:
                 feed.snapshot(len(self._sent) - 1, dict(self.model.cache.parents), now)
-            case kv_feed.Ask.REPLAY:
+            case kv_feed.FeedRequest.REPLAY:
                 for seq in range(max(feed.next, len(self._sent) - KEPT), len(self._sent)):
                     feed.batch(seq, self._sent[seq], now)
                 feed.replay_ended(now)
@@ -172,7 +172,7 @@ class Inside:
             decode=tuple(url for role, url in listed if role is not Role.PREFILL),
             prefill=tuple(url for role, url in listed if role is Role.PREFILL),
         )
-        self.scheduler = Scheduler(settings, Upstreams(1.0), random.Random(1), self._now)
+        self.scheduler = RequestScheduler(settings, UpstreamPool(1.0), random.Random(1), self._now)
         self.workers = {
             seen.name: InsideWorker(
                 seen,
@@ -215,12 +215,12 @@ class Inside:
             self.look()
 
     async def ask(self, messages: list[Message], tokens: int) -> str:
-        said = [prompt_chunks.Message(one["role"], one["content"]) for one in messages]
-        prompt = prompt_chunks.of_messages(said, None, prompt_chunks.root_name("", MODEL))
+        said = [prompt_chunks.PromptMessage(one["role"], one["content"]) for one in messages]
+        prompt = prompt_chunks.chunk_messages(said, None, prompt_chunks.root_name("", MODEL))
         self.asked.append(one := Asked())
         sent = self._loop.time()
         try:
-            grant = await self.scheduler.pick(Ask(MODEL, prompt))
+            grant = await self.scheduler.pick(PickRequest(MODEL, prompt))
         except BatonError:
             return ""
         made = next(

@@ -21,11 +21,11 @@ import psutil
 from baton_api.kv_events import BlockRemoved, BlockStored, Event
 from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
-from baton_http.http_client import Upstreams
-from baton_router.cache.block_map import HeldBlocks
-from baton_router.cache.prompt_chunks import Prompt
-from baton_router.scheduling.picker import Ask
-from baton_router.scheduling.scheduler import Scheduler
+from baton_http.http_client import UpstreamPool
+from baton_router.cache.block_map import WorkerBlocks
+from baton_router.cache.prompt_chunks import PromptChunks
+from baton_router.scheduling.picker import PickRequest
+from baton_router.scheduling.scheduler import RequestScheduler
 from baton_router.settings import RouterSettings
 from benchmarks.model_worker import BlockCache
 
@@ -35,14 +35,14 @@ BLOCKS = 16
 """Of each prompt, half as many chunks."""
 
 
-def prompt_of(blocks: list[int]) -> Prompt:
-    return Prompt(tuple(blocks[1::2]), tuple(512 * (place + 1) for place in range(len(blocks) // 2)))
+def prompt_of(blocks: list[int]) -> PromptChunks:
+    return PromptChunks(tuple(blocks[1::2]), tuple(512 * (place + 1) for place in range(len(blocks) // 2)))
 
 
 class Teller:
     """One worker's cache and what the router is told of it."""
 
-    def __init__(self, held: HeldBlocks) -> None:
+    def __init__(self, held: WorkerBlocks) -> None:
         self._held = held
         self._cache = BlockCache(CAPACITY)
 
@@ -57,7 +57,7 @@ async def send(count: int) -> None:
     now = 0.0
     urls = [f"http://127.0.0.1:{port}" for port in range(1, PREFILL + DECODE + 1)]
     settings = RouterSettings(decode=tuple(urls[PREFILL:]), prefill=tuple(urls[:PREFILL]))
-    scheduler = Scheduler(settings, Upstreams(1.0), random.Random(1), lambda: now)
+    scheduler = RequestScheduler(settings, UpstreamPool(1.0), random.Random(1), lambda: now)
     knowledge = scheduler.dispatcher.knowledge
     tellers: dict[str, Teller] = {}
     for worker in scheduler.workers.all:
@@ -74,7 +74,7 @@ async def send(count: int) -> None:
     rng, process, began = random.Random(2), psutil.Process(), time.process_time()
     for number in range(1, count + 1):
         blocks = [rng.getrandbits(64) for _ in range(BLOCKS)]
-        grant = await scheduler.pick(Ask("m", prompt_of(blocks)))
+        grant = await scheduler.pick(PickRequest("m", prompt_of(blocks)))
         now += 0.01
         for name in {grant.prefill or grant.decode, grant.decode}:
             tellers[name].use(blocks)

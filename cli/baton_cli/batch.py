@@ -116,14 +116,14 @@ def run(
 ) -> None:
     """Work through BATCH for a router, who starts this by itself, or as a Job of Kubernetes."""
     from baton_api import logs
-    from baton_batches.runner_process import Work, run, run_job
-    from baton_batches.submission import Submission
+    from baton_batches.runner_process import JobOptions, run, run_job
+    from baton_batches.submission import BatchSubmission
 
     logs.begin(logs.read_format(log_format), runner or "runner")
     if token_file is not None:
         asked = (router, api_key, input_file, endpoint, batch_job, completion_window)
-        made = Submission(*asked) if input_file else None
-        work = Work(router=router, token=token_file, batch=batch, submission=made, widest=concurrency)
+        made = BatchSubmission(*asked) if input_file else None
+        work = JobOptions(router=router, token=token_file, batch=batch, submission=made, widest=concurrency)
         raise typer.Exit(run_job(work))
     if not token or not batch:
         raise SetupError("A runner needs --batch and the router's token: set BATON_BATCH_TOKEN.")
@@ -145,13 +145,13 @@ def reassign(
     """Give the files and batches of one owner to another, in the database of a router."""
     from baton_batches.settings import BatchSettings
     from baton_batches.storage import Storage
-    from baton_router.tenants.access import owner_of
+    from baton_router.tenants.access import parse_owner
 
     storage = Storage(BatchSettings.model_validate({"database": database, "state": state}), port)
     try:
         if not storage.in_use:
             raise SetupError("There is no such database. Give the router's --database, --state or --port.")
-        files, batches = storage.ledger.reassign(owner_of(owner).hex(), owner_of(other).hex())
+        files, batches = storage.ledger.reassign(parse_owner(owner).hex(), parse_owner(other).hex())
     finally:
         storage.close()
     typer.echo(f"{files} files and {batches} batches of {owner} now belong to {other}.")

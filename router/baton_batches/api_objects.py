@@ -13,7 +13,7 @@ from baton_api import limits
 from baton_api.errors import INVALID_TYPE, INVALID_VALUE, MISSING_REQUIRED_PARAMETER, InvalidRequest
 from baton_api.limits import Limit
 from baton_batches.files import PURPOSES
-from baton_batches.values import Batch, StoredFile
+from baton_batches.values import BatchRecord, StoredFile
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 ORDERS = ("desc", "asc")
@@ -26,7 +26,7 @@ _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
 @dataclass(frozen=True, slots=True)
-class Paged:
+class PageQuery:
     """Which part of a list."""
 
     limit: int
@@ -46,14 +46,14 @@ class NewBatch:
     output_seconds: int | None
 
 
-def parse_page(query: Mapping[str, str], most: Limit, default: int) -> Paged:
+def parse_page(query: Mapping[str, str], most: Limit, default: int) -> PageQuery:
     """Raises InvalidRequest."""
     given = query.get("limit", "")
     limit = _integer(given, "limit", most) if given else default
     order = query.get("order") or ORDERS[0]
     if order not in ORDERS:
-        raise _none_of("order", ORDERS)
-    return Paged(limit, query.get("after", ""), order == ORDERS[0], query.get("purpose", ""))
+        raise _invalid_choice("order", ORDERS)
+    return PageQuery(limit, query.get("after", ""), order == ORDERS[0], query.get("purpose", ""))
 
 
 def parse_upload(fields: Mapping[str, str], now: int) -> tuple[str, int | None]:
@@ -62,7 +62,7 @@ def parse_upload(fields: Mapping[str, str], now: int) -> tuple[str, int | None]:
     if not purpose:
         raise _missing("purpose")
     if purpose not in PURPOSES:
-        raise _none_of("purpose", PURPOSES)
+        raise _invalid_choice("purpose", PURPOSES)
     anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
     if anchor is None and seconds is None:
         return purpose, now + BATCH_FILE_S if purpose == "batch" else None
@@ -70,7 +70,7 @@ def parse_upload(fields: Mapping[str, str], now: int) -> tuple[str, int | None]:
         raise (
             _missing("expires_after[anchor]")
             if anchor is None
-            else _none_of("expires_after[anchor]", (ANCHOR,))
+            else _invalid_choice("expires_after[anchor]", (ANCHOR,))
         )
     if seconds is None:
         raise _missing("expires_after[seconds]")
@@ -88,7 +88,7 @@ def parse_new_batch(body: bytes) -> NewBatch:
     file = _text(fields, "input_file_id")
     endpoint = _text(fields, "endpoint")
     if endpoint not in ENDPOINTS:
-        raise _none_of("endpoint", ENDPOINTS)
+        raise _invalid_choice("endpoint", ENDPOINTS)
     window = _text(fields, "completion_window")
     if window_seconds(window) is None:
         told = f"completion_window must be a time from 60s to 30d, such as 24h or 90m, not {window[:100]!r}."
@@ -157,7 +157,7 @@ def _expiry(value: Any) -> int | None:
     if not isinstance(value, dict):
         raise InvalidRequest(f"{name} must be an object.", param=name, code=INVALID_TYPE)
     if _text({f"{name}.{key}": one for key, one in value.items()}, f"{name}.anchor") != ANCHOR:
-        raise _none_of(f"{name}.anchor", (ANCHOR,))
+        raise _invalid_choice(f"{name}.anchor", (ANCHOR,))
     seconds = value.get("seconds")
     if seconds is None:
         raise _missing(f"{name}.seconds")
@@ -190,15 +190,15 @@ def _missing(name: str) -> InvalidRequest:
     )
 
 
-def _none_of(name: str, values: tuple[str, ...]) -> InvalidRequest:
+def _invalid_choice(name: str, values: tuple[str, ...]) -> InvalidRequest:
     told = f"{name} must be one of {', '.join(values)}."
     return InvalidRequest(told, param=name, code=INVALID_VALUE)
 
 
-DAY = "24h"
+DEFAULT_WINDOW = "24h"
 """OpenAI's one value."""
 
-LEAST_S, MOST_S = 60, 30 * 86_400
+MIN_WINDOW_S, MAX_WINDOW_S = 60, 30 * 86_400
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
@@ -214,13 +214,13 @@ def window_seconds(window: str) -> int | None:
     if found is None:
         return None
     whole = int(found[1]) * _UNITS[found[2]]
-    return whole if LEAST_S <= whole <= MOST_S else None
+    return whole if MIN_WINDOW_S <= whole <= MAX_WINDOW_S else None
 
 
-Shown = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
-def render_file(stored: StoredFile) -> Shown:
+def render_file(stored: StoredFile) -> JsonObject:
     return {
         "id": stored.id,
         "object": "file",
@@ -234,11 +234,11 @@ def render_file(stored: StoredFile) -> Shown:
     }
 
 
-def render_deleted(id: str) -> Shown:
+def render_deleted(id: str) -> JsonObject:
     return {"id": id, "object": "file", "deleted": True}
 
 
-def render_batch(kept: Batch) -> Shown:
+def render_batch(kept: BatchRecord) -> JsonObject:
     # What was answered while the file was still being read counts once it is known to be a batch.
     known = kept.in_progress_at is not None
     counts = {"total": kept.total, "completed": kept.completed, "failed": kept.failed}
@@ -269,7 +269,7 @@ def render_batch(kept: Batch) -> Shown:
     }
 
 
-def render_page(objects: Iterable[Shown], has_more: bool) -> Shown:
+def render_page(objects: Iterable[JsonObject], has_more: bool) -> JsonObject:
     shown = list(objects)
     return {
         "object": "list",
@@ -280,7 +280,7 @@ def render_page(objects: Iterable[Shown], has_more: bool) -> Shown:
     }
 
 
-def _usage(counts: dict[str, int]) -> Shown:
+def _usage(counts: dict[str, int]) -> JsonObject:
     return {
         "input_tokens": counts["input_tokens"],
         "input_tokens_details": {"cached_tokens": counts["cached_tokens"]},

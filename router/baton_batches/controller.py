@@ -23,11 +23,11 @@ from functools import partial
 from baton_api.errors import BatonError, StaleLease
 from baton_batches import input_file, rendering
 from baton_batches.files import OUTPUT, NewFile
-from baton_batches.object_store import Writer, new_key
+from baton_batches.object_store import ObjectWriter, new_key
 from baton_batches.storage import Storage
-from baton_batches.supervisor import Setback, chosen
-from baton_batches.validation import Bounds, examine
-from baton_batches.values import Batch, Result, Status
+from baton_batches.supervisor import Backoff, choose_batches
+from baton_batches.validation import FileLimits, validate
+from baton_batches.values import BatchRecord, BatchStatus, LineResult
 
 log = logging.getLogger(__name__)
 
@@ -36,17 +36,17 @@ LEASE_S = 15.0
 STUCK_S = 300.0
 """Seconds without any progress after which a step's lease is renewed no more: another router may try it."""
 
-SLICE = 32 * 1024
-BREATH_S = 0.0002
+PAUSE_BYTES = 32 * 1024
+PAUSE_S = 0.0002
 """After so many bytes of a file a thread pauses, or what else runs in this process would wait for it."""
 
-AT_ONCE = 2
+PARALLEL_BATCHES = 2
 """Batches that are read or rendered at the same time."""
 
 SWEEP_S = 60.0
 """Seconds between two rounds of removing what nobody wants."""
 
-REFUSED_S = 120.0
+OWNER_REJECTED_S = 120.0
 """Seconds for which an owner is refused before its batches are cancelled: replicas do not see a new file of
 tenants at the same moment."""
 
@@ -55,16 +55,16 @@ RETRY_LIMIT_S = 30.0
 OUTPUT_S = 30 * 86_400
 """For which output files are kept, if the batch does not say."""
 
-RESULTS_AT_ONCE = 100
-ROWS_AT_ONCE = 256 * 1024
+RESULTS_PER_READ = 100
+WRITE_BYTES = 256 * 1024
 """Bytes that are written at once."""
 
 
-class Stopped(Exception):
+class ControllerStopped(Exception):
     """The router ends; another goes on."""
 
 
-class Keeper:
+class BatchController:
     """Looks after all batches of a ledger."""
 
     def __init__(
@@ -87,9 +87,9 @@ class Keeper:
         self._now = now
         self._woken = asyncio.Event()
         self._stopping = threading.Event()
-        self._busy: dict[str, tuple[Batch, asyncio.Task[None]]] = {}
-        self._leases: dict[str, _Lease] = {}
-        self._setbacks: dict[str, Setback] = {}
+        self._busy: dict[str, tuple[BatchRecord, asyncio.Task[None]]] = {}
+        self._leases: dict[str, _ControllerLease] = {}
+        self._setbacks: dict[str, Backoff] = {}
 
     def wake(self) -> None:
         """Something has changed: look at once."""
@@ -131,7 +131,7 @@ class Keeper:
         without = {*self._busy, *(id for id, setback in self._setbacks.items() if now < setback.until)}
         found = await self._storage.run(partial(self._found, now, without))
         busy = [batch for batch, _ in self._busy.values()]
-        for batch in chosen([batch for batch, _ in found.values()], busy, AT_ONCE):
+        for batch in choose_batches([batch for batch, _ in found.values()], busy, PARALLEL_BATCHES):
             task = asyncio.create_task(self._work(*found[batch.id]), name=f"keep {batch.id}")
             self._busy[batch.id] = batch, task
 
@@ -142,14 +142,14 @@ class Keeper:
         reasons = {owner: reason for owner in owners if (reason := self._refusal(owner)) is not None}
         self._refused_since = {owner: self._refused_since.get(owner, now) for owner in reasons}
         for owner, since in self._refused_since.items():
-            if now - since >= REFUSED_S:
+            if now - since >= OWNER_REJECTED_S:
                 stop = partial(ledger.cancel_refused, owner, reasons[owner], int(now))
                 log.warning("%d batches are cancelled: %s", await self._storage.run(stop), reasons[owner])
 
-    async def _work(self, batch: Batch, work: Callable[[], object]) -> None:
+    async def _work(self, batch: BatchRecord, work: Callable[[], object]) -> None:
         try:
             await self._storage.keep(work)
-        except (StaleLease, Stopped):
+        except (StaleLease, ControllerStopped):
             pass  # whoever took it goes on
         except BatonError as error:
             log.warning("%s stays %s for now: %s", batch.id, batch.status, error)
@@ -163,8 +163,8 @@ class Keeper:
             del self._busy[batch.id]
             self.wake()
 
-    def _set_back(self, batch: Batch) -> None:
-        self._setbacks[batch.id] = Setback.after(self._setbacks.get(batch.id), batch.done, self._now())
+    def _set_back(self, batch: BatchRecord) -> None:
+        self._setbacks[batch.id] = Backoff.after(self._setbacks.get(batch.id), batch.done, self._now())
 
     async def _swept(self) -> None:
         try:
@@ -184,28 +184,32 @@ class Keeper:
                 except Exception:
                     log.exception("A lease could not be renewed.")
 
-    def _found(self, now: float, without: Collection[str]) -> dict[str, tuple[Batch, Callable[[], object]]]:
+    def _found(
+        self, now: float, without: Collection[str]
+    ) -> dict[str, tuple[BatchRecord, Callable[[], object]]]:
         """What can be done for which batch."""
         ledger = self._storage.ledger
         free = partial(ledger.unfinished, now, without=without)
-        works: list[tuple[Callable[[Batch], None], list[Batch]]] = [
+        works: list[tuple[Callable[[BatchRecord], None], list[BatchRecord]]] = [
             (partial(self._end, expired=True), ledger.overdue(now, without=without)),
-            (self._end, [*free(Status.CANCELLING), *free(Status.FINALIZING)]),
-            (self._validate, free(Status.VALIDATING)),
+            (self._end, [*free(BatchStatus.CANCELLING), *free(BatchStatus.FINALIZING)]),
+            (self._validate, free(BatchStatus.VALIDATING)),
         ]
         return {batch.id: (batch, partial(work, batch)) for work, found in works for batch in found}
 
     # --- In threads ---
 
     @contextmanager
-    def _lease(self, batch: Batch) -> Iterator[_Lease | None]:
+    def _lease(self, batch: BatchRecord) -> Iterator[_ControllerLease | None]:
         """None if another has it, or if the batch has another status by now."""
         ledger = self._storage.ledger
         epoch = ledger.lease(batch.id, self._name, self._now(), self._lease_s, batch.status)
         if epoch is None:
             yield None
             return
-        lease = self._leases[batch.id] = _Lease(self._storage, batch.id, epoch, self._now, self._stopping)
+        lease = self._leases[batch.id] = _ControllerLease(
+            self._storage, batch.id, epoch, self._now, self._stopping
+        )
         try:
             yield lease
         except BaseException:
@@ -215,13 +219,13 @@ class Keeper:
         finally:
             del self._leases[batch.id]
 
-    def _validate(self, batch: Batch) -> None:
+    def _validate(self, batch: BatchRecord) -> None:
         settings = self._storage.settings
         with self._lease(batch) as lease:
             if lease is None:
                 return
-            bounds = Bounds(settings.batch_file_limit, settings.batch_lines, settings.batch_line_limit)
-            verdict = examine(
+            bounds = FileLimits(settings.batch_file_limit, settings.batch_lines, settings.batch_line_limit)
+            verdict = validate(
                 lambda: lease.watched(self._storage.objects.read(batch.input_object, 0, batch.input_bytes)),
                 batch.input_bytes,
                 batch.endpoint,
@@ -238,19 +242,19 @@ class Keeper:
             )
         log.info("%s has %d requests and is %s.", batch.id, verdict.total, ended.status)
 
-    def _end(self, batch: Batch, expired: bool = False) -> None:
+    def _end(self, batch: BatchRecord, expired: bool = False) -> None:
         """Render what there is, and end the batch with it; the files of a second renderer are dropped."""
         with self._lease(batch) as lease:
             if lease is None:
                 return
             batch = self._storage.ledger.find(batch.id)
-            usage = rendering.Usage()
+            usage = rendering.BatchUsage()
             with self._outputs(batch) as (output, errors):
                 if batch.in_progress_at is not None:
                     pieces = lease.watched(
                         self._storage.objects.read(batch.input_object, 0, batch.input_bytes)
                     )
-                    numbered = input_file.split(pieces, self._storage.settings.batch_line_limit)
+                    numbered = input_file.split_lines(pieces, self._storage.settings.batch_line_limit)
                     for result, row in rendering.rows(batch.id, numbered, lease.results(batch), expired):
                         (output if result.completed else errors).add(row)
                         if result.completed:
@@ -270,12 +274,12 @@ class Keeper:
         )
 
     @contextmanager
-    def _outputs(self, batch: Batch) -> Iterator[tuple[_Output, _Output]]:
+    def _outputs(self, batch: BatchRecord) -> Iterator[tuple[_OutputFile, _OutputFile]]:
         """Two files; neither remains if it does not come to an end."""
         keeps = OUTPUT_S if batch.output_seconds is None else batch.output_seconds
         expires = int(self._now()) + keeps
         both = [
-            _Output(self._storage, batch, kind, expires, int(self._now())) for kind in ("output", "error")
+            _OutputFile(self._storage, batch, kind, expires, int(self._now())) for kind in ("output", "error")
         ]
         try:
             yield both[0], both[1]
@@ -288,15 +292,15 @@ class Keeper:
         """Remove what nobody wants any more."""
         storage, now = self._storage, int(self._now())
         while storage.files.purge(now) and not self._stopping.is_set():
-            time.sleep(BREATH_S)
+            time.sleep(PAUSE_S)
         for key in storage.files.broken(now):
             storage.objects.delete(key)
             storage.files.withdraw(key)
         while storage.ledger.forget(now, storage.settings.batches_kept_s) and not self._stopping.is_set():
-            time.sleep(BREATH_S)
+            time.sleep(PAUSE_S)
 
 
-class _Lease:
+class _ControllerLease:
     """A lease, which the keeper renews for as long as the work under it makes progress."""
 
     def __init__(
@@ -324,42 +328,42 @@ class _Lease:
         """The same pieces, with pauses. Raises StaleLease, and Stopped when the router ends."""
         for piece in pieces:
             if self._stopping.is_set():
-                raise Stopped
+                raise ControllerStopped
             if self._lost is not None:
                 raise self._lost
             self._moved = self._now()
-            for start in range(0, len(piece), SLICE):
-                yield piece[start : start + SLICE]
-                time.sleep(BREATH_S)
+            for start in range(0, len(piece), PAUSE_BYTES):
+                yield piece[start : start + PAUSE_BYTES]
+                time.sleep(PAUSE_S)
 
-    def results(self, batch: Batch) -> Iterator[Result]:
+    def results(self, batch: BatchRecord) -> Iterator[LineResult]:
         """All that were recorded, in the order of lines."""
         last = 0
-        while found := self._storage.ledger.results(batch, last, RESULTS_AT_ONCE):
-            time.sleep(BREATH_S)
+        while found := self._storage.ledger.results(batch, last, RESULTS_PER_READ):
+            time.sleep(PAUSE_S)
             yield from found
             last = found[-1].line
 
 
-class _Output:
+class _OutputFile:
     """A file that is there once it has a row."""
 
-    def __init__(self, storage: Storage, batch: Batch, kind: str, expires_at: int, now: int) -> None:
+    def __init__(self, storage: Storage, batch: BatchRecord, kind: str, expires_at: int, now: int) -> None:
         self._storage = storage
         self._batch = batch
         self._kind = kind
         self._expires_at = expires_at
         self._now = now
-        self._tally = rendering.Tally()
+        self._tally = rendering.FileDigest()
         self._rows = bytearray()
         self._key = ""
-        self._writer: Writer | None = None
+        self._writer: ObjectWriter | None = None
         self._committed = False
 
     def add(self, row: bytes) -> None:
         self._tally.add(row)
         self._rows += row
-        if len(self._rows) >= ROWS_AT_ONCE:
+        if len(self._rows) >= WRITE_BYTES:
             self._write()
 
     def finished(self) -> NewFile | None:
@@ -389,7 +393,7 @@ class _Output:
                 self._writer.abort()
                 self._storage.files.withdraw(self._key)
 
-    def _write(self) -> Writer:
+    def _write(self) -> ObjectWriter:
         if self._writer is None:
             self._key = new_key(self._batch.owner)
             self._storage.files.promise(self._key, self._now)

@@ -14,22 +14,22 @@ from urllib.parse import urlsplit
 from baton_api.background import BackgroundTasks
 from baton_api.errors import SetupError
 from baton_api.metrics import BackgroundTask
-from baton_batches.kubernetes import Announcer, Cluster
-from baton_batches.runner_api import RunnerApi, Terms
+from baton_batches.kubernetes import BatchJobApi, BatchJobReporter
+from baton_batches.runner_api import RunnerApi, RunnerTerms
 from baton_batches.runner_credentials import RunnerSecret, pod_tokens
 from baton_batches.settings import BatchSettings
 from baton_batches.storage import Storage
-from baton_batches.supervisor import Supervisor
+from baton_batches.supervisor import RunnerSupervisor
 
-ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 """What a process on this machine connects to where a router listens on all addresses."""
 
-WINDOW = 512
-WINDOW_EACH = 64
+MIN_WINDOW = 512
+WINDOW_PER_WORKER = 64
 """Lines of one batch under way at once, at most, in all and for each decode worker: the larger one counts."""
 
 
-class Execution:
+class BatchExecution:
     """One router's."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Execution:
         ended: Callable[[], None],
         workers: Callable[[], int],
         beside: Callable[[], bool],
-        cluster: Cluster,
+        cluster: BatchJobApi,
     ) -> None:
         """
         `ended` hears of it when a batch needs no runner any more. `workers`: how many decode workers there
@@ -49,7 +49,7 @@ class Execution:
         """
         self._workers = workers
         self._beside = beside
-        terms = Terms(settings.batch_lease_s, settings.batch_line_s, self._window)
+        terms = RunnerTerms(settings.batch_lease_s, settings.batch_line_s, self._window)
         if settings.batch_jobs and settings.batch_execution != "external":
             raise SetupError("--batch-jobs is for --batch-execution external: else this router runs batches.")
         self._pods = pod_tokens(cluster, settings.batch_jobs) if settings.batch_jobs else None
@@ -57,15 +57,15 @@ class Execution:
         self.url = ""
         """Where this router listens. Runners are started only if somebody has said so."""
         self._settings = settings
-        self._supervisor = Supervisor(storage, secret, settings.batch_parallel, settings.batch_lease_s)
-        self._announcer = Announcer(
+        self._supervisor = RunnerSupervisor(storage, secret, settings.batch_parallel, settings.batch_lease_s)
+        self._announcer = BatchJobReporter(
             storage, cluster, settings.batch_jobs, settings.batch_jobs_uid, time.monotonic
         )
         self._background: BackgroundTasks | None = None
 
     def _window(self) -> int:
         workers = self._workers()
-        widest = self._settings.batch_window or max(WINDOW, WINDOW_EACH * workers)
+        widest = self._settings.batch_window or max(MIN_WINDOW, WINDOW_PER_WORKER * workers)
         return min(widest, workers * self._settings.batch_window_beside) if self._beside() else widest
 
     def start(self, background: BackgroundTasks) -> None:
@@ -93,5 +93,5 @@ def reachable(url: str) -> str:
     'http://127.0.0.1:8080'
     """
     parts = urlsplit(url)
-    host = ANYWHERE.get(parts.hostname or "", "")
+    host = LOOPBACK.get(parts.hostname or "", "")
     return f"http://{host}:{parts.port}" if host else url

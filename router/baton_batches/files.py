@@ -24,7 +24,7 @@ PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 """Those that an upload may have."""
 OUTPUT = "batch_output"
 
-BROKEN_S = 86_400
+PROMISE_S = 86_400
 """Seconds after which a promise is broken: no upload takes that long."""
 
 TOMBSTONE_S = 86_400
@@ -45,7 +45,7 @@ class NewFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Quota:
+class FileQuota:
     """What one key may keep; 0 is no bound."""
 
     files: int = 0
@@ -57,7 +57,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{secrets.token_hex(16)}"
 
 
-class Files:
+class FileLedger:
     """Calls that wait for the database: make them in a thread."""
 
     def __init__(self, database: Database) -> None:
@@ -75,11 +75,11 @@ class Files:
 
     def broken(self, now: int, limit: int = 100) -> list[str]:
         """Keys at which nothing belongs: the bytes may go, and then the promise."""
-        wanted = select(promises.c.object).where(promises.c.made_at < now - BROKEN_S).limit(limit)
+        wanted = select(promises.c.object).where(promises.c.made_at < now - PROMISE_S).limit(limit)
         with self._database.reading() as connection:
             return list(connection.scalars(wanted))
 
-    def add(self, file: NewFile, now: int, quota: Quota = Quota()) -> StoredFile:
+    def add(self, file: NewFile, now: int, quota: FileQuota = FileQuota()) -> StoredFile:
         """Raises QuotaExceeded."""
         with self._database.writing() as connection:
             if quota.files or quota.bytes:
@@ -188,7 +188,7 @@ def add(connection: Connection, file: NewFile, now: int) -> StoredFile:
     return StoredFile(seq=seq, deleted_at=None, **values)
 
 
-def _check(connection: Connection, file: NewFile, now: int, quota: Quota) -> None:
+def _check(connection: Connection, file: NewFile, now: int, quota: FileQuota) -> None:
     if connection.dialect.name == "postgresql":  # SQLite's one writer is alone anyway
         lock = text("SELECT pg_advisory_xact_lock(hashtext(:owner))")
         connection.execute(lock, {"owner": f"files of {file.owner}"})

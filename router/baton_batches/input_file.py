@@ -19,17 +19,17 @@ from typing import Any
 import msgspec
 
 from baton_api.errors import INVALID_TYPE, INVALID_VALUE, MISSING_REQUIRED_PARAMETER, InvalidRequest
-from baton_batches.values import LineError, Result
-from baton_batches.wire import Line
+from baton_batches.values import LineError, LineResult
+from baton_batches.wire import InputLine
 
 METHOD = "POST"
 
 
-class TooLong(Exception):
+class LineTooLong(Exception):
     """A line has no end within what a line may have; its number is the argument."""
 
 
-class Body(msgspec.Struct):
+class RequestLineBody(msgspec.Struct):
     """What is looked at of a line's request."""
 
     model: Any = None
@@ -42,19 +42,19 @@ class RequestLine(msgspec.Struct):
     custom_id: str
     method: str
     url: str
-    body: Body
+    body: RequestLineBody
 
 
 _line = msgspec.json.Decoder(RequestLine)
 
 
-def split(pieces: Iterable[bytes], limit: int) -> Iterator[tuple[int, bytes]]:
+def split_lines(pieces: Iterable[bytes], limit: int) -> Iterator[tuple[int, bytes]]:
     """
     Numbers from 1 and the lines that are not blank, without their ends; a BOM before the first is let be.
 
     Raises TooLong for a line of more than `limit` bytes.
 
-    >>> list(split([b'{"a"', b':1}\\r\\n\\n{}'], 99))
+    >>> list(split_lines([b'{"a"', b':1}\\r\\n\\n{}'], 99))
     [(1, b'{"a":1}'), (3, b'{}')]
     """
     number = 0
@@ -63,30 +63,30 @@ def split(pieces: Iterable[bytes], limit: int) -> Iterator[tuple[int, bytes]]:
         rest += piece
         if b"\n" not in piece:
             if len(rest) > limit + 2:
-                raise TooLong(number + 1)
+                raise LineTooLong(number + 1)
             continue
         *whole, rest = rest.split(b"\n")
         for line in whole:
             number += 1
-            if bare := _bare(line, number, limit):
+            if bare := _stripped(line, number, limit):
                 yield number, bare
-    if bare := _bare(rest, number + 1, limit):
+    if bare := _stripped(rest, number + 1, limit):
         yield number + 1, bare
 
 
-def _bare(line: bytes | bytearray, number: int, limit: int) -> bytes:
+def _stripped(line: bytes | bytearray, number: int, limit: int) -> bytes:
     bare = bytes(line).removeprefix(codecs.BOM_UTF8 if number == 1 else b"").strip()
     if len(bare) > limit:
-        raise TooLong(number)
+        raise LineTooLong(number)
     return bare
 
 
-def read(number: int, line: bytes, endpoint: str) -> RequestLine | LineError:
+def parse_line(number: int, line: bytes, endpoint: str) -> RequestLine | LineError:
     """What the line asks for, or why it is no request of a batch for this endpoint."""
     try:
         found = _line.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _fault(number, line)
+        return _form_error(number, line)
     if found.method != METHOD:
         return LineError(
             "invalid_method", f"The method must be POST, not {found.method[:20]!r}.", "method", number
@@ -97,7 +97,7 @@ def read(number: int, line: bytes, endpoint: str) -> RequestLine | LineError:
     return found
 
 
-def _fault(number: int, line: bytes) -> LineError:
+def _form_error(number: int, line: bytes) -> LineError:
     """What is wrong with a line that does not have the form of one."""
     try:
         fields = msgspec.json.decode(line)
@@ -116,19 +116,19 @@ def _fault(number: int, line: bytes) -> LineError:
     return LineError(INVALID_TYPE, "body must be an object.", "body", number)
 
 
-def refused(number: int, line: RequestLine) -> Result | None:
+def rejected_result(number: int, line: RequestLine) -> LineResult | None:
     """The answer to a request that no batch can have, whatever serves it; None if it may be tried."""
     if line.body.stream is not True:
         return None
     error = InvalidRequest("A batch's requests cannot be streamed.", param="stream", code=INVALID_VALUE)
-    return Result(number, error.status, msgspec.json.encode(error.body()))
+    return LineResult(number, error.status, msgspec.json.encode(error.body()))
 
 
 BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
-class Cursor:
+class InputCursor:
     """The start of a line of the file."""
 
     position: int = 0
@@ -136,7 +136,7 @@ class Cursor:
     """Before it."""
 
     @classmethod
-    def read(cls, text: str) -> Cursor:
+    def read(cls, text: str) -> InputCursor:
         """What `str` made; the start for an empty text. Raises ValueError."""
         if not text:
             return cls()
@@ -150,7 +150,7 @@ class Cursor:
         return f"{self.position}-{self.lines}"
 
 
-class Done:
+class DoneLines:
     """The lines that have a result, as ranges (first, last) in order."""
 
     def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
@@ -162,14 +162,16 @@ class Done:
         return at >= 0 and number <= self._last[at]
 
 
-def cut(data: bytes, cursor: Cursor, end: bool, done: Done, limit: int) -> tuple[list[Line], Cursor]:
+def cut_slice(
+    data: bytes, cursor: InputCursor, end: bool, done: DoneLines, limit: int
+) -> tuple[list[InputLine], InputCursor]:
     """
     Up to `limit` lines of `data`, the file's bytes from `cursor` on, and where they end.
 
     Unless `data` is the file's end, what follows its last newline is left for the next slice; if that is
     everything, the cursor does not move.
     """
-    lines: list[Line] = []
+    lines: list[InputLine] = []
     position, number = 0, cursor.lines
     while len(lines) < limit and position < len(data):
         newline = data.find(b"\n", position)
@@ -183,6 +185,6 @@ def cut(data: bytes, cursor: Cursor, end: bool, done: Done, limit: int) -> tuple
             if number == 1:
                 text = text.removeprefix(BOM)
             if text:
-                lines.append(Line(number, text))
+                lines.append(InputLine(number, text))
         position = min(newline + 1, len(data))
-    return lines, Cursor(cursor.position + position, number)
+    return lines, InputCursor(cursor.position + position, number)

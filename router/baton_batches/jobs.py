@@ -12,46 +12,46 @@ from sqlalchemy import or_, select, update
 from baton_api import batch_jobs
 from baton_api.errors import Unauthorized
 from baton_batches.database import Database
-from baton_batches.tables import batch_of, batches, change, fetch
-from baton_batches.values import Batch, Status
+from baton_batches.tables import batch_of, batches, change_batch, fetch_batch
+from baton_batches.values import BatchRecord, BatchStatus
 
 
-class Jobs:
+class BatchJobAssignments:
     """All batches' BatchJobs."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def claim(self, id: str, job: str) -> Batch:
+    def claim(self, id: str, job: str) -> BatchRecord:
         """
         The batch, run by this BatchJob from now on.
 
         Raises BatchNotFound, and Unauthorized if it is for another.
         """
         with self._database.writing() as connection:
-            batch = fetch(connection, id)
+            batch = fetch_batch(connection, id)
             meant = batch.job or (batch.metadata or {}).get(batch_jobs.METADATA, "").partition("/")[0]
             if meant and meant != job:
                 raise Unauthorized(token=f"is of the BatchJob {job}, and {id} is for the BatchJob {meant}")
-            return batch if batch.job or batch.status.ended else change(connection, batch, job=job)
+            return batch if batch.job or batch.status.ended else change_batch(connection, batch, job=job)
 
     def disown(self, id: str, job: str) -> None:
         """The BatchJob is gone, or has heard of the batch's end: it has no more to do with it."""
         with self._database.writing() as connection:
             connection.execute(update(batches).where(batches.c.id == id, batches.c.job == job).values(job=""))
 
-    def missing(self, limit: int = 100) -> list[Batch]:
+    def missing(self, limit: int = 100) -> list[BatchRecord]:
         """Batches with lines to run and no BatchJob that would, the oldest first."""
         meant = f'%"{batch_jobs.METADATA}"%'
         wanted = select(batches).where(
-            batches.c.status == Status.IN_PROGRESS.value,
+            batches.c.status == BatchStatus.IN_PROGRESS.value,
             batches.c.job == "",
             or_(batches.c.metadata.is_(None), batches.c.metadata.not_like(meant)),
         )
         with self._database.reading() as connection:
             return [batch_of(row) for row in connection.execute(wanted.order_by(batches.c.seq).limit(limit))]
 
-    def there(self) -> list[Batch]:
+    def there(self) -> list[BatchRecord]:
         """Batches whose BatchJob is to hear of them."""
         wanted = select(batches).where(batches.c.job != "").order_by(batches.c.seq)
         with self._database.reading() as connection:

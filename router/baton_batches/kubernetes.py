@@ -24,19 +24,19 @@ import msgspec
 from baton_api import batch_jobs, labels
 from baton_api.errors import BatonError
 from baton_batches.storage import Storage
-from baton_batches.values import Batch
-from baton_http.kubernetes import KubernetesAccess, Unanswered
+from baton_batches.values import BatchRecord
+from baton_http.kubernetes import ApiServerError, KubernetesAccess
 
-ASK_S = 15.0
+REQUEST_TIMEOUT_S = 15.0
 
-ANSWER_LIMIT = 1024 * 1024
+REPLY_LIMIT = 1024 * 1024
 
-JOBS = "/apis/baton.dev/v1alpha1/namespaces/{}/batchjobs"
-KEYS = "/openid/v1/jwks"
+BATCH_JOBS_PATH = "/apis/baton.dev/v1alpha1/namespaces/{}/batchjobs"
+KEYS_PATH = "/openid/v1/jwks"
 """What the API server signs accounts' tokens with; every account may read it."""
 
 
-class Cluster:
+class BatchJobApi:
     """One API server. Each call raises OSError if there is no answer."""
 
     def __init__(self, access: KubernetesAccess) -> None:
@@ -46,7 +46,7 @@ class Cluster:
         """The router's own. Raises OSError."""
         try:
             return self._access.where()
-        except Unanswered as error:
+        except ApiServerError as error:
             raise OSError(str(error)) from error
 
     async def make(self, manifest: object) -> int:
@@ -62,20 +62,20 @@ class Cluster:
 
     async def keys(self) -> bytes:
         """The keys (JWKS) that tokens of accounts are signed with."""
-        status, body = await self._ask("GET", KEYS)
+        status, body = await self._ask("GET", KEYS_PATH)
         if status != 200:
             raise OSError(f"The API server answers with status {status} when asked for its keys.")
         return body
 
     def _jobs(self) -> str:
-        return JOBS.format(quote(self.namespace(), safe=""))
+        return BATCH_JOBS_PATH.format(quote(self.namespace(), safe=""))
 
     async def _ask(self, method: str, where: str, kind: str = "", body: object = None) -> tuple[int, bytes]:
         content = msgspec.json.encode(body) if kind else b""
         try:
             connected = self._access.open()
             try:
-                async with asyncio.timeout(ASK_S):
+                async with asyncio.timeout(REQUEST_TIMEOUT_S):
                     lines = [f"{method} {where} HTTP/1.1", f"host: {connected.upstream.name}"]
                     lines += ["user-agent: baton-router", "accept: */*"]
                     lines += [f"content-type: {kind}"] if kind else []
@@ -86,30 +86,30 @@ class Cluster:
                     answer = bytearray()
                     while piece := await exchange.read():
                         answer += piece
-                        if len(answer) > ANSWER_LIMIT:
-                            raise Unanswered(f"its answer has more than {ANSWER_LIMIT} bytes")
+                        if len(answer) > REPLY_LIMIT:
+                            raise ApiServerError(f"its answer has more than {REPLY_LIMIT} bytes")
                     return exchange.status, bytes(answer)
             finally:
                 connected.upstream.close()
-        except (Unanswered, BatonError) as error:  # TimeoutError is an OSError
+        except (ApiServerError, BatonError) as error:  # TimeoutError is an OSError
             raise OSError(f"The API server was not asked: {error}") from error
 
 
 log = logging.getLogger(__name__)
 
-TELL_S = 2.0
+UPDATE_S = 2.0
 """Seconds between two words about one batch, unless its phase has changed."""
 
 RETRY_LIMIT_S = 30.0
 
-PARTING_S = 120.0
+FINAL_UPDATE_S = 120.0
 """Seconds after which the end of a batch is said once more, and for the last time: every router that knew
 less has said it too by then."""
 
-MADE, THERE, GONE = 201, 409, 404
+CREATED, CONFLICT, NOT_FOUND = 201, 409, 404
 
 
-def batch_job(batch: Batch, service: str, uid: str) -> dict[str, Any]:
+def batch_job_manifest(batch: BatchRecord, service: str, uid: str) -> dict[str, Any]:
     """What the operator is to run; it goes with the service whose `uid` is given."""
     metadata: dict[str, Any] = {
         "name": batch_jobs.name_of(batch.id),
@@ -126,7 +126,7 @@ def batch_job(batch: Batch, service: str, uid: str) -> dict[str, Any]:
     }
 
 
-def status(batch: Batch) -> dict[str, Any]:
+def batch_job_status(batch: BatchRecord) -> dict[str, Any]:
     """What the status of a BatchJob says of its batch; the rest of it is the operator's."""
     return {
         "batchId": batch.id,
@@ -140,15 +140,15 @@ def status(batch: Batch) -> dict[str, Any]:
     }
 
 
-class RequestRefused(Exception):
+class BatchJobRejected(Exception):
     """The API server answered, and refused one BatchJob or its status."""
 
 
-class Announcer:
+class BatchJobReporter:
     """One router's. `clock` is monotonic."""
 
     def __init__(
-        self, storage: Storage, cluster: Cluster, service: str, uid: str, clock: Callable[[], float]
+        self, storage: Storage, cluster: BatchJobApi, service: str, uid: str, clock: Callable[[], float]
     ) -> None:
         self._storage = storage
         self._cluster = cluster
@@ -190,43 +190,45 @@ class Announcer:
         for id in self._refused.keys() - {batch.id for batch in (*missing, *there)}:
             del self._refused[id]
 
-    async def _each(self, batches: Sequence[Batch], announce: Callable[[Batch], Awaitable[None]]) -> None:
+    async def _each(
+        self, batches: Sequence[BatchRecord], announce: Callable[[BatchRecord], Awaitable[None]]
+    ) -> None:
         for batch in batches:
             due, pause_s = self._refused.get(batch.id, (0.0, 0.0))
             if pause_s and self._clock() < due:
                 continue
             try:
                 await announce(batch)
-            except RequestRefused as refused:
+            except BatchJobRejected as refused:
                 pause_s = min(RETRY_LIMIT_S, max(1.0, 2 * pause_s))
                 log.warning("%s Next attempt in %g s.", refused, pause_s)
                 self._refused[batch.id] = self._clock() + pause_s, pause_s
             else:
                 self._refused.pop(batch.id, None)
 
-    async def _make(self, batch: Batch) -> None:
-        made = batch_job(batch, self._service, self._uid)
+    async def _make(self, batch: BatchRecord) -> None:
+        made = batch_job_manifest(batch, self._service, self._uid)
         name = made["metadata"]["name"]
         answer = await self._cluster.make(made)
-        if answer not in (MADE, THERE):
-            raise RequestRefused(f"The API server refused to create the BatchJob {name}: status {answer}.")
+        if answer not in (CREATED, CONFLICT):
+            raise BatchJobRejected(f"The API server refused to create the BatchJob {name}: status {answer}.")
         await self._storage.run(partial(self._storage.jobs.claim, batch.id, name))
-        if answer == MADE:
+        if answer == CREATED:
             log.info("%s is run by the BatchJob %s.", batch.id, name)
 
-    async def _tell(self, batch: Batch) -> None:
-        wanted, now = status(batch), self._clock()
+    async def _tell(self, batch: BatchRecord) -> None:
+        wanted, now = batch_job_status(batch), self._clock()
         said, when = self._told.get(batch.id, ({}, 0.0))
-        news = wanted != said and (now - when >= TELL_S or wanted["phase"] != said.get("phase"))
-        last = batch.status.ended and wanted == said and now - when >= PARTING_S
+        news = wanted != said and (now - when >= UPDATE_S or wanted["phase"] != said.get("phase"))
+        last = batch.status.ended and wanted == said and now - when >= FINAL_UPDATE_S
         if news or last:
             answer = await self._cluster.tell(batch.job, wanted)
-            if answer == GONE:
+            if answer == NOT_FOUND:
                 log.info("The BatchJob %s of %s is gone.", batch.job, batch.id)
                 await self._storage.run(partial(self._storage.jobs.disown, batch.id, batch.job))
                 return
             if answer != 200:
-                raise RequestRefused(
+                raise BatchJobRejected(
                     f"The API server refused the status of the BatchJob {batch.job}: status {answer}."
                 )
             self._told[batch.id] = wanted, now

@@ -54,21 +54,29 @@ from baton_batches.tables import (
     batch_of,
     batches,
     bindable,
-    change,
-    fetch,
+    change_batch,
+    fetch_batch,
+    fetch_held_batch,
     files,
-    finalizing,
-    free,
-    held,
-    keep,
+    finalize_if_done,
+    free_batches,
+    insert_results,
     results,
 )
-from baton_batches.values import ENDED, Batch, LineError, Recorded, Result, Status, StoredFile
+from baton_batches.values import (
+    ENDED,
+    BatchRecord,
+    BatchStatus,
+    LineError,
+    LineResult,
+    RecordOutcome,
+    StoredFile,
+)
 
-CANCELLABLE = frozenset({Status.VALIDATING, Status.IN_PROGRESS, Status.FINALIZING})
-UNDER_WAY = (Status.VALIDATING.value, Status.IN_PROGRESS.value)
-RECORDING = frozenset({Status.VALIDATING, Status.IN_PROGRESS, Status.CANCELLING})
-EXPIRING = frozenset({Status.VALIDATING, Status.IN_PROGRESS})
+CANCELLABLE = frozenset({BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING})
+UNDER_WAY = (BatchStatus.VALIDATING.value, BatchStatus.IN_PROGRESS.value)
+RECORDING = frozenset({BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.CANCELLING})
+EXPIRING = frozenset({BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS})
 """Statuses of batches that expire when their window passes; any other is on its way to its own end."""
 
 
@@ -87,11 +95,11 @@ class Ledger:
         file: StoredFile,
         now: int,
         *,
-        window: str = api_objects.DAY,
+        window: str = api_objects.DEFAULT_WINDOW,
         metadata: Mapping[str, str] | None = None,
         output_seconds: int | None = None,
         models: Iterable[str] | None = None,
-    ) -> Batch:
+    ) -> BatchRecord:
         """
         A batch that is to be validated, and has so much time from now on, as in `completion_window`.
 
@@ -111,7 +119,7 @@ class Ledger:
             "metadata": None if metadata is None else as_json(metadata),
             "output_seconds": output_seconds,
             "models": None if models is None else as_json(sorted(models)),
-            "status": Status.VALIDATING.value,
+            "status": BatchStatus.VALIDATING.value,
             "created_at": now,
             "expires_at": now + window_s,
             "total": 0,
@@ -129,7 +137,7 @@ class Ledger:
             row = connection.execute(insert(batches).values(values).returning(*batches.c)).one()
         return batch_of(row)
 
-    def get(self, owner: str, id: str) -> Batch:
+    def get(self, owner: str, id: str) -> BatchRecord:
         """As its owner sees it. Raises BatchNotFound."""
         with self._database.reading() as connection:
             row = connection.execute(
@@ -139,12 +147,12 @@ class Ledger:
             raise BatchNotFound(id)
         return batch_of(row)
 
-    def find(self, id: str) -> Batch:
+    def find(self, id: str) -> BatchRecord:
         """Whoever owns it: for those who work on it. Raises BatchNotFound."""
         with self._database.reading() as connection:
-            return fetch(connection, id, lock=False)
+            return fetch_batch(connection, id, lock=False)
 
-    def page(self, owner: str, *, limit: int, after: str = "") -> tuple[list[Batch], bool]:
+    def page(self, owner: str, *, limit: int, after: str = "") -> tuple[list[BatchRecord], bool]:
         """A page, newest first, and whether there is more. Raises InvalidRequest for an unknown `after`."""
         wanted = select(batches).where(batches.c.owner == owner)
         with self._database.reading() as connection:
@@ -162,21 +170,21 @@ class Ledger:
             rows = connection.execute(wanted.order_by(batches.c.seq.desc()).limit(limit + 1)).all()
         return [batch_of(row) for row in rows[:limit]], len(rows) > limit
 
-    def request_cancel(self, owner: str, id: str, now: int) -> Batch:
+    def request_cancel(self, owner: str, id: str, now: int) -> BatchRecord:
         """
         The batch, cancelling from now on; one that was cancelled before stays as it is.
 
         Raises BatchNotFound, and BatchEnded if it has come to another end.
         """
         with self._database.writing() as connection:
-            batch = fetch(connection, id)
+            batch = fetch_batch(connection, id)
             if batch.owner != owner:
                 raise BatchNotFound(id)
-            if batch.status in (Status.CANCELLING, Status.CANCELLED):
+            if batch.status in (BatchStatus.CANCELLING, BatchStatus.CANCELLED):
                 return batch
             if batch.status not in CANCELLABLE:
                 raise BatchEnded(batch.status)
-            return change(connection, batch, status=Status.CANCELLING, cancelling_at=now)
+            return change_batch(connection, batch, status=BatchStatus.CANCELLING, cancelling_at=now)
 
     def reassign(self, owner: str, other: str) -> tuple[int, int]:
         """Give all files and batches of `owner` to `other`. Returns how many files and batches those were."""
@@ -196,7 +204,7 @@ class Ledger:
     def cancel_refused(self, owner: str, reason: str, now: int) -> int:
         """Cancel all batches of `owner` that are under way, with `reason` as their error; gives how many."""
         errors = as_json((LineError("owner_refused", reason),))
-        values = {"status": Status.CANCELLING.value, "cancelling_at": now, "errors": errors}
+        values = {"status": BatchStatus.CANCELLING.value, "cancelling_at": now, "errors": errors}
         chosen = batches.c.owner == owner, batches.c.status.in_(UNDER_WAY)
         with self._database.writing() as connection:
             return connection.execute(update(batches).where(*chosen).values(values)).rowcount
@@ -204,7 +212,7 @@ class Ledger:
     # --- Leases ---
 
     def lease(
-        self, id: str, runner: str, now: float, seconds: float, status: Status | None = None
+        self, id: str, runner: str, now: float, seconds: float, status: BatchStatus | None = None
     ) -> int | None:
         """
         A new epoch; None if another's lease is live or the batch has ended.
@@ -213,7 +221,7 @@ class Ledger:
         BatchNotFound.
         """
         with self._database.writing() as connection:
-            batch = fetch(connection, id)
+            batch = fetch_batch(connection, id)
             if batch.status.ended or batch.leased_until > now or status not in (None, batch.status):
                 return None
             return self._leased(connection, batch, runner, now + seconds)
@@ -221,13 +229,13 @@ class Ledger:
     def take(self, id: str, runner: str, now: float, seconds: float) -> int | None:
         """The same, from whoever holds it: nothing that comes from them counts any more."""
         with self._database.writing() as connection:
-            batch = fetch(connection, id)
+            batch = fetch_batch(connection, id)
             return None if batch.status.ended else self._leased(connection, batch, runner, now + seconds)
 
-    def _leased(self, connection: Connection, batch: Batch, runner: str, until: float) -> int:
-        return change(connection, batch, runner=runner, epoch=batch.epoch + 1, leased_until=until).epoch
+    def _leased(self, connection: Connection, batch: BatchRecord, runner: str, until: float) -> int:
+        return change_batch(connection, batch, runner=runner, epoch=batch.epoch + 1, leased_until=until).epoch
 
-    def renew(self, id: str, epoch: int, now: float, seconds: float, in_window: bool = False) -> Batch:
+    def renew(self, id: str, epoch: int, now: float, seconds: float, in_window: bool = False) -> BatchRecord:
         """
         The batch as it is now, leased for so long again. Raises StaleLease.
 
@@ -235,22 +243,22 @@ class Ledger:
         many seconds after the batch's window at the latest.
         """
         with self._database.writing() as connection:
-            batch = held(connection, id, epoch)
+            batch = fetch_held_batch(connection, id, epoch)
             if not batch.runner:
                 return batch
             until = min(now, batch.expires_at) + seconds if in_window else now + seconds
-            return change(connection, batch, leased_until=until)
+            return change_batch(connection, batch, leased_until=until)
 
     def release(self, id: str, epoch: int) -> None:
         """Let another have it at once; nothing happens if another has it."""
         with self._database.writing() as connection:
-            batch = fetch(connection, id)
+            batch = fetch_batch(connection, id)
             if batch.epoch == epoch:
-                change(connection, batch, runner="", leased_until=0.0)
+                change_batch(connection, batch, runner="", leased_until=0.0)
 
     def unfinished(
-        self, now: float, status: Status, limit: int = 100, without: Collection[str] = ()
-    ) -> list[Batch]:
+        self, now: float, status: BatchStatus, limit: int = 100, without: Collection[str] = ()
+    ) -> list[BatchRecord]:
         """
         Batches of that status on which nobody works and that are not overdue: each owner's oldest first.
 
@@ -258,12 +266,12 @@ class Ledger:
         """
         more = [batches.c.expires_at > now] if status in EXPIRING else []
         with self._database.reading() as connection:
-            return free(connection, now, [status], limit, without, *more)
+            return free_batches(connection, now, [status], limit, without, *more)
 
-    def overdue(self, now: float, limit: int = 100, without: Collection[str] = ()) -> list[Batch]:
+    def overdue(self, now: float, limit: int = 100, without: Collection[str] = ()) -> list[BatchRecord]:
         """The same of batches whose window has passed before all of their lines had a result."""
         with self._database.reading() as connection:
-            return free(connection, now, EXPIRING, limit, without, batches.c.expires_at <= now)
+            return free_batches(connection, now, EXPIRING, limit, without, batches.c.expires_at <= now)
 
     # --- Lines ---
 
@@ -276,56 +284,58 @@ class Ledger:
         total: int,
         model: str | None,
         errors: Sequence[LineError] = (),
-    ) -> Batch:
+    ) -> BatchRecord:
         """
         The input was read: in_progress with so many lines, or failed because of `errors`.
 
         The lease ends with it. A batch that was cancelled meanwhile stays so. Raises StaleLease.
         """
         with self._database.writing() as connection:
-            batch = held(connection, id, epoch)
+            batch = fetch_held_batch(connection, id, epoch)
             model = model and bindable(model)
             free: dict[str, Any] = {"runner": "", "leased_until": 0.0}
-            if batch.status is not Status.VALIDATING:
-                return change(connection, batch, total=total, model=model, **free)
+            if batch.status is not BatchStatus.VALIDATING:
+                return change_batch(connection, batch, total=total, model=model, **free)
             if errors:
                 told = as_json(tuple(errors))
-                return change(connection, batch, status=Status.FAILED, failed_at=now, errors=told, **free)
-            batch = change(
+                return change_batch(
+                    connection, batch, status=BatchStatus.FAILED, failed_at=now, errors=told, **free
+                )
+            batch = change_batch(
                 connection,
                 batch,
-                status=Status.IN_PROGRESS,
+                status=BatchStatus.IN_PROGRESS,
                 in_progress_at=now,
                 total=total,
                 model=model,
                 **free,
             )
-            return finalizing(connection, batch, now)
+            return finalize_if_done(connection, batch, now)
 
-    def record(self, id: str, epoch: int, found: Iterable[Result], now: int) -> Recorded:
+    def record(self, id: str, epoch: int, found: Iterable[LineResult], now: int) -> RecordOutcome:
         """
         Keep results, all or none; of a line that has one already the first stands.
 
         Raises StaleLease: none of them was kept.
         """
-        first: dict[int, Result] = {}
+        first: dict[int, LineResult] = {}
         for result in found:
             first.setdefault(result.line, result)
         with self._database.writing() as connection:
-            batch = held(connection, id, epoch)
+            batch = fetch_held_batch(connection, id, epoch)
             if batch.status not in RECORDING:
-                return Recorded(0, batch.status)
-            new = keep(connection, batch.seq, first.values())
+                return RecordOutcome(0, batch.status)
+            new = insert_results(connection, batch.seq, first.values())
             completed = 0
             if new:
                 completed = sum(200 <= status < 300 for status in new)
-                batch = change(
+                batch = change_batch(
                     connection,
                     batch,
                     completed=batch.completed + completed,
                     failed=batch.failed + len(new) - completed,
                 )
-            return Recorded(len(new), finalizing(connection, batch, now).status, completed)
+            return RecordOutcome(len(new), finalize_if_done(connection, batch, now).status, completed)
 
     def done(self, id: str, after: int = 0, limit: int = 10_000) -> list[tuple[int, int]]:
         """
@@ -334,7 +344,7 @@ class Ledger:
         Go on after the last range's end; none are left when the list is empty. Raises BatchNotFound.
         """
         with self._database.reading() as connection:
-            batch = fetch(connection, id, lock=False)
+            batch = fetch_batch(connection, id, lock=False)
             rows = connection.execute(
                 text(
                     "SELECT MIN(line), MAX(line) FROM"
@@ -350,18 +360,18 @@ class Ledger:
         """Results of completed and of failed lines, counted one by one: what the batch's columns must say."""
         good = func.count().filter(results.c.status.between(200, 299))
         with self._database.reading() as connection:
-            batch = fetch(connection, id, lock=False)
+            batch = fetch_batch(connection, id, lock=False)
             wanted = select(func.count(), good).where(results.c.batch == batch.seq)
             every, completed = connection.execute(wanted).one()
         return int(completed), int(every) - int(completed)
 
-    def results(self, batch: Batch, after: int = 0, limit: int = 500) -> list[Result]:
+    def results(self, batch: BatchRecord, after: int = 0, limit: int = 500) -> list[LineResult]:
         """Results in the order of lines, those after line `after`."""
         wanted = select(results.c.line, results.c.status, results.c.body, results.c.request_id)
         wanted = wanted.where(results.c.batch == batch.seq, results.c.line > after)
         with self._database.reading() as connection:
             rows = connection.execute(wanted.order_by(results.c.line).limit(limit))
-            return [Result(line, status, bytes(body), request) for line, status, body, request in rows]
+            return [LineResult(line, status, bytes(body), request) for line, status, body, request in rows]
 
     # --- The end ---
 
@@ -375,7 +385,7 @@ class Ledger:
         errors: NewFile | None,
         usage: Mapping[str, int] | None = None,
         expired: bool = False,
-    ) -> Batch:
+    ) -> BatchRecord:
         """
         End the batch with these files, whose bytes are in their place.
 
@@ -383,8 +393,8 @@ class Ledger:
         StaleLease, also if it has ended before: the files that it has then are not these.
         """
         with self._database.writing() as connection:
-            batch = held(connection, id, epoch)
-            end = Status.EXPIRED if expired else _END.get(batch.status)
+            batch = fetch_held_batch(connection, id, epoch)
+            end = BatchStatus.EXPIRED if expired else _END.get(batch.status)
             if end is None:
                 raise StaleLease(id, epoch, batch.epoch, batch.status)
             ids = {
@@ -393,7 +403,7 @@ class Ledger:
             }
             told = None if usage is None else as_json(usage)
             times = {f"{end}_at": now}
-            return change(
+            return change_batch(
                 connection, batch, status=end, usage=told, runner="", leased_until=0.0, **ids, **times
             )
 
@@ -416,4 +426,4 @@ class Ledger:
             return connection.execute(delete(results).where(*where)).rowcount
 
 
-_END = {Status.FINALIZING: Status.COMPLETED, Status.CANCELLING: Status.CANCELLED}
+_END = {BatchStatus.FINALIZING: BatchStatus.COMPLETED, BatchStatus.CANCELLING: BatchStatus.CANCELLED}

@@ -20,14 +20,14 @@ from baton_api.errors import BatonError, StorageFull, StorageUnavailable
 from baton_api.metrics.counters import Tally
 from baton_batches.database import Database
 from baton_batches.tables import batches
-from baton_batches.values import Status
+from baton_batches.values import BatchStatus
 
 
-class BatchFigures(Collector):
+class BatchMetrics(Collector):
     """One router's. Threads may count what they have done for runners."""
 
     def __init__(self) -> None:
-        self.summary = Summary()
+        self.summary = LedgerSummary()
         """The last one that was had."""
         self._lock = threading.Lock()
         self._lines = Tally(metrics.BATCH_LINES)
@@ -59,7 +59,7 @@ class BatchFigures(Collector):
         statuses = GaugeMetricFamily(
             metrics.BATCHES.name, metrics.BATCHES.help, labels=metrics.BATCHES.labels
         )
-        for status in Status:
+        for status in BatchStatus:
             statuses.add_metric([status], summary.statuses.get(status, 0))
         yield statuses
         for metric, value in (
@@ -77,10 +77,10 @@ LATE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class LedgerSummary:
     """One moment of a ledger."""
 
-    statuses: dict[Status, int] = field(default_factory=dict)
+    statuses: dict[BatchStatus, int] = field(default_factory=dict)
     """Batches by status; those without any are left out."""
     lines_left: int = 0
     """Of batches in progress."""
@@ -90,7 +90,7 @@ class Summary:
     """Batches in progress that are behind."""
 
 
-def summarize(database: Database, now: float) -> Summary:
+def summarize(database: Database, now: float) -> LedgerSummary:
     """`now` in seconds of the Unix epoch. Raises StorageUnavailable."""
     columns = batches.c
     done = columns.completed + columns.failed
@@ -104,6 +104,6 @@ def summarize(database: Database, now: float) -> Summary:
         func.count().filter(behind),
     ).group_by(columns.status)
     with database.reading() as connection:
-        rows = {Status(status): tuple(map(int, rest)) for status, *rest in connection.execute(wanted)}
-    _, left, runners, late = rows.get(Status.IN_PROGRESS, (0, 0, 0, 0))
-    return Summary({status: counts[0] for status, counts in rows.items()}, left, runners, late)
+        rows = {BatchStatus(status): tuple(map(int, rest)) for status, *rest in connection.execute(wanted)}
+    _, left, runners, late = rows.get(BatchStatus.IN_PROGRESS, (0, 0, 0, 0))
+    return LedgerSummary({status: counts[0] for status, counts in rows.items()}, left, runners, late)

@@ -16,13 +16,13 @@ from typing import Protocol
 
 from baton_api.errors import BatonError, StorageFull, StorageUnavailable
 
-PIECE = 256 * 1024
+READ_BYTES = 256 * 1024
 """Bytes that are read at once; a compromise between calls and the time that other threads wait."""
 
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-class Writer(Protocol):
+class ObjectWriter(Protocol):
     """One object that is being written, until `commit` or `abort`; `abort` may also follow either."""
 
     def write(self, data: bytes) -> None:
@@ -38,10 +38,10 @@ class Writer(Protocol):
         ...
 
 
-class Objects(Protocol):
+class ObjectStore(Protocol):
     """A store. Keys are letters, digits, `-` and `/`."""
 
-    def writer(self, key: str) -> Writer:
+    def writer(self, key: str) -> ObjectWriter:
         """Raises StorageUnavailable."""
         ...
 
@@ -59,39 +59,39 @@ def new_key(owner: str) -> str:
     return f"{owner[:32] or 'shared'}/{secrets.token_hex(16)}"
 
 
-class Folder:
+class FolderObjectStore:
     """Objects as files. What is being written stands apart, and moves to its place in one step."""
 
     def __init__(self, root: Path) -> None:
         """The folder is made when it is first written to."""
         self._root = root
 
-    def writer(self, key: str) -> Writer:
+    def writer(self, key: str) -> ObjectWriter:
         unfinished = self._root / "unfinished" / secrets.token_hex(16)
         try:
             unfinished.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             return _FileWriter(unfinished, self._root / key)
         except OSError as error:
-            raise _meaning(error, self._root) from error
+            raise _storage_error(error, self._root) from error
 
     def read(self, key: str, start: int, end: int) -> Iterator[bytes]:
         try:
             with (self._root / key).open("rb", buffering=0) as file:
                 file.seek(start)
                 while start < end:
-                    piece = file.read(min(PIECE, end - start))
+                    piece = file.read(min(READ_BYTES, end - start))
                     if not piece:
                         raise StorageUnavailable("A stored file is shorter than it was when it was stored.")
                     start += len(piece)
                     yield piece
         except OSError as error:
-            raise _meaning(error, self._root) from error
+            raise _storage_error(error, self._root) from error
 
     def delete(self, key: str) -> None:
         try:
             (self._root / key).unlink(missing_ok=True)
         except OSError as error:
-            raise _meaning(error, self._root) from error
+            raise _storage_error(error, self._root) from error
 
 
 class _FileWriter:
@@ -106,7 +106,7 @@ class _FileWriter:
             while view:
                 view = view[self._file.write(view) :]
         except OSError as error:
-            raise _meaning(error, self._place.parent) from error
+            raise _storage_error(error, self._place.parent) from error
 
     def commit(self) -> None:
         try:
@@ -117,14 +117,14 @@ class _FileWriter:
             for folder in (self._place.parent, self._place.parent.parent):
                 _sync(folder)
         except OSError as error:
-            raise _meaning(error, self._place.parent) from error
+            raise _storage_error(error, self._place.parent) from error
 
     def abort(self) -> None:
         self._file.close()
         try:
             self._unfinished.unlink(missing_ok=True)
         except OSError as error:
-            raise _meaning(error, self._place.parent) from error
+            raise _storage_error(error, self._place.parent) from error
 
 
 def _sync(folder: Path) -> None:
@@ -136,8 +136,8 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _meaning(error: OSError, where: Path) -> BatonError:
-    if error.errno in FULL:
+def _storage_error(error: OSError, where: Path) -> BatonError:
+    if error.errno in DISK_FULL_ERRORS:
         return StorageFull("the folder of files")
     if isinstance(error, FileNotFoundError):
         return StorageUnavailable("A stored file is not where it was stored.")

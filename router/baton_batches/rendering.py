@@ -14,27 +14,27 @@ from typing import Any
 
 import msgspec
 
-from baton_batches.values import Result
+from baton_batches.values import LineResult
 
 EXPIRED = (
     b'{"code":"batch_expired","message":'
     b'"This request could not be executed before the completion window expired."}'
 )
-_QUOTED = msgspec.json.Encoder()
+_json = msgspec.json.Encoder()
 
 
-class Named(msgspec.Struct):
+class NamedLine(msgspec.Struct):
     """What is read of an input line."""
 
     custom_id: str
 
 
-class _Details(msgspec.Struct):
+class _TokenDetails(msgspec.Struct):
     cached_tokens: int | None = 0
     reasoning_tokens: int | None = 0
 
 
-class _Usage(msgspec.Struct):
+class _UsageFields(msgspec.Struct):
     """A usage of chat, completions and embeddings, or of responses."""
 
     prompt_tokens: int | None = 0
@@ -42,22 +42,22 @@ class _Usage(msgspec.Struct):
     input_tokens: int | None = 0
     output_tokens: int | None = 0
     total_tokens: int | None = 0
-    prompt_tokens_details: _Details | None = None
-    completion_tokens_details: _Details | None = None
-    input_tokens_details: _Details | None = None
-    output_tokens_details: _Details | None = None
+    prompt_tokens_details: _TokenDetails | None = None
+    completion_tokens_details: _TokenDetails | None = None
+    input_tokens_details: _TokenDetails | None = None
+    output_tokens_details: _TokenDetails | None = None
 
 
-class _Answer(msgspec.Struct):
-    usage: _Usage | None = None
+class _ReplyWithUsage(msgspec.Struct):
+    usage: _UsageFields | None = None
 
 
-_named = msgspec.json.Decoder(Named)
-_answer = msgspec.json.Decoder(_Answer)
+_name_decoder = msgspec.json.Decoder(NamedLine)
+_usage_decoder = msgspec.json.Decoder(_ReplyWithUsage)
 
 
 @dataclass(slots=True)
-class Usage:
+class BatchUsage:
     """Tokens of all completed lines together."""
 
     input_tokens: int = 0
@@ -69,13 +69,13 @@ class Usage:
     def add(self, body: bytes) -> None:
         """Those of one answer; one that says nothing of them adds nothing."""
         try:
-            usage = _answer.decode(body).usage
+            usage = _usage_decoder.decode(body).usage
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return
         if usage is None:
             return
-        given = usage.prompt_tokens_details or usage.input_tokens_details or _Details()
-        made = usage.completion_tokens_details or usage.output_tokens_details or _Details()
+        given = usage.prompt_tokens_details or usage.input_tokens_details or _TokenDetails()
+        made = usage.completion_tokens_details or usage.output_tokens_details or _TokenDetails()
         self.input_tokens += (usage.prompt_tokens or 0) + (usage.input_tokens or 0)
         self.output_tokens += (usage.completion_tokens or 0) + (usage.output_tokens or 0)
         self.total_tokens += usage.total_tokens or 0
@@ -87,7 +87,7 @@ class Usage:
 
 
 @dataclass(slots=True)
-class Tally:
+class FileDigest:
     """What went into one file."""
 
     size: int = 0
@@ -101,8 +101,8 @@ class Tally:
 
 
 def rows(
-    batch: str, numbered: Iterable[tuple[int, bytes]], results: Iterator[Result], expired: bool
-) -> Iterator[tuple[Result, bytes]]:
+    batch: str, numbered: Iterable[tuple[int, bytes]], results: Iterator[LineResult], expired: bool
+) -> Iterator[tuple[LineResult, bytes]]:
     """
     Each result and its row, in the order of the input's lines.
 
@@ -111,18 +111,18 @@ def rows(
     result = next(results, None)
     for number, text in numbered:
         if result is not None and result.line == number:
-            yield result, _row(batch, result, _named.decode(text).custom_id)
+            yield result, _row(batch, result, _name_decoder.decode(text).custom_id)
             result = next(results, None)
         elif expired:
-            unfinished = Result(number, 0, EXPIRED)
-            yield unfinished, _row(batch, unfinished, _named.decode(text).custom_id)
+            unfinished = LineResult(number, 0, EXPIRED)
+            yield unfinished, _row(batch, unfinished, _name_decoder.decode(text).custom_id)
 
 
-def _row(batch: str, result: Result, custom_id: str) -> bytes:
+def _row(batch: str, result: LineResult, custom_id: str) -> bytes:
     answer = b"null"
     error = b"null"
     if result.status:
-        request = _QUOTED.encode(result.request_id)
+        request = _json.encode(result.request_id)
         answer = b'{"status_code":%d,"request_id":%b,"body":%b}' % (
             result.status,
             request,
@@ -131,7 +131,7 @@ def _row(batch: str, result: Result, custom_id: str) -> bytes:
     else:
         error = _one_line(result.body)
     id = f"batch_req_{batch.removeprefix('batch_')}_{result.line}".encode()
-    name = _QUOTED.encode(custom_id)
+    name = _json.encode(custom_id)
     return b'{"id":"%b","custom_id":%b,"response":%b,"error":%b}\n' % (id, name, answer, error)
 
 
@@ -140,7 +140,7 @@ def _one_line(body: bytes) -> bytes:
     try:
         return msgspec.json.format(body, indent=-1) if b"\n" in body or b"\r" in body else _checked(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return _QUOTED.encode(body.decode(errors="replace"))
+        return _json.encode(body.decode(errors="replace"))
 
 
 def _checked(body: bytes) -> bytes:

@@ -39,14 +39,14 @@ LONGEST_WAIT_S = 30.0
 
 TOO_MANY_REQUESTS, UNAVAILABLE = 429, 503
 UNAUTHORIZED = 401
-AGAIN_LATER = frozenset({408, 499})
+RETRY_STATUSES = frozenset({408, 499})
 SERVER_ERRORS = 500
 
-LOST_WORKER = frozenset({WorkerLost.code, TransferFailed.code})
+WORKER_LOST_CODES = frozenset({WorkerLost.code, TransferFailed.code})
 """Error codes of a 503 whose request had reached a worker that was lost, or that lost its partner."""
 
 
-class Outcome(enum.Enum):
+class TryOutcome(enum.Enum):
     """How a try ended."""
 
     ANSWERED = "answered"
@@ -63,7 +63,7 @@ class Outcome(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Tries:
+class LineTries:
     """What one line has been through, in this runner."""
 
     faults: int = 0
@@ -83,17 +83,17 @@ class Tries:
     def failures(self) -> int:
         return self.faults + self.outages + self.timeouts + self.losses
 
-    def after(self, outcome: Outcome) -> Tries:
+    def after(self, outcome: TryOutcome) -> LineTries:
         match outcome:
-            case Outcome.FAULT:
+            case TryOutcome.FAULT:
                 return replace(self, faults=self.faults + 1)
-            case Outcome.OUTAGE:
+            case TryOutcome.OUTAGE:
                 return replace(self, outages=self.outages + 1)
-            case Outcome.SLOW:
+            case TryOutcome.SLOW:
                 return replace(self, timeouts=self.timeouts + 1)
-            case Outcome.LOST:
+            case TryOutcome.LOST:
                 return replace(self, losses=self.losses + 1)
-            case Outcome.BUSY | Outcome.AWAY:
+            case TryOutcome.BUSY | TryOutcome.AWAY:
                 return replace(self, refusals=self.refusals + 1)
             case _:
                 return self
@@ -109,22 +109,22 @@ class Tries:
         )
 
 
-def outcome(status: int, code: str | None) -> Outcome:
+def outcome_of(status: int, code: str | None) -> TryOutcome:
     """What an answer over HTTP means; `code` is that of its error."""
-    if status == UNAVAILABLE and code in LOST_WORKER:
-        return Outcome.LOST
+    if status == UNAVAILABLE and code in WORKER_LOST_CODES:
+        return TryOutcome.LOST
     if status in (TOO_MANY_REQUESTS, UNAVAILABLE):
-        return Outcome.BUSY
+        return TryOutcome.BUSY
     if code == PoisonRequest.code:
-        return Outcome.ANSWERED  # the router saw more workers die of it than a runner would try
+        return TryOutcome.ANSWERED  # the router saw more workers die of it than a runner would try
     if status == UNAUTHORIZED:  # the runner's token, which is renewed, or a worker's key: never the line
-        return Outcome.OUTAGE
-    if status in AGAIN_LATER or status >= SERVER_ERRORS:
-        return Outcome.FAULT
-    return Outcome.ANSWERED
+        return TryOutcome.OUTAGE
+    if status in RETRY_STATUSES or status >= SERVER_ERRORS:
+        return TryOutcome.FAULT
+    return TryOutcome.ANSWERED
 
 
-def wait_s(tries: int, rng: random.Random) -> float:
+def backoff_s(tries: int, rng: random.Random) -> float:
     """Seconds until the next try after so many: twice as long each time, and for everybody another."""
     longest = float(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(tries, 16)))
     return rng.uniform(longest / 2, longest)

@@ -20,23 +20,23 @@ from baton_api import limits
 from baton_api.errors import INVALID_VALUE, BodyTooLarge, InvalidRequest, RangeNotSatisfiable
 from baton_batches import api_objects, upload
 from baton_batches.api_objects import NewBatch
-from baton_batches.controller import Keeper
+from baton_batches.controller import BatchController
 from baton_batches.storage import Storage
-from baton_batches.values import Batch, StoredFile
+from baton_batches.values import BatchRecord, StoredFile
 from baton_http.replies import Scope
 
 FILES = "/v1/files"
 BATCHES = "/v1/batches"
 
-BATCH_BODY = 64 * 1024
+BODY_LIMIT = 64 * 1024
 """Bytes of a request for a batch."""
 
-LEFT = 499
+CLIENT_CLOSED_REQUEST = 499
 
 
 def routes(
     storage: Storage,
-    keeper: Keeper,
+    keeper: BatchController,
     whose: Callable[[Scope], bytes],
     models_of: Callable[[Scope], frozenset[str] | None],
     body_s: float,
@@ -58,7 +58,7 @@ def routes(
         try:
             stored = await upload.receive(storage, request, owner(request), now(), body_s)
         except ClientDisconnect:
-            return Response(status_code=LEFT)
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
         return JSONResponse(api_objects.render_file(stored))
 
     @api.get(FILES)
@@ -122,7 +122,9 @@ def routes(
     return api
 
 
-def _create(storage: Storage, owner: str, wanted: NewBatch, now: int, models: frozenset[str] | None) -> Batch:
+def _create(
+    storage: Storage, owner: str, wanted: NewBatch, now: int, models: frozenset[str] | None
+) -> BatchRecord:
     file = storage.files.get(owner, wanted.input_file_id, now, param="input_file_id")
     if file.purpose != "batch":
         raise InvalidRequest(
@@ -152,8 +154,8 @@ async def _body(request: Request, seconds: float) -> bytes:
         async with asyncio.timeout(seconds):
             async for data in request.stream():
                 body += data
-                if len(body) > BATCH_BODY:
-                    raise BodyTooLarge(BATCH_BODY)
+                if len(body) > BODY_LIMIT:
+                    raise BodyTooLarge(BODY_LIMIT)
     except TimeoutError as error:
         raise InvalidRequest(f"The request's body did not arrive within {seconds:g} seconds.") from error
     return bytes(body)

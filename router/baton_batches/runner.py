@@ -18,12 +18,12 @@ from contextlib import suppress
 from dataclasses import replace
 
 from baton_batches import retries, values
-from baton_batches.retries import Outcome
-from baton_batches.runner_gateway import Dismissed, Door, Refused
-from baton_batches.runner_queues import Outbox, Pending, Waiting
-from baton_batches.values import Result
-from baton_batches.window import Window
-from baton_batches.wire import Lease, Order, Progress, Receipt
+from baton_batches.retries import TryOutcome
+from baton_batches.runner_gateway import LeaseLost, RunnerGateway, TokenRejected
+from baton_batches.runner_queues import PendingLine, PendingLines, ResultOutbox
+from baton_batches.values import LineResult
+from baton_batches.window import SendWindow
+from baton_batches.wire import ResultReceipt, RunnerLease, RunnerOrder, RunnerProgress
 
 HEARTBEAT_S = 1.0
 """Seconds between two heartbeats at most: a cancellation is to be heard soon."""
@@ -31,15 +31,20 @@ HEARTBEAT_S = 1.0
 HELD_BYTES = 32 * 1024 * 1024
 """Bytes of lines that are held here, waiting or under way, before more are asked for."""
 
-PATIENCE = 2
+MAX_REJECTION_BACKOFF = 2
 """Refusals after which the wait for the next try grows no more: it was not the line's fault."""
 
 
-class Runner:
+class BatchRunner:
     """One run of one batch, from its lease to its end."""
 
     def __init__(
-        self, batch: str, door: Door, lease: Lease, rng: random.Random, widest: int | None = None
+        self,
+        batch: str,
+        door: RunnerGateway,
+        lease: RunnerLease,
+        rng: random.Random,
+        widest: int | None = None,
     ) -> None:
         """`widest`: lines under way at once, at most, whatever the router would allow."""
         self._batch = batch
@@ -48,9 +53,9 @@ class Runner:
         self._rng = rng
         self._clock = asyncio.get_running_loop().time
         self._widest = widest
-        self._window = Window(self._clock(), most=self._bounded(lease.window))
-        self._waiting = Waiting()
-        self._outbox = Outbox(door.record)
+        self._window = SendWindow(self._clock(), most=self._bounded(lease.window))
+        self._waiting = PendingLines()
+        self._outbox = ResultOutbox(door.record)
         self._answered_at = -math.inf
         """When a line last came back well."""
         self._under_way: set[asyncio.Task[None]] = set()
@@ -89,7 +94,7 @@ class Runner:
                     task.cancel()
         except ExceptionGroup as group:
             for error in group.exceptions:
-                if isinstance(error, Dismissed | Refused):
+                if isinstance(error, LeaseLost | TokenRejected):
                     raise error from None
             raise
 
@@ -97,7 +102,7 @@ class Runner:
         while True:
             await asyncio.sleep(min(HEARTBEAT_S, self._lease.lease_s / 3))
             told, self._retried = self._retried, Counter()
-            renewal = await self._door.renew(Progress(dict(told)))
+            renewal = await self._door.renew(RunnerProgress(dict(told)))
             self._window.bound(self._bounded(renewal.window))
             self._obey(renewal.order)
 
@@ -110,27 +115,27 @@ class Runner:
             self._waiting.add(part.lines, part.last)
             self._to_send.set()
             while self._waiting.new > self._window.size or self._held >= HELD_BYTES:
-                await _change(self._to_fetch)
+                await _wait_for(self._to_fetch)
 
     async def _send(self) -> None:
         while not self._stopping and not (self._waiting.whole and not self._waiting and not self._under_way):
             now = self._clock()
             if len(self._under_way) >= self._window.size or self._outbox.full:
-                await _change(self._to_send)
+                await _wait_for(self._to_send)
             elif now < self._window.open_at:
-                await _change(self._to_send, self._window.open_at - now)
+                await _wait_for(self._to_send, self._window.open_at - now)
             elif (pending := self._next(now)) is not None:
                 task = self._tasks.create_task(self._try(pending))
                 self._under_way.add(task)
                 task.add_done_callback(self._back)
             else:
                 due = self._waiting.due()
-                await _change(self._to_send, None if due is None else due - now)
+                await _wait_for(self._to_send, None if due is None else due - now)
 
-    def _next(self, now: float) -> Pending | None:
+    def _next(self, now: float) -> PendingLine | None:
         return self._waiting.next(now, len(self._under_way), self._held >= HELD_BYTES)
 
-    async def _try(self, pending: Pending) -> None:
+    async def _try(self, pending: PendingLine) -> None:
         number = pending.line.number
         name = values.request_id(self._batch, number)
         body = values.body_of(pending.line.text)
@@ -139,43 +144,43 @@ class Runner:
         answer = await self._door.send(self._lease.endpoint, body, mark, self._lease.line_s)
         outcome, result = answer.outcome, None
         if answer.events:
-            result = values.no_stream(number, name)
-        elif outcome is Outcome.ANSWERED:
-            result = values.answered(number, name, answer.status, answer.body)
-            outcome = outcome if result else Outcome.FAULT
-        if outcome is Outcome.FAULT and pending.tries.failures and self._answered_at < pending.failed_at:
-            outcome = Outcome.OUTAGE
+            result = values.stream_result(number, name)
+        elif outcome is TryOutcome.ANSWERED:
+            result = values.answered_result(number, name, answer.status, answer.body)
+            outcome = outcome if result else TryOutcome.FAULT
+        if outcome is TryOutcome.FAULT and pending.tries.failures and self._answered_at < pending.failed_at:
+            outcome = TryOutcome.OUTAGE
         tries = pending.tries.after(outcome)
         if result is None and tries.exhausted:
-            result = values.given_up(number, name, outcome, tries, answer.status, answer.body)
+            result = values.failed_result(number, name, outcome, tries, answer.status, answer.body)
         now = self._clock()
         if result is not None:
-            if outcome is Outcome.ANSWERED:
+            if outcome is TryOutcome.ANSWERED:
                 self._answered_at = now
                 self._window.answered(now)
             self._done(pending, result)
         else:
             self._again(replace(pending, tries=tries, failed_at=now), outcome, sent, answer.retry_s)
 
-    def _done(self, pending: Pending, result: Result) -> None:
+    def _done(self, pending: PendingLine, result: LineResult) -> None:
         self._held -= len(pending.line.text)
         self._outbox.put(result)
 
-    def _again(self, pending: Pending, outcome: Outcome, sent: float, retry_s: float) -> None:
+    def _again(self, pending: PendingLine, outcome: TryOutcome, sent: float, retry_s: float) -> None:
         now, tries = pending.failed_at, pending.tries
         self._retried[outcome.value] += 1
-        if outcome in (Outcome.BUSY, Outcome.AWAY):
-            wait = max(retry_s, retries.wait_s(min(tries.refusals, PATIENCE), self._rng))
+        if outcome in (TryOutcome.BUSY, TryOutcome.AWAY):
+            wait = max(retry_s, retries.backoff_s(min(tries.refusals, MAX_REJECTION_BACKOFF), self._rng))
             self._window.refused(sent, now, wait)
         else:
-            wait = retries.wait_s(tries.failures - 1, self._rng)
+            wait = retries.backoff_s(tries.failures - 1, self._rng)
         self._waiting.again(pending, now + wait)
 
     def _back(self, task: asyncio.Task[None]) -> None:
         self._under_way.discard(task)
         self._wake()
 
-    def _posted(self, receipt: Receipt) -> None:
+    def _posted(self, receipt: ResultReceipt) -> None:
         self._window.bound(self._bounded(receipt.window))
         self._obey(receipt.order)
         self._wake()
@@ -183,8 +188,8 @@ class Runner:
     def _bounded(self, window: int) -> int:
         return window if self._widest is None else min(window, self._widest)
 
-    def _obey(self, order: Order) -> None:
-        if order is Order.STOP:
+    def _obey(self, order: RunnerOrder) -> None:
+        if order is RunnerOrder.STOP:
             self.stop()
 
     def _wake(self) -> None:
@@ -192,7 +197,7 @@ class Runner:
         self._to_fetch.set()
 
 
-async def _change(news: asyncio.Event, seconds: float | None = None) -> None:
+async def _wait_for(news: asyncio.Event, seconds: float | None = None) -> None:
     """Wait until something has changed, but not longer than that."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):

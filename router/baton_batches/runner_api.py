@@ -30,12 +30,12 @@ from baton_api.errors import (
 )
 from baton_api.runner_tokens import RunnerToken
 from baton_batches import input_file, wire
-from baton_batches.input_file import Cursor, Done
+from baton_batches.input_file import DoneLines, InputCursor
 from baton_batches.runner_credentials import PodTokens, RunnerSecret
 from baton_batches.storage import Storage
-from baton_batches.values import Batch, Result, Status
-from baton_batches.wire import Lease, Order, Receipt, Renewal, Slice
-from baton_http.client_connection import Client, ClientGone
+from baton_batches.values import BatchRecord, BatchStatus, LineResult
+from baton_batches.wire import InputSlice, LeaseRenewal, ResultReceipt, RunnerLease, RunnerOrder
+from baton_http.client_connection import ClientConnection, ClientDisconnected
 from baton_http.replies import REQUEST_ID, Receive, Scope, Send, request_id, send_error
 
 log = logging.getLogger(__name__)
@@ -48,12 +48,12 @@ BODY_S = 60.0
 GRACE_S = 60.0
 """Seconds for which a token outlives its lease: a lease that has run out still counts unless it was taken."""
 
-EPOCHS = 64
+DONE_CACHE_SIZE = 64
 """Of how many batches it is remembered which lines were done when their lease began."""
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RunnerTerms:
     """What runners are told when they begin."""
 
     lease_s: float
@@ -69,7 +69,7 @@ class RunnerApi:
         self,
         storage: Storage,
         secret: RunnerSecret,
-        terms: Terms,
+        terms: RunnerTerms,
         recorded: Callable[[], None],
         pods: PodTokens | None = None,
         clock: Callable[[], float] = time.time,
@@ -84,18 +84,18 @@ class RunnerApi:
         self._secret = secret
         self._terms = terms
         self._clock = clock
-        self._done: OrderedDict[tuple[str, int], Done] = OrderedDict()
+        self._done: OrderedDict[tuple[str, int], DoneLines] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = request_id(scope["headers"])
-        client = Client(scope, receive, send)
+        client = ClientConnection(scope, receive, send)
         try:
             batch, _, call = scope["path"].removeprefix(wire.PATH).partition("/")
             given = _bearer(scope)
             await self._secret.get()
-            job = await self._pods.job(given) if self._pods and _is_foreign(given) else ""
+            job = await self._pods.job(given) if self._pods and _is_pod_token(given) else ""
             token = self._token(given, batch) if not job else RunnerToken(batch, runner_tokens.START, "", 0)
-            method = CALLS.get(call)
+            method = METHODS.get(call)
             if method is None:
                 raise RouteNotFound(scope["method"], scope["path"])
             if scope["method"] != method:
@@ -107,9 +107,9 @@ class RunnerApi:
                 answer: object = await self._lines(token, scope["query_string"])
             else:
                 answer = await self._storage.run(lambda: self._answer(call, token, body, job))
-            if call == "results" and isinstance(answer, Receipt) and answer.order is Order.STOP:
+            if call == "results" and isinstance(answer, ResultReceipt) and answer.order is RunnerOrder.STOP:
                 self._recorded()
-        except ClientGone:
+        except ClientDisconnected:
             return
         except BatonError as error:
             await send_error(send, error, name, close=not client.read)
@@ -131,14 +131,14 @@ class RunnerApi:
         try:
             match call:
                 case "lease":
-                    runner = wire.apply(body).runner
+                    runner = wire.decode_lease_request(body).runner
                     if job:
                         self._claim(token, job)
                     return self._lease(token, runner)
                 case "renew":
                     return self._renew(token, body)
                 case "results":
-                    return self._record(token, wire.results(body))
+                    return self._record(token, wire.decode_results(body))
                 case _:
                     self._storage.ledger.release(token.batch, token.epoch)
                     return None
@@ -148,21 +148,21 @@ class RunnerApi:
     def _claim(self, token: RunnerToken, job: str) -> None:
         """See that the batch is this BatchJob's. Raises Unauthorized, and NotReady while it is validated."""
         batch = self._storage.jobs.claim(token.batch, job)
-        if batch.status is Status.VALIDATING:
+        if batch.status is BatchStatus.VALIDATING:
             raise NotReady(f"{batch.id} is being validated.")
 
-    def _lease(self, token: RunnerToken, runner: str) -> Lease | None:
+    def _lease(self, token: RunnerToken, runner: str) -> RunnerLease | None:
         """None if there is nothing to run (any more). Raises StaleLease if another has the lease."""
         ledger, terms = self._storage.ledger, self._terms
         batch, now = ledger.find(token.batch), self._clock()
-        if _order(batch, now) is Order.STOP:
+        if _order(batch, now) is RunnerOrder.STOP:
             return None
         # A supervisor takes the lease in its runner's name before it starts it.
         way = ledger.take if batch.runner == runner else ledger.lease
         epoch = way(batch.id, runner, now, terms.lease_s)
         if epoch is None:
             raise StaleLease(batch.id, token.epoch, batch.epoch, batch.status)
-        return Lease(
+        return RunnerLease(
             epoch=epoch,
             token=self._issue(batch, epoch),
             lease_s=terms.lease_s,
@@ -173,48 +173,48 @@ class RunnerApi:
             line_s=terms.line_s,
         )
 
-    def _renew(self, token: RunnerToken, body: bytes) -> Renewal:
+    def _renew(self, token: RunnerToken, body: bytes) -> LeaseRenewal:
         if body:
-            self._storage.figures.retried(wire.progress(body).retries)
+            self._storage.figures.retried(wire.decode_progress(body).retries)
         ledger, now = self._storage.ledger, self._clock()
         batch = ledger.renew(token.batch, token.epoch, now, self._terms.lease_s, in_window=True)
-        return Renewal(self._issue(batch, token.epoch), _order(batch, now), self._terms.window())
+        return LeaseRenewal(self._issue(batch, token.epoch), _order(batch, now), self._terms.window())
 
-    def _record(self, token: RunnerToken, found: list[Result]) -> Receipt:
+    def _record(self, token: RunnerToken, found: list[LineResult]) -> ResultReceipt:
         kept = self._storage.ledger.record(token.batch, token.epoch, found, int(self._clock()))
         self._storage.figures.recorded(kept.completed, kept.new - kept.completed)
-        order = Order.GO_ON if kept.status is Status.IN_PROGRESS else Order.STOP
-        return Receipt(kept.new, order, self._terms.window())
+        order = RunnerOrder.GO_ON if kept.status is BatchStatus.IN_PROGRESS else RunnerOrder.STOP
+        return ResultReceipt(kept.new, order, self._terms.window())
 
-    async def _lines(self, token: RunnerToken, query: bytes) -> Slice:
+    async def _lines(self, token: RunnerToken, query: bytes) -> InputSlice:
         """Ledger and store are asked in threads of their own: a slow store holds up no heartbeat."""
         try:
-            cursor = Cursor.read(parse_qs(query.decode("latin-1")).get("after", [""])[0])
+            cursor = InputCursor.read(parse_qs(query.decode("latin-1")).get("after", [""])[0])
         except ValueError as error:
             raise _malformed(error) from error
         batch, done = await self._storage.run(lambda: (self._holder(token), self._done_before(token)))
         return await self._storage.transfer(lambda: self._slice(batch, done, cursor))
 
-    def _slice(self, batch: Batch, done: Done, cursor: Cursor) -> Slice:
+    def _slice(self, batch: BatchRecord, done: DoneLines, cursor: InputCursor) -> InputSlice:
         size = batch.input_bytes
         most = wire.SLICE_BYTES
         while True:
             end = min(size, cursor.position + most)
             data = b"".join(self._storage.objects.read(batch.input_object, cursor.position, end))
-            lines, after = input_file.cut(data, cursor, end == size, done, wire.SLICE_LINES)
+            lines, after = input_file.cut_slice(data, cursor, end == size, done, wire.SLICE_LINES)
             if lines or after.position >= size:
-                return Slice(lines, str(after), after.position >= size)
+                return InputSlice(lines, str(after), after.position >= size)
             most = wire.SLICE_BYTES if after != cursor else most * 2  # one line is longer than that
             cursor = after
 
-    def _holder(self, token: RunnerToken) -> Batch:
+    def _holder(self, token: RunnerToken) -> BatchRecord:
         """The batch that is the token's still. Raises StaleLease."""
         batch = self._storage.ledger.find(token.batch)
         if batch.epoch != token.epoch or batch.status.ended:
             raise StaleLease(token.batch, token.epoch, batch.epoch, batch.status)
         return batch
 
-    def _done_before(self, token: RunnerToken) -> Done:
+    def _done_before(self, token: RunnerToken) -> DoneLines:
         """The lines that had a result when this epoch's runner, who asks for each line once, began."""
         key = (token.batch, token.epoch)
         done = self._done.get(key)
@@ -222,17 +222,17 @@ class RunnerApi:
             ranges: list[tuple[int, int]] = []
             while more := self._storage.ledger.done(token.batch, after=ranges[-1][1] if ranges else 0):
                 ranges += more
-            done = self._done[key] = Done(ranges)
-            while len(self._done) > EPOCHS:
+            done = self._done[key] = DoneLines(ranges)
+            while len(self._done) > DONE_CACHE_SIZE:
                 self._done.popitem(last=False)
         return done
 
-    def _issue(self, batch: Batch, epoch: int) -> str:
+    def _issue(self, batch: BatchRecord, epoch: int) -> str:
         expiry = self._clock() + self._terms.lease_s + GRACE_S
         return runner_tokens.issue(self._secret.value, batch.id, epoch, batch.owner, expiry, batch.models)
 
 
-CALLS = {"lease": "POST", "renew": "POST", "lines": "GET", "results": "POST", "release": "POST"}
+METHODS = {"lease": "POST", "renew": "POST", "lines": "GET", "results": "POST", "release": "POST"}
 
 
 def _bearer(scope: Scope) -> str:
@@ -242,15 +242,15 @@ def _bearer(scope: Scope) -> str:
     return text.strip() if scheme.lower() == "bearer" else ""
 
 
-def _is_foreign(token: str) -> bool:
+def _is_pod_token(token: str) -> bool:
     """Whether somebody else has signed it, if anybody has."""
     return not token.startswith(runner_tokens.PREFIX)
 
 
-def _order(batch: Batch, now: float) -> Order:
+def _order(batch: BatchRecord, now: float) -> RunnerOrder:
     """What its runner is to do at that time."""
-    runs = batch.status is Status.IN_PROGRESS and now < batch.expires_at
-    return Order.GO_ON if runs else Order.STOP
+    runs = batch.status is BatchStatus.IN_PROGRESS and now < batch.expires_at
+    return RunnerOrder.GO_ON if runs else RunnerOrder.STOP
 
 
 def _malformed(error: Exception) -> InvalidRequest:

@@ -28,14 +28,14 @@ from baton_api.errors import SetupError, Unauthorized
 from baton_batches.settings import BatchSettings
 
 if TYPE_CHECKING:
-    from baton_batches.kubernetes import Cluster
-    from baton_http.jwks import IssuersKeys
+    from baton_batches.kubernetes import BatchJobApi
+    from baton_http.jwks import IssuerKeys
 
-NAME = "runner tokens"
+SECRET_NAME = "runner tokens"
 
-BYTES = 32
+SECRET_BYTES = 32
 
-_MADE = secrets.token_bytes(BYTES)
+_PROCESS_SECRET = secrets.token_bytes(SECRET_BYTES)
 """The secret of a router that was given none: made before it forks, so that its processes share it."""
 
 
@@ -47,7 +47,7 @@ def secret_of(settings: BatchSettings, ticket_secret: str) -> bytes | None:
         return None
     if ticket_secret:
         return hmac.new(ticket_secret.encode(), b"baton-batch-runners", hashlib.sha256).digest()
-    return _MADE
+    return _PROCESS_SECRET
 
 
 class RunnerSecret:
@@ -64,11 +64,11 @@ class RunnerSecret:
         """Raises StorageUnavailable while it is in a database that is away."""
         if not self.value:
             async with self._loading:
-                self.value = self.value or await asyncio.to_thread(kept_in, self._url)
+                self.value = self.value or await asyncio.to_thread(stored_secret, self._url)
         return self.value
 
 
-def kept_in(url: str) -> bytes:
+def stored_secret(url: str) -> bytes:
     """The secret in the database at `url`, made if there is none. Raises StorageUnavailable."""
     # Imported here: processes that only proxy requests do not need SQLAlchemy.
     from sqlalchemy import select
@@ -76,9 +76,9 @@ def kept_in(url: str) -> bytes:
     from baton_batches.database import Database
     from baton_batches.tables import insert_new, kept_secrets
 
-    wanted = select(kept_secrets.c.value).where(kept_secrets.c.name == NAME)
+    wanted = select(kept_secrets.c.value).where(kept_secrets.c.name == SECRET_NAME)
     with closing(Database(url)) as database, database.writing() as connection:
-        new = {"name": NAME, "value": secrets.token_hex(BYTES)}
+        new = {"name": SECRET_NAME, "value": secrets.token_hex(SECRET_BYTES)}
         connection.execute(insert_new(connection, kept_secrets).values(new))
         return bytes.fromhex(connection.execute(wanted).scalar_one())
 
@@ -92,7 +92,7 @@ LEEWAY_S = 10.0
 class PodTokens:
     """Whose tokens are believed here: those of one service's runners. Belongs to the event loop."""
 
-    def __init__(self, keys: IssuersKeys, cluster: Cluster, service: str) -> None:
+    def __init__(self, keys: IssuerKeys, cluster: BatchJobApi, service: str) -> None:
         self._keys = keys
         self._cluster = cluster
         self._service = service
@@ -135,13 +135,13 @@ class PodTokens:
         await self._keys.close()
 
 
-def pod_tokens(cluster: Cluster, service: str, clock: Callable[[], float] = time.monotonic) -> PodTokens:
+def pod_tokens(cluster: BatchJobApi, service: str, clock: Callable[[], float] = time.monotonic) -> PodTokens:
     """Raises SetupError if what it needs is not installed."""
     try:
-        from baton_http.jwks import IssuersKeys
+        from baton_http.jwks import IssuerKeys
     except ModuleNotFoundError as error:
         raise SetupError("--batch-jobs needs one package more: pip install 'baton[jwt]'.") from error
-    return PodTokens(IssuersKeys(cluster.keys, ALGORITHMS, clock), cluster, service)
+    return PodTokens(IssuerKeys(cluster.keys, ALGORITHMS, clock), cluster, service)
 
 
 def _pod(claims: Mapping[str, Any]) -> str:

@@ -18,16 +18,23 @@ import msgspec
 from baton_api import headers
 from baton_api.errors import NotReady, SetupError
 from baton_batches import retries, wire
-from baton_batches.retries import Outcome
-from baton_batches.values import Result
-from baton_batches.wire import Apply, Lease, Progress, Receipt, Renewal, Slice
-from baton_http.upstream import Exchange, Headers, Lost, Upstream
+from baton_batches.retries import TryOutcome
+from baton_batches.values import LineResult
+from baton_batches.wire import (
+    InputSlice,
+    LeaseRenewal,
+    LeaseRequest,
+    ResultReceipt,
+    RunnerLease,
+    RunnerProgress,
+)
+from baton_http.upstream import Headers, Upstream, UpstreamExchange, UpstreamLost
 
 CONNECT_S = 5.0
-ASK_S = 60.0
+REQUEST_TIMEOUT_S = 60.0
 """Seconds for one answer of the internal API: it may wait for the database."""
 
-ANSWER_LIMIT = 256 * 1024 * 1024
+REPLY_LIMIT = 256 * 1024 * 1024
 """Bytes of one line's answer."""
 
 OK, NO_CONTENT, UNAUTHORIZED, NOT_FOUND, CONFLICT = 200, 204, 401, 404, 409
@@ -35,23 +42,23 @@ OK, NO_CONTENT, UNAUTHORIZED, NOT_FOUND, CONFLICT = 200, 204, 401, 404, 409
 Read = TypeVar("Read")
 
 
-class Dismissed(Exception):
+class LeaseLost(Exception):
     """The batch is another's now, or nobody's: what this runner does counts no more."""
 
 
-class Missing(Dismissed):
+class BatchMissing(LeaseLost):
     """There is no such batch."""
 
 
-class Refused(Exception):
+class TokenRejected(Exception):
     """The token is not good (any more)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LineReply:
     """One try at a line."""
 
-    outcome: Outcome
+    outcome: TryOutcome
     status: int = 0
     body: bytes = b""
     retry_s: float = 0.0
@@ -60,18 +67,18 @@ class Answer:
     """Whether it is a stream of events."""
 
 
-class _Error(msgspec.Struct):
+class _ErrorCode(msgspec.Struct):
     code: str | None = None
 
 
-class _Failure(msgspec.Struct):
-    error: _Error = msgspec.field(default_factory=_Error)
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorCode = msgspec.field(default_factory=_ErrorCode)
 
 
-_failure = msgspec.json.Decoder(_Failure).decode
+_failure = msgspec.json.Decoder(_ErrorBody).decode
 
 
-class Door:
+class RunnerGateway:
     """One runner's, for one batch."""
 
     def __init__(self, url: str, batch: str, token: str, rng: random.Random) -> None:
@@ -86,25 +93,25 @@ class Door:
 
     # --- The internal batch API: each raises Dismissed or Refused ---
 
-    async def lease(self, runner: str) -> Lease | None:
+    async def lease(self, runner: str) -> RunnerLease | None:
         """The right to work; None if there is nothing (left) to run."""
-        body = await self._ask("POST", "/lease", wire.encode(Apply(runner)))
+        body = await self._ask("POST", "/lease", wire.encode(LeaseRequest(runner)))
         if not body:
             return None
-        lease = wire.lease(body)
+        lease = wire.decode_lease(body)
         self._token = lease.token
         return lease
 
-    async def renew(self, progress: Progress) -> Renewal:
-        renewal = wire.renewal(await self._ask("POST", "/renew", wire.encode(progress)))
+    async def renew(self, progress: RunnerProgress) -> LeaseRenewal:
+        renewal = wire.decode_renewal(await self._ask("POST", "/renew", wire.encode(progress)))
         self._token = renewal.token
         return renewal
 
-    async def lines(self, cursor: str) -> Slice:
-        return wire.slice(await self._ask("GET", f"/lines?after={cursor}"))
+    async def lines(self, cursor: str) -> InputSlice:
+        return wire.decode_slice(await self._ask("GET", f"/lines?after={cursor}"))
 
-    async def record(self, results: list[Result]) -> Receipt:
-        return wire.receipt(await self._ask("POST", "/results", wire.encode(results)))
+    async def record(self, results: list[LineResult]) -> ResultReceipt:
+        return wire.decode_receipt(await self._ask("POST", "/results", wire.encode(results)))
 
     async def release(self) -> None:
         await self._ask("POST", "/release")
@@ -113,7 +120,7 @@ class Door:
         tries = 0
         while True:
             try:
-                async with asyncio.timeout(ASK_S):
+                async with asyncio.timeout(REQUEST_TIMEOUT_S):
                     exchange = await self._upstream.request(
                         self._head(method, self._path + path, len(body), wire.MSGPACK), body
                     )
@@ -121,23 +128,23 @@ class Door:
                         answer = await whole(exchange)
                     finally:
                         exchange.close()
-            except (Lost, NotReady, TimeoutError):
+            except (UpstreamLost, NotReady, TimeoutError):
                 pass
             else:
                 if exchange.status in (OK, NO_CONTENT):
                     return answer
                 if exchange.status == UNAUTHORIZED:
-                    raise Refused(answer.decode(errors="replace"))
+                    raise TokenRejected(answer.decode(errors="replace"))
                 if exchange.status == NOT_FOUND:
-                    raise Missing(answer.decode(errors="replace"))
+                    raise BatchMissing(answer.decode(errors="replace"))
                 if exchange.status == CONFLICT:
-                    raise Dismissed(answer.decode(errors="replace"))
-            await asyncio.sleep(retries.wait_s(tries, self._rng) / 5)
+                    raise LeaseLost(answer.decode(errors="replace"))
+            await asyncio.sleep(retries.backoff_s(tries, self._rng) / 5)
             tries += 1
 
     # --- Lines ---
 
-    async def send(self, path: str, body: bytes, request_id: str, seconds: float) -> Answer:
+    async def send(self, path: str, body: bytes, request_id: str, seconds: float) -> LineReply:
         """One try at a line. To cancel it closes its connection, which ends it at the worker too."""
         head = self._head("POST", path, len(body), "application/json", request_id)
         try:
@@ -148,15 +155,15 @@ class Door:
                 finally:
                     exchange.close()
         except TimeoutError:
-            return Answer(Outcome.SLOW)
+            return LineReply(TryOutcome.SLOW)
         except NotReady:  # no file descriptor is left
-            return Answer(Outcome.AWAY)
-        except Lost as lost:
-            return Answer(Outcome.AWAY if lost.cause == "connect" else Outcome.LOST)
+            return LineReply(TryOutcome.AWAY)
+        except UpstreamLost as lost:
+            return LineReply(TryOutcome.AWAY if lost.cause == "connect" else TryOutcome.LOST)
         status = exchange.status
         code = _code(answer) if status >= retries.SERVER_ERRORS else None
-        return Answer(
-            retries.outcome(status, code),
+        return LineReply(
+            retries.outcome_of(status, code),
             status,
             answer,
             _retry_s(exchange.headers),
@@ -184,15 +191,15 @@ def upstream_of(url: str) -> Upstream:
     return Upstream(parts.hostname, parts.port or 80, CONNECT_S)
 
 
-async def whole(exchange: Exchange) -> bytes:
+async def whole(exchange: UpstreamExchange) -> bytes:
     """The body of an answer. Raises Lost."""
     pieces = []
     size = 0
     while piece := await exchange.read():
         pieces.append(piece)
         size += len(piece)
-        if size > ANSWER_LIMIT:
-            raise Lost("the router", "malformed")
+        if size > REPLY_LIMIT:
+            raise UpstreamLost("the router", "malformed")
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 

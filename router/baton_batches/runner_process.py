@@ -24,17 +24,17 @@ from pathlib import Path
 from typing import Any
 
 from baton_api.errors import SetupError
-from baton_batches.runner import Runner
-from baton_batches.runner_gateway import Dismissed, Door, Missing, Refused
-from baton_batches.submission import Submission, Unfit
+from baton_batches.runner import BatchRunner
+from baton_batches.runner_gateway import BatchMissing, LeaseLost, RunnerGateway, TokenRejected
+from baton_batches.submission import BatchSubmission, SubmissionRejected
 
 log = logging.getLogger(__name__)
 
-PARTING_S = 5.0
+STOP_S = 5.0
 """Seconds that a runner which was told to end has to post what is done."""
 
 
-class Ended(enum.IntEnum):
+class ExitStatus(enum.IntEnum):
     """Exit statuses: which ends mean that another runner is to be started."""
 
     THROUGH = 0
@@ -47,14 +47,14 @@ class Ended(enum.IntEnum):
     """Somebody asked it to end before the batch was through."""
 
 
-def run(url: str, batch: str, token: str, name: str = "", leashed: bool = False) -> Ended:
+def run(url: str, batch: str, token: str, name: str = "", leashed: bool = False) -> ExitStatus:
     """Run what is left of a batch. Raises SetupError if `url` is no router's."""
     rng = random.Random()
-    door = Door(url, batch, token, rng)
-    return in_a_loop(_leashed(_run(door, batch, name or default_name(), rng), leashed))
+    door = RunnerGateway(url, batch, token, rng)
+    return run_in_event_loop(_leashed(_run(door, batch, name or default_name(), rng), leashed))
 
 
-def in_a_loop(work: Coroutine[Any, Any, Ended]) -> Ended:
+def run_in_event_loop(work: Coroutine[Any, Any, ExitStatus]) -> ExitStatus:
     """The work, by the fastest event loop there is."""
     try:
         import uvloop
@@ -71,7 +71,7 @@ def default_name() -> str:
     return f"{socket.gethostname()}-{secrets.token_hex(4)}"
 
 
-async def _leashed(work: Coroutine[Any, Any, Ended], leashed: bool) -> Ended:
+async def _leashed(work: Coroutine[Any, Any, ExitStatus], leashed: bool) -> ExitStatus:
     """The work, until the leash is let go of."""
     working = asyncio.ensure_future(work)
     if not leashed:
@@ -85,48 +85,53 @@ async def _leashed(work: Coroutine[Any, Any, Ended], leashed: bool) -> Ended:
         return working.result()
     working.cancel()
     await asyncio.wait((working,))
-    return Ended.TOLD_TO
+    return ExitStatus.TOLD_TO
 
 
-async def _run(door: Door, batch: str, name: str, rng: random.Random) -> Ended:
-    told = ending()
+async def _run(door: RunnerGateway, batch: str, name: str, rng: random.Random) -> ExitStatus:
+    told = stop_event()
     # A Ctrl-C in the terminal is for the router, who ends its runners.
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)
     try:
-        return await attempt(door, batch, name, rng, told)
-    except Dismissed as error:
+        return await run_lease(door, batch, name, rng, told)
+    except LeaseLost as error:
         log.info("%s lets go of %s: %s", name, batch, error)
-        return Ended.DISMISSED
-    except Refused as error:
+        return ExitStatus.DISMISSED
+    except TokenRejected as error:
         log.error("%s may not work on %s: %s", name, batch, error)
-        return Ended.REFUSED
+        return ExitStatus.REFUSED
     finally:
         door.close()
 
 
-def ending() -> asyncio.Event:
+def stop_event() -> asyncio.Event:
     """Set once somebody asks this process to end."""
     told = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
     return told
 
 
-async def attempt(
-    door: Door, batch: str, name: str, rng: random.Random, told: asyncio.Event, widest: int | None = None
-) -> Ended:
+async def run_lease(
+    door: RunnerGateway,
+    batch: str,
+    name: str,
+    rng: random.Random,
+    told: asyncio.Event,
+    widest: int | None = None,
+) -> ExitStatus:
     """
     One lease's work, until the batch needs no runner or until `told`. Raises Dismissed and Refused.
 
     `widest`: lines under way at once, at most.
     """
     leasing = asyncio.ensure_future(door.lease(name))
-    if not await first(leasing, told):
-        return Ended.TOLD_TO
+    if not await finished_before_stop(leasing, told):
+        return ExitStatus.TOLD_TO
     lease = leasing.result()
     if lease is None:
-        return Ended.THROUGH
+        return ExitStatus.THROUGH
     log.info("%s runs %s: %d of %d lines are done.", name, batch, lease.done, lease.total)
-    runner = Runner(batch, door, lease, rng, widest)
+    runner = BatchRunner(batch, door, lease, rng, widest)
     running = asyncio.ensure_future(runner.run())
     telling = asyncio.ensure_future(told.wait())
     await asyncio.wait((running, telling), return_when=asyncio.FIRST_COMPLETED)
@@ -134,18 +139,18 @@ async def attempt(
     if running.done():
         running.result()
         await door.release()
-        return Ended.THROUGH
+        return ExitStatus.THROUGH
     runner.stop()
     try:
-        async with asyncio.timeout(PARTING_S):
+        async with asyncio.timeout(STOP_S):
             await running
             await door.release()
     except TimeoutError:
         pass
-    return Ended.TOLD_TO
+    return ExitStatus.TOLD_TO
 
 
-async def first(work: asyncio.Future[Any], told: asyncio.Event) -> bool:
+async def finished_before_stop(work: asyncio.Future[Any], told: asyncio.Event) -> bool:
     """Whether it is done before somebody asks this process to end; else it is broken off."""
     telling = asyncio.ensure_future(told.wait())
     await asyncio.wait((work, telling), return_when=asyncio.FIRST_COMPLETED)
@@ -160,64 +165,64 @@ LEASE_RETRY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class JobOptions:
     """What a Job's container is for."""
 
     router: str
     token: Path
     """The file that Kubernetes keeps the pod's token in."""
     batch: str = ""
-    submission: Submission | None = None
+    submission: BatchSubmission | None = None
     """What the batch is to be made of, if there is none yet."""
     widest: int | None = None
     """Lines under way at once, at most; None: as many as the router allows."""
 
 
-def run_job(work: Work) -> Ended:
+def run_job(work: JobOptions) -> ExitStatus:
     """Until nothing is left to run. Raises SetupError for what can never be."""
     if not work.batch and work.submission is None:
         raise SetupError("A runner needs --batch or --input-file.")
-    return in_a_loop(_run_job(work, random.Random()))
+    return run_in_event_loop(_run_job(work, random.Random()))
 
 
-async def _run_job(work: Work, rng: random.Random) -> Ended:
-    told = ending()
+async def _run_job(work: JobOptions, rng: random.Random) -> ExitStatus:
+    told = stop_event()
     try:
         batch = work.batch
         if work.submission is not None:
             submitting = asyncio.ensure_future(work.submission.batch())
-            if not await first(submitting, told):
-                return Ended.TOLD_TO
+            if not await finished_before_stop(submitting, told):
+                return ExitStatus.TOLD_TO
             batch = submitting.result()
-        return await _carry(work, batch, rng, told)
-    except (Refused, Missing, Unfit) as error:
+        return await _run_leases(work, batch, rng, told)
+    except (TokenRejected, BatchMissing, SubmissionRejected) as error:
         log.error("This cannot be run: %s", error)
-        return Ended.REFUSED
+        return ExitStatus.REFUSED
 
 
-async def _carry(work: Work, batch: str, rng: random.Random, told: asyncio.Event) -> Ended:
+async def _run_leases(work: JobOptions, batch: str, rng: random.Random, told: asyncio.Event) -> ExitStatus:
     """Lease after lease. Raises Refused and Missing."""
     name = default_name()
     while True:
-        door = Leased(work.router, batch, _read(work.token), rng)
+        door = LeasedGateway(work.router, batch, _read(work.token), rng)
         try:
-            return await attempt(door, batch, name, rng, told, work.widest)
-        except Missing:
+            return await run_lease(door, batch, name, rng, told, work.widest)
+        except BatchMissing:
             raise
-        except Refused:
+        except TokenRejected:
             if not door.leased:
                 raise
             # It was believed before: the router's secret has changed, or this process stood still for long.
             log.info("%s asks for %s anew.", name, batch)
-        except Dismissed as error:
+        except LeaseLost as error:
             log.info("%s waits for %s: %s", name, batch, error)
         finally:
             door.close()
-        if not await first(asyncio.ensure_future(asyncio.sleep(LEASE_RETRY_S)), told):
-            return Ended.TOLD_TO
+        if not await finished_before_stop(asyncio.ensure_future(asyncio.sleep(LEASE_RETRY_S)), told):
+            return ExitStatus.TOLD_TO
 
 
-class Leased(Door):
+class LeasedGateway(RunnerGateway):
     """A way to the router that knows whether it was ever let in."""
 
     @property

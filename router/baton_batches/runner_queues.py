@@ -19,32 +19,32 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
-from baton_batches.retries import Tries
-from baton_batches.values import Result
-from baton_batches.wire import Line, Receipt
+from baton_batches.retries import LineTries
+from baton_batches.values import LineResult
+from baton_batches.wire import InputLine, ResultReceipt
 
-UNTRIED = Tries()
+NO_TRIES = LineTries()
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class PendingLine:
     """A line, and what it has been through."""
 
-    line: Line
-    tries: Tries = UNTRIED
+    line: InputLine
+    tries: LineTries = NO_TRIES
     failed_at: float = -math.inf
     """When the last try came back."""
 
 
-class Waiting:
+class PendingLines:
     """What a runner holds of its batch's lines besides those under way."""
 
     def __init__(self) -> None:
         self.whole = False
         """Whether the batch's last line has come."""
-        self._new: deque[Pending] = deque()
-        self._later: list[tuple[float, int, Pending]] = []
-        self._suspects: defaultdict[int, deque[Pending]] = defaultdict(deque)
+        self._new: deque[PendingLine] = deque()
+        self._later: list[tuple[float, int, PendingLine]] = []
+        self._suspects: defaultdict[int, deque[PendingLine]] = defaultdict(deque)
         """By the size of the group that each may be sent in."""
         self._group = 0
         """The size of the group that is under way; 0 if the lines under way are not suspects."""
@@ -58,16 +58,16 @@ class Waiting:
         """Lines that can be sent now and are no suspects."""
         return len(self._new)
 
-    def add(self, lines: Iterable[Line], last: bool) -> None:
+    def add(self, lines: Iterable[InputLine], last: bool) -> None:
         """The next ones of the input; with `last` they are all."""
-        self._new.extend(Pending(line) for line in lines)
+        self._new.extend(PendingLine(line) for line in lines)
         self.whole = last
 
-    def again(self, pending: Pending, at: float) -> None:
+    def again(self, pending: PendingLine, at: float) -> None:
         """To be sent once more, not before that time."""
         heapq.heappush(self._later, (at, next(self._numbers), pending))
 
-    def next(self, now: float, under_way: int, full: bool = False) -> Pending | None:
+    def next(self, now: float, under_way: int, full: bool = False) -> PendingLine | None:
         """
         The line to send now beside so many others; None if there is none.
 
@@ -94,22 +94,22 @@ class Waiting:
         return self._later[0][0] if self._later else None
 
 
-GROUP = 256
+GROUP_RESULTS = 256
 GROUP_BYTES = 1024 * 1024
 GROUP_S = 0.2
 """A group is posted when it has so many results, or bytes of them, or when its first has waited so long."""
 
-FULL = 4096
+FULL_RESULTS = 4096
 FULL_BYTES = 32 * 1024 * 1024
 """Beyond this nothing should be sent that would bring more: the ledger is slow, or away."""
 
 
-class Outbox:
+class ResultOutbox:
     """Results that are not in the ledger yet."""
 
-    def __init__(self, post: Callable[[list[Result]], Awaitable[Receipt]]) -> None:
+    def __init__(self, post: Callable[[list[LineResult]], Awaitable[ResultReceipt]]) -> None:
         self._post = post
-        self._results: list[Result] = []
+        self._results: list[LineResult] = []
         self._bytes = 0
         self._hurried = False
         self._news = asyncio.Event()
@@ -118,9 +118,9 @@ class Outbox:
 
     @property
     def full(self) -> bool:
-        return len(self._results) >= FULL or self._bytes >= FULL_BYTES
+        return len(self._results) >= FULL_RESULTS or self._bytes >= FULL_BYTES
 
-    def put(self, result: Result) -> None:
+    def put(self, result: LineResult) -> None:
         self._results.append(result)
         self._bytes += len(result.body)
         self._gone.clear()
@@ -132,7 +132,7 @@ class Outbox:
         self._news.set()
         await self._gone.wait()
 
-    async def run(self, posted: Callable[[Receipt], None]) -> None:
+    async def run(self, posted: Callable[[ResultReceipt], None]) -> None:
         """Post what is put, until cancelled; `posted` hears of each group."""
         while True:
             if not self._results:
@@ -151,7 +151,7 @@ class Outbox:
         """A group is whole, or has waited long enough."""
         loop = asyncio.get_running_loop()
         until = loop.time() + GROUP_S
-        while not self._hurried and len(self._results) < GROUP and self._bytes < GROUP_BYTES:
+        while not self._hurried and len(self._results) < GROUP_RESULTS and self._bytes < GROUP_BYTES:
             self._news.clear()
             try:
                 async with asyncio.timeout_at(until):
@@ -159,10 +159,10 @@ class Outbox:
             except TimeoutError:
                 return
 
-    def _group(self) -> list[Result]:
+    def _group(self) -> list[LineResult]:
         size = 0
-        for number, result in enumerate(self._results[:GROUP]):
+        for number, result in enumerate(self._results[:GROUP_RESULTS]):
             size += len(result.body)
             if size > GROUP_BYTES and number:
                 return self._results[:number]
-        return self._results[:GROUP]
+        return self._results[:GROUP_RESULTS]

@@ -17,16 +17,16 @@ from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from baton_api.errors import SetupError, StorageUnavailable
-from baton_batches.object_store import PIECE, Writer
+from baton_batches.object_store import READ_BYTES, ObjectWriter
 
-PART = 8 * 1024 * 1024
+PART_BYTES = 8 * 1024 * 1024
 """Bytes of a part of an upload: S3 takes 10,000 parts."""
-PARTS_AT_ONCE = 2
-READ = 16 * PIECE
+PARALLEL_PARTS = 2
+READ_REQUEST_BYTES = 16 * READ_BYTES
 """Bytes that one request asks for."""
 
 
-class Bucket:
+class S3ObjectStore:
     """Objects under a prefix of one bucket."""
 
     def __init__(self, url: str, endpoint: str = "") -> None:
@@ -47,30 +47,32 @@ class Bucket:
                 f"--files-store {url!r} is no bucket; one looks like s3://bucket/prefix."
             ) from error
 
-    def writer(self, key: str) -> Writer:
-        return _Upload(self._store, key)
+    def writer(self, key: str) -> ObjectWriter:
+        return _S3Writer(self._store, key)
 
     def read(self, key: str, start: int, end: int) -> Iterator[bytes]:
         while start < end:
             with _translated():
-                found = obstore.get_range(self._store, key, start=start, end=min(end, start + READ))
+                found = obstore.get_range(
+                    self._store, key, start=start, end=min(end, start + READ_REQUEST_BYTES)
+                )
             if not len(found):
                 raise StorageUnavailable("A stored file is shorter than it was when it was stored.")
             start += len(found)
             whole = memoryview(found)
-            for place in range(0, len(whole), PIECE):
-                yield bytes(whole[place : place + PIECE])
+            for place in range(0, len(whole), READ_BYTES):
+                yield bytes(whole[place : place + READ_BYTES])
 
     def delete(self, key: str) -> None:
         with _translated(), suppress(FileNotFoundError):
             obstore.delete(self._store, key)
 
 
-class _Upload:
+class _S3Writer:
     def __init__(self, store: S3Store, key: str) -> None:
         self._store = store
         self._key = key
-        self._file = obstore.open_writer(store, key, buffer_size=PART, max_concurrency=PARTS_AT_ONCE)
+        self._file = obstore.open_writer(store, key, buffer_size=PART_BYTES, max_concurrency=PARALLEL_PARTS)
 
     def write(self, data: bytes) -> None:
         with _translated():

@@ -20,11 +20,11 @@ from typing import TypeVar
 
 from baton_api.errors import BatonError
 from baton_batches.database import Database
-from baton_batches.files import Files
-from baton_batches.jobs import Jobs
+from baton_batches.files import FileLedger
+from baton_batches.jobs import BatchJobAssignments
 from baton_batches.ledger import Ledger
-from baton_batches.metrics import BatchFigures, summarize
-from baton_batches.object_store import Folder, Objects
+from baton_batches.metrics import BatchMetrics, summarize
+from baton_batches.object_store import FolderObjectStore, ObjectStore
 from baton_batches.settings import BatchSettings
 
 Answer = TypeVar("Answer")
@@ -46,16 +46,16 @@ class Storage:
     def __init__(self, settings: BatchSettings, port: int) -> None:
         """Touches nothing yet. Raises SetupError for a setting that cannot be one."""
         self.settings = settings
-        self.figures = BatchFigures()
+        self.figures = BatchMetrics()
         folder = state_folder(settings.state, port, os.environ)
         self._temporary = folder is None
         self._folder = folder or Path(tempfile.gettempdir()) / f"baton-router-{secrets.token_hex(16)}"
         url = settings.database.get_secret_value()
         self._shared = bool(url)
         self._database = Database(url or f"sqlite:///{self._folder / LEDGER}")
-        self.files = Files(self._database)
+        self.files = FileLedger(self._database)
         self.ledger = Ledger(self._database)
-        self.jobs = Jobs(self._database)
+        self.jobs = BatchJobAssignments(self._database)
         self.objects = self._objects()
         self._ledger_threads = ThreadPoolExecutor(LEDGER_THREADS, thread_name_prefix="ledger")
         self._keeper_threads = ThreadPoolExecutor(KEEPER_THREADS, thread_name_prefix="keeper")
@@ -96,13 +96,13 @@ class Storage:
         if self._temporary:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _objects(self) -> Objects:
+    def _objects(self) -> ObjectStore:
         place = self.settings.files_store
         if place.startswith("s3://"):
-            from baton_batches.s3 import Bucket
+            from baton_batches.s3 import S3ObjectStore
 
-            return Bucket(place, self.settings.files_endpoint)
-        return Folder(Path(place).expanduser() if place else self._folder / FILES)
+            return S3ObjectStore(place, self.settings.files_endpoint)
+        return FolderObjectStore(Path(place).expanduser() if place else self._folder / FILES)
 
 
 def state_folder(given: str, port: int, environment: Mapping[str, str]) -> Path | None:

@@ -13,31 +13,31 @@ import msgspec
 from baton_api import batch_jobs
 from baton_api.errors import NotReady
 from baton_batches import api_objects, retries
-from baton_batches.runner_gateway import ASK_S, OK, upstream_of, whole
-from baton_http.upstream import Lost
+from baton_batches.runner_gateway import OK, REQUEST_TIMEOUT_S, upstream_of, whole
+from baton_http.upstream import UpstreamLost
 
 BATCHES = "/v1/batches"
 PAGE = 100
 
-AGAIN = frozenset({408, 429, *range(500, 600)})
+RETRY_STATUSES = frozenset({408, 429, *range(500, 600)})
 """Answers after which the same request may get another one."""
 
 
-class Unfit(Exception):
+class SubmissionRejected(Exception):
     """The router makes no batch of this, whoever asks; the text says why."""
 
 
-class _Batch(msgspec.Struct):
+class _SubmittedBatch(msgspec.Struct):
     id: str
     metadata: dict[str, str] | None = None
 
 
-class _Page(msgspec.Struct):
-    data: list[_Batch]
+class _BatchPage(msgspec.Struct):
+    data: list[_SubmittedBatch]
     has_more: bool
 
 
-class Submission:
+class BatchSubmission:
     """What is asked for in the name of one BatchJob."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Submission:
         file: str,
         endpoint: str,
         job: str,
-        window: str = api_objects.DAY,
+        window: str = api_objects.DEFAULT_WINDOW,
         rng: random.Random | None = None,
     ) -> None:
         """`job` is the BatchJob's name and uid, as `name/uid`. Raises SetupError if `url` is no router's."""
@@ -70,7 +70,7 @@ class Submission:
         after = ""
         while True:
             more = f"&after={quote(after, safe='')}" if after else ""
-            page = msgspec.json.decode(await self._ask("GET", f"?limit={PAGE}{more}"), type=_Page)
+            page = msgspec.json.decode(await self._ask("GET", f"?limit={PAGE}{more}"), type=_BatchPage)
             for one in page.data:
                 if (one.metadata or {}).get(batch_jobs.METADATA) == self._job:
                     return one.id
@@ -85,7 +85,9 @@ class Submission:
             "completion_window": self._window,
             "metadata": {batch_jobs.METADATA: self._job},
         }
-        return msgspec.json.decode(await self._ask("POST", "", msgspec.json.encode(body)), type=_Batch).id
+        return msgspec.json.decode(
+            await self._ask("POST", "", msgspec.json.encode(body)), type=_SubmittedBatch
+        ).id
 
     async def _ask(self, method: str, query: str, body: bytes = b"") -> bytes:
         """Until it is answered. Raises Unfit."""
@@ -96,17 +98,17 @@ class Submission:
         tries = 0
         while True:
             try:
-                async with asyncio.timeout(ASK_S):
+                async with asyncio.timeout(REQUEST_TIMEOUT_S):
                     exchange = await self._upstream.request(head, body)
                     answer = await whole(exchange)
-            except (Lost, NotReady, TimeoutError):
+            except (UpstreamLost, NotReady, TimeoutError):
                 pass
             else:
                 if exchange.status == OK:
                     return answer
-                if exchange.status not in AGAIN:
-                    raise Unfit(answer.decode(errors="replace"))
-            await asyncio.sleep(retries.wait_s(tries, self._rng) / 5)
+                if exchange.status not in RETRY_STATUSES:
+                    raise SubmissionRejected(answer.decode(errors="replace"))
+            await asyncio.sleep(retries.backoff_s(tries, self._rng) / 5)
             tries += 1
             if body and (found := await self._find()):  # nobody heard of it, and it was made all the same
                 return msgspec.json.encode({"id": found})

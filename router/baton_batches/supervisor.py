@@ -24,27 +24,27 @@ from functools import partial
 from baton_api import logs, runner_tokens
 from baton_api.errors import BatonError
 from baton_batches.runner_credentials import RunnerSecret
-from baton_batches.runner_process import Ended, default_name
+from baton_batches.runner_process import ExitStatus, default_name
 from baton_batches.storage import Storage
-from baton_batches.values import Batch, Status
+from baton_batches.values import BatchRecord, BatchStatus
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.5
+POLL_S = 0.5
 """Seconds from one look at the ledger to the next."""
 
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 30.0
 
-END_S = 10.0
+STOP_S = 10.0
 """Seconds that runners have to end when the router does."""
 
-TOKEN = "BATON_BATCH_TOKEN"
+TOKEN_VARIABLE = "BATON_BATCH_TOKEN"
 """The environment variable that a runner's token stands in: others on the machine can read its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
-class Setback:
+class Backoff:
     """A batch whose runners end without having done anything."""
 
     done: int
@@ -54,16 +54,18 @@ class Setback:
     """Before that no other is started."""
 
     @staticmethod
-    def after(before: Setback | None, done: int, now: float) -> Setback:
+    def after(before: Backoff | None, done: int, now: float) -> Backoff:
         times = before.times + 1 if before is not None and before.done == done else 1
-        return Setback(done, times, now + min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** min(times - 1, 16)))
+        return Backoff(done, times, now + min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** min(times - 1, 16)))
 
 
-def chosen(waiting: Sequence[Batch], running: Collection[Batch], places: int) -> list[Batch]:
+def choose_batches(
+    waiting: Sequence[BatchRecord], running: Collection[BatchRecord], places: int
+) -> list[BatchRecord]:
     """Who of `waiting` gets the free places: of the owner with the fewest running, the oldest."""
     held = Counter(batch.owner for batch in running)
     left = sorted(waiting, key=lambda batch: batch.seq)
-    begun: list[Batch] = []
+    begun: list[BatchRecord] = []
     while left and len(running) + len(begun) < places:
         batch = min(left, key=lambda one: held[one.owner])  # the first of several: the oldest
         left.remove(batch)
@@ -72,7 +74,7 @@ def chosen(waiting: Sequence[Batch], running: Collection[Batch], places: int) ->
     return begun
 
 
-class Supervisor:
+class RunnerSupervisor:
     """The runners of one router."""
 
     def __init__(
@@ -89,8 +91,8 @@ class Supervisor:
         self._secret = secret
         self._places = places
         self._clock = clock
-        self._running: dict[str, tuple[Batch, asyncio.Task[None]]] = {}
-        self._setbacks: dict[str, Setback] = {}
+        self._running: dict[str, tuple[BatchRecord, asyncio.Task[None]]] = {}
+        self._setbacks: dict[str, Backoff] = {}
         self._news = asyncio.Event()
 
     async def run(self, url: str) -> None:
@@ -102,7 +104,7 @@ class Supervisor:
                 except BatonError as error:
                     log.warning("No batch can be started now: %s", error.message)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_S):
+                    async with asyncio.timeout(POLL_S):
                         await self._news.wait()
                 self._news.clear()
         finally:
@@ -116,24 +118,24 @@ class Supervisor:
             return
         now = self._clock()
         without = {*self._running, *(id for id, setback in self._setbacks.items() if now < setback.until)}
-        unfinished = partial(self._storage.ledger.unfinished, now, Status.IN_PROGRESS, without=without)
+        unfinished = partial(self._storage.ledger.unfinished, now, BatchStatus.IN_PROGRESS, without=without)
         waiting = await self._storage.run(unfinished)
-        for batch in chosen(waiting, [batch for batch, _ in self._running.values()], self._places):
+        for batch in choose_batches(waiting, [batch for batch, _ in self._running.values()], self._places):
             self._running[batch.id] = batch, asyncio.create_task(self._keep(batch, url))
 
-    async def _keep(self, batch: Batch, url: str) -> None:
+    async def _keep(self, batch: BatchRecord, url: str) -> None:
         """One runner, from its start to its end."""
         name = default_name()
         ledger, now = self._storage.ledger, self._clock()
         try:
             secret = await self._secret.get()
-            lease = partial(ledger.lease, batch.id, name, now, self._lease_s, Status.IN_PROGRESS)
+            lease = partial(ledger.lease, batch.id, name, now, self._lease_s, BatchStatus.IN_PROGRESS)
             epoch = await self._storage.run(lease)
             if epoch is not None:  # else another router was faster
                 try:
                     status = await self._child(batch, url, name, secret)
                 except asyncio.CancelledError:
-                    await self._gone(batch, name, Ended.TOLD_TO)
+                    await self._gone(batch, name, ExitStatus.TOLD_TO)
                     raise
                 await self._gone(batch, name, status)
         except BatonError as error:
@@ -143,14 +145,14 @@ class Supervisor:
             del self._running[batch.id]
             self._news.set()
 
-    async def _child(self, batch: Batch, url: str, name: str, secret: bytes) -> int:
+    async def _child(self, batch: BatchRecord, url: str, name: str, secret: bytes) -> int:
         token = runner_tokens.issue(secret, batch.id, runner_tokens.START, batch.owner, batch.expires_at)
         child = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "baton_cli.main", "batch", "run"),
             *(f"--router={url}", f"--batch={batch.id}", f"--runner={name}", "--leash"),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            env={**os.environ, **logs.for_children(), TOKEN: token},
+            env={**os.environ, **logs.for_children(), TOKEN_VARIABLE: token},
         )
         try:
             return await child.wait()
@@ -158,28 +160,28 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 child.terminate()
             try:
-                async with asyncio.timeout(END_S):
+                async with asyncio.timeout(STOP_S):
                     await child.wait()
             except TimeoutError:
                 child.kill()
                 await child.wait()
             raise
 
-    async def _gone(self, batch: Batch, name: str, status: int) -> None:
+    async def _gone(self, batch: BatchRecord, name: str, status: int) -> None:
         """The runner has ended: let another have the batch, after a while if this one got nothing done."""
         batch = await self._storage.run(partial(self._let_go, batch.id, name))
-        if status in (Ended.THROUGH, Ended.TOLD_TO) or batch.status.ended:
+        if status in (ExitStatus.THROUGH, ExitStatus.TOLD_TO) or batch.status.ended:
             self._setbacks.pop(batch.id, None)
             return
         self._set_back(batch)
-        if status != Ended.DISMISSED:
+        if status != ExitStatus.DISMISSED:
             done = f"{batch.done} of {batch.total} lines are done"
             log.warning("A runner of %s ended with status %d; %s.", batch.id, status, done)
 
-    def _set_back(self, batch: Batch) -> None:
-        self._setbacks[batch.id] = Setback.after(self._setbacks.get(batch.id), batch.done, self._clock())
+    def _set_back(self, batch: BatchRecord) -> None:
+        self._setbacks[batch.id] = Backoff.after(self._setbacks.get(batch.id), batch.done, self._clock())
 
-    def _let_go(self, id: str, name: str) -> Batch:
+    def _let_go(self, id: str, name: str) -> BatchRecord:
         batch = self._storage.ledger.find(id)
         if batch.runner == name:
             self._storage.ledger.release(id, batch.epoch)

@@ -32,9 +32,9 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 
 from baton_api.errors import BatchNotFound, SetupError, StaleLease
-from baton_batches.values import Batch, LineError, Result, Status
+from baton_batches.values import BatchRecord, BatchStatus, LineError, LineResult
 
-STEPS: tuple[tuple[str, ...], ...] = (
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         """
         CREATE TABLE files (
@@ -77,7 +77,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
     ("CREATE TABLE secrets (name TEXT PRIMARY KEY, value TEXT NOT NULL)",),
 )
 
-VERSION = len(STEPS)
+SCHEMA_VERSION = len(MIGRATIONS)
 
 TYPES = {
     "sqlite": {"serial": "INTEGER PRIMARY KEY AUTOINCREMENT", "double": "DOUBLE", "bytes": "BLOB"},
@@ -89,28 +89,28 @@ TYPES = {
 }
 """What the two databases call differently. Neither ever gives a number again that was a deleted row's."""
 
-LOCK = 0x6261746F6E
+MIGRATION_LOCK = 0x6261746F6E
 """Of Postgres' advisory locks, the one for these steps."""
 
 
 def migrate(connection: Connection) -> None:
     """Bring the database to this version, inside a transaction that writes. Raises SetupError."""
     if connection.dialect.name == "postgresql":
-        connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": LOCK})
+        connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": MIGRATION_LOCK})
     connection.execute(text("CREATE TABLE IF NOT EXISTS baton_schema (version BIGINT NOT NULL)"))
     found = connection.execute(text("SELECT version FROM baton_schema")).scalar()
-    if found is not None and found > VERSION:
+    if found is not None and found > SCHEMA_VERSION:
         raise SetupError(
             f"The database of files and batches has schema {found}, and this version of Baton knows "
-            f"{VERSION}. Start the version that wrote it, or a newer one."
+            f"{SCHEMA_VERSION}. Start the version that wrote it, or a newer one."
         )
-    for step in STEPS[found or 0 :]:
+    for step in MIGRATIONS[found or 0 :]:
         for statement in step:
             connection.execute(text(statement.format(**TYPES[connection.dialect.name])))
     if found is None:
-        connection.execute(text("INSERT INTO baton_schema VALUES (:version)"), {"version": VERSION})
-    elif found < VERSION:
-        connection.execute(text("UPDATE baton_schema SET version = :version"), {"version": VERSION})
+        connection.execute(text("INSERT INTO baton_schema VALUES (:version)"), {"version": SCHEMA_VERSION})
+    elif found < SCHEMA_VERSION:
+        connection.execute(text("UPDATE baton_schema SET version = :version"), {"version": SCHEMA_VERSION})
 
 
 METADATA = MetaData()
@@ -205,7 +205,7 @@ def bindable(text: str) -> str:
     return text.replace("\0", "\ufffd")
 
 
-def fetch(connection: Connection, id: str, lock: bool = True) -> Batch:
+def fetch_batch(connection: Connection, id: str, lock: bool = True) -> BatchRecord:
     """The batch, and no one else writes it before this transaction ends. Raises BatchNotFound."""
     wanted = select(batches).where(batches.c.id == bindable(id))
     row = connection.execute(wanted.with_for_update() if lock else wanted).first()
@@ -214,22 +214,22 @@ def fetch(connection: Connection, id: str, lock: bool = True) -> Batch:
     return batch_of(row)
 
 
-def held(connection: Connection, id: str, epoch: int) -> Batch:
+def fetch_held_batch(connection: Connection, id: str, epoch: int) -> BatchRecord:
     """The same for the holder of this epoch. Raises StaleLease."""
-    batch = fetch(connection, id)
+    batch = fetch_batch(connection, id)
     if batch.epoch != epoch or batch.status.ended:
         raise StaleLease(id, epoch, batch.epoch, batch.status)
     return batch
 
 
-def free(
+def free_batches(
     connection: Connection,
     now: float,
-    statuses: Iterable[Status],
+    statuses: Iterable[BatchStatus],
     limit: int,
     without: Collection[str],
     *more: ColumnElement[bool],
-) -> list[Batch]:
+) -> list[BatchRecord]:
     """
     Batches of these statuses that nobody holds, but for the ids in `without`.
 
@@ -248,7 +248,7 @@ def free(
     return [batch_of(row) for row in rows]
 
 
-def change(connection: Connection, batch: Batch, **values: Any) -> Batch:
+def change_batch(connection: Connection, batch: BatchRecord, **values: Any) -> BatchRecord:
     """The batch with these values in its row."""
     row = connection.execute(
         update(batches).where(batches.c.seq == batch.seq).values(values).returning(*batches.c)
@@ -256,21 +256,21 @@ def change(connection: Connection, batch: Batch, **values: Any) -> Batch:
     return batch_of(row)
 
 
-def batch_of(row: Row[Any]) -> Batch:
+def batch_of(row: Row[Any]) -> BatchRecord:
     values = dict(row._mapping)
-    values["status"] = Status(values["status"])
+    values["status"] = BatchStatus(values["status"])
     values["metadata"] = values["metadata"] and _texts.decode(values["metadata"])
     values["errors"] = _errors.decode(values["errors"]) if values["errors"] else ()
     values["models"] = values["models"] and frozenset(_names.decode(values["models"]))
     values["usage"] = values["usage"] and _counts.decode(values["usage"])
-    return Batch(**values)
+    return BatchRecord(**values)
 
 
 def as_json(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def keep(connection: Connection, seq: int, found: Iterable[Result]) -> Sequence[int]:
+def insert_results(connection: Connection, seq: int, found: Iterable[LineResult]) -> Sequence[int]:
     """The HTTP statuses of those lines that had no result before."""
     rows = [
         {"batch": seq, "line": one.line, "status": one.status, "request_id": one.request_id, "body": one.body}
@@ -288,8 +288,10 @@ def insert_new(connection: Connection, table: Table) -> postgresql.Insert | sqli
     return sqlite.insert(table).on_conflict_do_nothing()
 
 
-def finalizing(connection: Connection, batch: Batch, now: int) -> Batch:
+def finalize_if_done(connection: Connection, batch: BatchRecord, now: int) -> BatchRecord:
     """With the last result the batch is ready to be rendered, by whoever takes it."""
-    if batch.status is not Status.IN_PROGRESS or batch.done < batch.total:
+    if batch.status is not BatchStatus.IN_PROGRESS or batch.done < batch.total:
         return batch
-    return change(connection, batch, status=Status.FINALIZING, finalizing_at=now, runner="", leased_until=0.0)
+    return change_batch(
+        connection, batch, status=BatchStatus.FINALIZING, finalizing_at=now, runner="", leased_until=0.0
+    )

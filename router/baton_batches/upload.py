@@ -29,8 +29,8 @@ from baton_api.errors import (
     QuotaExceeded,
 )
 from baton_batches import api_objects
-from baton_batches.files import NewFile, Quota
-from baton_batches.object_store import Writer, new_key
+from baton_batches.files import FileQuota, NewFile
+from baton_batches.object_store import ObjectWriter, new_key
 from baton_batches.storage import Storage
 from baton_batches.values import StoredFile
 
@@ -39,13 +39,13 @@ FIELD_LIMIT = 1024
 FIELDS_LIMIT = 32
 NAME_LIMIT = 255
 """Characters of a file's name."""
-UNNAMED = "upload"
+DEFAULT_NAME = "upload"
 
 # Characters that are seen as none, or change how those around them are seen.
-_UNSEEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+_INVISIBLE = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 
 
-class Form:
+class UploadForm:
     """What was read so far."""
 
     def __init__(self, content_type: str, file_limit: int) -> None:
@@ -128,7 +128,7 @@ class Form:
             return
         if self.filename is not None:
             raise InvalidRequest("The form has more than one file; send each by itself.", param="file")
-        self.filename = sanitised((given or b"").decode(errors="replace"))
+        self.filename = sanitized((given or b"").decode(errors="replace"))
 
     def _data(self, data: bytes, start: int, end: int) -> None:
         if self._is_file:
@@ -153,25 +153,25 @@ class Form:
         self.complete = True
 
 
-def sanitised(name: str) -> str:
+def sanitized(name: str) -> str:
     """
     What is shown of a name that a client gave; nothing is ever stored under it.
 
-    >>> sanitised("../../etc/passwd"), sanitised("C:\\\\in.jsonl"), sanitised("a\\x00\\u202eb.txt")
+    >>> sanitized("../../etc/passwd"), sanitized("C:\\\\in.jsonl"), sanitized("a\\x00\\u202eb.txt")
     ('passwd', 'in.jsonl', 'ab.txt')
     """
     last = name.replace("\\", "/").rpartition("/")[2]
-    seen = "".join(letter for letter in last if unicodedata.category(letter) not in _UNSEEN).strip()
-    return UNNAMED if seen in ("", ".", "..") else seen[:NAME_LIMIT]
+    seen = "".join(letter for letter in last if unicodedata.category(letter) not in _INVISIBLE).strip()
+    return DEFAULT_NAME if seen in ("", ".", "..") else seen[:NAME_LIMIT]
 
 
-WRITTEN_AT_ONCE = 1024 * 1024
+WRITE_BYTES = 1024 * 1024
 """Bytes that wait to be written; a client that is faster than the store waits for it."""
 
-AROUND_A_FILE = 64 * 1024
+FORM_OVERHEAD = 64 * 1024
 """Bytes that a form has besides its file."""
 
-DRAINED = 64 * 1024 * 1024
+DRAIN_LIMIT = 64 * 1024 * 1024
 """Bytes of a refused body that are still read: who is cut off while sending does not read why."""
 
 
@@ -182,22 +182,22 @@ async def receive(storage: Storage, request: Request, owner: str, now: int, idle
     Raises InvalidRequest, BodyTooLarge, QuotaExceeded, StorageFull and StorageUnavailable.
     """
     settings = storage.settings
-    quota = Quota(settings.files_per_key, settings.file_bytes_per_key)
+    quota = FileQuota(settings.files_per_key, settings.file_bytes_per_key)
     body = _body(request, idle_s)
     try:
-        form = Form(request.headers.get("content-type", ""), settings.file_limit)
-        if int(request.headers.get("content-length", "0")) > settings.file_limit + AROUND_A_FILE:
+        form = UploadForm(request.headers.get("content-type", ""), settings.file_limit)
+        if int(request.headers.get("content-length", "0")) > settings.file_limit + FORM_OVERHEAD:
             raise BodyTooLarge(settings.file_limit)
         await storage.run(partial(_check, storage, owner, now, quota))
-        return await _Upload(storage, owner, now, quota).run(form, body)
+        return await _FileUpload(storage, owner, now, quota).run(form, body)
     except BatonError:
         with suppress(BatonError):
             await _drain(body)
         raise
 
 
-class _Upload:
-    def __init__(self, storage: Storage, owner: str, now: int, quota: Quota) -> None:
+class _FileUpload:
+    def __init__(self, storage: Storage, owner: str, now: int, quota: FileQuota) -> None:
         self._storage = storage
         self._owner = owner
         self._now = now
@@ -207,9 +207,9 @@ class _Upload:
         self._alone = threading.Lock()
         """One thread at a time has the writer: a call goes on after its request was cancelled."""
         self._undone = False
-        self._writer: Writer | None = None
+        self._writer: ObjectWriter | None = None
 
-    async def run(self, form: Form, body: AsyncIterator[bytes]) -> StoredFile:
+    async def run(self, form: UploadForm, body: AsyncIterator[bytes]) -> StoredFile:
         run, transfer = self._storage.run, self._storage.transfer
         try:
             await run(partial(self._storage.files.promise, self._key, self._now))
@@ -218,7 +218,7 @@ class _Upload:
             async for data in body:
                 form.feed(data)
                 waiting += len(data)
-                if waiting >= WRITTEN_AT_ONCE:
+                if waiting >= WRITE_BYTES:
                     await transfer(partial(self._write, form.take()))
                     waiting = 0
             await transfer(partial(self._write, form.take()))
@@ -230,7 +230,7 @@ class _Upload:
             raise
         return await run(partial(self._keep, file))
 
-    def _described(self, form: Form) -> NewFile:
+    def _described(self, form: UploadForm) -> NewFile:
         """Raises InvalidRequest if the form is not one of a file."""
         if not form.complete:
             raise InvalidRequest("The body ends before the form does.")
@@ -289,7 +289,7 @@ class _Upload:
             self._storage.files.withdraw(self._key)
 
 
-def _check(storage: Storage, owner: str, now: int, quota: Quota) -> None:
+def _check(storage: Storage, owner: str, now: int, quota: FileQuota) -> None:
     """Before much was sent: whether there can be room at all."""
     count, size = storage.files.held(owner, now)
     if quota.files and count >= quota.files:
@@ -315,5 +315,5 @@ async def _drain(body: AsyncIterator[bytes]) -> None:
     size = 0
     async for data in body:
         size += len(data)
-        if size > DRAINED:
+        if size > DRAIN_LIMIT:
             return

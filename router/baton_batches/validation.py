@@ -18,13 +18,13 @@ from itertools import pairwise
 import xxhash
 
 from baton_batches import input_file
-from baton_batches.values import VALIDATION_LIMIT, LineError, Result
+from baton_batches.values import VALIDATION_LIMIT, LineError, LineResult
 
 BUCKETS = 256
 """Hashes are sorted in so many parts, because a sorted part is a list, which takes several times its size."""
 
 
-class Names:
+class CustomIds:
     """A set of names that can only tell which of them may have come twice."""
 
     def __init__(self) -> None:
@@ -51,11 +51,11 @@ def repeated(named: Iterable[tuple[int, str]], suspects: set[int]) -> Iterator[t
             seen.add(name)
 
 
-RESULTS_AT_ONCE = 200
+RESULTS_PER_WRITE = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class FileLimits:
     """What one batch may bring."""
 
     bytes: int
@@ -64,7 +64,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ValidationResult:
     """`errors` if the file is no batch; else how many requests it has, and the first one's model."""
 
     total: int
@@ -72,52 +72,52 @@ class Verdict:
     errors: tuple[LineError, ...] = ()
 
 
-def examine(
+def validate(
     read: Callable[[], Iterator[bytes]],
     size: int,
     endpoint: str,
-    bounds: Bounds,
-    keep: Callable[[list[Result]], object],
-) -> Verdict:
+    bounds: FileLimits,
+    keep: Callable[[list[LineResult]], object],
+) -> ValidationResult:
     """`read` begins at the file's first byte each time; `keep` takes results that lines have already."""
     if size > bounds.bytes:
         told = f"The file has {size} bytes; a batch may have {bounds.bytes}."
-        return Verdict(0, None, (LineError("file_too_large", told),))
-    examined = _Examined(endpoint, bounds, keep)
+        return ValidationResult(0, None, (LineError("file_too_large", told),))
+    examined = _Validation(endpoint, bounds, keep)
     try:
-        examined.run(input_file.split(read(), bounds.line))
-    except input_file.TooLong as fault:
+        examined.run(input_file.split_lines(read(), bounds.line))
+    except input_file.LineTooLong as fault:
         told = f"The line is over the limit of {bounds.line} bytes; what follows it was not read."
         examined.errors.append(LineError("line_too_long", told, None, fault.args[0]))
     if not examined.total and not examined.errors:
         examined.errors.append(LineError("empty_file", "The file has no requests."))
     if suspects := examined.names.suspects():
-        examined.errors += _duplicates(input_file.split(read(), bounds.line), suspects, endpoint)
+        examined.errors += _duplicates(input_file.split_lines(read(), bounds.line), suspects, endpoint)
     errors = sorted(examined.errors, key=lambda error: error.line or 0)
-    return Verdict(examined.total, examined.model, tuple(errors[:VALIDATION_LIMIT]))
+    return ValidationResult(examined.total, examined.model, tuple(errors[:VALIDATION_LIMIT]))
 
 
-class _Examined:
+class _Validation:
     """What is known of a file so far."""
 
-    def __init__(self, endpoint: str, bounds: Bounds, keep: Callable[[list[Result]], object]) -> None:
+    def __init__(self, endpoint: str, bounds: FileLimits, keep: Callable[[list[LineResult]], object]) -> None:
         self.total = 0
         self.model: str | None = None
         self.errors: list[LineError] = []
-        self.names = Names()
+        self.names = CustomIds()
         self._endpoint = endpoint
         self._bounds = bounds
         self._keep = keep
 
     def run(self, numbered: Iterable[tuple[int, bytes]]) -> None:
-        refused: list[Result] = []
+        refused: list[LineResult] = []
         for number, text in numbered:
             self.total += 1
             if self.total > self._bounds.lines:
                 told = f"The file has more than {self._bounds.lines} requests; what follows was not read."
                 self.errors.append(LineError("too_many_lines", told, None, number))
                 return
-            line = input_file.read(number, text, self._endpoint)
+            line = input_file.parse_line(number, text, self._endpoint)
             if isinstance(line, LineError):
                 self.errors.append(line)
                 if len(self.errors) >= VALIDATION_LIMIT:
@@ -126,9 +126,9 @@ class _Examined:
             self.names.add(line.custom_id)
             if self.model is None and isinstance(line.body.model, str):
                 self.model = line.body.model
-            if (result := input_file.refused(number, line)) is not None:
+            if (result := input_file.rejected_result(number, line)) is not None:
                 refused.append(result)
-                if len(refused) >= RESULTS_AT_ONCE:
+                if len(refused) >= RESULTS_PER_WRITE:
                     self._keep(refused)
                     refused = []
         if refused:
@@ -140,7 +140,7 @@ def _duplicates(
 ) -> Iterator[LineError]:
     def named() -> Iterator[tuple[int, str]]:
         for number, text in numbered:
-            line = input_file.read(number, text, endpoint)
+            line = input_file.parse_line(number, text, endpoint)
             if not isinstance(line, LineError):
                 yield number, line.custom_id
 
@@ -152,5 +152,5 @@ def _duplicates(
             found += 1
             if found >= VALIDATION_LIMIT:
                 return
-    except input_file.TooLong:
+    except input_file.LineTooLong:
         return  # said already, by the pass before

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import msgspec
 
 from baton_api.errors import INVALID_VALUE, InvalidRequest, WorkerLost
-from baton_batches.retries import GROUPS, Outcome, Tries
+from baton_batches.retries import GROUPS, LineTries, TryOutcome
 
 BAD_REQUEST = 400
 
 
-class _Input(msgspec.Struct):
+class _InputLine(msgspec.Struct):
     body: msgspec.Raw
 
 
-_input = msgspec.json.Decoder(_Input).decode
+_input = msgspec.json.Decoder(_InputLine).decode
 _raw = msgspec.json.Decoder(msgspec.Raw).decode
 
 
@@ -36,15 +36,15 @@ def body_of(text: bytes) -> bytes:
     return bytes(_input(text).body)
 
 
-def no_stream(line: int, name: str) -> Result:
+def stream_result(line: int, name: str) -> LineResult:
     """The result of a line that was answered by a stream."""
     error = InvalidRequest(
         "A request of a batch cannot be streamed: leave `stream` out.", param="stream", code=INVALID_VALUE
     )
-    return Result(line, BAD_REQUEST, msgspec.json.encode(error.body()), name)
+    return LineResult(line, BAD_REQUEST, msgspec.json.encode(error.body()), name)
 
 
-def answered(line: int, name: str, status: int, body: bytes) -> Result | None:
+def answered_result(line: int, name: str, status: int, body: bytes) -> LineResult | None:
     """The service's answer as the line's result; None if it is not the JSON that it should be."""
     try:
         whole = bytes(_raw(body))
@@ -52,21 +52,23 @@ def answered(line: int, name: str, status: int, body: bytes) -> Result | None:
         return None
     if b"\n" in whole or b"\r" in whole:  # outside of strings; a line of the output is one line
         whole = msgspec.json.format(whole, indent=-1)
-    return Result(line, status, whole, name)
+    return LineResult(line, status, whole, name)
 
 
-def given_up(line: int, name: str, outcome: Outcome, tries: Tries, status: int, body: bytes) -> Result:
+def failed_result(
+    line: int, name: str, outcome: TryOutcome, tries: LineTries, status: int, body: bytes
+) -> LineResult:
     """The result of a line that is not sent again."""
     if (
-        outcome in (Outcome.FAULT, Outcome.OUTAGE)
-        and (last := answered(line, name, status, body)) is not None
+        outcome in (TryOutcome.FAULT, TryOutcome.OUTAGE)
+        and (last := answered_result(line, name, status, body)) is not None
     ):
         return last
     match outcome:
-        case Outcome.SLOW:
+        case TryOutcome.SLOW:
             code = "request_timeout"
             message = f"There was no answer in time, {tries.timeouts} times over."
-        case Outcome.LOST:
+        case TryOutcome.LOST:
             code = WorkerLost.code
             message = (
                 f"The request was given up: its worker or its connection was lost {tries.losses} times, the "
@@ -77,14 +79,14 @@ def given_up(line: int, name: str, outcome: Outcome, tries: Tries, status: int, 
             code = "server_error"
             times = tries.faults + tries.outages
             message = f"The service answered with status {status} and no JSON, {times} times over."
-    return Result(line, 0, msgspec.json.encode({"code": code, "message": message}), name)
+    return LineResult(line, 0, msgspec.json.encode({"code": code, "message": message}), name)
 
 
 VALIDATION_LIMIT = 100
 """Bad lines of an input file that are named; a file with more has no one who would read on."""
 
 
-class Status(enum.StrEnum):
+class BatchStatus(enum.StrEnum):
     """What becomes of a batch; the names are OpenAI's."""
 
     VALIDATING = "validating"
@@ -101,7 +103,7 @@ class Status(enum.StrEnum):
         return self in ENDED
 
 
-ENDED = frozenset({Status.COMPLETED, Status.FAILED, Status.EXPIRED, Status.CANCELLED})
+ENDED = frozenset({BatchStatus.COMPLETED, BatchStatus.FAILED, BatchStatus.EXPIRED, BatchStatus.CANCELLED})
 
 
 class LineError(msgspec.Struct, frozen=True):
@@ -113,7 +115,7 @@ class LineError(msgspec.Struct, frozen=True):
     line: int | None = None
 
 
-class Result(msgspec.Struct, frozen=True):
+class LineResult(msgspec.Struct, frozen=True):
     """
     How one line ended, once and for all.
 
@@ -152,7 +154,7 @@ class StoredFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchRecord:
     """One batch. Times are seconds of the Unix epoch; None: it has not come to that."""
 
     seq: int
@@ -166,7 +168,7 @@ class Batch:
     metadata: dict[str, str] | None
     output_seconds: int | None
     """How long after the creation of the output files they are deleted; None: as any file of that purpose."""
-    status: Status
+    status: BatchStatus
     model: str | None
     errors: tuple[LineError, ...]
     created_at: int
@@ -198,12 +200,12 @@ class Batch:
         return self.completed + self.failed
 
 
-class Recorded(msgspec.Struct, frozen=True):
+class RecordOutcome(msgspec.Struct, frozen=True):
     """What came of recording results."""
 
     new: int
     """How many lines had no result before."""
-    status: Status
+    status: BatchStatus
     """Of the batch now: finalizing once every line has a result."""
     completed: int = 0
     """Of the new ones, how many were answered well."""

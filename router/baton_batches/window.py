@@ -33,7 +33,7 @@ SMOOTHING = 0.3
 """Weight of the last round in the rate that others are held against."""
 
 
-class Window:
+class SendWindow:
     """The window of one runner."""
 
     def __init__(self, now: float, first: int = FIRST, most: int = MOST) -> None:

@@ -17,7 +17,7 @@ import enum
 
 import msgspec
 
-from baton_batches.values import Result
+from baton_batches.values import LineResult
 
 PATH = "/internal/batches/"
 
@@ -28,7 +28,7 @@ SLICE_BYTES = 1024 * 1024
 """Bounds of a slice; one line that is larger comes alone."""
 
 
-class Order(enum.StrEnum):
+class RunnerOrder(enum.StrEnum):
     """What the runner is to do with what it has not sent yet."""
 
     GO_ON = "go_on"
@@ -36,12 +36,12 @@ class Order(enum.StrEnum):
     """The batch was cancelled, or its time is over: record what is done, let go of the rest."""
 
 
-class Apply(msgspec.Struct, frozen=True):
+class LeaseRequest(msgspec.Struct, frozen=True):
     runner: str
     """What the ledger calls it; no two are called the same."""
 
 
-class Lease(msgspec.Struct, frozen=True):
+class RunnerLease(msgspec.Struct, frozen=True):
     """A runner's right to work, and how it is to."""
 
     epoch: int
@@ -57,47 +57,47 @@ class Lease(msgspec.Struct, frozen=True):
     """Seconds that one try at a line may take."""
 
 
-class Progress(msgspec.Struct, frozen=True):
+class RunnerProgress(msgspec.Struct, frozen=True):
     """What a runner tells of itself, since it told so last."""
 
     retries: dict[str, int]
     """Lines that were tried again, by the `retrying.Outcome` of the try before."""
 
 
-class Renewal(msgspec.Struct, frozen=True):
+class LeaseRenewal(msgspec.Struct, frozen=True):
     token: str
-    order: Order
+    order: RunnerOrder
     window: int
     """Most lines under way at once, from now on."""
 
 
-class Line(msgspec.Struct, frozen=True, array_like=True):
+class InputLine(msgspec.Struct, frozen=True, array_like=True):
     number: int
     """In the input file, from 1."""
     text: bytes
 
 
-class Slice(msgspec.Struct, frozen=True):
+class InputSlice(msgspec.Struct, frozen=True):
     """Lines of the input that have no result, from `after` on."""
 
-    lines: list[Line]
+    lines: list[InputLine]
     cursor: str
     """Where the next one begins."""
     last: bool
 
 
-class Receipt(msgspec.Struct, frozen=True):
+class ResultReceipt(msgspec.Struct, frozen=True):
     new: int
-    order: Order
+    order: RunnerOrder
     window: int
 
 
 encode = msgspec.msgpack.Encoder().encode
 
-apply = msgspec.msgpack.Decoder(Apply).decode
-lease = msgspec.msgpack.Decoder(Lease).decode
-progress = msgspec.msgpack.Decoder(Progress).decode
-renewal = msgspec.msgpack.Decoder(Renewal).decode
-slice = msgspec.msgpack.Decoder(Slice).decode
-results = msgspec.msgpack.Decoder(list[Result]).decode
-receipt = msgspec.msgpack.Decoder(Receipt).decode
+decode_lease_request = msgspec.msgpack.Decoder(LeaseRequest).decode
+decode_lease = msgspec.msgpack.Decoder(RunnerLease).decode
+decode_progress = msgspec.msgpack.Decoder(RunnerProgress).decode
+decode_renewal = msgspec.msgpack.Decoder(LeaseRenewal).decode
+decode_slice = msgspec.msgpack.Decoder(InputSlice).decode
+decode_results = msgspec.msgpack.Decoder(list[LineResult]).decode
+decode_receipt = msgspec.msgpack.Decoder(ResultReceipt).decode

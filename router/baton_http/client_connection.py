@@ -6,11 +6,11 @@ import asyncio
 from types import TracebackType
 
 from baton_api.errors import BodyTooLarge, InvalidRequest
-from baton_http.protocol import EXTENSION, WITHOUT_BODY, Cycle
+from baton_http.protocol import EXTENSION, WITHOUT_BODY, RequestCycle
 from baton_http.replies import Receive, Scope, Send
 from baton_http.upstream import Headers
 
-PATIENCE = 4
+OVERSIZE_FACTOR = 4
 """A body that is too large is still read to this many times the limit: who is cut off while sending
 does not read the answer that says why."""
 
@@ -18,11 +18,11 @@ FLUSH_S = 5.0
 """Seconds in which what was sent must reach a client whose connection is then cut."""
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client closed its connection; there is nobody to answer."""
 
 
-class Client:
+class ClientConnection:
     """
     One client, for one request.
 
@@ -47,7 +47,7 @@ class Client:
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        cycle: Cycle = scope["extensions"][EXTENSION]["cycle"]
+        cycle: RequestCycle = scope["extensions"][EXTENSION]["cycle"]
         self._cycle = cycle
         self._heard = receive == cycle.receive
         """Whether nobody else hears the request, or the answer, before us."""
@@ -79,12 +79,12 @@ class Client:
             async with asyncio.timeout(seconds):
                 while True:
                     if message["type"] == "http.disconnect":
-                        raise ClientGone
+                        raise ClientDisconnected
                     size += len(message["body"])
                     if size <= limit:
                         body += message["body"]
                     self.read = not message.get("more_body")
-                    if self.read or size > PATIENCE * limit:
+                    if self.read or size > OVERSIZE_FACTOR * limit:
                         break
                     message = await self._receive()
         except TimeoutError as error:
@@ -137,12 +137,12 @@ class Client:
         """Drop the connection and what waits on it."""
         self._cycle.transport.abort()
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> ClientConnection:
         task = asyncio.current_task(self._loop)
         assert task is not None
         self._task = task
         if self._cycle.disconnected:
-            raise ClientGone
+            raise ClientDisconnected
         self._cycle.on_gone = self._left
         return self
 
@@ -151,7 +151,7 @@ class Client:
     ) -> None:
         self._cycle.on_gone = None
         if self._gone and self._task.uncancel() == 0 and kind is asyncio.CancelledError:
-            raise ClientGone from error
+            raise ClientDisconnected from error
 
     def _left(self) -> None:
         if not self._finished:

@@ -11,7 +11,7 @@ from baton_http.upstream import Upstream
 log = logging.getLogger(__name__)
 
 
-class Upstreams:
+class UpstreamPool:
     """Each worker's connections, made when it is first asked for."""
 
     def __init__(self, connect_s: float, tls: ssl.SSLContext | None = None) -> None:

@@ -25,16 +25,16 @@ from baton_api.errors import NotReady, SetupError
 
 log = logging.getLogger(__name__)
 
-AGAIN_S = 60.0
+UNKNOWN_KEY_S = 60.0
 """Seconds between two fetches because of keys that are not known."""
 
-FAILED_AGAIN_S = 5.0
+RETRY_S = 5.0
 """The same while there is no key at all."""
 
 REFRESH_S = 300.0
 """Age at which keys are fetched again, whether or not one is missing."""
 
-PATIENCE_S = 5.0
+FETCH_TIMEOUT_S = 5.0
 SIZE_LIMIT = 1024 * 1024
 
 Fetch = Callable[[], Awaitable[bytes]]
@@ -46,7 +46,7 @@ class KeySet(msgspec.Struct):
     keys: list[dict[str, object]]
 
 
-class IssuersKeys:
+class IssuerKeys:
     """The keys of one issuer, as they are known here. Belongs to the event loop."""
 
     def __init__(self, fetch: Fetch, algorithms: frozenset[str], clock: Callable[[], float]) -> None:
@@ -68,7 +68,7 @@ class IssuersKeys:
         Raises NotReady if no keys could be had so far.
         """
         found = self._known(name)
-        if found is None and self._clock() - self._asked >= (AGAIN_S if self._keys else FAILED_AGAIN_S):
+        if found is None and self._clock() - self._asked >= (UNKNOWN_KEY_S if self._keys else RETRY_S):
             self._begin()
         if found is None and self._fetching is not None:
             await asyncio.shield(self._fetching)
@@ -106,7 +106,7 @@ class IssuersKeys:
     async def _renew(self) -> None:
         try:
             text = await self._fetch()
-            keys = read(text, self._algorithms)
+            keys = read_key_set(text, self._algorithms)
         except (OSError, SetupError) as error:
             log.error("The keys that tokens are signed with were not read: %s They stay as they were.", error)
             return
@@ -116,7 +116,7 @@ class IssuersKeys:
             log.info("Tokens may be signed with these keys: %s", ", ".join(keys) or "none")
 
 
-def read(text: bytes, algorithms: frozenset[str]) -> dict[str, jwt.PyJWK]:
+def read_key_set(text: bytes, algorithms: frozenset[str]) -> dict[str, jwt.PyJWK]:
     """
     The keys of a set by their names. Raises SetupError if it is no set.
 
@@ -142,7 +142,7 @@ def read(text: bytes, algorithms: frozenset[str]) -> dict[str, jwt.PyJWK]:
     return found
 
 
-def source(where: str) -> Fetch:
+def key_source(where: str) -> Fetch:
     """What fetches a set from an http address or a file. Raises SetupError for a file that is not there."""
     if urlsplit(where).scheme in ("http", "https"):
         return lambda: asyncio.to_thread(_from_url, where)
@@ -155,7 +155,7 @@ def source(where: str) -> Fetch:
 def _from_url(url: str) -> bytes:
     """Raises OSError, of which urllib's errors are some."""
     asked = urllib.request.Request(url, headers={"accept": "application/json"})
-    with urllib.request.urlopen(asked, timeout=PATIENCE_S) as answer:
+    with urllib.request.urlopen(asked, timeout=FETCH_TIMEOUT_S) as answer:
         text: bytes = answer.read(SIZE_LIMIT + 1)
     if len(text) > SIZE_LIMIT:
         raise urllib.error.URLError(f"{url} has more than {SIZE_LIMIT} bytes.")

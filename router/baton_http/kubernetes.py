@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from baton_http.upstream import Exchange, Upstream
+from baton_http.upstream import Upstream, UpstreamExchange
 
 CONNECT_S = 5.0
 
@@ -20,11 +20,11 @@ GONE = 410
 """The status, of an answer or an event, that says that a resource version is too old."""
 
 
-class Unanswered(Exception):
+class ApiServerError(Exception):
     """The API server did not give what was asked for; the text says why."""
 
 
-class Expired(Exception):
+class WatchExpired(Exception):
     """A watch cannot go on from where it was."""
 
 
@@ -42,35 +42,35 @@ class KubernetesAccess:
         """The namespace. Raises Unanswered if nobody says which."""
         return self.namespace or self._text("namespace")
 
-    def open(self) -> Connected:
+    def open(self) -> ApiServerConnection:
         """Raises Unanswered if the account's files are not as they should be."""
         if not self.url:
-            raise Unanswered("this is no pod of a cluster: give its URL with --kubernetes-api")
+            raise ApiServerError("this is no pod of a cluster: give its URL with --kubernetes-api")
         parts = urlsplit(self.url)
         host = parts.hostname or ""
         if parts.scheme == "http":  # a proxy on this machine, which has an account of its own
-            return Connected(Upstream(host, parts.port or 80, CONNECT_S), "")
+            return ApiServerConnection(Upstream(host, parts.port or 80, CONNECT_S), "")
         try:
             tls = ssl.create_default_context(cadata=self._text("ca.crt"))
         except ssl.SSLError as error:
-            raise Unanswered(f"{self.account / 'ca.crt'} holds no certificate: {error}") from error
-        return Connected(Upstream(host, parts.port or 443, CONNECT_S, tls), self._text("token"))
+            raise ApiServerError(f"{self.account / 'ca.crt'} holds no certificate: {error}") from error
+        return ApiServerConnection(Upstream(host, parts.port or 443, CONNECT_S, tls), self._text("token"))
 
     def _text(self, name: str) -> str:
         try:
             return (self.account / name).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise Unanswered(f"{self.account / name} cannot be read: {error}") from error
+            raise ApiServerError(f"{self.account / name} cannot be read: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
-class Connected:
+class ApiServerConnection:
     """One cycle's connections."""
 
     upstream: Upstream
     token: str
 
-    async def get(self, target: str) -> Exchange:
+    async def get(self, target: str) -> UpstreamExchange:
         """Raises Lost, Expired and Unanswered."""
         head = f"GET {target} HTTP/1.1\r\nhost: {self.upstream.name}\r\naccept: application/json\r\n"
         if self.token:
@@ -80,11 +80,13 @@ class Connected:
             return exchange
         exchange.close()
         if exchange.status == GONE:
-            raise Expired
-        raise Unanswered(f"it answers with status {exchange.status}{HINTS.get(exchange.status, '')}")
+            raise WatchExpired
+        raise ApiServerError(
+            f"it answers with status {exchange.status}{STATUS_HINTS.get(exchange.status, '')}"
+        )
 
 
-HINTS = {
+STATUS_HINTS = {
     401: ": the account's token is not accepted",
     403: ": the account may not list and watch endpointslices of discovery.k8s.io in this namespace",
     404: ": it has no EndpointSlices of discovery.k8s.io/v1",

@@ -6,7 +6,7 @@ any progress, which bounds request line, headers, chunk extensions and trailers,
 deadline. One timer per connection covers all of its deadlines.
 
 ASGI passes dictionaries and checks the spelling of every header. The proxy forwards what a parser has
-checked already, so it finds the `Cycle` in the scope and calls it: `start`, `write`, `on_gone`. Both
+checked already, so it finds the `RequestCycle` in the scope and calls it: `start`, `write`, `on_gone`. Both
 interfaces keep the same state: an answer may begin on one and end on the other.
 """
 
@@ -36,16 +36,16 @@ LINGER_S = 5.0
 """Seconds for which a connection without a request is kept when the process ends, if there is somewhere else
 to go to: clients drop those that they have not used for as long, so no request meets a closing one."""
 
-LOOKS = 4
+DEADLINE_CHECKS = 4
 """At a connection's deadline, in the time that a head may take."""
 
-REFUSAL = (
+REJECTION = (
     b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
 )
 
 
-class Listener(HttpToolsProtocol):
-    """One client's connection. Subclasses made by `listener` set the limits."""
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """One client's connection. Subclasses made by `http_protocol` set the limits."""
 
     max_header = 16 * 1024
     header_s = 10.0
@@ -65,7 +65,7 @@ class Listener(HttpToolsProtocol):
         self._deadline = math.inf
         """Loop time at which the connection is closed, if no head, or no other request, has come."""
         self._timer: asyncio.TimerHandle | None = None
-        self._answered: Cycle | None = None
+        self._answered: RequestCycle | None = None
         """The request that is being answered; others may have come behind it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -126,7 +126,7 @@ class Listener(HttpToolsProtocol):
             "extensions": extensions,
         }
         stays = version != "1.0" and parser.should_keep_alive() and not self.leaving
-        cycle = Cycle(self, self.scope, stays)
+        cycle = RequestCycle(self, self.scope, stays)
         extensions[EXTENSION] = {"cycle": cycle}
         before = self.cycle
         self.cycle = cycle
@@ -165,7 +165,7 @@ class Listener(HttpToolsProtocol):
 
     def _look(self) -> None:
         if self.loop.time() < self._deadline:
-            self._timer = self.loop.call_later(self.header_s / LOOKS, self._look)
+            self._timer = self.loop.call_later(self.header_s / DEADLINE_CHECKS, self._look)
         elif not self.transport.is_closing():
             self.transport.close()
 
@@ -185,25 +185,25 @@ class Listener(HttpToolsProtocol):
         if not self.transport.is_closing():
             body = json.dumps(error.body()).encode()
             reason = HTTPStatus(error.status).phrase.encode()
-            self.transport.write(REFUSAL % (error.status, reason, len(body), body))
+            self.transport.write(REJECTION % (error.status, reason, len(body), body))
             self.transport.close()
 
 
-def listener(max_header: int, header_s: float) -> type[Listener]:
+def http_protocol(max_header: int, header_s: float) -> type[BoundedHttpProtocol]:
     """The protocol class with these limits, in bytes and seconds."""
-    return type("BoundedListener", (Listener,), {"max_header": max_header, "header_s": header_s})
+    return type("BoundedListener", (BoundedHttpProtocol,), {"max_header": max_header, "header_s": header_s})
 
 
 EXTENSION = "baton.cycle"
-"""The scope's extension that holds the `Cycle`."""
+"""The scope's extension that holds the `RequestCycle`."""
 
 WITHOUT_BODY = (204, 304)
 
 
-class Cycle(RequestResponseCycle):
+class RequestCycle(RequestResponseCycle):
     """Made by the listener for each request."""
 
-    def __init__(self, listener: Listener, scope: Any, keep_alive: bool) -> None:
+    def __init__(self, listener: BoundedHttpProtocol, scope: Any, keep_alive: bool) -> None:
         super().__init__(
             scope=scope,
             transport=listener.transport,

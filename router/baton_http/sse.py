@@ -20,7 +20,7 @@ LAST_RESPONSE = tuple(b"event: response.%b\n" % how for how in (b"completed", b"
 """The lines that begin the last event of `/v1/responses`. Nothing else can be read as one of them: what JSON
 says has no line's end in it."""
 
-IDLE = b"\n: keep-alive\n\n"
+KEEP_ALIVE = b"\n: keep-alive\n\n"
 
 _NUMBER = re.compile(rb" ?[0-9]{1,9}")
 
@@ -52,7 +52,7 @@ class EventStream:
     @property
     def idles(self) -> bool:
         """Whether what passed last is a comment that says that the worker lives, and nothing else."""
-        return self._tail.endswith(IDLE)
+        return self._tail.endswith(KEEP_ALIVE)
 
     def push(self, piece: bytes) -> bytes:
         """What of the bytes so far can pass on now; perhaps nothing."""
@@ -74,7 +74,7 @@ class EventStream:
 
     def error(self, error: BatonError) -> bytes:
         """`error` as an event of its own, whatever passed before."""
-        return self._apart() + b"data: " + json.dumps({"error": _said(error)}).encode() + b"\n\n"
+        return self._apart() + b"data: " + json.dumps({"error": _error_fields(error)}).encode() + b"\n\n"
 
     def _apart(self) -> bytes:
         """What ends the event that passed last, if it was not whole."""
@@ -100,31 +100,31 @@ class ResponseStream(EventStream):
     def push(self, piece: bytes) -> bytes:
         passing = super().push(piece)
         self._count += passing.count(b"\nevent: ") + passing.startswith(b"event: ")
-        self._ending = self._ending or last_response(passing) >= 0
+        self._ending = self._ending or last_response_event(passing) >= 0
         if self._ending and not self.tokens:
-            self.tokens = tokens_said(passing)
+            self.tokens = usage_tokens(passing)
         return passing
 
     def error(self, error: BatonError) -> bytes:
         """OpenAI's event for this stream, with the object in it by which clients know any error."""
-        said = _said(error)
+        said = _error_fields(error)
         event = {**said, "type": "error", "sequence_number": self._count, "error": said}
         return self._apart() + b"event: error\ndata: " + json.dumps(event).encode() + b"\n\n"
 
 
-def _said(error: BatonError) -> dict[str, Any]:
+def _error_fields(error: BatonError) -> dict[str, Any]:
     """In a stream no header can say that it may help to try again."""
     return {**error.body()["error"], "retryable": error.retry_after is not None}
 
 
-def tokens_said(answer: bytes) -> int:
+def usage_tokens(answer: bytes) -> int:
     """How many tokens an answer has, as its usage says; 0 if it does not. No text in JSON can say it."""
     at = max(answer.rfind(b'"completion_tokens":'), answer.rfind(b'"output_tokens":'))
     number = _NUMBER.match(answer, answer.find(b":", at) + 1) if at >= 0 else None
     return int(number[0]) if number else 0
 
 
-def last_response(piece: bytes) -> int:
+def last_response_event(piece: bytes) -> int:
     """Where in whole lines the stream's last event begins, after which there is none; -1 if it does not."""
     start = piece.rfind(b"\nevent: ") + 1
     return start if piece.startswith(LAST_RESPONSE, start) else -1

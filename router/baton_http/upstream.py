@@ -4,7 +4,7 @@ Connections to one worker: HTTP/1.1 on asyncio's transports, read by httptools.
 A request is a head and a body in bytes; the answer's body comes out in the pieces in which it came
 in, and never more than about `BUFFERED` bytes of it wait here: a client that reads slowly makes the
 worker write slowly. Connections are kept and used again. What can go wrong with a worker leaves this
-module as `Lost`, with the cause in one word.
+module as `UpstreamLost`, with the cause in one word.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STALE_S = 0.2
 Headers = list[tuple[bytes, bytes]]
 
 
-class Lost(WorkerLost):
+class UpstreamLost(WorkerLost):
     """The worker did not answer, or not to the end."""
 
     def __init__(self, worker: str, cause: str) -> None:
@@ -45,10 +45,10 @@ class Lost(WorkerLost):
         """connect, reset, malformed, incomplete, hung, slow, overdue, idle, drained or gone."""
 
 
-class Holder(Protocol):
+class ExchangeHolder(Protocol):
     """Who wants to have an exchange before there is a head of its answer."""
 
-    exchange: Exchange | None
+    exchange: UpstreamExchange | None
     """None while the request is not on a connection."""
 
 
@@ -62,8 +62,8 @@ class Upstream:
         self.host, self.port = host, port
         self._connect_s = connect_s
         self._tls = tls
-        self._idle: list[Connection] = []
-        self._busy: set[Connection] = set()
+        self._idle: list[UpstreamConnection] = []
+        self._busy: set[UpstreamConnection] = set()
         self._closed = False
         self.heard = -math.inf
         """Loop time at which anything last came from the worker."""
@@ -73,7 +73,9 @@ class Upstream:
         """Whether it is spoken to by TLS."""
         return self._tls is not None
 
-    async def request(self, head: bytes, body: bytes = b"", holder: Holder | None = None) -> Exchange:
+    async def request(
+        self, head: bytes, body: bytes = b"", holder: ExchangeHolder | None = None
+    ) -> UpstreamExchange:
         """
         Send one request and wait for the head of its answer. Raises Lost.
 
@@ -83,12 +85,12 @@ class Upstream:
         within `STALE_S` and without a byte of an answer, the request goes once more, on a new connection. If
         there is nobody to connect with then, or if it is reset later, the worker has died with the request.
         """
-        reset: Lost | None = None
+        reset: UpstreamLost | None = None
         while True:
             kept = None if reset else self._take()
             try:
                 connection = kept or await self._connect()
-            except Lost as unreachable:
+            except UpstreamLost as unreachable:
                 if reset is None:
                     raise
                 raise reset from unreachable
@@ -100,7 +102,7 @@ class Upstream:
             try:
                 await exchange.head()
                 return exchange
-            except Lost as lost:
+            except UpstreamLost as lost:
                 late = connection.loop.time() - exchange.progress > STALE_S
                 if not kept or exchange.begun or late or lost.cause != "reset":
                     raise
@@ -132,7 +134,7 @@ class Upstream:
         self._closed = True
         self.fail_all("gone")
 
-    def freed(self, connection: Connection) -> None:
+    def freed(self, connection: UpstreamConnection) -> None:
         """Its exchange is complete and another may follow."""
         self._busy.discard(connection)
         if len(self._idle) < IDLE_LIMIT and not self._closed:
@@ -140,33 +142,33 @@ class Upstream:
         else:
             connection.transport.close()
 
-    def gone(self, connection: Connection) -> None:
+    def gone(self, connection: UpstreamConnection) -> None:
         self._busy.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
 
-    def _take(self) -> Connection | None:
+    def _take(self) -> UpstreamConnection | None:
         while self._idle:
             connection = self._idle.pop()  # the one used last: least likely to be closed meanwhile
             if not connection.transport.is_closing():
                 return connection
         return None
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> UpstreamConnection:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_s):
                 _, connection = await loop.create_connection(
-                    lambda: Connection(self), self.host, self.port, ssl=self._tls
+                    lambda: UpstreamConnection(self), self.host, self.port, ssl=self._tls
                 )
         except (OSError, UnicodeError) as error:  # a timeout, or a host name that no DNS can have
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                 raise NotReady("The router has no file descriptor left for a connection.") from error
-            raise Lost(self.name, "connect") from error
+            raise UpstreamLost(self.name, "connect") from error
         return connection
 
 
-class Exchange:
+class UpstreamExchange:
     """One request's answer as it arrives. Read it to the end or close it."""
 
     __slots__ = (
@@ -183,7 +185,7 @@ class Exchange:
         "status",
     )
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: UpstreamConnection) -> None:
         self.status = 0
         self.headers: Headers = []
         self.progress = connection.loop.time()
@@ -197,7 +199,7 @@ class Exchange:
         self._buffered = 0
         self.complete = False
         """Whether nothing more will come than waits here."""
-        self._failure: Lost | None = None
+        self._failure: UpstreamLost | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -239,7 +241,7 @@ class Exchange:
         """End the exchange: whoever waits for more of it gets Lost. False if it had ended before."""
         if self.complete or self._failure is not None:
             return False
-        self._failure = Lost(self._connection.upstream.name, cause)
+        self._failure = UpstreamLost(self._connection.upstream.name, cause)
         self._connection.transport.abort()
         self._wake()
         return True
@@ -277,7 +279,7 @@ class Exchange:
             self._waiter.set_result(None)
 
 
-class Connection(asyncio.Protocol):
+class UpstreamConnection(asyncio.Protocol):
     """One connection and the exchange that is on it, if any."""
 
     transport: asyncio.Transport
@@ -285,15 +287,15 @@ class Connection(asyncio.Protocol):
     def __init__(self, upstream: Upstream) -> None:
         self.upstream = upstream
         self.loop = asyncio.get_running_loop()
-        self.exchange: Exchange | None = None
+        self.exchange: UpstreamExchange | None = None
         self._keep = False
         self._pieces: list[bytes] = []
         """Of the body, as the parser leaves them."""
         self.on_body = self._pieces.append
         self._parser = httptools.HttpResponseParser(self)
 
-    def send(self, head: bytes, body: bytes) -> Exchange:
-        self.exchange = exchange = Exchange(self)
+    def send(self, head: bytes, body: bytes) -> UpstreamExchange:
+        self.exchange = exchange = UpstreamExchange(self)
         if len(body) < BUFFERED:
             self.transport.write(head + body)
         else:  # rather a second call than a copy
@@ -364,10 +366,10 @@ def no_delay(transport: asyncio.BaseTransport) -> None:
     if connected is not None and connected.family in (socket.AF_INET, socket.AF_INET6):
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if not connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY):
-            _say_that_it_delays()
+            _log_missing_no_delay()
 
 
 @cache
-def _say_that_it_delays() -> None:
+def _log_missing_no_delay() -> None:
     """Once: who looks at the first connections sees it, and it will not be otherwise with the others."""
     log.error("TCP_NODELAY cannot be set here: each event of a stream may wait 40 ms for the one before it.")

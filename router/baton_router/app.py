@@ -31,41 +31,41 @@ from baton_api.errors import (
 )
 from baton_api.metrics import BackgroundTask
 from baton_api.response_store import ResponseStore, StoreLimits, owner
-from baton_batches.controller import Keeper
-from baton_batches.execution import Execution
-from baton_batches.kubernetes import Cluster
+from baton_batches.controller import BatchController
+from baton_batches.execution import BatchExecution
+from baton_batches.kubernetes import BatchJobApi
 from baton_batches.routes import routes
 from baton_batches.runner_credentials import RunnerSecret
 from baton_batches.storage import Storage
 from baton_batches.wire import PATH as RUNNERS
-from baton_http.http_client import Upstreams
+from baton_http.http_client import UpstreamPool
 from baton_http.replies import REQUEST_ID, Receive, Scope, Send, request_id, send_error
 from baton_router import service_info
-from baton_router.dashboard.endpoints import DATA, Page
+from baton_router.dashboard.endpoints import DATA_PATHS, LiveDashboard
 from baton_router.metrics import registry as front_figures
-from baton_router.metrics.collectors import CacheFigures, QueueFigures, TenantFigures
-from baton_router.metrics.registry import CertificateFigures, Figures, MetricFamily, WorkerFigures
-from baton_router.metrics.tracing import tracing_of
+from baton_router.metrics.collectors import CacheMetrics, QueueMetrics, TenantMetrics
+from baton_router.metrics.registry import CertificateMetrics, MetricFamily, RouterMetrics, WorkerStatusMetrics
+from baton_router.metrics.tracing import open_tracing
 from baton_router.proxy import responses
-from baton_router.proxy.admin_operations import ERRANDS, Errands
-from baton_router.proxy.forwarding import FORWARDED, Trust
+from baton_router.proxy.admin_operations import ADMIN_PATHS, AdminOperations
+from baton_router.proxy.forwarding import FORWARDED, WorkerCredentials
 from baton_router.proxy.proxy import Proxy
-from baton_router.proxy.responses import Responses
-from baton_router.scheduling.dispatcher import explained
-from baton_router.scheduling.fallback_policy import choose
-from baton_router.scheduling.scheduler import Scheduler
+from baton_router.proxy.responses import ResponsesProxy
+from baton_router.scheduling.dispatcher import explain
+from baton_router.scheduling.fallback_policy import choose_worker
+from baton_router.scheduling.scheduler import RequestScheduler
 from baton_router.settings import RouterSettings
-from baton_router.tenants.access import OWNER, Access, authorization, shown, tenant_of
-from baton_router.workers.discovery.sources import access_of
+from baton_router.tenants.access import OWNER, Authenticator, authorization, error_for, tenant_of
+from baton_router.workers.discovery.sources import kubernetes_access
 
 log = logging.getLogger(__name__)
 
 
-RECENT_S = 10.0
+RECENT_REQUEST_S = 10.0
 """Seconds for which whoever sent a request is taken to send another."""
 
 
-class Router:
+class RouterApp:
     """The application, and the state that its server asks for and changes."""
 
     def __init__(self, settings: RouterSettings) -> None:
@@ -73,48 +73,52 @@ class Router:
         self.draining = False
         """Set when the process is to end: /ready says so, and what comes all the same is served."""
         tls = mutual_tls.client(settings.tls_folder, settings.tls_name)
-        self.upstreams = Upstreams(settings.connect_s, tls)
-        self.scheduler = Scheduler(settings, self.upstreams, random.Random(), time.monotonic)
+        self.upstreams = UpstreamPool(settings.connect_s, tls)
+        self.scheduler = RequestScheduler(settings, self.upstreams, random.Random(), time.monotonic)
         self.workers = self.scheduler.workers
         self.background = self.scheduler.background
-        self.figures = Figures()
+        self.figures = RouterMetrics()
         self.figures.registry.register(self.background.errors)
-        self.figures.registry.register(WorkerFigures(self.workers, time.monotonic))
-        self.figures.registry.register(CertificateFigures(lambda: mutual_tls.term(tls)))
+        self.figures.registry.register(WorkerStatusMetrics(self.workers, time.monotonic))
+        self.figures.registry.register(CertificateMetrics(lambda: mutual_tls.term(tls)))
         self.fronts: Callable[[], dict[str, list[MetricFamily]]] | None = None
         """What the fronts of this router have counted, if they are processes of their own."""
-        self.access = Access(settings)
+        self.access = Authenticator(settings)
         knowledge = self.scheduler.dispatcher.knowledge
-        self.figures.registry.register(CacheFigures(self.workers, knowledge, self.scheduler.feeds))
-        self.figures.registry.register(QueueFigures(self.scheduler.queue, time.monotonic))
+        self.figures.registry.register(CacheMetrics(self.workers, knowledge, self.scheduler.feeds))
+        self.figures.registry.register(QueueMetrics(self.scheduler.queue, time.monotonic))
         self.figures.registry.register(self.scheduler.dispatcher.figures)
         self.figures.registry.register(self.scheduler.verdicts.generations)
         self.figures.registry.register(self.scheduler.verdicts.first_tokens)
         if self.access.tenants is not None:
-            self.figures.registry.register(TenantFigures(self.access.tenants))
-        self.tracing = tracing_of(settings)
+            self.figures.registry.register(TenantMetrics(self.access.tenants))
+        self.tracing = open_tracing(settings)
         self._proxy = Proxy(settings, self.scheduler, self.upstreams, self.figures, self.tracing)
-        self._keyed = self.access.required or Trust.of(settings).passes_keys
+        self._keyed = self.access.required or WorkerCredentials.of(settings).passes_keys
         self.responses = ResponseStore(
             StoreLimits(settings.responses_kept, settings.responses_memory, settings.responses_ttl_s)
         )
-        self._responses = Responses(settings, self.responses, self.whose, self._proxy)
+        self._responses = ResponsesProxy(settings, self.responses, self.whose, self._proxy)
         self.storage = Storage(settings, settings.port)
         self.figures.registry.register(self.storage.figures)
-        self.keeper = Keeper(self.storage, refusal=lambda owner: self.access.refusal(bytes.fromhex(owner)))
+        self.keeper = BatchController(
+            self.storage, refusal=lambda owner: self.access.refusal(bytes.fromhex(owner))
+        )
         secret = RunnerSecret(settings, settings.ticket_secret)
-        self.execution = Execution(
+        self.execution = BatchExecution(
             self.storage,
             settings,
             secret,
             self.keeper.wake,
             lambda: max(1, len(self.workers.decode)),
             self._beside,
-            Cluster(access_of(settings)),
+            BatchJobApi(kubernetes_access(settings)),
         )
-        self._errands = Errands(settings, self.workers, choose, random.Random(), time.monotonic)
-        self.page = Page(self.scheduler, lambda: self.draining) if settings.page else None
-        self._rest = _rest(self)
+        self._errands = AdminOperations(
+            settings, self.workers, choose_worker, random.Random(), time.monotonic
+        )
+        self.page = LiveDashboard(self.scheduler, lambda: self.draining) if settings.page else None
+        self._rest = _fastapi_app(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -137,9 +141,9 @@ class Router:
             await self._responses(scope, receive, send)
         elif scope["method"] == "POST" and path in FORWARDED:
             await self._proxy(scope, receive, send)
-        elif scope["method"] == ERRANDS.get(path):
+        elif scope["method"] == ADMIN_PATHS.get(path):
             await self._errands(scope, receive, send)
-        elif self.page is not None and path in DATA:
+        elif self.page is not None and path in DATA_PATHS:
             await self.page(scope, receive, send)
         else:
             await self._rest(scope, receive, _with_request_id(scope, send))
@@ -154,14 +158,14 @@ class Router:
 
     def _beside(self) -> bool:
         """Whether somebody waits for an answer, or did lately."""
-        return time.monotonic() - self.scheduler.wanted_at < RECENT_S
+        return time.monotonic() - self.scheduler.wanted_at < RECENT_REQUEST_S
 
     def measured(self) -> bytes:
         """All figures in Prometheus' text format."""
         if self.fronts is None:
             return self.figures.text()
-        own = front_figures.measured(self.figures.registry)
-        return front_figures.text({"scheduler": own, **self.fronts()})
+        own = front_figures.export_families(self.figures.registry)
+        return front_figures.merged_text({"scheduler": own, **self.fronts()})
 
     def refusal(self) -> str | None:
         """Why no new request should come here now; None if it may."""
@@ -170,9 +174,9 @@ class Router:
         return self.background.ended() or self.workers.unready(time.monotonic())
 
 
-def create_app(settings: RouterSettings) -> Router:
+def create_app(settings: RouterSettings) -> RouterApp:
     """The router for these workers; it looks at them while its lifespan lasts."""
-    return Router(settings)
+    return RouterApp(settings)
 
 
 def _with_request_id(scope: Scope, send: Send) -> Send:
@@ -184,7 +188,7 @@ def _with_request_id(scope: Scope, send: Send) -> Send:
     return sending
 
 
-def _rest(router: Router) -> FastAPI:
+def _fastapi_app(router: RouterApp) -> FastAPI:
     """What is not hot."""
 
     @asynccontextmanager
@@ -234,16 +238,18 @@ def _rest(router: Router) -> FastAPI:
     @app.get("/debug/decisions")
     async def decisions() -> JSONResponse:
         latest = reversed(router.scheduler.dispatcher.dispatches)
-        return JSONResponse({"data": [explained(one) for one in latest]})
+        return JSONResponse({"data": [explain(one) for one in latest]})
 
     @app.get("/workers")
     async def workers() -> JSONResponse:
         now = time.monotonic()
-        return JSONResponse({"data": [service_info.view(worker, now) for worker in router.workers.all]})
+        return JSONResponse(
+            {"data": [service_info.worker_json(worker, now) for worker in router.workers.all]}
+        )
 
     @app.get("/workers/targets")
     async def targets() -> JSONResponse:
-        return JSONResponse(service_info.targets(router.workers.all))
+        return JSONResponse(service_info.scrape_targets(router.workers.all))
 
     @app.get("/version")
     async def version() -> JSONResponse:
@@ -281,16 +287,16 @@ def _rest(router: Router) -> FastAPI:
     @app.get("/v1/responses/{id}")
     async def response(id: str, request: Request) -> Response:
         whose = router.whose(request.scope)
-        return _raw(response_answers.retrieve(router.responses, whose, id, request.query_params))
+        return _json_bytes(response_answers.retrieve(router.responses, whose, id, request.query_params))
 
     @app.delete("/v1/responses/{id}")
     async def no_response(id: str, request: Request) -> Response:
-        return _raw(response_answers.delete(router.responses, router.whose(request.scope), id))
+        return _json_bytes(response_answers.delete(router.responses, router.whose(request.scope), id))
 
     @app.get("/v1/responses/{id}/input_items")
     async def input_items(id: str, request: Request) -> Response:
         whose = router.whose(request.scope)
-        return _raw(response_answers.input_items(router.responses, whose, id, request.query_params))
+        return _json_bytes(response_answers.input_items(router.responses, whose, id, request.query_params))
 
     @app.post("/v1/responses/{id}/cancel")
     async def cancel(id: str, request: Request) -> Response:
@@ -308,28 +314,28 @@ def _rest(router: Router) -> FastAPI:
 
     @app.exception_handler(BatonError)
     async def ours(request: Request, error: BatonError) -> JSONResponse:
-        return _error(shown(error, tenant_of(request.scope)))
+        return _error_response(error_for(error, tenant_of(request.scope)))
 
     @app.exception_handler(HTTPException)
     async def routing(request: Request, error: HTTPException) -> JSONResponse:
         method, path = request.method, request.url.path
-        if error.status_code == 405 or path in FORWARDED or path in ERRANDS:
-            allowed = ERRANDS.get(path) or (error.headers or {}).get("Allow") or "POST"
-            return _error(MethodNotAllowed(method, path, allowed))
+        if error.status_code == 405 or path in FORWARDED or path in ADMIN_PATHS:
+            allowed = ADMIN_PATHS.get(path) or (error.headers or {}).get("Allow") or "POST"
+            return _error_response(MethodNotAllowed(method, path, allowed))
         if error.status_code == 404:
-            return _error(RouteNotFound(method, path))
-        return _error(InvalidRequest(str(error.detail)))
+            return _error_response(RouteNotFound(method, path))
+        return _error_response(InvalidRequest(str(error.detail)))
 
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> JSONResponse:
-        return _error(InternalError())  # starlette raises it again for the log
+        return _error_response(InternalError())  # starlette raises it again for the log
 
     return app
 
 
-def _raw(body: bytes) -> Response:
+def _json_bytes(body: bytes) -> Response:
     return Response(body, media_type="application/json")
 
 
-def _error(error: BatonError) -> JSONResponse:
+def _error_response(error: BatonError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, headers=error.headers)

@@ -30,7 +30,7 @@ def run(settings: RouterSettings, ready: Callable[[str], None] | None = None) ->
 
 log = logging.getLogger(__name__)
 
-YOUNG = 20_000
+GC_THRESHOLD = 20_000
 """Objects between two looks for garbage that counting references does not find; there is hardly any."""
 
 WANTED_FILES = 1 << 20
@@ -42,7 +42,7 @@ def prepare() -> None:
     raise_file_limit()
     gc.collect()
     gc.freeze()  # what is loaded stays for good and need not be looked through
-    gc.set_threshold(YOUNG, 20, 50)
+    gc.set_threshold(GC_THRESHOLD, 20, 50)
 
 
 def raise_file_limit() -> None:

@@ -21,11 +21,11 @@ import uvicorn
 
 from baton_api import exposure, origins
 from baton_api.errors import SetupError
-from baton_http.protocol import listener
+from baton_http.protocol import http_protocol
 from baton_http.replies import Receive, Scope, Send
 from baton_router.app import create_app
 from baton_router.settings import RouterSettings
-from baton_router.tenants.access import Access
+from baton_router.tenants.access import Authenticator
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +36,11 @@ KEEP_ALIVE_S = 75
 that it is the client who closes and no request meets a closing connection."""
 
 
-class Served(Protocol):
+class ServedApp(Protocol):
     """What a server serves: an ASGI application that is told when its process is to end."""
 
     draining: bool
-    access: Access
+    access: Authenticator
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
@@ -53,12 +53,12 @@ async def serve(
     server = RouterServer(router, settings)
     router.execution.url = url = address(listening)
     server.ending = router.execution.close
-    introduce(settings, server.router.access.required, url)
+    log_startup(settings, server.router.access.required, url)
     server.listening = ready and (lambda: ready(url))
     await server.serve(sockets=[listening])
 
 
-def introduce(settings: RouterSettings, keyed: bool, url: str) -> None:
+def log_startup(settings: RouterSettings, keyed: bool, url: str) -> None:
     """Say where the router listens, for how many workers, and aloud if anybody may use it."""
     log.info(
         "The router listens on %s for %d decode and %d prefill workers%s.",
@@ -75,8 +75,8 @@ def introduce(settings: RouterSettings, keyed: bool, url: str) -> None:
 class RouterServer(uvicorn.Server):
     """uvicorn's server with an end in two steps: first say that it is coming, then stop listening."""
 
-    def __init__(self, router: Served, settings: RouterSettings) -> None:
-        self._connections = listener(settings.max_header, settings.header_s)
+    def __init__(self, router: ServedApp, settings: RouterSettings) -> None:
+        self._connections = http_protocol(settings.max_header, settings.header_s)
         super().__init__(
             uvicorn.Config(
                 origins.answering(router, origins.allowed(settings.allowed_origins, router.access.required)),

@@ -11,7 +11,7 @@ from baton_api import __version__
 from baton_router.settings import RouterSettings
 from baton_router.workers.worker import Worker, Workers
 
-SECRETS = frozenset(
+HIDDEN_SETTINGS = frozenset(
     {"api_key", "api_key_file", "ticket_secret", "worker_api_key", "batch_secret", "database", "tenants_file"}
 )
 """Settings that nobody is told."""
@@ -53,12 +53,12 @@ def server_info(settings: RouterSettings, workers: Workers, created: int, now: f
         "status": workers.refusal(now) or "ready",
         "started": created,
         "models": [model_card(workers, name, created) for name in workers.models()],
-        "settings": settings.model_dump(mode="json", exclude=set(SECRETS)),
-        "workers": [view(worker, now) for worker in workers.all],
+        "settings": settings.model_dump(mode="json", exclude=set(HIDDEN_SETTINGS)),
+        "workers": [worker_json(worker, now) for worker in workers.all],
     }
 
 
-def view(worker: Worker, now: float) -> dict[str, Any]:
+def worker_json(worker: Worker, now: float) -> dict[str, Any]:
     """A worker as `GET /workers` shows it."""
     health = worker.health
     return {
@@ -75,7 +75,7 @@ def view(worker: Worker, now: float) -> dict[str, Any]:
     }
 
 
-def targets(workers: Iterable[Worker]) -> list[dict[str, Any]]:
+def scrape_targets(workers: Iterable[Worker]) -> list[dict[str, Any]]:
     """The workers as Prometheus is told of them by HTTP, so that a router is all that it has to know."""
     return [
         {

@@ -38,7 +38,7 @@ def _dns_question(text: str) -> str:
 
 
 def _revision_weight(text: str) -> str:
-    revision_weights.parse(text)
+    revision_weights.parse_weight(text)
     return text
 
 

@@ -27,7 +27,7 @@ import httpx
 import baton_router
 from baton_batches.ledger import Ledger
 from baton_batches.storage import LEDGER
-from baton_batches.values import Result
+from baton_batches.values import LineResult
 from tests.batches import chaos
 from tests.batches.chaos import CHAT, Program, Router
 
@@ -88,10 +88,10 @@ def _ended(client: httpx.Client, ledger: Path) -> dict[str, str]:
 def _by_the_ledger(path: Path, owner: str, inputs: dict[str, str]) -> dict[str, str]:
     """Batches that nobody has begun, or whose holder died a moment ago."""
     from baton_batches.database import Database
-    from baton_batches.files import Files
+    from baton_batches.files import FileLedger
 
     database, now = Database(f"sqlite:///{path}"), int(time.time())
-    ledger, files = Ledger(database), Files(database)
+    ledger, files = Ledger(database), FileLedger(database)
     ids = {
         name: ledger.create(owner, CHAT, files.get(owner, file, now), now).id for name, file in inputs.items()
     }
@@ -103,7 +103,7 @@ def _by_the_ledger(path: Path, owner: str, inputs: dict[str, str]) -> dict[str, 
         epoch = ledger.lease(ids[name], "runner", now, 15)
         assert epoch is not None
         last = 4 if name == "finalizing" else 2
-        found = [Result(number, 200, GOOD, f"req_{number}") for number in range(1, last + 1)]
+        found = [LineResult(number, 200, GOOD, f"req_{number}") for number in range(1, last + 1)]
         ledger.record(ids[name], epoch, found, now)
     assert ledger.lease(ids["finalizing"], "keeper that died", now, 15)
     ledger.request_cancel(owner, ids["cancelling"], now)

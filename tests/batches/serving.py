@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from baton_batches.ledger import Ledger
-from baton_batches.values import Result
+from baton_batches.values import LineResult
 from tests.router.fake_worker import FakeWorker
 from tests.router.running import RunningRouter, running_router
 
@@ -91,7 +91,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def run_lines(ledger: Ledger, id: str, found: Sequence[Result], now: float) -> None:
+def run_lines(ledger: Ledger, id: str, found: Sequence[LineResult], now: float) -> None:
     """As a runner would: under a lease, and letting go of it."""
     epoch = ledger.lease(id, "a test", now, 30)
     assert epoch is not None
@@ -99,10 +99,10 @@ def run_lines(ledger: Ledger, id: str, found: Sequence[Result], now: float) -> N
     ledger.release(id, epoch)
 
 
-def answered(number: int, text: str = "yes") -> Result:
+def answered(number: int, text: str = "yes") -> LineResult:
     usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
     body = {"choices": [{"message": {"content": f"{text} {number}"}}], "usage": usage}
-    return Result(number, 200, json.dumps(body).encode(), f"req_{number}")
+    return LineResult(number, 200, json.dumps(body).encode(), f"req_{number}")
 
 
 def check_error(answer: httpx.Response, status: int, param: str | None, code: str | None = "") -> None:

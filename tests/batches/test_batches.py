@@ -15,7 +15,7 @@ from baton_api.errors import (
     MISSING_REQUIRED_PARAMETER,
     STRING_ABOVE_MAX_LENGTH,
 )
-from baton_batches.values import Result, Status
+from baton_batches.values import BatchStatus, LineResult
 from tests.batches.serving import (
     answered,
     check_error,
@@ -56,7 +56,7 @@ async def test_a_batch_from_its_creation_to_its_files() -> None:
         running = await reaching(router, id, "in_progress")
         assert (running["request_counts"]["total"], running["model"]) == (3, "tiny")
         assert running["output_file_id"] is None
-        refused = Result(2, 400, b'{"error":{"param":"temperature"}}', "req_2")
+        refused = LineResult(2, 400, b'{"error":{"param":"temperature"}}', "req_2")
         run_lines(router.router.storage.ledger, id, [answered(4), refused], time.time())
         assert (await get(router, id))["request_counts"] == {"total": 3, "completed": 1, "failed": 1}
         run_lines(router.router.storage.ledger, id, [answered(1)], time.time())
@@ -123,8 +123,8 @@ async def test_j5_cancelling_twice_is_cancelling_once_and_what_is_done_stays() -
         for _ in range(2):
             shown = (await router.client.post(f"/v1/batches/{id}/cancel")).json()
             assert shown["status"] == "cancelling" and shown["cancelling_at"]
-        assert ledger.renew(id, epoch, time.time(), 30).status is Status.CANCELLING
-        ledger.record(id, epoch, [Result(1, 0, b'{"code":"c","message":"m"}')], int(time.time()))
+        assert ledger.renew(id, epoch, time.time(), 30).status is BatchStatus.CANCELLING
+        ledger.record(id, epoch, [LineResult(1, 0, b'{"code":"c","message":"m"}')], int(time.time()))
         assert (await get(router, id))["status"] == "cancelling", "its runner has not let go of it"
         ledger.release(id, epoch)
         ended = await reaching(router, id, "cancelled")

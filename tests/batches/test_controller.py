@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from baton_batches.controller import SWEEP_S, Keeper
+from baton_batches.controller import SWEEP_S, BatchController
 from baton_batches.database import Database
 from baton_batches.files import NewFile
 from baton_batches.ledger import Ledger
-from baton_batches.object_store import Objects, Writer
+from baton_batches.object_store import ObjectStore, ObjectWriter
 from baton_batches.settings import BatchSettings
 from baton_batches.storage import Storage
-from baton_batches.values import Batch, Status
+from baton_batches.values import BatchRecord, BatchStatus
 from tests.batches.serving import CHAT, answered, line, rows, run_lines
 from tests.router.running import until
 
@@ -42,7 +42,7 @@ def kept(folder: Path, database: str = "") -> Iterator[Storage]:
         yield storage
 
 
-def stored(storage: Storage, text: bytes, now: float, owner: str = "o") -> Batch:
+def stored(storage: Storage, text: bytes, now: float, owner: str = "o") -> BatchRecord:
     """A new batch whose input this is."""
     writer = storage.objects.writer(key := f"k/{random.randbytes(8).hex()}")
     writer.write(text)
@@ -62,7 +62,7 @@ def read(storage: Storage, file: str | None, now: float) -> bytes:
     return b"".join(storage.objects.read(found.object, 0, found.bytes))
 
 
-async def keep_until(keepers: list[Keeper], done: Any) -> None:
+async def keep_until(keepers: list[BatchController], done: Any) -> None:
     tasks = [asyncio.create_task(keeper.run()) for keeper in keepers]
     try:
         await until(done, 30)
@@ -77,15 +77,15 @@ async def test_an_expired_batch_delivers_what_is_done_and_names_the_rest(tmp_pat
     with kept(tmp_path, urls) as storage:
         ledger = storage.ledger
         id = stored(storage, line("a") + line("b") + line("c"), time.now).id
-        keeper = Keeper(storage, time)
-        await keep_until([keeper], lambda: ledger.find(id).status is Status.IN_PROGRESS)
+        keeper = BatchController(storage, time)
+        await keep_until([keeper], lambda: ledger.find(id).status is BatchStatus.IN_PROGRESS)
         epoch = ledger.lease(id, "a runner", time.now, 30)
         assert epoch is not None
         ledger.record(id, epoch, [answered(2)], int(time.now))
         time.now += 86400
-        await keep_until([Keeper(storage, time)], lambda: ledger.find(id).status.ended)
+        await keep_until([BatchController(storage, time)], lambda: ledger.find(id).status.ended)
         batch = ledger.find(id)
-        assert (batch.status, batch.expired_at) == (Status.EXPIRED, int(time.now))
+        assert (batch.status, batch.expired_at) == (BatchStatus.EXPIRED, int(time.now))
         assert [row["custom_id"] for row in rows(read(storage, batch.output_file, time.now))] == ["b"]
         errors = rows(read(storage, batch.error_file, time.now))
         assert [(row["custom_id"], row["error"]["code"]) for row in errors] == [
@@ -101,12 +101,16 @@ async def test_of_several_keepers_each_batch_is_ended_by_one(tmp_path: Path, url
         storages = [one, two, three]
         names = [f"n{number}" for number in range(30)]
         ids = [stored(one, b"".join(line(name) for name in names), time.now).id for _ in range(6)]
-        keepers = [Keeper(storage, time) for storage in storages]
-        await keep_until(keepers, lambda: all(one.ledger.find(id).status is Status.IN_PROGRESS for id in ids))
+        keepers = [BatchController(storage, time) for storage in storages]
+        await keep_until(
+            keepers, lambda: all(one.ledger.find(id).status is BatchStatus.IN_PROGRESS for id in ids)
+        )
         for id in ids:
             run_lines(one.ledger, id, [answered(number) for number in range(1, 31)], time.now)
-        keepers = [Keeper(storage, time) for storage in storages]
-        await keep_until(keepers, lambda: all(one.ledger.find(id).status is Status.COMPLETED for id in ids))
+        keepers = [BatchController(storage, time) for storage in storages]
+        await keep_until(
+            keepers, lambda: all(one.ledger.find(id).status is BatchStatus.COMPLETED for id in ids)
+        )
         for id in ids:
             output = rows(read(one, one.ledger.find(id).output_file, time.now))
             assert [row["custom_id"] for row in output] == names
@@ -120,11 +124,11 @@ async def test_a_keeper_that_died_in_the_middle_is_replaced(tmp_path: Path, urls
     with kept(tmp_path, urls) as storage:
         id = stored(storage, line("a"), time.now).id
         assert storage.ledger.lease(id, "one that dies", time.now, 15) == 1
-        task = asyncio.create_task(Keeper(storage, time).run())
+        task = asyncio.create_task(BatchController(storage, time).run())
         await asyncio.sleep(0.1)
-        assert storage.ledger.find(id).status is Status.VALIDATING
+        assert storage.ledger.find(id).status is BatchStatus.VALIDATING
         time.now += 15
-        await until(lambda: storage.ledger.find(id).status is Status.IN_PROGRESS)
+        await until(lambda: storage.ledger.find(id).status is BatchStatus.IN_PROGRESS)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
@@ -140,16 +144,17 @@ async def test_bytes_that_nobody_wants_are_swept_up(tmp_path: Path, urls: str) -
         writer.commit()
         folder = tmp_path / "files"
         await keep_until(
-            [Keeper(storage, time)], lambda: storage.ledger.find(batch.id).status is Status.FAILED
+            [BatchController(storage, time)],
+            lambda: storage.ledger.find(batch.id).status is BatchStatus.FAILED,
         )
         storage.files.delete("o", batch.input_file, now)
         time.now += 61
-        await keep_until([Keeper(storage, time)], lambda: not list(folder.glob("k/*")))
+        await keep_until([BatchController(storage, time)], lambda: not list(folder.glob("k/*")))
         assert list(folder.glob("o/*"))
         time.now += 2 * 86400
-        await keep_until([Keeper(storage, time)], lambda: not list(folder.glob("o/*")))
+        await keep_until([BatchController(storage, time)], lambda: not list(folder.glob("o/*")))
         time.now += 31 * 86400
-        await keep_until([Keeper(storage, time)], lambda: not storage.ledger.page("o", limit=9)[0])
+        await keep_until([BatchController(storage, time)], lambda: not storage.ledger.page("o", limit=9)[0])
         await until(lambda: storage.files.broken(int(time.now)) == [])
 
 
@@ -164,15 +169,17 @@ async def test_expired_batch_with_keepers_ends_once(tmp_path: Path, urls: str, v
         storages, ledger = [one, two, three], one.ledger
         id = stored(one, b"".join(line(f"n{number}") for number in range(1, lines + 1)), time.now).id
         if validated:
-            await keep_until([Keeper(one, time)], lambda: ledger.find(id).status is Status.IN_PROGRESS)
+            await keep_until(
+                [BatchController(one, time)], lambda: ledger.find(id).status is BatchStatus.IN_PROGRESS
+            )
             run_lines(ledger, id, [answered(number) for number in range(1, 1001)], time.now)
         epoch = ledger.find(id).epoch
         time.now += 86_400
         await keep_until(
-            [Keeper(storage, time) for storage in storages], lambda: ledger.find(id).status.ended
+            [BatchController(storage, time) for storage in storages], lambda: ledger.find(id).status.ended
         )
         batch = ledger.find(id)
-        assert (batch.status, batch.epoch) == (Status.EXPIRED, epoch + 1)
+        assert (batch.status, batch.epoch) == (BatchStatus.EXPIRED, epoch + 1)
         if validated:
             assert len(rows(read(one, batch.output_file, time.now))) == 1000
             assert len(rows(read(one, batch.error_file, time.now))) == lines - 1000
@@ -186,12 +193,12 @@ async def test_expired_batch_without_its_input_ends(tmp_path: Path, urls: str) -
     with kept(tmp_path, urls) as storage:
         batch = stored(storage, line("a"), time.now)
         storage.objects.delete(batch.input_object)
-        keeper = Keeper(storage, time)
+        keeper = BatchController(storage, time)
         await keep_until([keeper], lambda: storage.ledger.find(batch.id).epoch > 0)
-        assert storage.ledger.find(batch.id).status is Status.VALIDATING
+        assert storage.ledger.find(batch.id).status is BatchStatus.VALIDATING
         time.now += 86_400
-        await keep_until([Keeper(storage, time)], lambda: storage.ledger.find(batch.id).status.ended)
-        assert storage.ledger.find(batch.id).status is Status.EXPIRED
+        await keep_until([BatchController(storage, time)], lambda: storage.ledger.find(batch.id).status.ended)
+        assert storage.ledger.find(batch.id).status is BatchStatus.EXPIRED
 
 
 # --- Beside batches that fail, slow stores and others ---
@@ -206,15 +213,15 @@ async def test_keeper_with_failing_batches_serves_other_owners(tmp_path: Path, u
         ids = [stored(storage, line("a"), time.now, owner).id for owner in ("p", "q", "r")]
         ledger = storage.ledger
         await keep_until(
-            [Keeper(storage, time)],
-            lambda: all(ledger.find(id).status is Status.IN_PROGRESS for id in ids),
+            [BatchController(storage, time)],
+            lambda: all(ledger.find(id).status is BatchStatus.IN_PROGRESS for id in ids),
         )
 
 
 class SlowObjects:
     """A store whose calls take until it is told to go on."""
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
         self.reading, self.deleting = threading.Event(), threading.Event()
         self.go_on = threading.Event()
@@ -224,7 +231,7 @@ class SlowObjects:
         assert self.go_on.wait(60)
         yield from self._objects.read(key, start, end)
 
-    def writer(self, key: str) -> Writer:
+    def writer(self, key: str) -> ObjectWriter:
         return self._objects.writer(key)
 
     def delete(self, key: str) -> None:
@@ -240,7 +247,7 @@ async def test_keeper_waiting_for_the_store_keeps_its_lease(tmp_path: Path, urls
         ledger = storage.ledger
         batches = [stored(storage, line("a"), time.now, owner) for owner in ("p", "q")]
         slow = storage.objects = SlowObjects(storage.objects)
-        keeper = asyncio.create_task(Keeper(storage, time, lease_s=0.3).run())
+        keeper = asyncio.create_task(BatchController(storage, time, lease_s=0.3).run())
         try:
             await until(lambda: all(ledger.find(one.id).epoch for one in batches))
             for _ in range(3):
@@ -252,7 +259,7 @@ async def test_keeper_waiting_for_the_store_keeps_its_lease(tmp_path: Path, urls
                 assert await storage.run(lambda: ledger.lease(batches[0].id, "other", time.now, 15)) is None
             assert slow.reading.is_set()
             slow.go_on.set()
-            await until(lambda: all(ledger.find(one.id).status is Status.IN_PROGRESS for one in batches))
+            await until(lambda: all(ledger.find(one.id).status is BatchStatus.IN_PROGRESS for one in batches))
             await asyncio.gather(*transfers)
             assert [ledger.find(one.id).epoch for one in batches] == [1, 1]
         finally:
@@ -267,16 +274,16 @@ async def test_keeper_sweeping_a_slow_store_goes_on(tmp_path: Path, urls: str) -
     with kept(tmp_path, urls) as storage:
         ledger = storage.ledger
         id = stored(storage, line("a"), time.now).id
-        run = asyncio.create_task(Keeper(storage, time).run())
+        run = asyncio.create_task(BatchController(storage, time).run())
         try:
-            await until(lambda: ledger.find(id).status is Status.IN_PROGRESS)
+            await until(lambda: ledger.find(id).status is BatchStatus.IN_PROGRESS)
             slow = storage.objects = SlowObjects(storage.objects)
             storage.files.promise("o/broken", 0)
             time.now += SWEEP_S
             await until(slow.deleting.is_set)
             other = stored(storage, b"", time.now)
             ledger.request_cancel("o", other.id, int(time.now))
-            await until(lambda: ledger.find(other.id).status is Status.CANCELLED)
+            await until(lambda: ledger.find(other.id).status is BatchStatus.CANCELLED)
         finally:
             slow.go_on.set()
             run.cancel()
@@ -290,9 +297,11 @@ async def test_keeper_that_comes_too_late_takes_no_lease(tmp_path: Path, urls: s
         seen, go_on, tried = threading.Event(), threading.Event(), threading.Event()
 
         class LateLedger(Ledger):
-            def unfinished(self, now: float, status: Status, *rest: Any, **more: Any) -> list[Batch]:
+            def unfinished(
+                self, now: float, status: BatchStatus, *rest: Any, **more: Any
+            ) -> list[BatchRecord]:
                 found = super().unfinished(now, status, *rest, **more)
-                if found and status is Status.VALIDATING:
+                if found and status is BatchStatus.VALIDATING:
                     seen.set()
                     assert go_on.wait(60)
                 return found
@@ -306,9 +315,11 @@ async def test_keeper_that_comes_too_late_takes_no_lease(tmp_path: Path, urls: s
         with contextlib.closing(Database(urls or f"sqlite:///{tmp_path}/ledger.sqlite3")) as database:
             two.ledger = LateLedger(database)
             id = stored(one, line("a"), time.now).id
-            late = asyncio.create_task(keep_until([Keeper(two, time)], tried.is_set))
+            late = asyncio.create_task(keep_until([BatchController(two, time)], tried.is_set))
             await until(seen.is_set)
-            await keep_until([Keeper(one, time)], lambda: one.ledger.find(id).status is Status.IN_PROGRESS)
+            await keep_until(
+                [BatchController(one, time)], lambda: one.ledger.find(id).status is BatchStatus.IN_PROGRESS
+            )
             go_on.set()
             await late
             batch = one.ledger.find(id)

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from baton_batches.input_file import Cursor, Done, cut
+from baton_batches.input_file import DoneLines, InputCursor, cut_slice
 
-NOTHING = Done(())
+NOTHING = DoneLines(())
 
 
 @pytest.mark.parametrize(
@@ -25,21 +25,21 @@ NOTHING = Done(())
     ids=["empty", "blank", "ended", "not ended", "of Windows", "with blank lines", "with a mark"],
 )
 def test_lines_have_the_numbers_that_an_editor_shows(data: bytes, lines: list[tuple[int, bytes]]) -> None:
-    found, cursor = cut(data, Cursor(), True, NOTHING, 100)
+    found, cursor = cut_slice(data, InputCursor(), True, NOTHING, 100)
     assert [(one.number, one.text) for one in found] == lines
     assert cursor.position == len(data)
 
 
 def test_a_line_that_is_not_whole_is_left_for_later() -> None:
-    found, cursor = cut(b"aa\nbb\ncc", Cursor(), False, NOTHING, 100)
+    found, cursor = cut_slice(b"aa\nbb\ncc", InputCursor(), False, NOTHING, 100)
     assert [one.text for one in found] == [b"aa", b"bb"]
-    assert cursor == Cursor(6, 2)
-    assert cut(b"cc", cursor, False, NOTHING, 100) == ([], cursor)
+    assert cursor == InputCursor(6, 2)
+    assert cut_slice(b"cc", cursor, False, NOTHING, 100) == ([], cursor)
 
 
 def test_lines_with_a_result_are_left_out() -> None:
-    done = Done([(1, 2), (4, 4)])
-    found, cursor = cut(b"1\n2\n3\n4\n5\n", Cursor(), True, done, 100)
+    done = DoneLines([(1, 2), (4, 4)])
+    found, cursor = cut_slice(b"1\n2\n3\n4\n5\n", InputCursor(), True, done, 100)
     assert [one.number for one in found] == [3, 5]
     assert cursor.lines == 5
 
@@ -47,7 +47,7 @@ def test_lines_with_a_result_are_left_out() -> None:
 @pytest.mark.parametrize("text", ["-1-0", "0--1", "x", "3", "3-", "-"])
 def test_what_is_no_cursor_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
-        Cursor.read(text)
+        InputCursor.read(text)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -55,14 +55,14 @@ def test_whatever_the_pieces_every_line_comes_once(seed: int) -> None:
     rng = random.Random(seed)
     texts = [b"" if rng.random() < 0.1 else b"x" * rng.randint(1, 30) for _ in range(200)]
     file = b"\n".join(texts) + rng.choice([b"", b"\n"])
-    done = Done([(first, first + 3) for first in range(5, 190, 17) if rng.random() < 0.7])
+    done = DoneLines([(first, first + 3) for first in range(5, 190, 17) if rng.random() < 0.7])
     found = []
-    cursor = Cursor()
+    cursor = InputCursor()
     while cursor.position < len(file):
         data = file[cursor.position : cursor.position + rng.randint(40, 200)]
         end = cursor.position + len(data) == len(file)
-        lines, after = cut(data, cursor, end, done, rng.randint(1, 20))
+        lines, after = cut_slice(data, cursor, end, done, rng.randint(1, 20))
         assert after.position > cursor.position
         found += [(line.number, line.text) for line in lines]
-        cursor = Cursor.read(str(after))
+        cursor = InputCursor.read(str(after))
     assert found == [(n, text) for n, text in enumerate(texts, 1) if text and n not in done]

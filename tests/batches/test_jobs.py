@@ -16,14 +16,14 @@ from baton_api.errors import SetupError, Unauthorized
 from baton_batches import wire
 from baton_batches.database import Database
 from baton_batches.files import NewFile, add
-from baton_batches.jobs import Jobs
-from baton_batches.kubernetes import Announcer, Cluster
+from baton_batches.jobs import BatchJobAssignments
+from baton_batches.kubernetes import BatchJobApi, BatchJobReporter
 from baton_batches.ledger import Ledger
-from baton_batches.values import Batch
-from baton_batches.wire import Apply
+from baton_batches.values import BatchRecord
+from baton_batches.wire import LeaseRequest
 from baton_router.app import create_app
 from baton_router.settings import RouterSettings
-from baton_router.workers.discovery.sources import access_of
+from baton_router.workers.discovery.sources import kubernetes_access
 from tests.batches.batch_cluster import NAMESPACE, SERVICE, BatchCluster
 from tests.batches.serving import (
     answered,
@@ -57,18 +57,20 @@ def in_a_pod(cluster: BatchCluster, **more: Any) -> AbstractAsyncContextManager[
     )
 
 
-def announcer(router: RunningRouter) -> Announcer:
+def announcer(router: RunningRouter) -> BatchJobReporter:
     """One whose rounds the test calls for, as if time flew between them."""
     times = iter(range(0, 10**9, 3600))
-    access = Cluster(access_of(router.router.settings))
-    return Announcer(router.router.storage, access, SERVICE, "uid-of-the-service", lambda: float(next(times)))
+    access = BatchJobApi(kubernetes_access(router.router.settings))
+    return BatchJobReporter(
+        router.router.storage, access, SERVICE, "uid-of-the-service", lambda: float(next(times))
+    )
 
 
 async def lease(router: RunningRouter, batch: str, token: str) -> httpx.Response:
     return await router.client.post(
         f"{wire.PATH}{batch}/lease",
         headers=bearer(token),
-        content=wire.encode(Apply(f"runner {time.time_ns()}")),
+        content=wire.encode(LeaseRequest(f"runner {time.time_ns()}")),
     )
 
 
@@ -125,11 +127,11 @@ async def test_two_routers_make_one(cluster: BatchCluster) -> None:
         assert len(cluster.jobs) == 1 and router.router.storage.ledger.find(id).job
 
 
-class Late(Cluster):
+class Late(BatchJobApi):
     """What is told by it comes when the test lets it."""
 
     def __init__(self, router: RunningRouter) -> None:
-        super().__init__(access_of(router.router.settings))
+        super().__init__(kubernetes_access(router.router.settings))
         self.told, self.comes = asyncio.Event(), asyncio.Event()
 
     async def tell(self, name: str, status: object) -> int:
@@ -144,7 +146,7 @@ async def test_a_word_that_comes_after_another_routers_word_of_the_end_is_made_g
     async with in_a_pod(cluster) as router:
         late, storage = Late(router), router.router.storage
         other = announcer(router)
-        one = Announcer(storage, late, SERVICE, "uid-of-the-service", lambda: 0.0)
+        one = BatchJobReporter(storage, late, SERVICE, "uid-of-the-service", lambda: 0.0)
         id = await created(router, THREE)
         await reaching(router, id, "in_progress")
         await other.round()
@@ -183,9 +185,11 @@ async def test_announcer_refused_batch_job_is_tried_again(
 async def test_announcer_refused_batch_job_delays_no_other(cluster: BatchCluster) -> None:
     """Neither its creation nor its status; while it is refused it is not sent every round."""
     async with in_a_pod(cluster) as router:
-        access = Cluster(access_of(router.router.settings))
+        access = BatchJobApi(kubernetes_access(router.router.settings))
         now = [0.0]
-        telling = Announcer(router.router.storage, access, SERVICE, "uid-of-the-service", lambda: now[0])
+        telling = BatchJobReporter(
+            router.router.storage, access, SERVICE, "uid-of-the-service", lambda: now[0]
+        )
         first, second = [await created(router, THREE) for _ in range(2)]
         for id in (first, second):
             await reaching(router, id, "in_progress")
@@ -246,7 +250,7 @@ async def test_a_pod_gets_its_own_batchs_lease_and_nothing_else(cluster: BatchCl
         mine, other = ids
         token = cluster.token(f"{batch_jobs.name_of(mine)}-0-abcde")
         assert (await lease(router, other, token)).status_code == 401
-        held = wire.lease((await lease(router, mine, token)).content)
+        held = wire.decode_lease((await lease(router, mine, token)).content)
         # The pod's own token opens nothing but leases: all else is for the one of this epoch.
         path = f"{wire.PATH}{mine}/renew"
         assert (await router.client.post(path, headers=bearer(token))).status_code == 401
@@ -310,14 +314,14 @@ def test_batch_jobs_are_for_batches_that_others_run() -> None:
         create_app(RouterSettings(decode=("http://127.0.0.1:1",), batch_jobs="chat"))
 
 
-def _batch(database: Database, **more: Any) -> Batch:
+def _batch(database: Database, **more: Any) -> BatchRecord:
     new = NewFile(owner="a", purpose="batch", filename="in", bytes=1, sha256="", object="o", expires_at=None)
     with database.writing() as connection:
         file = add(connection, new, 1)
     return Ledger(database).create("a", "/v1/chat/completions", file, 1, **more)
 
 
-def _begun(database: Database, **more: Any) -> Batch:
+def _begun(database: Database, **more: Any) -> BatchRecord:
     ledger, batch = Ledger(database), _batch(database, **more)
     epoch = ledger.lease(batch.id, "validator", 1.0, 10)
     assert epoch is not None
@@ -325,7 +329,7 @@ def _begun(database: Database, **more: Any) -> Batch:
 
 
 def test_the_first_who_claims_a_batch_keeps_it(database: Database) -> None:
-    jobs, batch = Jobs(database), _begun(database)
+    jobs, batch = BatchJobAssignments(database), _begun(database)
     assert [one.id for one in jobs.missing()] == [batch.id]
     assert jobs.claim(batch.id, "one").job == "one" == jobs.claim(batch.id, "one").job
     with pytest.raises(Unauthorized, match="BatchJob one"):
@@ -338,7 +342,7 @@ def test_the_first_who_claims_a_batch_keeps_it(database: Database) -> None:
 
 
 def test_whose_it_is_may_stand_in_its_metadata(database: Database) -> None:
-    jobs, batch = Jobs(database), _begun(database, metadata={batch_jobs.METADATA: "one/uid"})
+    jobs, batch = BatchJobAssignments(database), _begun(database, metadata={batch_jobs.METADATA: "one/uid"})
     assert not jobs.missing()
     with pytest.raises(Unauthorized):
         jobs.claim(batch.id, "two")

@@ -24,11 +24,11 @@ from baton_api.errors import (
     StaleLease,
 )
 from baton_batches.database import Database
-from baton_batches.files import Files, NewFile, Quota
+from baton_batches.files import FileLedger, FileQuota, NewFile
 from baton_batches.ledger import Ledger
-from baton_batches.metrics import Summary, summarize
+from baton_batches.metrics import LedgerSummary, summarize
 from baton_batches.tables import METADATA
-from baton_batches.values import Batch, LineError, Recorded, Result, Status, StoredFile
+from baton_batches.values import BatchRecord, BatchStatus, LineError, LineResult, RecordOutcome, StoredFile
 
 NOW = 1_700_000_000
 CHAT = "/v1/chat/completions"
@@ -40,8 +40,8 @@ def new_file(
     return NewFile(owner, purpose, "in.jsonl", size, "00", f"{owner}/{random.random()}", expires_at)
 
 
-def new_batch(database: Database, owner: str = "a") -> Batch:
-    return Ledger(database).create(owner, CHAT, Files(database).add(new_file(owner), NOW), NOW)
+def new_batch(database: Database, owner: str = "a") -> BatchRecord:
+    return Ledger(database).create(owner, CHAT, FileLedger(database).add(new_file(owner), NOW), NOW)
 
 
 def running(database: Database, total: int = 10) -> tuple[Ledger, str, int]:
@@ -59,19 +59,19 @@ def leased(ledger: Ledger, id: str, runner: str = "r", now: float = NOW) -> int:
     return epoch
 
 
-def good(line: int, text: str = "yes") -> Result:
-    return Result(line, 200, f'{{"text":"{text}"}}'.encode(), f"req_{line}")
+def good(line: int, text: str = "yes") -> LineResult:
+    return LineResult(line, 200, f'{{"text":"{text}"}}'.encode(), f"req_{line}")
 
 
-def bad(line: int) -> Result:
-    return Result(line, 0, b'{"code":"worker_error","message":"gone"}')
+def bad(line: int) -> LineResult:
+    return LineResult(line, 0, b'{"code":"worker_error","message":"gone"}')
 
 
 # --- Files ---
 
 
 def test_files_are_listed_newest_first_page_by_page_also_within_a_second(database: Database) -> None:
-    files = Files(database)
+    files = FileLedger(database)
     made = [files.add(new_file(), NOW).id for _ in range(5)]
     files.add(new_file("b"), NOW)
     first, more = files.page("a", NOW, limit=2)
@@ -86,7 +86,7 @@ def test_files_are_listed_newest_first_page_by_page_also_within_a_second(databas
 
 
 def test_a_file_is_gone_once_deleted_or_expired_and_was_never_there_for_others(database: Database) -> None:
-    files = Files(database)
+    files = FileLedger(database)
     kept, short = files.add(new_file(), NOW), files.add(new_file(expires_at=NOW + 10), NOW)
     assert files.get("a", kept.id, NOW) == kept
     for owner, id, now in [("b", kept.id, NOW), ("a", "file-none", NOW), ("a", short.id, NOW + 10)]:
@@ -103,7 +103,7 @@ def test_a_file_is_gone_once_deleted_or_expired_and_was_never_there_for_others(d
 
 
 def test_bytes_are_purged_once_and_not_while_a_batch_needs_them(database: Database) -> None:
-    files, ledger = Files(database), Ledger(database)
+    files, ledger = FileLedger(database), Ledger(database)
     file, other = files.add(new_file(), NOW), files.add(new_file(expires_at=NOW + 9), NOW)
     batch = ledger.create("a", CHAT, file, NOW)
     files.delete("a", file.id, NOW)
@@ -123,7 +123,7 @@ def test_bytes_are_purged_once_and_not_while_a_batch_needs_them(database: Databa
 def test_a_file_that_is_deleted_while_a_batch_is_made_of_it_is_kept_or_the_batch_is_not(
     database: Database, round: int
 ) -> None:
-    files, ledger = Files(database), Ledger(database)
+    files, ledger = FileLedger(database), Ledger(database)
     made = [files.add(new_file(), NOW) for _ in range(8)]
     begun: list[str] = []
 
@@ -143,31 +143,31 @@ def test_a_file_that_is_deleted_while_a_batch_is_made_of_it_is_kept_or_the_batch
 
 
 def test_a_quota_bounds_files_and_bytes_of_one_key_also_when_many_come_at_once(database: Database) -> None:
-    files = Files(database)
+    files = FileLedger(database)
     outcomes: list[str] = []
 
     def upload() -> None:
         try:
-            files.add(new_file(size=10), NOW, Quota(files=5, bytes=30))
+            files.add(new_file(size=10), NOW, FileQuota(files=5, bytes=30))
             outcomes.append("kept")
         except QuotaExceeded:
             outcomes.append("refused")
 
     at_once([upload] * 8)
     assert sorted(outcomes) == ["kept"] * 3 + ["refused"] * 5
-    files.add(new_file("b", size=30), NOW, Quota(files=5, bytes=30))
+    files.add(new_file("b", size=30), NOW, FileQuota(files=5, bytes=30))
     with pytest.raises(QuotaExceeded, match="1 files; its limit is 1"):
-        files.add(new_file("b", size=0), NOW, Quota(files=1))
+        files.add(new_file("b", size=0), NOW, FileQuota(files=1))
 
 
 # --- The way of a batch ---
 
 
 def test_a_batch_begins_as_openais_does(database: Database) -> None:
-    file = Files(database).add(new_file(), NOW)
+    file = FileLedger(database).add(new_file(), NOW)
     batch = Ledger(database).create("a", CHAT, file, NOW, metadata={"k": "v"}, output_seconds=3600)
     assert batch == Ledger(database).get("a", batch.id) == Ledger(database).find(batch.id)
-    assert (batch.status, batch.total, batch.done) == (Status.VALIDATING, 0, 0)
+    assert (batch.status, batch.total, batch.done) == (BatchStatus.VALIDATING, 0, 0)
     assert (batch.created_at, batch.expires_at) == (NOW, NOW + 86400)
     assert (batch.metadata, batch.output_seconds, batch.input_file) == ({"k": "v"}, 3600, file.id)
     with pytest.raises(BatchNotFound):
@@ -201,13 +201,13 @@ def test_get_returns_the_batch_of_that_id(database: Database) -> None:
         assert ledger.get("a", batch.id) == ledger.find(batch.id) == batch
 
 
-def in_every_status(database: Database, owner: str) -> dict[Status, str]:
+def in_every_status(database: Database, owner: str) -> dict[BatchStatus, str]:
     """One batch of `owner` in each status that has lines to validate, to run, or to render."""
     ledger = Ledger(database)
     ids = [new_batch(database, owner).id for _ in range(3)]
     for id, total in zip(ids[1:], (1, 0), strict=True):
         ledger.validated(id, leased(ledger, id), NOW, total=total, model="tiny")
-    statuses = Status.VALIDATING, Status.IN_PROGRESS, Status.FINALIZING
+    statuses = BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING
     assert [ledger.find(id).status for id in ids] == list(statuses)
     return dict(zip(statuses, ids, strict=True))
 
@@ -216,7 +216,11 @@ def test_owners_under_way_have_lines_to_validate_or_run(database: Database) -> N
     ledger = Ledger(database)
     assert ledger.owners_under_way() == []
     batches = {owner: in_every_status(database, owner) for owner in "abc"}
-    for owner, status in [("b", Status.VALIDATING), ("c", Status.VALIDATING), ("c", Status.IN_PROGRESS)]:
+    for owner, status in [
+        ("b", BatchStatus.VALIDATING),
+        ("c", BatchStatus.VALIDATING),
+        ("c", BatchStatus.IN_PROGRESS),
+    ]:
         ledger.request_cancel(owner, batches[owner][status], NOW)
     assert sorted(ledger.owners_under_way()) == ["a", "b"]
 
@@ -224,18 +228,18 @@ def test_owners_under_way_have_lines_to_validate_or_run(database: Database) -> N
 def test_cancel_refused_cancels_what_an_owner_has_under_way(database: Database) -> None:
     ledger = Ledger(database)
     own, other = in_every_status(database, "a"), in_every_status(database, "b")
-    before = [ledger.find(id) for id in (own[Status.FINALIZING], *other.values())]
+    before = [ledger.find(id) for id in (own[BatchStatus.FINALIZING], *other.values())]
     assert ledger.cancel_refused("a", "the key is gone", NOW + 5) == 2
-    for status in (Status.VALIDATING, Status.IN_PROGRESS):
+    for status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
         batch = ledger.find(own[status])
-        assert (batch.status, batch.cancelling_at) == (Status.CANCELLING, NOW + 5)
+        assert (batch.status, batch.cancelling_at) == (BatchStatus.CANCELLING, NOW + 5)
         assert batch.errors == (LineError("owner_refused", "the key is gone"),)
     assert [ledger.find(one.id) for one in before] == before
     assert ledger.cancel_refused("a", "the key is gone", NOW + 6) == 0
 
 
 def test_reassign_gives_files_and_batches_to_another(database: Database) -> None:
-    files, ledger = Files(database), Ledger(database)
+    files, ledger = FileLedger(database), Ledger(database)
     batch, kept = new_batch(database), new_batch(database, "c")
     file = files.add(new_file(), NOW)
     assert ledger.reassign("a", "b") == (2, 1)
@@ -247,9 +251,11 @@ def test_reassign_gives_files_and_batches_to_another(database: Database) -> None
 
 def test_from_validation_to_the_end(database: Database) -> None:
     ledger, id, epoch = running(database, total=3)
-    assert ledger.find(id).status is Status.IN_PROGRESS
-    assert ledger.record(id, epoch, [good(1), bad(2)], NOW + 1) == Recorded(2, Status.IN_PROGRESS, 1)
-    assert ledger.record(id, epoch, [good(4)], NOW + 2) == Recorded(1, Status.FINALIZING, 1)
+    assert ledger.find(id).status is BatchStatus.IN_PROGRESS
+    assert ledger.record(id, epoch, [good(1), bad(2)], NOW + 1) == RecordOutcome(
+        2, BatchStatus.IN_PROGRESS, 1
+    )
+    assert ledger.record(id, epoch, [good(4)], NOW + 2) == RecordOutcome(1, BatchStatus.FINALIZING, 1)
     batch = ledger.find(id)
     assert (batch.completed, batch.failed, batch.total) == (2, 1, 3)
     assert batch.finalizing_at == NOW + 2
@@ -257,13 +263,15 @@ def test_from_validation_to_the_end(database: Database) -> None:
     assert ledger.results(batch) == [good(1), bad(2), good(4)]
     epoch = leased(ledger, id, "renderer", NOW + 2)
     ended = ledger.finalize(id, epoch, NOW + 3, output=new_file(), errors=None, usage={"total_tokens": 5})
-    assert (ended.status, ended.completed_at, ended.error_file) == (Status.COMPLETED, NOW + 3, None)
+    assert (ended.status, ended.completed_at, ended.error_file) == (BatchStatus.COMPLETED, NOW + 3, None)
     assert ended.usage == {"total_tokens": 5}
-    assert Files(database).get("a", str(ended.output_file), NOW).bytes == 10
+    assert FileLedger(database).get("a", str(ended.output_file), NOW).bytes == 10
     with pytest.raises(StaleLease):
         ledger.finalize(id, epoch, NOW + 4, output=new_file(), errors=None)
     assert ledger.find(id) == ended
-    assert len(Files(database).page("a", NOW, limit=9)[0]) == 2, "the files of the second end are not kept"
+    assert len(FileLedger(database).page("a", NOW, limit=9)[0]) == 2, (
+        "the files of the second end are not kept"
+    )
 
 
 def test_a_file_that_is_no_batch_fails_with_its_errors(database: Database) -> None:
@@ -271,7 +279,7 @@ def test_a_file_that_is_no_batch_fails_with_its_errors(database: Database) -> No
     id = new_batch(database).id
     told = (LineError("invalid_json_line", "no JSON", line=2), LineError("empty_file", "empty"))
     batch = ledger.validated(id, leased(ledger, id), NOW + 1, total=0, model=None, errors=told)
-    assert (batch.status, batch.failed_at, batch.errors) == (Status.FAILED, NOW + 1, told)
+    assert (batch.status, batch.failed_at, batch.errors) == (BatchStatus.FAILED, NOW + 1, told)
     assert ledger.lease(id, "r", NOW, 30) is None
 
 
@@ -280,13 +288,13 @@ def test_lines_that_are_answered_while_the_file_is_read_count(database: Database
     id = new_batch(database).id
     epoch = leased(ledger, id)
     assert ledger.record(id, epoch, [bad(1)], NOW).new == 1
-    assert ledger.validated(id, epoch, NOW, total=1, model="tiny").status is Status.FINALIZING
+    assert ledger.validated(id, epoch, NOW, total=1, model="tiny").status is BatchStatus.FINALIZING
 
 
-CANCELS: dict[str, tuple[Status, ...]] = {
+CANCELS: dict[str, tuple[BatchStatus, ...]] = {
     "while it is validated": (),
-    "while it runs": (Status.IN_PROGRESS,),
-    "while it is rendered": (Status.IN_PROGRESS, Status.FINALIZING),
+    "while it runs": (BatchStatus.IN_PROGRESS,),
+    "while it is rendered": (BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING),
 }
 
 
@@ -295,35 +303,35 @@ def test_cancelling_keeps_what_is_done(database: Database, when: str) -> None:
     ledger = Ledger(database)
     id = new_batch(database).id
     epoch = leased(ledger, id)
-    if Status.IN_PROGRESS in CANCELS[when]:
+    if BatchStatus.IN_PROGRESS in CANCELS[when]:
         ledger.validated(id, epoch, NOW, total=2, model="tiny")
         epoch = leased(ledger, id)
         ledger.record(id, epoch, [good(1)], NOW)
-    if Status.FINALIZING in CANCELS[when]:
-        assert ledger.record(id, epoch, [good(2)], NOW).status is Status.FINALIZING
+    if BatchStatus.FINALIZING in CANCELS[when]:
+        assert ledger.record(id, epoch, [good(2)], NOW).status is BatchStatus.FINALIZING
         epoch = leased(ledger, id)
     with pytest.raises(BatchNotFound):
         ledger.request_cancel("b", id, NOW)
     batch = ledger.request_cancel("a", id, NOW + 1)
-    assert (batch.status, batch.cancelling_at) == (Status.CANCELLING, NOW + 1)
+    assert (batch.status, batch.cancelling_at) == (BatchStatus.CANCELLING, NOW + 1)
     assert ledger.request_cancel("a", id, NOW + 2).cancelling_at == NOW + 1
-    assert ledger.renew(id, epoch, NOW, 30).status is Status.CANCELLING, "so its holder learns of it"
-    assert ledger.validated(id, epoch, NOW, total=2, model="m").status is Status.CANCELLING
+    assert ledger.renew(id, epoch, NOW, 30).status is BatchStatus.CANCELLING, "so its holder learns of it"
+    assert ledger.validated(id, epoch, NOW, total=2, model="m").status is BatchStatus.CANCELLING
     ended = ledger.finalize(id, epoch, NOW + 3, output=None, errors=None)
-    assert (ended.status, ended.cancelled_at) == (Status.CANCELLED, NOW + 3)
+    assert (ended.status, ended.cancelled_at) == (BatchStatus.CANCELLED, NOW + 3)
     assert ledger.request_cancel("a", id, NOW + 4) == ended
 
 
-@pytest.mark.parametrize("end", [Status.COMPLETED, Status.EXPIRED, Status.FAILED])
-def test_what_has_ended_cannot_be_cancelled(database: Database, end: Status) -> None:
+@pytest.mark.parametrize("end", [BatchStatus.COMPLETED, BatchStatus.EXPIRED, BatchStatus.FAILED])
+def test_what_has_ended_cannot_be_cancelled(database: Database, end: BatchStatus) -> None:
     ledger, id, epoch = running(database, total=1)
-    if end is Status.COMPLETED:
+    if end is BatchStatus.COMPLETED:
         ledger.record(id, epoch, [good(1)], NOW)
-    if end is Status.FAILED:
+    if end is BatchStatus.FAILED:
         id = new_batch(database).id
         ledger.validated(id, leased(ledger, id), NOW, total=0, model=None, errors=[LineError("a", "b")])
     else:
-        ledger.finalize(id, epoch, NOW, output=None, errors=None, expired=end is Status.EXPIRED)
+        ledger.finalize(id, epoch, NOW, output=None, errors=None, expired=end is BatchStatus.EXPIRED)
     with pytest.raises(BatchEnded, match=f"with status '{end}'"):
         ledger.request_cancel("a", id, NOW)
 
@@ -350,7 +358,9 @@ def test_overdue_lists_open_batches_that_nobody_holds(database: Database, when: 
     assert (taken, ledger.overdue(end + 29)) == (epoch + 1, []), "a second keeper leaves it to the first"
     with pytest.raises(StaleLease):
         ledger.record(id, epoch, [good(1)], NOW)
-    assert ledger.finalize(id, taken, NOW, output=None, errors=None, expired=True).status is Status.EXPIRED
+    assert (
+        ledger.finalize(id, taken, NOW, output=None, errors=None, expired=True).status is BatchStatus.EXPIRED
+    )
     assert ledger.overdue(end + 99) == []
     assert ledger.take(id, "late", NOW, 30) is None
 
@@ -377,7 +387,7 @@ def test_unfinished_leaves_out_what_expires(database: Database) -> None:
     end = NOW + 86400
     for status, id in ids.items():
         assert [one.id for one in ledger.unfinished(end - 1, status)] == [id]
-        assert [one.id for one in ledger.unfinished(end, status)] == [id] * (status is Status.FINALIZING)
+        assert [one.id for one in ledger.unfinished(end, status)] == [id] * (status is BatchStatus.FINALIZING)
 
 
 def test_renew_of_a_released_lease_leaves_it_free(database: Database) -> None:
@@ -396,26 +406,26 @@ def test_lease_for_a_status_that_has_passed_is_refused(database: Database) -> No
     """A keeper that saw a batch validating and comes too late takes it from no runner."""
     ledger = Ledger(database)
     id = new_batch(database).id
-    assert ledger.lease(id, "first", NOW, 30, Status.VALIDATING) == 1
+    assert ledger.lease(id, "first", NOW, 30, BatchStatus.VALIDATING) == 1
     ledger.validated(id, 1, NOW, total=1, model="m")
-    assert ledger.lease(id, "second", NOW, 30, Status.VALIDATING) is None
-    assert ledger.lease(id, "runner", NOW, 30, Status.IN_PROGRESS) == 2
+    assert ledger.lease(id, "second", NOW, 30, BatchStatus.VALIDATING) is None
+    assert ledger.lease(id, "runner", NOW, 30, BatchStatus.IN_PROGRESS) == 2
 
 
 def test_unfinished_shows_every_owner_whatever_one_has(database: Database) -> None:
     """A hundred batches of one owner hide nobody else's; of each owner the oldest comes first."""
     ledger = Ledger(database)
-    file = Files(database).add(new_file("a"), NOW)
+    file = FileLedger(database).add(new_file("a"), NOW)
     many = [ledger.create("a", CHAT, file, NOW).id for _ in range(120)]
     late = new_batch(database, "b").id
-    found = [one.id for one in ledger.unfinished(NOW, Status.VALIDATING)]
+    found = [one.id for one in ledger.unfinished(NOW, BatchStatus.VALIDATING)]
     assert found[:3] == [many[0], late, many[1]] and len(found) == 100
-    rest = ledger.unfinished(NOW, Status.VALIDATING, without=[many[0], late])
+    rest = ledger.unfinished(NOW, BatchStatus.VALIDATING, without=[many[0], late])
     assert [one.id for one in rest] == many[1:101]
     overdue = ledger.overdue(NOW + 86400)
     assert overdue[1].id == late and len(overdue) == 100
     assert [one.id for one in ledger.overdue(NOW + 86400, limit=2)] == [many[0], late]
-    assert [one.id for one in ledger.unfinished(NOW, Status.VALIDATING, limit=2)] == [many[0], late]
+    assert [one.id for one in ledger.unfinished(NOW, BatchStatus.VALIDATING, limit=2)] == [many[0], late]
 
 
 def test_ended_batches_keep_no_rows_that_stand_in_their_files(database: Database) -> None:
@@ -440,26 +450,26 @@ def test_ended_batches_keep_no_rows_that_stand_in_their_files(database: Database
 
 
 def test_a_summary_counts_batches_lines_runners_and_who_is_behind(database: Database) -> None:
-    assert summarize(database, NOW) == Summary()
+    assert summarize(database, NOW) == LedgerSummary()
     ledger, id, epoch = running(database, total=10)
     running(database, total=4)
     new_batch(database)
     ledger.record(id, epoch, [good(1), bad(2)], NOW)
-    statuses = {Status.IN_PROGRESS: 2, Status.VALIDATING: 1}
-    assert summarize(database, NOW) == Summary(statuses, lines_left=12, runners=2, late=0)
+    statuses = {BatchStatus.IN_PROGRESS: 2, BatchStatus.VALIDATING: 1}
+    assert summarize(database, NOW) == LedgerSummary(statuses, lines_left=12, runners=2, late=0)
     later = ledger.find(id).expires_at - 60
     ledger.record(id, epoch, [good(line) for line in range(3, 11)], later)
-    statuses = {Status.IN_PROGRESS: 1, Status.FINALIZING: 1, Status.VALIDATING: 1}
-    assert summarize(database, later) == Summary(statuses, lines_left=4, runners=0, late=1)
+    statuses = {BatchStatus.IN_PROGRESS: 1, BatchStatus.FINALIZING: 1, BatchStatus.VALIDATING: 1}
+    assert summarize(database, later) == LedgerSummary(statuses, lines_left=4, runners=0, late=1)
 
 
 def test_only_one_lease_is_live_and_a_new_one_is_higher(database: Database) -> None:
     ledger, id, epoch = running(database)
     assert ledger.lease(id, "other", NOW + 29, 30) is None
-    assert ledger.unfinished(NOW + 29, Status.IN_PROGRESS) == []
+    assert ledger.unfinished(NOW + 29, BatchStatus.IN_PROGRESS) == []
     assert ledger.renew(id, epoch, NOW + 29, 30).leased_until == NOW + 59
     assert ledger.lease(id, "other", NOW + 58, 30) is None
-    assert [one.id for one in ledger.unfinished(NOW + 59, Status.IN_PROGRESS)] == [id]
+    assert [one.id for one in ledger.unfinished(NOW + 59, BatchStatus.IN_PROGRESS)] == [id]
     assert ledger.record(id, epoch, [good(1)], NOW + 60).new == 1, "it ran out, but nobody took its place"
     later = ledger.lease(id, "other", NOW + 61, 30)
     assert later == epoch + 1
@@ -492,8 +502,10 @@ def test_of_two_results_of_a_line_the_first_stands(database: Database) -> None:
 @pytest.mark.parametrize(("status", "completed"), [(0, 0), (199, 0), (200, 1), (299, 1), (300, 0), (500, 0)])
 def test_counts_take_2xx_alone_as_completed(database: Database, status: int, completed: int) -> None:
     ledger, id, epoch = running(database)
-    assert ledger.record(id, epoch, [Result(3, status, b"{}")], NOW).completed == completed
-    assert ledger.record(id, epoch, [good(3)], NOW) == Recorded(0, Status.IN_PROGRESS, 0), "it has a result"
+    assert ledger.record(id, epoch, [LineResult(3, status, b"{}")], NOW).completed == completed
+    assert ledger.record(id, epoch, [good(3)], NOW) == RecordOutcome(0, BatchStatus.IN_PROGRESS, 0), (
+        "it has a result"
+    )
     batch = ledger.find(id)
     assert ledger.counts(id) == (batch.completed, batch.failed) == (completed, 1 - completed)
 
@@ -501,7 +513,7 @@ def test_counts_take_2xx_alone_as_completed(database: Database, status: int, com
 def test_record_after_the_last_line_keeps_nothing(database: Database) -> None:
     ledger, id, epoch = running(database, total=1)
     ledger.record(id, epoch, [good(1)], NOW)
-    assert ledger.record(id, epoch, [good(2)], NOW) == Recorded(0, Status.FINALIZING, 0)
+    assert ledger.record(id, epoch, [good(2)], NOW) == RecordOutcome(0, BatchStatus.FINALIZING, 0)
     assert ledger.done(id) == [(1, 1)]
 
 
@@ -509,9 +521,9 @@ def test_finalize_of_a_batch_with_lines_left_is_refused(database: Database) -> N
     ledger, id, epoch = running(database)
     with pytest.raises(StaleLease) as refused:
         ledger.finalize(id, epoch, NOW, output=new_file(), errors=None)
-    assert str(refused.value) == str(StaleLease(id, epoch, epoch, Status.IN_PROGRESS))
-    assert ledger.find(id).status is Status.IN_PROGRESS
-    assert len(Files(database).page("a", NOW, limit=9)[0]) == 1, "the output is not kept"
+    assert str(refused.value) == str(StaleLease(id, epoch, epoch, BatchStatus.IN_PROGRESS))
+    assert ledger.find(id).status is BatchStatus.IN_PROGRESS
+    assert len(FileLedger(database).page("a", NOW, limit=9)[0]) == 1, "the output is not kept"
     ended = ledger.finalize(id, epoch, NOW, output=None, errors=None, expired=True)
     assert (ended.runner, ended.leased_until) == ("", 0)
 
@@ -557,7 +569,7 @@ def test_however_many_runners_come_and_go_each_line_has_one_result(database: Dat
                 continue
             with lock:
                 accepted.append((recorded.new, lines))
-            if recorded.status is Status.FINALIZING:
+            if recorded.status is BatchStatus.FINALIZING:
                 return
 
     at_once([lambda number=number: runner(number) for number in range(5)])  # type: ignore[misc]
@@ -566,7 +578,7 @@ def test_however_many_runners_come_and_go_each_line_has_one_result(database: Dat
     assert len(lines) == len(set(lines)) == batch.done == sum(new for new, _ in accepted) <= 60
     assert (batch.completed, batch.failed) == ledger.counts(id)
     assert set(lines) == {line for new, given in accepted for line in given} or batch.done == 60
-    assert (batch.status is Status.FINALIZING) == (batch.done == 60)
+    assert (batch.status is BatchStatus.FINALIZING) == (batch.done == 60)
 
 
 def record_all(url: str, id: str, seed: int, told: Any) -> None:
@@ -586,7 +598,7 @@ def record_all(url: str, id: str, seed: int, told: Any) -> None:
                 new += recorded.new
         except StaleLease:
             continue
-        if recorded.status is Status.FINALIZING:
+        if recorded.status is BatchStatus.FINALIZING:
             break
     database.close()
     told.put(new)
@@ -608,7 +620,7 @@ def test_processes_that_take_a_batch_from_one_another_lose_and_double_nothing(da
     batch = ledger.find(id)
     assert new == batch.done == batch.completed == 300
     assert ledger.done(id) == [(1, 300)]
-    assert batch.status is Status.FINALIZING
+    assert batch.status is BatchStatus.FINALIZING
     database.close()
 
 
@@ -616,7 +628,7 @@ def test_processes_that_take_a_batch_from_one_another_lose_and_double_nothing(da
 def test_of_all_who_would_end_a_batch_one_does(database: Database, round: int) -> None:
     ledger, id, epoch = running(database, total=1)
     ledger.record(id, epoch, [good(1)], NOW)
-    ended: list[Batch] = []
+    ended: list[BatchRecord] = []
 
     def render() -> None:
         mine = ledger.take(id, "renderer", NOW, 30)
@@ -629,7 +641,7 @@ def test_of_all_who_would_end_a_batch_one_does(database: Database, round: int) -
     at_once([render] * 6)
     assert len(ended) == 1
     assert ledger.find(id) == ended[0]
-    assert len(Files(database).page("a", NOW, limit=99)[0]) == 2  # its input and its output
+    assert len(FileLedger(database).page("a", NOW, limit=99)[0]) == 2  # its input and its output
 
 
 def at_once(calls: list[Callable[[], None]]) -> None:
@@ -654,7 +666,7 @@ def at_once(calls: list[Callable[[], None]]) -> None:
 
 
 def test_what_no_database_can_be_asked_is_not_there(database: Database) -> None:
-    files, ledger = Files(database), Ledger(database)
+    files, ledger = FileLedger(database), Ledger(database)
     for id in ("\0", "batch_\0", "é" * 5000, "'; DROP TABLE files; --"):
         with pytest.raises(FileNotFound):
             files.get("a", id, NOW)
@@ -720,7 +732,7 @@ def test_other_databases_are_refused(url: str) -> None:
 
 def test_a_stored_file_knows_what_was_stored(database: Database) -> None:
     file = new_file(size=7, expires_at=NOW + 5)
-    kept = Files(database).add(file, NOW)
+    kept = FileLedger(database).add(file, NOW)
     assert isinstance(kept, StoredFile)
     assert (kept.bytes, kept.sha256, kept.object, kept.expires_at) == (7, "00", file.object, NOW + 5)
     assert kept.id.startswith("file-") and len(kept.id) == len("file-") + 32

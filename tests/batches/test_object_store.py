@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from baton_api.errors import SetupError, StorageUnavailable
-from baton_batches.object_store import Folder, Objects, new_key
-from baton_batches.s3 import PART, Bucket
+from baton_batches.object_store import FolderObjectStore, ObjectStore, new_key
+from baton_batches.s3 import PART_BYTES, S3ObjectStore
 from tests.batches.s3_server import KEYS, S3Server
 
 
@@ -23,16 +23,16 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 
 @pytest.fixture(params=["folder", "s3"])
-def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Objects:
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
     if request.param == "folder":
-        return Folder(tmp_path / "files")
+        return FolderObjectStore(tmp_path / "files")
     server: S3Server = request.getfixturevalue("s3")
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
-    return Bucket(f"s3://bucket/{tmp_path.name}", server.endpoint)
+    return S3ObjectStore(f"s3://bucket/{tmp_path.name}", server.endpoint)
 
 
-def kept(store: Objects, content: bytes, piece: int = 1 << 20) -> str:
+def kept(store: ObjectStore, content: bytes, piece: int = 1 << 20) -> str:
     """The key of a new object."""
     key = new_key("ab" * 32)
     writer = store.writer(key)
@@ -42,33 +42,33 @@ def kept(store: Objects, content: bytes, piece: int = 1 << 20) -> str:
     return key
 
 
-def whole(store: Objects, key: str, start: int, end: int) -> bytes:
+def whole(store: ObjectStore, key: str, start: int, end: int) -> bytes:
     return b"".join(store.read(key, start, end))
 
 
-SIZES = [0, 1, 1000, PART - 1, PART + 1, 2 * PART + 12345]
+SIZES = [0, 1, 1000, PART_BYTES - 1, PART_BYTES + 1, 2 * PART_BYTES + 12345]
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_was_written_is_read(store: Objects, size: int) -> None:
+def test_what_was_written_is_read(store: ObjectStore, size: int) -> None:
     content = random.Random(size).randbytes(size)
     key = kept(store, content)
     assert whole(store, key, 0, size) == content
     assert whole(store, key, size // 3, size // 2) == content[size // 3 : size // 2]
 
 
-def test_nothing_is_there_before_the_last_step(store: Objects) -> None:
+def test_nothing_is_there_before_the_last_step(store: ObjectStore) -> None:
     key = new_key("")
     writer = store.writer(key)
-    writer.write(b"x" * (PART + 1))
+    writer.write(b"x" * (PART_BYTES + 1))
     with pytest.raises(StorageUnavailable):
         whole(store, key, 0, 1)
     writer.commit()
-    assert whole(store, key, PART, PART + 1) == b"x"
+    assert whole(store, key, PART_BYTES, PART_BYTES + 1) == b"x"
 
 
-@pytest.mark.parametrize("size", [10, PART + 1])
-def test_what_was_given_up_is_not_there(store: Objects, size: int) -> None:
+@pytest.mark.parametrize("size", [10, PART_BYTES + 1])
+def test_what_was_given_up_is_not_there(store: ObjectStore, size: int) -> None:
     key = new_key("")
     writer = store.writer(key)
     writer.write(b"x" * size)
@@ -77,13 +77,13 @@ def test_what_was_given_up_is_not_there(store: Objects, size: int) -> None:
         whole(store, key, 0, 1)
 
 
-def test_a_second_end_does_no_harm(store: Objects) -> None:
+def test_a_second_end_does_no_harm(store: ObjectStore) -> None:
     writer = store.writer(new_key(""))
     writer.abort()
     writer.abort()
 
 
-def test_what_was_deleted_is_gone_and_may_be_deleted_again(store: Objects) -> None:
+def test_what_was_deleted_is_gone_and_may_be_deleted_again(store: ObjectStore) -> None:
     key = kept(store, b"abc")
     store.delete(key)
     store.delete(key)
@@ -91,13 +91,13 @@ def test_what_was_deleted_is_gone_and_may_be_deleted_again(store: Objects) -> No
         whole(store, key, 0, 3)
 
 
-def test_an_object_that_is_shorter_than_it_was_is_no_shorter_answer(store: Objects) -> None:
+def test_an_object_that_is_shorter_than_it_was_is_no_shorter_answer(store: ObjectStore) -> None:
     key = kept(store, b"abc")
     with pytest.raises(StorageUnavailable):
         whole(store, key, 0, 4)
 
 
-def test_many_write_at_once(store: Objects) -> None:
+def test_many_write_at_once(store: ObjectStore) -> None:
     keys: dict[int, str] = {}
 
     def write(number: int) -> None:
@@ -115,7 +115,7 @@ def test_many_write_at_once(store: Objects) -> None:
 def test_a_bucket_that_is_away_is_said_to_be(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
-    store = Bucket("s3://bucket/away", s3.endpoint)
+    store = S3ObjectStore("s3://bucket/away", s3.endpoint)
     key = kept(store, b"abc")
     writer = store.writer(new_key(""))
     writer.write(b"abc")
@@ -133,4 +133,4 @@ def test_a_bucket_that_is_away_is_said_to_be(s3: S3Server, monkeypatch: pytest.M
 @pytest.mark.parametrize("url", ["s3://", "s3:///prefix"])
 def test_a_url_that_is_no_bucket(url: str) -> None:
     with pytest.raises(SetupError, match="--files-store"):
-        Bucket(url)
+        S3ObjectStore(url)

@@ -21,7 +21,7 @@ import pytest
 from baton_batches.database import Database
 from baton_batches.ledger import Ledger
 from baton_batches.storage import LEDGER
-from baton_batches.tables import VERSION
+from baton_batches.tables import SCHEMA_VERSION
 from tests.batches import chaos
 from tests.batches.chaos import CHAT, Program, Router
 from tests.batches.mock_worker import MODEL
@@ -110,7 +110,7 @@ def test_ledger_of_0_1_0_reads_as_it_was_left(tmp_path: Path) -> None:
             if not batch.status.ended:
                 assert ledger.counts(id) == (batch.completed, batch.failed)
     with contextlib.closing(sqlite3.connect(left.path)) as opened:
-        assert opened.execute("SELECT version FROM baton_schema").fetchall() == [(VERSION,)]
+        assert opened.execute("SELECT version FROM baton_schema").fetchall() == [(SCHEMA_VERSION,)]
 
 
 @pytest.mark.processes

@@ -7,22 +7,22 @@ import json
 import msgspec
 
 from baton_api.errors import TransferFailed
-from baton_batches.rendering import Usage, rows
-from baton_batches.values import Result
+from baton_batches.rendering import BatchUsage, rows
+from baton_batches.values import LineResult
 
 NUMBERED = [(number, json.dumps({"custom_id": f"n{number}", "x": 1}).encode()) for number in (1, 3, 4, 9)]
 
 
-def rendered(*results: Result, expired: bool = False) -> list[tuple[int, dict[str, object]]]:
+def rendered(*results: LineResult, expired: bool = False) -> list[tuple[int, dict[str, object]]]:
     found = list(rows("batch_7", NUMBERED, iter(results), expired))
     assert all(row.endswith(b"\n") and row.count(b"\n") == 1 and b"\r" not in row for _, row in found)
     return [(result.line, json.loads(row)) for result, row in found]
 
 
 def test_rows_are_openais_in_the_order_of_the_input() -> None:
-    good = Result(1, 200, b'{"a":[1, 2]}', "req_1")
-    refused = Result(3, 400, b'{"error":{}}', "req_3")
-    lost = Result(9, 0, b'{"code":"worker_error","message":"m"}')
+    good = LineResult(1, 200, b'{"a":[1, 2]}', "req_1")
+    refused = LineResult(3, 400, b'{"error":{}}', "req_3")
+    lost = LineResult(9, 0, b'{"code":"worker_error","message":"m"}')
     assert rendered(good, refused, lost) == [
         (1, {"id": "batch_req_7_1", "custom_id": "n1", "error": None,
              "response": {"status_code": 200, "request_id": "req_1", "body": {"a": [1, 2]}}}),
@@ -37,7 +37,7 @@ def test_a_body_is_kept_byte_for_byte_unless_it_has_line_ends() -> None:
     (_, row), (_, other) = rows(
         "batch_7",
         NUMBERED,
-        iter([Result(1, 200, b'{"a":  1.50}'), Result(3, 200, b'{\r\n "a":\n "\\n" }')]),
+        iter([LineResult(1, 200, b'{"a":  1.50}'), LineResult(3, 200, b'{\r\n "a":\n "\\n" }')]),
         False,
     )
     assert b'"body":{"a":  1.50}}' in row
@@ -45,23 +45,23 @@ def test_a_body_is_kept_byte_for_byte_unless_it_has_line_ends() -> None:
 
 
 def test_an_answer_that_is_no_json_becomes_a_string() -> None:
-    [(_, row)] = rendered(Result(1, 502, b"<html>\n\xff"))
+    [(_, row)] = rendered(LineResult(1, 502, b"<html>\n\xff"))
     assert row["response"]["body"] == "<html>\n\ufffd"  # type: ignore[index]
 
 
 def test_what_ran_out_of_time_is_said_to_have() -> None:
-    found = rendered(Result(3, 200, b"{}"), expired=True)
+    found = rendered(LineResult(3, 200, b"{}"), expired=True)
     assert [number for number, _ in found] == [1, 3, 4, 9]
     assert found[0][1]["error"] == {
         "code": "batch_expired",
         "message": "This request could not be executed before the completion window expired.",
     }
     assert found[0][1]["response"] is None
-    assert rendered(Result(3, 200, b"{}"))[0][0] == 3
+    assert rendered(LineResult(3, 200, b"{}"))[0][0] == 3
 
 
 def test_usage_is_the_sum_of_what_answers_say() -> None:
-    usage = Usage()
+    usage = BatchUsage()
     chat = {
         "prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15,
         "prompt_tokens_details": {"cached_tokens": 4}, "completion_tokens_details": {"reasoning_tokens": 2},

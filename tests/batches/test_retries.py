@@ -19,50 +19,50 @@ from baton_api.errors import (
     WorkerLost,
 )
 from baton_batches import retries
-from baton_batches.retries import Outcome, Tries
+from baton_batches.retries import LineTries, TryOutcome
 
 
 @pytest.mark.parametrize(
     ("status", "code", "means"),
     [
-        (200, None, Outcome.ANSWERED),
-        (400, CONTEXT_LENGTH_EXCEEDED, Outcome.ANSWERED),
-        (404, ModelNotFound.code, Outcome.ANSWERED),
-        (413, None, Outcome.ANSWERED),
-        (401, Unauthorized.code, Outcome.OUTAGE),
-        (403, None, Outcome.ANSWERED),
-        (408, None, Outcome.FAULT),
-        (429, RateLimited.code, Outcome.BUSY),
-        (499, RequestAborted.code, Outcome.FAULT),
-        (500, InternalError.code, Outcome.FAULT),
-        (500, PoisonRequest.code, Outcome.ANSWERED),
-        (502, None, Outcome.FAULT),
-        (503, Overloaded.code, Outcome.BUSY),
-        (503, None, Outcome.BUSY),
-        (503, WorkerLost.code, Outcome.LOST),
-        (503, TransferFailed.code, Outcome.LOST),
-        (504, None, Outcome.FAULT),
+        (200, None, TryOutcome.ANSWERED),
+        (400, CONTEXT_LENGTH_EXCEEDED, TryOutcome.ANSWERED),
+        (404, ModelNotFound.code, TryOutcome.ANSWERED),
+        (413, None, TryOutcome.ANSWERED),
+        (401, Unauthorized.code, TryOutcome.OUTAGE),
+        (403, None, TryOutcome.ANSWERED),
+        (408, None, TryOutcome.FAULT),
+        (429, RateLimited.code, TryOutcome.BUSY),
+        (499, RequestAborted.code, TryOutcome.FAULT),
+        (500, InternalError.code, TryOutcome.FAULT),
+        (500, PoisonRequest.code, TryOutcome.ANSWERED),
+        (502, None, TryOutcome.FAULT),
+        (503, Overloaded.code, TryOutcome.BUSY),
+        (503, None, TryOutcome.BUSY),
+        (503, WorkerLost.code, TryOutcome.LOST),
+        (503, TransferFailed.code, TryOutcome.LOST),
+        (504, None, TryOutcome.FAULT),
     ],
 )
-def test_what_an_answer_means(status: int, code: str | None, means: Outcome) -> None:
-    assert retries.outcome(status, code) is means
+def test_what_an_answer_means(status: int, code: str | None, means: TryOutcome) -> None:
+    assert retries.outcome_of(status, code) is means
 
 
 @pytest.mark.parametrize(
     ("outcome", "times"),
-    [(Outcome.FAULT, 5), (Outcome.SLOW, 3), (Outcome.LOST, 6)],
+    [(TryOutcome.FAULT, 5), (TryOutcome.SLOW, 3), (TryOutcome.LOST, 6)],
 )
-def test_after_so_many_a_line_is_given_up(outcome: Outcome, times: int) -> None:
-    tries = Tries()
+def test_after_so_many_a_line_is_given_up(outcome: TryOutcome, times: int) -> None:
+    tries = LineTries()
     for _ in range(times):
         assert not tries.exhausted
         tries = tries.after(outcome)
     assert tries.exhausted
 
 
-@pytest.mark.parametrize("outcome", [Outcome.BUSY, Outcome.AWAY])
-def test_what_is_not_the_lines_fault_never_counts(outcome: Outcome) -> None:
-    tries = Tries()
+@pytest.mark.parametrize("outcome", [TryOutcome.BUSY, TryOutcome.AWAY])
+def test_what_is_not_the_lines_fault_never_counts(outcome: TryOutcome) -> None:
+    tries = LineTries()
     for _ in range(1000):
         tries = tries.after(outcome)
     assert not tries.exhausted and not tries.group
@@ -70,17 +70,17 @@ def test_what_is_not_the_lines_fault_never_counts(outcome: Outcome) -> None:
 
 def test_tries_after_each_loss_bound_the_group_further() -> None:
     """The last of all tries are alone, and after them the line is given up."""
-    tries = Tries()
+    tries = LineTries()
     seen = []
     while not tries.exhausted:
         seen.append(tries.group)
-        tries = tries.after(Outcome.LOST)
+        tries = tries.after(TryOutcome.LOST)
     assert seen == [0, 0, 64, 8, 1, 1]
 
 
 def test_waits_grow_to_a_bound_and_differ() -> None:
     rng = random.Random(7)
-    waits = [[retries.wait_s(tries, rng) for _ in range(50)] for tries in range(12)]
+    waits = [[retries.backoff_s(tries, rng) for _ in range(50)] for tries in range(12)]
     for tries, drawn in enumerate(waits):
         longest = min(30.0, 0.5 * 2**tries)
         assert longest / 2 <= min(drawn) < max(drawn) <= longest

@@ -10,83 +10,92 @@ from collections import Counter
 import pytest
 
 from baton_api.errors import WorkerLost
-from baton_batches.retries import GROUPS, LOSSES, Outcome
-from baton_batches.runner import HELD_BYTES, Runner
-from baton_batches.runner_gateway import Answer, Dismissed, Door
-from baton_batches.values import Result
-from baton_batches.wire import SLICE_BYTES, Lease, Line, Order, Progress, Receipt, Renewal, Slice
+from baton_batches.retries import GROUPS, LOSSES, TryOutcome
+from baton_batches.runner import HELD_BYTES, BatchRunner
+from baton_batches.runner_gateway import LeaseLost, LineReply, RunnerGateway
+from baton_batches.values import LineResult
+from baton_batches.wire import (
+    SLICE_BYTES,
+    InputLine,
+    InputSlice,
+    LeaseRenewal,
+    ResultReceipt,
+    RunnerLease,
+    RunnerOrder,
+    RunnerProgress,
+)
 from tests.batches import virtual_time
 
 GOOD = b'{"choices": []}'
 
 
-def lease(total: int, window: int = 64) -> Lease:
-    return Lease(1, "t", 30, "/v1/chat/completions", total, done=0, window=window, line_s=600)
+def lease(total: int, window: int = 64) -> RunnerLease:
+    return RunnerLease(1, "t", 30, "/v1/chat/completions", total, done=0, window=window, line_s=600)
 
 
-def line(number: int, kind: str = "good", **body: object) -> Line:
+def line(number: int, kind: str = "good", **body: object) -> InputLine:
     text = {"custom_id": f"c{number}", "method": "POST", "url": "/v1/chat/completions"}
-    return Line(number, json.dumps({**text, "body": {"kind": kind, "number": number, **body}}).encode())
+    return InputLine(number, json.dumps({**text, "body": {"kind": kind, "number": number, **body}}).encode())
 
 
-class FakeRouter(Door):
+class FakeRouter(RunnerGateway):
     """A router, its ledger and one worker, in memory; what a line is answered stands in the line."""
 
-    def __init__(self, lines: list[Line], rng: random.Random, *, busy: float = 0.0) -> None:
+    def __init__(self, lines: list[InputLine], rng: random.Random, *, busy: float = 0.0) -> None:
         self.lines_left = lines
         self.rng = rng
         self.busy = busy
         self.window = 64
-        self.recorded: dict[int, Result] = {}
+        self.recorded: dict[int, LineResult] = {}
         self.posts = 0
         self.tries: Counter[int] = Counter()
         self.names: set[str] = set()
         self.retried: Counter[str] = Counter()
-        self.under_way: dict[int, asyncio.Future[Answer]] = {}
+        self.under_way: dict[int, asyncio.Future[LineReply]] = {}
         self.widest = 0
         self.beside: Counter[int] = Counter()
         """For each line, how many others were under way at its last try."""
         self.away_until = 0.0
         self.broken_until = 0.0
-        self.order = Order.GO_ON
+        self.order = RunnerOrder.GO_ON
         self.taken = False
 
-    async def renew(self, progress: Progress) -> Renewal:
+    async def renew(self, progress: RunnerProgress) -> LeaseRenewal:
         self.retried.update(progress.retries)
         if self.taken:
-            raise Dismissed
-        return Renewal("t", self.order, self.window)
+            raise LeaseLost
+        return LeaseRenewal("t", self.order, self.window)
 
-    async def lines(self, cursor: str) -> Slice:
+    async def lines(self, cursor: str) -> InputSlice:
         await asyncio.sleep(0.01)
         start = int(cursor or 0)
         end = start + self.rng.randint(1, 40)
         while sum(len(one.text) for one in self.lines_left[start + 1 : end]) > SLICE_BYTES:
             end -= 1
-        return Slice(self.lines_left[start:end], str(end), end >= len(self.lines_left))
+        return InputSlice(self.lines_left[start:end], str(end), end >= len(self.lines_left))
 
-    async def record(self, results: list[Result]) -> Receipt:
+    async def record(self, results: list[LineResult]) -> ResultReceipt:
         await asyncio.sleep(self.rng.uniform(0, 0.3))
         if self.taken:
-            raise Dismissed
+            raise LeaseLost
         self.posts += 1
         new = [one for one in results if one.line not in self.recorded]
         assert len(new) == len(results), "a line was answered twice"
         self.recorded.update({one.line: one for one in new})
-        return Receipt(len(new), self.order, self.window)
+        return ResultReceipt(len(new), self.order, self.window)
 
-    async def send(self, path: str, body: bytes, request_id: str, seconds: float) -> Answer:
+    async def send(self, path: str, body: bytes, request_id: str, seconds: float) -> LineReply:
         asked = json.loads(body)
         number, kind = asked["number"], asked["kind"]
         assert request_id not in self.names
         self.names.add(request_id)
         now = asyncio.get_running_loop().time()
         if now < self.away_until:
-            return Answer(Outcome.AWAY)
+            return LineReply(TryOutcome.AWAY)
         if self.rng.random() < self.busy:
-            return Answer(Outcome.BUSY, 503, b"{}", 1.0)
+            return LineReply(TryOutcome.BUSY, 503, b"{}", 1.0)
         self.tries[number] += 1
-        lost: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        lost: asyncio.Future[LineReply] = asyncio.get_running_loop().create_future()
         self.under_way[number] = lost
         self.widest = max(self.widest, len(self.under_way))
         for one in self.under_way:
@@ -100,37 +109,37 @@ class FakeRouter(Door):
             del self.under_way[number]
         return self.answer(number, "broken" if now < self.broken_until else kind)
 
-    def answer(self, number: int, kind: str) -> Answer:
+    def answer(self, number: int, kind: str) -> LineReply:
         match kind:
             case "good":
-                return Answer(Outcome.ANSWERED, 200, GOOD)
+                return LineReply(TryOutcome.ANSWERED, 200, GOOD)
             case "bad":
-                return Answer(Outcome.ANSWERED, 400, b'{"error": {"param": "temperature"}}')
+                return LineReply(TryOutcome.ANSWERED, 400, b'{"error": {"param": "temperature"}}')
             case "broken":
-                return Answer(Outcome.FAULT, 500, b'{"error": {}}')
+                return LineReply(TryOutcome.FAULT, 500, b'{"error": {}}')
             case "shaky":
                 if self.tries[number] < 4:
-                    return Answer(Outcome.FAULT, 502, b"<html>")
-                return Answer(Outcome.ANSWERED, 200, b'{\n "choices": []\n}')
+                    return LineReply(TryOutcome.FAULT, 502, b"<html>")
+                return LineReply(TryOutcome.ANSWERED, 200, b'{\n "choices": []\n}')
             case "slow":
-                return Answer(Outcome.SLOW)
+                return LineReply(TryOutcome.SLOW)
             case "events":
-                return Answer(Outcome.ANSWERED, 200, b"data: {}\n\n", events=True)
+                return LineReply(TryOutcome.ANSWERED, 200, b"data: {}\n\n", events=True)
             case "nonsense":
-                return Answer(Outcome.ANSWERED, 200, b"<html>")
+                return LineReply(TryOutcome.ANSWERED, 200, b"<html>")
             case _:
                 assert kind == "poison"
                 for other in self.under_way.values():  # they were at the same worker
                     if not other.done():
-                        other.set_result(Answer(Outcome.LOST))
-                return Answer(Outcome.LOST, 503, b"{}")
+                        other.set_result(LineReply(TryOutcome.LOST))
+                return LineReply(TryOutcome.LOST, 503, b"{}")
 
 
-def served(router: FakeRouter, total: int, window: int = 64) -> dict[int, Result]:
+def served(router: FakeRouter, total: int, window: int = 64) -> dict[int, LineResult]:
     async def work() -> None:
         router.window = window
         async with asyncio.timeout(100_000):
-            await Runner("batch_1", router, lease(total, window), router.rng).run()
+            await BatchRunner("batch_1", router, lease(total, window), router.rng).run()
 
     virtual_time.run(work())
     return router.recorded
@@ -194,14 +203,14 @@ def test_it_makes_room_when_the_router_says_so_and_takes_it_back() -> None:
     widest = []
 
     async def work() -> None:
-        running = asyncio.create_task(Runner("batch_1", router, lease(4000, 64), router.rng).run())
+        running = asyncio.create_task(BatchRunner("batch_1", router, lease(4000, 64), router.rng).run())
         for window in (64, 4, 64):
             router.window = window
             await asyncio.sleep(5)
             router.widest = 0
             await asyncio.sleep(15)
             widest.append(router.widest)
-        router.order = Order.STOP
+        router.order = RunnerOrder.STOP
         await running
 
     virtual_time.run(work())
@@ -244,9 +253,9 @@ def test_a_cancelled_batch_keeps_what_is_done_and_starts_no_more() -> None:
     router.window = 8
 
     async def work() -> None:
-        running = asyncio.create_task(Runner("batch_1", router, lease(999, 8), router.rng).run())
+        running = asyncio.create_task(BatchRunner("batch_1", router, lease(999, 8), router.rng).run())
         await asyncio.sleep(20)
-        router.order = Order.STOP
+        router.order = RunnerOrder.STOP
         await running
 
     virtual_time.run(work())
@@ -261,12 +270,12 @@ def test_who_was_dismissed_stops_at_once() -> None:
     router.window = 8
 
     async def work() -> None:
-        running = asyncio.create_task(Runner("batch_1", router, lease(999, 8), router.rng).run())
+        running = asyncio.create_task(BatchRunner("batch_1", router, lease(999, 8), router.rng).run())
         await asyncio.sleep(20)
         router.taken = True
         await running
 
-    with pytest.raises(Dismissed):
+    with pytest.raises(LeaseLost):
         virtual_time.run(work())
     assert not router.under_way
 

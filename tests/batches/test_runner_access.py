@@ -16,16 +16,16 @@ from baton_api import headers as header_names
 from baton_api import runner_tokens
 from baton_api.errors import NotReady, StorageUnavailable, Unauthorized
 from baton_batches import wire
-from baton_batches.controller import REFUSED_S, Keeper
+from baton_batches.controller import OWNER_REJECTED_S, BatchController
 from baton_batches.files import NewFile
 from baton_batches.runner_credentials import RunnerSecret, secret_of
 from baton_batches.settings import BatchSettings
 from baton_batches.storage import Storage
-from baton_batches.values import LineError, Status
-from baton_batches.wire import Apply
+from baton_batches.values import BatchStatus, LineError
+from baton_batches.wire import LeaseRequest
 from baton_router.settings import RouterSettings
-from baton_router.tenants.access import OWNER, Access, tenant_of
-from baton_router.tenants.tenants import NOBODY
+from baton_router.tenants.access import OWNER, Authenticator, tenant_of
+from baton_router.tenants.tenants import DEFAULT_TENANT
 from tests.batches.postgres import Postgres
 from tests.batches.serving import CHAT, answered, bearer, create, line, run_lines, uploaded
 from tests.router.fake_worker import FakeWorker
@@ -59,7 +59,7 @@ def scope_of(
 
 async def test_they_are_the_tenants_but_of_the_lowest_class_and_without_its_limits(tmp_path: Path) -> None:
     given = settings(tmp_path)
-    access = Access(given)
+    access = Authenticator(given)
     assert access.tenants is not None
     acme = access.tenants.by_name("acme")
     scope = scope_of(given, b"tenant:acme")
@@ -68,7 +68,7 @@ async def test_they_are_the_tenants_but_of_the_lowest_class_and_without_its_limi
     assert acme is not None and acme.salt
     assert (tenant.name, tenant.salt, tenant.models) == ("acme", acme.salt, frozenset({"m"}))
     assert (tenant.default_class, tenant.classes) == ("batch", frozenset({"batch"}))
-    assert tenant.limits is NOBODY.limits
+    assert tenant.limits is DEFAULT_TENANT.limits
     assert scope[OWNER] == b"tenant:acme"
     assert scope["headers"] == [(header_names.CLASS.encode(), b"batch")]
 
@@ -76,7 +76,7 @@ async def test_they_are_the_tenants_but_of_the_lowest_class_and_without_its_limi
 async def test_where_owners_are_keys_they_are_nobodys_in_particular(tmp_path: Path) -> None:
     given = RouterSettings(api_key=("k",))  # type: ignore[arg-type]
     scope = scope_of(given, hashlib.sha256(b"k").digest())
-    await Access(given).enter(scope)
+    await Authenticator(given).enter(scope)
     assert (tenant_of(scope).name, tenant_of(scope).salt, tenant_of(scope).default_class) == ("", "", "batch")
 
 
@@ -87,14 +87,14 @@ async def test_where_owners_are_keys_they_are_nobodys_in_particular(tmp_path: Pa
 async def test_a_token_opens_nothing_else(tmp_path: Path, path: str, epoch: int) -> None:
     given = settings(tmp_path)
     with pytest.raises(Unauthorized):
-        await Access(given).enter(scope_of(given, b"tenant:acme", path, epoch))
+        await Authenticator(given).enter(scope_of(given, b"tenant:acme", path, epoch))
 
 
 async def test_a_token_of_another_router_opens_nothing(tmp_path: Path) -> None:
     given = settings(tmp_path)
     scope = scope_of(RouterSettings(batch_secret="another"), b"tenant:acme")  # type: ignore[arg-type]
     with pytest.raises(Unauthorized):
-        await Access(given).enter(scope)
+        await Authenticator(given).enter(scope)
 
 
 def test_routers_with_the_same_settings_have_the_same_secret() -> None:
@@ -120,9 +120,9 @@ async def test_token_outlives_the_password_of_the_database(postgres: Postgres) -
         headers = [(b"authorization", b"Bearer " + token.encode())]
         return {"path": CHAT, "method": "POST", "headers": headers}
 
-    await Access(new).enter(scope())
+    await Authenticator(new).enter(scope())
     with pytest.raises(Unauthorized):
-        await Access(other).enter(scope())
+        await Authenticator(other).enter(scope())
 
 
 async def test_secret_of_routers_that_start_at_once_is_one(postgres: Postgres) -> None:
@@ -138,7 +138,7 @@ async def test_token_with_its_secret_out_of_reach_is_answered_later() -> None:
     given = RouterSettings(database=SecretStr(f"postgresql://baton@127.0.0.1:{port}/none"))
     scope = scope_of(RouterSettings(batch_secret="b"), b"tenant:acme")  # type: ignore[arg-type]
     with pytest.raises(StorageUnavailable):
-        await Access(given).enter(scope)
+        await Authenticator(given).enter(scope)
 
 
 def named_key(folder: Path, name: str) -> str:
@@ -163,7 +163,7 @@ OWNERS: dict[str, tuple[bytes, bool]] = {
 async def test_lines_run_only_while_their_owner_is_let_in(tmp_path: Path, owner: bytes, let_in: bool) -> None:
     """Lines of others get 503: the runner keeps them until the batch is stopped, and none fails for it."""
     given = settings(tmp_path, api_key=["plain"], api_key_file=named_key(tmp_path, "ops"))
-    access = Access(given)
+    access = Authenticator(given)
     scope = scope_of(given, owner)
     if let_in:
         await access.enter(scope)
@@ -192,18 +192,18 @@ async def test_batch_of_a_narrowed_token_has_its_models_only(tmp_path: Path) -> 
         file = await uploaded(router, line("a") + line("b"), key)
         id = (await create(router, file, key)).json()["id"]
         ledger = router.router.storage.ledger
-        await until(lambda: ledger.find(id).status is Status.IN_PROGRESS)
+        await until(lambda: ledger.find(id).status is BatchStatus.IN_PROGRESS)
         owner = ledger.find(id).owner
         start = runner_tokens.issue(
             secret_of(router.router.settings, "s") or b"", id, runner_tokens.START, owner, time.time() + 60
         )
         path = f"{wire.PATH}{id}"
         leased = await router.client.post(
-            f"{path}/lease", headers=bearer(start), content=wire.encode(Apply("r"))
+            f"{path}/lease", headers=bearer(start), content=wire.encode(LeaseRequest("r"))
         )
-        first = wire.lease(leased.content).token
+        first = wire.decode_lease(leased.content).token
         renewed = await router.client.post(f"{path}/renew", headers=bearer(first))
-        for token in (first, wire.renewal(renewed.content).token):
+        for token in (first, wire.decode_renewal(renewed.content).token):
             for model, status in (("tiny", 200), ("large", 404), ("not acme's", 404)):
                 body = {**QUESTION, "model": model}
                 answer = await router.client.post(CHAT, json=body, headers=bearer(token))
@@ -214,7 +214,7 @@ async def test_batch_of_a_narrowed_token_has_its_models_only(tmp_path: Path) -> 
 async def test_batch_never_has_more_models_than_the_tenant_has_now(tmp_path: Path) -> None:
     given = settings(tmp_path)
     scope = scope_of(given, b"tenant:acme", models=frozenset({"m", "taken from acme"}))
-    await Access(given).enter(scope)
+    await Authenticator(given).enter(scope)
     assert tenant_of(scope).models == frozenset({"m"})
 
 
@@ -236,20 +236,20 @@ async def test_batches_of_a_removed_tenant_are_cancelled_with_a_reason(tmp_path:
         writer.commit()
         file = storage.files.add(NewFile(owner, "batch", "f", len(text), "", f"k/{owner}", None), int(now))
         ids[owner] = ledger.create(owner, CHAT, file, int(now)).id
-    keeping = asyncio.create_task(Keeper(storage, lambda: now, refusal).run())
-    await until(lambda: all(ledger.find(id).status is Status.IN_PROGRESS for id in ids.values()))
+    keeping = asyncio.create_task(BatchController(storage, lambda: now, refusal).run())
+    await until(lambda: all(ledger.find(id).status is BatchStatus.IN_PROGRESS for id in ids.values()))
     run_lines(ledger, ids["a"], [answered(1)], now)
     gone.add("a")
-    now += REFUSED_S - 1
+    now += OWNER_REJECTED_S - 1
     before = looks
     await until(lambda: looks > before + 4)
-    assert ledger.find(ids["a"]).status is Status.IN_PROGRESS, "a replica may not have read its file yet"
-    now += REFUSED_S
+    assert ledger.find(ids["a"]).status is BatchStatus.IN_PROGRESS, "a replica may not have read its file yet"
+    now += OWNER_REJECTED_S
     await until(lambda: ledger.find(ids["a"]).status.ended)
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
     batch, other = ledger.find(ids["a"]), ledger.find(ids["b"])
-    assert (batch.status, other.status) == (Status.CANCELLED, Status.IN_PROGRESS)
+    assert (batch.status, other.status) == (BatchStatus.CANCELLED, BatchStatus.IN_PROGRESS)
     assert batch.errors == (LineError("owner_refused", "The tenant 'a' has left."),)
     assert batch.output_file is not None and batch.completed == 1
     storage.close()

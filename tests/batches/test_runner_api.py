@@ -19,8 +19,8 @@ from baton_batches import wire
 from baton_batches.database import Database
 from baton_batches.runner_credentials import secret_of
 from baton_batches.storage import LEDGER
-from baton_batches.values import Batch, Result
-from baton_batches.wire import Apply, Lease, Order
+from baton_batches.values import BatchRecord, LineResult
+from baton_batches.wire import LeaseRequest, RunnerLease, RunnerOrder
 from tests.batches.serving import bearer, created, line, reaching
 from tests.router.fake_worker import FakeWorker
 from tests.router.running import CHAT, QUESTION, RunningRouter, running_router
@@ -34,7 +34,7 @@ class Held:
 
     router: RunningRouter
     worker: FakeWorker
-    batch: Batch
+    batch: BatchRecord
     secret: bytes
 
     def token(self, epoch: int = 0, batch: str = "", seconds: float = 60) -> str:
@@ -46,17 +46,17 @@ class Held:
         path = f"{wire.PATH}{batch or self.batch.id}/{call}"
         return await self.router.client.request(method, path, headers=bearer(token), content=body)
 
-    async def lease(self, runner: str = "runner 1") -> Lease:
-        answer = await self.ask("lease", self.token(), wire.encode(Apply(runner)))
+    async def lease(self, runner: str = "runner 1") -> RunnerLease:
+        answer = await self.ask("lease", self.token(), wire.encode(LeaseRequest(runner)))
         assert answer.status_code == 200, answer.text
-        return wire.lease(answer.content)
+        return wire.decode_lease(answer.content)
 
     async def record(self, token: str, *numbers: int, body: bytes = GOOD) -> httpx.Response:
         return await self.ask(
-            "results", token, wire.encode([Result(n, 200, body, f"req_{n}") for n in numbers])
+            "results", token, wire.encode([LineResult(n, 200, body, f"req_{n}") for n in numbers])
         )
 
-    def now(self) -> Batch:
+    def now(self) -> BatchRecord:
         return self.router.router.storage.ledger.find(self.batch.id)
 
 
@@ -80,16 +80,16 @@ async def test_a_batch_from_lease_to_end() -> None:
     async with held() as batch:
         lease = await batch.lease()
         assert (lease.total, lease.done, lease.endpoint) == (3, 0, CHAT)
-        part = wire.slice((await batch.ask("lines?after=", lease.token)).content)
+        part = wire.decode_slice((await batch.ask("lines?after=", lease.token)).content)
         assert [one.number for one in part.lines] == [1, 2, 3] and part.last
-        receipt = wire.receipt((await batch.record(lease.token, 1, 2)).content)
-        assert (receipt.new, receipt.order) == (2, Order.GO_ON)
-        renewal = wire.renewal((await batch.ask("renew", lease.token)).content)
-        assert renewal.order is Order.GO_ON and batch.now().leased_until > time.time()
-        receipt = wire.receipt((await batch.record(renewal.token, 3)).content)
-        assert receipt.order is Order.STOP
+        receipt = wire.decode_receipt((await batch.record(lease.token, 1, 2)).content)
+        assert (receipt.new, receipt.order) == (2, RunnerOrder.GO_ON)
+        renewal = wire.decode_renewal((await batch.ask("renew", lease.token)).content)
+        assert renewal.order is RunnerOrder.GO_ON and batch.now().leased_until > time.time()
+        receipt = wire.decode_receipt((await batch.record(renewal.token, 3)).content)
+        assert receipt.order is RunnerOrder.STOP
         assert (await reaching(batch.router, batch.batch.id, "completed"))["request_counts"]["completed"] == 3
-        assert (await batch.ask("lease", batch.token(), wire.encode(Apply("late")))).status_code == 204
+        assert (await batch.ask("lease", batch.token(), wire.encode(LeaseRequest("late")))).status_code == 204
 
 
 async def test_a_fresh_runner_gets_the_lines_that_are_left() -> None:
@@ -99,15 +99,15 @@ async def test_a_fresh_runner_gets_the_lines_that_are_left() -> None:
         assert (await batch.ask("release", first.token)).status_code == 204
         second = await batch.lease("runner 2")
         assert (second.epoch, second.done) == (first.epoch + 1, 1)
-        part = wire.slice((await batch.ask("lines?after=", second.token)).content)
+        part = wire.decode_slice((await batch.ask("lines?after=", second.token)).content)
         assert [one.number for one in part.lines] == [1, 3]
 
 
 async def test_a_result_that_comes_twice_counts_once_and_the_first_stands() -> None:
     async with held() as batch:
         token = (await batch.lease()).token
-        assert wire.receipt((await batch.record(token, 1)).content).new == 1
-        again = wire.receipt((await batch.record(token, 1, 2, body=b'{"other":1}')).content)
+        assert wire.decode_receipt((await batch.record(token, 1)).content).new == 1
+        again = wire.decode_receipt((await batch.record(token, 1, 2, body=b'{"other":1}')).content)
         assert again.new == 1
         kept = batch.router.router.storage.ledger.results(batch.now())
         assert [(one.line, one.body) for one in kept] == [(1, GOOD), (2, b'{"other":1}')]
@@ -116,7 +116,7 @@ async def test_a_result_that_comes_twice_counts_once_and_the_first_stands() -> N
 async def test_two_runners_cannot_both_have_it() -> None:
     async with held() as batch:
         await batch.lease("runner 1")
-        answer = await batch.ask("lease", batch.token(), wire.encode(Apply("runner 2")))
+        answer = await batch.ask("lease", batch.token(), wire.encode(LeaseRequest("runner 2")))
         assert answer.status_code == 409
 
 
@@ -126,7 +126,11 @@ async def test_a_runner_whose_lease_was_taken_changes_nothing() -> None:
         ledger = batch.router.router.storage.ledger
         assert ledger.take(batch.batch.id, "another", time.time(), 60) == old.epoch + 1
         before = batch.now()
-        for call, body in (("renew", b""), ("results", wire.encode([Result(1, 200, GOOD)])), ("lines", b"")):
+        for call, body in (
+            ("renew", b""),
+            ("results", wire.encode([LineResult(1, 200, GOOD)])),
+            ("lines", b""),
+        ):
             assert (await batch.ask(call, old.token, body)).status_code == 409, call
         assert (await batch.ask("release", old.token)).status_code == 204
         assert batch.now() == before and ledger.counts(batch.batch.id) == (0, 0)
@@ -142,7 +146,7 @@ async def test_a_lease_is_given_to_the_runner_in_whose_name_it_was_taken() -> No
 async def test_no_call_is_open_to_others(call: str) -> None:
     async with held() as batch:
         epoch = 0 if call == "lease" else (await batch.lease()).epoch
-        body = wire.encode([Result(1, 200, GOOD)] if epoch else Apply("runner 2"))
+        body = wire.encode([LineResult(1, 200, GOOD)] if epoch else LeaseRequest("runner 2"))
         before = batch.now()
         other = replace(batch, secret=b"another secret")
         for token in (
@@ -172,8 +176,8 @@ async def test_a_cancelled_batch_tells_its_runner_to_stop_and_takes_what_is_done
     async with held() as batch:
         lease = await batch.lease()
         await batch.router.client.post(f"/v1/batches/{batch.batch.id}/cancel")
-        assert wire.renewal((await batch.ask("renew", lease.token)).content).order is Order.STOP
-        assert wire.receipt((await batch.record(lease.token, 2)).content).order is Order.STOP
+        assert wire.decode_renewal((await batch.ask("renew", lease.token)).content).order is RunnerOrder.STOP
+        assert wire.decode_receipt((await batch.record(lease.token, 2)).content).order is RunnerOrder.STOP
         await batch.ask("release", lease.token)
         shown = await reaching(batch.router, batch.batch.id, "cancelled")
         assert shown["request_counts"] == {"total": 3, "completed": 1, "failed": 0}
@@ -190,11 +194,11 @@ async def test_runner_of_an_expired_batch_stops_and_keeps_its_results(tmp_path: 
             database.writing() as connection,
         ):
             connection.execute(passed, {"now": int(time.time())})
-        renewal = wire.renewal((await batch.ask("renew", lease.token)).content)
-        assert renewal.order is Order.STOP
-        assert wire.receipt((await batch.record(lease.token, 2)).content).new == 1
+        renewal = wire.decode_renewal((await batch.ask("renew", lease.token)).content)
+        assert renewal.order is RunnerOrder.STOP
+        assert wire.decode_receipt((await batch.record(lease.token, 2)).content).new == 1
         assert (await batch.ask("release", lease.token)).status_code == 204
-        assert (await batch.ask("lease", batch.token(), wire.encode(Apply("late")))).status_code == 204
+        assert (await batch.ask("lease", batch.token(), wire.encode(LeaseRequest("late")))).status_code == 204
         shown = await reaching(batch.router, batch.batch.id, "expired")
         assert shown["request_counts"] == {"total": 3, "completed": 2, "failed": 0}
         assert batch.now().epoch == lease.epoch + 1
@@ -222,7 +226,7 @@ async def test_window_of_a_batch_grows_with_the_cluster(workers: int, given: int
         assert (await batch.lease()).window == window
         answer = await router.client.post(CHAT, json=QUESTION)
         assert answer.status_code == 200
-        beside = wire.renewal((await batch.ask("renew", (await batch.lease()).token)).content)
+        beside = wire.decode_renewal((await batch.ask("renew", (await batch.lease()).token)).content)
         assert beside.window == min(window, 16 * workers), "somebody else sends requests"
 
 

@@ -8,16 +8,16 @@ from collections import Counter
 
 import pytest
 
-from baton_batches.supervisor import Setback, chosen
-from baton_batches.values import Batch, Status
+from baton_batches.supervisor import Backoff, choose_batches
+from baton_batches.values import BatchRecord, BatchStatus
 
-PLAIN = Batch(
-    **{field.name: None for field in dataclasses.fields(Batch)}  # type: ignore[arg-type]
+PLAIN = BatchRecord(
+    **{field.name: None for field in dataclasses.fields(BatchRecord)}  # type: ignore[arg-type]
 )
 
 
-def batch(seq: int, owner: str) -> Batch:
-    return dataclasses.replace(PLAIN, seq=seq, id=f"batch_{seq}", owner=owner, status=Status.IN_PROGRESS)
+def batch(seq: int, owner: str) -> BatchRecord:
+    return dataclasses.replace(PLAIN, seq=seq, id=f"batch_{seq}", owner=owner, status=BatchStatus.IN_PROGRESS)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def batch(seq: int, owner: str) -> Batch:
 def test_owners_take_turns(waiting: str, running: str, places: int, begun: list[int]) -> None:
     candidates = [batch(number, owner) for number, owner in enumerate(waiting, 1)]
     held = [batch(100 + number, owner) for number, owner in enumerate(running)]
-    assert [one.seq for one in chosen(candidates, held, places)] == begun
+    assert [one.seq for one in choose_batches(candidates, held, places)] == begun
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -54,7 +54,7 @@ def test_no_owner_has_two_more_than_one_who_waits(seed: int) -> None:
     rng = random.Random(seed)
     waiting = [batch(number, rng.choice("abcd")) for number in range(rng.randint(0, 30))]
     places = rng.randint(1, 12)
-    begun = chosen(waiting, [], places)
+    begun = choose_batches(waiting, [], places)
     assert len(begun) == min(places, len(waiting))
     held = Counter(one.owner for one in begun)
     for owner in {one.owner for one in waiting if one not in begun}:
@@ -62,10 +62,10 @@ def test_no_owner_has_two_more_than_one_who_waits(seed: int) -> None:
 
 
 def test_a_runner_that_gets_nothing_done_is_started_less_and_less_often() -> None:
-    setback: Setback | None = None
+    setback: Backoff | None = None
     waits = []
     for _ in range(9):
-        setback = Setback.after(setback, done=7, now=0.0)
+        setback = Backoff.after(setback, done=7, now=0.0)
         waits.append(setback.until)
     assert waits == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
-    assert Setback.after(setback, done=8, now=0.0).until == 0.5
+    assert Backoff.after(setback, done=8, now=0.0).until == 0.5

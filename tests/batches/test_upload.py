@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from baton_batches.object_store import Folder, Writer
+from baton_batches.object_store import FolderObjectStore, ObjectWriter
 from baton_batches.settings import BatchSettings
 from baton_batches.storage import Storage
 from baton_batches.upload import receive
@@ -21,7 +21,7 @@ from tests.router.running import until
 class SlowWriter:
     """A real writer whose `slow` call takes until it is told to go on; no two calls may meet."""
 
-    def __init__(self, writer: Writer, slow: str) -> None:
+    def __init__(self, writer: ObjectWriter, slow: str) -> None:
         self._writer, self._slow = writer, slow
         self._alone = threading.Lock()
         self.waiting, self.go_on = threading.Event(), threading.Event()
@@ -59,8 +59,8 @@ async def test_upload_cancelled_while_it_writes_leaves_nothing(tmp_path: Path, s
     kept = Storage(BatchSettings(state=str(tmp_path)), 0)
     writers: list[SlowWriter] = []
 
-    class SlowFolder(Folder):
-        def writer(self, key: str) -> Writer:
+    class SlowFolder(FolderObjectStore):
+        def writer(self, key: str) -> ObjectWriter:
             writers.append(SlowWriter(super().writer(key), slow))
             return writers[0]
 

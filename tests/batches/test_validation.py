@@ -13,11 +13,11 @@ import pytest
 
 from baton_api.errors import INVALID_TYPE, MISSING_REQUIRED_PARAMETER
 from baton_batches import input_file
-from baton_batches.validation import Bounds, Names, Verdict, examine, repeated
-from baton_batches.values import VALIDATION_LIMIT, Result
+from baton_batches.validation import CustomIds, FileLimits, ValidationResult, repeated, validate
+from baton_batches.values import VALIDATION_LIMIT, LineResult
 
 CHAT = "/v1/chat/completions"
-BOUNDS = Bounds(bytes=10**9, lines=1000, line=1000)
+BOUNDS = FileLimits(bytes=10**9, lines=1000, line=1000)
 
 
 def line(name: Any = "a", **more: Any) -> dict[str, Any]:
@@ -33,11 +33,11 @@ def text(*given: Any) -> bytes:
 
 
 def examined(
-    content: bytes, bounds: Bounds = BOUNDS, cut: int = 65536, endpoint: str = CHAT
-) -> tuple[Verdict, list[Result]]:
-    kept: list[Result] = []
+    content: bytes, bounds: FileLimits = BOUNDS, cut: int = 65536, endpoint: str = CHAT
+) -> tuple[ValidationResult, list[LineResult]]:
+    kept: list[LineResult] = []
     reads = lambda: (content[at : at + cut] for at in range(0, len(content), cut))  # noqa: E731
-    return examine(reads, len(content), endpoint, bounds, kept.extend), kept
+    return validate(reads, len(content), endpoint, bounds, kept.extend), kept
 
 
 BAD: dict[str, tuple[bytes, str, int | None, str | None]] = {
@@ -89,7 +89,7 @@ GOOD: dict[str, tuple[bytes, int]] = {
 def test_what_is_a_batch(name: str, cut: int) -> None:
     content, total = GOOD[name]
     verdict, kept = examined(content, cut=cut)
-    assert verdict == Verdict(total, None if name == "no model" else "tiny")
+    assert verdict == ValidationResult(total, None if name == "no model" else "tiny")
     assert kept == []
 
 
@@ -114,14 +114,14 @@ def test_all_bad_lines_are_named_up_to_a_limit() -> None:
 
 def test_a_batch_has_bounds() -> None:
     content = text(*(line(str(number)) for number in range(5)))
-    assert examined(content, Bounds(len(content), 5, 1000))[0].total == 5
-    too_many, _ = examined(content, Bounds(len(content), 4, 1000))
+    assert examined(content, FileLimits(len(content), 5, 1000))[0].total == 5
+    too_many, _ = examined(content, FileLimits(len(content), 4, 1000))
     assert [(error.code, error.line) for error in too_many.errors] == [("too_many_lines", 5)]
-    too_large, _ = examined(content, Bounds(len(content) - 1, 5, 1000))
+    too_large, _ = examined(content, FileLimits(len(content) - 1, 5, 1000))
     assert [(error.code, error.line) for error in too_large.errors] == [("file_too_large", None)]
     longest = len(text(line("0"))) - 1
-    assert examined(content, Bounds(10**9, 5, longest))[0].errors == ()
-    assert examined(content, Bounds(10**9, 5, longest - 1))[0].errors[0].code == "line_too_long"
+    assert examined(content, FileLimits(10**9, 5, longest))[0].errors == ()
+    assert examined(content, FileLimits(10**9, 5, longest - 1))[0].errors[0].code == "line_too_long"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -143,14 +143,14 @@ def test_lines_are_the_same_however_they_are_cut(seed: int) -> None:
         bare = (raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw).strip()
         if bare:
             expected.append((number, bare))
-    assert list(input_file.split(cut(), 100)) == expected
+    assert list(input_file.split_lines(cut(), 100)) == expected
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_names_that_come_twice_are_found_and_no_others(seed: int) -> None:
     chance = random.Random(seed)
     given = [str(chance.randrange(2000)) for _ in range(chance.randrange(1, 200))]
-    names = Names()
+    names = CustomIds()
     for name in given:
         names.add(name)
     found = [number for number, _ in repeated(enumerate(given), names.suspects())]
@@ -162,7 +162,7 @@ def test_a_hash_that_two_names_share_accuses_nobody() -> None:
 
 
 def all_hashes(*given: str) -> set[int]:
-    names = Names()
+    names = CustomIds()
     for name in given * 2:
         names.add(name)
     return names.suspects()
@@ -175,10 +175,10 @@ def test_a_large_file_is_never_held_whole() -> None:
         for start in range(0, 200_000, 500):
             yield b"".join(one.replace(b"{}", b"%d" % number, 1) for number in range(start, start + 500))
 
-    examine(lambda: iter([one]), len(one), CHAT, BOUNDS, list)  # what is loaded once does not count
+    validate(lambda: iter([one]), len(one), CHAT, BOUNDS, list)  # what is loaded once does not count
     tracemalloc.start()
-    verdict = examine(read, 200_000 * len(one), CHAT, Bounds(10**12, 10**6, 1000), list)
+    verdict = validate(read, 200_000 * len(one), CHAT, FileLimits(10**12, 10**6, 1000), list)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert verdict == Verdict(200_000, "tiny")
+    assert verdict == ValidationResult(200_000, "tiny")
     assert peak < 8_000_000, "for 60 MB; eight bytes of it are kept for each line"

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from baton_batches.window import FIRST, MOST, Window
+from baton_batches.window import FIRST, MOST, SendWindow
 
 
 class Service:
@@ -20,7 +20,7 @@ class Service:
         self.served = 0
         self.widths: list[int] = []
 
-    def run(self, window: Window, lines: int, rng: random.Random) -> float:
+    def run(self, window: SendWindow, lines: int, rng: random.Random) -> float:
         """Send lines through `window` until `lines` were served; gives the seconds that it took."""
         now = 0.0
         free = [0.0] * self.places
@@ -50,7 +50,7 @@ class Service:
 
 @pytest.mark.parametrize(("places", "seconds"), [(1, 0.5), (8, 0.2), (64, 1.0), (256, 2.0), (300, 0.1)])
 def test_it_widens_until_the_service_is_full_and_not_far_beyond(places: int, seconds: float) -> None:
-    window, service = Window(0.0), Service(places, seconds)
+    window, service = SendWindow(0.0), Service(places, seconds)
     lines = max(5000, 200 * places, int(10 * places / seconds))
     took = service.run(window, lines, random.Random(places))
     assert lines / took > 0.85 * places / seconds
@@ -59,19 +59,19 @@ def test_it_widens_until_the_service_is_full_and_not_far_beyond(places: int, sec
 
 
 def test_it_never_widens_beyond_its_bound() -> None:
-    window, service = Window(0.0, most=40), Service(1000, 0.1)
+    window, service = SendWindow(0.0, most=40), Service(1000, 0.1)
     service.run(window, 4000, random.Random(1))
     assert max(service.widths) == 40
 
 
 def test_a_refusal_halves_it_and_closes_it_for_as_long_as_was_asked() -> None:
-    window = Window(0.0)
+    window = SendWindow(0.0)
     window.refused(sent=1.0, now=2.0, wait_s=5.0)
     assert (window.size, window.open_at) == (FIRST // 2, 7.0)
 
 
 def test_lines_that_were_under_way_at_a_cut_do_not_cut_again() -> None:
-    window = Window(0.0)
+    window = SendWindow(0.0)
     for sent in (1.0, 1.1, 1.9):
         window.refused(sent=sent, now=2.0, wait_s=1.0)
     assert window.size == FIRST // 2
@@ -80,14 +80,14 @@ def test_lines_that_were_under_way_at_a_cut_do_not_cut_again() -> None:
 
 
 def test_it_is_never_narrower_than_one_line() -> None:
-    window = Window(0.0)
+    window = SendWindow(0.0)
     for second in range(100):
         window.refused(sent=second, now=second + 0.5, wait_s=0.0)
     assert window.size == 1
 
 
 def test_after_an_outage_it_is_soon_as_wide_as_before() -> None:
-    window = Window(0.0, first=64)
+    window = SendWindow(0.0, first=64)
     for second in range(1, 31):
         window.refused(sent=second - 0.5, now=second, wait_s=1.0)
     assert window.size == 1
@@ -103,7 +103,7 @@ def test_after_an_outage_it_is_soon_as_wide_as_before() -> None:
 def test_a_service_that_refuses_is_kept_full_and_is_seldom_asked_too_much(seed: int) -> None:
     rng = random.Random(seed)
     service = Service(places=rng.randint(4, 64), seconds=0.5, queue=rng.randint(0, 16), wait_s=0.2)
-    window = Window(0.0)
+    window = SendWindow(0.0)
     lines = service.places * 300
     took = service.run(window, lines, rng)
     assert lines / took > 0.6 * service.places / service.seconds

@@ -16,7 +16,7 @@ import pytest
 
 from baton_api.reports import PromptReport
 from baton_api.workers import Role
-from baton_router.dashboard.endpoints import FOLDER, TYPES, WATCHES_LIMIT
+from baton_router.dashboard.endpoints import FOLDER, TYPES, WATCHERS_LIMIT
 from tests.router.fake_worker import (
     STREAM_END,
     STREAM_HEAD,
@@ -230,8 +230,8 @@ async def test_there_are_only_so_many_pages_and_one_that_is_closed_makes_room() 
     async with a_pair() as router:
         page = router.router.page
         assert page is not None
-        readers = [asyncio.ensure_future(_read(router)) for _ in range(WATCHES_LIMIT)]
-        await until(lambda: page.watched == WATCHES_LIMIT, 60)
+        readers = [asyncio.ensure_future(_read(router)) for _ in range(WATCHERS_LIMIT)]
+        await until(lambda: page.watched == WATCHERS_LIMIT, 60)
         refused = await router.client.get("/page/events")
         assert refused.status_code == 503 and "pages are open" in refused.json()["error"]["message"]
         for reader in readers:

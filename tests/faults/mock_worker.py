@@ -27,7 +27,7 @@ from baton_api.errors import InternalError
 from baton_api.reports import PromptReport
 from baton_api.resuming import BODY, Beginning, Resumption, begin_line, tokens_line
 from baton_api.workers import Load, Role
-from baton_router.workers.costs import Kind
+from baton_router.workers.costs import WorkerKind
 
 TOKENS = 20
 """Of an answer that does not say how many."""
@@ -379,7 +379,7 @@ class Events:
 
 def compute_s(uncached: int, context: int) -> float:
     """What it says that a prompt took: as a router expects of a worker that it knows nothing of."""
-    return Kind().newcomer().seconds(uncached, context)
+    return WorkerKind().newcomer().seconds(uncached, context)
 
 
 def plain(status: int, body: bytes, *lines: str) -> bytes:

@@ -12,7 +12,7 @@ from kubernetes.aio.client import ApiClient
 
 from baton_api import batch_jobs
 from baton_api.errors import Unauthorized
-from baton_batches.kubernetes import Cluster, batch_job
+from baton_batches.kubernetes import BatchJobApi, batch_job_manifest
 from baton_batches.runner_credentials import pod_tokens
 from baton_http.kubernetes import KubernetesAccess
 from baton_operator.cluster.api_resources import API, path
@@ -226,24 +226,24 @@ async def test_a_pod_template_that_is_none_is_said_in_status(cluster: RealCluste
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def router(cluster: RealCluster, api: ApiClient, tmp_path: Path) -> Cluster:
+async def router(cluster: RealCluster, api: ApiClient, tmp_path: Path) -> BatchJobApi:
     """As a router's pod has it: with the account that the operator has made for it."""
     await Inside(api).reconcile()
     (tmp_path / "token").write_text(await cluster.token("models", "chat-router"))
     (tmp_path / "namespace").write_text("models")
     (tmp_path / "ca.crt").write_bytes((cluster.api.account / "ca.crt").read_bytes())
-    return Cluster(KubernetesAccess(cluster.api.url, tmp_path))
+    return BatchJobApi(KubernetesAccess(cluster.api.url, tmp_path))
 
 
 async def test_a_router_may_make_batch_jobs_and_tell_of_them_and_no_more(
-    cluster: RealCluster, router: Cluster, tmp_path: Path
+    cluster: RealCluster, router: BatchJobApi, tmp_path: Path
 ) -> None:
     service = await cluster.service()
 
     class Named:
         id = "batch_0a1b"
 
-    made = batch_job(Named, "chat", service["metadata"]["uid"])  # type: ignore[arg-type]
+    made = batch_job_manifest(Named, "chat", service["metadata"]["uid"])  # type: ignore[arg-type]
     assert await router.make(made) == 201 and await router.make(made) == 409
     status = {"phase": "in_progress", "batchId": Named.id, "progress": "1/3", "completed": 1, "total": 3}
     assert await router.tell("batch-0a1b", status) == 200
@@ -265,7 +265,7 @@ async def test_a_router_may_make_batch_jobs_and_tell_of_them_and_no_more(
 
 
 async def test_the_token_that_kubernetes_signs_for_a_pod_is_believed(
-    cluster: RealCluster, api: ApiClient, router: Cluster
+    cluster: RealCluster, api: ApiClient, router: BatchJobApi
 ) -> None:
     """By keys that every account may read, and no other that it signs."""
     await cluster.put(BATCH, "signed", kind="BatchJob")

@@ -21,7 +21,7 @@ from baton_operator import rbac
 from baton_operator.cluster.api_resources import API, path
 from baton_operator.cluster.lease import DURATION_S
 from baton_router.workers.discovery.kubernetes import KubernetesWorkers
-from baton_router.workers.discovery.listed import Listed
+from baton_router.workers.discovery.listed import ListedWorker
 from tests.operator.fake_prometheus import NOTHING, fake_prometheus
 from tests.operator.real_cluster import OPERATOR, RealCluster, real_cluster, running_operator
 
@@ -272,7 +272,7 @@ async def test_a_routers_account_may_do_what_routers_do_and_nothing_else(
     (account / "namespace").write_text("models")
     (account / "ca.crt").write_bytes((cluster.api.account / "ca.crt").read_bytes())
     access = KubernetesAccess(cluster.api.url, account)
-    found: list[frozenset[Listed]] = []
+    found: list[frozenset[ListedWorker]] = []
     workers = KubernetesWorkers(access, "baton.dev/service=routed", "http", random.Random(0), retry_s=0.1)
     following = asyncio.create_task(workers.follow(found.append))
     try:

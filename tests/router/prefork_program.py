@@ -13,11 +13,11 @@ import signal
 import sys
 
 from baton_api.errors import SetupError
-from baton_router.frontends.prefork import Body, Crew, Member, Started
+from baton_router.frontends.prefork import ChildMain, ChildProcess, ProcessSupervisor, ReadySignal
 
 
-def member(name: str, how: str) -> Body:
-    def body(started: Started, life: int) -> None:
+def member(name: str, how: str) -> ChildMain:
+    def body(started: ReadySignal, life: int) -> None:
         def stop(number: int, frame: object) -> None:
             say("told")
             if how != "stubborn":
@@ -40,9 +40,11 @@ def member(name: str, how: str) -> Body:
 
 
 def main(how: str) -> None:
-    members = [Member(name, member(name, how if name == "two" else "")) for name in ("one", "two", "three")]
+    members = [
+        ChildProcess(name, member(name, how if name == "two" else "")) for name in ("one", "two", "three")
+    ]
     try:
-        Crew(members, stop_s=0.5).run(
+        ProcessSupervisor(members, stop_s=0.5).run(
             lambda: print("ready", flush=True), lambda: print("stopping", flush=True)
         )
     except SetupError as error:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from baton_router.app import Router, create_app
+from baton_router.app import RouterApp, create_app
 from baton_router.server import RouterServer, address, bind
 from baton_router.settings import RouterSettings
 
@@ -38,7 +38,7 @@ class Addressed(Protocol):
 
 
 class RunningRouter:
-    def __init__(self, router: Router, server: RouterServer, url: str, client: httpx.AsyncClient) -> None:
+    def __init__(self, router: RouterApp, server: RouterServer, url: str, client: httpx.AsyncClient) -> None:
         self.router = router
         self.server = server
         self.url = url

@@ -19,7 +19,7 @@ from baton_batches.files import NewFile
 from baton_cli.main import create_app as create_cli
 from baton_router.app import create_app
 from baton_router.settings import RouterSettings
-from baton_router.tenants.access import Access
+from baton_router.tenants.access import Authenticator
 from baton_router.tenants.tenants import cache_salt
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker
@@ -161,7 +161,7 @@ async def test_responses_belong_to_a_tenant_whatever_key_it_uses(file: str) -> N
 def test_a_name_in_a_key_file_is_a_tenant_with_everybodys_cache(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("alice:k-1\nk-2\n")
-    access = Access(RouterSettings(api_key_file=str(file)))
+    access = Authenticator(RouterSettings(api_key_file=str(file)))
     alice, nobody = access.known(b"Bearer k-1"), access.known(b"Bearer k-2")
     assert alice is not None and nobody is not None
     assert (alice.name, alice.salt, alice.admin) == ("alice", "", True)
@@ -213,7 +213,7 @@ async def test_a_tenant_that_is_taken_out_of_the_file_has_no_good_tokens_any_mor
     issuer = Issuer()
     seconds = [0.0]
     settings = RouterSettings(**jwt_settings(tmp_path, issuer, tenants_file=str(file)))
-    access = Access(settings, lambda: seconds[0])
+    access = Authenticator(settings, lambda: seconds[0])
     key = f"Bearer {issuer.token()}".encode()
     assert access.known(key) is None and (await access.judged(key)).name == "acme"
     assert access.known(key) is not None
@@ -226,7 +226,7 @@ def test_tokens_without_issuer_and_audience_are_no_way_to_start(tmp_path: Path) 
     settings = jwt_settings(tmp_path, Issuer())
     for missing in ("jwt_issuer", "jwt_audience"):
         with pytest.raises(SetupError, match="--jwt-jwks wants"):
-            Access(RouterSettings(**{**settings, missing: ""}))
+            Authenticator(RouterSettings(**{**settings, missing: ""}))
 
 
 async def test_key_name_and_equal_claim_are_two_owners(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from baton_api import __version__, headers
 from baton_api.errors import Overloaded, WorkerLost
 from baton_api.workers import Role
-from baton_router.service_info import SECRETS
+from baton_router.service_info import HIDDEN_SETTINGS
 from baton_router.settings import RouterSettings
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker, plain, saying
@@ -139,7 +139,7 @@ def test_every_setting_that_may_be_a_secret_is_kept_back() -> None:
         for name in RouterSettings.model_fields
         if re.search("key|secret|tenants|database", name) and not name.endswith("_per_key")
     }
-    assert suspects == SECRETS
+    assert suspects == HIDDEN_SETTINGS
 
 
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])

@@ -8,32 +8,32 @@ import random
 import pytest
 
 from baton_router.scheduling.admission import (
-    LEAST_PACE,
-    LEAST_TOLERANCE,
-    MOST_PACE,
+    MAX_CORRECTION,
+    MIN_CORRECTION,
+    MIN_TOLERANCE,
     TOLERANCE,
-    Pace,
-    Terms,
-    Tolerance,
-    terms,
+    PredictionTolerance,
+    WaitCorrection,
+    WaitLimits,
     too_late,
+    wait_limits,
 )
 
 TERMS = {
-    "interactive, its own": ("interactive", 2.0, Terms(2.0, 3.0)),
-    "interactive": ("interactive", None, Terms(10.0, 15.0)),
-    "default": ("default", None, Terms(math.inf, 300.0)),
-    "default with a deadline": ("default", 2.0, Terms(2.0, 2.0)),
-    "critical": ("critical", None, Terms(math.inf, 300.0)),
-    "batch": ("batch", None, Terms(math.inf, math.inf)),
-    "batch has no deadline": ("batch", 2.0, Terms(math.inf, math.inf)),
+    "interactive, its own": ("interactive", 2.0, WaitLimits(2.0, 3.0)),
+    "interactive": ("interactive", None, WaitLimits(10.0, 15.0)),
+    "default": ("default", None, WaitLimits(math.inf, 300.0)),
+    "default with a deadline": ("default", 2.0, WaitLimits(2.0, 2.0)),
+    "critical": ("critical", None, WaitLimits(math.inf, 300.0)),
+    "batch": ("batch", None, WaitLimits(math.inf, math.inf)),
+    "batch has no deadline": ("batch", 2.0, WaitLimits(math.inf, math.inf)),
 }
 
 
 @pytest.mark.parametrize("name", TERMS)
 def test_terms(name: str) -> None:
     kind, wanted, expected = TERMS[name]
-    assert terms(kind, wanted, interactive_s=10.0, wait_s=300.0) == expected
+    assert wait_limits(kind, wanted, interactive_s=10.0, wait_s=300.0) == expected
 
 
 LATE = {
@@ -49,15 +49,15 @@ LATE = {
 @pytest.mark.parametrize("name", LATE)
 def test_who_is_told_at_once(name: str) -> None:
     kind, predicted, room, late = LATE[name]
-    assert too_late(kind, terms(kind, None, 10.0, 300.0), predicted, room, 1.5) is late
+    assert too_late(kind, wait_limits(kind, None, 10.0, 300.0), predicted, room, 1.5) is late
 
 
 def test_who_waits_in_vain_makes_it_harder_to_be_let_in() -> None:
-    tolerance = Tolerance()
+    tolerance = PredictionTolerance()
     assert tolerance.times == TOLERANCE
     for _ in range(100):
         tolerance.waited(in_vain=True)
-    assert tolerance.times == LEAST_TOLERANCE
+    assert tolerance.times == MIN_TOLERANCE
     for _ in range(1000):
         tolerance.waited(in_vain=False)
     assert tolerance.times == TOLERANCE
@@ -67,7 +67,7 @@ def test_who_waits_in_vain_makes_it_harder_to_be_let_in() -> None:
 def test_a_twentieth_may_wait_in_vain(seed: int) -> None:
     """Where the more wait in vain the more are let in, tolerance comes to rest where few do."""
     rng = random.Random(seed)
-    tolerance, vain = Tolerance(), 0
+    tolerance, vain = PredictionTolerance(), 0
     for number in range(20_000):
         in_vain = rng.random() < max(0.0, tolerance.times - 0.9)
         tolerance.waited(in_vain=in_vain)
@@ -76,7 +76,7 @@ def test_a_twentieth_may_wait_in_vain(seed: int) -> None:
 
 
 def test_the_pace_is_what_is_seen() -> None:
-    pace = Pace()
+    pace = WaitCorrection()
     for _ in range(500):
         pace.learn(10.0, 2.0)
     assert pace.corrected(10.0) == pytest.approx(2.0)
@@ -85,7 +85,7 @@ def test_the_pace_is_what_is_seen() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_pace_stays_between_its_bounds(seed: int) -> None:
     rng = random.Random(seed)
-    pace = Pace()
+    pace = WaitCorrection()
     for _ in range(500):
         pace.learn(rng.uniform(-1, 1), rng.uniform(0, 100))
-        assert LEAST_PACE <= pace.ratio <= MOST_PACE
+        assert MIN_CORRECTION <= pace.ratio <= MAX_CORRECTION

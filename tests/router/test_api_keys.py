@@ -12,7 +12,7 @@ import pytest
 from baton_api import headers as header_names
 from baton_api.errors import SetupError, Unauthorized
 from baton_router.app import create_app
-from baton_router.server import introduce
+from baton_router.server import log_startup
 from baton_router.settings import RouterSettings
 from tests.router.fake_worker import FakeWorker
 from tests.router.running import CHAT, QUESTION, RunningRouter, running_router, until
@@ -130,6 +130,6 @@ def test_a_router_that_others_reach_without_a_key_says_so_aloud(
     caplog: pytest.LogCaptureFixture, settings: dict[str, Any], warned: bool
 ) -> None:
     given = RouterSettings.model_validate(settings)
-    introduce(given, create_app(given).access.required, "http://0.0.0.0:8080")
+    log_startup(given, create_app(given).access.required, "http://0.0.0.0:8080")
     loud = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     assert [line.startswith("WARNING: anybody who reaches 0.0.0.0:8080") for line in loud] == [True] * warned

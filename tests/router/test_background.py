@@ -16,8 +16,8 @@ import pytest
 from baton_api.background import REPEATED_S, BackgroundTasks
 from baton_api.errors import NotReady
 from baton_api.metrics import ROUTER_BACKGROUND_ERRORS, BackgroundTask
-from baton_http.upstream import Lost, Upstream
-from baton_router.frontends.frontend import Front
+from baton_http.upstream import Upstream, UpstreamLost
+from baton_router.frontends.frontend import Frontend
 from baton_router.frontends.scheduler_service import SchedulerService
 from baton_router.settings import RouterSettings
 from tests.router.fake_worker import FakeWorker
@@ -59,7 +59,7 @@ async def test_health_checks_outlive_exhausted_descriptors(caplog: pytest.LogCap
 
 async def test_impossible_host_name_is_a_lost_connection() -> None:
     """A label of more than 63 characters raises UnicodeError before any DNS is asked."""
-    with pytest.raises(Lost) as lost:
+    with pytest.raises(UpstreamLost) as lost:
         await Upstream(f"{'a' * 64}.example", 80).request(b"GET / HTTP/1.1\r\n\r\n")
     assert lost.value.cause == "connect"
 
@@ -127,7 +127,7 @@ async def test_front_whose_loop_has_ended_is_not_ready(tmp_path: Path) -> None:
     async with FakeWorker() as worker, running_router([worker]) as router:
         service = SchedulerService(router.router.scheduler, lambda: router.router.workers.all, time.monotonic)
         services.start(BackgroundTask.SCHEDULER_SERVICE, lambda: service.serve(path, services))
-        front = Front(RouterSettings(), path, str(tmp_path / "control"))
+        front = Frontend(RouterSettings(), path, str(tmp_path / "control"))
         events: asyncio.Queue[dict[str, object]] = asyncio.Queue()
         sent: list[MutableMapping[str, Any]] = []
 

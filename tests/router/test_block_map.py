@@ -8,19 +8,19 @@ from collections.abc import Sequence
 import pytest
 
 from baton_api.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-from baton_router.cache.block_map import AWAITED_LIMIT, BlockMap
+from baton_router.cache.block_map import PENDING_LIMIT, BlockMap
 from baton_router.cache.prefix_index import PrefixIndex
-from baton_router.cache.prompt_chunks import Prompt
+from baton_router.cache.prompt_chunks import PromptChunks
 
 
 def stored(blocks: Sequence[int], parent: int | None = None) -> BlockStored:
     return BlockStored(list(blocks), parent, [], 16)
 
 
-def prompt(*sizes: int, first: int = 100) -> Prompt:
+def prompt(*sizes: int, first: int = 100) -> PromptChunks:
     """Chunks of these bytes, called 100, 101 and so on."""
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-    return Prompt(tuple(range(first, first + len(sizes))), tuple(ends))
+    return PromptChunks(tuple(range(first, first + len(sizes))), tuple(ends))
 
 
 class Router:
@@ -33,12 +33,12 @@ class Router:
             self.index.register(slot, 10_000)
         self.held = [self.map.open(slot) for slot in range(workers)]
 
-    def send(self, one: Prompt, slot: int, tail: int, blocks: int) -> None:
+    def send(self, one: PromptChunks, slot: int, tail: int, blocks: int) -> None:
         """A prompt is sent, computed and reported."""
         new = self.index.insert(slot, one.names)
         self.map.place(one, tail, blocks, len(one.names) - len(new), [slot])
 
-    def holds(self, one: Prompt) -> dict[int, int]:
+    def holds(self, one: PromptChunks) -> dict[int, int]:
         return self.index.match(one.names)
 
 
@@ -78,7 +78,7 @@ def test_a_report_may_come_before_its_events() -> None:
 
 def test_reports_that_wait_are_not_kept_for_ever() -> None:
     router = Router(1)
-    for number in range(AWAITED_LIMIT + 1):
+    for number in range(PENDING_LIMIT + 1):
         router.send(prompt(512, first=number), 0, 10_000 + number, 1)
     router.held[0].apply([stored([10_000]), stored([10_001])])
     router.held[0].apply([BlockRemoved([10_000, 10_001])])
@@ -199,7 +199,7 @@ def test_what_is_placed_is_held_by_those_who_hold_its_block(seed: int) -> None:
     rng = random.Random(seed)
     router = Router(3)
     pools: list[dict[int, int | None]] = [{} for _ in range(3)]
-    sent: dict[int, Prompt] = {}
+    sent: dict[int, PromptChunks] = {}
 
     def chain(one: int) -> list[int]:
         """Blocks of prompt number `one`: 2 per chunk, the first chunks shared with its ancestors."""
@@ -216,7 +216,7 @@ def test_what_is_placed_is_held_by_those_who_hold_its_block(seed: int) -> None:
             number = rng.randrange(1, 40)
             blocks = chain(number)
             names = tuple(blocks[1::2])
-            one = Prompt(names, tuple(128 * (index + 1) for index in range(len(names))))
+            one = PromptChunks(names, tuple(128 * (index + 1) for index in range(len(names))))
             new = router.index.insert(slot, names)
             events = []
             for index, block in enumerate(blocks):

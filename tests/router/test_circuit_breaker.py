@@ -13,7 +13,7 @@ from baton_router.workers.circuit_breaker import (
     PAUSE_S,
     WINDOW,
     WINDOW_S,
-    Breaker,
+    CircuitBreaker,
 )
 
 # F: a request failed; S: one was served; each a tenth of a second after the one before.
@@ -30,8 +30,8 @@ STORIES: dict[str, tuple[str, bool]] = {
 }
 
 
-def after(story: str, every_s: float = 0.1) -> tuple[Breaker, float]:
-    breaker, now = Breaker(), 1000.0
+def after(story: str, every_s: float = 0.1) -> tuple[CircuitBreaker, float]:
+    breaker, now = CircuitBreaker(), 1000.0
     for number, outcome in enumerate(story, 1):
         now += every_s
         breaker = breaker.sent(number, now)
@@ -50,7 +50,7 @@ def test_half_of_what_came_over_a_long_time_does_not_open_it() -> None:
     assert not breaker.refuses(now)
 
 
-def opened() -> tuple[Breaker, float]:
+def opened() -> tuple[CircuitBreaker, float]:
     return after("F" * FAILURES_IN_A_ROW)
 
 
@@ -98,7 +98,7 @@ def test_a_good_while_makes_the_next_time_a_first_one_again(quiet_s: float, paus
 
 
 def test_a_worker_on_which_nothing_failed_costs_nothing() -> None:
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     assert breaker.sent(1, 5.0) is breaker
     assert breaker.served(1, 5.0) is breaker
     assert breaker.let_go(1) is breaker
@@ -123,7 +123,7 @@ class Model:
 @pytest.mark.parametrize("seed", range(60))
 def test_law_open_after_bad_outcomes_only_and_one_probe_at_a_time(seed: int) -> None:
     rng = random.Random(seed)
-    breaker, model, now = Breaker(), Model(), 0.0
+    breaker, model, now = CircuitBreaker(), Model(), 0.0
     under_way: dict[int, bool] = {}
     """Number -> whether it was let through as the probe."""
     share = rng.choice((0.05, 0.4, 0.6, 1.0))

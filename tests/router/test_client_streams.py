@@ -12,7 +12,7 @@ import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
 from baton_api import metrics
-from baton_http.protocol import Listener
+from baton_http.protocol import BoundedHttpProtocol
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker
 from tests.router.running import CHAT, STREAM, RunningRouter, running_router, until
@@ -141,7 +141,7 @@ async def test_small_pieces_are_not_held_back_on_either_side() -> None:
         _, writer = await asking(router)
         upstream = router.router.workers.decode[0].upstream
         await until(lambda: worker.asked)
-        clients = [cast(Listener, one).transport for one in router.server.server_state.connections]
+        clients = [cast(BoundedHttpProtocol, one).transport for one in router.server.server_state.connections]
         workers = [connection.transport for connection in upstream._busy]
         assert clients and workers
         for transport in (*clients, *workers):

@@ -16,7 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
 from baton_http.replies import Receive, Scope, Send
-from baton_router.frontends.control_proxy import Control
+from baton_router.frontends.control_proxy import ControlProxy
 from tests.router.running import until
 
 app = FastAPI()
@@ -116,7 +116,7 @@ async def passing() -> AsyncIterator[httpx.AsyncClient]:
     """A client before a front that passes all on."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "control")
-        control = Control(path)
+        control = ControlProxy(path)
 
         async def front(scope: Scope, receive: Receive, send: Send) -> None:
             await control(scope, receive, send)
@@ -181,7 +181,7 @@ async def test_a_client_that_leaves_is_gone_for_the_other_process_too() -> None:
 
 
 async def test_without_the_other_process_it_says_so() -> None:
-    async with Served(Control("/nonexistent/socket"), None) as front:
+    async with Served(ControlProxy("/nonexistent/socket"), None) as front:
         url = f"http://127.0.0.1:{front.port}/v1/files"
         async with httpx.AsyncClient(trust_env=False) as client:
             answer = await client.get(url)

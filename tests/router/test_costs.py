@@ -10,21 +10,21 @@ import pytest
 from baton_api import profiles
 from baton_api.errors import SetupError
 from baton_api.profiles import Capacity, PrefillLine, Profile, StepLine, TransferLine
-from baton_http.http_client import Upstreams
-from baton_router.scheduling.scheduler import Scheduler
+from baton_http.http_client import UpstreamPool
+from baton_router.scheduling.scheduler import RequestScheduler
 from baton_router.settings import RouterSettings
 from baton_router.workers.bookings import PrefillBookings, StreamBookings
 from baton_router.workers.costs import (
     FORGETTING,
     LEAST_S,
     NEVER,
-    Kind,
+    CostPrior,
     LeastSquares,
-    Prior,
     StepCost,
     TransferCost,
+    WorkerKind,
 )
-from baton_router.workers.worker_state import Knowledge
+from baton_router.workers.worker_state import WorkerStates
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -84,8 +84,8 @@ def test_the_recursion_is_that_of_the_textbook(seed: int) -> None:
 
 
 def test_the_tokens_that_attend_to_a_long_context_cost_more() -> None:
-    cost = Kind().newcomer()
-    truth = Kind().newcomer()
+    cost = WorkerKind().newcomer()
+    truth = WorkerKind().newcomer()
     truth.line.coefficients = (0.01, 0.05, 0.02)
     rng = random.Random(1)
     for _ in range(400):
@@ -98,7 +98,7 @@ def test_the_tokens_that_attend_to_a_long_context_cost_more() -> None:
 
 
 def test_no_prediction_is_in_the_past() -> None:
-    prefill, step = Kind().newcomer(), StepCost()
+    prefill, step = WorkerKind().newcomer(), StepCost()
     for _ in range(50):
         prefill.learn(1000, 1000, 0.001)
         step.learn(1, 100, 0.0001)
@@ -168,7 +168,7 @@ def test_nothing_leaks_from_the_bookings(seed: int) -> None:
 
 
 def test_who_was_never_tried_is_believed_to_be_like_the_others_of_its_kind() -> None:
-    kind, other_kind = Kind(), Kind()
+    kind, other_kind = WorkerKind(), WorkerKind()
     first, second = kind.newcomer(), kind.newcomer()
     guess = first.seconds(1000, 1000)
     for size in range(100, 5000, 50):
@@ -181,7 +181,7 @@ def test_who_was_never_tried_is_believed_to_be_like_the_others_of_its_kind() -> 
 
 
 def test_who_was_tried_is_known_by_its_own_measurements() -> None:
-    kind = Kind()
+    kind = WorkerKind()
     quick, slow = kind.newcomer(), kind.newcomer()
     for size in range(100, 5000, 50):
         quick.learn(size, size, 0.001 + size * 1e-6)
@@ -193,7 +193,7 @@ def test_who_was_tried_is_known_by_its_own_measurements() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_more_never_takes_less(seed: int) -> None:
     rng = random.Random(seed)
-    cost, step = Kind().newcomer(), StepCost()
+    cost, step = WorkerKind().newcomer(), StepCost()
     for _ in range(200):
         size = rng.randint(1, 4000)
         cost.learn(size, size, rng.uniform(0.0, 0.05))  # noise, and nothing else
@@ -218,8 +218,8 @@ PROFILE = Profile(
 
 
 def test_a_profile_is_believed_until_something_is_measured() -> None:
-    prior = Prior.of(PROFILE)
-    cost = Kind(prior).newcomer()
+    prior = CostPrior.of(PROFILE)
+    cost = WorkerKind(prior).newcomer()
     for uncached, context in ((100, 100), (500, 4000)):
         assert cost.seconds(uncached, context) == pytest.approx(PROFILE.prefill.seconds(uncached, context))
     step = StepCost(LeastSquares(prior.step))
@@ -231,14 +231,17 @@ def test_a_profile_is_believed_until_something_is_measured() -> None:
 
 
 def test_a_profile_is_for_the_model_that_it_names() -> None:
-    for knowledge, seconds in ((Knowledge([PROFILE]), PROFILE.transfer.seconds(1000)), (Knowledge(), 0.003)):
+    for knowledge, seconds in (
+        (WorkerStates([PROFILE]), PROFILE.transfer.seconds(1000)),
+        (WorkerStates(), 0.003),
+    ):
         assert knowledge.transfer("a", "b").seconds(1000, 0.0) == pytest.approx(seconds)
 
 
 def test_a_router_begins_with_the_profiles_that_it_is_given(tmp_path: Path) -> None:
-    def scheduler(path: Path) -> Scheduler:
+    def scheduler(path: Path) -> RequestScheduler:
         settings = RouterSettings(decode=("http://127.0.0.1:1",), profile=(path,))
-        return Scheduler(settings, Upstreams(1.0), random.Random(0), lambda: 0.0)
+        return RequestScheduler(settings, UpstreamPool(1.0), random.Random(0), lambda: 0.0)
 
     profiles.write(PROFILE, tmp_path / "there.json")
     known = scheduler(tmp_path / "there.json").dispatcher.knowledge

@@ -9,7 +9,7 @@ import pytest
 
 from baton_api import labels
 from baton_api.workers import Role
-from baton_router.workers.discovery.listed import Listed, Standing
+from baton_router.workers.discovery.listed import ListedStatus, ListedWorker
 from tests.router.fake_kubernetes import PATH, a_slice
 from tests.router.real_kubernetes import RealKubernetes, real_kubernetes
 from tests.router.running import until
@@ -50,10 +50,12 @@ async def test_a_real_api_server_tells_who_is_there_and_needs_to_allow_no_more_t
             await follower.sees(A)
             await api.post(PATH, manifest(a_slice("two", B, role="prefill", revision="r2")))
             await follower.sees(A, B)
-            assert Listed(B, 8000, Role.PREFILL, "r2") in follower.workers
+            assert ListedWorker(B, 8000, Role.PREFILL, "r2") in follower.workers
             ending = a_slice("one", A, ready=False, serving=True, terminating=True)
             await api.patch(f"{PATH}/one", {"endpoints": ending["endpoints"]})
-            await until(lambda: Listed(A, 8000, Role.DECODE, "r1", Standing.TERMINATING) in follower.workers)
+            await until(
+                lambda: ListedWorker(A, 8000, Role.DECODE, "r1", ListedStatus.TERMINATING) in follower.workers
+            )
             await api.delete(f"{PATH}/one")
             await follower.sees(B)
         async with following(api, list_every_s=0.3) as follower:

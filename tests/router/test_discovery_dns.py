@@ -9,8 +9,14 @@ from contextlib import asynccontextmanager
 import pytest
 
 from baton_api.workers import Role
-from baton_router.workers.discovery.dns import NOBODY_TIMES, Address, DnsName, DnsWorkers, LastGood
-from baton_router.workers.discovery.listed import Listed
+from baton_router.workers.discovery.dns import (
+    EMPTY_ANSWERS_LIMIT,
+    Address,
+    DnsName,
+    DnsWorkers,
+    LastGoodAddresses,
+)
+from baton_router.workers.discovery.listed import ListedWorker
 from tests.router.fake_dns import FakeDns
 from tests.router.running import until
 
@@ -41,14 +47,14 @@ ANSWERS: dict[str, tuple[list[list[Address]], list[Address]]] = {
     "another answer": ([[ONE], [TWO]], [TWO]),
     "nobody, once": ([[ONE], []], [ONE]),
     "nobody, and then one": ([[ONE], [], [], [TWO]], [TWO]),
-    "nobody, for good": ([[ONE], *[[]] * NOBODY_TIMES], []),
+    "nobody, for good": ([[ONE], *[[]] * EMPTY_ANSWERS_LIMIT], []),
     "nobody counts from the last answer on": ([[ONE], [], [], [ONE], [], []], [ONE]),
 }
 
 
 @pytest.mark.parametrize(("answers", "left"), ANSWERS.values(), ids=ANSWERS.keys())
 def test_the_last_good_answer_holds(answers: list[list[Address]], left: list[Address]) -> None:
-    good = LastGood()
+    good = LastGoodAddresses()
     for answer in answers:
         assert good.took(frozenset(answer)) == good.addresses
     assert good.addresses == set(left)
@@ -59,7 +65,7 @@ class Follower:
 
     def __init__(self, source: DnsWorkers) -> None:
         self.source = source
-        self.lists: list[frozenset[Listed]] = []
+        self.lists: list[frozenset[ListedWorker]] = []
 
     @property
     def addresses(self) -> set[str]:

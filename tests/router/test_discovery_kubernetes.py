@@ -13,7 +13,7 @@ import pytest
 from baton_api.workers import Role
 from baton_http.kubernetes import KubernetesAccess
 from baton_router.workers.discovery.kubernetes import KubernetesWorkers
-from baton_router.workers.discovery.listed import Listed, Standing
+from baton_router.workers.discovery.listed import ListedStatus, ListedWorker
 from tests.router.fake_kubernetes import SELECTOR, FakeKubernetes, a_slice
 from tests.router.real_kubernetes import RealKubernetes
 from tests.router.running import until
@@ -27,7 +27,7 @@ class Follower:
 
     def __init__(self, source: KubernetesWorkers) -> None:
         self.source = source
-        self.workers: frozenset[Listed] = frozenset()
+        self.workers: frozenset[ListedWorker] = frozenset()
         self.told = 0
 
     @property
@@ -37,7 +37,7 @@ class Follower:
     async def sees(self, *addresses: str) -> None:
         await until(lambda: self.told and self.addresses == set(addresses))
 
-    def took(self, workers: frozenset[Listed]) -> None:
+    def took(self, workers: frozenset[ListedWorker]) -> None:
         self.workers = workers
         self.told += 1
 
@@ -64,9 +64,9 @@ async def test_workers_come_stand_and_go_as_the_watch_says(tmp_path: Path) -> No
             await follower.sees(A)
             api.put(a_slice("two", B, role="prefill", revision="r2"))
             await follower.sees(A, B)
-            assert Listed(B, 8000, Role.PREFILL, "r2") in follower.workers
+            assert ListedWorker(B, 8000, Role.PREFILL, "r2") in follower.workers
             api.put(a_slice("one", A, ready=False, serving=True, terminating=True))
-            ending = Listed(A, 8000, Role.DECODE, "r1", Standing.TERMINATING)
+            ending = ListedWorker(A, 8000, Role.DECODE, "r1", ListedStatus.TERMINATING)
             await until(lambda: ending in follower.workers)
             api.delete("one")
             await follower.sees(B)

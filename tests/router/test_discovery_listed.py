@@ -9,67 +9,80 @@ import pytest
 
 from baton_api import labels
 from baton_api.workers import Role
-from baton_router.workers.discovery.kubernetes import Slice, workers_in
-from baton_router.workers.discovery.listed import Changes, Listed, Standing, changes, merged
+from baton_router.workers.discovery.kubernetes import EndpointSlice, workers_in
+from baton_router.workers.discovery.listed import (
+    ListChanges,
+    ListedStatus,
+    ListedWorker,
+    list_changes,
+    merge_lists,
+)
 
-A, B, C = (Listed(f"10.0.0.{last}", 8000, Role.DECODE, "r1") for last in (1, 2, 3))
-PREFILL = Listed("10.0.0.1", 8000, Role.PREFILL, "r1")
-NEXT = Listed("10.0.0.1", 8000, Role.DECODE, "r2")
-ENDING = Listed("10.0.0.1", 8000, Role.DECODE, "r1", Standing.TERMINATING)
-UNREADY = Listed("10.0.0.1", 8000, Role.DECODE, "r1", Standing.UNREADY)
+A, B, C = (ListedWorker(f"10.0.0.{last}", 8000, Role.DECODE, "r1") for last in (1, 2, 3))
+PREFILL = ListedWorker("10.0.0.1", 8000, Role.PREFILL, "r1")
+NEXT = ListedWorker("10.0.0.1", 8000, Role.DECODE, "r2")
+ENDING = ListedWorker("10.0.0.1", 8000, Role.DECODE, "r1", ListedStatus.TERMINATING)
+UNREADY = ListedWorker("10.0.0.1", 8000, Role.DECODE, "r1", ListedStatus.UNREADY)
 
-TOGETHER: dict[str, tuple[list[Listed], list[Listed]]] = {
+TOGETHER: dict[str, tuple[list[ListedWorker], list[ListedWorker]]] = {
     "nobody": ([], []),
     "each once": ([A, B, A], [A, B]),
     "who ends for one ends": ([A, ENDING, A], [ENDING]),
     "who is unready for one is unready": ([UNREADY, A], [UNREADY]),
     "who ends is not unready as well": ([UNREADY, ENDING], [ENDING]),
-    "the one who knows the revision is right": ([Listed("10.0.0.1", 8000, Role.DECODE), A], [A]),
+    "the one who knows the revision is right": ([ListedWorker("10.0.0.1", 8000, Role.DECODE), A], [A]),
     "an address has one role": ([PREFILL, A], [A]),
 }
 
 
 @pytest.mark.parametrize(("said", "together"), TOGETHER.values(), ids=TOGETHER.keys())
-def test_what_several_say_is_one_list(said: list[Listed], together: list[Listed]) -> None:
-    assert merged(said) == {one.name: one for one in together}
+def test_what_several_say_is_one_list(said: list[ListedWorker], together: list[ListedWorker]) -> None:
+    assert merge_lists(said) == {one.name: one for one in together}
 
 
-STEPS: dict[str, tuple[list[Listed], list[Listed], Changes]] = {
-    "the same": ([A, B], [B, A], Changes()),
-    "one comes": ([A], [A, B], Changes(came=(B,))),
-    "one goes": ([A, B], [B], Changes(gone=(A.name,))),
-    "all go": ([A, B], [], Changes(gone=(A.name, B.name))),
-    "one takes another's place": ([A, B], [C, B], Changes(came=(C,), gone=(A.name,))),
-    "one is about to end": ([A, B], [ENDING, B], Changes(stand=(ENDING,))),
-    "one is well again": ([UNREADY], [A], Changes(stand=(A,))),
-    "an address is given to the next generation": ([A], [NEXT], Changes(came=(NEXT,), gone=(A.name,))),
-    "an address is given to the other role": ([A], [PREFILL], Changes(came=(PREFILL,), gone=(A.name,))),
+STEPS: dict[str, tuple[list[ListedWorker], list[ListedWorker], ListChanges]] = {
+    "the same": ([A, B], [B, A], ListChanges()),
+    "one comes": ([A], [A, B], ListChanges(came=(B,))),
+    "one goes": ([A, B], [B], ListChanges(gone=(A.name,))),
+    "all go": ([A, B], [], ListChanges(gone=(A.name, B.name))),
+    "one takes another's place": ([A, B], [C, B], ListChanges(came=(C,), gone=(A.name,))),
+    "one is about to end": ([A, B], [ENDING, B], ListChanges(stand=(ENDING,))),
+    "one is well again": ([UNREADY], [A], ListChanges(stand=(A,))),
+    "an address is given to the next generation": ([A], [NEXT], ListChanges(came=(NEXT,), gone=(A.name,))),
+    "an address is given to the other role": ([A], [PREFILL], ListChanges(came=(PREFILL,), gone=(A.name,))),
 }
 
 
 @pytest.mark.parametrize(("before", "after", "change"), STEPS.values(), ids=STEPS.keys())
-def test_from_one_list_to_the_next(before: list[Listed], after: list[Listed], change: Changes) -> None:
-    assert changes(merged(before), merged(after)) == change
-    assert bool(change) == (change != Changes())
+def test_from_one_list_to_the_next(
+    before: list[ListedWorker], after: list[ListedWorker], change: ListChanges
+) -> None:
+    assert list_changes(merge_lists(before), merge_lists(after)) == change
+    assert bool(change) == (change != ListChanges())
 
 
-def anybody(rng: random.Random) -> Listed:
+def anybody(rng: random.Random) -> ListedWorker:
     role = rng.choice((Role.DECODE, Role.PREFILL))
-    return Listed(
-        f"10.0.0.{rng.randrange(4)}", 8000, role, rng.choice(("", "a", "b")), rng.choice(list(Standing))
+    return ListedWorker(
+        f"10.0.0.{rng.randrange(4)}", 8000, role, rng.choice(("", "a", "b")), rng.choice(list(ListedStatus))
     )
 
 
 @pytest.mark.parametrize("seed", range(100))
 def test_whatever_is_listed_the_order_does_not_matter_and_changes_lead_there_and_then_end(seed: int) -> None:
     rng = random.Random(seed)
-    present: dict[str, Listed] = {}
+    present: dict[str, ListedWorker] = {}
     for _ in range(20):
         said = [anybody(rng) for _ in range(rng.randrange(8))]
-        desired = merged(said)
+        desired = merge_lists(said)
         rng.shuffle(said)
-        assert merged(said) == merged(said + said) == merged(merged(said).values()) == desired
-        change = changes(present, desired)
+        assert (
+            merge_lists(said)
+            == merge_lists(said + said)
+            == merge_lists(merge_lists(said).values())
+            == desired
+        )
+        change = list_changes(present, desired)
         for name in change.gone:
             del present[name]
         for one in change.came:
@@ -79,10 +92,10 @@ def test_whatever_is_listed_the_order_does_not_matter_and_changes_lead_there_and
             assert present[one.name].same(one)
             present[one.name] = one
         assert present == desired
-        assert not changes(present, desired)
+        assert not list_changes(present, desired)
 
 
-def pieces(**kind: object) -> Slice:
+def pieces(**kind: object) -> EndpointSlice:
     """A slice as Kubernetes writes it."""
     given = {
         "metadata": {"name": "workers-x1", "labels": kind.pop("labels", {})},
@@ -90,7 +103,7 @@ def pieces(**kind: object) -> Slice:
         "ports": kind.pop("ports", [{"name": "http", "port": 8000, "protocol": "TCP"}]),
         **kind,
     }
-    return msgspec.convert(given, Slice)
+    return msgspec.convert(given, EndpointSlice)
 
 
 def endpoint(address: str, pod: str = "", **conditions: bool) -> dict[str, object]:
@@ -98,13 +111,13 @@ def endpoint(address: str, pod: str = "", **conditions: bool) -> dict[str, objec
     return {"addresses": [address], "conditions": conditions, **target}
 
 
-def worker(address: str, role: Role = Role.DECODE, revision: str = "", **more: object) -> Listed:
-    return Listed(address, 8000, role, revision, **more)  # type: ignore[arg-type]
+def worker(address: str, role: Role = Role.DECODE, revision: str = "", **more: object) -> ListedWorker:
+    return ListedWorker(address, 8000, role, revision, **more)  # type: ignore[arg-type]
 
 
 ONE = [endpoint("10.0.0.1")]
 PORTS = [{"name": "metrics", "port": 9090}, {"name": "http", "port": 8000}]
-SLICES: dict[str, tuple[list[Slice], list[Listed]]] = {
+SLICES: dict[str, tuple[list[EndpointSlice], list[ListedWorker]]] = {
     "no slices": ([], []),
     "no endpoints": ([pieces(endpoints=None)], []),
     "one": ([pieces(endpoints=ONE)], [worker("10.0.0.1")]),
@@ -129,15 +142,15 @@ SLICES: dict[str, tuple[list[Slice], list[Listed]]] = {
     "no ports": ([pieces(endpoints=ONE, ports=None)], []),
     "not ready": (
         [pieces(endpoints=[endpoint("10.0.0.1", ready=False)])],
-        [worker("10.0.0.1", standing=Standing.UNREADY)],
+        [worker("10.0.0.1", standing=ListedStatus.UNREADY)],
     ),
     "ready for a Service that publishes all, and not serving": (
         [pieces(endpoints=[endpoint("10.0.0.1", ready=True, serving=False)])],
-        [worker("10.0.0.1", standing=Standing.UNREADY)],
+        [worker("10.0.0.1", standing=ListedStatus.UNREADY)],
     ),
     "terminating and serving": (
         [pieces(endpoints=[endpoint("10.0.0.1", ready=False, serving=True, terminating=True)])],
-        [worker("10.0.0.1", standing=Standing.TERMINATING)],
+        [worker("10.0.0.1", standing=ListedStatus.TERMINATING)],
     ),
     "a pod with two families is one worker": (
         [
@@ -151,6 +164,6 @@ SLICES: dict[str, tuple[list[Slice], list[Listed]]] = {
 
 
 @pytest.mark.parametrize(("slices", "workers"), SLICES.values(), ids=SLICES.keys())
-def test_workers_of_slices(slices: list[Slice], workers: list[Listed]) -> None:
-    assert merged(workers_in(slices, "http")) == merged(workers)
-    assert merged(workers_in(slices[::-1], "http")) == merged(workers)
+def test_workers_of_slices(slices: list[EndpointSlice], workers: list[ListedWorker]) -> None:
+    assert merge_lists(workers_in(slices, "http")) == merge_lists(workers)
+    assert merge_lists(workers_in(slices[::-1], "http")) == merge_lists(workers)

@@ -11,20 +11,20 @@ from pydantic import ValidationError
 from baton_api.errors import SetupError
 from baton_api.workers import Role
 from baton_router.settings import RouterSettings
-from baton_router.workers.discovery.listed import Listed
-from baton_router.workers.discovery.sources import Sources
+from baton_router.workers.discovery.listed import ListedWorker
+from baton_router.workers.discovery.sources import WorkerSources
 
 
-def sources(**given: Any) -> Sources:
-    return Sources(RouterSettings(**given), random.Random(0))
+def sources(**given: Any) -> WorkerSources:
+    return WorkerSources(RouterSettings(**given), random.Random(0))
 
 
 def test_flags_list_their_workers_at_once() -> None:
     made = sources(decode=("http://10.0.0.1:8001", "http://[fd00::1]"), prefill=("http://workers",))
     assert made.flags == {
-        Listed("10.0.0.1", 8001, Role.DECODE),
-        Listed("fd00::1", 80, Role.DECODE),
-        Listed("workers", 80, Role.PREFILL),
+        ListedWorker("10.0.0.1", 8001, Role.DECODE),
+        ListedWorker("fd00::1", 80, Role.DECODE),
+        ListedWorker("workers", 80, Role.PREFILL),
     }
     assert made.complete()
 

@@ -13,10 +13,10 @@ from baton_api.kv_events import BlockRemoved, BlockStored
 from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
 from baton_http.upstream import Upstream
-from baton_router.cache.prompt_chunks import Message, Prompt, of_messages, of_text
-from baton_router.scheduling.dispatcher import Dispatch, Dispatcher, explained
+from baton_router.cache.prompt_chunks import PromptChunks, PromptMessage, chunk_messages, chunk_text
+from baton_router.scheduling.dispatcher import Dispatch, Dispatcher, explain
 from baton_router.workers.worker import Worker, Workers
-from baton_router.workers.worker_state import REQUESTS
+from baton_router.workers.worker_state import ACCURACY_REQUESTS
 
 
 def worker(role: Role, port: int, **load: Any) -> Worker:
@@ -36,13 +36,13 @@ class Cluster:
         self.dispatcher = Dispatcher(workers, random.Random(seed), alone)
         self.now = 0.0
 
-    def send(self, prompt: Prompt, *tried: Worker) -> Dispatch:
+    def send(self, prompt: PromptChunks, *tried: Worker) -> Dispatch:
         made = self.dispatcher.plan("tiny", prompt, [one.name for one in tried], self.now)
         assert made is not None
         self.dispatcher.book(made, self.now)
         return made
 
-    def serve(self, prompt: Prompt, seconds: float = 0.1, cached: int | None = None) -> Dispatch:
+    def serve(self, prompt: PromptChunks, seconds: float = 0.1, cached: int | None = None) -> Dispatch:
         """One request from its decision to its end; with `cached`, there is a report that says so."""
         made = self.send(prompt)
         self.now += seconds
@@ -67,13 +67,13 @@ class Cluster:
         return sum(one.computing.waiting + one.streams.count for one in known)
 
 
-def text(seed: int, size: int = 20_000) -> Prompt:
-    return of_text(random.Random(seed).randbytes(size), 7)
+def text(seed: int, size: int = 20_000) -> PromptChunks:
+    return chunk_text(random.Random(seed).randbytes(size), 7)
 
 
-def talk(*turns: str) -> Prompt:
+def talk(*turns: str) -> PromptChunks:
     roles = ("user", "assistant")
-    return of_messages([Message(roles[n % 2], turn) for n, turn in enumerate(turns)], None, 7)
+    return chunk_messages([PromptMessage(roles[n % 2], turn) for n, turn in enumerate(turns)], None, 7)
 
 
 def test_the_same_prompt_goes_to_the_same_prefill_worker() -> None:
@@ -89,7 +89,7 @@ def test_the_same_prompt_goes_to_the_same_prefill_worker() -> None:
 def test_a_burst_of_the_same_beginning_does_not_wait_for_the_first_answer() -> None:
     cluster = Cluster(prefills=4)
     beginning = random.Random(3).randbytes(16_384)
-    sent = [cluster.send(of_text(beginning + bytes([n]) * 600, 7)) for n in range(3)]
+    sent = [cluster.send(chunk_text(beginning + bytes([n]) * 600, 7)) for n in range(3)]
     assert sent[0].way.cached == 0
     assert all(made.way.cached == 4096 for made in sent[1:])
 
@@ -210,7 +210,7 @@ def test_a_worker_that_never_holds_what_it_should_is_chosen_by_load_until_it_doe
     cluster = Cluster(decodes=1, prefills=0)
     cluster.serve(text(1))
     for actual, counted in ((0, 4_999), (4_999, 0)):
-        for number in range(REQUESTS):
+        for number in range(ACCURACY_REQUESTS):
             made = cluster.serve(text(1), cached=actual)
             assert made.expected == 4_999 and (number or made.way.cached == counted)
         assert cluster.serve(text(1)).way.cached == actual
@@ -231,7 +231,7 @@ def test_a_wrong_guess_of_the_tokens_is_no_wrong_guess_of_the_cache() -> None:
 def test_a_prompt_that_another_worker_computed_judges_nobody() -> None:
     cluster = Cluster(decodes=1, prefills=1, alone=0)
     cluster.serve(text(1))
-    for _ in range(REQUESTS):
+    for _ in range(ACCURACY_REQUESTS):
         made = cluster.send(text(1))
         assert made.pair.prefill is not None and made.expected
         other = cluster.report(made, 0, 0.1, remote=False)
@@ -254,7 +254,7 @@ def test_what_a_worker_drops_is_not_expected_there() -> None:
 def test_a_decision_is_explained() -> None:
     cluster = Cluster()
     made = cluster.serve(text(1))
-    shown = explained(made)
+    shown = explain(made)
     assert shown["decode"] == made.pair.decode.name
     assert shown["tokens"] == 5_000 and shown["first_byte_s"] == pytest.approx(0.1)
     assert isinstance(shown["others"], list) and shown["others"]
@@ -307,4 +307,4 @@ def test_ended_request_keeps_the_size_of_its_prompt_only(ending: str) -> None:
     cluster.dispatcher.let_go(made, 2.0, complete=ending == "whole")
     assert made in cluster.dispatcher.dispatches
     assert not made.prompt.names and len(made.prompt.sizes) == 1 and not made.hoped and not made.matched
-    assert explained(made)["prompt_bytes"] == prompt.bytes
+    assert explain(made)["prompt_bytes"] == prompt.bytes

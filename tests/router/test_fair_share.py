@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from baton_router.scheduling.fair_share import Turns
+from baton_router.scheduling.fair_share import DeficitRoundRobin
 
 
-def served(turns: Turns, costs: dict[str, float], times: int) -> list[str]:
+def served(turns: DeficitRoundRobin, costs: dict[str, float], times: int) -> list[str]:
     """Who is served when everybody always wants something of the same cost."""
     order = []
     for _ in range(times):
@@ -20,8 +20,8 @@ def served(turns: Turns, costs: dict[str, float], times: int) -> list[str]:
     return order
 
 
-def waiting(*tenants: str, quantum: float = 10) -> Turns:
-    turns = Turns(quantum)
+def waiting(*tenants: str, quantum: float = 10) -> DeficitRoundRobin:
+    turns = DeficitRoundRobin(quantum)
     for tenant in tenants:
         turns.join(tenant)
     return turns
@@ -78,7 +78,7 @@ def test_debts_end_when_nobody_waits() -> None:
 
 
 def test_nobody_waits() -> None:
-    assert Turns().next() is None
+    assert DeficitRoundRobin().next() is None
     assert waiting("a").next({"a"}) is None
 
 
@@ -87,7 +87,7 @@ def test_of_two_who_always_wait_none_gets_much_more(seed: int) -> None:
     rng = random.Random(seed)
     quantum, dearest = rng.choice([1, 100, 4096]), rng.choice([10, 1000, 50_000])
     always = [f"always{number}" for number in range(rng.randint(2, 6))]
-    turns = Turns(quantum)
+    turns = DeficitRoundRobin(quantum)
     for tenant in always:
         turns.join(tenant)
     used = dict.fromkeys(always, 0.0)

@@ -9,7 +9,7 @@ import pytest
 
 from baton_api.workers import Load, Role
 from baton_http.upstream import Upstream
-from baton_router.scheduling.fallback_policy import choose, choose_pair
+from baton_router.scheduling.fallback_policy import choose_pair, choose_worker
 from baton_router.workers.worker import Worker, Workers
 
 
@@ -27,17 +27,17 @@ def busy(*running: int) -> list[Worker]:
 @pytest.mark.parametrize(("running", "chosen"), [((4,), 0), ((1, 2), 0), ((2, 1), 1), ((9, 0), 1)])
 def test_of_one_or_two_it_is_the_less_busy(running: tuple[int, ...], chosen: int, seed: int) -> None:
     candidates = busy(*running)
-    assert choose(candidates, random.Random(seed)) is candidates[chosen]
+    assert choose_worker(candidates, random.Random(seed)) is candidates[chosen]
 
 
 def test_equally_many_requests_are_told_apart_by_waiting_tokens() -> None:
     one, two = worker(1, running=2, queued_tokens=500), worker(2, running=2, queued_tokens=20)
-    assert {choose([one, two], random.Random(seed)) for seed in range(20)} == {two}
+    assert {choose_worker([one, two], random.Random(seed)) for seed in range(20)} == {two}
 
 
 def test_equally_busy_workers_are_chosen_equally_often() -> None:
     candidates, rng = busy(1, 1, 1, 1), random.Random(1)
-    counts = Counter(choose(candidates, rng).name for _ in range(4000))
+    counts = Counter(choose_worker(candidates, rng).name for _ in range(4000))
     assert all(900 < count < 1100 for count in counts.values()), counts
 
 
@@ -46,7 +46,7 @@ def test_the_busiest_of_all_is_never_chosen_and_load_stays_even(seed: int) -> No
     rng = random.Random(seed)
     candidates = busy(*[0] * rng.randint(2, 12))
     for _ in range(2000):
-        chosen = choose(candidates, rng)
+        chosen = choose_worker(candidates, rng)
         least, most = (f(one.in_flight for one in candidates) for f in (min, max))
         assert (
             chosen.in_flight < most or least == most or sum(one.in_flight == most for one in candidates) > 1
@@ -63,7 +63,7 @@ def test_a_pair_needs_equal_digests_and_a_decode_worker_goes_alone_without_one()
     prefill = worker(3, Role.PREFILL, compatibility="a")
     workers, rng = Workers((one, two), (prefill,)), random.Random(0)
     for _ in range(20):
-        pair = choose_pair(choose, workers, "tiny", [], 0.0, rng)
+        pair = choose_pair(choose_worker, workers, "tiny", [], 0.0, rng)
         assert pair is not None
         assert (pair.decode, pair.prefill) in [(one, prefill), (two, None)]
 
@@ -71,6 +71,6 @@ def test_a_pair_needs_equal_digests_and_a_decode_worker_goes_alone_without_one()
 def test_a_worker_that_was_tried_is_not_tried_again() -> None:
     one, two = workers = tuple(busy(0, 9))
     rng = random.Random(0)
-    pair = choose_pair(choose, Workers(workers, ()), "tiny", [one.name], 0.0, rng)
+    pair = choose_pair(choose_worker, Workers(workers, ()), "tiny", [one.name], 0.0, rng)
     assert pair is not None and pair.decode is two
-    assert choose_pair(choose, Workers(workers, ()), "tiny", [one.name, two.name], 0.0, rng) is None
+    assert choose_pair(choose_worker, Workers(workers, ()), "tiny", [one.name, two.name], 0.0, rng) is None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from baton_router.proxy.timeouts import OVERDUE, SLOW, Patience, first_byte_s, patience_s
+from baton_router.proxy.timeouts import OVERDUE, SLOW, FirstByteTimeout, first_byte_s, first_token_timeout_s
 from baton_router.scheduling.picker import Grant
 
 PREDICTIONS = {
@@ -19,7 +19,7 @@ PREDICTIONS = {
 
 @pytest.mark.parametrize(("predicted", "seconds"), PREDICTIONS.values(), ids=PREDICTIONS.keys())
 def test_a_worker_has_several_times_what_was_predicted(predicted: float, seconds: float) -> None:
-    assert patience_s(predicted, 2.0) == pytest.approx(seconds)
+    assert first_token_timeout_s(predicted, 2.0) == pytest.approx(seconds)
 
 
 def grant(patience: float, step_s: float = 0.01) -> Grant:
@@ -41,7 +41,7 @@ def test_the_first_byte_is_due_with_the_token_that_it_comes_with(
     assert first_byte_s(granted, tokens) == pytest.approx(seconds)
 
 
-class Attempt:
+class FakeAttempt:
     """Remembers why it was ended; before `begun` there is nothing to end."""
 
     def __init__(self, begun: bool = True) -> None:
@@ -76,17 +76,17 @@ CASES: dict[str, tuple[float, float, Callable[[], bool], str]] = {
 async def test_an_attempt_ends_for_one_reason(
     slow: float, limit: float, may_leave: Callable[[], bool], cause: str
 ) -> None:
-    attempt = Attempt()
-    patience = Patience(attempt, slow, asyncio.get_running_loop().time() + limit, may_leave)
+    attempt = FakeAttempt()
+    patience = FirstByteTimeout(attempt, slow, asyncio.get_running_loop().time() + limit, may_leave)
     async with asyncio.timeout(60):
         assert await attempt.ended == cause
     patience.close()
 
 
 async def test_an_attempt_that_only_connects_is_ended_as_soon_as_there_is_something_to_end() -> None:
-    attempt = Attempt(begun=False)
+    attempt = FakeAttempt(begun=False)
     loop = asyncio.get_running_loop()
-    patience = Patience(attempt, 0.01, loop.time() + 5.0, yes)
+    patience = FirstByteTimeout(attempt, 0.01, loop.time() + 5.0, yes)
     async with asyncio.timeout(60):
         await attempt.asked.wait()
         attempt.begun = True
@@ -95,7 +95,7 @@ async def test_an_attempt_that_only_connects_is_ended_as_soon_as_there_is_someth
 
 
 async def test_an_answer_that_has_begun_is_left_alone() -> None:
-    attempt = Attempt()
-    Patience(attempt, 0.01, asyncio.get_running_loop().time() + 0.02, yes).close()
+    attempt = FakeAttempt()
+    FirstByteTimeout(attempt, 0.01, asyncio.get_running_loop().time() + 0.02, yes).close()
     await asyncio.sleep(0.05)
     assert not attempt.asked.is_set()

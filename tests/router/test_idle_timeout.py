@@ -9,10 +9,10 @@ from typing import Any, ParamSpec, cast
 
 import pytest
 
-from baton_http.client_connection import Client
+from baton_http.client_connection import ClientConnection
 from baton_http.sse import EventStream
-from baton_http.upstream import Exchange
-from baton_router.proxy.timeouts import Stall
+from baton_http.upstream import UpstreamExchange
+from baton_router.proxy.timeouts import IdleTimeout
 from benchmarks import virtual_time
 
 SILENT_S = 0.4
@@ -34,8 +34,8 @@ def in_virtual_time(test: Callable[Arguments, Coroutine[Any, Any, None]]) -> Cal
     return run
 
 
-class Answer:
-    """An answer on its way, of which a test says what moves: both of its sides as `Stall` knows them."""
+class FakeResponse:
+    """A response in flight, client and worker side, whose progress a test controls."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -55,8 +55,10 @@ class Answer:
         assert cause == "idle"
         self.blamed.set_result("worker")
 
-    def watched(self, tokens_s: float = TOKENS_S) -> Stall:
-        return Stall(cast(Client, self), cast(Exchange, self), self.events, SILENT_S, tokens_s)
+    def watched(self, tokens_s: float = TOKENS_S) -> IdleTimeout:
+        return IdleTimeout(
+            cast(ClientConnection, self), cast(UpstreamExchange, self), self.events, SILENT_S, tokens_s
+        )
 
     async def every(self, seconds: float, what: Callable[[], None]) -> None:
         while True:
@@ -65,7 +67,7 @@ class Answer:
 
 
 async def blamed(
-    answer: Answer, every_s: float = 0.0, what: Callable[[], None] = lambda: None
+    answer: FakeResponse, every_s: float = 0.0, what: Callable[[], None] = lambda: None
 ) -> tuple[str, float]:
     """Who, and after how long; meanwhile something happens again and again."""
     stall = answer.watched()
@@ -82,7 +84,7 @@ async def blamed(
 
 @in_virtual_time
 async def test_a_worker_that_is_silent_is_to_blame() -> None:
-    answer = Answer()
+    answer = FakeResponse()
     answer.comes(TOKEN)
     who, after_s = await blamed(answer)
     assert who == "worker"
@@ -91,7 +93,7 @@ async def test_a_worker_that_is_silent_is_to_blame() -> None:
 
 @in_virtual_time
 async def test_a_worker_that_only_says_that_it_lives_has_longer() -> None:
-    answer = Answer()
+    answer = FakeResponse()
     answer.comes(TOKEN)
     who, after_s = await blamed(answer, SILENT_S / 4, lambda: answer.comes(ALIVE))
     assert who == "worker"
@@ -100,7 +102,7 @@ async def test_a_worker_that_only_says_that_it_lives_has_longer() -> None:
 
 @in_virtual_time
 async def test_a_client_that_does_not_read_is_to_blame() -> None:
-    answer = Answer()
+    answer = FakeResponse()
     answer.sending = True
     who, after_s = await blamed(answer)
     assert who == "client"
@@ -110,7 +112,7 @@ async def test_a_client_that_does_not_read_is_to_blame() -> None:
 @pytest.mark.parametrize("pieces", [(TOKEN,), (TOKEN, ALIVE, ALIVE)], ids=["tokens", "tokens now and then"])
 @in_virtual_time
 async def test_an_answer_that_goes_on_is_left_alone(pieces: tuple[bytes, ...]) -> None:
-    answer, number = Answer(), 0
+    answer, number = FakeResponse(), 0
     stall = answer.watched()
     while asyncio.get_running_loop().time() < answer.began + 2 * TOKENS_S:
         await asyncio.sleep(SILENT_S / 10)
@@ -122,7 +124,7 @@ async def test_an_answer_that_goes_on_is_left_alone(pieces: tuple[bytes, ...]) -
 
 @in_virtual_time
 async def test_a_worker_is_not_to_blame_for_the_time_in_which_a_client_read() -> None:
-    answer = Answer()
+    answer = FakeResponse()
     answer.comes(TOKEN)
     answer.comes(ALIVE)
     stall = answer.watched(SILENT_S)

@@ -14,7 +14,7 @@ from baton_api.kv_events import BlockStored, Event
 from baton_engine.kv.block_pool import BlockPool
 from baton_engine.kv.events import Change, KvEvents, KvSnapshot, events_of
 from baton_router.cache.block_map import Tree
-from baton_router.cache.kv_feed import HELD_LIMIT, REPLAY_S, RETRY_S, SILENCE_S, Ask, Feed
+from baton_router.cache.kv_feed import BUFFER_LIMIT, REPLAY_S, RETRY_S, SILENCE_S, FeedRequest, KvEventFeed
 
 
 class View:
@@ -41,11 +41,11 @@ def whole(upto: int) -> Tree:
     return dict.fromkeys(range(upto + 1))
 
 
-def begun(upto: int = -1) -> tuple[Feed, View]:
+def begun(upto: int = -1) -> tuple[KvEventFeed, View]:
     """A feed that is whole up to that batch."""
     view = View()
-    feed = Feed(view, 0.0)
-    assert feed.due(0.0) is Ask.SNAPSHOT
+    feed = KvEventFeed(view, 0.0)
+    assert feed.due(0.0) is FeedRequest.SNAPSHOT
     feed.snapshot(upto, whole(upto), 0.0)
     assert feed.whole and feed.due(0.0) is None
     return feed, view
@@ -53,11 +53,11 @@ def begun(upto: int = -1) -> tuple[Feed, View]:
 
 def test_a_feed_begins_with_all_that_is_there() -> None:
     view = View()
-    feed = Feed(view, 0.0)
+    feed = KvEventFeed(view, 0.0)
     for number in (3, 4, 5):
         feed.batch(number, batch(number), 0.0)
     assert view.blocks == [] and not feed.whole
-    assert feed.due(0.0) is Ask.SNAPSHOT
+    assert feed.due(0.0) is FeedRequest.SNAPSHOT
     assert feed.due(0.0) is None  # it was said once
     feed.snapshot(4, whole(4), 0.1)
     assert view.blocks == [0, 1, 2, 3, 4, 5] and feed.whole and feed.gaps == 0
@@ -80,7 +80,7 @@ def test_what_came_before_is_not_applied_twice() -> None:
 def test_a_gap_is_asked_for_and_closed_by_a_replay() -> None:
     feed, view = begun(0)
     feed.batch(4, batch(4), 1.0)
-    assert feed.due(1.0) is Ask.REPLAY and feed.next == 1 and feed.gaps == 1
+    assert feed.due(1.0) is FeedRequest.REPLAY and feed.next == 1 and feed.gaps == 1
     feed.batch(5, batch(5), 1.1)
     for number in range(1, 6):
         feed.batch(number, batch(number), 1.2)
@@ -99,11 +99,11 @@ def test_a_late_batch_closes_the_gap_too() -> None:
 def test_a_replay_that_has_forgotten_the_gap_is_followed_by_a_snapshot() -> None:
     feed, view = begun(0)
     feed.batch(9, batch(9), 1.0)
-    assert feed.due(1.0) is Ask.REPLAY
+    assert feed.due(1.0) is FeedRequest.REPLAY
     for number in (7, 8, 9):
         feed.batch(number, batch(number), 1.1)
     feed.replay_ended(1.1)
-    assert feed.due(1.1) is Ask.SNAPSHOT
+    assert feed.due(1.1) is FeedRequest.SNAPSHOT
     feed.batch(10, batch(10), 1.2)
     feed.snapshot(8, whole(8), 1.3)
     assert view.blocks == list(range(11)) and feed.whole
@@ -112,25 +112,25 @@ def test_a_replay_that_has_forgotten_the_gap_is_followed_by_a_snapshot() -> None
 def test_a_replay_that_does_not_come_is_followed_by_a_snapshot() -> None:
     feed, _ = begun(0)
     feed.batch(2, batch(2), 1.0)
-    assert feed.due(1.0) is Ask.REPLAY
+    assert feed.due(1.0) is FeedRequest.REPLAY
     assert feed.due(1.0 + REPLAY_S) is None
-    assert feed.due(1.1 + REPLAY_S) is Ask.SNAPSHOT
+    assert feed.due(1.1 + REPLAY_S) is FeedRequest.SNAPSHOT
 
 
 def test_a_snapshot_that_is_older_than_what_waits_is_followed_by_a_replay() -> None:
     view = View()
-    feed = Feed(view, 0.0)
+    feed = KvEventFeed(view, 0.0)
     feed.due(0.0)
     feed.batch(6, batch(6), 0.0)
     feed.snapshot(3, whole(3), 0.1)
-    assert feed.due(0.1) is Ask.REPLAY and feed.next == 4
+    assert feed.due(0.1) is FeedRequest.REPLAY and feed.next == 4
 
 
 def test_a_snapshot_that_fails_is_tried_again_with_patience() -> None:
-    feed = Feed(View(), 0.0)
+    feed = KvEventFeed(View(), 0.0)
     now, tries = 0.0, []
     for _ in range(5):
-        while feed.due(now) is not Ask.SNAPSHOT:
+        while feed.due(now) is not FeedRequest.SNAPSHOT:
             now += 0.1
         tries.append(now)
         feed.failed(now)
@@ -155,10 +155,10 @@ def test_a_feed_is_degraded_when_it_stays_broken() -> None:
 
 def test_what_waits_is_bounded() -> None:
     feed, view = begun(0)
-    last = HELD_LIMIT + 10
+    last = BUFFER_LIMIT + 10
     for number in range(2, last + 1):
         feed.batch(number, batch(number), 1.0)
-    assert feed.due(1.0) is Ask.SNAPSHOT  # too much for a replay
+    assert feed.due(1.0) is FeedRequest.SNAPSHOT  # too much for a replay
     feed.snapshot(2, whole(2), 1.0)
     assert not feed.whole  # those in between were given up
     for number in range(3, last + 1):
@@ -245,7 +245,7 @@ def test_whatever_is_lost_the_view_becomes_what_the_worker_holds(seed: int) -> N
     kept = chance.choice([3, 30])
     loss = chance.choice([0.0, 0.1, 0.5])
     process, view = Process(chance, kept), Trees()
-    feed = Feed(view, now)
+    feed = KvEventFeed(view, now)
     network: list[tuple[float, str, int, object]] = []
     """(when it arrives, what, its number, what is in it)"""
     answered = 0
@@ -272,11 +272,11 @@ def test_whatever_is_lost_the_view_becomes_what_the_worker_holds(seed: int) -> N
 
     def ask() -> None:
         match feed.due(now):
-            case Ask.REPLAY:
+            case FeedRequest.REPLAY:
                 for number in range(max(feed.next, process.last + 1 - kept), process.last + 1):
                     send("batch", number, process.batches[number])
                 send("end")
-            case Ask.SNAPSHOT:
+            case FeedRequest.SNAPSHOT:
                 if chance.random() < loss:
                     feed.failed(now)
                 else:
@@ -286,7 +286,7 @@ def test_whatever_is_lost_the_view_becomes_what_the_worker_holds(seed: int) -> N
         now += chance.expovariate(4)
         if chance.random() < 0.01:
             process, view = Process(chance, kept), Trees()
-            feed = Feed(view, now)
+            feed = KvEventFeed(view, now)
             network.clear()  # its connections are gone with it
         before = process.last
         process.step()

@@ -24,11 +24,11 @@ from baton_engine.kv.publisher import KvPublisher
 from baton_http.upstream import Upstream
 from baton_router.cache.block_map import Tree
 from baton_router.cache.kv_feed import SILENCE_S
-from baton_router.cache.prompt_chunks import Message, of_messages, root_name
+from baton_router.cache.prompt_chunks import PromptMessage, chunk_messages, root_name
 from baton_router.settings import RouterSettings
-from baton_router.workers.kv_subscriber import Feeds, reachable_at
+from baton_router.workers.kv_subscriber import KvSubscribers, reachable_at
 from baton_router.workers.worker import Worker, Workers
-from baton_router.workers.worker_state import Knowledge
+from baton_router.workers.worker_state import WorkerStates
 from tests.router.fake_worker import Asked, FakeWorker, plain, whole_answer
 from tests.router.running import CONNECT_S, running_router, until
 
@@ -100,9 +100,9 @@ class Following:
         self.now = 0.0
         self.worker = Worker(Upstream("127.0.0.1", http.port, CONNECT_S), Role.DECODE)
         self.worker.answered(http.load)
-        self.knowledge = Knowledge()
+        self.knowledge = WorkerStates()
         self.background = BackgroundTasks()
-        self.feeds = Feeds(
+        self.feeds = KvSubscribers(
             Workers((self.worker,), ()), self.knowledge, RouterSettings(), lambda: self.now, self.background
         )
 
@@ -282,7 +282,7 @@ async def test_what_a_worker_drops_is_not_looked_for_there() -> None:
         worker.publish(storing(names))
         body = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 5120}]}
         assert (await running.post(body)).status_code == 200
-        prompt = of_messages([Message("user", "x" * 5120)], None, root_name("", "tiny"))
+        prompt = chunk_messages([PromptMessage("user", "x" * 5120)], None, root_name("", "tiny"))
         knowledge = router.scheduler.dispatcher.knowledge
         await until(lambda: len(knowledge.blocks) == 10)
         assert list(knowledge.held(prompt, knowledge.match(prompt)).values()) == [5120]

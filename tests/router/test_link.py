@@ -18,21 +18,21 @@ from baton_api.background import BackgroundTasks
 from baton_api.errors import ModelNotFound, NotReady, Overloaded, QuotaExceeded
 from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
-from baton_http.http_client import Upstreams
-from baton_http.upstream import Lost
-from baton_router.cache.prompt_chunks import Prompt
+from baton_http.http_client import UpstreamPool
+from baton_http.upstream import UpstreamLost
+from baton_router.cache.prompt_chunks import PromptChunks
 from baton_router.frontends import link
-from baton_router.frontends.link import raised, refused
+from baton_router.frontends.link import error_of, rejection_of
 from baton_router.frontends.remote_picker import RemotePicker
 from baton_router.frontends.scheduler_service import SchedulerService
 from baton_router.metrics.registry import MetricFamily
-from baton_router.scheduling.admission import Places
-from baton_router.scheduling.picker import Ask, Grant
+from baton_router.scheduling.admission import QueueCapacity
+from baton_router.scheduling.picker import Grant, PickRequest
 from baton_router.workers.worker import Worker
 from tests.router.fake_worker import FakeWorker, hang
 from tests.router.running import until
 
-ASK = Ask("tiny", Prompt((1, 2), (512, 700)))
+ASK = PickRequest("tiny", PromptChunks((1, 2), (512, 700)))
 REPORT = PromptReport(
     tokens=9, cached=3, held=0, queue_s=0.0, compute_s=0.1, transfer_s=0.0, remote=True, tail="ab"
 )
@@ -45,13 +45,13 @@ class FakePicker:
         self.open = asyncio.Event()
         self.open.set()
         self.error: Exception | None = None
-        self.asked: list[Ask] = []
+        self.asked: list[PickRequest] = []
         self.granted: dict[int, Grant] = {}
         self.heard: list[tuple[object, ...]] = []
         self.withdrawn = 0
         self._number = 100
 
-    async def pick(self, ask: Ask) -> Grant:
+    async def pick(self, ask: PickRequest) -> Grant:
         self.asked.append(ask)
         try:
             await self.open.wait()
@@ -88,11 +88,11 @@ class Linked:
     def __init__(self, folder: Path, patience_s: float, requests: int) -> None:
         self.path = str(folder / "scheduler")
         self.picker = FakePicker()
-        self.worker = Worker(Upstreams(1.0).of("127.0.0.1:1"), Role.DECODE)
+        self.worker = Worker(UpstreamPool(1.0).of("127.0.0.1:1"), Role.DECODE)
         self.workers: tuple[Worker, ...] = (self.worker,)
         self.unasked: Counter[str] = Counter()
-        self.upstreams = Upstreams(1.0)
-        self.places = Places(requests, 1024**2)
+        self.upstreams = UpstreamPool(1.0)
+        self.places = QueueCapacity(requests, 1024**2)
         self.front = RemotePicker(self.path, self.upstreams, patience_s, self.places, self._unasked)
         self.serve()
         self.keeping = asyncio.create_task(self.front.keep())
@@ -160,8 +160,8 @@ async def test_an_error_comes_over_as_what_it_was() -> None:
 
 
 def test_an_error_of_a_kind_that_is_not_known_is_internal() -> None:
-    error = raised(link.Refused(1, "Exception", "secret", {}))
-    assert (error.status, error.code) == (500, raised(refused(1, error)).code)
+    error = error_of(link.PickRejected(1, "Exception", "secret", {}))
+    assert (error.status, error.code) == (500, error_of(rejection_of(1, error)).code)
 
 
 async def test_who_waits_with_the_scheduler_is_not_late() -> None:
@@ -314,7 +314,7 @@ async def test_who_has_had_its_time_loses_what_it_has_in_the_fronts_too() -> Non
         asking = asyncio.create_task(both.upstreams.of(worker.name).request(head))
         await worker.arrived.wait()
         both.worker.expired = True
-        with pytest.raises(Lost) as lost:
+        with pytest.raises(UpstreamLost) as lost:
             await asking
         assert lost.value.cause == "drained"
 

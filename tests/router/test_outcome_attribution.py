@@ -9,11 +9,11 @@ import pytest
 from baton_api.reports import Fallback, PromptReport
 from baton_api.workers import Load, Role
 from baton_http.upstream import Upstream
-from baton_router.scheduling.fallback_policy import Pair
-from baton_router.scheduling.outcome_attribution import APART_S, Verdicts
+from baton_router.scheduling.fallback_policy import WorkerPair
+from baton_router.scheduling.outcome_attribution import BAD_PAIR_S, OutcomeAttribution
 from baton_router.workers.circuit_breaker import FAILURES_IN_A_ROW, PAUSE_S
-from baton_router.workers.worker import FULL_S, State, Worker
-from baton_router.workers.worker_state import Knowledge
+from baton_router.workers.worker import FULL_S, Worker, WorkerStatus
+from baton_router.workers.worker_state import WorkerStates
 
 
 def worker(role: Role, port: int, revision: str = "") -> Worker:
@@ -39,9 +39,9 @@ class Court:
     """A pair whose requests are judged, at a time that the test moves."""
 
     def __init__(self, revision: str = "") -> None:
-        self.pair = Pair(worker(Role.DECODE, 1, revision), worker(Role.PREFILL, 2, revision))
-        self.knowledge = Knowledge()
-        self.verdicts = Verdicts(self.knowledge.transfer)
+        self.pair = WorkerPair(worker(Role.DECODE, 1, revision), worker(Role.PREFILL, 2, revision))
+        self.knowledge = WorkerStates()
+        self.verdicts = OutcomeAttribution(self.knowledge.transfer)
         self.now = 100.0
         self.number = 0
 
@@ -66,7 +66,7 @@ class Court:
         self.verdicts.let_go(self.number, self.pair)
 
     @property
-    def states(self) -> tuple[State, State]:
+    def states(self) -> tuple[WorkerStatus, WorkerStatus]:
         return self.pair.decode.health.state(self.now), self.prefill.health.state(self.now)
 
     @property
@@ -102,8 +102,8 @@ def test_what_a_report_says_speaks_against_the_one_or_the_pair(
     court = Court()
     for _ in range(FAILURES_IN_A_ROW):
         court.request(report(fallback))
-    prefill = State.EJECTED if blame[0] else State.READY
-    assert court.states == (State.READY, prefill)
+    prefill = WorkerStatus.EJECTED if blame[0] else WorkerStatus.READY
+    assert court.states == (WorkerStatus.READY, prefill)
     assert court.apart == blame[1]
 
 
@@ -114,7 +114,7 @@ def test_every_reason_has_its_row() -> None:
 def test_a_pair_is_kept_apart_for_a_while_only() -> None:
     court = Court()
     court.request(report(Fallback.TRANSPORT))
-    court.now += APART_S - 0.1
+    court.now += BAD_PAIR_S - 0.1
     assert court.apart
     court.now += 0.1
     assert not court.apart
@@ -123,9 +123,9 @@ def test_a_pair_is_kept_apart_for_a_while_only() -> None:
 def test_a_worker_that_has_no_room_is_passed_over_for_a_moment_and_is_well() -> None:
     court = Court()
     court.verdicts.full(court.pair, court.now)
-    assert court.states == (State.FULL, State.READY)
+    assert court.states == (WorkerStatus.FULL, WorkerStatus.READY)
     court.now += FULL_S
-    assert court.states == (State.READY, State.READY)
+    assert court.states == (WorkerStatus.READY, WorkerStatus.READY)
     assert not court.pair.decode.health.breaker.recent
 
 
@@ -133,7 +133,7 @@ def test_a_lost_decode_worker_speaks_against_nobody_else() -> None:
     court = Court()
     for _ in range(FAILURES_IN_A_ROW):
         court.request(lost=True)
-    assert court.states == (State.EJECTED, State.READY)
+    assert court.states == (WorkerStatus.EJECTED, WorkerStatus.READY)
 
 
 def test_one_prompt_that_comes_over_clears_a_prefill_worker_on_trial() -> None:
@@ -141,13 +141,13 @@ def test_one_prompt_that_comes_over_clears_a_prefill_worker_on_trial() -> None:
     for _ in range(FAILURES_IN_A_ROW):
         court.request(report(Fallback.LOST))
     court.now += PAUSE_S
-    assert court.states == (State.READY, State.ON_TRIAL)
+    assert court.states == (WorkerStatus.READY, WorkerStatus.ON_TRIAL)
     court.request(report())
-    assert court.states == (State.READY, State.ON_TRIAL), (
+    assert court.states == (WorkerStatus.READY, WorkerStatus.ON_TRIAL), (
         "the decode worker held the prompt: nothing was learned"
     )
     court.request(report(remote=True))
-    assert court.states == (State.READY, State.READY)
+    assert court.states == (WorkerStatus.READY, WorkerStatus.READY)
 
 
 def test_what_became_of_requests_is_counted_by_generation() -> None:

@@ -9,7 +9,16 @@ from itertools import product
 import pytest
 
 from baton_router.scheduling import pair_selection
-from baton_router.scheduling.pair_selection import ALONE, CLOSE_S, Group, PlainWay, Way, choose, concern, ways
+from baton_router.scheduling.pair_selection import (
+    CLOSE_S,
+    LOCAL_PREFILL,
+    PairOption,
+    PlainOption,
+    WorkerGroup,
+    choose_option,
+    congestion,
+    pair_options,
+)
 from baton_router.workers.costs import NEVER
 
 CONTEXT = 4000
@@ -31,7 +40,7 @@ class Prefill:
 
     @property
     def price_s(self) -> float:
-        return self.backlog_s + (1 + concern(self.waiting)) * self.compute_s
+        return self.backlog_s + (1 + congestion(self.waiting)) * self.compute_s
 
 
 @dataclass
@@ -57,7 +66,7 @@ class Decode:
 
     @property
     def alone_s(self) -> float:
-        mine = self.backlog_s + (1 + concern(self.waiting)) * self.compute_s
+        mine = self.backlog_s + (1 + congestion(self.waiting)) * self.compute_s
         return self.price_s + mine + self.streams * pair_selection.DISTURBANCE * self.compute_s
 
 
@@ -66,15 +75,15 @@ Moving = dict[tuple[str, str], float]
 
 def found_ways(
     decodes: list[Decode], prefills: list[Prefill], moving: Moving, alone_limit: int
-) -> list[PlainWay]:
+) -> list[PlainOption]:
     groups = [
-        Group(
+        WorkerGroup(
             [number for number, one in enumerate(decodes) if one.group == name],
             [number for number, one in enumerate(prefills) if one.group == name],
         )
         for name in {one.group for one in decodes}
     ]
-    return ways(
+    return pair_options(
         [
             pair_selection.decode_offer(
                 d.cached, d.backlog_s, d.waiting, d.compute_s, d.streams, d.room_s, d.slowdown_s
@@ -92,8 +101,8 @@ def found_ways(
 def chosen(
     decodes: list[Decode], prefills: list[Prefill], alone_limit: int = 512, moving: Moving | None = None
 ) -> tuple[str, str | None]:
-    way = choose(found_ways(decodes, prefills, moving or {}, alone_limit), random.Random(0))
-    return decodes[way.decode].name, None if way.prefill == ALONE else prefills[way.prefill].name
+    way = choose_option(found_ways(decodes, prefills, moving or {}, alone_limit), random.Random(0))
+    return decodes[way.decode].name, None if way.prefill == LOCAL_PREFILL else prefills[way.prefill].name
 
 
 CASES = {
@@ -163,22 +172,22 @@ def test_ways_without_a_link_leave_the_decode_worker_alone() -> None:
 
 def test_of_equal_ways_chance_decides() -> None:
     found = found_ways([Decode("d0"), Decode("d1")], [], {}, CONTEXT)
-    assert {choose(found, random.Random(seed)).decode for seed in range(30)} == {0, 1}
+    assert {choose_option(found, random.Random(seed)).decode for seed in range(30)} == {0, 1}
 
 
 def test_of_about_equal_ways_the_longest_match_is_taken_then_the_idler() -> None:
-    close: list[PlainWay] = [
-        (1.0, 1.0, 16, 1, 0, ALONE),
-        (1.0 + CLOSE_S / 2, 1.0, 48, 5, 1, ALONE),
-        (1.0 + 2 * CLOSE_S, 1.0, 96, 0, 2, ALONE),
+    close: list[PlainOption] = [
+        (1.0, 1.0, 16, 1, 0, LOCAL_PREFILL),
+        (1.0 + CLOSE_S / 2, 1.0, 48, 5, 1, LOCAL_PREFILL),
+        (1.0 + 2 * CLOSE_S, 1.0, 96, 0, 2, LOCAL_PREFILL),
     ]
-    assert choose(close, random.Random(0)).decode == 1
-    same: list[PlainWay] = [(1.0, 1.0, 0, 4, 2, ALONE), (1.0, 1.0, 0, 1, 3, ALONE)]
-    assert choose(same, random.Random(0)).decode == 3
+    assert choose_option(close, random.Random(0)).decode == 1
+    same: list[PlainOption] = [(1.0, 1.0, 0, 4, 2, LOCAL_PREFILL), (1.0, 1.0, 0, 1, 3, LOCAL_PREFILL)]
+    assert choose_option(same, random.Random(0)).decode == 3
 
 
 def test_the_busier_a_worker_the_more_its_time_is_worth() -> None:
-    prices = [concern(waiting) for waiting in range(40)]
+    prices = [congestion(waiting) for waiting in range(40)]
     assert prices == sorted(prices)
     assert prices[0] < prices[3] < prices[-1] == prices[-2]
 
@@ -219,9 +228,9 @@ def test_the_choice_is_that_of_the_plain_formulation(seed: int) -> None:
             prices[d.name, None] = d.alone_s
     assert found[0][0] == pytest.approx(min(prices.values()))
     assert [way[0] for way in found] == sorted(way[0] for way in found)
-    for way in map(Way._make, found):
+    for way in map(PairOption._make, found):
         d = decodes[way.decode]
-        source = None if way.prefill == ALONE else prefills[way.prefill]
+        source = None if way.prefill == LOCAL_PREFILL else prefills[way.prefill]
         assert way.price_s == pytest.approx(prices[d.name, source.name if source else None])
         computer = source or d
         moved = moving[source.name, d.name] if source else 0.0
@@ -229,7 +238,7 @@ def test_the_choice_is_that_of_the_plain_formulation(seed: int) -> None:
         assert way.cached == computer.cached and way.busy == d.streams + computer.waiting
         assert way.first_token_s <= way.price_s + 1e-9
 
-    taken = choose(found, rng)
-    close = [way for way in map(Way._make, found) if way.price_s <= found[0][0] + CLOSE_S]
+    taken = choose_option(found, rng)
+    close = [way for way in map(PairOption._make, found) if way.price_s <= found[0][0] + CLOSE_S]
     assert taken in close
     assert (taken.cached, -taken.busy) == max((way.cached, -way.busy) for way in close)

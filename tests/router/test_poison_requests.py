@@ -21,7 +21,7 @@ from baton_router.proxy.retries import (
     REMEMBERED_LIMIT,
     REMEMBERED_S,
     RESERVE,
-    Crashes,
+    CrashHistory,
     Key,
 )
 from tests.router import fake_worker
@@ -31,7 +31,7 @@ from tests.router.running import CHAT, QUESTION, STREAM, anew, running_router, u
 KEY = ("alice", 7)
 
 
-def rejected(crashes: Crashes, key: Key = KEY, kind: str = "default", now: float = 0.0) -> bool:
+def rejected(crashes: CrashHistory, key: Key = KEY, kind: str = "default", now: float = 0.0) -> bool:
     try:
         crashes.check(key, kind, now)
     except PoisonRequest:
@@ -50,7 +50,7 @@ LOSSES: dict[str, tuple[Sequence[tuple[str, str]], bool]] = {
 
 @pytest.mark.parametrize(("losses", "expected"), LOSSES.values(), ids=LOSSES.keys())
 def test_crashes_of_two_workers_reject_the_request(losses: Sequence[tuple[str, str]], expected: bool) -> None:
-    crashes = Crashes()
+    crashes = CrashHistory()
     for worker, epoch in losses:
         crashes.lost(KEY, worker, epoch, 0.0)
     assert rejected(crashes) is expected
@@ -59,7 +59,7 @@ def test_crashes_of_two_workers_reject_the_request(losses: Sequence[tuple[str, s
 
 
 def test_crashes_of_a_batch_line_are_the_runners_to_judge() -> None:
-    crashes = Crashes()
+    crashes = CrashHistory()
     for number in range(BATCH_LOSSES_LIMIT):
         assert not rejected(crashes, kind=PATIENT_CLASS)
         crashes.lost(KEY, f"w{number}", "1", 0.0)
@@ -67,7 +67,7 @@ def test_crashes_of_a_batch_line_are_the_runners_to_judge() -> None:
 
 
 def test_crashes_are_forgotten_after_an_answer_and_with_time() -> None:
-    crashes = Crashes()
+    crashes = CrashHistory()
     for worker in "ab":
         crashes.lost(KEY, worker, "1", 100.0)
     assert rejected(crashes, now=100.0 + REMEMBERED_S - 1)
@@ -80,7 +80,7 @@ def test_crashes_are_forgotten_after_an_answer_and_with_time() -> None:
 
 
 def test_crashes_without_a_digest_are_not_remembered() -> None:
-    crashes = Crashes()
+    crashes = CrashHistory()
     for worker in "ab":
         crashes.lost(("alice", 0), worker, "1", 0.0)
     assert not crashes
@@ -90,7 +90,7 @@ def test_crashes_without_a_digest_are_not_remembered() -> None:
 def test_law_crashes_are_bounded_and_judge_what_was_lost(seed: int) -> None:
     """Against a plain list of all losses; the oldest are dropped at the limit."""
     rng = random.Random(seed)
-    crashes, said, now = Crashes(), dict[Key, tuple[float, set[str]]](), 0.0
+    crashes, said, now = CrashHistory(), dict[Key, tuple[float, set[str]]](), 0.0
     for _ in range(4000):
         now += rng.expovariate(1 / 2)
         key = (rng.choice("xy"), rng.randrange(1, 60))

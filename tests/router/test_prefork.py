@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from baton_router.frontends.prefork import RESTART_LIMIT_S, STEADY_S, Member
+from baton_router.frontends.prefork import RESTART_LIMIT_S, STEADY_S, ChildProcess
 
 
 class Program:
@@ -113,7 +113,7 @@ def test_members_end_with_a_parent_that_is_killed() -> None:
     ],
 )
 def test_the_oftener_it_ends_the_longer_it_waits(lives: list[float], pauses: list[float]) -> None:
-    member, seen = Member("one", lambda started, life: None), []
+    member, seen = ChildProcess("one", lambda started, life: None), []
     for life in lives:
         member.began = 50.0
         member.ended(50.0 + life)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from baton_router.cache.prompt_chunks import CHUNK_BYTES, Prompt
-from baton_router.proxy.routed_request import Asked
+from baton_router.cache.prompt_chunks import CHUNK_BYTES, PromptChunks
+from baton_router.proxy.routed_request import RoutedRequest
 
 SYSTEM = {"role": "system", "content": "Be brief. " * 200}
 USER = {"role": "user", "content": "What is the capital of France?"}
@@ -17,13 +17,13 @@ PARTS = [{"type": "text", "text": USER["content"]}]
 ANSWER = {"role": "assistant", "content": "Paris. " * 150}
 
 
-def prompt_of(path: str = "/v1/chat/completions", **fields: Any) -> Prompt:
+def prompt_of(path: str = "/v1/chat/completions", **fields: Any) -> PromptChunks:
     body = json.dumps({"model": "tiny", **fields}).encode()
     scope = {"query_string": b"", "raw_path": path.encode(), "path": path, "headers": []}
-    return Asked(scope, body).prompt
+    return RoutedRequest(scope, body).prompt
 
 
-def shared(one: Prompt, other: Prompt) -> int:
+def shared(one: PromptChunks, other: PromptChunks) -> int:
     """Bytes of the prefix that both name alike."""
     same = 0
     for place, (left, right) in enumerate(zip(one.names, other.names, strict=False)):

@@ -14,7 +14,7 @@ from baton_api import metrics, tickets
 from baton_api.errors import UNSUPPORTED_PARAMETER, BodyTooLarge, ModelNotFound, Overloaded, WorkerLost
 from baton_api.metrics import STALE
 from baton_api.workers import Role
-from baton_http.upstream import STALE_S, Exchange, Lost, Upstream
+from baton_http.upstream import STALE_S, Upstream, UpstreamExchange, UpstreamLost
 from baton_router.workers.circuit_breaker import FAILURES_IN_A_ROW
 from tests.router import fake_worker
 from tests.router.fake_worker import Asked, FakeWorker
@@ -445,14 +445,14 @@ class Recorder:
     """Remembers what an upstream says of the exchange that it holds."""
 
     def __init__(self) -> None:
-        self.seen: list[Exchange | None] = []
+        self.seen: list[UpstreamExchange | None] = []
 
     @property
-    def exchange(self) -> Exchange | None:
+    def exchange(self) -> UpstreamExchange | None:
         return self.seen[-1] if self.seen else None
 
     @exchange.setter
-    def exchange(self, exchange: Exchange | None) -> None:
+    def exchange(self, exchange: UpstreamExchange | None) -> None:
         self.seen.append(exchange)
 
 
@@ -466,7 +466,7 @@ async def test_nothing_is_held_while_a_request_reconnects() -> None:
             pass
         worker.behaviour = fake_worker.die_at_once
         recorder = Recorder()
-        with pytest.raises(Lost):
+        with pytest.raises(UpstreamLost):
             await upstream.request(head, b"{}", recorder)
         kept, between, fresh = recorder.seen
         assert kept is not None and between is None and fresh is not None

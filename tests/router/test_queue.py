@@ -15,14 +15,14 @@ from baton_api.errors import BatonError, ModelNotFound, NotInTime, NotReady, Ove
 from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
 from baton_http.upstream import Upstream
-from baton_router.cache.prompt_chunks import of_text
+from baton_router.cache.prompt_chunks import chunk_text
 from baton_router.scheduling.dispatcher import Dispatch, Dispatcher
-from baton_router.scheduling.picker import Ask
+from baton_router.scheduling.picker import PickRequest
 from baton_router.scheduling.queue import Queue
-from baton_router.scheduling.queued_request import NEARLY_DONE_S, TOGETHER_S
+from baton_router.scheduling.queued_request import BATCHED_PROMPTS_S, NEARLY_DONE_S
 from baton_router.scheduling.waiting_room import LEVELS
 from baton_router.settings import RouterSettings
-from baton_router.workers.costs import Kind
+from baton_router.workers.costs import WorkerKind
 from baton_router.workers.worker import FULL_S, Worker, Workers
 
 LONG, SHORT = 40_000, 400
@@ -62,8 +62,8 @@ class Cluster:
         made.answered(Load(role=role, control=control, compatibility="c", **report))
         return made
 
-    def ask(self, size: int = SHORT, model: str = "tiny", **fields: Any) -> Ask:
-        return Ask(model, of_text(self.rng.randbytes(size), 7), size=size, **fields)
+    def ask(self, size: int = SHORT, model: str = "tiny", **fields: Any) -> PickRequest:
+        return PickRequest(model, chunk_text(self.rng.randbytes(size), 7), size=size, **fields)
 
     async def send(self, name: str, size: int = SHORT, **fields: Any) -> asyncio.Task[Dispatch]:
         """A request, as far as it comes by itself."""
@@ -155,12 +155,12 @@ async def test_a_worker_that_is_nearly_done_gets_the_next_one() -> None:
 async def test_many_short_prompts_are_computed_together() -> None:
     async with cluster_of() as cluster:
         for one in cluster.workers.all:  # an engine that takes the same for any short prompt
-            cost = cluster.dispatcher.knowledge.of(one).prefill_cost = Kind().newcomer()
+            cost = cluster.dispatcher.knowledge.of(one).prefill_cost = WorkerKind().newcomer()
             for size in range(50, 200):
                 cost.learn(size, size, 0.025)
         for number in range(40):
             await cluster.send(f"{number}", 400)
-        assert len(cluster.gone) == pytest.approx(TOGETHER_S / 0.025, abs=2)
+        assert len(cluster.gone) == pytest.approx(BATCHED_PROMPTS_S / 0.025, abs=2)
 
 
 async def test_of_a_worker_that_says_nothing_only_the_tokens_are_counted() -> None:
@@ -263,7 +263,7 @@ async def test_beside_a_batch_a_request_goes_at_once_and_is_planned_once() -> No
             await cluster.computed(cluster.tasks[name].result())
         await cluster.send("batch", SHORT, kind="batch")
         assert cluster.gone == ["one", "two"] and len(cluster.queue) == 1
-        before = cluster.dispatcher.plan("tiny", of_text(b"a question", 7), (), cluster.now)
+        before = cluster.dispatcher.plan("tiny", chunk_text(b"a question", 7), (), cluster.now)
         sending = cluster.queue.dispatch(cluster.ask(SHORT, kind="interactive"))
         with pytest.raises(StopIteration) as stopped:
             sending.send(None)

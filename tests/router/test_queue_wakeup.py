@@ -5,25 +5,25 @@ from __future__ import annotations
 import math
 import random
 
-from baton_router.scheduling.queued_request import Wishes, takes
-from baton_router.workers.costs import TAUGHT, Kind
-from baton_router.workers.worker_state import Known
+from baton_router.scheduling.queued_request import QueueWakeup, has_capacity
+from baton_router.workers.costs import RELIABLE_AFTER, WorkerKind
+from baton_router.workers.worker_state import WorkerState
 
 MOST = 100
 
 
-def known(*booked: int, seconds: float = 1.0) -> Known:
+def known(*booked: int, seconds: float = 1.0) -> WorkerState:
     """A worker that has prompts with so many tokens to compute."""
-    made = Known(0, "epoch", Kind().newcomer())
-    for _ in range(TAUGHT):
+    made = WorkerState(0, "epoch", WorkerKind().newcomer())
+    for _ in range(RELIABLE_AFTER):
         made.prefill_cost.learn(10, 10, 0.001)
     for number, tokens in enumerate(booked):
         made.computing.book(number, seconds, tokens, now=0.0)
     return made
 
 
-def wishes_of(*wishes: tuple[Known, int], again: float = math.inf) -> Wishes:
-    made = Wishes()
+def wishes_of(*wishes: tuple[WorkerState, int], again: float = math.inf) -> QueueWakeup:
+    made = QueueWakeup()
     for worker, tokens in wishes:
         made.add(worker, tokens, again)
     return made
@@ -69,4 +69,4 @@ def test_nobody_who_could_go_is_ever_kept() -> None:
         waiting = [(chance.choice(workers), chance.randrange(1, 120)) for _ in range(chance.randrange(6))]
         wishes, now = wishes_of(*waiting), chance.random()
         for worker, tokens in waiting:
-            assert wishes.could_go(MOST, now) or not takes(worker, tokens, MOST, now)
+            assert wishes.could_go(MOST, now) or not has_capacity(worker, tokens, MOST, now)

@@ -14,10 +14,10 @@ import pytest
 from baton_api import headers as header_names
 from baton_api import metrics
 from baton_api.errors import Overloaded, RateLimited
-from baton_router.cache.prompt_chunks import of_text
-from baton_router.scheduling.picker import Ask
+from baton_router.cache.prompt_chunks import chunk_text
+from baton_router.scheduling.picker import PickRequest
 from baton_router.scheduling.quotas import Quotas
-from baton_router.tenants.tenants import Limits
+from baton_router.tenants.tenants import TenantLimits
 from tests.router import fake_worker
 from tests.router.fake_worker import FakeWorker
 from tests.router.running import CHAT, STREAM, RunningRouter, anew, running_router, until
@@ -125,16 +125,16 @@ async def test_who_waits_is_counted_and_a_client_that_leaves_is_not(tmp_path: Pa
 def test_what_is_reserved_is_guessed_and_settled() -> None:
     rejects: Counter[str] = Counter()
     quotas = Quotas(rejects, lambda: 50.0)
-    limits = Limits(tokens_per_minute=1000)
-    ask = Ask("m", of_text(b"x" * 400, 1), tenant="t", limits=limits)
+    limits = TenantLimits(tokens_per_minute=1000)
+    ask = PickRequest("m", chunk_text(b"x" * 400, 1), tenant="t", limits=limits)
     first = quotas.reserve(ask, 0.0)
     assert (first.prompt, first.answer) == (100, 50)
-    short = quotas.reserve(Ask("m", ask.prompt, tenant="t", limits=limits, answer_tokens=5), 0.0)
+    short = quotas.reserve(PickRequest("m", ask.prompt, tenant="t", limits=limits, answer_tokens=5), 0.0)
     assert short.answer == 5
     first.settle(100, 745, 0.0)
     with pytest.raises(RateLimited):
         quotas.reserve(ask, 0.0)
-    again = quotas.reserve(Ask("m", ask.prompt, tenant="t", limits=limits, again=True), 0.0)
+    again = quotas.reserve(PickRequest("m", ask.prompt, tenant="t", limits=limits, again=True), 0.0)
     assert quotas.open("t") == 2 and rejects == {"tokens": 1}
     again.cancel(0.0)
     short.cancel(0.0)

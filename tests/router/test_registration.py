@@ -9,34 +9,36 @@ import pytest
 
 from baton_api.errors import ModelNotFound, NotReady
 from baton_api.workers import Load, Role
-from baton_http.http_client import Upstreams
-from baton_router.cache.prompt_chunks import of_text
-from baton_router.workers.discovery.listed import Listed, Standing
-from baton_router.workers.registration import LET_GO_S, Enrolment
-from baton_router.workers.worker import MISSED_S, State, Worker, Workers
-from baton_router.workers.worker_state import NOWHERE, Knowledge
+from baton_http.http_client import UpstreamPool
+from baton_router.cache.prompt_chunks import chunk_text
+from baton_router.workers.discovery.listed import ListedStatus, ListedWorker
+from baton_router.workers.registration import RELEASE_S, WorkerRegistration
+from baton_router.workers.worker import MODEL_GONE_S, Worker, Workers, WorkerStatus
+from baton_router.workers.worker_state import NO_SLOT, WorkerStates
 
 DRAIN_S = 60.0
-A, B = Listed("10.0.0.1", 8000, Role.DECODE), Listed("10.0.0.2", 8000, Role.DECODE)
-PREFILL = Listed("10.0.0.3", 8000, Role.PREFILL)
+A, B = ListedWorker("10.0.0.1", 8000, Role.DECODE), ListedWorker("10.0.0.2", 8000, Role.DECODE)
+PREFILL = ListedWorker("10.0.0.3", 8000, Role.PREFILL)
 
 
-def standing(one: Listed, there: Standing) -> Listed:
-    return Listed(one.host, one.port, one.role, one.revision, there)
+def standing(one: ListedWorker, there: ListedStatus) -> ListedWorker:
+    return ListedWorker(one.host, one.port, one.role, one.revision, there)
 
 
 class Router:
     """What an enrolment changes, and a clock that the test moves."""
 
-    def __init__(self, *listed: Listed) -> None:
+    def __init__(self, *listed: ListedWorker) -> None:
         self.workers = Workers()
-        self.knowledge = Knowledge()
-        self.upstreams = Upstreams(1.0)
+        self.knowledge = WorkerStates()
+        self.upstreams = UpstreamPool(1.0)
         self.now = 0.0
-        self.enrolment = Enrolment(self.workers, self.knowledge, self.upstreams, DRAIN_S, lambda: self.now)
+        self.enrolment = WorkerRegistration(
+            self.workers, self.knowledge, self.upstreams, DRAIN_S, lambda: self.now
+        )
         self.lists(*listed)
 
-    def lists(self, *listed: Listed, source: str = "test") -> None:
+    def lists(self, *listed: ListedWorker, source: str = "test") -> None:
         self.enrolment.told(source, listed)
         for worker in self.workers.listed:
             if worker.health.load is None:
@@ -51,7 +53,7 @@ class Router:
         self.now += seconds
         self.enrolment.tend()
 
-    def worker(self, one: Listed) -> Worker:
+    def worker(self, one: ListedWorker) -> Worker:
         return next(worker for worker in self.workers.all if worker.name == one.name)
 
     def names(self, workers: Iterable[Worker]) -> list[str]:
@@ -80,7 +82,7 @@ def test_who_is_not_listed_any_more_gets_nothing_new_and_ends_what_it_has() -> N
     leaving.in_flight = 1
     router.lists(B)
     assert router.names(router.workers.serving("tiny", (), router.now)) == [B.name]
-    assert (leaving.state(router.now), router.workers.leaving) == (State.DRAINING, (leaving,))
+    assert (leaving.state(router.now), router.workers.leaving) == (WorkerStatus.DRAINING, (leaving,))
     router.passes(DRAIN_S / 2)
     assert router.workers.leaving == (leaving,)
     leaving.in_flight = 0
@@ -95,13 +97,16 @@ def test_who_has_had_its_time_is_let_go_with_what_it_has() -> None:
     router.lists(B)
     router.passes(DRAIN_S)
     assert late.expired and not late.gone  # the requests that it has are being failed
-    router.passes(LET_GO_S)
+    router.passes(RELEASE_S)
     assert late.gone and router.workers.leaving == ()
 
 
 def test_who_is_about_to_end_gets_nothing_new_and_who_recovers_does() -> None:
     router = Router(A, B)
-    for there, state in ((Standing.TERMINATING, State.DRAINING), (Standing.UNREADY, State.NOT_READY)):
+    for there, state in (
+        (ListedStatus.TERMINATING, WorkerStatus.DRAINING),
+        (ListedStatus.UNREADY, WorkerStatus.NOT_READY),
+    ):
         router.lists(standing(A, there), B)
         assert router.worker(A).state(0.0) is state
         assert router.worker(A).reason == f"it is listed as {there.name.lower()}"
@@ -129,7 +134,7 @@ def test_an_address_that_is_given_to_another_is_another_worker_at_once() -> None
     before = router.worker(A)
     before.in_flight = 1
     router.knowledge.of(before)
-    router.lists(Listed(A.host, A.port, Role.PREFILL, "next"))
+    router.lists(ListedWorker(A.host, A.port, Role.PREFILL, "next"))
     assert before.gone and not router.workers.leaving and not router.workers.decode
     (after,) = router.workers.prefill
     assert (after.name, after.revision) == (before.name, "next")
@@ -139,7 +144,7 @@ def test_an_address_that_is_given_to_another_is_another_worker_at_once() -> None
 def test_of_who_has_gone_the_index_knows_nothing_and_another_has_its_slot() -> None:
     router = Router(A, B)
     gone, stays = router.worker(A), router.worker(B)
-    prompt = of_text(b"x" * 5_000, 7)
+    prompt = chunk_text(b"x" * 5_000, 7)
     known, other = router.knowledge.of(gone), router.knowledge.of(stays)
     sent = router.knowledge.sent(prompt, known, 0)
     router.knowledge.answered(prompt, known)
@@ -148,14 +153,14 @@ def test_of_who_has_gone_the_index_knows_nothing_and_another_has_its_slot() -> N
     slot = known.slot
     router.lists(B, PREFILL)
     router.passes(0.5)
-    assert (known.slot, blocks.closed, len(router.knowledge)) == (NOWHERE, True, 0)
+    assert (known.slot, blocks.closed, len(router.knowledge)) == (NO_SLOT, True, 0)
     third = router.knowledge.of(router.worker(PREFILL))
     assert (third.slot, other.slot) == (slot, 1 - slot)
     # What is still said of it, after it has gone, is nobody's.
     router.knowledge.lost(sent, known)
     router.knowledge.answered(prompt, known)
     assert router.knowledge.match(prompt) == {}
-    assert router.knowledge.of(gone).slot == NOWHERE
+    assert router.knowledge.of(gone).slot == NO_SLOT
 
 
 def test_a_model_whose_last_worker_went_is_missed_for_a_while_and_then_unknown() -> None:
@@ -167,7 +172,7 @@ def test_a_model_whose_last_worker_went_is_missed_for_a_while_and_then_unknown()
     assert router.workers.models() == ("tiny",)
     with pytest.raises(NotReady, match="the last one that did went 12 s ago"):
         router.workers.serving("large", (), router.now)
-    router.passes(MISSED_S)
+    router.passes(MODEL_GONE_S)
     with pytest.raises(ModelNotFound, match="tiny"):
         router.workers.serving("large", (), router.now)
 
@@ -198,12 +203,12 @@ def test_whatever_is_listed_slots_are_few_and_in_the_end_nothing_is_left(seed: i
                 roles = (Role.DECODE, Role.PREFILL)
                 router.lists(
                     *(
-                        Listed(
+                        ListedWorker(
                             f"10.0.0.{host}",
                             8000,
                             rng.choice(roles),
                             rng.choice("ab"),
-                            rng.choice(list(Standing)),
+                            rng.choice(list(ListedStatus)),
                         )
                         for host in rng.sample(range(8), rng.randrange(6))
                     )
@@ -215,7 +220,7 @@ def test_whatever_is_listed_slots_are_few_and_in_the_end_nothing_is_left(seed: i
             case 3 if running:
                 running.pop(rng.randrange(len(running))).in_flight -= 1
             case _:
-                router.passes(rng.choice((0.5, LET_GO_S, DRAIN_S)))
+                router.passes(rng.choice((0.5, RELEASE_S, DRAIN_S)))
         there = router.workers.all
         most = max(most, len(there))
         assert len({worker.name for worker in there}) == len(there)

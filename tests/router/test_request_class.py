@@ -6,16 +6,16 @@ import pytest
 
 from baton_api import headers
 from baton_api.errors import Forbidden, InvalidRequest
-from baton_router.proxy.routed_request import urgency
-from baton_router.tenants.tenants import NOBODY, Tenant
+from baton_router.proxy.routed_request import request_class
+from baton_router.tenants.tenants import DEFAULT_TENANT, Tenant
 
 SOME = Tenant(name="some", classes=frozenset({"default", "batch"}), default_class="batch")
 
 SAID: dict[str, tuple[list[tuple[bytes, bytes]], Tenant, tuple[str, float | None]]] = {
-    "nothing": ([], NOBODY, ("default", None)),
+    "nothing": ([], DEFAULT_TENANT, ("default", None)),
     "the tenant's own": ([(b"x-other", b"critical")], SOME, ("batch", None)),
-    "a class": ([(headers.CLASS.encode(), b" Critical ")], NOBODY, ("critical", None)),
-    "an objective": ([(headers.OBJECTIVE.encode(), b"1500")], NOBODY, ("default", 1.5)),
+    "a class": ([(headers.CLASS.encode(), b" Critical ")], DEFAULT_TENANT, ("critical", None)),
+    "an objective": ([(headers.OBJECTIVE.encode(), b"1500")], DEFAULT_TENANT, ("default", 1.5)),
     "both": (
         [(headers.CLASS.encode(), b"default"), (headers.OBJECTIVE.encode(), b"0.5")],
         SOME,
@@ -27,21 +27,21 @@ SAID: dict[str, tuple[list[tuple[bytes, bytes]], Tenant, tuple[str, float | None
 @pytest.mark.parametrize("name", SAID)
 def test_what_is_said(name: str) -> None:
     given, tenant, expected = SAID[name]
-    assert urgency(given, tenant) == expected
+    assert request_class(given, tenant) == expected
 
 
 @pytest.mark.parametrize("value", [b"", b"soon", b"0", b"-5", b"nan", b"inf", b"1e400", b"\xff"])
 def test_an_objective_must_be_a_time(value: bytes) -> None:
     with pytest.raises(InvalidRequest, match="above 0"):
-        urgency([(headers.OBJECTIVE.encode(), value)], NOBODY)
+        request_class([(headers.OBJECTIVE.encode(), value)], DEFAULT_TENANT)
 
 
 @pytest.mark.parametrize("value", [b"", b"urgent", b"\xff"])
 def test_a_class_must_be_one(value: bytes) -> None:
     with pytest.raises(InvalidRequest, match="critical, interactive, default, batch"):
-        urgency([(headers.CLASS.encode(), value)], NOBODY)
+        request_class([(headers.CLASS.encode(), value)], DEFAULT_TENANT)
 
 
 def test_a_class_must_be_the_tenants() -> None:
     with pytest.raises(Forbidden, match="interactive"):
-        urgency([(headers.CLASS.encode(), b"interactive")], SOME)
+        request_class([(headers.CLASS.encode(), b"interactive")], SOME)

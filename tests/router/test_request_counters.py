@@ -15,9 +15,15 @@ from baton_api import metrics
 from baton_api.headers import PROMPT
 from baton_api.reports import PromptReport
 from baton_api.workers import Role
-from baton_http.sse import tokens_said
+from baton_http.sse import usage_tokens
 from baton_router.metrics.registry import LoopLag
-from baton_router.metrics.request_counters import MODELS_SHOWN, OTHER, TENANTS_SHOWN, Accounts, Names
+from baton_router.metrics.request_counters import (
+    MODEL_LABELS,
+    OTHER,
+    TENANT_LABELS,
+    BoundedLabels,
+    RequestCounters,
+)
 from tests.router.fake_worker import FakeWorker, saying, whole_answer
 from tests.router.running import CHAT, QUESTION, STREAM, RunningRouter, anew, running_router, until
 from tests.router.test_tracing import REPORT, reported
@@ -151,19 +157,19 @@ async def test_a_client_makes_no_new_series() -> None:
 
 
 def test_tenants_and_models_are_shown_up_to_a_number() -> None:
-    accounts = Accounts()
-    for number in range(TENANTS_SHOWN + 50):
+    accounts = RequestCounters()
+    for number in range(TENANT_LABELS + 50):
         accounts.used(f"t-{number}", REPORT, 1)
         accounts.ended(CHAT, f"m-{number}", "default", 200, granted=True)
     requests, tokens, *_ = accounts.collect()
-    assert len({sample.labels["tenant"] for sample in tokens.samples}) == TENANTS_SHOWN + 1
-    assert len({sample.labels["model"] for sample in requests.samples}) == MODELS_SHOWN + 1
+    assert len({sample.labels["tenant"] for sample in tokens.samples}) == TENANT_LABELS + 1
+    assert len({sample.labels["model"] for sample in requests.samples}) == MODEL_LABELS + 1
     others = [one for one in tokens.samples if one.labels == {"tenant": OTHER, "kind": "generated"}]
     assert [one.value for one in others] == [50]
 
 
 def test_a_name_that_nobody_vouches_for_is_none_of_those_that_are_shown() -> None:
-    names = Names(2)
+    names = BoundedLabels(2)
     assert [names.known("a"), names.label("a"), names.known("a"), names.label("b")] == [OTHER, "a", "a", "b"]
     assert [names.label("c"), names.label("a"), names.known("c")] == [OTHER, "a", OTHER]
 
@@ -180,7 +186,7 @@ def test_a_name_that_nobody_vouches_for_is_none_of_those_that_are_shown() -> Non
     ],
 )
 def test_what_an_answer_says_of_its_tokens(answer: bytes, tokens: int) -> None:
-    assert tokens_said(answer) == tokens
+    assert usage_tokens(answer) == tokens
 
 
 async def test_a_loop_that_stands_still_is_late() -> None:

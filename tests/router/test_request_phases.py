@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton_api.reports import PromptReport
-from baton_router.metrics.tracing import Seen, phases
+from baton_router.metrics.tracing import RequestTimes, request_phases
 
 
 def report(**fields: Any) -> PromptReport:
@@ -15,14 +15,14 @@ def report(**fields: Any) -> PromptReport:
     return PromptReport(**{**values, "remote": True, **fields})
 
 
-STREAM = Seen(arrived=10, decided=12, first_byte=20, ended=30)
-WHOLE = Seen(arrived=10, decided=12, first_byte=30, ended=30, streams=False)
+STREAM = RequestTimes(arrived=10, decided=12, first_byte=20, ended=30)
+WHOLE = RequestTimes(arrived=10, decided=12, first_byte=30, ended=30, streams=False)
 
 CASES = {
-    "it waits for its worker": (Seen(10, 12), None, [("queue", 10, 12), ("prefill", 12, None)]),
-    "its worker was lost": (Seen(10, 12, ended=13), None, [("queue", 10, 12), ("prefill", 12, 13)]),
+    "it waits for its worker": (RequestTimes(10, 12), None, [("queue", 10, 12), ("prefill", 12, None)]),
+    "its worker was lost": (RequestTimes(10, 12, ended=13), None, [("queue", 10, 12), ("prefill", 12, 13)]),
     "tokens come": (
-        Seen(10, 12, 20),
+        RequestTimes(10, 12, 20),
         report(),
         [("queue", 10, 13), ("prefill", 13, 17), ("transfer", 18, 20), ("decode", 20, None)],
     ),
@@ -62,7 +62,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_phases(case: str) -> None:
     seen, said, expected = CASES[case]
-    assert [(one.name, one.start, one.end) for one in phases(seen, said)] == expected
+    assert [(one.name, one.start, one.end) for one in request_phases(seen, said)] == expected
 
 
 @pytest.mark.parametrize("queue_s", [0.0, 3.0, 99.0])
@@ -70,8 +70,8 @@ def test_phases(case: str) -> None:
 @pytest.mark.parametrize("transfer_s", [0.0, 3.0, 99.0])
 @pytest.mark.parametrize("seen", [STREAM, WHOLE])
 def test_whatever_a_worker_says_no_phase_leaves_the_request(
-    queue_s: float, compute_s: float, transfer_s: float, seen: Seen
+    queue_s: float, compute_s: float, transfer_s: float, seen: RequestTimes
 ) -> None:
-    for one in phases(seen, report(queue_s=queue_s, compute_s=compute_s, transfer_s=transfer_s)):
+    for one in request_phases(seen, report(queue_s=queue_s, compute_s=compute_s, transfer_s=transfer_s)):
         assert one.end is not None and seen.ended is not None
         assert seen.arrived <= one.start <= one.end <= seen.ended

@@ -9,7 +9,7 @@ import pytest
 
 from baton_api.errors import WorkerLost
 from baton_api.resuming import Beginning, Resumption, begin_line, tokens_line, with_resumption
-from baton_router.proxy.resume_state import FollowedStream
+from baton_router.proxy.resume_state import ResumableStream
 
 BEGUN = Beginning("chatcmpl-1", 1700000000, 42, 16)
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -60,7 +60,7 @@ def pieces(text: bytes, rng: random.Random) -> list[bytes]:
 
 
 def test_the_comments_are_taken_out_and_nothing_else() -> None:
-    stream = FollowedStream()
+    stream = ResumableStream()
     passed = b"".join(map(stream.push, WRITES)) + stream.finish()
     assert told(passed) == EVENTS and passed.count(KEEP_ALIVE) == 1
     assert stream.complete
@@ -69,7 +69,7 @@ def test_the_comments_are_taken_out_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_wherever_it_is_cut_what_passed_is_what_the_tokens_say(seed: int) -> None:
-    stream, passed = FollowedStream(), b""
+    stream, passed = ResumableStream(), b""
     for piece in pieces(b"".join(WRITES), random.Random(seed)):
         passed += stream.push(piece)
         resumption = stream.resumption
@@ -84,7 +84,7 @@ def test_wherever_it_is_cut_what_passed_is_what_the_tokens_say(seed: int) -> Non
 
 
 def test_a_worker_that_says_nothing_is_not_held_up() -> None:
-    stream = FollowedStream()
+    stream = ResumableStream()
     for write in (event("The"), event(" capital"), DONE):
         assert stream.push(write) == write
     assert stream.resumption is None and stream.complete
@@ -92,7 +92,7 @@ def test_a_worker_that_says_nothing_is_not_held_up() -> None:
 
 def test_a_resumed_stream_goes_on_counting() -> None:
     before = Resumption(BEGUN, [5, 6])
-    stream = FollowedStream(before)
+    stream = ResumableStream(before)
     assert stream.push(begin_line(BEGUN) + event("x") + tokens_line([7], ended=False)) == event("x")
     assert stream.resumption == Resumption(BEGUN, [5, 6, 7])
     assert before.tokens == [5, 6]
@@ -100,7 +100,7 @@ def test_a_resumed_stream_goes_on_counting() -> None:
 
 def test_a_workers_own_failure_waits_and_is_told_if_nobody_goes_on() -> None:
     failure = b'data: {"error":{"message":"the engine broke","type":"server_error"}}\n\n'
-    stream = FollowedStream()
+    stream = ResumableStream()
     passed = stream.push(WRITES[0] + WRITES[1] + failure)
     assert b"error" not in passed
     assert stream.resumption == Resumption(BEGUN, [5])
@@ -109,7 +109,7 @@ def test_a_workers_own_failure_waits_and_is_told_if_nobody_goes_on() -> None:
 
 def test_what_is_the_requests_own_fault_is_not_tried_again() -> None:
     failure = b'data: {"error":{"message":"no","type":"invalid_request_error"}}\n\n'
-    stream = FollowedStream()
+    stream = ResumableStream()
     stream.push(WRITES[0] + WRITES[1] + failure)
     assert stream.resumption is None
 
@@ -127,15 +127,15 @@ def test_a_request_gets_one_more_member(body: bytes) -> None:
 
 
 def test_the_tokens_of_an_answer_are_counted_for_each_worker() -> None:
-    first = FollowedStream()
+    first = ResumableStream()
     assert first.generated is None
     for write in WRITES[:4]:
         first.push(write)
     assert first.generated == 4
-    second = FollowedStream(first.resumption)
+    second = ResumableStream(first.resumption)
     for write in (begin_line(BEGUN), event("x") + tokens_line([3, 4], ended=False)):
         second.push(write)
     assert second.generated == 2
-    silent = FollowedStream()
+    silent = ResumableStream()
     silent.push(EVENTS)
     assert silent.generated is None

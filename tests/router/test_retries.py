@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from baton_router.proxy.retries import CRASH_S, LEAST_PER_S, RESERVE, RetryBudget
+from baton_router.proxy.retries import CRASH_S, REFILL_PER_S, RESERVE, RetryBudget
 
 
 class Clock:
@@ -32,7 +32,7 @@ def test_law_retries_never_exceed_their_share_the_reserve_and_what_time_gives(se
             requests += 1
         else:
             retries += budget.spend()
-        assert retries <= requests * ratio + RESERVE + LEAST_PER_S * (clock.now - 100.0) + 1e-6
+        assert retries <= requests * ratio + RESERVE + REFILL_PER_S * (clock.now - 100.0) + 1e-6
     assert (retries > 0) == (ratio > 0)
 
 
@@ -45,9 +45,9 @@ def test_who_waits_long_enough_gets_a_retry() -> None:
     budget = RetryBudget(0.1, clock)
     while budget.spend():
         pass
-    clock.now += 0.9 / LEAST_PER_S
+    clock.now += 0.9 / REFILL_PER_S
     assert not budget.spend()
-    clock.now += 0.2 / LEAST_PER_S
+    clock.now += 0.2 / REFILL_PER_S
     assert budget.spend()
     assert not budget.spend()
 
@@ -69,6 +69,6 @@ def test_a_crash_is_another_one_after_a_while() -> None:
     while budget.spend():
         pass
     assert budget.spend_after_crash("a")
-    clock.now += min(CRASH_S, 0.9 / LEAST_PER_S)
-    assert budget.spend_after_crash("a") == (CRASH_S > 0.9 / LEAST_PER_S)
+    clock.now += min(CRASH_S, 0.9 / REFILL_PER_S)
+    assert budget.spend_after_crash("a") == (CRASH_S > 0.9 / REFILL_PER_S)
     assert not RetryBudget(0.0, clock).spend_after_crash("a"), "without a budget there is none"

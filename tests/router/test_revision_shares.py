@@ -9,11 +9,11 @@ from itertools import repeat
 
 import pytest
 
-from baton_router.scheduling.revision_weights import AHEAD_LIMIT, REVISIONS_LIMIT, Shares
+from baton_router.scheduling.revision_weights import AHEAD_LIMIT, REVISIONS_LIMIT, RevisionShares
 
 
 def given(weights: Mapping[str, float], preferences: list[str]) -> Counter[str]:
-    shares, counts = Shares(), Counter[str]()
+    shares, counts = RevisionShares(), Counter[str]()
     for preferred in preferences:
         chosen = shares.choose(weights, preferred)
         shares.sent(weights, chosen)
@@ -47,7 +47,7 @@ def test_no_generation_is_ever_far_from_its_share(seed: int) -> None:
     weights = {name: rng.choice((0.5, 1.0, 10.0, 89.0)) for name in names}
     total = sum(weights.values())
     favourite = rng.choice(names)
-    shares, counts = Shares(), Counter[str]()
+    shares, counts = RevisionShares(), Counter[str]()
     for number in range(1, 2_000):
         preferred = favourite if rng.random() < 0.7 else rng.choice(["", *names])
         chosen = shares.choose(weights, preferred)
@@ -61,7 +61,7 @@ def test_no_generation_is_ever_far_from_its_share(seed: int) -> None:
 
 
 def test_generations_long_gone_are_forgotten() -> None:
-    shares = Shares()
+    shares = RevisionShares()
     for number in range(10 * REVISIONS_LIMIT):
         weights = {f"r{number}": 1.0, f"r{number + 1}": 1.0}
         shares.sent(weights, shares.choose(weights, ""))

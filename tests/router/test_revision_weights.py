@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton_api.errors import SetupError
-from baton_router.scheduling.revision_weights import RevisionWeights, parse
+from baton_router.scheduling.revision_weights import RevisionWeights, parse_weight
 
 WRONG = ["", "=1", "abc", "abc=", "abc=ten", "abc=-1", "abc=nan", "abc=inf"]
 
@@ -15,7 +15,7 @@ WRONG = ["", "=1", "abc", "abc=", "abc=ten", "abc=-1", "abc=nan", "abc=inf"]
 @pytest.mark.parametrize("text", WRONG)
 def test_what_is_no_weight_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match=r"such as 6f1c2ab9=10"):
-        parse(text)
+        parse_weight(text)
 
 
 class Clock:

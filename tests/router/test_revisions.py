@@ -11,10 +11,10 @@ import pytest
 
 from baton_api.workers import Load, Role
 from baton_http.upstream import Upstream
-from baton_router.cache.prompt_chunks import Prompt, of_text
+from baton_router.cache.prompt_chunks import PromptChunks, chunk_text
 from baton_router.scheduling.dispatcher import Dispatch, Dispatcher
 from baton_router.scheduling.revision_weights import AHEAD_LIMIT
-from baton_router.workers.discovery.listed import Standing
+from baton_router.workers.discovery.listed import ListedStatus
 from baton_router.workers.worker import Worker, Workers
 
 
@@ -39,7 +39,7 @@ class Cluster:
         self.dispatcher = Dispatcher(self.workers, random.Random(0), 512, lambda: self.weights)
         self.now = 0.0
 
-    def serve(self, prompt: Prompt, *tried: str) -> Dispatch:
+    def serve(self, prompt: PromptChunks, *tried: str) -> Dispatch:
         made = self.dispatcher.plan("tiny", prompt, tried, self.now)
         assert made is not None
         self.dispatcher.book(made, self.now)
@@ -56,8 +56,8 @@ class Cluster:
         return [one for one in self.workers.listed if one.revision == revision]
 
 
-def text(rng: random.Random, size: int = 20_000) -> Prompt:
-    return of_text(rng.randbytes(size), 7)
+def text(rng: random.Random, size: int = 20_000) -> PromptChunks:
+    return chunk_text(rng.randbytes(size), 7)
 
 
 @pytest.mark.parametrize("weights", [{}, {"old": 50.0, "new": 50.0}])
@@ -85,7 +85,7 @@ def test_a_conversation_stays_in_its_generation_and_the_weights_hold() -> None:
     for _ in range(600):
         turn = rng.randrange(len(talks))
         talks[turn] += rng.randbytes(600)
-        revision = cluster.serve(of_text(talks[turn], 7)).pair.decode.revision
+        revision = cluster.serve(chunk_text(talks[turn], 7)).pair.decode.revision
         counts[revision] += 1
         moved += before.setdefault(turn, revision) != revision
         before[turn] = revision
@@ -97,7 +97,7 @@ def test_weights_choose_only_where_there_is_a_choice() -> None:
     cluster = Cluster(new=100.0)
     assert cluster.generations(20) == {"new": 20}
     for one in cluster.of("new"):
-        one.standing = Standing.UNREADY
+        one.standing = ListedStatus.UNREADY
     assert cluster.generations(20) == {"old": 20}  # better one without a weight than none
 
 
@@ -114,5 +114,5 @@ def test_a_request_that_was_tried_everywhere_in_its_generation_goes_to_the_next(
 def test_an_old_generation_that_drains_gets_nothing_new() -> None:
     cluster = Cluster(old=50.0, new=50.0)
     for one in cluster.of("old"):
-        one.standing = Standing.TERMINATING
+        one.standing = ListedStatus.TERMINATING
     assert cluster.generations(20) == {"new": 20}

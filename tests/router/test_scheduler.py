@@ -11,19 +11,19 @@ import pytest
 from baton_api.errors import BatonError
 from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
-from baton_http.http_client import Upstreams
-from baton_router.cache.prompt_chunks import of_text
-from baton_router.scheduling.picker import Ask, Grant
-from baton_router.scheduling.scheduler import Scheduler
+from baton_http.http_client import UpstreamPool
+from baton_router.cache.prompt_chunks import chunk_text
+from baton_router.scheduling.picker import Grant, PickRequest
+from baton_router.scheduling.scheduler import RequestScheduler
 from baton_router.settings import RouterSettings
-from baton_router.tenants.tenants import CLASSES, Limits
-from baton_router.workers.discovery.listed import Listed
+from baton_router.tenants.tenants import CLASSES, TenantLimits
+from baton_router.workers.discovery.listed import ListedWorker
 from baton_router.workers.worker import Worker
 
-LISTED = [Listed("127.0.0.1", 8100 + number, Role.DECODE) for number in range(3)]
-LISTED += [Listed("127.0.0.1", 8200 + number, Role.PREFILL) for number in range(3)]
+LISTED = [ListedWorker("127.0.0.1", 8100 + number, Role.DECODE) for number in range(3)]
+LISTED += [ListedWorker("127.0.0.1", 8200 + number, Role.PREFILL) for number in range(3)]
 
-LIMITS = Limits(requests_per_minute=600, tokens_per_minute=4_000_000, streams=8)
+LIMITS = TenantLimits(requests_per_minute=600, tokens_per_minute=4_000_000, streams=8)
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Cluster:
     """In which requests end."""
     now: float = 100.0
     epoch: int = 1
-    listed: set[Listed] = field(default_factory=lambda: set(LISTED))
+    listed: set[ListedWorker] = field(default_factory=lambda: set(LISTED))
     picking: list[asyncio.Task[Grant]] = field(default_factory=list)
     granted: list[tuple[Grant, bool]] = field(default_factory=list)
     """Those that have not been let go, and whether they have begun."""
@@ -46,7 +46,7 @@ class Cluster:
         settings = RouterSettings.model_validate(
             {"queue_requests": 30, "wait_s": 20.0, "recovery_s": 3.0, "worker_drain_s": 5.0}
         )
-        self.scheduler = Scheduler(settings, Upstreams(1.0), random.Random(1), lambda: self.now)
+        self.scheduler = RequestScheduler(settings, UpstreamPool(1.0), random.Random(1), lambda: self.now)
         self.told()
 
     def told(self) -> None:
@@ -68,9 +68,9 @@ class Cluster:
     def ask(self) -> None:
         rng = self.rng
         tried = tuple(rng.sample([one.name for one in self.listed], rng.randrange(2))) if self.listed else ()
-        ask = Ask(
+        ask = PickRequest(
             rng.choice(["tiny", "tiny", "tiny", "other", None]),
-            of_text(b"a" * 700 * rng.randrange(12) + rng.randbytes(rng.randrange(90_000)), 7),
+            chunk_text(b"a" * 700 * rng.randrange(12) + rng.randbytes(rng.randrange(90_000)), 7),
             tried=tried,
             tenant=f"t{rng.randrange(3)}",
             kind=rng.choice(list(CLASSES)),
@@ -206,7 +206,9 @@ async def test_only_of_streams_the_first_bytes_time_is_counted_for_their_generat
     cluster.listed = {replace(LISTED[0], revision="6f1c2ab9")}
     cluster.told()
     for streams, took in ((True, 0.4), (False, 9.0), (True, 2.4)):
-        grant = await cluster.scheduler.pick(Ask("tiny", of_text(b"a question", 7), streams=streams))
+        grant = await cluster.scheduler.pick(
+            PickRequest("tiny", chunk_text(b"a question", 7), streams=streams)
+        )
         cluster.now += took
         cluster.scheduler.began(grant, None)
         cluster.scheduler.let_go(grant, complete=True)

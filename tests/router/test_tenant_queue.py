@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from baton_router.scheduling.tenant_queue import AGEING, Entry, Line, Ranking
+from baton_router.scheduling.tenant_queue import AGING, QueueEntry, SortedList, TenantQueue
 
 _numbers = itertools.count()
 
 
-def entry(best_s: float, arrived: float = 0.0, **fields: Any) -> Entry:
+def entry(best_s: float, arrived: float = 0.0, **fields: Any) -> QueueEntry:
     values: dict[str, Any] = {"tenant": "t", "level": 1, "cost": 1.0, "size": 1, **fields}
-    return Entry(number=next(_numbers), arrived=arrived, best_s=best_s, **values)
+    return QueueEntry(number=next(_numbers), arrived=arrived, best_s=best_s, **values)
 
 
 SHORT, LONG = 0.1, 10.0
 STATES: list[dict[str, bool]] = [*[{}] * 8, {"again": True}, {"starved": True}]
 
-ORDERS: dict[str, tuple[float, list[Entry]]] = {
+ORDERS: dict[str, tuple[float, list[QueueEntry]]] = {
     "the shortest first": (0, [entry(SHORT), entry(1), entry(LONG)]),
     "those that came first, of equals": (5, [entry(1, 0), entry(1, 2), entry(1, 4)]),
     "who has waited ten times the difference goes before": (101, [entry(LONG, 0), entry(SHORT, 99.5)]),
@@ -41,14 +41,14 @@ ORDERS: dict[str, tuple[float, list[Entry]]] = {
 def test_order(name: str) -> None:
     now, expected = ORDERS[name]
     for order in itertools.permutations(expected):
-        line = Line()
+        line = TenantQueue()
         for one in order:
             line.add(one)
         assert list(line.ordered(now)) == expected
 
 
 def test_seconds_before_count_what_goes_first() -> None:
-    line = Line()
+    line = TenantQueue()
     for one in (entry(1), entry(2), entry(4), entry(8, starved=True)):
         line.add(one)
     assert line.seconds == 15
@@ -61,7 +61,7 @@ def test_seconds_before_count_what_goes_first() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_all_are_walked_once_whatever_leaves(seed: int) -> None:
     rng = random.Random(seed)
-    line, there, now = Line(), dict[int, Entry](), 0.0
+    line, there, now = TenantQueue(), dict[int, QueueEntry](), 0.0
     for _ in range(400):
         now += rng.random()
         action = rng.random()
@@ -91,7 +91,7 @@ def test_all_are_walked_once_whatever_leaves(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_nobody_is_passed_for_longer_than_its_length_and_a_tenth_say(seed: int) -> None:
     rng = random.Random(seed)
-    line = Line()
+    line = TenantQueue()
     longest = entry(5.0, 0.0)
     line.add(longest)
     now = 0.0
@@ -102,13 +102,13 @@ def test_nobody_is_passed_for_longer_than_its_length_and_a_tenth_say(seed: int) 
         if first is longest:
             break
         line.remove(first)
-    assert now <= 5.0 / AGEING
+    assert now <= 5.0 / AGING
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_ranking_is_a_sorted_list(seed: int) -> None:
     rng = random.Random(seed)
-    ranking, plain = Ranking[str](), list[tuple[float, int]]()
+    ranking, plain = SortedList[str](), list[tuple[float, int]]()
     for number in range(500):
         if rng.random() < 0.6:
             key = rng.choice([0.0, 1.5, -2.0, math.inf])

@@ -14,7 +14,7 @@ from baton_api.errors import SetupError
 from baton_api.watched import LOOK_S
 from baton_operator.kinds.router_spec import Authentication
 from baton_router.settings import RouterSettings
-from baton_router.tenants.tenants import CLASSES, Limits, Tenant, Tenants, cache_salt
+from baton_router.tenants.tenants import CLASSES, Tenant, TenantLimits, Tenants, cache_salt
 from tests.router.fake_worker import FakeWorker
 from tests.router.running import CHAT, QUESTION, running_router
 
@@ -75,13 +75,13 @@ def test_a_tenant_says_what_it_may_and_what_it_leaves_out_is_allowed(file: Path)
         models=frozenset({"llama", "qwen"}),
         classes=frozenset({"interactive", "batch"}),
         default_class="batch",
-        limits=Limits(requests_per_minute=600, tokens_per_minute=200_000, streams=20),
+        limits=TenantLimits(requests_per_minute=600, tokens_per_minute=200_000, streams=20),
         admin=False,
     )
     umbrella = tenants.by_key(digest("k-3"))
     assert umbrella is not None and umbrella.admin and umbrella.may_use("anything")
     assert umbrella.classes == frozenset(CLASSES) - {"critical"} and umbrella.default_class == "default"
-    assert umbrella.limits == Limits()
+    assert umbrella.limits == TenantLimits()
     assert tenants.by_key(digest("k-4")) is None and tenants.by_name("nobody") is None
 
 

@@ -6,17 +6,17 @@ import random
 
 import pytest
 
-from baton_router.scheduling.quotas import MINUTE_S, Bucket, Quota
-from baton_router.tenants.tenants import Limits
+from baton_router.scheduling.quotas import MINUTE_S, TenantQuota, TokenBucket
+from baton_router.tenants.tenants import TenantLimits
 
 
-def refused(quota: Quota, tokens: int, now: float) -> str | None:
+def refused(quota: TenantQuota, tokens: int, now: float) -> str | None:
     refusal = quota.admit(tokens, now)
     return refusal.limit if refusal else None
 
 
 def test_a_minute_s_requests_at_once_then_as_they_come_free() -> None:
-    quota = Quota(Limits(requests_per_minute=60), 0.0)
+    quota = TenantQuota(TenantLimits(requests_per_minute=60), 0.0)
     assert [refused(quota, 1, 0.0) for _ in range(61)] == [None] * 60 + ["requests"]
     refusal = quota.admit(1, 0.25)
     assert refusal is not None and refusal.wait_s == pytest.approx(0.75) and refusal.most == 60
@@ -24,7 +24,7 @@ def test_a_minute_s_requests_at_once_then_as_they_come_free() -> None:
 
 
 def test_tokens_are_reserved_and_given_back() -> None:
-    quota = Quota(Limits(tokens_per_minute=1000), 0.0)
+    quota = TenantQuota(TenantLimits(tokens_per_minute=1000), 0.0)
     assert refused(quota, 600, 0.0) is None
     refusal = quota.admit(600, 0.0)
     assert refusal is not None and refusal.limit == "tokens" and refusal.wait_s == pytest.approx(12)
@@ -33,7 +33,7 @@ def test_tokens_are_reserved_and_given_back() -> None:
 
 
 def test_what_was_used_beyond_is_paid_for() -> None:
-    quota = Quota(Limits(tokens_per_minute=1000), 0.0)
+    quota = TenantQuota(TenantLimits(tokens_per_minute=1000), 0.0)
     assert refused(quota, 100, 0.0) is None
     quota.settle(100, 3000, 0.0)
     assert refused(quota, 1, 119.0) == "tokens"
@@ -41,7 +41,7 @@ def test_what_was_used_beyond_is_paid_for() -> None:
 
 
 def test_a_request_larger_than_the_bucket_goes_when_it_is_full() -> None:
-    quota = Quota(Limits(tokens_per_minute=1000), 0.0)
+    quota = TenantQuota(TenantLimits(tokens_per_minute=1000), 0.0)
     assert refused(quota, 1, 0.0) is None
     assert refused(quota, 5000, 0.0) == "tokens"
     assert refused(quota, 5000, 1.0) is None
@@ -49,14 +49,14 @@ def test_a_request_larger_than_the_bucket_goes_when_it_is_full() -> None:
 
 
 def test_open_requests_are_counted() -> None:
-    quota = Quota(Limits(streams=2), 0.0)
+    quota = TenantQuota(TenantLimits(streams=2), 0.0)
     assert [refused(quota, 1, 0.0) for _ in range(3)] == [None, None, "streams"]
     quota.settle(1, 1, 0.0)
     assert refused(quota, 1, 0.0) is None
 
 
 def test_who_is_refused_for_one_reason_pays_nothing_of_the_others() -> None:
-    quota = Quota(Limits(requests_per_minute=10, tokens_per_minute=100, streams=10), 0.0)
+    quota = TenantQuota(TenantLimits(requests_per_minute=10, tokens_per_minute=100, streams=10), 0.0)
     assert refused(quota, 100, 0.0) is None
     for _ in range(50):
         assert refused(quota, 100, 0.0) == "tokens"
@@ -66,14 +66,14 @@ def test_who_is_refused_for_one_reason_pays_nothing_of_the_others() -> None:
 
 
 def test_a_request_that_is_refused_elsewhere_never_was() -> None:
-    quota = Quota(Limits(requests_per_minute=1, tokens_per_minute=10, streams=1), 0.0)
+    quota = TenantQuota(TenantLimits(requests_per_minute=1, tokens_per_minute=10, streams=1), 0.0)
     for _ in range(20):
         assert refused(quota, 10, 0.0) is None
         quota.cancel(10, 0.0)
 
 
 def test_one_that_goes_on_elsewhere_is_not_asked_whether_it_may() -> None:
-    quota = Quota(Limits(requests_per_minute=1, tokens_per_minute=10, streams=1), 0.0)
+    quota = TenantQuota(TenantLimits(requests_per_minute=1, tokens_per_minute=10, streams=1), 0.0)
     assert refused(quota, 10, 0.0) is None
     quota.reopen(10, 0.0)
     assert quota.open == 2
@@ -83,14 +83,14 @@ def test_one_that_goes_on_elsewhere_is_not_asked_whether_it_may() -> None:
 
 
 def test_without_limits_everything_goes() -> None:
-    quota = Quota(Limits(), 0.0)
+    quota = TenantQuota(TenantLimits(), 0.0)
     assert [refused(quota, 10**9, 0.0) for _ in range(1000)] == [None] * 1000
 
 
 def test_new_limits_do_not_forget_what_was_used() -> None:
-    quota = Quota(Limits(tokens_per_minute=1000), 0.0)
+    quota = TenantQuota(TenantLimits(tokens_per_minute=1000), 0.0)
     assert refused(quota, 900, 0.0) is None
-    quota.limited(Limits(tokens_per_minute=2000, streams=1), 0.0)
+    quota.limited(TenantLimits(tokens_per_minute=2000, streams=1), 0.0)
     assert refused(quota, 1, 0.0) == "streams"
     quota.settle(900, 900, 0.0)
     assert refused(quota, 1200, 0.0) == "tokens"
@@ -98,7 +98,7 @@ def test_new_limits_do_not_forget_what_was_used() -> None:
 
 
 def test_a_clock_that_goes_back_gives_nothing() -> None:
-    bucket = Bucket(60, 100.0)
+    bucket = TokenBucket(60, 100.0)
     bucket.take(60, 100.0)
     assert bucket.level(50.0) == 0
     assert bucket.level(100.0) == 0
@@ -109,7 +109,7 @@ def test_a_clock_that_goes_back_gives_nothing() -> None:
 def test_no_window_sees_more_than_a_minute_s_worth_and_what_came_free(seed: int) -> None:
     rng = random.Random(seed)
     most = rng.choice([10, 1000, 100_000])
-    quota = Quota(Limits(requests_per_minute=rng.choice([None, 50]), tokens_per_minute=most), 0.0)
+    quota = TenantQuota(TenantLimits(requests_per_minute=rng.choice([None, 50]), tokens_per_minute=most), 0.0)
     now, used, reserved = 0.0, 0.0, list[tuple[int, int]]()
     largest = max(1, most // 5)
     for _ in range(2000):

@@ -15,7 +15,7 @@ from baton_api.headers import PROMPT
 from baton_api.reports import PromptReport
 from baton_api.resuming import Beginning, begin_line, tokens_line
 from baton_api.workers import Role
-from baton_router.metrics.tracing import tracing_of
+from baton_router.metrics.tracing import open_tracing
 from baton_router.settings import RouterSettings
 from tests.router.collector import Collector
 from tests.router.fake_worker import (
@@ -193,7 +193,7 @@ async def test_who_says_whether_a_request_is_traced(
 
 
 async def test_without_an_endpoint_nothing_is_made_and_what_a_client_says_passes() -> None:
-    assert tracing_of(RouterSettings()) is None
+    assert open_tracing(RouterSettings()) is None
     said = {"traceparent": "whatever it is", "tracestate": "a=1"}
     async with FakeWorker() as worker, running_router([worker]) as router:
         await router.client.post(CHAT, json=QUESTION, headers=said)

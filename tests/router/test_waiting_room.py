@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from baton_router.scheduling.fair_share import QUANTUM
-from baton_router.scheduling.tenant_queue import Entry
+from baton_router.scheduling.tenant_queue import QueueEntry
 from baton_router.scheduling.waiting_room import (
     LEVELS,
     LOWEST,
@@ -23,7 +23,7 @@ from tests.router.test_tenant_queue import entry
 CRITICAL, INTERACTIVE, DEFAULT, BATCH = range(4)
 
 
-def room_of(*entries: Entry) -> WaitingRoom:
+def room_of(*entries: QueueEntry) -> WaitingRoom:
     room = WaitingRoom()
     for one in entries:
         room.add(one)
@@ -34,11 +34,11 @@ def always() -> bool:
     return True
 
 
-def served(room: WaitingRoom, now: float, most: int = 10**6) -> list[Entry]:
+def served(room: WaitingRoom, now: float, most: int = 10**6) -> list[QueueEntry]:
     """Who goes if so many can."""
-    order: list[Entry] = []
+    order: list[QueueEntry] = []
 
-    def take(one: Entry) -> bool:
+    def take(one: QueueEntry) -> bool:
         order.append(one)
         return True
 
@@ -102,9 +102,9 @@ def test_law_goes_before_agrees_with_the_order(seed: int) -> None:
 def test_nobody_is_asked_once_no_other_could_go() -> None:
     first, second, third = (entry(seconds) for seconds in (1, 2, 3))
     room = room_of(first, second, third)
-    asked: list[Entry] = []
+    asked: list[QueueEntry] = []
 
-    def take(one: Entry) -> bool:
+    def take(one: QueueEntry) -> bool:
         asked.append(one)
         return one is second
 
@@ -189,10 +189,10 @@ def test_to_starve_is_not_to_pass_other_tenants() -> None:
 
 
 def test_no_more_are_asked_than_the_window_has() -> None:
-    asked: list[Entry] = []
+    asked: list[QueueEntry] = []
     room = room_of(*(entry(1, tenant=f"t{number % 7}") for number in range(300)))
 
-    def refuse(one: Entry) -> bool:
+    def refuse(one: QueueEntry) -> bool:
         asked.append(one)
         return False
 
@@ -227,9 +227,9 @@ def test_what_is_computed_before_a_request() -> None:
 def test_everybody_leaves_exactly_once(seed: int) -> None:
     rng = random.Random(seed)
     room, now = WaitingRoom(quantum=50), 0.0
-    there, left = set[Entry](), list[Entry]()
+    there, left = set[QueueEntry](), list[QueueEntry]()
 
-    def leave(one: Entry) -> None:
+    def leave(one: QueueEntry) -> None:
         there.remove(one)  # KeyError if it had left before
         left.append(one)
 
@@ -257,10 +257,10 @@ def test_everybody_leaves_exactly_once(seed: int) -> None:
             waited = [now - one.arrived for one in room if one.level <= INTERACTIVE and not one.starved]
             assert max(waited, default=0) < STARVED_S
         else:
-            chance, offered, taken = rng.random(), list[Entry](), list[Entry]()
+            chance, offered, taken = rng.random(), list[QueueEntry](), list[QueueEntry]()
 
-            def take(one: Entry, chance: float = chance, offered: list[Entry] = offered,
-                     taken: list[Entry] = taken) -> bool:  # fmt: skip
+            def take(one: QueueEntry, chance: float = chance, offered: list[QueueEntry] = offered,
+                     taken: list[QueueEntry] = taken) -> bool:  # fmt: skip
                 assert one in there
                 offered.append(one)
                 if rng.random() < chance:

@@ -18,9 +18,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from baton_api.errors import Forbidden, NotReady, SetupError, Unauthorized
 from baton_http import jwks
-from baton_http.jwks import AGAIN_S, FAILED_AGAIN_S, REFRESH_S, IssuersKeys
+from baton_http.jwks import REFRESH_S, RETRY_S, UNKNOWN_KEY_S, IssuerKeys
 from baton_router.tenants.tenants import Tenant
-from baton_router.tenants.web_tokens import Rules, WebTokens
+from baton_router.tenants.web_tokens import TokenRules, WebTokens
 from tests.router.issuer import AUDIENCE, ISSUER, Issuer
 from tests.router.running import until
 
@@ -34,10 +34,10 @@ class Reader:
     def __init__(self, issuer: Issuer, remembered: int = 100, **rules: Any) -> None:
         self.seconds = 1000.0
         self.now = time.time()
-        self.keys = IssuersKeys(issuer.fetch, ALGORITHMS, lambda: self.seconds)
+        self.keys = IssuerKeys(issuer.fetch, ALGORITHMS, lambda: self.seconds)
         said = {"leeway_s": 30.0, "tenant_claim": "sub", "algorithms": ALGORITHMS, **rules}
         self.tokens = WebTokens(
-            Rules(issuer=ISSUER, audience=AUDIENCE, **said),
+            TokenRules(issuer=ISSUER, audience=AUDIENCE, **said),
             self.keys,
             KNOWN.get,
             lambda: self.now,
@@ -151,7 +151,7 @@ async def test_a_new_key_is_asked_for_and_a_strangers_key_at_most_once_a_minute(
         with pytest.raises(Unauthorized, match="does not show"):
             await reader.judge(issuer.token("new"))
     assert issuer.asked == 1
-    reader.seconds += AGAIN_S
+    reader.seconds += UNKNOWN_KEY_S
     both = await asyncio.gather(*(reader.judge(issuer.token("new")) for _ in range(5)))
     assert [one.name for one in both] == ["acme"] * 5 and issuer.asked == 2
 
@@ -180,7 +180,7 @@ async def test_an_issuer_that_does_not_answer_changes_nothing_or_nobody_can_tell
             await reader.judge(token)
     assert issuer.asked == 1
     issuer.down = False
-    reader.seconds += FAILED_AGAIN_S
+    reader.seconds += RETRY_S
     await reader.judge(token)
     issuer.down = True
     reader.seconds += REFRESH_S
@@ -215,10 +215,10 @@ def test_keys_that_are_for_something_else_are_left_out() -> None:
         {"kty": "RSA", "kid": "broken"},
         {"kid": "empty"},
     ]
-    assert list(jwks.read(msgspec.json.encode({"keys": [*strange, public]}), ALGORITHMS)) == ["rsa"]
+    assert list(jwks.read_key_set(msgspec.json.encode({"keys": [*strange, public]}), ALGORITHMS)) == ["rsa"]
     for text in (b"", b"[]", b'{"keys": 1}', b"\xff"):
         with pytest.raises(SetupError, match="This is no set of keys"):
-            jwks.read(text, ALGORITHMS)
+            jwks.read_key_set(text, ALGORITHMS)
 
 
 async def test_a_token_without_a_keys_name_is_signed_with_the_only_key() -> None:
@@ -233,9 +233,9 @@ async def test_keys_come_from_a_file_or_an_address(tmp_path: Path) -> None:
     issuer = Issuer()
     file = tmp_path / "jwks.json"
     with pytest.raises(SetupError, match="neither an http address nor a file"):
-        jwks.source(str(file))
+        jwks.key_source(str(file))
     file.write_bytes(issuer.shown())
-    assert await jwks.source(str(file))() == issuer.shown()
+    assert await jwks.key_source(str(file))() == issuer.shown()
 
     async def show(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -245,14 +245,14 @@ async def test_keys_come_from_a_file_or_an_address(tmp_path: Path) -> None:
     server = await asyncio.start_server(show, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with server:
-        assert await jwks.source(f"http://127.0.0.1:{port}/jwks")() == issuer.shown()
+        assert await jwks.key_source(f"http://127.0.0.1:{port}/jwks")() == issuer.shown()
     with pytest.raises(OSError):
-        await jwks.source(f"http://127.0.0.1:{port}/jwks")()
+        await jwks.key_source(f"http://127.0.0.1:{port}/jwks")()
 
 
 def test_what_is_used_of_the_library() -> None:
     """`algorithms` is an allow-list even where a key says another one."""
     issuer = Issuer()
-    key = jwks.read(issuer.shown(), ALGORITHMS)["rsa"]
+    key = jwks.read_key_set(issuer.shown(), ALGORITHMS)["rsa"]
     with pytest.raises(jwt.InvalidAlgorithmError):
         jwt.decode(issuer.token(), key, algorithms=["ES256"], audience=AUDIENCE)

@@ -12,7 +12,7 @@ from pathlib import Path
 from baton_api import metrics
 from baton_api.workers import Role
 from baton_http.upstream import Upstream
-from baton_router.workers.worker import State
+from baton_router.workers.worker import WorkerStatus
 from tests.router.fake_kubernetes import SELECTOR, FakeKubernetes, a_slice
 from tests.router.fake_worker import FakeWorker, gated, hang
 from tests.router.running import CHAT, QUESTION, STREAM, RunningRouter, anew, running_router, until
@@ -41,7 +41,7 @@ class Cluster:
         await self._stack.enter_async_context(worker)
         self.slices[worker.name] = f"slice-{next(self._numbers)}"
         self.put(worker, revision)
-        await until(lambda: self.state(worker) is State.READY)
+        await until(lambda: self.state(worker) is WorkerStatus.READY)
         self._most = max(self._most, len(self.router.workers.all))
         return worker
 
@@ -53,12 +53,12 @@ class Cluster:
     async def end(self, worker: FakeWorker) -> None:
         """As a pod ends: nothing new, then what it has, then it is listed no more, then it is gone."""
         self.put(worker, ready=False, serving=True, terminating=True)
-        await until(lambda: self.state(worker) is State.DRAINING)
+        await until(lambda: self.state(worker) is WorkerStatus.DRAINING)
         self.api.delete(self.slices.pop(worker.name))
         await until(lambda: self.state(worker) is None)
         await worker.die()
 
-    def state(self, worker: FakeWorker) -> State | None:
+    def state(self, worker: FakeWorker) -> WorkerStatus | None:
         loop = asyncio.get_running_loop()
         there = [one for one in self.router.workers.all if one.name == worker.name]
         return there[0].state(loop.time()) if there else None
@@ -148,7 +148,7 @@ async def test_what_a_leaving_worker_has_it_finishes(tmp_path: Path) -> None:
             await until(lambda: there.router.workers.leaving)
             assert (await there.running.post(anew(QUESTION))).status_code == 200
             assert (len(leaving.asked), len(other.asked)) == (1, 1)
-            assert there.state(leaving) is State.DRAINING
+            assert there.state(leaving) is WorkerStatus.DRAINING
             leaving.release.set()
             assert (await stream.aread()).endswith(b"data: [DONE]\n\n")
         await until(lambda: not there.leftovers())
@@ -171,7 +171,7 @@ async def test_an_address_that_another_generation_gets_is_a_worker_of_that_one(t
         worker = await there.start()
         there.put(worker, "r2")
         await until(lambda: [one.revision for one in there.router.workers.all] == ["r2"])
-        await until(lambda: there.state(worker) is State.READY)
+        await until(lambda: there.state(worker) is WorkerStatus.READY)
         assert (await there.running.post()).status_code == 200
         assert not there.leftovers()
 

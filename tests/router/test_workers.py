@@ -12,107 +12,107 @@ from baton_api.errors import ModelNotFound, NotReady
 from baton_api.workers import Load, Role
 from baton_http.upstream import Upstream
 from baton_router.workers.circuit_breaker import FAILURES_IN_A_ROW, PAUSE_LIMIT_S, PAUSE_S
-from baton_router.workers.discovery.listed import Standing
-from baton_router.workers.worker import Health, State, Worker, Workers, preferred, usable
+from baton_router.workers.discovery.listed import ListedStatus
+from baton_router.workers.worker import Worker, WorkerHealth, Workers, WorkerStatus, preferred, usable
 
 LOAD = Load(role=Role.DECODE, model="tiny", epoch="1")
 RESTARTED = Load(role=Role.DECODE, model="tiny", epoch="2")
 DRAINING = Load(role=Role.DECODE, model="tiny", epoch="1", draining=True)
 
-Seen = Callable[[Health], Health]
+Seen = Callable[[WorkerHealth], WorkerHealth]
 
 
-def ok(health: Health) -> Health:
+def ok(health: WorkerHealth) -> WorkerHealth:
     return health.answered(LOAD)
 
 
-def not_ready(health: Health) -> Health:
+def not_ready(health: WorkerHealth) -> WorkerHealth:
     return health.answered(LOAD, "GET /ready was answered with 503")
 
 
-def draining(health: Health) -> Health:
+def draining(health: WorkerHealth) -> WorkerHealth:
     return health.answered(DRAINING)
 
 
-def restarted(health: Health) -> Health:
+def restarted(health: WorkerHealth) -> WorkerHealth:
     return health.answered(RESTARTED)
 
 
-def miss(health: Health) -> Health:
+def miss(health: WorkerHealth) -> WorkerHealth:
     return health.missed(3, "no answer")
 
 
-def strike(health: Health) -> Health:
+def strike(health: WorkerHealth) -> WorkerHealth:
     return health.judged(health.breaker.failed(1, 100.0))
 
 
-def served(health: Health) -> Health:
+def served(health: WorkerHealth) -> WorkerHealth:
     return health.judged(health.breaker.served(1, 100.0))
 
 
-def ejected(health: Health) -> Health:
+def ejected(health: WorkerHealth) -> WorkerHealth:
     for _ in range(FAILURES_IN_A_ROW):
         health = strike(health)
     return health
 
 
-STORIES: dict[str, tuple[list[Seen], State]] = {
-    "not seen yet": ([], State.STARTING),
-    "missed while it starts": ([miss, miss], State.STARTING),
-    "never came": ([miss, miss, miss], State.DOWN),
-    "answers and is ready": ([ok], State.READY),
-    "answers and is not ready": ([not_ready], State.NOT_READY),
-    "became ready": ([not_ready, ok], State.READY),
-    "is draining": ([ok, draining], State.DRAINING),
-    "missed twice": ([ok, miss, miss], State.READY),
-    "missed three times": ([ok, miss, miss, miss], State.DOWN),
-    "missed twice, answered, missed twice": ([ok, miss, miss, ok, miss, miss], State.READY),
-    "came back": ([ok, miss, miss, miss, ok], State.READY),
-    "failed twice": ([ok, strike, strike], State.READY),
-    "failed five times": ([ok, ejected], State.EJECTED),
-    "failed, served, failed": ([ok, strike, strike, served, strike, strike, strike], State.READY),
-    "a look does not pardon failures": ([ok, ejected, ok], State.EJECTED),
-    "a restart does": ([ok, ejected, restarted], State.READY),
-    "put aside, then silent": ([ok, ejected, miss, miss, miss], State.DOWN),
-    "put aside, silent, back": ([ok, ejected, miss, miss, miss, ok], State.READY),
-    "put aside, and one of before was served": ([ok, ejected, served], State.EJECTED),
+STORIES: dict[str, tuple[list[Seen], WorkerStatus]] = {
+    "not seen yet": ([], WorkerStatus.STARTING),
+    "missed while it starts": ([miss, miss], WorkerStatus.STARTING),
+    "never came": ([miss, miss, miss], WorkerStatus.DOWN),
+    "answers and is ready": ([ok], WorkerStatus.READY),
+    "answers and is not ready": ([not_ready], WorkerStatus.NOT_READY),
+    "became ready": ([not_ready, ok], WorkerStatus.READY),
+    "is draining": ([ok, draining], WorkerStatus.DRAINING),
+    "missed twice": ([ok, miss, miss], WorkerStatus.READY),
+    "missed three times": ([ok, miss, miss, miss], WorkerStatus.DOWN),
+    "missed twice, answered, missed twice": ([ok, miss, miss, ok, miss, miss], WorkerStatus.READY),
+    "came back": ([ok, miss, miss, miss, ok], WorkerStatus.READY),
+    "failed twice": ([ok, strike, strike], WorkerStatus.READY),
+    "failed five times": ([ok, ejected], WorkerStatus.EJECTED),
+    "failed, served, failed": ([ok, strike, strike, served, strike, strike, strike], WorkerStatus.READY),
+    "a look does not pardon failures": ([ok, ejected, ok], WorkerStatus.EJECTED),
+    "a restart does": ([ok, ejected, restarted], WorkerStatus.READY),
+    "put aside, then silent": ([ok, ejected, miss, miss, miss], WorkerStatus.DOWN),
+    "put aside, silent, back": ([ok, ejected, miss, miss, miss, ok], WorkerStatus.READY),
+    "put aside, and one of before was served": ([ok, ejected, served], WorkerStatus.EJECTED),
 }
 
 
 @pytest.mark.parametrize(("seen", "state"), STORIES.values(), ids=STORIES.keys())
-def test_what_was_seen_makes_the_state(seen: list[Seen], state: State) -> None:
-    health = Health()
+def test_what_was_seen_makes_the_state(seen: list[Seen], state: WorkerStatus) -> None:
+    health = WorkerHealth()
     for see in seen:
         health = see(health)
     assert health.state(now=100.0) is state
 
 
 def test_after_its_pause_one_request_is_let_through() -> None:
-    health = ejected(ok(Health()))
+    health = ejected(ok(WorkerHealth()))
     later = 100.0 + PAUSE_S
-    assert health.state(later) is State.ON_TRIAL
+    assert health.state(later) is WorkerStatus.ON_TRIAL
     health = health.judged(health.breaker.sent(7, later))
-    assert health.state(later) is State.EJECTED
-    assert health.judged(health.breaker.served(7, later)).state(later) is State.READY
-    assert health.judged(health.breaker.failed(7, later)).state(later + PAUSE_S) is State.EJECTED
+    assert health.state(later) is WorkerStatus.EJECTED
+    assert health.judged(health.breaker.served(7, later)).state(later) is WorkerStatus.READY
+    assert health.judged(health.breaker.failed(7, later)).state(later + PAUSE_S) is WorkerStatus.EJECTED
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_whatever_happened_a_ready_worker_has_answered_last_and_a_good_look_ends_down(seed: int) -> None:
     rng = random.Random(seed)
-    health, now, misses = Health(), 0.0, 0
+    health, now, misses = WorkerHealth(), 0.0, 0
     for _ in range(200):
         now += rng.expovariate(1.0)
         see = rng.choice([ok, not_ready, draining, restarted, miss, served, strike])
         health = health.judged(health.breaker.failed(1, now)) if see is strike else see(health)
         misses = misses + 1 if see is miss else 0 if see in (ok, not_ready, draining, restarted) else misses
         state = health.state(now)
-        assert (state is State.DOWN) == (misses >= 3)
+        assert (state is WorkerStatus.DOWN) == (misses >= 3)
         assert not health.breaker.opened or health.breaker.until <= now + PAUSE_LIMIT_S
-        if state is State.READY:
+        if state is WorkerStatus.READY:
             assert health.load is not None and not health.refusal
         if see is restarted:
-            assert state in (State.READY, State.EJECTED, State.ON_TRIAL)
+            assert state in (WorkerStatus.READY, WorkerStatus.EJECTED, WorkerStatus.ON_TRIAL)
 
 
 def worker(listed: Role = Role.DECODE, port: int = 1, **load: object) -> Worker:
@@ -129,7 +129,7 @@ def ports(workers: Sequence[Worker]) -> list[int]:
 
 def test_where_nobody_else_is_what_was_seen_counts_whoever_is_listed_as_what() -> None:
     lost, ending, unwell, well = (worker(port=number) for number in (1, 2, 3, 4))
-    lost.standing, ending.standing = Standing.UNREADY, Standing.TERMINATING
+    lost.standing, ending.standing = ListedStatus.UNREADY, ListedStatus.TERMINATING
     unwell.health = not_ready(unwell.health)
     assert ports(usable([lost, ending, unwell], 100.0)) == [1, 2]
     assert ports(usable([lost, ending, unwell, well], 100.0)) == [4]
@@ -183,12 +183,12 @@ WRONG = {
 @pytest.mark.parametrize(("listed", "load"), WRONG.values(), ids=WRONG.keys())
 def test_a_worker_in_the_wrong_place_is_not_ready_and_says_why(listed: Role, load: dict[str, object]) -> None:
     made = worker(listed, 1, **load)
-    assert made.health.state(0.0) is State.NOT_READY
+    assert made.health.state(0.0) is WorkerStatus.NOT_READY
     assert made.health.refusal
 
 
 def test_a_worker_of_role_both_is_a_decode_worker() -> None:
-    assert worker(role=Role.BOTH).health.state(0.0) is State.READY
+    assert worker(role=Role.BOTH).health.state(0.0) is WorkerStatus.READY
 
 
 def test_pressure_counts_our_own_requests_at_once_and_others_as_reported() -> None:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from baton_api.kv_events import BlockRemoved, BlockStored, Event
 from baton_router.cache.prefix_index import PrefixIndex
-from baton_router.cache.prompt_chunks import Prompt
+from baton_router.cache.prompt_chunks import PromptChunks
 
-AWAITED_LIMIT = 1024
+PENDING_LIMIT = 1024
 """Reports that came before the events of their blocks, and are kept until those come."""
 
 NAMES_LIMIT = 32
@@ -28,7 +28,7 @@ Tree = dict[int, int | None]
 """Block -> its parent; None at the beginning of a prompt."""
 
 
-class HeldBlocks:
+class WorkerBlocks:
     """What one process of a worker has told. Once closed it changes nothing any more."""
 
     def __init__(self, blocks: BlockMap, slot: int) -> None:
@@ -71,7 +71,7 @@ class HeldBlocks:
 class _Placement:
     """A prompt whose chunks are to be found in blocks."""
 
-    prompt: Prompt
+    prompt: PromptChunks
     blocks: int
     """Full ones."""
     known: int
@@ -85,7 +85,7 @@ class BlockMap:
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
-        self._held: dict[int, HeldBlocks] = {}
+        self._held: dict[int, WorkerBlocks] = {}
         self._chunks: dict[int, tuple[int, ...]] = {}
         """Block, held by somebody -> the chunks that end in it, in the order of their discovery."""
         self._awaited: OrderedDict[int, _Placement] = OrderedDict()
@@ -95,10 +95,10 @@ class BlockMap:
         """Blocks with chunks."""
         return len(self._chunks)
 
-    def open(self, slot: int) -> HeldBlocks:
+    def open(self, slot: int) -> WorkerBlocks:
         """A process that will tell what it holds, and holds nothing yet."""
         self.close(slot)
-        held = self._held[slot] = HeldBlocks(self, slot)
+        held = self._held[slot] = WorkerBlocks(self, slot)
         return held
 
     def close(self, slot: int) -> None:
@@ -108,7 +108,7 @@ class BlockMap:
             held.closed = True
             self._let_go([block for block in self._chunks if block in held.tree])
 
-    def place(self, prompt: Prompt, tail: int, blocks: int, known: int, slots: Collection[int]) -> None:
+    def place(self, prompt: PromptChunks, tail: int, blocks: int, known: int, slots: Collection[int]) -> None:
         """
         The prompt ends in `blocks` full blocks, the last of them `tail`, with the workers of `slots`.
 
@@ -124,12 +124,12 @@ class BlockMap:
                 return
         if told:
             self._awaited[tail] = placement
-            if len(self._awaited) > AWAITED_LIMIT:
+            if len(self._awaited) > PENDING_LIMIT:
                 self._awaited.popitem(last=False)
 
     # --- From HeldBlocks ---
 
-    def came(self, held: HeldBlocks, slot: int, blocks: Sequence[int]) -> None:
+    def came(self, held: WorkerBlocks, slot: int, blocks: Sequence[int]) -> None:
         """The worker holds these blocks, parents before children."""
         chunks = [name for block in blocks for name in self._chunks.get(block, ())]
         if chunks:
@@ -146,7 +146,7 @@ class BlockMap:
                 self._index.remove(slot, self._chunks[block])
         self._let_go(blocks)
 
-    def replaced(self, held: HeldBlocks, slot: int, before: Tree) -> None:
+    def replaced(self, held: WorkerBlocks, slot: int, before: Tree) -> None:
         """The worker holds something else than `before`; most of it has no chunks, and is not looked at."""
         mapped, tree = list(self._chunks), held.tree
         self.dropped(slot, [block for block in mapped if block in before and block not in tree])
@@ -162,7 +162,7 @@ class BlockMap:
 
     def _place(self, tree: Tree, tail: int, placement: _Placement) -> None:
         names, chunks = placement.prompt.names[placement.known :], self._chunks
-        places = _places(tree, tail, placement)
+        places = _end_blocks(tree, tail, placement)
         for name, block in zip(reversed(names), places, strict=False):
             there = chunks.get(block)
             if there is None:
@@ -184,7 +184,7 @@ class BlockMap:
                 self._index.insert(slot, placement.prompt.names[: placement.known + count])
 
 
-def _places(tree: Tree, tail: int, placement: _Placement) -> list[int]:
+def _end_blocks(tree: Tree, tail: int, placement: _Placement) -> list[int]:
     """
     The blocks in which the prompt's chunks end, the last chunk's first, as far as they are held.
 

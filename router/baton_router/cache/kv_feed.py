@@ -23,7 +23,7 @@ REPLAY_S = 1.0
 SILENCE_S = 10.0
 """Seconds without a batch in its order after which the feed is degraded: five of a worker's heartbeats."""
 
-HELD_LIMIT = 10_000
+BUFFER_LIMIT = 10_000
 """Batches that wait for those before them."""
 
 RETRY_S = 0.5
@@ -31,7 +31,7 @@ RETRY_LIMIT_S = 30.0
 """From one snapshot that failed to the next try, at first and at most."""
 
 
-class Blocks(Protocol):
+class BlockSink(Protocol):
     """Where events go, in their order."""
 
     def apply(self, events: Sequence[Event]) -> None: ...
@@ -39,23 +39,23 @@ class Blocks(Protocol):
     def replace(self, tree: Tree) -> None: ...
 
 
-class Ask(enum.Enum):
+class FeedRequest(enum.Enum):
     """What the worker is to be asked for."""
 
     REPLAY = "replay"
-    """All batches from `Feed.next` on."""
+    """All batches from `KvEventFeed.next` on."""
     SNAPSHOT = "snapshot"
 
 
-class Feed:
+class KvEventFeed:
     """One process's events. A process that began anew wants a new one."""
 
-    def __init__(self, blocks: Blocks, now: float) -> None:
+    def __init__(self, blocks: BlockSink, now: float) -> None:
         self._blocks = blocks
         self.next = 0
         """The number of the batch to apply next."""
         self.gaps = 0
-        self._missing: Ask | None = Ask.SNAPSHOT
+        self._missing: FeedRequest | None = FeedRequest.SNAPSHOT
         """What would make it whole."""
         self._asked_at: float | None = None
         self._ask_from = now
@@ -71,11 +71,11 @@ class Feed:
     def degraded(self, now: float) -> bool:
         return now - self._heard > SILENCE_S
 
-    def due(self, now: float) -> Ask | None:
+    def due(self, now: float) -> FeedRequest | None:
         """What is to be asked for now; the caller does, and this is not said again meanwhile."""
         asked_at = self._asked_at
-        if self._missing is Ask.REPLAY and asked_at is not None and now - asked_at > REPLAY_S:
-            self._want(Ask.SNAPSHOT, now)
+        if self._missing is FeedRequest.REPLAY and asked_at is not None and now - asked_at > REPLAY_S:
+            self._want(FeedRequest.SNAPSHOT, now)
         if self._missing is None or self._asked_at is not None or now < self._ask_from:
             return None
         self._asked_at = now
@@ -83,7 +83,7 @@ class Feed:
 
     def batch(self, seq: int, events: Sequence[Event], now: float) -> None:
         """A batch came, by itself or in a replay."""
-        if self._missing is Ask.SNAPSHOT or seq > self.next:
+        if self._missing is FeedRequest.SNAPSHOT or seq > self.next:
             self._hold(seq, events, now)
         elif seq == self.next:
             self._apply(events)
@@ -91,8 +91,8 @@ class Feed:
 
     def replay_ended(self, now: float) -> None:
         """The worker has no more to say; what is missing now it has forgotten."""
-        if self._missing is Ask.REPLAY:
-            self._want(Ask.SNAPSHOT, now)
+        if self._missing is FeedRequest.REPLAY:
+            self._want(FeedRequest.SNAPSHOT, now)
 
     def snapshot(self, seq: int, tree: Tree, now: float) -> None:
         """All blocks, as they were after batch `seq`."""
@@ -104,7 +104,7 @@ class Feed:
 
     def failed(self, now: float) -> None:
         """The snapshot did not come."""
-        self._want(Ask.SNAPSHOT, now + self._pause)
+        self._want(FeedRequest.SNAPSHOT, now + self._pause)
         self._pause = min(2 * self._pause, RETRY_LIMIT_S)
 
     def _apply(self, events: Sequence[Event]) -> None:
@@ -112,14 +112,14 @@ class Feed:
         self.next += 1
 
     def _hold(self, seq: int, events: Sequence[Event], now: float) -> None:
-        if len(self._held) >= HELD_LIMIT:
+        if len(self._held) >= BUFFER_LIMIT:
             self._held.clear()  # whoever asks for a snapshot now is further than all of them
-            if self._missing is Ask.REPLAY:
-                self._want(Ask.SNAPSHOT, now)
+            if self._missing is FeedRequest.REPLAY:
+                self._want(FeedRequest.SNAPSHOT, now)
         self._held[seq] = events
         if self._missing is None:
             self.gaps += 1
-            self._want(Ask.REPLAY, now)
+            self._want(FeedRequest.REPLAY, now)
 
     def _catch_up(self, now: float) -> None:
         """Apply what has waited, as far as nothing is missing."""
@@ -127,9 +127,9 @@ class Feed:
             self._apply(events)
         if not self._held:
             self._missing, self._heard = None, now
-        elif self._missing is not Ask.REPLAY:
+        elif self._missing is not FeedRequest.REPLAY:
             self.gaps += 1
-            self._want(Ask.REPLAY, now)
+            self._want(FeedRequest.REPLAY, now)
 
-    def _want(self, missing: Ask, start: float) -> None:
+    def _want(self, missing: FeedRequest, start: float) -> None:
         self._missing, self._asked_at, self._ask_from = missing, None, start

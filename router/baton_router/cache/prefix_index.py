@@ -25,7 +25,7 @@ HOLDER_COST = 116
 
 
 @dataclass(slots=True)
-class _Held:
+class _WorkerChunks:
     """What one worker is believed to hold, the chunk that it would drop next first."""
 
     capacity: int
@@ -38,7 +38,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._holders: dict[int, int] = {}
         """Chunk -> the workers that hold it, as bits; never 0."""
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _WorkerChunks] = {}
 
     def __len__(self) -> int:
         """Different chunks that anybody holds."""
@@ -52,7 +52,7 @@ class PrefixIndex:
 
     def register(self, worker: int, capacity: int) -> None:
         """A worker that holds nothing yet, or can hold another number of chunks than before."""
-        held = self._held.setdefault(worker, _Held(capacity))
+        held = self._held.setdefault(worker, _WorkerChunks(capacity))
         held.capacity = capacity
         self._shrink(worker, held)
 
@@ -93,13 +93,13 @@ class PrefixIndex:
             if left != holders:
                 left &= holders
                 if left != holders and count:
-                    _note(matched, holders & ~left, count)
+                    _record_matches(matched, holders & ~left, count)
                 holders = left
                 if not left:
                     return matched
             count += 1
         if count:
-            _note(matched, holders, count)
+            _record_matches(matched, holders, count)
         return matched
 
     def insert(self, worker: int, chunks: Sequence[int], matched: int = 0) -> list[int]:
@@ -134,7 +134,7 @@ class PrefixIndex:
                 del held.chunks[chunk]
                 self._unset(chunk, worker)
 
-    def _shrink(self, worker: int, held: _Held) -> None:
+    def _shrink(self, worker: int, held: _WorkerChunks) -> None:
         while len(held.chunks) > held.capacity:
             chunk, _ = held.chunks.popitem(last=False)
             self._unset(chunk, worker)
@@ -147,7 +147,7 @@ class PrefixIndex:
             del self._holders[chunk]
 
 
-def _note(matched: dict[int, int], workers: int, count: int) -> None:
+def _record_matches(matched: dict[int, int], workers: int, count: int) -> None:
     """Write `count` for each of the bits in `workers`."""
     while workers:
         lowest = workers & -workers

@@ -23,7 +23,7 @@ LABELS = {role: role.encode() for role in ("system", "developer", "user", "assis
 """Of messages, the usual ones."""
 
 
-class Message(msgspec.Struct):
+class PromptMessage(msgspec.Struct):
     """What of a message decides the prompt, whatever its shape."""
 
     role: Any = None
@@ -31,7 +31,7 @@ class Message(msgspec.Struct):
     tool_calls: Any = None
 
 
-class Prompt(msgspec.Struct, frozen=True):
+class PromptChunks(msgspec.Struct, frozen=True):
     """A prompt cut into chunks."""
 
     names: tuple[int, ...]
@@ -55,7 +55,7 @@ def root_name(salt: str, model: str) -> int:
     return digest(f"{len(salt)}:{salt}{model}".encode(errors="replace"))
 
 
-def of_messages(messages: Sequence[Message], tools: msgspec.Raw | None, root: int) -> Prompt:
+def chunk_messages(messages: Sequence[PromptMessage], tools: msgspec.Raw | None, root: int) -> PromptChunks:
     """A conversation's chunks. `tools` is their JSON as it came."""
     names: list[int] = []
     sizes: list[int] = []
@@ -72,18 +72,18 @@ def of_messages(messages: Sequence[Message], tools: msgspec.Raw | None, root: in
         name = _cut(label or role.encode("utf-8", "replace"), text, name, names, sizes)
         if role == "assistant":
             answers.append((begun, len(names)))
-    return Prompt(tuple(names), tuple(sizes), tuple(answers))
+    return PromptChunks(tuple(names), tuple(sizes), tuple(answers))
 
 
-def of_text(text: bytes, root: int) -> Prompt:
+def chunk_text(text: bytes, root: int) -> PromptChunks:
     """A plain prompt's chunks; its last one, if it is not full, is a chunk too."""
     names: list[int] = []
     sizes: list[int] = []
     _cut(b"", text, root, names, sizes)
-    return Prompt(tuple(names), tuple(sizes))
+    return PromptChunks(tuple(names), tuple(sizes))
 
 
-def _text(message: Message) -> bytes:
+def _text(message: PromptMessage) -> bytes:
     content = message.content
     if isinstance(content, str):
         text = content.encode("utf-8", "replace")

@@ -24,36 +24,36 @@ import msgspec
 
 from baton_api.errors import BatonError, MethodNotAllowed, NotReady
 from baton_http.replies import Receive, Scope, Send, request_id, send_error, send_json
-from baton_router.dashboard.views import Watch, picture
-from baton_router.scheduling.scheduler import Scheduler
+from baton_router.dashboard.views import RequestWatch, service_view
+from baton_router.scheduling.scheduler import RequestScheduler
 from baton_router.tenants.access import tenant_of
 from baton_router.tenants.tenants import Tenant
 
 NOW = "/page/now"
 EVENTS = "/page/events"
-DATA = frozenset({NOW, EVENTS})
+DATA_PATHS = frozenset({NOW, EVENTS})
 
-LOOK_S = 0.25
+POLL_S = 0.25
 """Seconds from one look at the requests to the next."""
 
-SERVICE_LOOKS = 4
+SERVICE_POLLS = 4
 """Looks from one picture of the service to the next."""
 
-QUIET_LOOKS = 40
+KEEP_ALIVE_POLLS = 40
 """Looks without anything new after which a page is told that the router lives."""
 
-WATCHES_LIMIT = 32
+WATCHERS_LIMIT = 32
 """Pages that are told of events at a time, in one router."""
 
 _encoder = msgspec.json.Encoder()
 
 
-class Page:
+class LiveDashboard:
     """Belongs to the scheduler's process."""
 
-    def __init__(self, scheduler: Scheduler, draining: Callable[[], bool]) -> None:
+    def __init__(self, scheduler: RequestScheduler, draining: Callable[[], bool]) -> None:
         """`draining`: whether the process is to end. Pages are let go then, or it would wait for them."""
-        self.files = files()
+        self.files = static_files()
         self._draining = draining
         self._scheduler = scheduler
         self._offset_s = time.time() - time.monotonic()
@@ -70,7 +70,7 @@ class Page:
         return True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """What `DATA` lists, for a tenant who was let in."""
+        """What `DATA_PATHS` lists, for a tenant who was let in."""
         name = request_id(scope["headers"])
         try:
             if scope["method"] != "GET":
@@ -81,31 +81,31 @@ class Page:
         except BatonError as error:
             await send_error(send, error, name)
             return
-        watch = Watch(tenant_of(scope))
+        watch = RequestWatch(tenant_of(scope))
         now = {"service": self._service(watch.tenant), "requests": self._news(watch)}
         await send_json(send, 200, _encoder.encode(now), name, HEADERS)
 
     async def _watch(self, tenant: Tenant, receive: Receive, send: Send) -> None:
-        if self.watched >= WATCHES_LIMIT:
+        if self.watched >= WATCHERS_LIMIT:
             raise NotReady(f"{self.watched} pages are open, and no more are told of events; close one.")
         self.watched += 1
-        leaving = asyncio.ensure_future(_left(receive))
+        leaving = asyncio.ensure_future(_wait_for_disconnect(receive))
         try:
-            await self._tell(Watch(tenant), leaving, send)
+            await self._tell(RequestWatch(tenant), leaving, send)
         finally:
             self.watched -= 1
             leaving.cancel()
             with suppress(asyncio.CancelledError):
                 await leaving
 
-    async def _tell(self, watch: Watch, leaving: asyncio.Future[None], send: Send) -> None:
+    async def _tell(self, watch: RequestWatch, leaving: asyncio.Future[None], send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no"), *HEADERS]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         told: dict[str, Any] = {}
         looks = quiet = 0
         while not self._draining() and not leaving.done():
             said = b""
-            if looks % SERVICE_LOOKS == 0:
+            if looks % SERVICE_POLLS == 0:
                 service = self._service(watch.tenant)
                 if {**service, "now": 0} != told:
                     told = {**service, "now": 0}
@@ -114,17 +114,17 @@ class Page:
                 said += _event(b"requests", {"now": self._epoch(self._clock()), "requests": news})
             looks += 1
             quiet = 0 if said else quiet + 1
-            if quiet >= QUIET_LOOKS:
+            if quiet >= KEEP_ALIVE_POLLS:
                 quiet, said = 0, b": the router lives\n\n"
             if said:
                 await send({"type": "http.response.body", "body": said, "more_body": True})
-            await asyncio.wait([leaving], timeout=LOOK_S)
+            await asyncio.wait([leaving], timeout=POLL_S)
         await send({"type": "http.response.body", "body": b""})
 
     def _service(self, tenant: Tenant) -> dict[str, Any]:
         scheduler = self._scheduler
         dispatches = scheduler.dispatcher.dispatches
-        return picture(
+        return service_view(
             scheduler.workers,
             scheduler.queue,
             dispatches,
@@ -134,7 +134,7 @@ class Page:
             self._draining(),
         )
 
-    def _news(self, watch: Watch) -> list[dict[str, Any]]:
+    def _news(self, watch: RequestWatch) -> list[dict[str, Any]]:
         return watch.news(self._scheduler.dispatcher.dispatches, self._epoch)
 
     @staticmethod
@@ -147,7 +147,7 @@ class Page:
         return round(1000 * (self._offset_s + at), 1)
 
 
-async def _left(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     """Wait until the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -161,7 +161,7 @@ FOLDER = Path(__file__).parent / "web"
 PREFIX = "/page/"
 """Where the files are, but for the document, which is at `/`."""
 
-POLICY = "; ".join(
+CONTENT_SECURITY_POLICY = "; ".join(
     (
         "default-src 'none'",
         "script-src 'self'",
@@ -177,7 +177,7 @@ POLICY = "; ".join(
 )
 
 HEADERS = [
-    (b"content-security-policy", POLICY.encode()),
+    (b"content-security-policy", CONTENT_SECURITY_POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
     (b"referrer-policy", b"no-referrer"),
@@ -191,7 +191,7 @@ TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".s
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class StaticFile:
     """One file as it is served."""
 
     body: bytes
@@ -200,7 +200,7 @@ class File:
     """Of these very bytes."""
 
     @classmethod
-    def of(cls, path: Path) -> File:
+    def of(cls, path: Path) -> StaticFile:
         body = path.read_bytes()
         tag = hashlib.sha256(body).hexdigest()[:32]
         return cls(body, f"{TYPES[path.suffix]}; charset=utf-8", f'"{tag}"'.encode())
@@ -218,8 +218,8 @@ class File:
         await send({"type": "http.response.body", "body": b"" if same or bodiless else self.body})
 
 
-def files() -> dict[str, File]:
+def static_files() -> dict[str, StaticFile]:
     """All of them, by their paths."""
-    found = {f"{PREFIX}{path.name}": File.of(path) for path in FOLDER.iterdir() if path.suffix in TYPES}
+    found = {f"{PREFIX}{path.name}": StaticFile.of(path) for path in FOLDER.iterdir() if path.suffix in TYPES}
     found["/"] = found.pop(f"{PREFIX}index.html")
     return found

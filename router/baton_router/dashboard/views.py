@@ -18,8 +18,8 @@ from statistics import median
 from typing import Any
 
 from baton_api import __version__
-from baton_router.metrics.tracing import Seen, phases
-from baton_router.scheduling.dispatcher import Dispatch, explained
+from baton_router.metrics.tracing import RequestTimes, request_phases
+from baton_router.scheduling.dispatcher import Dispatch, explain
 from baton_router.scheduling.queue import Queue
 from baton_router.scheduling.waiting_room import LEVELS
 from baton_router.tenants.tenants import Tenant
@@ -29,7 +29,7 @@ WORKERS_LIMIT = 64
 """Workers of a picture; it says how many are left out."""
 
 
-def picture(
+def service_view(
     workers: Workers,
     queue: Queue,
     dispatches: Iterable[Dispatch],
@@ -52,7 +52,7 @@ def picture(
         "workers": [_worker(one, running, tenant, now) for one in shown[:WORKERS_LIMIT]],
         "workers_left_out": max(0, len(shown) - WORKERS_LIMIT),
         "waiting": _waiting(queue, now) if tenant.admin else None,
-        "pace": asdict(pace(own, now)),
+        "pace": asdict(service_rates(own, now)),
     }
 
 
@@ -78,7 +78,7 @@ def _worker(worker: Worker, running: list[Dispatch], tenant: Tenant, now: float)
     mine = [made for made in running if worker in (made.pair.decode, made.pair.prefill)]
     prefills = worker.listed == "prefill"
     return {
-        "name": shown_name(worker.name, tenant),
+        "name": display_name(worker.name, tenant),
         "role": worker.listed,
         "model": worker.model,
         "revision": worker.revision,
@@ -107,7 +107,7 @@ TOKENS_WINDOW_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class ServiceRates:
     """Of the last minute; None where nothing was seen of it."""
 
     requests: int
@@ -121,7 +121,7 @@ class Pace:
     """Of those, how many were in a cache."""
 
 
-def pace(dispatches: Iterable[Dispatch], now: float) -> Pace:
+def service_rates(dispatches: Iterable[Dispatch], now: float) -> ServiceRates:
     """`dispatches` in any order; those that are too old do not count."""
     requests = prompt = cached = 0
     firsts: list[float] = []
@@ -138,7 +138,9 @@ def pace(dispatches: Iterable[Dispatch], now: float) -> Pace:
         if made.report is not None:
             prompt += made.report.tokens
             cached += made.report.cached
-    return Pace(requests, median(firsts) if firsts else None, tokens / TOKENS_WINDOW_S, prompt, cached)
+    return ServiceRates(
+        requests, median(firsts) if firsts else None, tokens / TOKENS_WINDOW_S, prompt, cached
+    )
 
 
 def _tokens(made: Dispatch, now: float) -> float:
@@ -169,15 +171,15 @@ def visible(made: Dispatch, tenant: Tenant) -> bool:
     return tenant.admin or made.tenant == tenant.id
 
 
-def shown_name(worker: str, tenant: Tenant) -> str:
+def display_name(worker: str, tenant: Tenant) -> str:
     """What the page calls a worker: its address for admins, else a name that only tells workers apart."""
     if tenant.admin:
         return worker
     return f"worker-{hashlib.blake2s(worker.encode(), key=_SECRET, digest_size=4).hexdigest()}"
 
 
-def seen(made: Dispatch) -> Seen:
-    return Seen(made.arrived, made.decided, made.first_byte, made.ended, made.streams)
+def times_of(made: Dispatch) -> RequestTimes:
+    return RequestTimes(made.arrived, made.decided, made.first_byte, made.ended, made.streams)
 
 
 def outcome(made: Dispatch) -> str:
@@ -195,14 +197,14 @@ def outcome(made: Dispatch) -> str:
     return "refused" if made.report is None else "cut"
 
 
-def timeline(made: Dispatch, tenant: Tenant, epoch: Epoch) -> dict[str, Any]:
+def request_view(made: Dispatch, tenant: Tenant, epoch: Epoch) -> dict[str, Any]:
     """
     One record of the page's `requests`; times are milliseconds since 1970.
 
     What other ways would have cost tells how busy others are, so it is for admins.
     """
     report = made.report
-    decision = explained(made)
+    decision = explain(made)
     prefill = made.pair.prefill
     size = made.generating.block_size
     moved = report.tokens - report.held if report is not None and report.remote else 0
@@ -211,13 +213,13 @@ def timeline(made: Dispatch, tenant: Tenant, epoch: Epoch) -> dict[str, Any]:
         "tenant": made.tenant.partition(":")[2],
         "class": made.kind,
         "model": made.pair.decode.model,
-        "decode": shown_name(made.pair.decode.name, tenant),
-        "prefill": shown_name(prefill.name, tenant) if prefill else None,
+        "decode": display_name(made.pair.decode.name, tenant),
+        "prefill": display_name(prefill.name, tenant) if prefill else None,
         "outcome": outcome(made),
         "streams": made.streams,
         "phases": [
             {"name": one.name, "start": epoch(one.start), "end": None if one.end is None else epoch(one.end)}
-            for one in phases(seen(made), report)
+            for one in request_phases(times_of(made), report)
         ],
         "prompt_tokens": report.tokens if report else None,
         "cached_tokens": report.cached if report else None,
@@ -244,7 +246,7 @@ FOLLOWED_LIMIT = 400
 """Requests that run, of which a page hears when they go on."""
 
 
-class Watch:
+class RequestWatch:
     """One page's."""
 
     def __init__(self, tenant: Tenant) -> None:
@@ -262,7 +264,7 @@ class Watch:
         changed += self._new(dispatches)
         for made in changed:
             self._follow(made)
-        return [timeline(made, self.tenant, epoch) for made in changed[-REQUESTS_LIMIT:]]
+        return [request_view(made, self.tenant, epoch) for made in changed[-REQUESTS_LIMIT:]]
 
     def _has_changed(self, made: Dispatch) -> bool:
         return made.ended is not None or made.first_byte != self._told[made.number]

@@ -18,7 +18,7 @@ from baton_router.proxy.forwarding import CONNECTION_HEADERS
 READ_BYTES = 64 * 1024
 
 
-class Control:
+class ControlProxy:
     """A bare ASGI callable."""
 
     def __init__(self, path: str) -> None:
@@ -60,7 +60,7 @@ class Control:
 
     async def _answer(self, reader: asyncio.StreamReader, send: Send, *, bodiless: bool) -> None:
         """Read the answer and give it on. An answer that breaks off stays broken off."""
-        answer = _Answer()
+        answer = _ParsedResponse()
         while not answer.complete:
             data = await reader.read(READ_BYTES)
             if not data:
@@ -78,7 +78,7 @@ class Control:
                     await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-class _Answer:
+class _ParsedResponse:
     """What httptools has read so far."""
 
     def __init__(self) -> None:
@@ -114,11 +114,11 @@ def _head(scope: Scope, chunked: bool) -> bytes:
     query = scope["query_string"]
     target = scope["raw_path"] + (b"?" + query if query else b"")
     lines = [b"%b %b HTTP/1.1\r\n" % (scope["method"].encode(), target)]
-    lines += [b"%b: %b\r\n" % one for one in _passing(scope["headers"])]
+    lines += [b"%b: %b\r\n" % one for one in _forwarded(scope["headers"])]
     if chunked:
         lines.append(b"transfer-encoding: chunked\r\n")
     return b"".join([*lines, b"connection: close\r\n\r\n"])
 
 
-def _passing(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+def _forwarded(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     return [one for one in headers if one[0] not in CONNECTION_HEADERS and one[0] != b"expect"]

@@ -19,29 +19,29 @@ from baton_api.background import BackgroundTasks
 from baton_api.errors import BatonError
 from baton_api.keys import OPEN_PATHS
 from baton_api.metrics import BackgroundTask
-from baton_http.client_connection import Client, ClientGone
-from baton_http.http_client import Upstreams
+from baton_http.client_connection import ClientConnection, ClientDisconnected
+from baton_http.http_client import UpstreamPool
 from baton_http.replies import Receive, Scope, Send, request_id, send_error, send_json
-from baton_router.frontends.control_proxy import Control
+from baton_router.frontends.control_proxy import ControlProxy
 from baton_router.frontends.remote_picker import RemotePicker
-from baton_router.metrics.registry import Figures, measured
-from baton_router.metrics.tracing import tracing_of
+from baton_router.metrics.registry import RouterMetrics, export_families
+from baton_router.metrics.tracing import open_tracing
 from baton_router.proxy import responses
 from baton_router.proxy.forwarding import FORWARDED
 from baton_router.proxy.proxy import Proxy
-from baton_router.scheduling.admission import Places
+from baton_router.scheduling.admission import QueueCapacity
 from baton_router.settings import RouterSettings
-from baton_router.tenants.access import Access
+from baton_router.tenants.access import Authenticator
 
-TELL_S = 1.0
+METRICS_S = 1.0
 """Seconds from one report of this front's figures to the next."""
 
-MEET_S = 5.0
+SCHEDULER_WAIT_S = 5.0
 """Seconds that a front lets its clients wait for the scheduler's first word: without it there is nobody to
 send them to, while another front may serve what is not taken here."""
 
 
-class Front:
+class Frontend:
     """An ASGI application."""
 
     def __init__(self, settings: RouterSettings, scheduler: str, control: str) -> None:
@@ -49,23 +49,23 @@ class Front:
         self.settings = settings
         self.draining = False
         """Set when the process is to end: /ready says so, and what comes all the same is served."""
-        self.access = Access(settings)
+        self.access = Authenticator(settings)
         tls = mutual_tls.client(settings.tls_folder, settings.tls_name)
-        self.upstreams = Upstreams(settings.connect_s, tls)
-        self.figures = Figures()
+        self.upstreams = UpstreamPool(settings.connect_s, tls)
+        self.figures = RouterMetrics()
         self._picker = RemotePicker(
             scheduler,
             self.upstreams,
             settings.scheduler_patience_s,
-            Places(settings.queue_requests, settings.queue_bytes),
+            QueueCapacity(settings.queue_requests, settings.queue_bytes),
             self._unasked,
         )
         self.figures.gauge(metrics.ROUTER_ROSTER_WORKERS, self._choosable)
-        self._tracing = tracing_of(settings)
+        self._tracing = open_tracing(settings)
         self._background = BackgroundTasks()
         self.figures.registry.register(self._background.errors)
         self._proxy = Proxy(settings, self._picker, self.upstreams, self.figures, self._tracing)
-        self._control = Control(control)
+        self._control = ControlProxy(control)
         self._keeps = bool(settings.responses_kept and settings.responses_memory and settings.responses_ttl_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,10 +88,10 @@ class Front:
 
     async def _response(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Responses are kept by the scheduler's process; a request that needs none of them is served here."""
-        settings, client = self.settings, Client(scope, receive, send)
+        settings, client = self.settings, ClientConnection(scope, receive, send)
         try:
             body = await client.body(settings.max_body, settings.body_s)
-        except ClientGone:
+        except ClientDisconnected:
             return
         except BatonError as error:
             self.figures.accounts.refused(scope["path"], error.status)
@@ -132,7 +132,7 @@ class Front:
         self._background.start(BackgroundTask.FRONTEND_METRICS, self._tell)
         self._background.start(BackgroundTask.LOOP_LAG, self.figures.lag.watch)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._picker.met_scheduler.wait(), MEET_S)
+            await asyncio.wait_for(self._picker.met_scheduler.wait(), SCHEDULER_WAIT_S)
         await send({"type": "lifespan.startup.complete"})
         with suppress(asyncio.CancelledError):  # a second signal does not wait for the end
             await receive()
@@ -145,5 +145,5 @@ class Front:
 
     async def _tell(self) -> None:
         while True:
-            await asyncio.sleep(TELL_S)
-            self._picker.measured(measured(self.figures.registry))
+            await asyncio.sleep(METRICS_S)
+            self._picker.measured(export_families(self.figures.registry))

@@ -16,36 +16,36 @@ from baton_api import errors
 from baton_api.errors import BatonError, InternalError
 from baton_api.reports import PromptReport
 from baton_router.metrics.registry import MetricFamily
-from baton_router.scheduling.picker import Ask, Grant
+from baton_router.scheduling.picker import Grant, PickRequest
 
 FRAME_LIMIT = 64 * 1024 * 1024
 """Bytes of one message: the chunks of the longest prompt are some hundred kilobytes."""
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class LinkMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """One of those below."""
 
 
-class Pick(Message, frozen=True):
+class PickMessage(LinkMessage, frozen=True):
     number: int
-    ask: Ask
+    ask: PickRequest
 
 
-class Began(Message, frozen=True):
+class AnswerBegan(LinkMessage, frozen=True):
     number: int
     report: PromptReport | None
 
 
-class Failed(Message, frozen=True):
+class WorkerFailed(LinkMessage, frozen=True):
     number: int
     crashed: bool = False
 
 
-class Full(Message, frozen=True):
+class WorkerFull(LinkMessage, frozen=True):
     number: int
 
 
-class LetGo(Message, frozen=True):
+class RequestReleased(LinkMessage, frozen=True):
     """Also of a request that waits still: its client has left, or the front did not want to wait."""
 
     number: int
@@ -53,24 +53,24 @@ class LetGo(Message, frozen=True):
     tokens: int | None = None
 
 
-class Measured(Message, frozen=True):
+class FrontendMetrics(LinkMessage, frozen=True):
     """What a front has counted, once a second: families of Prometheus' samples."""
 
     families: list[MetricFamily]
 
 
-class Held(Message, frozen=True):
+class PickQueued(LinkMessage, frozen=True):
     """The request waits with the scheduler for a worker."""
 
     number: int
 
 
-class Granted(Message, frozen=True):
+class PickGranted(LinkMessage, frozen=True):
     grant: Grant
     """Its number is the front's."""
 
 
-class Refused(Message, frozen=True):
+class PickRejected(LinkMessage, frozen=True):
     number: int
     kind: str
     """The error's class."""
@@ -78,21 +78,21 @@ class Refused(Message, frozen=True):
     fields: dict[str, Any]
 
 
-class Roster(Message, frozen=True):
+class WorkerRegistry(LinkMessage, frozen=True):
     """All workers, as a front must know them to go on without the scheduler."""
 
-    workers: tuple[Entry, ...]
+    workers: tuple[RegisteredWorker, ...]
 
 
-FromFront = Pick | Began | Failed | Full | LetGo | Measured
-FromScheduler = Held | Granted | Refused | Roster
+FrontendMessage = PickMessage | AnswerBegan | WorkerFailed | WorkerFull | RequestReleased | FrontendMetrics
+SchedulerMessage = PickQueued | PickGranted | PickRejected | WorkerRegistry
 
 
-def refused(number: int, error: BatonError) -> Refused:
-    return Refused(number, type(error).__name__, str(error), dict(vars(error)))
+def rejection_of(number: int, error: BatonError) -> PickRejected:
+    return PickRejected(number, type(error).__name__, str(error), dict(vars(error)))
 
 
-def raised(refusal: Refused) -> BatonError:
+def error_of(refusal: PickRejected) -> BatonError:
     """The error as the scheduler raised it."""
     kind = getattr(errors, refusal.kind, None)
     if not (isinstance(kind, type) and issubclass(kind, BatonError)):
@@ -103,7 +103,7 @@ def raised(refusal: Refused) -> BatonError:
     return error
 
 
-class Wire(asyncio.Protocol):
+class LinkProtocol(asyncio.Protocol):
     """
     One end of a connection: whole messages in and out.
 
@@ -126,7 +126,7 @@ class Wire(asyncio.Protocol):
         """The connection is closed."""
         raise NotImplementedError
 
-    def send(self, message: FromFront | FromScheduler) -> None:
+    def send(self, message: FrontendMessage | SchedulerMessage) -> None:
         """Goes out soon, or nowhere if the connection is closed."""
         if not self._sending:
             self._loop.call_soon(self._flush)
@@ -162,7 +162,7 @@ class Wire(asyncio.Protocol):
         self.ended()
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class RegisteredWorker(msgspec.Struct, frozen=True, array_like=True):
     """One worker."""
 
     name: str

@@ -22,12 +22,12 @@ from typing import Any
 from baton_api import logs
 from baton_api.metrics import BackgroundTask
 from baton_router.app import create_app
-from baton_router.frontends.frontend import Front
-from baton_router.frontends.prefork import Crew, Member, Started
+from baton_router.frontends.frontend import Frontend
+from baton_router.frontends.prefork import ChildProcess, ProcessSupervisor, ReadySignal
 from baton_router.frontends.scheduler_service import SchedulerService
-from baton_router.server import BACKLOG, RouterServer, address, introduce, new_event_loop
+from baton_router.server import BACKLOG, RouterServer, address, log_startup, new_event_loop
 from baton_router.settings import RouterSettings
-from baton_router.tenants.access import Access
+from baton_router.tenants.access import Authenticator
 
 GRACE_S = 10.0
 """Seconds beyond the time to drain after which a process that does not end is killed."""
@@ -42,23 +42,23 @@ def run(settings: RouterSettings, listening: socket.socket, ready: Callable[[str
     folder = Path(tempfile.mkdtemp(prefix="baton-router-"))
     scheduler, control = str(folder / "scheduler"), str(folder / "control")
 
-    def schedule(started: Started, life: int) -> None:
+    def schedule(started: ReadySignal, life: int) -> None:
         logs.called("router-scheduler")
         listening.close()
-        _run(_scheduler(settings, url, scheduler, control, started), life)
+        _run_child(_serve_scheduler(settings, url, scheduler, control, started), life)
 
-    def front(name: str, started: Started, life: int) -> None:
+    def front(name: str, started: ReadySignal, life: int) -> None:
         logs.called(f"router-{name}")
-        _run(_front(settings, listening, scheduler, control, started), life)
+        _run_child(_frontend(settings, listening, scheduler, control, started), life)
 
-    members = [Member("scheduler", schedule)]
+    members = [ChildProcess("scheduler", schedule)]
     names = [f"front-{number}" for number in range(settings.processes)]
-    members += [Member(name, functools.partial(front, name)) for name in names]
+    members += [ChildProcess(name, functools.partial(front, name)) for name in names]
     url = address(listening)
     listening.listen(BACKLOG)
     try:
-        introduce(settings, Access(settings).required, url)
-        Crew(members, settings.drain_notice_s + settings.drain_s + GRACE_S).run(
+        log_startup(settings, Authenticator(settings).required, url)
+        ProcessSupervisor(members, settings.drain_notice_s + settings.drain_s + GRACE_S).run(
             ready=(lambda: ready(url)) if ready else (lambda: None),
             stopping=listening.close,  # else clients would still be connected, and nobody would accept them
         )
@@ -67,8 +67,8 @@ def run(settings: RouterSettings, listening: socket.socket, ready: Callable[[str
         shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _scheduler(
-    settings: RouterSettings, url: str, scheduler: str, control: str, started: Started
+async def _serve_scheduler(
+    settings: RouterSettings, url: str, scheduler: str, control: str, started: ReadySignal
 ) -> None:
     router = create_app(settings)
     router.execution.url = url
@@ -79,31 +79,31 @@ async def _scheduler(
     server.ending = router.execution.close
     background = router.background
     background.start(BackgroundTask.SCHEDULER_SERVICE, lambda: service.serve(scheduler, background))
-    await server.serve(sockets=[_unix(control)])
+    await server.serve(sockets=[_bind_unix_socket(control)])
 
 
-async def _front(
-    settings: RouterSettings, listening: socket.socket, scheduler: str, control: str, started: Started
+async def _frontend(
+    settings: RouterSettings, listening: socket.socket, scheduler: str, control: str, started: ReadySignal
 ) -> None:
-    server = RouterServer(Front(settings, scheduler, control), settings)
+    server = RouterServer(Frontend(settings, scheduler, control), settings)
     server.listening = started
     await server.serve(sockets=[listening])
 
 
-def _run(serving: Coroutine[Any, Any, None], life: int) -> None:
+def _run_child(serving: Coroutine[Any, Any, None], life: int) -> None:
     """Run a child's event loop, and stop as if told to if the parent is gone."""
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         loop = runner.get_loop()
-        loop.add_reader(life, _orphaned, loop, life)
+        loop.add_reader(life, _on_parent_exit, loop, life)
         runner.run(serving)
 
 
-def _orphaned(loop: asyncio.AbstractEventLoop, life: int) -> None:
+def _on_parent_exit(loop: asyncio.AbstractEventLoop, life: int) -> None:
     loop.remove_reader(life)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _unix(path: str) -> socket.socket:
+def _bind_unix_socket(path: str) -> socket.socket:
     """A bound Unix socket; one of an earlier process is replaced."""
     if os.path.exists(path):
         os.unlink(path)

@@ -34,12 +34,12 @@ STEADY_S = 10.0
 
 STARTED = b"started"
 
-Body = Callable[["Started", int], None]
+ChildMain = Callable[["ReadySignal", int], None]
 """What a child does, until a SIGTERM. It says when it has started; the number is a pipe's end that becomes
 readable when the parent is gone."""
 
 
-class Started:
+class ReadySignal:
     """How a child says that it has begun to serve. Says it once."""
 
     def __init__(self, descriptor: int) -> None:
@@ -60,11 +60,11 @@ class Started:
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class ChildProcess:
     """One child over all its starts."""
 
     name: str
-    body: Body
+    body: ChildMain
     pid: int = 0
     """0: it does not run."""
     began: float = 0.0
@@ -85,10 +85,10 @@ class Member:
         self.pid, self.again = 0, now + self.pause_s
 
 
-class Crew:
+class ProcessSupervisor:
     """The children, and the parent's part of their life."""
 
-    def __init__(self, members: Sequence[Member], stop_s: float) -> None:
+    def __init__(self, members: Sequence[ChildProcess], stop_s: float) -> None:
         """
         The first of `members` is started before the others and stopped after them; one that does not stop
         within `stop_s` seconds of being told to is killed.
@@ -148,7 +148,7 @@ class Crew:
             else:
                 self._hear(key.data)
 
-    def _hear(self, member: Member) -> None:
+    def _hear(self, member: ChildProcess) -> None:
         word = os.read(member.words, 65536)
         self._selector.unregister(member.words)
         os.close(member.words)
@@ -169,7 +169,7 @@ class Crew:
                     how = os.waitstatus_to_exitcode(status)
                     log.error("The process %s ended with %d and is started again.", member.name, how)
 
-    def _start(self, member: Member) -> None:
+    def _start(self, member: ChildProcess) -> None:
         hearing, saying = os.pipe()
         member.began = time.monotonic()
         member.again = 0.0
@@ -183,10 +183,10 @@ class Crew:
         member.pid, member.words = pid, hearing
         self._selector.register(hearing, selectors.EVENT_READ, member)
 
-    def _become(self, member: Member, saying: int) -> NoReturn:
+    def _become(self, member: ChildProcess, saying: int) -> NoReturn:
         """In the child: do its work, and leave without what the parent would do at its end."""
         status = 1
-        started = Started(saying)
+        started = ReadySignal(saying)
         try:
             os.setpgid(0, 0)  # a Ctrl-C is the parent's, which stops the children in order
             self._selector.close()
@@ -214,17 +214,17 @@ class Crew:
         self._stop(self._members[1:])
         self._stop(self._members[:1])
 
-    def _stop(self, members: Sequence[Member]) -> None:
+    def _stop(self, members: Sequence[ChildProcess]) -> None:
         told, deadline = 0, time.monotonic() + self._stop_s
         while running := [member for member in members if member.pid]:
             if told < self._stops:
                 told = self._stops
-                _signal(running, signal.SIGTERM)
+                _send_signal(running, signal.SIGTERM)
             left = deadline - time.monotonic()
             if left <= 0:
                 names = ", ".join(member.name for member in running)
                 log.error("Not stopped in %g s, and killed: %s.", self._stop_s, names)
-                _signal(running, signal.SIGKILL)
+                _send_signal(running, signal.SIGKILL)
                 deadline = math.inf
             self._wait(min(max(left, 0.0), 1.0))
             self._reap()
@@ -254,6 +254,6 @@ class Crew:
             self._stops += 1
 
 
-def _signal(members: Sequence[Member], number: int) -> None:
+def _send_signal(members: Sequence[ChildProcess], number: int) -> None:
     for member in members:
         os.kill(member.pid, number)

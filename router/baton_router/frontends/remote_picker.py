@@ -21,24 +21,24 @@ import msgspec
 
 from baton_api.errors import NotReady, Overloaded
 from baton_api.reports import PromptReport
-from baton_http.http_client import Upstreams
+from baton_http.http_client import UpstreamPool
 from baton_router.frontends import link
 from baton_router.frontends.link import (
-    Began,
-    Entry,
-    Failed,
-    FromScheduler,
-    Full,
-    Granted,
-    Held,
-    LetGo,
-    Measured,
-    Pick,
-    Wire,
+    AnswerBegan,
+    FrontendMetrics,
+    LinkProtocol,
+    PickGranted,
+    PickMessage,
+    PickQueued,
+    RegisteredWorker,
+    RequestReleased,
+    SchedulerMessage,
+    WorkerFailed,
+    WorkerFull,
 )
 from baton_router.metrics.registry import MetricFamily
-from baton_router.scheduling.admission import Places
-from baton_router.scheduling.picker import Ask, Grant
+from baton_router.scheduling.admission import QueueCapacity
+from baton_router.scheduling.picker import Grant, PickRequest
 from baton_router.scheduling.queue import ENTRY_BYTES
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 RECONNECT_S = 0.1
 RECONNECT_LIMIT_S = 1.0
 
-_decoder = msgspec.msgpack.Decoder(FromScheduler)
+_decoder = msgspec.msgpack.Decoder(SchedulerMessage)
 
 
 class RemotePicker:
@@ -55,9 +55,9 @@ class RemotePicker:
     def __init__(
         self,
         path: str,
-        upstreams: Upstreams,
+        upstreams: UpstreamPool,
         patience_s: float,
-        places: Places,
+        places: QueueCapacity,
         unasked: Callable[[str], None],
     ) -> None:
         """
@@ -71,15 +71,15 @@ class RemotePicker:
         self._places = places
         self._unasked = unasked
         self._numbers = itertools.count(1)
-        self._wire: _SchedulerWire | None = None
-        self._waiting: dict[int, _Waiting] = {}
+        self._wire: _SchedulerConnection | None = None
+        self._waiting: dict[int, _PendingPick] = {}
         self._granted: set[int] = set()
         """Numbers of which the scheduler that we are connected with wants to hear."""
         self.busy: Counter[str] = Counter()
         """Requests with each worker, by name."""
         self._left: set[str] = set()
         """Names of workers that the scheduler does not tell of any more."""
-        self.workers: tuple[Entry, ...] = ()
+        self.workers: tuple[RegisteredWorker, ...] = ()
         """As the scheduler last told them."""
         self.met_scheduler = asyncio.Event()
         """Set once it has told them for the first time."""
@@ -102,7 +102,7 @@ class RemotePicker:
         pause = RECONNECT_S
         while True:
             try:
-                _, wire = await loop.create_unix_connection(lambda: _SchedulerWire(self), self._path)
+                _, wire = await loop.create_unix_connection(lambda: _SchedulerConnection(self), self._path)
             except OSError:
                 await asyncio.sleep(pause)
                 pause = min(RECONNECT_LIMIT_S, 2 * pause)
@@ -117,12 +117,12 @@ class RemotePicker:
     def measured(self, families: Sequence[MetricFamily]) -> None:
         """Tell the scheduler what this front has counted."""
         if self._wire is not None:
-            self._wire.send(Measured(list(families)))
+            self._wire.send(FrontendMetrics(list(families)))
 
     # What `picker.Picker` wants.
 
-    async def pick(self, ask: Ask) -> Grant:
-        waiting = _Waiting(next(self._numbers), ask)
+    async def pick(self, ask: PickRequest) -> Grant:
+        waiting = _PendingPick(next(self._numbers), ask)
         try:
             self._places.refuse(waiting)
         except Overloaded:
@@ -146,15 +146,15 @@ class RemotePicker:
 
     def began(self, grant: Grant, report: PromptReport | None) -> None:
         if grant.number in self._granted:
-            self._tell(Began(grant.number, report))
+            self._tell(AnswerBegan(grant.number, report))
 
     def failed(self, grant: Grant, *, crashed: bool = False) -> None:
         if grant.number in self._granted:
-            self._tell(Failed(grant.number, crashed))
+            self._tell(WorkerFailed(grant.number, crashed))
 
     def full(self, grant: Grant) -> None:
         if grant.number in self._granted:
-            self._tell(Full(grant.number))
+            self._tell(WorkerFull(grant.number))
 
     def let_go(self, grant: Grant, *, complete: bool, tokens: int | None = None) -> None:
         self.busy[grant.decode] -= 1
@@ -162,13 +162,13 @@ class RemotePicker:
             self.busy[grant.prefill] -= 1
         if grant.number in self._granted:
             self._granted.discard(grant.number)
-            self._tell(LetGo(grant.number, complete, tokens))
+            self._tell(RequestReleased(grant.number, complete, tokens))
         if self._left:
             self._forget_left()
 
     # What the connection calls.
 
-    def met(self, wire: _SchedulerWire) -> None:
+    def met(self, wire: _SchedulerConnection) -> None:
         self._wire = wire
         now = asyncio.get_running_loop().time()
         for number, waiting in self._waiting.items():
@@ -176,7 +176,7 @@ class RemotePicker:
                 waited_s = waiting.ask.waited_s + now - waiting.since
                 self._send(number, msgspec.structs.replace(waiting.ask, waited_s=waited_s), wire)
 
-    def left(self, wire: _SchedulerWire) -> None:
+    def left(self, wire: _SchedulerConnection) -> None:
         """Whatever it had granted or held, another one will not know of it."""
         self._wire = None
         self._away_since = asyncio.get_running_loop().time()
@@ -185,23 +185,23 @@ class RemotePicker:
             if waiting.timer is None and not waiting.outcome.done():
                 self._take_place(waiting)
 
-    def heard(self, message: FromScheduler) -> None:
-        if isinstance(message, link.Roster):
+    def heard(self, message: SchedulerMessage) -> None:
+        if isinstance(message, link.WorkerRegistry):
             self._enrolled(message.workers)
             return
-        number = message.grant.number if isinstance(message, Granted) else message.number
+        number = message.grant.number if isinstance(message, PickGranted) else message.number
         waiting = self._waiting.get(number)
         if waiting is None or waiting.outcome.done():
             return  # it was let go, and the scheduler will hear so
-        if isinstance(message, Held):
+        if isinstance(message, PickQueued):
             self._leave_place(waiting)
-        elif isinstance(message, Granted):
+        elif isinstance(message, PickGranted):
             waiting.outcome.set_result(message.grant)
         else:
             self._granted.discard(number)
-            waiting.outcome.set_exception(link.raised(message))
+            waiting.outcome.set_exception(link.error_of(message))
 
-    def _enrolled(self, workers: tuple[Entry, ...]) -> None:
+    def _enrolled(self, workers: tuple[RegisteredWorker, ...]) -> None:
         before = {one.name: one for one in self.workers}
         self.workers = workers
         self.met_scheduler.set()
@@ -223,21 +223,21 @@ class RemotePicker:
             del self.busy[name]
             self._upstreams.drop(name)
 
-    def _send(self, number: int, ask: Ask, wire: Wire) -> None:
+    def _send(self, number: int, ask: PickRequest, wire: LinkProtocol) -> None:
         self._granted.add(number)
-        wire.send(Pick(number, ask))
+        wire.send(PickMessage(number, ask))
 
-    def _take_place(self, waiting: _Waiting) -> None:
+    def _take_place(self, waiting: _PendingPick) -> None:
         self._places.take(waiting)
         waiting.timer = asyncio.get_running_loop().call_later(self._patience_s, self._give_up, waiting)
 
-    def _leave_place(self, waiting: _Waiting) -> None:
+    def _leave_place(self, waiting: _PendingPick) -> None:
         if waiting.timer is not None:
             waiting.timer.cancel()
             waiting.timer = None
             self._places.leave(waiting)
 
-    def _give_up(self, waiting: _Waiting) -> None:
+    def _give_up(self, waiting: _PendingPick) -> None:
         if not waiting.outcome.done():
             self._unasked("late" if self.connected else "away")
             waiting.outcome.set_exception(
@@ -254,19 +254,19 @@ class RemotePicker:
         """The scheduler shall not keep what nobody waits for."""
         if number in self._granted:
             self._granted.discard(number)
-            self._tell(LetGo(number, False))
+            self._tell(RequestReleased(number, False))
 
-    def _tell(self, message: link.FromFront) -> None:
+    def _tell(self, message: link.FrontendMessage) -> None:
         if self._wire is not None:
             self._wire.send(message)
 
 
-class _Waiting:
+class _PendingPick:
     """One request that was not granted yet."""
 
     __slots__ = ("ask", "number", "outcome", "since", "size", "tenant", "timer")
 
-    def __init__(self, number: int, ask: Ask) -> None:
+    def __init__(self, number: int, ask: PickRequest) -> None:
         loop = asyncio.get_running_loop()
         self.number = number
         self.ask = ask
@@ -278,7 +278,7 @@ class _Waiting:
         """Until when the scheduler has to acknowledge it, while it has not: then it has a place here."""
 
 
-class _SchedulerWire(Wire):
+class _SchedulerConnection(LinkProtocol):
     """The front's end."""
 
     def __init__(self, picker: RemotePicker) -> None:

@@ -20,29 +20,29 @@ from baton_api.errors import BatonError, InternalError
 from baton_api.metrics import BackgroundTask
 from baton_router.frontends import link
 from baton_router.frontends.link import (
-    Began,
-    Entry,
-    Failed,
-    FromFront,
-    Full,
-    Granted,
-    Held,
-    LetGo,
-    Measured,
-    Pick,
-    Roster,
-    Wire,
+    AnswerBegan,
+    FrontendMessage,
+    FrontendMetrics,
+    LinkProtocol,
+    PickGranted,
+    PickMessage,
+    PickQueued,
+    RegisteredWorker,
+    RequestReleased,
+    WorkerFailed,
+    WorkerFull,
+    WorkerRegistry,
 )
 from baton_router.metrics.registry import MetricFamily
 from baton_router.scheduling.picker import Grant, Picker
-from baton_router.workers.worker import TAKING, State, Worker
+from baton_router.workers.worker import ACCEPTING, Worker, WorkerStatus
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.1
+POLL_S = 0.1
 """Seconds between two looks at what fronts should know of the workers."""
 
-_decoder = msgspec.msgpack.Decoder(FromFront)
+_decoder = msgspec.msgpack.Decoder(FrontendMessage)
 
 
 class SchedulerService:
@@ -54,8 +54,8 @@ class SchedulerService:
         self._picker = picker
         self._workers = workers
         self._clock = clock
-        self._fronts: set[_FrontWire] = set()
-        self._roster: tuple[Entry, ...] = ()
+        self._fronts: set[_FrontendConnection] = set()
+        self._roster: tuple[RegisteredWorker, ...] = ()
         self._down_since: dict[str, float] = {}
 
     async def serve(self, path: str, background: BackgroundTasks) -> None:
@@ -63,12 +63,12 @@ class SchedulerService:
         loop = asyncio.get_running_loop()
         with suppress(FileNotFoundError):
             os.unlink(path)
-        server = await loop.create_unix_server(lambda: _FrontWire(self), path)
+        server = await loop.create_unix_server(lambda: _FrontendConnection(self), path)
         try:
             while True:
                 with background.guard(BackgroundTask.SCHEDULER_SERVICE):
                     self._look(loop.time())
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
         finally:
             server.close()
             for front in list(self._fronts):
@@ -81,11 +81,11 @@ class SchedulerService:
             for number, front in enumerate(sorted(self._fronts, key=lambda one: one.number))
         }
 
-    def met(self, front: _FrontWire) -> None:
+    def met(self, front: _FrontendConnection) -> None:
         self._fronts.add(front)
-        front.send(Roster(self._roster))
+        front.send(WorkerRegistry(self._roster))
 
-    def left(self, front: _FrontWire) -> None:
+    def left(self, front: _FrontendConnection) -> None:
         self._fronts.discard(front)
 
     @property
@@ -97,24 +97,24 @@ class SchedulerService:
         if roster != self._roster:
             self._roster = roster
             for front in self._fronts:
-                front.send(Roster(roster))
+                front.send(WorkerRegistry(roster))
 
-    def _entry(self, worker: Worker, now: float) -> Entry:
+    def _entry(self, worker: Worker, now: float) -> RegisteredWorker:
         state = worker.state(self._clock())
-        if state is not State.DOWN:
+        if state is not WorkerStatus.DOWN:
             self._down_since.pop(worker.name, None)
         elif worker.name not in self._down_since:
             self._down_since[worker.name] = now
-        return Entry(
+        return RegisteredWorker(
             worker.name,
-            state in TAKING,
+            state in ACCEPTING,
             self._down_since.get(worker.name, 0.0),
             worker.expired,
             worker.upstream.secure,
         )
 
 
-class _FrontWire(Wire):
+class _FrontendConnection(LinkProtocol):
     """One front."""
 
     _count = 0
@@ -126,8 +126,8 @@ class _FrontWire(Wire):
         self._granted: dict[int, Grant] = {}
         """By the front's numbers; the grants have the scheduler's."""
         self.families: list[MetricFamily] = []
-        _FrontWire._count += 1
-        self.number = _FrontWire._count
+        _FrontendConnection._count += 1
+        self.number = _FrontendConnection._count
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -137,18 +137,18 @@ class _FrontWire(Wire):
         message = _decoder.decode(frame)
         picker = self._service.picker
         match message:
-            case Pick():
+            case PickMessage():
                 self._picks[message.number] = self._loop.create_task(self._pick(message))
                 self._loop.call_soon(self._hold, message.number)  # after the task's first step
-            case Began():
+            case AnswerBegan():
                 picker.began(self._granted[message.number], message.report)
-            case Failed():
+            case WorkerFailed():
                 picker.failed(self._granted[message.number], crashed=message.crashed)
-            case Full():
+            case WorkerFull():
                 picker.full(self._granted[message.number])
-            case LetGo():
+            case RequestReleased():
                 self._let_go(message)
-            case Measured():
+            case FrontendMetrics():
                 self.families = message.families
 
     def ended(self) -> None:
@@ -159,26 +159,26 @@ class _FrontWire(Wire):
             self._service.picker.let_go(grant, complete=False)
         self._granted.clear()
 
-    async def _pick(self, message: Pick) -> None:
+    async def _pick(self, message: PickMessage) -> None:
         number = message.number
         try:
             grant = await self._service.picker.pick(message.ask)
         except BatonError as error:
-            self.send(link.refused(number, error))
+            self.send(link.rejection_of(number, error))
         except Exception:
             log.exception("The scheduler failed to choose for a request.")
-            self.send(link.refused(number, InternalError()))
+            self.send(link.rejection_of(number, InternalError()))
         else:
             self._granted[number] = grant
-            self.send(Granted(msgspec.structs.replace(grant, number=number)))
+            self.send(PickGranted(msgspec.structs.replace(grant, number=number)))
         finally:
             del self._picks[number]
 
     def _hold(self, number: int) -> None:
         if number in self._picks:
-            self.send(Held(number))
+            self.send(PickQueued(number))
 
-    def _let_go(self, message: LetGo) -> None:
+    def _let_go(self, message: RequestReleased) -> None:
         task = self._picks.get(message.number)
         if task is not None:
             task.cancel()

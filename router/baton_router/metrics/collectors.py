@@ -13,15 +13,15 @@ from baton_api.metrics import Metric
 from baton_router.scheduling.queue import Queue
 from baton_router.scheduling.waiting_room import LEVELS
 from baton_router.tenants.tenants import Tenants
-from baton_router.workers.kv_subscriber import Feeds
+from baton_router.workers.kv_subscriber import KvSubscribers
 from baton_router.workers.worker import Workers
-from baton_router.workers.worker_state import Knowledge
+from baton_router.workers.worker_state import WorkerStates
 
 
-class CacheFigures(Collector):
+class CacheMetrics(Collector):
     """The index, the feeds, and how right both were."""
 
-    def __init__(self, workers: Workers, knowledge: Knowledge, feeds: Feeds) -> None:
+    def __init__(self, workers: Workers, knowledge: WorkerStates, feeds: KvSubscribers) -> None:
         self._workers = workers
         self._knowledge = knowledge
         self._feeds = feeds
@@ -66,11 +66,11 @@ def _counter(metric: Metric) -> CounterMetricFamily:
     return CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
 
 
-REASONS = ("requests", "tokens", "streams", "full", "late", "waited", "unready", "poison")
+REJECT_REASONS = ("requests", "tokens", "streams", "full", "late", "waited", "unready", "poison")
 """Why requests are refused: the first three are limits of their tenants."""
 
 
-class QueueFigures(Collector):
+class QueueMetrics(Collector):
     """How many wait, for how long, and who was sent away."""
 
     def __init__(self, queue: Queue, clock: Callable[[], float]) -> None:
@@ -86,7 +86,7 @@ class QueueFigures(Collector):
             age.add_metric([name], 0.0 if oldest is None else now - oldest)
         metric = metrics.ROUTER_REJECTS
         rejects = CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
-        for reason in REASONS:
+        for reason in REJECT_REASONS:
             rejects.add_metric([reason], self._queue.rejects[reason])
         yield from (depth, age, rejects)
         metric = metrics.ROUTER_DEMAND
@@ -103,7 +103,7 @@ class QueueFigures(Collector):
             yield family
 
 
-class TenantFigures(Collector):
+class TenantMetrics(Collector):
     """How many there are, and whether that is what the file says."""
 
     def __init__(self, tenants: Tenants) -> None:

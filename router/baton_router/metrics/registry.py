@@ -21,16 +21,16 @@ from baton_api import __version__, metrics
 from baton_api.certificate_term import Term
 from baton_api.metrics import Metric
 from baton_api.metrics.counters import Spread
-from baton_router.metrics.request_counters import Accounts
-from baton_router.workers.worker import State, Workers
+from baton_router.metrics.request_counters import RequestCounters
+from baton_router.workers.worker import Workers, WorkerStatus
 
 
-class Figures:
+class RouterMetrics:
     """The counters that requests move."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.accounts = Accounts()
+        self.accounts = RequestCounters()
         """Of whole requests."""
         self.lag = LoopLag()
         self.cut = self._counter(metrics.ROUTER_CUT)
@@ -70,7 +70,7 @@ class BuildInfo(Collector):
         yield family
 
 
-class CertificateFigures(Collector):
+class CertificateMetrics(Collector):
     """Until when the certificate is good that workers are shown."""
 
     def __init__(self, term: Callable[[], Term | None]) -> None:
@@ -84,7 +84,7 @@ class CertificateFigures(Collector):
         yield from (end, life)
 
 
-class WorkerFigures(Collector):
+class WorkerStatusMetrics(Collector):
     """How the workers are, read off them when asked for."""
 
     def __init__(self, workers: Workers, clock: Callable[[], float]) -> None:
@@ -98,7 +98,7 @@ class WorkerFigures(Collector):
         for worker in self._workers.all:
             current = worker.state(now)
             in_flight.add_metric([worker.name, worker.listed], worker.in_flight)
-            for one in State:
+            for one in WorkerStatus:
                 state.add_metric([worker.name, worker.listed, one], float(one is current))
         yield state
         yield in_flight
@@ -112,7 +112,7 @@ def _family(metric: Metric) -> GaugeMetricFamily:
     return GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
 
 
-EVERY_S = 0.1
+LAG_INTERVAL_S = 0.1
 """Seconds between two looks: a standstill of that length is seen, whenever it comes."""
 
 
@@ -126,15 +126,15 @@ class LoopLag(Collector):
         """Look until cancelled."""
         clock = asyncio.get_running_loop().time
         while True:
-            due = clock() + EVERY_S
-            await asyncio.sleep(EVERY_S)
+            due = clock() + LAG_INTERVAL_S
+            await asyncio.sleep(LAG_INTERVAL_S)
             self._lag.observe(max(0.0, clock() - due))
 
     def collect(self) -> Iterator[PrometheusMetric]:
         yield from self._lag.collect()
 
 
-PROCESS = "process"
+PROCESS_LABEL = "process"
 """The label."""
 
 
@@ -147,7 +147,7 @@ class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
     samples: list[tuple[str, dict[str, str], float]]
 
 
-def measured(registry: CollectorRegistry) -> list[MetricFamily]:
+def export_families(registry: CollectorRegistry) -> list[MetricFamily]:
     """All that a process has counted."""
     return [
         MetricFamily(
@@ -160,14 +160,14 @@ def measured(registry: CollectorRegistry) -> list[MetricFamily]:
     ]
 
 
-def text(processes: Mapping[str, Sequence[MetricFamily]]) -> bytes:
+def merged_text(processes: Mapping[str, Sequence[MetricFamily]]) -> bytes:
     """One page of all processes, by name, in Prometheus' text format."""
     page = CollectorRegistry()
-    page.register(_Merged(processes))
+    page.register(_MergedCollector(processes))
     return generate_latest(page)
 
 
-class _Merged(Collector):
+class _MergedCollector(Collector):
     def __init__(self, processes: Mapping[str, Sequence[MetricFamily]]) -> None:
         self._processes = processes
 
@@ -182,5 +182,5 @@ class _Merged(Collector):
                 if metric is None:
                     metric = merged[family.name] = PrometheusMetric(family.name, family.help, family.kind)
                 for name, labels, value in family.samples:
-                    metric.add_sample(name, {**labels, PROCESS: process}, value)
+                    metric.add_sample(name, {**labels, PROCESS_LABEL: process}, value)
         yield from merged.values()

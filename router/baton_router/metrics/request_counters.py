@@ -17,11 +17,11 @@ from baton_api import metrics
 from baton_api.metrics.counters import Spread, Tally
 from baton_api.reports import PromptReport
 
-TENANTS_SHOWN = 100
-MODELS_SHOWN = 100
+TENANT_LABELS = 100
+MODEL_LABELS = 100
 
 
-class Accounts(Collector):
+class RequestCounters(Collector):
     """Belongs to one process that holds clients' connections."""
 
     def __init__(self) -> None:
@@ -30,8 +30,8 @@ class Accounts(Collector):
         self._time = Spread(metrics.ROUTER_REQUEST_TIME)
         self._per_token = Spread(metrics.ROUTER_OUTPUT_TOKEN)
         self._prediction = Spread(metrics.ROUTER_PREDICTION)
-        self._models = Names(MODELS_SHOWN)
-        self._tenants = Names(TENANTS_SHOWN)
+        self._models = BoundedLabels(MODEL_LABELS)
+        self._tenants = BoundedLabels(TENANT_LABELS)
 
     def ended(self, path: str, model: str | None, kind: str, status: int, *, granted: bool) -> None:
         """
@@ -77,7 +77,7 @@ class Accounts(Collector):
 OTHER = "other"
 
 
-class Names:
+class BoundedLabels:
     """The first so many different names; all that come later are one."""
 
     def __init__(self, limit: int) -> None:
@@ -98,7 +98,7 @@ class Names:
         return name if name in self._known else OTHER
 
 
-class DecisionFigures(Collector):
+class DecisionCounters(Collector):
     """Counted as decisions are made and as answers begin."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ from baton_api.spans import Spans, open_spans
 from baton_api.trace_context import TraceContext
 from baton_http.upstream import Headers
 from baton_router.proxy.attempt import Attempt
-from baton_router.proxy.routed_request import Asked
+from baton_router.proxy.routed_request import RoutedRequest
 from baton_router.settings import RouterSettings
 
 SERVICE = "baton-router"
@@ -41,8 +41,8 @@ FAILED = 500
 _LOW = 2**64 - 1
 """The part of a trace's number that decides whether it is recorded, as in OpenTelemetry's own sampler."""
 
-ENDED = "url.path", "http.response.status_code", "baton.resumes"
-ASKED = "baton.tenant", "baton.class"
+OUTCOME = "url.path", "http.response.status_code", "baton.resumes"
+REQUEST = "baton.tenant", "baton.class"
 GRANTED = "baton.worker.decode", "baton.worker.prefill"
 PROMPT = "baton.tokens.prompt", "baton.tokens.cached", "baton.worker"
 """Attributes that come together."""
@@ -52,11 +52,11 @@ MODEL_LIMIT = 256
 """Characters of a model's name in a span."""
 
 
-class Traced(Protocol):
+class FinishedRequest(Protocol):
     """What is known of a request that has ended; times are of `time.perf_counter`, 0 if there was none."""
 
     id: bytes
-    asked: Asked | None
+    asked: RoutedRequest | None
     attempt: Attempt | None
     status: int
     resumes: int
@@ -65,7 +65,7 @@ class Traced(Protocol):
     opened: float
 
 
-def tracing_of(settings: RouterSettings) -> Tracing | None:
+def open_tracing(settings: RouterSettings) -> Tracing | None:
     """What makes spans, as the settings want; None if they want none. Raises SetupError."""
     if not settings.tracing_endpoint:
         return None
@@ -141,7 +141,7 @@ class RequestTrace:
             about: Attributes = {"baton.worker.decode": worker, "baton.tokens.before": tokens}
             self._resumed.append((time.perf_counter(), about))
 
-    def end(self, request: Traced) -> None:
+    def end(self, request: FinishedRequest) -> None:
         """The request has ended, one way or another."""
         if not self.recorded:
             return
@@ -150,12 +150,12 @@ class RequestTrace:
         failed = request.status >= FAILED or (attempt is not None and not attempt.ended)
         here = self._here
         above = otlp.place(here.trace, self._parent)
-        told = b"".join((*_about(request, self._path), self._events))
+        told = b"".join((*_attributes(request, self._path), self._events))
         start, end = self._ns(self._began), self._ns(now)
         route = otlp.span(above, here.span, "route", otlp.SERVER, start, end, told, failed=failed)
         self._take(b"".join((route, *self._children(request, now))))
 
-    def _children(self, request: Traced, now: float) -> list[bytes]:
+    def _children(self, request: FinishedRequest, now: float) -> list[bytes]:
         attempt = request.attempt
         if not request.granted:
             return []
@@ -163,15 +163,15 @@ class RequestTrace:
             return [self._span("queue", self._began, request.granted)]
         ends = [at for at, _ in self._resumed] + [now]
         first_byte = request.opened or (now if request.status == OK else None)
-        seen = Seen(self._began, request.sent, first_byte, ends[0], streams=bool(request.opened))
+        seen = RequestTimes(self._began, request.sent, first_byte, ends[0], streams=bool(request.opened))
         silent = not request.opened and not attempt.tokens  # vectors, or a refusal: no token comes
-        found = phases(seen, attempt.report)
+        found = request_phases(seen, attempt.report)
         made = [self._phase(one, attempt, now) for one in found if one.name != "decode" or not silent]
         for (at, about), until in zip(self._resumed, ends[1:], strict=True):
             made.append(self._span("continuation", at, until, otlp.attributes(about)))
         return made
 
-    def _phase(self, one: Phase, attempt: Attempt, now: float) -> bytes:
+    def _phase(self, one: RequestPhase, attempt: Attempt, now: float) -> bytes:
         name, told = one.name, b""
         report = attempt.report
         if name == "prefill" and report is not None:
@@ -199,17 +199,17 @@ class RequestTrace:
         return self._epoch_ns + int(seconds * 1e9)
 
 
-def _about(request: Traced, path: str) -> list[bytes]:
+def _attributes(request: FinishedRequest, path: str) -> list[bytes]:
     """What is said of the whole request."""
     about = [
         otlp.attribute("baton.request_id", request.id.decode()),
-        otlp.known(ENDED, path, request.status, request.resumes),
+        otlp.known(OUTCOME, path, request.status, request.resumes),
     ]
     if request.asked is not None:
         asked = request.asked
         model = (asked.model or "")[:MODEL_LIMIT]
         about.append(otlp.attribute(MODEL, model))  # a client's word, which no cache may keep
-        about.append(otlp.known(ASKED, asked.tenant.name, asked.urgency[0]))
+        about.append(otlp.known(REQUEST, asked.tenant.name, asked.urgency[0]))
     if request.attempt is not None:
         grant = request.attempt.grant
         about += [
@@ -221,7 +221,7 @@ def _about(request: Traced, path: str) -> list[bytes]:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RequestTimes:
     """When the router saw a request move, by its clock, in seconds; None for what has not been."""
 
     arrived: float
@@ -233,7 +233,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class RequestPhase:
     """One part of the way, by the router's clock."""
 
     name: str
@@ -242,26 +242,26 @@ class Phase:
     """None while it goes on."""
 
 
-def phases(seen: Seen, report: PromptReport | None) -> tuple[Phase, ...]:
+def request_phases(seen: RequestTimes, report: PromptReport | None) -> tuple[RequestPhase, ...]:
     """In their order; none ends before it starts, and none starts before the request arrived."""
     if seen.first_byte is None:
-        queue = Phase("queue", seen.arrived, seen.decided)
-        return queue, Phase("prefill", seen.decided, seen.ended)
+        queue = RequestPhase("queue", seen.arrived, seen.decided)
+        return queue, RequestPhase("prefill", seen.decided, seen.ended)
     latest = seen.first_byte
     start = seen.decided if report is None else min(seen.decided + report.queue_s, latest)
     computed = latest if report is None else min(start + report.compute_s, latest)
     begins = latest if seen.streams else computed
-    found = [Phase("queue", seen.arrived, start), Phase("prefill", start, computed)]
+    found = [RequestPhase("queue", seen.arrived, start), RequestPhase("prefill", start, computed)]
     if report is not None and report.remote:
-        found.append(Phase("transfer", max(start, begins - report.transfer_s), begins))
-    return *found, Phase("decode", begins, seen.ended)
+        found.append(RequestPhase("transfer", max(start, begins - report.transfer_s), begins))
+    return *found, RequestPhase("decode", begins, seen.ended)
 
 
-class Ended(Protocol):
+class LoggedRequest(Protocol):
     """What is known of it; times are in seconds of one clock, 0 if there was none."""
 
     id: bytes
-    asked: Asked | None
+    asked: RoutedRequest | None
     attempt: Attempt | None
     status: int
     resumes: int
@@ -270,7 +270,7 @@ class Ended(Protocol):
     opened: float
 
 
-def request_line(path: str, ended: Ended, now: float) -> str:
+def request_line(path: str, ended: LoggedRequest, now: float) -> str:
     parts = [f"{path} {ended.status}", f"request={ended.id.decode()}"]
     asked, attempt = ended.asked, ended.attempt
     if asked is not None:

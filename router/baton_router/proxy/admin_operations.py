@@ -18,38 +18,38 @@ from collections.abc import Callable
 import msgspec
 
 from baton_api.errors import BatonError, WorkerLost
-from baton_http.client_connection import Client, ClientGone
+from baton_http.client_connection import ClientConnection, ClientDisconnected
 from baton_http.replies import Receive, Scope, Send, request_id, send_error, send_json
-from baton_http.upstream import Headers, Lost
-from baton_router.proxy.forwarding import Trust, request_head
-from baton_router.scheduling.fallback_policy import Policy, choose_pair
+from baton_http.upstream import Headers, UpstreamLost
+from baton_router.proxy.forwarding import WorkerCredentials, request_head
+from baton_router.scheduling.fallback_policy import FallbackPolicy, choose_pair
 from baton_router.settings import RouterSettings
-from baton_router.workers.worker import State, Worker, Workers
+from baton_router.workers.worker import Worker, Workers, WorkerStatus
 
 ABORT = "/abort_request"
 PROBE = "/health_generate"
 FLUSH = "/flush_cache"
-ERRANDS = {ABORT: "POST", FLUSH: "POST", PROBE: "GET"}
+ADMIN_PATHS = {ABORT: "POST", FLUSH: "POST", PROBE: "GET"}
 """Paths and their methods."""
 
-ANSWER_LIMIT = 64 * 1024
+REPLY_LIMIT = 64 * 1024
 """Bytes of an answer that are read; these are short."""
 
-PATIENCE_S = 30.0
+REPLY_TIMEOUT_S = 30.0
 """Seconds for one answer: a worker gives itself 20 to show that it works."""
 
 
 _counts = msgspec.json.Decoder(dict[str, int])
 
 
-class Errands:
-    """Serves what `ERRANDS` lists, as a bare ASGI callable."""
+class AdminOperations:
+    """Serves what `ADMIN_PATHS` lists, as a bare ASGI callable."""
 
     def __init__(
         self,
         settings: RouterSettings,
         workers: Workers,
-        policy: Policy,
+        policy: FallbackPolicy,
         rng: random.Random,
         clock: Callable[[], float],
     ) -> None:
@@ -58,11 +58,11 @@ class Errands:
         self._policy = policy
         self._rng = rng
         self._clock = clock
-        self._trust = Trust.of(settings)
+        self._trust = WorkerCredentials.of(settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = request_id(scope["headers"])
-        client = Client(scope, receive, send)
+        client = ClientConnection(scope, receive, send)
         try:
             body = await client.body(self._settings.max_body, self._settings.body_s)
             with client:
@@ -71,7 +71,7 @@ class Errands:
                 else:
                     status, answer = await self._tell_all(scope["path"], scope["headers"], body, name)
             await send_json(send, status, answer, name)
-        except ClientGone:
+        except ClientDisconnected:
             return
         except BatonError as error:
             await send_error(send, error, name, close=not client.read)
@@ -79,21 +79,21 @@ class Errands:
     async def _tell_all(self, path: str, given: Headers, body: bytes, name: bytes) -> tuple[int, bytes]:
         """The sums of what workers count in their answers; or what the first one that refuses says."""
         now = self._clock()
-        there = [one for one in self._workers.listed if one.state(now) is not State.DOWN]
+        there = [one for one in self._workers.listed if one.state(now) is not WorkerStatus.DOWN]
         heads = [self._head(b"POST", path, given, len(body), name, one) for one in there]
         answers = await asyncio.gather(
             *(_ask(one, head, body) for one, head in zip(there, heads, strict=True)), return_exceptions=True
         )
         sums: Counter[str] = Counter()
         for worker, answer in zip(there, answers, strict=True):
-            if isinstance(answer, Lost):
+            if isinstance(answer, UpstreamLost):
                 continue  # what it had is gone with it
             if isinstance(answer, BaseException):
                 raise answer
             status, text = answer
             if status != 200:
                 return status, text
-            sums.update(_counted(worker, text))
+            sums.update(_parse_counts(worker, text))
         return 200, msgspec.json.encode(sums)
 
     async def _probe(self, given: Headers, name: bytes) -> tuple[int, bytes]:
@@ -118,7 +118,7 @@ class Errands:
         )
 
 
-def _counted(worker: Worker, answer: bytes) -> dict[str, int]:
+def _parse_counts(worker: Worker, answer: bytes) -> dict[str, int]:
     try:
         return _counts.decode(answer)
     except msgspec.DecodeError as error:
@@ -128,11 +128,11 @@ def _counted(worker: Worker, answer: bytes) -> dict[str, int]:
 async def _ask(worker: Worker, head: bytes, body: bytes = b"") -> tuple[int, bytes]:
     """Status and body of a worker's answer. Raises WorkerLost."""
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(REPLY_TIMEOUT_S):
             exchange = await worker.upstream.request(head, body)
             try:
                 answer = b""
-                while (piece := await exchange.read()) and len(answer) <= ANSWER_LIMIT:
+                while (piece := await exchange.read()) and len(answer) <= REPLY_LIMIT:
                     answer += piece
                 return exchange.status, answer
             finally:

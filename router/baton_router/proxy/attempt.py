@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton_api.reports import PromptReport
-from baton_http.sse import EventStream, tokens_said
-from baton_http.upstream import Exchange, Headers, Lost, Upstream
+from baton_http.sse import EventStream, usage_tokens
+from baton_http.upstream import Headers, Upstream, UpstreamExchange, UpstreamLost
 from baton_router.proxy.forwarding import PROMPT, is_event_stream
-from baton_router.proxy.resume_state import FollowedStream
+from baton_router.proxy.resume_state import ResumableStream
 from baton_router.scheduling.picker import Grant, Picker
 
-OPENING_LIMIT = 256 * 1024
+BUFFER_LIMIT = 256 * 1024
 """Bytes of a body that is not a stream which are kept back until it is whole."""
 
 OK = 200
@@ -34,7 +34,7 @@ class Attempt:
         self.grant = grant
         self._picker = picker
         self._upstream = upstream
-        self.exchange: Exchange | None = None
+        self.exchange: UpstreamExchange | None = None
         self.events: EventStream | None = None
         """What has passed, if the answer is a stream of events whose end can be told."""
         self.ended = False
@@ -51,12 +51,12 @@ class Attempt:
         if stream and events is not None:
             self.events = events()
         opening = b""
-        while not self.ended and len(opening) < OPENING_LIMIT:
+        while not self.ended and len(opening) < BUFFER_LIMIT:
             opening += await self.next()
             if opening and stream:
                 break
         if events is not None and not stream and self.ended:
-            self._said = tokens_said(opening)
+            self._said = usage_tokens(opening)
         if self.taken:
             self.report = self._report()
             self._picker.began(self.grant, self.report)
@@ -71,7 +71,7 @@ class Attempt:
         assert self.exchange is not None
         try:
             piece = await self.exchange.read()
-        except Lost:
+        except UpstreamLost:
             if self.events is None or not self.events.complete:
                 raise
             piece = b""
@@ -84,7 +84,7 @@ class Attempt:
             return piece
         piece = self.events.finish()
         if not self.events.complete:
-            raise Lost(self.grant.decode, "incomplete")
+            raise UpstreamLost(self.grant.decode, "incomplete")
         self.ended = True
         return piece
 
@@ -120,7 +120,7 @@ class Attempt:
         if self.exchange is not None:
             self.exchange.close()
         whole = self.ended and self.exchange is not None and self.status == OK
-        tokens = self.events.generated if isinstance(self.events, FollowedStream) else None
+        tokens = self.events.generated if isinstance(self.events, ResumableStream) else None
         self._picker.let_go(self.grant, complete=whole, tokens=tokens)
 
     def _report(self) -> PromptReport | None:

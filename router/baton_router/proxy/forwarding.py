@@ -36,8 +36,8 @@ FORWARDED = frozenset(
 PREFILL = headers.PREFILL.encode()
 TICKET = headers.TICKET.encode()
 SALT = headers.SALT.encode()
-FOLLOW_LINE = b"%b: 1\r\n" % headers.FOLLOW.encode()
-PATIENT_LINE = b"%b: %b\r\n" % (headers.CLASS.encode(), headers.PATIENT_CLASS.encode())
+RESUMABLE_LINE = b"%b: 1\r\n" % headers.FOLLOW.encode()
+BATCH_CLASS_LINE = b"%b: %b\r\n" % (headers.CLASS.encode(), headers.PATIENT_CLASS.encode())
 WORKER = headers.WORKER.encode()
 PROMPT = headers.PROMPT.encode()
 DECISION = headers.DECISION.encode()
@@ -62,28 +62,28 @@ CONNECTION_HEADERS = frozenset(
 )
 # The request goes out with a host, length and id of the router's; answers must not be compressed,
 # because the router reads the end of a stream.
-_OF_THE_REQUEST = CONNECTION_HEADERS | {
+_REQUEST_ONLY = CONNECTION_HEADERS | {
     b"host",
     b"content-length",
     b"expect",
     b"accept-encoding",
     REQUEST_ID,
 }
-_OF_THE_ANSWER = CONNECTION_HEADERS | {b"server", b"date", REQUEST_ID}
+_RESPONSE_ONLY = CONNECTION_HEADERS | {b"server", b"date", REQUEST_ID}
 
 AUTHORIZATION = b"authorization"
-_OF_THE_KEYED_REQUEST = _OF_THE_REQUEST | {AUTHORIZATION}
-_KEPT_BACK = {
-    (False, False): _OF_THE_REQUEST,
-    (True, False): _OF_THE_KEYED_REQUEST,
-    (False, True): _OF_THE_REQUEST | trace_context.HEADERS,
-    (True, True): _OF_THE_KEYED_REQUEST | trace_context.HEADERS,
+_REQUEST_ONLY_KEYED = _REQUEST_ONLY | {AUTHORIZATION}
+_NOT_FORWARDED = {
+    (False, False): _REQUEST_ONLY,
+    (True, False): _REQUEST_ONLY_KEYED,
+    (False, True): _REQUEST_ONLY | trace_context.HEADERS,
+    (True, True): _REQUEST_ONLY_KEYED | trace_context.HEADERS,
 }
 """By whether clients' keys stay here, and whether the router says itself what it is of a trace."""
 
 
 @dataclass(frozen=True)
-class Trust:
+class WorkerCredentials:
     """By what a worker knows that a request comes from this router."""
 
     secret: bytes = b""
@@ -94,7 +94,7 @@ class Trust:
     """Whether a client's key goes on to the worker."""
 
     @classmethod
-    def of(cls, settings: RouterSettings) -> Trust:
+    def of(cls, settings: RouterSettings) -> WorkerCredentials:
         key = settings.worker_api_key.get_secret_value()
         own = (settings.api_key, settings.api_key_file, settings.tenants_file, settings.jwt_jwks)
         keyed = bool(key) or any(own)
@@ -113,7 +113,7 @@ def request_head(
     request_id: bytes,
     host: str,
     control: str,
-    trust: Trust,
+    trust: WorkerCredentials,
     now: float,
     method: bytes = b"POST",
     *,
@@ -128,8 +128,8 @@ def request_head(
     `control` is the control address of the prefill worker for it, empty without one; `trace` are lines in
     place of what the client said of its trace.
     """
-    kept_back = _KEPT_BACK[not trust.passes_keys, bool(trace)]
-    passing = b"".join([b"%b: %b\r\n" % header for header in _passing(given, kept_back)])
+    kept_back = _NOT_FORWARDED[not trust.passes_keys, bool(trace)]
+    passing = b"".join([b"%b: %b\r\n" % header for header in _forwarded(given, kept_back)])
     ticket = b""
     if control and trust.secret:
         issued = tickets.issue(trust.secret, request_id.decode(), control, now)
@@ -142,27 +142,27 @@ def request_head(
         request_id,
         passing,
         trace,
-        _told(host, control, trust.line, follow, salt, patient),
+        _fixed_headers(host, control, trust.line, follow, salt, patient),
         ticket,
     )
 
 
 @lru_cache(4096)
-def _told(host: str, control: str, key: bytes, follow: bool, salt: str, patient: bool) -> bytes:
+def _fixed_headers(host: str, control: str, key: bytes, follow: bool, salt: str, patient: bool) -> bytes:
     """The headers that a worker gets with all requests of one kind."""
     lines = [b"host: %b\r\n" % host.encode(), key]
     if follow:
-        lines.append(FOLLOW_LINE)
+        lines.append(RESUMABLE_LINE)
     if salt:
         lines.append(b"%b: %b\r\n" % (SALT, salt.encode()))
     if patient:
-        lines.append(PATIENT_LINE)
+        lines.append(BATCH_CLASS_LINE)
     if control:
         lines.append(b"%b: %b\r\n" % (PREFILL, control.encode()))
     return b"".join(lines)
 
 
-def answer_headers(
+def response_headers(
     given: Headers,
     request_id: bytes,
     grant: Grant | None,
@@ -183,14 +183,14 @@ def answer_headers(
         told = [(CACHED, b"%d" % report.cached), (TIMING, took)]
     if grant is not None:
         told = [(WORKER, grant.decode.encode()), (DECISION, grant.summary), *told]
-    return [*_passing(given, _OF_THE_ANSWER), (REQUEST_ID, request_id), *told]
+    return [*_forwarded(given, _RESPONSE_ONLY), (REQUEST_ID, request_id), *told]
 
 
 def is_event_stream(given: Headers) -> bool:
     return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in given)
 
 
-def _passing(given: Headers, kept_back: frozenset[bytes]) -> Headers:
+def _forwarded(given: Headers, kept_back: frozenset[bytes]) -> Headers:
     passing = []
     for header in given:
         name, value = header
@@ -200,5 +200,5 @@ def _passing(given: Headers, kept_back: frozenset[bytes]) -> Headers:
         elif name == b"connection" and value not in (b"keep-alive", b"close"):
             named = {one.strip().lower() for one in value.split(b",")}
             if named - kept_back:
-                return _passing(given, kept_back | named)
+                return _forwarded(given, kept_back | named)
     return passing

@@ -18,34 +18,34 @@ from baton_api import headers, logs
 from baton_api.errors import BatonError, InternalError, NotReady, PoisonRequest
 from baton_api.metrics import STALE
 from baton_api.resuming import with_resumption
-from baton_http.client_connection import Client, ClientGone
-from baton_http.http_client import Upstreams
+from baton_http.client_connection import ClientConnection, ClientDisconnected
+from baton_http.http_client import UpstreamPool
 from baton_http.replies import Receive, Scope, Send, request_id, send_error
-from baton_http.upstream import Lost
-from baton_router.metrics.registry import Figures
+from baton_http.upstream import UpstreamLost
+from baton_router.metrics.registry import RouterMetrics
 from baton_router.metrics.tracing import RequestTrace, Tracing, request_line
 from baton_router.proxy.attempt import BUSY, Attempt
-from baton_router.proxy.forwarding import Trust, answer_headers, request_head
-from baton_router.proxy.resume_state import FollowedStream
+from baton_router.proxy.forwarding import WorkerCredentials, request_head, response_headers
+from baton_router.proxy.resume_state import ResumableStream
 from baton_router.proxy.retries import CRASH_CAUSES, LOSSES_LIMIT, RetryBudget
-from baton_router.proxy.routed_request import Asked
-from baton_router.proxy.timeouts import OVERDUE, Patience, Stall, first_byte_s
-from baton_router.scheduling.picker import Ask, Grant, Picker
+from baton_router.proxy.routed_request import RoutedRequest
+from baton_router.proxy.timeouts import OVERDUE, FirstByteTimeout, IdleTimeout, first_byte_s
+from baton_router.scheduling.picker import Grant, Picker, PickRequest
 from baton_router.settings import RouterSettings
-from baton_router.tenants.access import shown, tenant_of
+from baton_router.tenants.access import error_for, tenant_of
 
 log = logging.getLogger(__name__)
 
-GONE = 499
+CLIENT_CLOSED_REQUEST = 499
 """The status under which a request is counted whose client left before the answer."""
 
 RESUMES_LIMIT = 3
 """Workers that may be asked to go on with one answer."""
 
-RESUMED = b": resumed\n\n"
+RESUMED_COMMENT = b": resumed\n\n"
 """A comment for those who look: from here on another worker speaks."""
 
-STEPS = 50.0
+IDLE_STEPS = 50.0
 """Of a worker, without a token, after which a stream stands still."""
 
 OK = 200
@@ -58,8 +58,8 @@ class Proxy:
         self,
         settings: RouterSettings,
         picker: Picker,
-        upstreams: Upstreams,
-        figures: Figures,
+        upstreams: UpstreamPool,
+        figures: RouterMetrics,
         tracing: Tracing | None = None,
     ) -> None:
         self._settings = settings
@@ -67,19 +67,19 @@ class Proxy:
         self._upstreams = upstreams
         self._figures = figures
         self._tracing = tracing
-        self._trust = Trust.of(settings)
+        self._trust = WorkerCredentials.of(settings)
         self._budget = RetryBudget(settings.retry_ratio, time.monotonic)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        relay = Relay(Client(scope, receive, send), request_id(scope["headers"]))
+        relay = ProxiedRequest(ClientConnection(scope, receive, send), request_id(scope["headers"]))
         logs.about(request_id=relay.id.decode())
         if self._tracing is not None:
             relay.trace = self._tracing.begin(scope["headers"], scope["path"])
         self._figures.in_flight += 1
         try:
             await self._serve(scope, relay)
-        except ClientGone:
-            relay.status = relay.status or GONE
+        except ClientDisconnected:
+            relay.status = relay.status or CLIENT_CLOSED_REQUEST
         except BatonError as error:
             await self._fail(relay, error, scope, send)
         except asyncio.CancelledError:  # the server has waited for us as long as it will
@@ -97,7 +97,7 @@ class Proxy:
             if relay.trace is not None:
                 relay.trace.end(relay)
 
-    def _account(self, path: str, relay: Relay) -> None:
+    def _account(self, path: str, relay: ProxiedRequest) -> None:
         """Count a request that has ended."""
         asked, attempt, accounts = relay.asked, relay.attempt, self._figures.accounts
         if asked is None:
@@ -112,18 +112,18 @@ class Proxy:
                 if relay.opened and not relay.resumes:
                     accounts.streamed(attempt.tokens, now - relay.opened, urgency)
 
-    async def _serve(self, scope: Scope, relay: Relay) -> None:
+    async def _serve(self, scope: Scope, relay: ProxiedRequest) -> None:
         settings = self._settings
         client = relay.client
         body = await client.body(settings.max_body, settings.body_s)
         arrived = relay.arrived = time.perf_counter()
-        relay.asked = asked = Asked(scope, body, tenant_of(scope))
+        relay.asked = asked = RoutedRequest(scope, body, tenant_of(scope))
         asked.explain = relay.trace is not None and relay.trace.recorded
         with client:
             opening = await self._open(asked, relay, arrived)
             await self._pass_on(asked, relay, opening, arrived)
 
-    async def _open(self, asked: Asked, relay: Relay, arrived: float) -> bytes:
+    async def _open(self, asked: RoutedRequest, relay: ProxiedRequest, arrived: float) -> bytes:
         """Find a worker that answers: `relay.attempt` is its, and the answer's first part is given."""
         self._budget.earn()
         grant = await self._picker.pick(asked.ask())
@@ -135,16 +135,16 @@ class Proxy:
         while True:
             relay.attempt = attempt = self._attempt(grant)
             opening = b""
-            lost: Lost | None = None
+            lost: UpstreamLost | None = None
             last = tries == self._settings.retries
             slow_s = 0.0 if last else first_byte_s(grant, asked.tokens_ahead)
-            patience = Patience(attempt, slow_s, until, self._budget.spend)
+            patience = FirstByteTimeout(attempt, slow_s, until, self._budget.spend)
             try:
                 head = self._head(asked, relay, grant, len(asked.body))
                 opening = await attempt.open(head, asked.body, asked.events)
                 if attempt.exchange is not None and attempt.exchange.resent:
                     self._figures.retries.labels(STALE).inc()
-            except Lost as error:
+            except UpstreamLost as error:
                 lost = error
                 self._lost(relay, grant, error)
                 attempt.close()
@@ -173,7 +173,7 @@ class Proxy:
     def _attempt(self, grant: Grant) -> Attempt:
         return Attempt(grant, self._picker, self._upstreams.of(grant.decode))
 
-    def _head(self, asked: Asked, relay: Relay, grant: Grant, length: int) -> bytes:
+    def _head(self, asked: RoutedRequest, relay: ProxiedRequest, grant: Grant, length: int) -> bytes:
         return request_head(
             asked.target,
             asked.headers,
@@ -189,7 +189,9 @@ class Proxy:
             trace=b"" if relay.trace is None else relay.trace.lines,
         )
 
-    async def _another(self, ask: Ask, tries: int, attempt: Attempt, lost: Lost | None) -> Grant | None:
+    async def _another(
+        self, ask: PickRequest, tries: int, attempt: Attempt, lost: UpstreamLost | None
+    ) -> Grant | None:
         """
         Who is asked next; None if the last one's answer, or its loss, is the client's.
 
@@ -214,13 +216,15 @@ class Proxy:
         except BatonError:
             return None
 
-    async def _pass_on(self, asked: Asked, relay: Relay, opening: bytes, arrived: float) -> None:
+    async def _pass_on(
+        self, asked: RoutedRequest, relay: ProxiedRequest, opening: bytes, arrived: float
+    ) -> None:
         client, attempt = relay.client, relay.attempt
         assert attempt is not None
         relay.status = attempt.status
         queued_s = relay.granted - arrived
         grant = attempt.grant if asked.tenant.admin else None
-        told = answer_headers(attempt.headers, relay.id, grant, attempt.report, queued_s)
+        told = response_headers(attempt.headers, relay.id, grant, attempt.report, queued_s)
         await client.start(attempt.status, told)
         if attempt.ended:
             await client.send(opening, more=False)
@@ -234,19 +238,19 @@ class Proxy:
             try:
                 await self._copy(client, attempt, piece)
                 return
-            except Lost as lost:
+            except UpstreamLost as lost:
                 self._lost(relay, attempt.grant, lost)
                 attempt, piece = await self._resume(asked, relay, attempt, lost)
 
-    async def _copy(self, client: Client, attempt: Attempt, piece: bytes) -> None:
+    async def _copy(self, client: ClientConnection, attempt: Attempt, piece: bytes) -> None:
         """Give the client what comes, to the end. Raises Lost."""
         assert attempt.exchange is not None
         settings, grant, events = self._settings, attempt.grant, attempt.events
-        silent_s = max(settings.idle_s, STEPS * grant.step_s)
+        silent_s = max(settings.idle_s, IDLE_STEPS * grant.step_s)
         # Where nobody could go on, a worker that says that it lives is waited for.
-        elsewhere = grant.spare and isinstance(events, FollowedStream)
+        elsewhere = grant.spare and isinstance(events, ResumableStream)
         tokens_s = silent_s if elsewhere else max(silent_s, settings.answer_s)
-        stall = Stall(client, attempt.exchange, events, silent_s, tokens_s)
+        stall = IdleTimeout(client, attempt.exchange, events, silent_s, tokens_s)
         try:
             while not attempt.ended:
                 if piece:
@@ -256,10 +260,12 @@ class Proxy:
         finally:
             stall.close()
 
-    async def _resume(self, asked: Asked, relay: Relay, broken: Attempt, lost: Lost) -> tuple[Attempt, bytes]:
+    async def _resume(
+        self, asked: RoutedRequest, relay: ProxiedRequest, broken: Attempt, lost: UpstreamLost
+    ) -> tuple[Attempt, bytes]:
         """Another worker's attempt that goes on where this one broke off. Raises `lost` if there is none."""
         events = broken.events
-        resumption = events.resumption if isinstance(events, FollowedStream) else None
+        resumption = events.resumption if isinstance(events, ResumableStream) else None
         if resumption is None:
             raise lost
         tried = relay.lost
@@ -277,11 +283,13 @@ class Proxy:
             attempt = self._attempt(grant)
             last = relay.resumes == RESUMES_LIMIT
             slow_s = 0.0 if last else first_byte_s(grant, 1)
-            patience = Patience(attempt, slow_s, loop.time() + self._settings.answer_s, self._budget.spend)
+            patience = FirstByteTimeout(
+                attempt, slow_s, loop.time() + self._settings.answer_s, self._budget.spend
+            )
             try:
                 head = self._head(asked, relay, grant, len(body))
-                opening = await attempt.open(head, body, lambda: FollowedStream(resumption))
-            except Lost as again:
+                opening = await attempt.open(head, body, lambda: ResumableStream(resumption))
+            except UpstreamLost as again:
                 self._lost(relay, grant, again)
                 attempt.close()
                 continue
@@ -304,17 +312,17 @@ class Proxy:
                 len(resumption.tokens),
                 lost,
             )
-            return attempt, RESUMED + opening
+            return attempt, RESUMED_COMMENT + opening
         self._figures.resumes.labels("failed").inc()
         raise self._final(relay, lost)
 
-    def _lost(self, relay: Relay, grant: Grant, lost: Lost) -> None:
+    def _lost(self, relay: ProxiedRequest, grant: Grant, lost: UpstreamLost) -> None:
         """A worker was lost while it had the request."""
         crashed = lost.cause in CRASH_CAUSES
         relay.crashes += crashed
         self._picker.failed(grant, crashed=crashed)
 
-    def _final(self, relay: Relay, lost: Lost) -> BatonError:
+    def _final(self, relay: ProxiedRequest, lost: UpstreamLost) -> BatonError:
         """What the client is told of a loss after which no other worker is asked."""
         if relay.crashes < LOSSES_LIMIT:
             return lost
@@ -322,21 +330,21 @@ class Proxy:
         poison.__cause__ = lost
         return poison
 
-    async def _fail(self, relay: Relay, error: BatonError, scope: Scope, send: Send) -> None:
+    async def _fail(self, relay: ProxiedRequest, error: BatonError, scope: Scope, send: Send) -> None:
         """Tell the client what went wrong, as far as it can still be told."""
         client, tenant = relay.client, tenant_of(scope)
         if not client.started:
             relay.status = error.status
-            await send_error(send, shown(error, tenant), relay.id, close=not client.read)
+            await send_error(send, error_for(error, tenant), relay.id, close=not client.read)
             return
-        cause = error.cause if isinstance(error, Lost) else "router"
+        cause = error.cause if isinstance(error, UpstreamLost) else "router"
         self._figures.cut.labels(cause).inc()
         log.warning("The answer to request %s was cut: %s (%s)", relay.id.decode(), error, cause)
         events = relay.attempt.events if relay.attempt else None
-        await client.cut(events.error(shown(error, tenant)) if events else b"")
+        await client.cut(events.error(error_for(error, tenant)) if events else b"")
 
 
-class Relay:
+class ProxiedRequest:
     """One request's way: who asked, whose try it is now, and what was answered."""
 
     __slots__ = (
@@ -355,10 +363,10 @@ class Relay:
         "trace",
     )
 
-    def __init__(self, client: Client, identity: bytes) -> None:
+    def __init__(self, client: ClientConnection, identity: bytes) -> None:
         self.client = client
         self.id = identity
-        self.asked: Asked | None = None
+        self.asked: RoutedRequest | None = None
         """Once its body was read."""
         self.attempt: Attempt | None = None
         self.lost: list[str] = []

@@ -17,9 +17,9 @@ import msgspec
 
 from baton_api import headers, response_items
 from baton_api.response_store import ResponseStore, Turn
-from baton_http.client_connection import Client
+from baton_http.client_connection import ClientConnection
 from baton_http.replies import Receive, Scope, Send
-from baton_http.sse import last_response
+from baton_http.sse import last_response_event
 from baton_router.proxy.forwarding import is_event_stream
 from baton_router.settings import RouterSettings
 
@@ -32,7 +32,7 @@ KEPT_LIMIT = 16 * 1024 * 1024
 _DATA = re.compile(rb"^data: ?(.*)$", re.MULTILINE)
 
 
-class Asked(msgspec.Struct):
+class ResponseRequest(msgspec.Struct):
     """The fields of a request that decide what is kept and continued; the rest is the worker's to judge."""
 
     input: str | list[msgspec.Raw] | None = None
@@ -50,7 +50,7 @@ class Asked(msgspec.Struct):
         return [bytes(item) for item in self.input or ()]
 
 
-class Answered(msgspec.Struct):
+class ResponseSummary(msgspec.Struct):
     """What is read of a response object."""
 
     id: str
@@ -61,23 +61,23 @@ class LastEvent(msgspec.Struct):
     response: msgspec.Raw
 
 
-_asked = msgspec.json.Decoder(Asked)
-_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_answered = msgspec.json.Decoder(Answered)
-_item = msgspec.json.Decoder(dict[str, Any])
-_last_event = msgspec.json.Decoder(LastEvent)
+_request_decoder = msgspec.json.Decoder(ResponseRequest)
+_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_summary_decoder = msgspec.json.Decoder(ResponseSummary)
+_item_decoder = msgspec.json.Decoder(dict[str, Any])
+_last_event_decoder = msgspec.json.Decoder(LastEvent)
 
 
 def needs_store(body: bytes, *, keeps: bool) -> bool:
     """Whether a request continues a response, or its own is to be kept by a router that `keeps` some."""
     try:
-        asked = _asked.decode(body)
+        asked = _request_decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False  # the worker, or the proxy before it, says what is wrong with it
     return isinstance(asked.previous_response_id, str) or (keeps and asked.wants_to_be_kept)
 
 
-class Responses:
+class ResponsesProxy:
     """Wraps the proxy for requests that make a response."""
 
     def __init__(
@@ -93,14 +93,16 @@ class Responses:
         self._proxy = proxy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        visit = Visit(self._store, self._whose(scope))
+        visit = ResponseExchange(self._store, self._whose(scope))
         given = [header for header in scope["headers"] if header[0] != STATE]
         inner = {**scope, "headers": given}
 
         async def receiving() -> MutableMapping[str, Any]:
             if visit.read:
                 return await receive()
-            body = await Client(scope, receive, send).body(self._settings.max_body, self._settings.body_s)
+            body = await ClientConnection(scope, receive, send).body(
+                self._settings.max_body, self._settings.body_s
+            )
             body = visit.request(body)
             inner["headers"] = [*given, (STATE, b"%d" % visit.earlier)]
             return {"type": "http.request", "body": body, "more_body": False}
@@ -112,7 +114,7 @@ class Responses:
         await self._proxy(inner, receiving, sending)
 
 
-class Visit:
+class ResponseExchange:
     """One request and its answer, as far as they are listened to."""
 
     def __init__(self, store: ResponseStore, owner: bytes) -> None:
@@ -132,7 +134,7 @@ class Visit:
         """The body that the worker gets. Raises PreviousResponseNotFound."""
         self.read = True
         try:
-            asked = _asked.decode(body)
+            asked = _request_decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return body  # the worker, or the proxy before it, says what is wrong with it
         self._listens = asked.wants_to_be_kept
@@ -142,7 +144,7 @@ class Visit:
         self._before = self._store.previous(self._owner, asked.previous_response_id)
         earlier = self._before.conversation
         self.earlier = len(earlier)
-        fields = _fields.decode(body)
+        fields = _fields_decoder.decode(body)
         fields["input"] = msgspec.Raw(b"[%b]" % b",".join([*earlier, *self._input]))
         return msgspec.json.encode(fields)
 
@@ -156,7 +158,7 @@ class Visit:
             return
         piece = message.get("body", b"")
         if self._stream and not self._heard:
-            last = last_response(piece)
+            last = last_response_event(piece)
             if last < 0:
                 return
             piece = piece[last:]
@@ -172,9 +174,9 @@ class Visit:
         try:
             if self._stream:
                 data = _DATA.search(heard)
-                heard = bytes(_last_event.decode(data[1] if data else b"").response)
-            answered = _answered.decode(heard)
-            items = [_item.decode(item) for item in self._input]
+                heard = bytes(_last_event_decoder.decode(data[1] if data else b"").response)
+            answered = _summary_decoder.decode(heard)
+            items = [_item_decoder.decode(item) for item in self._input]
         except (msgspec.DecodeError, UnicodeDecodeError):
             return  # whatever it is, it is the worker's answer, but nothing to be continued
         if answered.status in ("completed", "incomplete"):

@@ -17,13 +17,13 @@ from baton_http.sse import DONE, EventStream
 WAITING_LIMIT = 1024 * 1024
 """Bytes of events that wait for their tokens; a worker that sends more has stopped to say them."""
 
-_OURS = b"\n: baton-"
+_COMMENT = b"\n: baton-"
 _BEGINS = b"\n" + BEGINS
 _FAILURE = b'\ndata: {"error"'
 _beginning = msgspec.json.Decoder(Beginning)
 
 
-class FollowedStream(EventStream):
+class ResumableStream(EventStream):
     """A stream of chunks whose worker was asked to say what it came of."""
 
     __slots__ = ("_before", "_begun", "_ended", "_tokens", "_waiting", "_watching")
@@ -77,7 +77,7 @@ class FollowedStream(EventStream):
         """What of the events so far came of tokens that are known."""
         waiting = self._waiting + piece
         passing = b""
-        while (at := waiting.find(_OURS)) >= 0 and (end := waiting.find(b"\n\n", at + 1)) >= 0:
+        while (at := waiting.find(_COMMENT)) >= 0 and (end := waiting.find(b"\n\n", at + 1)) >= 0:
             passing += waiting[1 : at + 1]
             self._note(waiting[at + 1 : end])
             waiting = waiting[end + 1 :]
@@ -92,7 +92,7 @@ class FollowedStream(EventStream):
     def _passes(self, waiting: bytes) -> bool:
         """Whether this needs no tokens: the end of the stream, a comment, or more than can wait."""
         comment = waiting.startswith(b"\n:") and waiting.endswith(b"\n\n") and b"\ndata:" not in waiting
-        own = waiting.startswith(_OURS)
+        own = waiting.startswith(_COMMENT)
         return DONE[0] in waiting or (comment and not own) or len(waiting) > WAITING_LIMIT
 
     def _note(self, line: bytes) -> None:

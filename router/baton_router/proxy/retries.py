@@ -24,7 +24,7 @@ from baton_api.headers import PATIENT_CLASS
 RESERVE = 10.0
 """Retries that are possible without requests before them: enough for a quiet router's bad moment."""
 
-LEAST_PER_S = 1.0
+REFILL_PER_S = 1.0
 """Retries that come back by themselves: what waits for one gets it, though nobody else comes."""
 
 
@@ -49,7 +49,7 @@ class RetryBudget:
     def spend(self) -> bool:
         """Whether there was one to spend; never, if requests earn nothing."""
         now = self._clock()
-        self._saved = min(RESERVE, self._saved + LEAST_PER_S * (now - self._looked))
+        self._saved = min(RESERVE, self._saved + REFILL_PER_S * (now - self._looked))
         self._looked = now
         if self._saved < 1.0 or not self._ratio:
             return False
@@ -88,17 +88,17 @@ Key = tuple[str, int]
 
 
 @dataclass(slots=True)
-class _Losses:
+class _WorkerLosses:
     last: float
     workers: set[tuple[str, str]] = field(default_factory=set)
     """Name and epoch: a restarted worker is another one."""
 
 
-class Crashes:
+class CrashHistory:
     """Belongs to one thread. Times are of the router's clock."""
 
     def __init__(self) -> None:
-        self._lost: OrderedDict[Key, _Losses] = OrderedDict()
+        self._lost: OrderedDict[Key, _WorkerLosses] = OrderedDict()
         """The request whose last loss is oldest first."""
 
     def __len__(self) -> int:
@@ -109,7 +109,7 @@ class Crashes:
         if not key[1]:
             return
         self._expire(now)
-        losses = self._lost.setdefault(key, _Losses(now))
+        losses = self._lost.setdefault(key, _WorkerLosses(now))
         losses.last = now
         if len(losses.workers) < BATCH_LOSSES_LIMIT:
             losses.workers.add((worker, epoch))

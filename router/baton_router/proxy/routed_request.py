@@ -28,18 +28,18 @@ from baton_http.replies import Scope
 from baton_http.sse import EventStream, ResponseStream
 from baton_http.upstream import Headers
 from baton_router.cache import prompt_chunks
-from baton_router.cache.prompt_chunks import Message, Prompt
-from baton_router.proxy.resume_state import FollowedStream
-from baton_router.scheduling.picker import Ask
-from baton_router.tenants.tenants import CLASSES, NOBODY, Tenant
+from baton_router.cache.prompt_chunks import PromptChunks, PromptMessage
+from baton_router.proxy.resume_state import ResumableStream
+from baton_router.scheduling.picker import PickRequest
+from baton_router.tenants.tenants import CLASSES, DEFAULT_TENANT, Tenant
 
-NOTHING = Prompt((), ())
+NO_CHUNKS = PromptChunks((), ())
 
 CHAT = "/v1/chat/completions"
 
 STREAMS: dict[str, type[EventStream]] = {
-    CHAT: FollowedStream,
-    "/v1/completions": FollowedStream,
+    CHAT: ResumableStream,
+    "/v1/completions": ResumableStream,
     "/generate": EventStream,
     "/v1/responses": ResponseStream,
 }
@@ -48,7 +48,7 @@ STREAMS: dict[str, type[EventStream]] = {
 _ABSENT = msgspec.Raw(b"")
 
 
-class Wishes(msgspec.Struct):
+class AnswerOptions(msgspec.Struct):
     """The fields of a body that say how long its answer is, and when it is to come."""
 
     stream: Any = None
@@ -71,7 +71,7 @@ class Wishes(msgspec.Struct):
         return given if type(given) is int and given > 0 else None
 
 
-class Body(Wishes):
+class RequestBody(AnswerOptions):
     """The fields of a body that decide where it goes."""
 
     model: Any = None
@@ -82,21 +82,21 @@ class Body(Wishes):
     tools: msgspec.Raw = _ABSENT
 
 
-class Chat(Wishes, kw_only=True):
+class ChatBody(AnswerOptions, kw_only=True):
     """The same of a conversation as it should be."""
 
-    messages: list[Message]
+    messages: list[PromptMessage]
     model: str | None = None
     cache_salt: Any = None
     tools: msgspec.Raw = _ABSENT
 
 
-_body = msgspec.json.Decoder(Body)
-_chat = msgspec.json.Decoder(Chat)
-_messages = msgspec.json.Decoder(list[Message])
+_body = msgspec.json.Decoder(RequestBody)
+_chat = msgspec.json.Decoder(ChatBody)
+_messages = msgspec.json.Decoder(list[PromptMessage])
 
 
-class Asked:
+class RoutedRequest:
     """One request. Raises InvalidRequest if its body is not JSON, or claims to be a router's."""
 
     __slots__ = (
@@ -115,7 +115,7 @@ class Asked:
         "urgency",
     )
 
-    def __init__(self, scope: Scope, body: bytes, tenant: Tenant = NOBODY) -> None:
+    def __init__(self, scope: Scope, body: bytes, tenant: Tenant = DEFAULT_TENANT) -> None:
         """Raises ModelNotFound, too, for a model that is not the tenant's to use."""
         query = scope["query_string"]
         self.target: bytes = scope["raw_path"] + (b"?" + query if query else b"")
@@ -124,7 +124,7 @@ class Asked:
         self._digest = digest(body)
         path = scope["path"]
         salt = tenant.salt
-        self.model, self.prompt, wishes = _conversation(body, salt) if path == CHAT else _any(body, salt)
+        self.model, self.prompt, wishes = _parse_chat(body, salt) if path == CHAT else _parse_any(body, salt)
         if wishes.resumption:
             raise InvalidRequest(
                 f"Unsupported parameter: {RESUMPTION!r}. Only a router may say where an answer goes on.",
@@ -139,24 +139,24 @@ class Asked:
         """With which token of the answer its first byte comes, at the latest; None if nobody can tell."""
         self.streams = wishes.stream is True
         self.answer_tokens = wishes.answer_tokens
-        self.urgency = urgency(self.headers, tenant)
+        self.urgency = request_class(self.headers, tenant)
         self.explain = False
         """Whether the scheduler is to say what the ways cost."""
 
     def ask(
         self, tried: tuple[str, ...] = (), waited_s: float | None = None, *, resumed: bool = False
-    ) -> Ask:
+    ) -> PickRequest:
         """What a scheduler is asked, if the request comes back after `waited_s`: without one it is new."""
         tenant = self.tenant
         kind, objective_s = self.urgency
         limits = tenant.limits
-        return Ask(
+        return PickRequest(
             self.model,
             self.prompt,
             tried,
             tenant.id,
             kind,
-            None if limits is NOBODY.limits else limits,
+            None if limits is DEFAULT_TENANT.limits else limits,
             objective_s,
             self.streams,
             self.answer_tokens,
@@ -171,7 +171,7 @@ class Asked:
     @property
     def followed(self) -> bool:
         """Whether the worker is to say what another one would need to go on with the answer."""
-        return self.events is FollowedStream
+        return self.events is ResumableStream
 
 
 def _check_model(allowed: frozenset[str], model: str | None) -> None:
@@ -184,17 +184,17 @@ def _check_model(allowed: frozenset[str], model: str | None) -> None:
         raise ModelNotFound(model, tuple(sorted(allowed)))
 
 
-def _conversation(body: bytes, salt: str) -> tuple[str | None, Prompt, Wishes]:
+def _parse_chat(body: bytes, salt: str) -> tuple[str | None, PromptChunks, AnswerOptions]:
     """The model, the prompt and the wishes, in one pass over the body."""
     try:
         chat = _chat.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _any(body, salt)  # says what is wrong, if it is not JSON
+        return _parse_any(body, salt)  # says what is wrong, if it is not JSON
     root = _root(salt, chat.cache_salt, chat.model)
-    return chat.model, prompt_chunks.of_messages(chat.messages, chat.tools, root), chat
+    return chat.model, prompt_chunks.chunk_messages(chat.messages, chat.tools, root), chat
 
 
-def _any(body: bytes, salt: str) -> tuple[str | None, Prompt, Wishes]:
+def _parse_any(body: bytes, salt: str) -> tuple[str | None, PromptChunks, AnswerOptions]:
     """The model, the prompt of whatever shape, and the wishes."""
     try:
         read = _body.decode(body)
@@ -213,14 +213,14 @@ def _root(salt: str, cache_salt: object, model: str | None) -> int:
     return prompt_chunks.root_name(salt, model or "")
 
 
-def _prompt(body: Body, root: int) -> Prompt:
+def _prompt(body: RequestBody, root: int) -> PromptChunks:
     if body.messages:
         try:
-            return prompt_chunks.of_messages(_messages.decode(body.messages), body.tools, root)
+            return prompt_chunks.chunk_messages(_messages.decode(body.messages), body.tools, root)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return prompt_chunks.of_text(bytes(body.messages), root)
+            return prompt_chunks.chunk_text(bytes(body.messages), root)
     given = body.prompt or body.input
-    return prompt_chunks.of_text(_text(given), root) if given else NOTHING
+    return prompt_chunks.chunk_text(_text(given), root) if given else NO_CHUNKS
 
 
 def _text(given: msgspec.Raw) -> bytes:
@@ -243,7 +243,7 @@ CLASS = headers.CLASS.encode()
 OBJECTIVE = headers.OBJECTIVE.encode()
 
 
-def urgency(given: Headers, tenant: Tenant) -> tuple[str, float | None]:
+def request_class(given: Headers, tenant: Tenant) -> tuple[str, float | None]:
     """
     The class, and the seconds within which the first token is wanted, or None if that was not said.
 
@@ -253,13 +253,13 @@ def urgency(given: Headers, tenant: Tenant) -> tuple[str, float | None]:
     for name, value in given:
         if name == CLASS:
             kind = value.decode("latin-1").strip().lower()
-            _check(kind, tenant)
+            _check_class(kind, tenant)
         elif name == OBJECTIVE:
             objective_s = _seconds(value)
     return kind, objective_s
 
 
-def _check(kind: str, tenant: Tenant) -> None:
+def _check_class(kind: str, tenant: Tenant) -> None:
     if kind not in CLASSES:
         raise InvalidRequest(f"{headers.CLASS} must be one of {', '.join(CLASSES)}.", param=headers.CLASS)
     if kind not in tenant.classes:

@@ -13,15 +13,15 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from baton_http.client_connection import Client
+from baton_http.client_connection import ClientConnection
 from baton_http.sse import EventStream
-from baton_http.upstream import Exchange
+from baton_http.upstream import UpstreamExchange
 from baton_router.scheduling.picker import Grant
 
-TIMES = 3.0
+PREDICTION_ERROR = 3.0
 """What a prediction may be wrong by before it counts as a fault, besides the predicted time itself."""
 
-STEPS = 10.0
+STEP_FACTOR = 10.0
 """The same for the tokens of an answer that comes as a whole: streams beside it slow it down."""
 
 SLOW = "slow"
@@ -32,7 +32,7 @@ RETRY_S = 0.1
 """From a look at an attempt that is just connecting to the next."""
 
 
-class Failing(Protocol):
+class CanFail(Protocol):
     """What can be told that its time is over."""
 
     def fail(self, cause: str) -> bool:
@@ -40,24 +40,24 @@ class Failing(Protocol):
         ...
 
 
-def patience_s(predicted_s: float, least_s: float) -> float:
+def first_token_timeout_s(predicted_s: float, least_s: float) -> float:
     """Seconds for a first token that was predicted to take `predicted_s`."""
-    return max(TIMES * predicted_s, least_s) + predicted_s
+    return max(PREDICTION_ERROR * predicted_s, least_s) + predicted_s
 
 
 def first_byte_s(grant: Grant, tokens: int | None) -> float:
     """Seconds until another worker is asked, if the first byte comes with token `tokens`; 0 for never."""
     if not grant.patience_s or tokens is None:
         return 0.0
-    return grant.patience_s + STEPS * grant.step_s * (tokens - 1)
+    return grant.patience_s + STEP_FACTOR * grant.step_s * (tokens - 1)
 
 
-class Patience:
+class FirstByteTimeout:
     """One attempt's, from its start until `close`."""
 
     __slots__ = ("_attempt", "_loop", "_may_leave", "_slow_s", "_timer", "_until")
 
-    def __init__(self, attempt: Failing, slow_s: float, until: float, may_leave: Callable[[], bool]) -> None:
+    def __init__(self, attempt: CanFail, slow_s: float, until: float, may_leave: Callable[[], bool]) -> None:
         """`slow_s` as `first_byte_s` gives it; `until` is the loop time at which it is over in any case."""
         self._attempt = attempt
         self._slow_s = slow_s
@@ -89,11 +89,11 @@ class Patience:
             self._timer = self._loop.call_later(RETRY_S, self._fail, cause)
 
 
-LOOKS = 4
+CHECKS = 4
 """In the time after which an answer stands still."""
 
 
-class Stall:
+class IdleTimeout:
     """
     One timer for the life of an answer.
 
@@ -103,7 +103,12 @@ class Stall:
     """
 
     def __init__(
-        self, client: Client, exchange: Exchange, events: EventStream | None, silent_s: float, tokens_s: float
+        self,
+        client: ClientConnection,
+        exchange: UpstreamExchange,
+        events: EventStream | None,
+        silent_s: float,
+        tokens_s: float,
     ) -> None:
         """`silent_s` may pass without a sign of life, of worker or client, and `tokens_s` without a token."""
         self._loop = asyncio.get_running_loop()
@@ -114,7 +119,7 @@ class Stall:
         self._tokens_s = tokens_s
         self._token = self._loop.time()
         """When a token came, as far as was seen."""
-        self._timer = self._loop.call_later(silent_s / LOOKS, self._look)
+        self._timer = self._loop.call_later(silent_s / CHECKS, self._look)
 
     def _look(self) -> None:
         client, now = self._client, self._loop.time()
@@ -125,7 +130,7 @@ class Stall:
             self._token = alive
         left = min(alive + self._silent_s, self._token + self._tokens_s) - now
         if left > 0:
-            self._timer = self._loop.call_later(min(left, self._silent_s / LOOKS), self._look)
+            self._timer = self._loop.call_later(min(left, self._silent_s / CHECKS), self._look)
         elif client.sending:
             client.abort()
         else:

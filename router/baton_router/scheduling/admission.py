@@ -23,18 +23,18 @@ TOLERANCE = 1.5
 """An interactive request waits for so many times its objective at most, and is let in if it is predicted to
 take no longer than that: a prediction may be wrong."""
 
-LEAST_TOLERANCE = 0.8
-STRICTER = 0.05
-LAXER = 0.0025
+MIN_TOLERANCE = 0.8
+TIGHTEN = 0.05
+RELAX = 0.0025
 """What one more that waited in vain, and one that did not, change of it: a twentieth may wait in vain."""
 
 SMOOTHING = 0.05
-LEAST_PACE = 0.05
-MOST_PACE = 4.0
+MIN_CORRECTION = 0.05
+MAX_CORRECTION = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class WaitLimits:
     """On which a request waits."""
 
     objective_s: float
@@ -43,7 +43,7 @@ class Terms:
     """After which it gives up."""
 
 
-def terms(kind: str, wanted_s: float | None, interactive_s: float, wait_s: float) -> Terms:
+def wait_limits(kind: str, wanted_s: float | None, interactive_s: float, wait_s: float) -> WaitLimits:
     """
     Of a request of the class `kind` that says it wants its first token in `wanted_s`, if it says so.
 
@@ -51,16 +51,16 @@ def terms(kind: str, wanted_s: float | None, interactive_s: float, wait_s: float
     that have no objective.
     """
     if kind == "batch":
-        return Terms(math.inf, math.inf)
+        return WaitLimits(math.inf, math.inf)
     if kind == "interactive":
         objective = interactive_s if wanted_s is None else wanted_s
-        return Terms(objective, TOLERANCE * objective)
+        return WaitLimits(objective, TOLERANCE * objective)
     if wanted_s is None:
-        return Terms(math.inf, wait_s)
-    return Terms(wanted_s, wanted_s)
+        return WaitLimits(math.inf, wait_s)
+    return WaitLimits(wanted_s, wanted_s)
 
 
-def too_late(kind: str, on: Terms, predicted_s: float, room_s: float, tolerance: float) -> bool:
+def too_late(kind: str, on: WaitLimits, predicted_s: float, room_s: float, tolerance: float) -> bool:
     """
     Whether a request is better refused at once than after waiting.
 
@@ -74,7 +74,7 @@ def too_late(kind: str, on: Terms, predicted_s: float, room_s: float, tolerance:
     return room_s > on.patience_s
 
 
-class Tolerance:
+class PredictionTolerance:
     """
     How wrong predictions are taken to be: less and less, while those who were let in wait in vain.
 
@@ -89,11 +89,11 @@ class Tolerance:
 
     def waited(self, *, in_vain: bool) -> None:
         """Another interactive request has waited."""
-        self.times += -STRICTER if in_vain else LAXER
-        self.times = min(TOLERANCE, max(LEAST_TOLERANCE, self.times))
+        self.times += -TIGHTEN if in_vain else RELAX
+        self.times = min(TOLERANCE, max(MIN_TOLERANCE, self.times))
 
 
-class Pace:
+class WaitCorrection:
     """How long those who wait do wait, against the prediction that computes one prompt after the other."""
 
     __slots__ = ("ratio",)
@@ -107,15 +107,15 @@ class Pace:
     def learn(self, predicted_s: float, actual_s: float) -> None:
         """Somebody for whom so much was predicted, uncorrected, has gone after so long."""
         if predicted_s > 0:
-            seen = min(MOST_PACE, max(LEAST_PACE, actual_s / predicted_s))
+            seen = min(MAX_CORRECTION, max(MIN_CORRECTION, actual_s / predicted_s))
             self.ratio += SMOOTHING * (seen - self.ratio)
 
 
-SHARE = 0.8
+TENANT_SHARE = 0.8
 """Of the room that it and those who are not there yet have together, that a tenant may fill."""
 
 
-class Sized(Protocol):
+class HasSize(Protocol):
     """A request that takes a place."""
 
     @property
@@ -127,7 +127,7 @@ class Sized(Protocol):
         ...
 
 
-class Places:
+class QueueCapacity:
     """Of all who wait."""
 
     def __init__(self, requests: int, size: int) -> None:
@@ -144,23 +144,23 @@ class Places:
     def __len__(self) -> int:
         return self._taken
 
-    def refuse(self, entry: Sized) -> None:
+    def refuse(self, entry: HasSize) -> None:
         """Raises Overloaded if its tenant has no place left."""
         count, held = self._counts[entry.tenant], self._held[entry.tenant]
         places = self._requests - self._taken + count
         room = self._size - self._bytes + held
-        if count + 1 > SHARE * places:
-            raise Overloaded(count, int(SHARE * places))
-        if held + entry.size > SHARE * room:
-            raise Overloaded(held, int(SHARE * room), what="bytes")
+        if count + 1 > TENANT_SHARE * places:
+            raise Overloaded(count, int(TENANT_SHARE * places))
+        if held + entry.size > TENANT_SHARE * room:
+            raise Overloaded(held, int(TENANT_SHARE * room), what="bytes")
 
-    def take(self, entry: Sized) -> None:
+    def take(self, entry: HasSize) -> None:
         self._count(entry, 1)
 
-    def leave(self, entry: Sized) -> None:
+    def leave(self, entry: HasSize) -> None:
         self._count(entry, -1)
 
-    def _count(self, entry: Sized, by: int) -> None:
+    def _count(self, entry: HasSize, by: int) -> None:
         self._taken += by
         self._bytes += by * entry.size
         self._counts[entry.tenant] += by

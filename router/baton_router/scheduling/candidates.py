@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from baton_router.scheduling.fallback_policy import Pair
-from baton_router.scheduling.pair_selection import ALONE, Group, Way
-from baton_router.workers.costs import Average, TransferCost
-from baton_router.workers.worker import Health, State, Worker, Workers, usable
-from baton_router.workers.worker_state import Knowledge, Known
+from baton_router.scheduling.fallback_policy import WorkerPair
+from baton_router.scheduling.pair_selection import LOCAL_PREFILL, PairOption, WorkerGroup
+from baton_router.workers.costs import RunningAverage, TransferCost
+from baton_router.workers.worker import Worker, WorkerHealth, Workers, WorkerStatus, usable
+from baton_router.workers.worker_state import WorkerState, WorkerStates
 
-ASIDE_S = 0.05
+EJECTED_CACHE_S = 0.05
 """For so long one relies on it that a worker that was put aside still is."""
 
 
@@ -35,19 +35,21 @@ class Candidates:
         "transfers",
     )
 
-    def __init__(self, decodes: Sequence[Worker], prefills: Sequence[Worker], knowledge: Knowledge) -> None:
+    def __init__(
+        self, decodes: Sequence[Worker], prefills: Sequence[Worker], knowledge: WorkerStates
+    ) -> None:
         self.decodes, self.prefills = decodes, prefills
-        self.known_decodes: list[Known] = [knowledge.of(worker) for worker in decodes]
-        self.known_prefills: list[Known] = [knowledge.of(worker) for worker in prefills]
+        self.known_decodes: list[WorkerState] = [knowledge.of(worker) for worker in decodes]
+        self.known_prefills: list[WorkerState] = [knowledge.of(worker) for worker in prefills]
         self.transfers: list[list[TransferCost]] = [
             [knowledge.transfer(source.name, target.name) for target in decodes] for source in prefills
         ]
-        self.groups: list[Group] = [
-            Group(_members(decodes, name), _members(prefills, name))
+        self.groups: list[WorkerGroup] = [
+            WorkerGroup(_workers_of(decodes, name), _workers_of(prefills, name))
             for name in {worker.group for worker in decodes}
         ]
-        self.bytes_per_token: Average = knowledge.bytes_per_token(decodes[0].model)
-        self._pairs: dict[tuple[int, int], Pair] = {}
+        self.bytes_per_token: RunningAverage = knowledge.bytes_per_token(decodes[0].model)
+        self._pairs: dict[tuple[int, int], WorkerPair] = {}
         self.by_revision: dict[str, Candidates] = {}
         """Those of each generation, if they are of several."""
         revisions = {worker.revision for worker in decodes}
@@ -66,22 +68,22 @@ class Candidates:
                     most, holder = count, revision
         return holder
 
-    def pair(self, way: Way) -> Pair:
+    def pair(self, way: PairOption) -> WorkerPair:
         key = way.decode, way.prefill
         pair = self._pairs.get(key)
         if pair is None:
-            prefill = None if way.prefill == ALONE else self.prefills[way.prefill]
-            pair = self._pairs[key] = Pair(self.decodes[way.decode], prefill)
+            prefill = None if way.prefill == LOCAL_PREFILL else self.prefills[way.prefill]
+            pair = self._pairs[key] = WorkerPair(self.decodes[way.decode], prefill)
         return pair
 
 
-class Field:
+class CandidateCache:
     """Finds the candidates for a request."""
 
-    def __init__(self, workers: Workers, knowledge: Knowledge) -> None:
+    def __init__(self, workers: Workers, knowledge: WorkerStates) -> None:
         self._workers = workers
         self._knowledge = knowledge
-        self._states: list[Health] = []
+        self._states: list[WorkerHealth] = []
         self._expires = 0.0
         self._found: dict[str | None, Candidates] = {}
         """By the model, as long as `_states` are those of the workers."""
@@ -91,13 +93,15 @@ class Field:
         if tried:
             return self._find(model, tried, now)
         decode, prefill = self._workers.decode, self._workers.prefill
-        states: list[Health] = [worker.health for worker in decode]
+        states: list[WorkerHealth] = [worker.health for worker in decode]
         states += [worker.health for worker in prefill]
         if states != self._states or now >= self._expires:
             self._found.clear()
             self._states = states
-            aside = any(worker.state(now) in (State.EJECTED, State.FULL) for worker in decode + prefill)
-            self._expires = now + ASIDE_S if aside else math.inf
+            aside = any(
+                worker.state(now) in (WorkerStatus.EJECTED, WorkerStatus.FULL) for worker in decode + prefill
+            )
+            self._expires = now + EJECTED_CACHE_S if aside else math.inf
         found = self._found.get(model)
         if found is None:
             found = self._find(model, (), now)
@@ -113,5 +117,5 @@ class Field:
         return Candidates(decodes, prefills, self._knowledge)
 
 
-def _members(workers: Sequence[Worker], group: str) -> list[int]:
+def _workers_of(workers: Sequence[Worker], group: str) -> list[int]:
     return [number for number, worker in enumerate(workers) if worker.group == group]

@@ -17,16 +17,22 @@ import msgspec
 
 from baton_api.profiles import Profile
 from baton_api.reports import PromptReport
-from baton_router.cache.prompt_chunks import Prompt
-from baton_router.metrics.request_counters import DecisionFigures
+from baton_router.cache.prompt_chunks import PromptChunks
+from baton_router.metrics.request_counters import DecisionCounters
 from baton_router.scheduling import pair_selection
-from baton_router.scheduling.candidates import Candidates, Field
-from baton_router.scheduling.fallback_policy import Pair
-from baton_router.scheduling.pair_selection import ALONE, DecodeOffer, PlainWay, PrefillOffer, Way
-from baton_router.scheduling.revision_weights import Shares
-from baton_router.workers.costs import Average
+from baton_router.scheduling.candidates import CandidateCache, Candidates
+from baton_router.scheduling.fallback_policy import WorkerPair
+from baton_router.scheduling.pair_selection import (
+    LOCAL_PREFILL,
+    DecodeOffer,
+    PairOption,
+    PlainOption,
+    PrefillOffer,
+)
+from baton_router.scheduling.revision_weights import RevisionShares
+from baton_router.workers.costs import RunningAverage
 from baton_router.workers.worker import Worker, Workers
-from baton_router.workers.worker_state import REQUESTS, Knowledge, Known
+from baton_router.workers.worker_state import ACCURACY_REQUESTS, WorkerState, WorkerStates
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +40,9 @@ DISPATCHES_LIMIT = 1_000
 EXPECTED_ANSWER_TOKENS = 200.0
 """Before the first answer has ended."""
 
-OTHERS_SHOWN = 3
+ALTERNATIVES_SHOWN = 3
 
-NOTHING_AHEAD: Mapping[int, float] = {}
+NO_BACKLOG: Mapping[int, float] = {}
 NO_WEIGHTS: Mapping[str, float] = {}
 
 
@@ -44,28 +50,28 @@ class Dispatch(msgspec.Struct, eq=False):
     """Where one request was sent, why there, and what came of it. Times are of the router's clock."""
 
     number: int
-    pair: Pair
-    way: Way
+    pair: WorkerPair
+    way: PairOption
     among: Candidates
-    others: list[PlainWay]
+    others: list[PlainOption]
     """The cheapest ways."""
-    prompt: Prompt
+    prompt: PromptChunks
     """Once the request has ended, its size alone."""
     tokens: int
     """Of the prompt, estimated."""
     expected: int
     """How many of them whoever computes it is believed to hold, whether or not one counts on it."""
     decided: float
-    computing: Known
+    computing: WorkerState
     """What is known of whoever computes the prompt."""
-    generating: Known
+    generating: WorkerState
     compute_s: float
     """What it takes to compute the prompt there."""
-    matched: list[tuple[Known, int]]
+    matched: list[tuple[WorkerState, int]]
     """How many of its chunks those two held when it was planned."""
     weights: Mapping[str, float]
     """Of the generations that could have had it, if there were several."""
-    hoped: list[tuple[Known, list[int]]] = []
+    hoped: list[tuple[WorkerState, list[int]]] = []
     """The chunks of the prompt that a worker is believed to hold since it was sent there."""
     first_byte: float | None = None
     ended: float | None = None
@@ -86,7 +92,7 @@ class Dispatch(msgspec.Struct, eq=False):
 
     def forget_prompt(self) -> None:
         """Drop what only a request that runs needs: of a long prompt, chunks take more than all the rest."""
-        self.prompt = Prompt((), self.prompt.sizes[-1:])
+        self.prompt = PromptChunks((), self.prompt.sizes[-1:])
         self.hoped, self.matched = [], []
 
     @property
@@ -103,7 +109,7 @@ class Dispatch(msgspec.Struct, eq=False):
     def costs(self) -> str:
         """The cheapest ways and their prices in seconds: `decode` alone, or `prefill>decode`."""
         shown = []
-        for way in map(Way._make, self.others[:OTHERS_SHOWN]):
+        for way in map(PairOption._make, self.others[:ALTERNATIVES_SHOWN]):
             pair = self.among.pair(way)
             name = f"{pair.prefill.name}>{pair.decode.name}" if pair.prefill else pair.decode.name
             shown.append(f"{name}={way.price_s:.6f}")
@@ -136,14 +142,14 @@ class Dispatcher:
         `weights`: of requests, by generation; without any, generations compete.
         """
         self._weights = weights
-        self._shares = Shares()
+        self._shares = RevisionShares()
         self._rng = rng
         self._alone_limit = alone_limit
         self._numbers = itertools.count(1)
-        self._answer_tokens = Average(EXPECTED_ANSWER_TOKENS)
-        self.figures = DecisionFigures()
-        self.knowledge = Knowledge(profiles)
-        self._field = Field(workers, self.knowledge)
+        self._answer_tokens = RunningAverage(EXPECTED_ANSWER_TOKENS)
+        self.figures = DecisionCounters()
+        self.knowledge = WorkerStates(profiles)
+        self._field = CandidateCache(workers, self.knowledge)
         self.dispatches: deque[Dispatch] = deque(maxlen=DISPATCHES_LIMIT)
         """The last ones, the newest at the end."""
 
@@ -154,10 +160,10 @@ class Dispatcher:
     def plan(
         self,
         model: str | None,
-        prompt: Prompt,
+        prompt: PromptChunks,
         tried: Collection[str],
         now: float,
-        ahead: Mapping[int, float] = NOTHING_AHEAD,
+        ahead: Mapping[int, float] = NO_BACKLOG,
     ) -> Dispatch | None:
         """
         Choose among the workers that are not in `tried`, by name; None if none is left. Nothing is booked.
@@ -176,7 +182,7 @@ class Dispatcher:
         tokens = max(1, round(prompt.bytes / ratio))
         held = {slot: int(size / ratio) for slot, size in self.knowledge.held(prompt, matched).items()}
         transfers = among.transfers
-        found = pair_selection.ways(
+        found = pair_selection.pair_options(
             [self._decode_offer(known, tokens, held, now, ahead) for known in among.known_decodes],
             [self._prefill_offer(known, tokens, held, now, ahead) for known in among.known_prefills],
             among.groups,
@@ -184,15 +190,15 @@ class Dispatcher:
             self._alone_limit,
             tokens,
         )
-        way = pair_selection.choose(found, self._rng)
+        way = pair_selection.choose_option(found, self._rng)
         generating = among.known_decodes[way.decode]
-        computing = generating if way.prefill == ALONE else among.known_prefills[way.prefill]
+        computing = generating if way.prefill == LOCAL_PREFILL else among.known_prefills[way.prefill]
         return Dispatch(
             next(self._numbers),
             among.pair(way),
             way,
             among,
-            found[: OTHERS_SHOWN + 1],
+            found[: ALTERNATIVES_SHOWN + 1],
             prompt,
             tokens,
             min(held.get(computing.slot, 0), tokens - 1),
@@ -293,13 +299,13 @@ class Dispatcher:
                 "over about the last %d requests: it is chosen by its load alone until that changes.",
                 made.computer.name,
                 100 * parity.ratio,
-                REQUESTS,
+                ACCURACY_REQUESTS,
             )
         else:
             log.info("The worker %s holds again what it is believed to hold.", made.computer.name)
 
     def _prefill_offer(
-        self, known: Known, tokens: int, held: dict[int, int], now: float, ahead: Mapping[int, float]
+        self, known: WorkerState, tokens: int, held: dict[int, int], now: float, ahead: Mapping[int, float]
     ) -> PrefillOffer:
         cached = held.get(known.slot, 0)
         if cached:
@@ -312,7 +318,7 @@ class Dispatcher:
         return pair_selection.prefill_offer(cached, backlog_s, computing.waiting, compute_s)
 
     def _decode_offer(
-        self, known: Known, tokens: int, held: dict[int, int], now: float, ahead: Mapping[int, float]
+        self, known: WorkerState, tokens: int, held: dict[int, int], now: float, ahead: Mapping[int, float]
     ) -> DecodeOffer:
         cached = held.get(known.slot, 0)
         if cached:
@@ -333,7 +339,7 @@ class Dispatcher:
             cached, backlog_s, computing.waiting, compute_s, streams, room_s, slowdown_s
         )
 
-    def _room_s(self, known: Known, tokens: int, step_s: float) -> float:
+    def _room_s(self, known: WorkerState, tokens: int, step_s: float) -> float:
         """Seconds until blocks for so many tokens come free, if one stream ends after the other."""
         missing = -(-tokens // known.block_size) - known.free_blocks
         if missing <= 0:
@@ -343,9 +349,9 @@ class Dispatcher:
         return missing / max(1.0, each) * step_s * self._answer_tokens.value / streams
 
 
-def explained(made: Dispatch) -> dict[str, object]:
+def explain(made: Dispatch) -> dict[str, object]:
     """A dispatch as `GET /debug/decisions` shows it."""
-    others = [way for way in made.others if way != made.way][:OTHERS_SHOWN]
+    others = [way for way in made.others if way != made.way][:ALTERNATIVES_SHOWN]
     return {
         "number": made.number,
         "decode": made.pair.decode.name,
@@ -358,11 +364,13 @@ def explained(made: Dispatch) -> dict[str, object]:
         "first_byte_s": None if made.first_byte is None else round(made.first_byte - made.decided, 6),
         "actual_tokens": made.report.tokens if made.report else None,
         "actual_cached": made.report.cached if made.report else None,
-        "others": [_way(made.among.pair(Way._make(way)), Way._make(way)) for way in others],
+        "others": [
+            _option_json(made.among.pair(PairOption._make(way)), PairOption._make(way)) for way in others
+        ],
     }
 
 
-def _way(pair: Pair, way: Way) -> dict[str, object]:
+def _option_json(pair: WorkerPair, way: PairOption) -> dict[str, object]:
     return {
         "decode": pair.decode.name,
         "prefill": pair.prefill.name if pair.prefill else None,

@@ -19,7 +19,7 @@ QUANTUM = 4096.0
 DEBTS_LIMIT = 10_000
 
 
-class Turns:
+class DeficitRoundRobin:
     """Tenants that wait for turns, by name."""
 
     def __init__(self, quantum: float = QUANTUM) -> None:

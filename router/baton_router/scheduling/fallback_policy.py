@@ -16,27 +16,27 @@ from typing import Protocol, TypeVar
 from baton_router.workers.worker import Worker, Workers
 
 
-class Busy(Protocol):
+class HasPressure(Protocol):
     """Something to choose by how busy it is."""
 
     @property
     def pressure(self) -> tuple[int, int]: ...
 
 
-One = TypeVar("One", bound=Busy)
-Policy = Callable[[Sequence[Worker], random.Random], Worker]
+Candidate = TypeVar("Candidate", bound=HasPressure)
+FallbackPolicy = Callable[[Sequence[Worker], random.Random], Worker]
 """Chooses one of at least one candidate, at random only by the source passed in."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class WorkerPair:
     """Who generates, and who computes the prompt; without a prefill worker `decode` does both."""
 
     decode: Worker
     prefill: Worker | None
 
 
-def choose(candidates: Sequence[One], rng: random.Random) -> One:
+def choose_worker(candidates: Sequence[Candidate], rng: random.Random) -> Candidate:
     """The less busy of two candidates drawn at random; the first drawn if they are equally busy."""
     if len(candidates) == 1:
         return candidates[0]
@@ -45,13 +45,13 @@ def choose(candidates: Sequence[One], rng: random.Random) -> One:
 
 
 def choose_pair(
-    policy: Policy,
+    policy: FallbackPolicy,
     workers: Workers,
     model: str | None,
     tried: Collection[str],
     now: float,
     rng: random.Random,
-) -> Pair | None:
+) -> WorkerPair | None:
     """
     A decode worker that was not tried yet and a prefill worker that fits it; None if all were tried.
 
@@ -63,4 +63,4 @@ def choose_pair(
         return None
     decode = policy(candidates, rng)
     prefills = workers.prefills(decode, now)
-    return Pair(decode, policy(prefills, rng) if prefills else None)
+    return WorkerPair(decode, policy(prefills, rng) if prefills else None)

@@ -14,21 +14,21 @@ from collections.abc import Callable
 from baton_api import metrics
 from baton_api.metrics.counters import Spread, Tally
 from baton_api.reports import Fallback, PromptReport
-from baton_router.scheduling.fallback_policy import Pair
-from baton_router.workers.circuit_breaker import Breaker
+from baton_router.scheduling.fallback_policy import WorkerPair
+from baton_router.workers.circuit_breaker import CircuitBreaker
 from baton_router.workers.costs import TransferCost
 from baton_router.workers.worker import Worker
 
-APART_S = 30.0
+BAD_PAIR_S = 30.0
 """Seconds for which two workers are no pair after blocks did not come over between them."""
 
-_ITS_OWN = frozenset(
+_PREFILL_FAULTS = frozenset(
     (Fallback.UNREACHABLE, Fallback.LOST, Fallback.FAILED, Fallback.MISMATCH, Fallback.PROTOCOL)
 )
-_BETWEEN = frozenset((Fallback.REFUSED, Fallback.TRANSPORT, Fallback.CHECKSUM, Fallback.DEADLINE))
+_PAIR_FAULTS = frozenset((Fallback.REFUSED, Fallback.TRANSPORT, Fallback.CHECKSUM, Fallback.DEADLINE))
 
 
-class Verdicts:
+class OutcomeAttribution:
     """What follows from requests for their workers. Belongs to one thread; time is passed in."""
 
     def __init__(self, transfer: Callable[[str, str], TransferCost]) -> None:
@@ -39,47 +39,47 @@ class Verdicts:
         self.generations = Tally(metrics.ROUTER_GENERATION_REQUESTS)
         self.first_tokens = Spread(metrics.ROUTER_GENERATION_FIRST_TOKEN)
 
-    def sent(self, number: int, pair: Pair, now: float) -> None:
+    def sent(self, number: int, pair: WorkerPair, now: float) -> None:
         for worker in (pair.decode, pair.prefill):
             if worker is not None and worker.health.breaker.opened:
-                _judge(worker, worker.health.breaker.sent(number, now))
+                _update(worker, worker.health.breaker.sent(number, now))
 
-    def answered(self, number: int, pair: Pair, report: PromptReport | None, now: float) -> None:
+    def answered(self, number: int, pair: WorkerPair, report: PromptReport | None, now: float) -> None:
         """The decode worker has begun to answer."""
         decode, prefill = pair.decode, pair.prefill
-        _judge(decode, decode.health.breaker.served(number, now))
+        _update(decode, decode.health.breaker.served(number, now))
         if prefill is None or report is None:
             return
         if report.remote:
-            _judge(prefill, prefill.health.breaker.served(number, now))
-        elif report.fallback in _ITS_OWN:
-            _judge(prefill, prefill.health.breaker.failed(number, now))
-        elif report.fallback in _BETWEEN:
-            self._transfer(prefill.name, decode.name).apart_until = now + APART_S
+            _update(prefill, prefill.health.breaker.served(number, now))
+        elif report.fallback in _PREFILL_FAULTS:
+            _update(prefill, prefill.health.breaker.failed(number, now))
+        elif report.fallback in _PAIR_FAULTS:
+            self._transfer(prefill.name, decode.name).apart_until = now + BAD_PAIR_S
 
-    def waited(self, pair: Pair, seconds: float) -> None:
+    def waited(self, pair: WorkerPair, seconds: float) -> None:
         """A stream's first byte is there, so long after the pair was chosen for it."""
         if pair.decode.revision:
             self.first_tokens.observe(seconds, pair.decode.revision)
 
-    def failed(self, number: int, pair: Pair, now: float) -> None:
+    def failed(self, number: int, pair: WorkerPair, now: float) -> None:
         """The decode worker is to blame for an answer that did not come, or not to its end."""
         self._failed.add(number)
-        _judge(pair.decode, pair.decode.health.breaker.failed(number, now))
+        _update(pair.decode, pair.decode.health.breaker.failed(number, now))
 
-    def full(self, pair: Pair, now: float) -> None:
+    def full(self, pair: WorkerPair, now: float) -> None:
         """The decode worker had no room for the request."""
         pair.decode.health = pair.decode.health.full(now)
 
-    def let_go(self, number: int, pair: Pair) -> None:
+    def let_go(self, number: int, pair: WorkerPair) -> None:
         failed = number in self._failed
         self._failed.discard(number)
         if pair.decode.revision:
             self.generations.add(pair.decode.revision, "failed" if failed else "passed")
         for worker in (pair.decode, pair.prefill):
             if worker is not None and worker.health.breaker.probe == number:
-                _judge(worker, worker.health.breaker.let_go(number))
+                _update(worker, worker.health.breaker.let_go(number))
 
 
-def _judge(worker: Worker, breaker: Breaker) -> None:
+def _update(worker: Worker, breaker: CircuitBreaker) -> None:
     worker.health = worker.health.judged(breaker)

@@ -25,20 +25,20 @@ from baton_router.workers.costs import NEVER
 CLOSE_S = 0.010
 """Prices this close are equal: then the longest match wins, then the idler worker, then chance."""
 
-LEAST_CONCERN = 2.0
-MOST_CONCERN = 8.0
+MIN_CONGESTION = 2.0
+MAX_CONGESTION = 8.0
 """What a second of a worker costs those behind, per second: at the least, and at the most."""
 
-IDLE = 1 + LEAST_CONCERN
+IDLE_WEIGHT = 1 + MIN_CONGESTION
 """What a second costs where nothing waits."""
 
 DISTURBANCE = 0.3
 """How much of a prompt's time each stream loses that generates beside it."""
 
-BEST_OF_EACH = 4
+CANDIDATES_PER_GROUP = 4
 """Prefill and decode workers that are looked at pair by pair; the others cost more by themselves."""
 
-ALONE = -1
+LOCAL_PREFILL = -1
 """The prefill worker's number where the decode worker computes the prompt itself."""
 
 PrefillOffer = tuple[float, float, int, int]
@@ -48,11 +48,11 @@ DecodeOffer = tuple[float, float, float, float, int, int, int]
 """Price whoever computes the prompt, price and seconds to the first token if it does so itself, seconds
 until it has room, tokens cached, streams, prompts waiting."""
 
-PlainWay = tuple[float, float, int, int, int, int]
-"""A `Way` before it is chosen."""
+PlainOption = tuple[float, float, int, int, int, int]
+"""A `PairOption` before it is chosen."""
 
 
-class Way(NamedTuple):
+class PairOption(NamedTuple):
     """One way to serve the request."""
 
     price_s: float
@@ -66,7 +66,7 @@ class Way(NamedTuple):
     prefill: int
 
 
-class Group(NamedTuple):
+class WorkerGroup(NamedTuple):
     """Workers of which any two can be a pair."""
 
     decodes: Sequence[int]
@@ -79,7 +79,9 @@ def prefill_offer(cached: int, backlog_s: float, waiting: int, compute_s: float)
 
     Before that it has to compute `waiting` prompts, for `backlog_s`.
     """
-    price = backlog_s + (1 + concern(waiting)) * compute_s if waiting else backlog_s + IDLE * compute_s
+    price = (
+        backlog_s + (1 + congestion(waiting)) * compute_s if waiting else backlog_s + IDLE_WEIGHT * compute_s
+    )
     return price, backlog_s + compute_s, cached, waiting
 
 
@@ -101,25 +103,25 @@ def decode_offer(
     price = room_s + slowdown_s
     first = backlog_s + compute_s + room_s
     if not streams and not waiting:
-        return price, price + backlog_s + IDLE * compute_s, first, room_s, cached, 0, 0
-    alone = price + backlog_s + (1 + concern(waiting) + streams * DISTURBANCE) * compute_s
+        return price, price + backlog_s + IDLE_WEIGHT * compute_s, first, room_s, cached, 0, 0
+    alone = price + backlog_s + (1 + congestion(waiting) + streams * DISTURBANCE) * compute_s
     return price, alone, first, room_s, cached, streams, waiting
 
 
-def concern(waiting: int) -> float:
+def congestion(waiting: int) -> float:
     """What a second of a worker with so many prompts waiting costs those behind, per second."""
-    concern = LEAST_CONCERN + waiting
-    return concern if concern < MOST_CONCERN else MOST_CONCERN
+    weight = MIN_CONGESTION + waiting
+    return weight if weight < MAX_CONGESTION else MAX_CONGESTION
 
 
-def ways(
+def pair_options(
     decodes: Sequence[DecodeOffer],
     prefills: Sequence[PrefillOffer],
-    groups: Sequence[Group],
+    groups: Sequence[WorkerGroup],
     transfer_s: Callable[[int, int], float],
     alone_limit: int,
     context: int,
-) -> list[PlainWay]:
+) -> list[PlainOption]:
     """
     The ways worth comparing, the cheapest first; at least one, if there are decode workers.
 
@@ -127,7 +129,7 @@ def ways(
     a prefill and a decode worker. A decode worker that would compute more than `alone_limit` of the
     `context` tokens beside its streams is asked to only if nobody else can.
     """
-    found: list[PlainWay] = []
+    found: list[PlainOption] = []
     paired: set[int] = set()
     for group in groups:
         if group.prefills:
@@ -147,12 +149,12 @@ def ways(
                 paired.update(group.decodes)
     for target, (_, price, first, _, cached, streams, waiting) in enumerate(decodes):
         if context - cached <= alone_limit or target not in paired:
-            found.append((price, first, cached, streams + waiting, target, ALONE))
+            found.append((price, first, cached, streams + waiting, target, LOCAL_PREFILL))
     found.sort()
     return found
 
 
-def choose(found: Sequence[PlainWay], rng: random.Random) -> Way:
+def choose_option(found: Sequence[PlainOption], rng: random.Random) -> PairOption:
     """The cheapest way; among those that cost about the same, the one with most cached, least busy."""
     limit = found[0][0] + CLOSE_S
     best = [found[0]]
@@ -165,12 +167,12 @@ def choose(found: Sequence[PlainWay], rng: random.Random) -> Way:
             best, most, least = [way], cached, busy
         elif cached == most and busy == least:
             best.append(way)
-    return Way._make(best[0] if len(best) == 1 else rng.choice(best))
+    return PairOption._make(best[0] if len(best) == 1 else rng.choice(best))
 
 
 def _cheapest(
     numbers: Sequence[int], offers: Sequence[PrefillOffer] | Sequence[DecodeOffer]
 ) -> Sequence[int]:
-    if len(numbers) <= BEST_OF_EACH:
+    if len(numbers) <= CANDIDATES_PER_GROUP:
         return numbers
-    return heapq.nsmallest(BEST_OF_EACH, numbers, key=lambda number: offers[number][0])
+    return heapq.nsmallest(CANDIDATES_PER_GROUP, numbers, key=lambda number: offers[number][0])

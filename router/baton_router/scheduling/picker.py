@@ -1,7 +1,7 @@
 """
 The contract between the process that holds a client's connection and the scheduler.
 
-`Ask` and its answers are values that may cross a process boundary. The body is not among them: choosing a
+`PickRequest` and `Grant` are values that may cross a process boundary. The body is not among them: choosing a
 worker needs the prompt's chunks, not the prompt.
 """
 
@@ -12,23 +12,23 @@ from typing import Protocol
 import msgspec
 
 from baton_api.reports import PromptReport
-from baton_router.cache.prompt_chunks import Prompt
-from baton_router.tenants.tenants import Limits
+from baton_router.cache.prompt_chunks import PromptChunks
+from baton_router.tenants.tenants import TenantLimits
 
 
-class Ask(msgspec.Struct, frozen=True):
+class PickRequest(msgspec.Struct, frozen=True):
     """One request that wants a worker."""
 
     model: str | None
     """None if it does not say: then any worker may have it, to refuse it in its own words."""
-    prompt: Prompt
+    prompt: PromptChunks
     tried: tuple[str, ...] = ()
     """Names of the workers that had it already and lost or refused it."""
     tenant: str = ""
     """Its id."""
     kind: str = "default"
     """Its class."""
-    limits: Limits | None = None
+    limits: TenantLimits | None = None
     """What its tenant may use; None if there is no limit."""
     objective_s: float | None = None
     """Within which its first token is wanted; None if it does not say."""
@@ -85,7 +85,7 @@ class Picker(Protocol):
     Only `pick` may wait; the others tell, and what they tell may arrive later.
     """
 
-    async def pick(self, ask: Ask) -> Grant:
+    async def pick(self, ask: PickRequest) -> Grant:
         """
         The worker that has the request from now on.
 

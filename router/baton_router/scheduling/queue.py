@@ -19,19 +19,19 @@ from heapq import heappop, heappush
 from typing import cast
 
 from baton_api.errors import BatonError, NotInTime, NotReady, Overloaded
-from baton_router.scheduling.admission import Places, Terms, terms, too_late
+from baton_router.scheduling.admission import QueueCapacity, WaitLimits, too_late, wait_limits
 from baton_router.scheduling.dispatcher import Dispatch, Dispatcher
-from baton_router.scheduling.picker import Ask
+from baton_router.scheduling.picker import PickRequest
 from baton_router.scheduling.queued_request import (
     NEARLY_DONE_S,
-    Pool,
-    Waiting,
-    Wishes,
+    QueuedRequest,
+    QueueWakeup,
+    RequestPool,
+    has_capacity,
     has_spare_blocks,
     prompt_tokens,
-    takes,
 )
-from baton_router.scheduling.tenant_queue import Entry
+from baton_router.scheduling.tenant_queue import QueueEntry
 from baton_router.scheduling.waiting_room import LEVELS
 from baton_router.settings import RouterSettings
 
@@ -58,9 +58,9 @@ class Queue:
         self._dispatcher = dispatcher
         self._clock = clock
         self._numbers = itertools.count()
-        self._pools: dict[Hashable, Pool] = {}
+        self._pools: dict[Hashable, RequestPool] = {}
         """By the decode workers that they can go to; by the model for those who can go to none."""
-        self._places = Places(settings.queue_requests, settings.queue_bytes)
+        self._places = QueueCapacity(settings.queue_requests, settings.queue_bytes)
         self._silent: list[tuple[float, int, Dispatch]] = []
         """Requests of whose prompt nobody says when it is computed, by when that should be; a heap."""
         self._timer: asyncio.Handle | None = None
@@ -93,11 +93,11 @@ class Queue:
         """Of the prompts that wait, not cached as far as one can tell."""
         return sum(entry.prompt_tokens for entry in self._all())
 
-    def _all(self) -> Iterator[Waiting]:
+    def _all(self) -> Iterator[QueuedRequest]:
         for pool in self._pools.values():
-            yield from (cast(Waiting, entry) for entry in pool.room)
+            yield from (cast(QueuedRequest, entry) for entry in pool.room)
 
-    async def dispatch(self, ask: Ask) -> Dispatch:
+    async def dispatch(self, ask: PickRequest) -> Dispatch:
         """
         Give the request to a worker, as soon as one is free and nobody goes before it.
 
@@ -124,7 +124,7 @@ class Queue:
                 return made
         return await self._wait(ask, made, now)
 
-    def _competes(self, ask: Ask, made: Dispatch, now: float) -> bool:
+    def _competes(self, ask: PickRequest, made: Dispatch, now: float) -> bool:
         """Whether somebody waits who is to be asked before a request that comes now."""
         if not self._places:
             return False
@@ -136,7 +136,7 @@ class Queue:
             if pool.room and (not slots.isdisjoint(key) if isinstance(key, frozenset) else key == ask.model)
         )
 
-    def _asked_for(self, ask: Ask, plan: Dispatch | None) -> None:
+    def _asked_for(self, ask: PickRequest, plan: Dispatch | None) -> None:
         """Count what a request wants when it comes for the first time, whatever becomes of it."""
         if ask.again or ask.tried:
             return
@@ -146,7 +146,7 @@ class Queue:
             self.demand["local"] += plan.uncached
         self.demand["answer"] += round(self._answer_tokens(ask))
 
-    def _answer_tokens(self, ask: Ask) -> float:
+    def _answer_tokens(self, ask: PickRequest) -> float:
         """That its answer is expected to have."""
         expected = self._dispatcher.answer_tokens
         return expected if ask.answer_tokens is None else min(ask.answer_tokens, expected)
@@ -156,7 +156,7 @@ class Queue:
         if self._places:
             self._look_in(0.0)
 
-    async def _wait(self, ask: Ask, plan: Dispatch | None, now: float) -> Dispatch:
+    async def _wait(self, ask: PickRequest, plan: Dispatch | None, now: float) -> Dispatch:
         among = self._dispatcher.candidates(ask.model, now) if plan else None
         pool = self._pool(frozenset(known.slot for known in among.known_decodes) if among else ask.model)
         entry = self._entry(ask, plan, now)
@@ -178,18 +178,18 @@ class Queue:
             pool.room.discard(entry)
             self._places.leave(entry)
 
-    def _pool(self, key: Hashable) -> Pool:
+    def _pool(self, key: Hashable) -> RequestPool:
         pool = self._pools.get(key)
         if pool is None:
             self._pools = {one: pool for one, pool in self._pools.items() if pool.room}
-            pool = self._pools[key] = Pool()
+            pool = self._pools[key] = RequestPool()
         return pool
 
-    def _entry(self, ask: Ask, plan: Dispatch | None, now: float) -> Waiting:
+    def _entry(self, ask: PickRequest, plan: Dispatch | None, now: float) -> QueuedRequest:
         settings = self._settings
-        on = terms(ask.kind, ask.objective_s, settings.interactive_s, settings.wait_s)
+        on = wait_limits(ask.kind, ask.objective_s, settings.interactive_s, settings.wait_s)
         answer = self._answer_tokens(ask)
-        return Waiting(
+        return QueuedRequest(
             number=next(self._numbers),
             tenant=ask.tenant,
             level=LEVELS[ask.kind],
@@ -206,7 +206,7 @@ class Queue:
             planned=now,
         )
 
-    def _patience_s(self, ask: Ask, on: Terms) -> float:
+    def _patience_s(self, ask: PickRequest, on: WaitLimits) -> float:
         """For how long a request waits that can go nowhere."""
         settings = self._settings
         if not settings.hold_s:
@@ -214,7 +214,7 @@ class Queue:
         # Workers take as long to start for one class as for another; only who says so wants it sooner.
         return settings.hold_s if ask.objective_s is None else min(on.patience_s, settings.hold_s)
 
-    def _admit(self, entry: Waiting, pool: Pool, now: float) -> None:
+    def _admit(self, entry: QueuedRequest, pool: RequestPool, now: float) -> None:
         """Raise what tells the client that to wait is no use."""
         try:
             self._places.refuse(entry)
@@ -228,7 +228,7 @@ class Queue:
         entry.predicted_s = soonest + pool.room.seconds_before(entry) / len(computers)
         room_s = self._dispatcher.room_s(entry.plan)
         predicted = pool.pace.corrected(entry.predicted_s) + room_s + entry.best_s
-        on = Terms(entry.objective_s, entry.patience_s)
+        on = WaitLimits(entry.objective_s, entry.patience_s)
         if too_late(entry.ask.kind, on, predicted, room_s, pool.tolerance.times):
             self.rejects["late"] += 1
             raise NotInTime(predicted, min(entry.objective_s, entry.patience_s))
@@ -251,7 +251,7 @@ class Queue:
         soonest = TICK_S
         for pool in list(self._pools.values()):
             for entry in pool.room.pass_time(now):
-                self._give_up(cast(Waiting, entry), pool, now)
+                self._give_up(cast(QueuedRequest, entry), pool, now)
             if not pool.room:
                 continue
             if pool.wishes.could_go(self._settings.prefill_tokens, now):
@@ -261,16 +261,20 @@ class Queue:
             due = self._silent[0][0] - now if self._silent else TICK_S
             self._look_in(max(LEAST_TICK_S, min(soonest, due)))
 
-    def _offer(self, pool: Pool, now: float) -> None:
+    def _offer(self, pool: RequestPool, now: float) -> None:
         """Ask those who wait whether they go, for as long as there is one who could."""
         ahead: dict[int, float] = {}
-        wishes, all_asked, most = Wishes(), True, self._settings.prefill_tokens
+        wishes, all_asked, most = QueueWakeup(), True, self._settings.prefill_tokens
 
-        def take(entry: Entry) -> bool:
+        def take(entry: QueueEntry) -> bool:
             """Whether it goes; if not, what it is to take is in the way of those behind it."""
-            assert isinstance(entry, Waiting)
+            assert isinstance(entry, QueuedRequest)
             plan = entry.plan
-            if plan is None or now >= entry.replan_at or takes(plan.computing, plan.uncached, most, now):
+            if (
+                plan is None
+                or now >= entry.replan_at
+                or has_capacity(plan.computing, plan.uncached, most, now)
+            ):
                 if self._take(entry, pool, ahead, now):
                     return True
             else:
@@ -288,7 +292,7 @@ class Queue:
         if all_asked:
             pool.wishes = wishes
 
-    def _take(self, entry: Waiting, pool: Pool, ahead: dict[int, float], now: float) -> bool:
+    def _take(self, entry: QueuedRequest, pool: RequestPool, ahead: dict[int, float], now: float) -> bool:
         if entry.future.done():  # its client has left
             return True
         plan = self._planned(entry, ahead, now)
@@ -303,7 +307,7 @@ class Queue:
         entry.future.set_result(plan)
         return True
 
-    def _planned(self, entry: Waiting, ahead: dict[int, float], now: float) -> Dispatch | None:
+    def _planned(self, entry: QueuedRequest, ahead: dict[int, float], now: float) -> Dispatch | None:
         """Where it would go now; None if nowhere, and then it may have been told so."""
         ask = entry.ask
         entry.plan, entry.planned = None, now
@@ -320,14 +324,14 @@ class Queue:
             )
         return entry.plan
 
-    def _learn(self, pool: Pool, entry: Waiting, now: float, *, in_vain: bool = False) -> None:
+    def _learn(self, pool: RequestPool, entry: QueuedRequest, now: float, *, in_vain: bool = False) -> None:
         """It has waited for so long. Those who gave up count too, or all would seem to wait for less."""
         if entry.predicted_s > NEARLY_DONE_S:
             pool.pace.learn(entry.predicted_s, now - entry.arrived)
         if entry.ask.kind == INTERACTIVE:
             pool.tolerance.waited(in_vain=in_vain)
 
-    def _give_up(self, entry: Waiting, pool: Pool, now: float) -> None:
+    def _give_up(self, entry: QueuedRequest, pool: RequestPool, now: float) -> None:
         if entry.future.done():
             return
         waited = now - entry.arrived
@@ -340,7 +344,7 @@ class Queue:
             self._learn(pool, entry, now, in_vain=True)
             entry.future.set_exception(NotInTime(waited, entry.patience_s, waited=True))
 
-    def _book(self, ask: Ask, made: Dispatch, now: float) -> None:
+    def _book(self, ask: PickRequest, made: Dispatch, now: float) -> None:
         self._dispatcher.book(made, now)
         if not ask.streams:
             heappush(self._silent, (now + made.way.first_token_s, made.number, made))
@@ -350,8 +354,8 @@ class Queue:
         while self._silent and self._silent[0][0] <= now:
             self._dispatcher.computed(heappop(self._silent)[2], now)
 
-    def _may_go(self, ask: Ask, made: Dispatch, now: float) -> bool:
-        if not takes(made.computing, made.uncached, self._settings.prefill_tokens, now):
+    def _may_go(self, ask: PickRequest, made: Dispatch, now: float) -> bool:
+        if not has_capacity(made.computing, made.uncached, self._settings.prefill_tokens, now):
             return False
         if ask.again and made.pair.decode.health.full_until > now:
             return False  # to ask it again at once would be no use

@@ -13,25 +13,25 @@ import asyncio
 import math
 from dataclasses import dataclass
 
-from baton_router.scheduling.admission import Pace, Tolerance
+from baton_router.scheduling.admission import PredictionTolerance, WaitCorrection
 from baton_router.scheduling.dispatcher import Dispatch
-from baton_router.scheduling.picker import Ask
-from baton_router.scheduling.tenant_queue import Entry
+from baton_router.scheduling.picker import PickRequest
+from baton_router.scheduling.tenant_queue import QueueEntry
 from baton_router.scheduling.waiting_room import WaitingRoom
-from baton_router.workers.worker_state import Known
+from baton_router.workers.worker_state import WorkerState
 
 NEARLY_DONE_S = 0.020
 """A worker with less left to compute is free: the next prompt arrives before it would idle."""
 
-TOGETHER_S = 0.25
+BATCHED_PROMPTS_S = 0.25
 """Predicted seconds of prompts, one after the other, that a worker has at a time at most, if that is many
 short ones: it computes them together, in about the time of one."""
 
-BATCH_SPARE = 0.1
+BATCH_FREE_SHARE = 0.1
 """Share of a decode worker's KV blocks that work which nobody waits for leaves free."""
 
 
-def takes(known: Known, tokens: int, most: int, now: float) -> bool:
+def has_capacity(known: WorkerState, tokens: int, most: int, now: float) -> bool:
     """Whether it can be given a prompt with so many tokens to compute, where `most` are given at a time."""
     booked = known.computing
     if not booked.waiting:
@@ -39,7 +39,7 @@ def takes(known: Known, tokens: int, most: int, now: float) -> bool:
     return booked.tokens + tokens <= most and busy_s(known, now) <= 0
 
 
-def busy_s(known: Known, now: float) -> float:
+def busy_s(known: WorkerState, now: float) -> float:
     """Seconds until it has so little left that it can be given more; 0 or less if it can be now."""
     booked = known.computing
     if not booked.waiting or not known.prefill_cost.taught:
@@ -47,26 +47,26 @@ def busy_s(known: Known, now: float) -> float:
     left = booked.backlog_s(now)
     # What a prompt takes whatever its length is taken once by those that are computed together.
     constant = max(0.0, known.prefill_cost.line.coefficients[0])
-    return max(left - booked.waiting * constant - NEARLY_DONE_S, left - TOGETHER_S)
+    return max(left - booked.waiting * constant - NEARLY_DONE_S, left - BATCHED_PROMPTS_S)
 
 
-def has_spare_blocks(known: Known) -> bool:
+def has_spare_blocks(known: WorkerState) -> bool:
     """Whether work that nobody waits for may be generated there."""
-    return not known.streams.count or known.free_blocks >= BATCH_SPARE * known.total_blocks
+    return not known.streams.count or known.free_blocks >= BATCH_FREE_SHARE * known.total_blocks
 
 
-class Wishes:
+class QueueWakeup:
     """Of the requests that wait for the same workers."""
 
     __slots__ = ("_again", "_least")
 
     def __init__(self) -> None:
-        self._least: dict[Known, int] = {}
+        self._least: dict[WorkerState, int] = {}
         """Tokens to compute of the smallest prompt that was meant for it."""
         self._again = math.inf
         """When the first of them may want another."""
 
-    def add(self, known: Known, tokens: int, again: float) -> None:
+    def add(self, known: WorkerState, tokens: int, again: float) -> None:
         """One more with so many tokens to compute, who may want another worker from `again` on."""
         self._least[known] = min(tokens, self._least.get(known, tokens))
         self._again = min(again, self._again)
@@ -79,7 +79,7 @@ class Wishes:
         """Whether one of them might be taken, by workers that are given `most` tokens at a time."""
         if now >= self._again:
             return True
-        return any(takes(known, tokens, most, now) for known, tokens in self._least.items())
+        return any(has_capacity(known, tokens, most, now) for known, tokens in self._least.items())
 
     def free_in(self, now: float) -> float:
         """Seconds until the first of these workers that has too much left has not."""
@@ -94,10 +94,10 @@ BYTES_PER_TOKEN = 4
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Waiting(Entry):
+class QueuedRequest(QueueEntry):
     """One request that waits, and who waits for it."""
 
-    ask: Ask
+    ask: PickRequest
     future: asyncio.Future[Dispatch]
     plan: Dispatch | None
     """Where it would have gone when that was asked last; None if nowhere."""
@@ -114,7 +114,7 @@ class Waiting(Entry):
     def prompt_tokens(self) -> int:
         return prompt_tokens(self.ask, self.plan)
 
-    def wish(self, wishes: Wishes) -> None:
+    def wish(self, wishes: QueueWakeup) -> None:
         """Leave word of where it is going to go."""
         if self.plan is None:
             wishes.anywhere()
@@ -122,18 +122,18 @@ class Waiting(Entry):
             wishes.add(self.plan.computing, self.plan.uncached, self.replan_at)
 
 
-class Pool:
+class RequestPool:
     """Those who wait for the same workers."""
 
     __slots__ = ("pace", "room", "tolerance", "wishes")
 
     def __init__(self) -> None:
         self.room = WaitingRoom()
-        self.wishes = Wishes()
-        self.pace = Pace()
-        self.tolerance = Tolerance()
+        self.wishes = QueueWakeup()
+        self.pace = WaitCorrection()
+        self.tolerance = PredictionTolerance()
 
 
-def prompt_tokens(ask: Ask, plan: Dispatch | None) -> int:
+def prompt_tokens(ask: PickRequest, plan: Dispatch | None) -> int:
     """Tokens to compute, as far as one can tell."""
     return plan.uncached if plan else max(1, ask.prompt.bytes // BYTES_PER_TOKEN)

@@ -17,16 +17,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton_api.errors import RateLimited
-from baton_router.scheduling.picker import Ask
-from baton_router.tenants.tenants import Limits
+from baton_router.scheduling.picker import PickRequest
+from baton_router.tenants.tenants import TenantLimits
 from baton_router.workers.worker_state import BYTES_PER_TOKEN
 
 
 @dataclass(slots=True)
-class Reservation:
+class QuotaReservation:
     """What one request may use. It is cancelled or settled, once."""
 
-    quota: Quota
+    quota: TenantQuota
     prompt: int
     answer: int
     anew: bool
@@ -52,19 +52,19 @@ class Quotas:
         """Refusals are counted in `rejects`. `answer_tokens` says how many answers usually have."""
         self._rejects = rejects
         self._answer_tokens = answer_tokens
-        self._quotas: dict[str, Quota] = {}
+        self._quotas: dict[str, TenantQuota] = {}
 
     def open(self, tenant: str) -> int:
         """How many requests of a tenant are admitted and have not ended."""
         quota = self._quotas.get(tenant)
         return quota.open if quota else 0
 
-    def reserve(self, ask: Ask, now: float) -> Reservation:
+    def reserve(self, ask: PickRequest, now: float) -> QuotaReservation:
         """Raises RateLimited."""
         assert ask.limits is not None
         quota = self._quotas.get(ask.tenant)
         if quota is None:
-            quota = self._quotas[ask.tenant] = Quota(ask.limits, now)
+            quota = self._quotas[ask.tenant] = TenantQuota(ask.limits, now)
         elif quota.limits != ask.limits:
             quota.limited(ask.limits, now)
         prompt = math.ceil(ask.prompt.bytes / BYTES_PER_TOKEN)
@@ -75,13 +75,13 @@ class Quotas:
         elif refusal := quota.admit(prompt + answer, now):
             self._rejects[refusal.limit] += 1
             raise RateLimited(refusal.limit, refusal.most, math.ceil(refusal.wait_s))
-        return Reservation(quota, prompt, answer, not ask.again)
+        return QuotaReservation(quota, prompt, answer, not ask.again)
 
 
 MINUTE_S = 60.0
 
 
-class Bucket:
+class TokenBucket:
     """So many of something in a minute."""
 
     __slots__ = ("_filled", "_level", "size")
@@ -109,7 +109,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class QuotaRejection:
     """The limit that a request meets."""
 
     limit: str
@@ -123,27 +123,27 @@ STREAM_WAIT_S = 1.0
 """What is guessed for the end of one of the tenant's own requests."""
 
 
-class Quota:
+class TenantQuota:
     """One tenant's buckets."""
 
     __slots__ = ("_requests", "_tokens", "limits", "open")
 
-    def __init__(self, limits: Limits, now: float) -> None:
+    def __init__(self, limits: TenantLimits, now: float) -> None:
         self.limits = limits
         self._requests = _bucket(limits.requests_per_minute, now)
         self._tokens = _bucket(limits.tokens_per_minute, now)
         self.open = 0
         """Requests that were admitted and have not ended."""
 
-    def admit(self, tokens: int, now: float) -> Refusal | None:
+    def admit(self, tokens: int, now: float) -> QuotaRejection | None:
         """Take one request of so many tokens, or say what forbids it and take nothing."""
         limits = self.limits
         if limits.streams is not None and self.open >= limits.streams:
-            return Refusal("streams", limits.streams, STREAM_WAIT_S)
+            return QuotaRejection("streams", limits.streams, STREAM_WAIT_S)
         if self._requests is not None and (wait := self._requests.wait_s(1, now)):
-            return Refusal("requests", int(self._requests.size), wait)
+            return QuotaRejection("requests", int(self._requests.size), wait)
         if self._tokens is not None and (wait := self._tokens.wait_s(tokens, now)):
-            return Refusal("tokens", int(self._tokens.size), wait)
+            return QuotaRejection("tokens", int(self._tokens.size), wait)
         if self._requests is not None:
             self._requests.take(1, now)
         self.reopen(tokens, now)
@@ -167,18 +167,18 @@ class Quota:
         if self._requests is not None:
             self._requests.take(-1, now)
 
-    def limited(self, limits: Limits, now: float) -> None:
+    def limited(self, limits: TenantLimits, now: float) -> None:
         """Its limits are others from now on. What was used of a bucket stays used."""
         self._requests = _resized(self._requests, limits.requests_per_minute, now)
         self._tokens = _resized(self._tokens, limits.tokens_per_minute, now)
         self.limits = limits
 
 
-def _bucket(size: int | None, now: float) -> Bucket | None:
-    return None if size is None else Bucket(size, now)
+def _bucket(size: int | None, now: float) -> TokenBucket | None:
+    return None if size is None else TokenBucket(size, now)
 
 
-def _resized(before: Bucket | None, size: int | None, now: float) -> Bucket | None:
+def _resized(before: TokenBucket | None, size: int | None, now: float) -> TokenBucket | None:
     after = _bucket(size, now)
     if before is not None and after is not None:
         after.take(before.size - before.level(now), now)

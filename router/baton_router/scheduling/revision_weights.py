@@ -25,9 +25,11 @@ class RevisionWeights:
         self, given: Iterable[str] = (), file: str = "", clock: Callable[[], float] = time.monotonic
     ) -> None:
         """What the file says of a generation goes before `given`. Raises SetupError if it cannot be read."""
-        self._given = dict(map(parse, given))
+        self._given = dict(map(parse_weight, given))
         self._file = WatchedFile(file, clock) if file else None
-        self._weights = self._given if self._file is None else {**self._given, **read_file(self._file.path)}
+        self._weights = (
+            self._given if self._file is None else {**self._given, **read_weights(self._file.path)}
+        )
 
     def __call__(self) -> Mapping[str, float]:
         if self._file is not None and self._file.changed():
@@ -36,7 +38,7 @@ class RevisionWeights:
 
     def _read_again(self, path: Path) -> None:
         try:
-            self._weights = {**self._given, **read_file(path)}
+            self._weights = {**self._given, **read_weights(path)}
         except SetupError as error:
             log.error("%s The weights stay as they were.", error.message)
         else:
@@ -44,9 +46,9 @@ class RevisionWeights:
             log.info("%s was read again: %s", path, told or "no weights")
 
 
-def parse(text: str) -> tuple[str, float]:
+def parse_weight(text: str) -> tuple[str, float]:
     """
-    >>> parse("6f1c2ab9=10")
+    >>> parse_weight("6f1c2ab9=10")
     ('6f1c2ab9', 10.0)
     """
     revision, _, weight = (part.strip() for part in text.partition("="))
@@ -59,7 +61,7 @@ def parse(text: str) -> tuple[str, float]:
     return revision, number
 
 
-def read_file(path: Path) -> Mapping[str, float]:
+def read_weights(path: Path) -> Mapping[str, float]:
     """A weight to a line. Raises SetupError, which names the line."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -70,7 +72,7 @@ def read_file(path: Path) -> Mapping[str, float]:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         try:
-            revision, weight = parse(line)
+            revision, weight = parse_weight(line)
         except ValueError as error:
             raise SetupError(f"--revision-weights-file {path}, line {number}: {error}.") from error
         found[revision] = weight
@@ -83,7 +85,7 @@ AHEAD_LIMIT = 8.0
 REVISIONS_LIMIT = 64
 
 
-class Shares:
+class RevisionShares:
     """Belongs to one thread."""
 
     def __init__(self) -> None:

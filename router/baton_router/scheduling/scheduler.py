@@ -19,31 +19,35 @@ from baton_api.background import BackgroundTasks
 from baton_api.errors import PoisonRequest
 from baton_api.metrics import BackgroundTask
 from baton_api.reports import PromptReport
-from baton_http.http_client import Upstreams
-from baton_router.proxy.retries import Crashes
-from baton_router.proxy.timeouts import patience_s
+from baton_http.http_client import UpstreamPool
+from baton_router.proxy.retries import CrashHistory
+from baton_router.proxy.timeouts import first_token_timeout_s
 from baton_router.scheduling.dispatcher import Dispatch, Dispatcher
-from baton_router.scheduling.outcome_attribution import Verdicts
-from baton_router.scheduling.picker import Ask, Grant
+from baton_router.scheduling.outcome_attribution import OutcomeAttribution
+from baton_router.scheduling.picker import Grant, PickRequest
 from baton_router.scheduling.queue import BATCH, Queue
-from baton_router.scheduling.quotas import Quotas, Reservation
+from baton_router.scheduling.quotas import QuotaReservation, Quotas
 from baton_router.scheduling.revision_weights import RevisionWeights
 from baton_router.settings import RouterSettings
 from baton_router.workers import health_checks
-from baton_router.workers.discovery.sources import FLAGS, Sources
-from baton_router.workers.kv_subscriber import Feeds
-from baton_router.workers.registration import Enrolment
+from baton_router.workers.discovery.sources import FLAGS_SOURCE, WorkerSources
+from baton_router.workers.kv_subscriber import KvSubscribers
+from baton_router.workers.registration import WorkerRegistration
 from baton_router.workers.worker import Workers
 
-TEND_S = 0.5
+DRAIN_CHECK_S = 0.5
 """Seconds from one look at the workers that leave to the next."""
 
 
-class Scheduler:
+class RequestScheduler:
     """The Picker of its own process. Belongs to one event loop."""
 
     def __init__(
-        self, settings: RouterSettings, upstreams: Upstreams, rng: random.Random, clock: Callable[[], float]
+        self,
+        settings: RouterSettings,
+        upstreams: UpstreamPool,
+        rng: random.Random,
+        clock: Callable[[], float],
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -54,18 +58,18 @@ class Scheduler:
         weights = RevisionWeights(settings.revision_weight, settings.revision_weights_file)
         measured = [profiles.read(one) for one in settings.profile]
         self.dispatcher = Dispatcher(workers, rng, settings.alone_tokens, weights, measured)
-        self.feeds = Feeds(workers, self.dispatcher.knowledge, settings, clock, self.background)
-        self.verdicts = Verdicts(self.dispatcher.knowledge.transfer)
+        self.feeds = KvSubscribers(workers, self.dispatcher.knowledge, settings, clock, self.background)
+        self.verdicts = OutcomeAttribution(self.dispatcher.knowledge.transfer)
         self.queue = Queue(settings, self.dispatcher, clock)
         self._quotas = Quotas(self.queue.rejects, lambda: self.dispatcher.answer_tokens)
-        self._crashes = Crashes()
-        self._reserved: dict[int, Reservation] = {}
+        self._crashes = CrashHistory()
+        self._reserved: dict[int, QuotaReservation] = {}
         self._granted: dict[int, Dispatch] = {}
-        self._sources = Sources(settings, rng)
-        self.enrolment = Enrolment(
+        self._sources = WorkerSources(settings, rng)
+        self.enrolment = WorkerRegistration(
             workers, self.dispatcher.knowledge, upstreams, settings.worker_drain_s, clock
         )
-        self.enrolment.told(FLAGS, self._sources.flags)
+        self.enrolment.told(FLAGS_SOURCE, self._sources.flags)
         workers.unlisted = self._sources.why_none
         workers.complete = self._sources.complete
         workers.holding = settings.hold_s > 0
@@ -86,9 +90,9 @@ class Scheduler:
         while True:
             with self.background.guard(BackgroundTask.DRAINING):
                 self.enrolment.tend()
-            await asyncio.sleep(TEND_S)
+            await asyncio.sleep(DRAIN_CHECK_S)
 
-    async def pick(self, ask: Ask) -> Grant:
+    async def pick(self, ask: PickRequest) -> Grant:
         now = self._clock()
         if ask.kind != BATCH:
             self.wanted_at = now
@@ -160,7 +164,7 @@ class Scheduler:
                 tokens = 0  # as far as anybody knows
             reserved.settle(0 if made.first_byte is None else prompt, tokens, now)
 
-    def _check_poison(self, ask: Ask, now: float) -> None:
+    def _check_poison(self, ask: PickRequest, now: float) -> None:
         if ask.resumed:
             return
         try:
@@ -172,7 +176,7 @@ class Scheduler:
     def _patience_s(self, made: Dispatch) -> float:
         if len(made.among.decodes) < 2 or not made.computing.prefill_cost.taught:
             return 0.0
-        return patience_s(made.way.first_token_s, self._settings.first_byte_s)
+        return first_token_timeout_s(made.way.first_token_s, self._settings.first_byte_s)
 
     def _computed(self, made: Dispatch) -> None:
         """The prefill worker has done its part, or will not."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-AGEING = 0.1
+AGING = 0.1
 """Seconds of prediction that a second of waiting makes up for."""
 
 
@@ -26,7 +26,7 @@ they do when there is much to do, would all miss it by a little."""
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class QueueEntry:
     """One request that waits. Times are of the router's clock."""
 
     number: int
@@ -65,7 +65,7 @@ class Entry:
     @property
     def rank(self) -> float:
         # best_s - AGEING * (now - arrived), of which `now` is the same for all.
-        return self.best_s + AGEING * self.arrived
+        return self.best_s + AGING * self.arrived
 
     @property
     def urgent_from(self) -> float:
@@ -73,17 +73,17 @@ class Entry:
         return self.deadline - 2 * self.best_s
 
 
-class Line:
+class TenantQueue:
     """One tenant's requests of one class."""
 
     __slots__ = ("_first", "_last", "_ranked", "_urgent", "seconds")
 
     def __init__(self) -> None:
-        self._first: Ranking[Entry] = Ranking()
-        self._ranked: Ranking[Entry] = Ranking()
-        self._urgent: Ranking[Entry] = Ranking()
+        self._first: SortedList[QueueEntry] = SortedList()
+        self._ranked: SortedList[QueueEntry] = SortedList()
+        self._urgent: SortedList[QueueEntry] = SortedList()
         """Those of the ranked that have an objective, by the time at which they become urgent."""
-        self._last: Ranking[Entry] = Ranking()
+        self._last: SortedList[QueueEntry] = SortedList()
         """Those that have missed it."""
         self.seconds = 0.0
         """What all of them would take."""
@@ -91,7 +91,7 @@ class Line:
     def __len__(self) -> int:
         return len(self._first) + len(self._ranked) + len(self._last)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: QueueEntry) -> None:
         if entry.first:
             self._first.add(entry.arrived, entry.number, entry)
         elif entry.missed:
@@ -102,7 +102,7 @@ class Line:
                 self._urgent.add(entry.urgent_from, entry.number, entry)
         self.seconds += entry.best_s
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: QueueEntry) -> None:
         if entry.first:
             self._first.remove(entry.arrived, entry.number)
         elif entry.missed:
@@ -113,7 +113,7 @@ class Line:
         # Sums of floating point drift; an empty line is a chance to be exact.
         self.seconds = self.seconds - entry.best_s if len(self) else 0.0
 
-    def ordered(self, now: float) -> Iterator[Entry]:
+    def ordered(self, now: float) -> Iterator[QueueEntry]:
         """Each once, in the order in which they go; they may leave meanwhile."""
         yield from self._first.walk()
         urgent = self._urgent_ones(now)
@@ -124,7 +124,7 @@ class Line:
                 yield entry
         yield from self._last.walk()
 
-    def seconds_before(self, entry: Entry) -> float:
+    def seconds_before(self, entry: QueueEntry) -> float:
         """What those would take that go before `entry`, were it added; urgency aside."""
         total = 0.0
         for other in self._first.walk():
@@ -133,7 +133,7 @@ class Line:
             total += other.best_s
         return total + (0.0 if entry.first else sum(one.best_s for one in self._ranked.until(entry.rank)))
 
-    def _urgent_ones(self, now: float) -> list[Entry]:
+    def _urgent_ones(self, now: float) -> list[QueueEntry]:
         urgent = []
         for entry in self._urgent.until(now):
             if now + entry.best_s <= entry.deadline:
@@ -145,22 +145,22 @@ class Line:
         return sorted(urgent, key=lambda entry: (entry.deadline, entry.number))
 
 
-Thing = TypeVar("Thing")
+Item = TypeVar("Item")
 
 
-class Ranking(Generic[Thing]):
+class SortedList(Generic[Item]):
     """Things by a key and a number; two of the same key are told apart, and ordered, by their numbers."""
 
     __slots__ = ("_keys", "_things")
 
     def __init__(self) -> None:
         self._keys: list[tuple[float, int]] = []
-        self._things: list[Thing] = []
+        self._things: list[Item] = []
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    def add(self, key: float, number: int, thing: Thing) -> None:
+    def add(self, key: float, number: int, thing: Item) -> None:
         place = bisect_left(self._keys, (key, number))
         self._keys.insert(place, (key, number))
         self._things.insert(place, thing)
@@ -173,7 +173,7 @@ class Ranking(Generic[Thing]):
         del self._keys[place], self._things[place]
         return True
 
-    def walk(self) -> Iterator[Thing]:
+    def walk(self) -> Iterator[Item]:
         """The smallest key first. What comes and goes meanwhile, before or behind, disturbs nothing."""
         place = 0
         while place < len(self._keys):
@@ -181,11 +181,11 @@ class Ranking(Generic[Thing]):
             yield self._things[place]
             place = bisect_left(self._keys, (key, number + 1))
 
-    def until(self, key: float) -> list[Thing]:
+    def until(self, key: float) -> list[Item]:
         """All with this key or a smaller one."""
         return self._things[: bisect_left(self._keys, (key, 1 << 62))]
 
     @property
-    def first(self) -> tuple[float, Thing] | None:
+    def first(self) -> tuple[float, Item] | None:
         """The smallest key and what has it."""
         return (self._keys[0][0], self._things[0]) if self._keys else None

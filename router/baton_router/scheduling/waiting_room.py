@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator
 
-from baton_router.scheduling.fair_share import QUANTUM, Turns
-from baton_router.scheduling.tenant_queue import Entry, Line, Ranking
+from baton_router.scheduling.fair_share import QUANTUM, DeficitRoundRobin
+from baton_router.scheduling.tenant_queue import QueueEntry, SortedList, TenantQueue
 from baton_router.tenants.tenants import CLASSES
 
 LEVELS: dict[str, int] = {name: level for level, name in enumerate(CLASSES)}
 LOWEST = LEVELS["batch"]
-WATCHED = LEVELS["interactive"]
+INTERACTIVE = LEVELS["interactive"]
 """The lowest class whose clients sit and wait."""
 
 STARVED_S = 30.0
@@ -41,10 +41,10 @@ class WaitingRoom:
     """The requests that wait for workers of one kind."""
 
     def __init__(self, quantum: float = QUANTUM) -> None:
-        self._classes = tuple(_Class(quantum) for _ in CLASSES)
-        self._alarms: Ranking[Entry] = Ranking()
+        self._classes = tuple(_ClassQueues(quantum) for _ in CLASSES)
+        self._alarms: SortedList[QueueEntry] = SortedList()
         """By the time at which something is to happen to them."""
-        self._alarm_of: dict[Entry, float] = {}
+        self._alarm_of: dict[QueueEntry, float] = {}
         """Of all that are here."""
         self._strict_turns = 0
         """Since a class that starves had one."""
@@ -52,20 +52,20 @@ class WaitingRoom:
     def __len__(self) -> int:
         return len(self._alarm_of)
 
-    def __contains__(self, entry: Entry) -> bool:
+    def __contains__(self, entry: QueueEntry) -> bool:
         return entry in self._alarm_of
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[QueueEntry]:
         return iter(self._alarm_of)
 
     def count(self, level: int) -> int:
         return self._classes[level].count
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: QueueEntry) -> None:
         self._classes[entry.level].add(entry)
         self._set_alarm(entry)
 
-    def discard(self, entry: Entry) -> bool:
+    def discard(self, entry: QueueEntry) -> bool:
         """It goes, for whatever reason; whether it was here."""
         if entry not in self._alarm_of:
             return False
@@ -86,7 +86,7 @@ class WaitingRoom:
         return False
 
     def offer(
-        self, take: Callable[[Entry], bool], more: Callable[[], bool], now: float, most: int = WINDOW
+        self, take: Callable[[QueueEntry], bool], more: Callable[[], bool], now: float, most: int = WINDOW
     ) -> int:
         """
         Ask those who wait, in their order, each once, whether they go; gives how many went.
@@ -119,7 +119,7 @@ class WaitingRoom:
                 heads[level] = None
         return taken
 
-    def pass_time(self, now: float) -> list[Entry]:
+    def pass_time(self, now: float) -> list[QueueEntry]:
         """Let time change what it does; gives those whose patience has ended, who are gone."""
         gone = []
         for entry in self._alarms.until(now):
@@ -136,7 +136,7 @@ class WaitingRoom:
         """When time next changes something here."""
         return self._alarms.first[0] if self._alarms.first else math.inf
 
-    def seconds_before(self, entry: Entry) -> float:
+    def seconds_before(self, entry: QueueEntry) -> float:
         """
         What the workers would compute for others before `entry`, were it added: all of the higher
         classes, and of its own what its tenant's turns allow the others until then.
@@ -165,38 +165,38 @@ class WaitingRoom:
         oldest = self.oldest(level)
         return level != LOWEST and oldest is not None and now >= oldest + STARVED_S
 
-    def _set_alarm(self, entry: Entry) -> None:
+    def _set_alarm(self, entry: QueueEntry) -> None:
         alarm = entry.arrived + entry.patience_s
         if entry.level != LOWEST and not entry.starved:
-            share = 0.0 if entry.level <= WATCHED else PATIENCE_SHARE
+            share = 0.0 if entry.level <= INTERACTIVE else PATIENCE_SHARE
             alarm = min(alarm, entry.arrived + max(STARVED_S, share * entry.patience_s))
         self._alarm_of[entry] = alarm
         self._alarms.add(alarm, entry.number, entry)
 
 
-class _Class:
+class _ClassQueues:
     """The lines of one class, one for each tenant that has something in it."""
 
     __slots__ = ("arrivals", "lines", "turns")
 
     def __init__(self, quantum: float) -> None:
-        self.lines: dict[str, Line] = {}
-        self.turns = Turns(quantum)
-        self.arrivals: Ranking[Entry] = Ranking()
+        self.lines: dict[str, TenantQueue] = {}
+        self.turns = DeficitRoundRobin(quantum)
+        self.arrivals: SortedList[QueueEntry] = SortedList()
 
     @property
     def count(self) -> int:
         return len(self.arrivals)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: QueueEntry) -> None:
         line = self.lines.get(entry.tenant)
         if line is None:
-            line = self.lines[entry.tenant] = Line()
+            line = self.lines[entry.tenant] = TenantQueue()
             self.turns.join(entry.tenant)
         line.add(entry)
         self.arrivals.add(entry.arrived, entry.number, entry)
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: QueueEntry) -> None:
         self.arrivals.remove(entry.arrived, entry.number)
         line = self.lines[entry.tenant]
         line.remove(entry)
@@ -204,7 +204,7 @@ class _Class:
             del self.lines[entry.tenant]
             self.turns.leave(entry.tenant)
 
-    def walk(self, now: float) -> Generator[Entry, bool, None]:
+    def walk(self, now: float) -> Generator[QueueEntry, bool, None]:
         """All of them as turns have it; it wants to be told of each, by `send`, whether it went."""
         lines = {tenant: line.ordered(now) for tenant, line in self.lines.items()}
         passed: set[str] = set()

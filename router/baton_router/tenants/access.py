@@ -28,14 +28,14 @@ from baton_api.keys import OPEN_PATHS, Keys, bearer
 from baton_batches.runner_credentials import RunnerSecret
 from baton_http.replies import Scope
 from baton_router.settings import RouterSettings
-from baton_router.tenants.tenants import NOBODY, OPEN_CLASSES, Tenant, Tenants, cache_salt
+from baton_router.tenants.tenants import DEFAULT_TENANT, OPEN_CLASSES, Tenant, Tenants, cache_salt
 
 if TYPE_CHECKING:
     from baton_router.tenants.web_tokens import WebTokens
 
 log = logging.getLogger(__name__)
 
-VISITOR = Tenant(admin=False)
+ANONYMOUS = Tenant(admin=False)
 """Who asks for an open path where keys are wanted: nobody knows."""
 
 TENANT = "baton.tenant"
@@ -50,7 +50,7 @@ FOR_TENANTS = frozenset(
 """What is for every tenant besides /v1; the rest shows or changes what is others' too."""
 
 
-class Access:
+class Authenticator:
     """Knows keys, tenants and tokens. Belongs to the event loop."""
 
     def __init__(
@@ -66,8 +66,8 @@ class Access:
         if self.tenants is not None and not self._secret:
             log.warning("Without --ticket-secret, the salts of the tenants' caches can be guessed.")
         self._tokens = self._read_tokens(settings, clock, now) if settings.jwt_jwks else None
-        self._runners = RunnersAccess(RunnerSecret(settings, settings.ticket_secret), self.owner, now)
-        self._named: dict[str, Tenant] = {"": NOBODY}
+        self._runners = RunnerAuthenticator(RunnerSecret(settings, settings.ticket_secret), self.owner, now)
+        self._named: dict[str, Tenant] = {"": DEFAULT_TENANT}
         self._reads = 1
 
     @property
@@ -109,14 +109,14 @@ class Access:
         """
         path = scope["path"]
         key = authorization(scope)
-        if key.startswith(SIGNED):
+        if key.startswith(RUNNER_AUTHORIZATION):
             scope[TENANT] = await self._runners.enter(scope, key)
         elif self.required and path not in OPEN_PATHS:
             tenant = self.known(key) or await self.judged(key)
             check_path(tenant, scope["method"], path)
             scope[TENANT] = tenant
         elif self.required:
-            scope[TENANT] = VISITOR
+            scope[TENANT] = ANONYMOUS
 
     async def close(self) -> None:
         if self._tokens is not None:
@@ -124,19 +124,19 @@ class Access:
 
     def owner(self, owner: bytes) -> Tenant | None:
         """The tenant that owns a batch, as it is now; None if it is no longer let in."""
-        kind, name = named_owner(owner)
+        kind, name = owner_name(owner)
         if kind == "tenant":
             return self._by_name(name) if self.tells_apart else None
         if kind == "key":
             return Tenant(name=name, kind="key") if self._keys.has_name(name) else None
         known = bool(owner) and self._keys.required and self._keys.name(owner) is not None
-        return NOBODY if known or not self.required else None
+        return DEFAULT_TENANT if known or not self.required else None
 
     def refusal(self, owner: bytes) -> str | None:
         """Why the batches of an owner may not go on; None if they may."""
         if self.owner(owner) is not None:
             return None
-        kind, name = named_owner(owner)
+        kind, name = owner_name(owner)
         if kind == "tenant":
             return f"The tenant {name!r} is no longer among the tenants of this service."
         return f"The API key {name + ' ' if name else ''}that made this batch is no longer valid."
@@ -157,12 +157,12 @@ class Access:
                 "without them, tokens that were made for other services would be good here."
             )
         try:
-            from baton_http.jwks import IssuersKeys, source
-            from baton_router.tenants.web_tokens import Rules, WebTokens
+            from baton_http.jwks import IssuerKeys, key_source
+            from baton_router.tenants.web_tokens import TokenRules, WebTokens
         except ModuleNotFoundError as error:
             raise SetupError("--jwt-jwks needs one package more: pip install 'baton[jwt]'.") from error
         algorithms = frozenset(settings.jwt_algorithms)
-        rules = Rules(
+        rules = TokenRules(
             issuer=settings.jwt_issuer,
             audience=settings.jwt_audience,
             algorithms=algorithms,
@@ -171,7 +171,9 @@ class Access:
             models_claim=settings.jwt_models_claim,
             classes_claim=settings.jwt_classes_claim,
         )
-        return WebTokens(rules, IssuersKeys(source(settings.jwt_jwks), algorithms, clock), self._by_name, now)
+        return WebTokens(
+            rules, IssuerKeys(key_source(settings.jwt_jwks), algorithms, clock), self._by_name, now
+        )
 
 
 def authorization(scope: Scope) -> bytes:
@@ -181,12 +183,12 @@ def authorization(scope: Scope) -> bytes:
 
 def tenant_of(scope: Scope) -> Tenant:
     """Whose request it is."""
-    tenant = scope.get(TENANT, NOBODY)
+    tenant = scope.get(TENANT, DEFAULT_TENANT)
     assert isinstance(tenant, Tenant)
     return tenant
 
 
-def shown(error: BatonError, tenant: Tenant) -> BatonError:
+def error_for(error: BatonError, tenant: Tenant) -> BatonError:
     """The error as this tenant may read it: with its own models, and with addresses for admins only."""
     if isinstance(error, ModelNotFound) and tenant.models is not None:
         return ModelNotFound(error.model, tuple(filter(tenant.may_use, error.served)))
@@ -201,7 +203,7 @@ def check_path(tenant: Tenant, method: str, path: str) -> None:
         raise Forbidden(f"{method[:20]} {path[:200]}", tenant.name)
 
 
-PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"})
+RUNNER_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"})
 """Where a runner may send lines."""
 
 OWNER = "baton.owner"
@@ -210,7 +212,7 @@ OWNER = "baton.owner"
 BATCH = "batch"
 """The class of all that runners send."""
 
-SIGNED = b"Bearer " + runner_tokens.PREFIX.encode()
+RUNNER_AUTHORIZATION = b"Bearer " + runner_tokens.PREFIX.encode()
 """How the header of a runner begins, and nobody else's."""
 
 _TENANT = b"tenant:"
@@ -218,7 +220,7 @@ _KEY = b"key:"
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 
 
-class RunnersAccess:
+class RunnerAuthenticator:
     """Lets runners' requests in."""
 
     def __init__(
@@ -240,7 +242,7 @@ class RunnersAccess:
         """
         key = authorization.decode("latin-1").removeprefix("Bearer ")
         token = runner_tokens.read(await self._secret.get(), key, self._now())
-        if token is None or token.epoch == runner_tokens.START or scope["path"] not in PATHS:
+        if token is None or token.epoch == runner_tokens.START or scope["path"] not in RUNNER_PATHS:
             raise Unauthorized
         scope[OWNER] = owner = bytes.fromhex(token.owner)
         scope["headers"] = [header for header in scope["headers"] if header[0] != b"authorization"]
@@ -248,20 +250,20 @@ class RunnersAccess:
         if tenant is None:
             raise NotReady(f"The owner of {token.batch} is no longer let in: the batch is stopped soon.")
         tenant = tenant.narrowed(token.models, None)
-        return replace(tenant, classes=frozenset({BATCH}), default_class=BATCH, limits=NOBODY.limits)
+        return replace(tenant, classes=frozenset({BATCH}), default_class=BATCH, limits=DEFAULT_TENANT.limits)
 
 
-def named_owner(owner: bytes) -> tuple[str, str]:
+def owner_name(owner: bytes) -> tuple[str, str]:
     """The kind and the name of an owner; both empty for the digest of a key without a name."""
     kind, _, name = owner.partition(b":")
     return (kind.decode(), name.decode()) if owner.startswith((_TENANT, _KEY)) else ("", "")
 
 
-def owner_of(text: str) -> bytes:
+def parse_owner(text: str) -> bytes:
     """
     The owner of files and batches that an administrator writes as text. Raises SetupError.
 
-    >>> owner_of("tenant:acme"), owner_of("key:ops")
+    >>> parse_owner("tenant:acme"), parse_owner("key:ops")
     (b'tenant:acme', b'key:ops')
     """
     kind, _, name = text.partition(":")

@@ -30,9 +30,9 @@ from baton_api.watched import WatchedFile
 
 log = logging.getLogger(__name__)
 
-Class = Literal["critical", "interactive", "default", "batch"]
+ClassName = Literal["critical", "interactive", "default", "batch"]
 
-CLASSES: tuple[Class, ...] = ("critical", "interactive", "default", "batch")
+CLASSES: tuple[ClassName, ...] = ("critical", "interactive", "default", "batch")
 """Of requests, the most urgent first."""
 
 OPEN_CLASSES: frozenset[str] = frozenset(CLASSES[1:])
@@ -46,7 +46,7 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class TenantLimits:
     """What a tenant may use at most, all of its keys together; None is no limit."""
 
     requests_per_minute: int | None = None
@@ -72,7 +72,7 @@ class Tenant:
     classes: frozenset[str] = frozenset(CLASSES)
     default_class: str = "default"
     """Of requests that do not say."""
-    limits: Limits = Limits()
+    limits: TenantLimits = TenantLimits()
     admin: bool = True
     """Whether it may see and do what concerns the other tenants as well."""
 
@@ -96,18 +96,18 @@ class Tenant:
         return own
 
 
-NOBODY = Tenant()
+DEFAULT_TENANT = Tenant()
 """Whose requests all are where no tenants are told apart."""
 
 
-class Entry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class TenantEntry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One tenant as the file has it."""
 
     name: str
     keys: list[str] = []
     models: list[str] | None = None
-    classes: list[Class] | None = None
-    default_class: Class | None = None
+    classes: list[ClassName] | None = None
+    default_class: ClassName | None = None
     requests_per_minute: _AtLeastOne | None = None
     tokens_per_minute: _AtLeastOne | None = None
     streams: _AtLeastOne | None = None
@@ -118,7 +118,7 @@ class Entry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class TenantsFile(msgspec.Struct, forbid_unknown_fields=True):
     """The file."""
 
-    tenants: list[Entry]
+    tenants: list[TenantEntry]
 
 
 class Tenants:
@@ -133,7 +133,7 @@ class Tenants:
         """Why the file, as it is now, was not taken; empty if it was."""
         self.reads = 0
         """Times that the file was taken: who keeps a tenant asks again when this has changed."""
-        self._take(read_file(self._file.path, secret))
+        self._take(read_tenants(self._file.path, secret))
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -153,7 +153,7 @@ class Tenants:
             return
         path = self._file.path
         try:
-            self._take(read_file(path, self._secret))
+            self._take(read_tenants(path, self._secret))
         except SetupError as error:
             self.problem = error.message
             log.error("%s The tenants stay as they were.", error.message)
@@ -174,7 +174,7 @@ def cache_salt(secret: bytes, name: str, cache: str = "") -> str:
     return hmac.new(secret, text, hashlib.sha256).hexdigest()[:32]
 
 
-def read_file(path: Path, secret: bytes) -> dict[Tenant, tuple[KeyDigest, ...]]:
+def read_tenants(path: Path, secret: bytes) -> dict[Tenant, tuple[KeyDigest, ...]]:
     """The tenants of a file with their keys. Raises SetupError, which names the place and repeats no key."""
     try:
         with path.open("rb") as opened:
@@ -224,20 +224,20 @@ def _key(place: str, position: int, text: str) -> KeyDigest:
         raise SetupError(f"{place}, key {position}: {error}.") from error
 
 
-def _tenant(place: str, entry: Entry, secret: bytes) -> Tenant:
+def _tenant(place: str, entry: TenantEntry, secret: bytes) -> Tenant:
     classes = OPEN_CLASSES if entry.classes is None else frozenset(entry.classes)
     if not classes:
         raise SetupError(f"{place}: classes is empty, so no request of this tenant could be served.")
     if entry.default_class is not None and entry.default_class not in classes:
         raise SetupError(f"{place}: its default_class {entry.default_class} is none of its classes.")
-    limits: dict[str, Any] = {name: getattr(entry, name) for name in Limits.__slots__}
+    limits: dict[str, Any] = {name: getattr(entry, name) for name in TenantLimits.__slots__}
     return Tenant(
         name=entry.name,
         salt=cache_salt(secret, entry.name, entry.cache),
         models=None if entry.models is None else frozenset(entry.models),
         classes=classes,
         default_class=entry.default_class or _default_class(classes, "default"),
-        limits=Limits(**limits),
+        limits=TenantLimits(**limits),
         admin=entry.admin,
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 import jwt
 
 from baton_api.errors import Forbidden, Unauthorized
-from baton_http.jwks import IssuersKeys
+from baton_http.jwks import IssuerKeys
 from baton_router.tenants.tenants import Tenant
 
 REMEMBERED_LIMIT = 10_000
@@ -25,7 +25,7 @@ REMEMBERED_LIMIT = 10_000
 NAME_LIMIT = 128
 """Characters of a tenant's name that a token says."""
 
-_WRONG: tuple[tuple[type[Exception], str], ...] = (
+_TOKEN_ERRORS: tuple[tuple[type[Exception], str], ...] = (
     (jwt.ExpiredSignatureError, "has expired"),
     (jwt.ImmatureSignatureError, "is not good yet"),
     (jwt.InvalidAudienceError, "is meant for somebody else: its aud is not this service"),
@@ -37,7 +37,7 @@ _WRONG: tuple[tuple[type[Exception], str], ...] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class TokenRules:
     """What a token has to be, and where it says what."""
 
     issuer: str
@@ -56,8 +56,8 @@ class WebTokens:
 
     def __init__(
         self,
-        rules: Rules,
-        keys: IssuersKeys,
+        rules: TokenRules,
+        keys: IssuerKeys,
         tenant: Callable[[str], Tenant | None],
         now: Callable[[], float],
         remembered: int = REMEMBERED_LIMIT,
@@ -124,7 +124,9 @@ class WebTokens:
                 options={"require": ["exp", "iss", "aud"], "verify_iat": False},
             )
         except (jwt.PyJWTError, ValueError, TypeError, OverflowError) as error:
-            wrong = next((text for kind, text in _WRONG if isinstance(error, kind)), "is not well formed")
+            wrong = next(
+                (text for kind, text in _TOKEN_ERRORS if isinstance(error, kind)), "is not well formed"
+            )
             raise Unauthorized(token=wrong) from error
         return claims
 
@@ -136,7 +138,9 @@ class WebTokens:
         tenant = self._tenant(name)
         if tenant is None:
             raise Forbidden("use this service: it is not among its tenants", name)
-        tenant = tenant.narrowed(_several(claims, rules.models_claim), _several(claims, rules.classes_claim))
+        tenant = tenant.narrowed(
+            _claim_values(claims, rules.models_claim), _claim_values(claims, rules.classes_claim)
+        )
         if not tenant.classes:
             raise Forbidden(f"send requests of the classes in the token's {rules.classes_claim!r}", name)
         return tenant
@@ -149,7 +153,7 @@ def _header(token: bytes) -> dict[str, Any]:
         raise Unauthorized(token="is not well formed") from error
 
 
-def _several(claims: Mapping[str, Any], claim: str) -> list[str] | None:
+def _claim_values(claims: Mapping[str, Any], claim: str) -> list[str] | None:
     """A claim's texts: a list of them, or one with blanks between; None if tokens need not have it."""
     if not claim:
         return None

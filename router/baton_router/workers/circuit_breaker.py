@@ -29,7 +29,7 @@ PAUSE_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Breaker:
+class CircuitBreaker:
     """One worker's. Requests are told apart by numbers, of which 0 is none."""
 
     failures: int = 0
@@ -53,24 +53,24 @@ class Breaker:
         """Whether no request should go there."""
         return self.opened and (now < self.until or self.probe != 0)
 
-    def sent(self, number: int, now: float) -> Breaker:
+    def sent(self, number: int, now: float) -> CircuitBreaker:
         """A request goes to the worker, whether or not that was wise."""
         if not self.opened or self.refuses(now):
             return self
         return replace(self, probe=number)
 
-    def served(self, number: int, now: float) -> Breaker:
+    def served(self, number: int, now: float) -> CircuitBreaker:
         """A request was answered, with whatever status that is not the worker's fault."""
         if self.opened:
             if number != self.probe:
                 return self  # it was sent before, or in need; one answer in between proves nothing
-            return Breaker(openings=self.openings, since=now)
+            return CircuitBreaker(openings=self.openings, since=now)
         if not self.failures and not self.recent:
             return self
         recent = (*self.recent, (now, False))[-WINDOW:]
         return replace(self, failures=0, recent=recent if any(failed for _, failed in recent) else ())
 
-    def failed(self, number: int, now: float) -> Breaker:
+    def failed(self, number: int, now: float) -> CircuitBreaker:
         """A request failed for which the worker is to blame."""
         if self.opened:
             return self._open(now) if number == self.probe else self
@@ -81,10 +81,10 @@ class Breaker:
             return self._open(now)
         return replace(self, failures=self.failures + 1, recent=recent)
 
-    def let_go(self, number: int) -> Breaker:
+    def let_go(self, number: int) -> CircuitBreaker:
         """A request has ended; if it was to decide and did not, another one may."""
         return replace(self, probe=0) if number and number == self.probe else self
 
-    def _open(self, now: float) -> Breaker:
+    def _open(self, now: float) -> CircuitBreaker:
         again = self.opened or now - self.since <= PAUSE_LIMIT_S
-        return Breaker(openings=self.openings + 1 if again else 1, opened=True, since=now)
+        return CircuitBreaker(openings=self.openings + 1 if again else 1, opened=True, since=now)

@@ -22,7 +22,7 @@ NEVER = float("inf")
 LEAST_S = 1e-4
 """No prediction is below this: a line through noise may well be."""
 
-TAUGHT = 10
+RELIABLE_AFTER = 10
 """Measurements that make a prediction one to rely on."""
 
 SMOOTHING = 0.1
@@ -30,7 +30,7 @@ SMOOTHING = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Prior:
+class CostPrior:
     """What is believed of a model before anything was measured here, in the units of the lines below."""
 
     prefill: Triple = (0.02, 0.1, 0.005)
@@ -39,7 +39,7 @@ class Prior:
     transfer_start_s: float = 0.001
 
     @classmethod
-    def of(cls, profile: Profile) -> Prior:
+    def of(cls, profile: Profile) -> CostPrior:
         prefill, step = profile.prefill, profile.step
         return cls(
             prefill=(prefill.base_s, prefill.token_s * 1e3, prefill.pair_s * 1e6),
@@ -49,10 +49,10 @@ class Prior:
         )
 
 
-A_SMALL_GPU = Prior()
+DEFAULT_PRIOR = CostPrior()
 
 
-class Kind:
+class WorkerKind:
     """
     What prompts take on workers of one kind, for those of them that nobody has tried yet.
 
@@ -60,7 +60,7 @@ class Kind:
     it is not.
     """
 
-    def __init__(self, prior: Prior = A_SMALL_GPU) -> None:
+    def __init__(self, prior: CostPrior = DEFAULT_PRIOR) -> None:
         self.prior = prior
         self._typical = LeastSquares(prior.prefill)
         self._untried: list[LeastSquares] = []
@@ -90,7 +90,7 @@ class PrefillCost:
     """
 
     line: LeastSquares
-    _kind: Kind
+    _kind: WorkerKind
 
     def seconds(self, uncached: int, context: int) -> float:
         constant, each, pairs = self.line.coefficients  # written out: it is asked for every worker
@@ -105,7 +105,7 @@ class PrefillCost:
     @property
     def taught(self) -> bool:
         """Whether it is more than a guess."""
-        return self.line.measurements >= TAUGHT
+        return self.line.measurements >= RELIABLE_AFTER
 
     def learn(self, uncached: int, context: int, seconds: float) -> None:
         work = uncached * (context - uncached / 2)
@@ -116,7 +116,7 @@ class PrefillCost:
 class StepCost:
     """Seconds from one token to the next, with `running` streams of `context` tokens in all."""
 
-    line: LeastSquares = field(default_factory=lambda: LeastSquares(A_SMALL_GPU.step))
+    line: LeastSquares = field(default_factory=lambda: LeastSquares(DEFAULT_PRIOR.step))
 
     def seconds(self, running: int, context: int) -> float:
         return self.beside(running, context, 0)[0]
@@ -133,7 +133,7 @@ class StepCost:
 
 
 @dataclass(slots=True)
-class Average:
+class RunningAverage:
     """A mean that goes with the times."""
 
     value: float
@@ -146,8 +146,10 @@ class Average:
 class TransferCost:
     """Seconds to move a prompt's blocks between two workers."""
 
-    seconds_per_token: Average = field(default_factory=lambda: Average(A_SMALL_GPU.transfer_token_s))
-    start_s: float = A_SMALL_GPU.transfer_start_s
+    seconds_per_token: RunningAverage = field(
+        default_factory=lambda: RunningAverage(DEFAULT_PRIOR.transfer_token_s)
+    )
+    start_s: float = DEFAULT_PRIOR.transfer_start_s
     apart_until: float = 0.0
     """Blocks did not come over between the two: until then they are no pair."""
 

@@ -16,22 +16,22 @@ import msgspec
 from baton_api.background import BackgroundTasks
 from baton_api.metrics import BackgroundTask
 from baton_api.workers import Load
-from baton_http.upstream import Exchange, Lost
-from baton_router.proxy.forwarding import Trust
+from baton_http.upstream import UpstreamExchange, UpstreamLost
+from baton_router.proxy.forwarding import WorkerCredentials
 from baton_router.settings import RouterSettings
-from baton_router.workers.worker import State, Worker, Workers
+from baton_router.workers.worker import Worker, Workers, WorkerStatus
 
 log = logging.getLogger(__name__)
 
-HASTE = 8
+NOT_READY_FACTOR = 8
 """A worker that is not ready is asked this many times as often: somebody waits for it."""
 
 UNAUTHORIZED = 401
 
-ANSWER_LIMIT = 64 * 1024
+REPLY_LIMIT = 64 * 1024
 """Bytes of an answer that are read; more is no answer to these questions."""
 
-NONSENSE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+INVALID_REPLY_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What reading an answer raises that is not a worker's load."""
 
 _decoder = msgspec.json.Decoder(Load)
@@ -57,8 +57,8 @@ async def _watch_one(
     worker: Worker, settings: RouterSettings, clock: Callable[[], float], background: BackgroundTasks
 ) -> None:
     loop = asyncio.get_running_loop()
-    before = State.STARTING
-    trust = Trust.of(settings)
+    before = WorkerStatus.STARTING
+    trust = WorkerCredentials.of(settings)
     while True:
         started = loop.time()
         # What this router lacks, such as file descriptors, says nothing about the worker.
@@ -69,18 +69,18 @@ async def _watch_one(
             reason = worker.reason or "it takes requests"
             log.info("The %s worker %s is %s: %s.", worker.listed, worker.name, state, reason)
             before = state
-        pause = settings.health_interval_s / (1 if state is State.READY else HASTE)
+        pause = settings.health_interval_s / (1 if state is WorkerStatus.READY else NOT_READY_FACTOR)
         await asyncio.sleep(max(0.0, started + pause - loop.time()))
 
 
-async def _check(worker: Worker, settings: RouterSettings, trust: Trust) -> None:
+async def _check(worker: Worker, settings: RouterSettings, trust: WorkerCredentials) -> None:
     """Ask the worker once and note the outcome."""
     loop = asyncio.get_running_loop()
     started = loop.time()
     try:
         async with asyncio.timeout(settings.health_interval_s):
-            load, refusal = await look(worker, trust)
-    except (Lost, TimeoutError, *NONSENSE) as error:
+            load, refusal = await fetch_load(worker, trust)
+    except (UpstreamLost, TimeoutError, *INVALID_REPLY_ERRORS) as error:
         if isinstance(error, TimeoutError) and worker.upstream.heard >= started:
             return  # it is slow to answer this, but requests hear of it: it is alive
         reason = f"it does not answer: {_why(error)}"
@@ -91,7 +91,7 @@ async def _check(worker: Worker, settings: RouterSettings, trust: Trust) -> None
         worker.answered(load, refusal)
 
 
-async def look(worker: Worker, trust: Trust) -> tuple[Load, str]:
+async def fetch_load(worker: Worker, trust: WorkerCredentials) -> tuple[Load, str]:
     """
     The worker's load, and why it takes no requests (empty if it does).
 
@@ -109,7 +109,7 @@ async def look(worker: Worker, trust: Trust) -> tuple[Load, str]:
     return load, "" if status == 200 else f"GET /ready was answered with {status}"
 
 
-async def _get(worker: Worker, path: str, trust: Trust) -> tuple[int, bytes]:
+async def _get(worker: Worker, path: str, trust: WorkerCredentials) -> tuple[int, bytes]:
     head = f"GET {path} HTTP/1.1\r\nhost: {worker.name}\r\n".encode() + trust.line + b"\r\n"
     exchange = await worker.upstream.request(head)
     try:
@@ -118,16 +118,16 @@ async def _get(worker: Worker, path: str, trust: Trust) -> tuple[int, bytes]:
         exchange.close()
 
 
-async def _whole(exchange: Exchange) -> bytes:
+async def _whole(exchange: UpstreamExchange) -> bytes:
     body = b""
     while piece := await exchange.read():
         body += piece
-        if len(body) > ANSWER_LIMIT:
-            raise msgspec.DecodeError(f"more than {ANSWER_LIMIT} bytes")
+        if len(body) > REPLY_LIMIT:
+            raise msgspec.DecodeError(f"more than {REPLY_LIMIT} bytes")
     return body
 
 
 def _why(error: Exception) -> str:
-    if isinstance(error, Lost):
+    if isinstance(error, UpstreamLost):
         return error.cause
     return "no answer in time" if isinstance(error, TimeoutError) else str(error)

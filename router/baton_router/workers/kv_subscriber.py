@@ -22,52 +22,52 @@ from baton_api.kv_events import REPLAY_END, EventBatch, Frames, SnapshotFrame, s
 from baton_api.metrics import BackgroundTask
 from baton_api.workers import Load
 from baton_router.cache.block_map import Tree
-from baton_router.cache.kv_feed import Ask, Feed
-from baton_router.proxy.forwarding import Trust
+from baton_router.cache.kv_feed import FeedRequest, KvEventFeed
+from baton_router.proxy.forwarding import WorkerCredentials
 from baton_router.settings import RouterSettings
 from baton_router.workers.worker import Worker, Workers
-from baton_router.workers.worker_state import Knowledge
+from baton_router.workers.worker_state import WorkerStates
 
 log = logging.getLogger(__name__)
 
-TEND_S = 0.5
+CHECK_S = 0.5
 """Seconds from one look at who publishes, and at what is due, to the next."""
 
 SNAPSHOT_S = 30.0
 
-ANEW_S = 10.0
+RETRY_S = 10.0
 """Seconds after which a feed that cannot be followed at all is tried again."""
 
-WAITING_LIMIT = 10_000
+QUEUE_LIMIT = 10_000
 """Batches that wait to be read; more are lost, and asked for again."""
 
 MESSAGE_LIMIT = 64 * 1024**2
 """Bytes of one message."""
 
-TURN = 64
+YIELD_EVERY = 64
 """Batches that are read before the other tasks have their turn."""
 
 _batches = msgspec.msgpack.Decoder(EventBatch)
 _frames = msgspec.msgpack.Decoder(SnapshotFrame)
 
 
-class Feeds:
+class KvSubscribers:
     """The feeds of all workers. `watch` runs as long as the router."""
 
     def __init__(
         self,
         workers: Workers,
-        knowledge: Knowledge,
+        knowledge: WorkerStates,
         settings: RouterSettings,
         clock: Callable[[], float],
         background: BackgroundTasks,
     ) -> None:
         self._workers = workers
         self._knowledge = knowledge
-        self._trust = Trust.of(settings)
+        self._trust = WorkerCredentials.of(settings)
         self._clock = clock
         self._background = background
-        self.followed: dict[str, Follower] = {}
+        self.followed: dict[str, KvSubscriber] = {}
         """By the worker's name."""
 
     async def watch(self) -> None:
@@ -76,7 +76,7 @@ class Feeds:
             while True:
                 with self._background.guard(BackgroundTask.KV_EVENTS):
                     self._tend(context)
-                await asyncio.sleep(TEND_S)
+                await asyncio.sleep(CHECK_S)
         finally:
             await asyncio.gather(*(one.end() for one in self.followed.values()))
             self.followed.clear()
@@ -93,22 +93,22 @@ class Feeds:
             load = worker.health.load
             if load is not None and load.kv_events and name not in self.followed:
                 with self._background.guard(BackgroundTask.KV_EVENTS, name):
-                    follower = Follower(
+                    follower = KvSubscriber(
                         worker, load, self._knowledge, self._trust, self._clock, self._background
                     )
                     self.followed[name] = follower
                     follower.start(context)
 
 
-class Follower:
+class KvSubscriber:
     """The feed of one process."""
 
     def __init__(
         self,
         worker: Worker,
         load: Load,
-        knowledge: Knowledge,
-        trust: Trust,
+        knowledge: WorkerStates,
+        trust: WorkerCredentials,
         clock: Callable[[], float],
         background: BackgroundTasks,
     ) -> None:
@@ -122,10 +122,10 @@ class Follower:
         self._background = background
         self._events_at, self._replay_at = load.kv_events, load.kv_replay
         self._blocks = knowledge.blocks.open(self.known.slot)
-        self.feed = Feed(self._blocks, clock())
+        self.feed = KvEventFeed(self._blocks, clock())
         self._task: asyncio.Task[None] | None = None
 
-    def follows(self, worker: Worker, knowledge: Knowledge) -> bool:
+    def follows(self, worker: Worker, knowledge: WorkerStates) -> bool:
         """Whether the worker is still the process that this one follows, and following it has not failed."""
         load = worker.health.load
         same = load is not None and load.kv_events == self._events_at and knowledge.of(worker) is self.known
@@ -155,11 +155,11 @@ class Follower:
                 group.create_task(self._read(replays, self._replayed))
                 group.create_task(self._ask(replays))
         self.known.degraded = True  # it ends only by an exception
-        await asyncio.sleep(ANEW_S)
+        await asyncio.sleep(RETRY_S)
 
     def _connect(self, events: zmq.asyncio.Socket, replays: zmq.asyncio.Socket) -> None:
         for one in (events, replays):
-            one.set_hwm(WAITING_LIMIT)
+            one.set_hwm(QUEUE_LIMIT)
             one.setsockopt(zmq.LINGER, 0)
             one.setsockopt(zmq.IPV6, 1)
             one.setsockopt(zmq.MAXMSGSIZE, MESSAGE_LIMIT)
@@ -174,7 +174,7 @@ class Follower:
         while True:
             take(await source.recv_multipart())
             count += 1
-            if count % TURN == 0:
+            if count % YIELD_EVERY == 0:
                 await asyncio.sleep(0)  # what has come already is given without a pause
 
     def _replayed(self, frames: list[bytes]) -> None:
@@ -199,11 +199,11 @@ class Follower:
         while True:
             now = self._clock()
             due = self.feed.due(now)
-            if due is Ask.SNAPSHOT:
+            if due is FeedRequest.SNAPSHOT:
                 await self._snapshot()
-            elif due is Ask.REPLAY and self._replay_at:
+            elif due is FeedRequest.REPLAY and self._replay_at:
                 await replays.send_multipart([b"", sequence_bytes(self.feed.next)])
-            elif due is Ask.REPLAY:
+            elif due is FeedRequest.REPLAY:
                 self.feed.replay_ended(now)
             degraded = self.feed.degraded(now)
             if degraded is not self.known.degraded:
@@ -212,7 +212,7 @@ class Follower:
                     log.warning("No KV events come from %s: what it holds counts half.", self.worker.name)
                 else:
                     log.info("KV events come from %s again.", self.worker.name)
-            await asyncio.sleep(TEND_S)
+            await asyncio.sleep(CHECK_S)
 
     async def _snapshot(self) -> None:
         try:

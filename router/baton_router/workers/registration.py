@@ -12,25 +12,25 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable
 
-from baton_http.http_client import Upstreams
-from baton_router.workers.discovery.listed import Listed, Standing, changes, merged
+from baton_http.http_client import UpstreamPool
+from baton_router.workers.discovery.listed import ListedStatus, ListedWorker, list_changes, merge_lists
 from baton_router.workers.worker import Worker, Workers
-from baton_router.workers.worker_state import Knowledge
+from baton_router.workers.worker_state import WorkerStates
 
 log = logging.getLogger(__name__)
 
-LET_GO_S = 5.0
+RELEASE_S = 5.0
 """Seconds in which those whose worker has had its time let go of it."""
 
 
-class Enrolment:
+class WorkerRegistration:
     """Belongs to one thread, and never waits."""
 
     def __init__(
         self,
         workers: Workers,
-        knowledge: Knowledge,
-        upstreams: Upstreams,
+        knowledge: WorkerStates,
+        upstreams: UpstreamPool,
         drain_s: float,
         clock: Callable[[], float],
     ) -> None:
@@ -40,19 +40,19 @@ class Enrolment:
         self._upstreams = upstreams
         self._drain_s = drain_s
         self._clock = clock
-        self._told: dict[str, frozenset[Listed]] = {}
+        self._told: dict[str, frozenset[ListedWorker]] = {}
         """By source."""
-        self._present: dict[str, Listed] = {}
+        self._present: dict[str, ListedWorker] = {}
         self._named: dict[str, Worker] = {}
         """Those present and those leaving; an address is only ever one worker's."""
         self._ends: dict[Worker, float] = {}
         """When those that are to end have had their time."""
 
-    def told(self, source: str, listed: Iterable[Listed]) -> None:
+    def told(self, source: str, listed: Iterable[ListedWorker]) -> None:
         """All workers that this source knows of, now."""
         self._told[source] = frozenset(listed)
-        desired = merged(itertools.chain.from_iterable(self._told.values()))
-        change = changes(self._present, desired)
+        desired = merge_lists(itertools.chain.from_iterable(self._told.values()))
+        change = list_changes(self._present, desired)
         self._present = desired
         for name in change.gone:
             self._leave(self._named[name])
@@ -69,10 +69,10 @@ class Enrolment:
                 worker.expired = True
                 worker.upstream.fail_all("drained")  # its streams go on elsewhere
         for worker in self._workers.leaving:
-            if not worker.in_flight or now >= self._ends[worker] + LET_GO_S:
+            if not worker.in_flight or now >= self._ends[worker] + RELEASE_S:
                 self._forget(worker)
 
-    def _come(self, one: Listed) -> None:
+    def _come(self, one: ListedWorker) -> None:
         worker = self._named.get(one.name)
         same = (one.role, one.revision, one.secure)
         if worker is not None and (worker.listed, worker.revision, worker.upstream.secure) == same:
@@ -89,11 +89,11 @@ class Enrolment:
         revision = f" of revision {worker.revision}" if worker.revision else ""
         log.info("The %s worker %s%s is listed.", worker.listed, worker.name, revision)
 
-    def _stand(self, worker: Worker, standing: Standing) -> None:
+    def _stand(self, worker: Worker, standing: ListedStatus) -> None:
         if worker.standing is not standing:
             log.info("The worker %s is listed as %s.", worker.name, standing.name.lower())
             worker.standing = standing
-        if standing is Standing.TERMINATING:
+        if standing is ListedStatus.TERMINATING:
             self._ends.setdefault(worker, self._clock() + self._drain_s)
         else:
             self._ends.pop(worker, None)

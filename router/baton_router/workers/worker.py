@@ -1,7 +1,7 @@
 """
 What the router knows of each worker, and whether that makes it one to choose.
 
-`Health` is a value: what was seen goes in with its time, the next value comes out, and no clock or
+`WorkerHealth` is a value: what was seen goes in with its time, the next value comes out, and no clock or
 socket is here. A worker is looked at every few seconds (`answered`, `missed`) and is judged by its
 use in between: requests that fail put it aside (`breaker`) before the next look does. But never are more
 than half of them put aside: then it is not they who are ill, and all are asked.
@@ -17,15 +17,15 @@ from dataclasses import dataclass, replace
 from baton_api.errors import ModelNotFound, NotReady
 from baton_api.workers import Load, Role
 from baton_http.upstream import Upstream
-from baton_router.workers.circuit_breaker import Breaker
-from baton_router.workers.discovery.listed import Standing
+from baton_router.workers.circuit_breaker import CircuitBreaker
+from baton_router.workers.discovery.listed import ListedStatus
 
-MISSED_S = 600.0
+MODEL_GONE_S = 600.0
 """Seconds for which a model whose last worker has gone is missed (503) and not unknown (404): there may well
 be another worker soon."""
 
 
-class State(enum.StrEnum):
+class WorkerStatus(enum.StrEnum):
     STARTING = "starting"
     """It has not answered yet."""
     READY = "ready"
@@ -43,17 +43,17 @@ class State(enum.StrEnum):
     """It does not answer."""
 
 
-TAKING = (State.READY, State.ON_TRIAL)
+ACCEPTING = (WorkerStatus.READY, WorkerStatus.ON_TRIAL)
 
 FULL_S = 0.5
 """Seconds for which a worker that refused one request is asked only if nobody else is there: it looks idle,
 and would be given all the others."""
 
-_CLOSED = Breaker()
+_CLOSED = CircuitBreaker()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Health:
+class WorkerHealth:
     """What was seen of one worker; equal to itself alone, so that it is cheap to see whether it changed."""
 
     load: Load | None = None
@@ -62,42 +62,42 @@ class Health:
     """Why it takes no requests, as a clause; empty if it does."""
     misses: int = 0
     down: bool = False
-    breaker: Breaker = _CLOSED
+    breaker: CircuitBreaker = _CLOSED
     """What requests to it came to."""
     full_until: float = 0.0
 
-    def state(self, now: float) -> State:
+    def state(self, now: float) -> WorkerStatus:
         if self.down:
-            return State.DOWN
+            return WorkerStatus.DOWN
         if self.load is None:
-            return State.STARTING
+            return WorkerStatus.STARTING
         if self.load.draining:
-            return State.DRAINING
+            return WorkerStatus.DRAINING
         if self.refusal:
-            return State.NOT_READY
+            return WorkerStatus.NOT_READY
         if not self.breaker.opened:
-            return State.FULL if now < self.full_until else State.READY
-        return State.EJECTED if self.breaker.refuses(now) else State.ON_TRIAL
+            return WorkerStatus.FULL if now < self.full_until else WorkerStatus.READY
+        return WorkerStatus.EJECTED if self.breaker.refuses(now) else WorkerStatus.ON_TRIAL
 
-    def answered(self, load: Load, refusal: str = "") -> Health:
+    def answered(self, load: Load, refusal: str = "") -> WorkerHealth:
         """It was looked at and answered; `refusal` is why it is not ready, if it is not."""
         same_process = self.load is not None and self.load.epoch == load.epoch
         if same_process and not self.down:
             return replace(self, load=load, refusal=refusal, misses=0)
-        return Health(load=load, refusal=refusal)  # what an earlier process did is void
+        return WorkerHealth(load=load, refusal=refusal)  # what an earlier process did is void
 
-    def missed(self, limit: int, reason: str) -> Health:
+    def missed(self, limit: int, reason: str) -> WorkerHealth:
         """It was looked at and did not answer, for the `limit`-th time or not."""
         misses = self.misses + 1
         if misses < limit:
             return replace(self, misses=misses)
         return replace(self, misses=misses, down=True, refusal=reason)
 
-    def judged(self, breaker: Breaker) -> Health:
+    def judged(self, breaker: CircuitBreaker) -> WorkerHealth:
         """A request was sent to it, or ended: `breaker` is what became of its own."""
         return self if breaker is self.breaker else replace(self, breaker=breaker)
 
-    def full(self, now: float) -> Health:
+    def full(self, now: float) -> WorkerHealth:
         """It had no room for a request."""
         return replace(self, full_until=now + FULL_S)
 
@@ -106,7 +106,11 @@ class Worker:
     """One worker: its address, its health, and how much of its work is ours."""
 
     def __init__(
-        self, upstream: Upstream, listed: Role, revision: str = "", standing: Standing = Standing.SERVING
+        self,
+        upstream: Upstream,
+        listed: Role,
+        revision: str = "",
+        standing: ListedStatus = ListedStatus.SERVING,
     ) -> None:
         self.upstream = upstream
         self.listed = listed
@@ -120,7 +124,7 @@ class Worker:
         """Whether it was to end what it had, and has had its time."""
         self.gone = False
         """Whether it is not listed any more and has ended what it had."""
-        self.health = Health()
+        self.health = WorkerHealth()
         self.in_flight = 0
         """Requests that this router has with it now."""
         self._in_flight_reported = 0
@@ -148,29 +152,33 @@ class Worker:
         return self.health.load.compatibility if self.health.load else ""
 
     def ready(self, now: float) -> bool:
-        return self.state(now) in TAKING
+        return self.state(now) in ACCEPTING
 
-    def state(self, now: float) -> State:
+    def state(self, now: float) -> WorkerStatus:
         """As it was seen itself, unless those who listed it know worse."""
         seen = self.health.state(now)
-        if self.standing is Standing.SERVING or seen is State.DOWN or seen is State.STARTING:
+        if (
+            self.standing is ListedStatus.SERVING
+            or seen is WorkerStatus.DOWN
+            or seen is WorkerStatus.STARTING
+        ):
             return seen
-        return State.DRAINING if self.standing is Standing.TERMINATING else State.NOT_READY
+        return WorkerStatus.DRAINING if self.standing is ListedStatus.TERMINATING else WorkerStatus.NOT_READY
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> ListedStatus:
         """What those who listed it say of it."""
         return self._standing
 
     @standing.setter
-    def standing(self, standing: Standing) -> None:
+    def standing(self, standing: ListedStatus) -> None:
         self._standing = standing
         self.health = replace(self.health)  # so that whoever relies on the old one looks again
 
     @property
     def reason(self) -> str:
         """Why it takes no requests, as a clause; empty if it does."""
-        if self.health.refusal or self.standing is Standing.SERVING:
+        if self.health.refusal or self.standing is ListedStatus.SERVING:
             return self.health.refusal
         return f"it is listed as {self.standing.name.lower()}"
 
@@ -189,7 +197,7 @@ class Worker:
         return self.in_flight + others, load.queued_tokens
 
     def answered(self, load: Load, refusal: str = "") -> None:
-        """See `Health.answered`. A worker under the wrong flag answers, but is not ready."""
+        """See `WorkerHealth.answered`. A worker under the wrong flag answers, but is not ready."""
         if (load.role == Role.PREFILL) != (self.listed == Role.PREFILL):
             refusal = f"its role is {load.role}, but it is listed under {self.listed}"
         elif self.listed == Role.PREFILL and not load.control:
@@ -237,11 +245,11 @@ class Workers:
     def leave(self, worker: Worker, now: float) -> None:
         """It is not listed any more: it gets nothing new, and stays until it is `gone`."""
         before = set(self.models())
-        worker.standing = Standing.TERMINATING
+        worker.standing = ListedStatus.TERMINATING
         self.decode = tuple(one for one in self.decode if one is not worker)
         self.prefill = tuple(one for one in self.prefill if one is not worker)
         self.leaving += (worker,)
-        self._gone_models = {name: at for name, at in self._gone_models.items() if now - at < MISSED_S}
+        self._gone_models = {name: at for name, at in self._gone_models.items() if now - at < MODEL_GONE_S}
         self._gone_models.update(dict.fromkeys(before.difference(self.models()), now))
         self._tell()
 
@@ -321,7 +329,7 @@ class Workers:
             return model is not None and model not in self.hold_models
         if not self.decode or not self.complete() or any(one.health.load is None for one in self.decode):
             return False
-        return model is not None and now - self._gone_models.get(model, -MISSED_S) >= MISSED_S
+        return model is not None and now - self._gone_models.get(model, -MODEL_GONE_S) >= MODEL_GONE_S
 
     def _refusal(self, model: str | None, now: float) -> str:
         gone = self._gone_models.get(model or "")
@@ -338,20 +346,24 @@ def usable(workers: Sequence[Worker], now: float) -> Sequence[Worker]:
     Kubernetes has lost a node, or ends the last worker, they can still be asked.
     """
     states = [(worker, worker.state(now)) for worker in workers]
-    taking = [worker for worker, state in states if state in TAKING]
+    taking = [worker for worker, state in states if state in ACCEPTING]
     if len(taking) == len(workers):
         return taking
-    aside = sum(state is State.EJECTED for _, state in states)
-    full = [worker for worker, state in states if state is State.FULL]
+    aside = sum(state is WorkerStatus.EJECTED for _, state in states)
+    full = [worker for worker, state in states if state is WorkerStatus.FULL]
     if 2 * aside > len(taking) + len(full) + aside:
-        return [worker for worker, state in states if state in TAKING or state is State.EJECTED]
-    return taking or full or [worker for worker in workers if worker.health.state(now) in TAKING]
+        return [worker for worker, state in states if state in ACCEPTING or state is WorkerStatus.EJECTED]
+    return taking or full or [worker for worker in workers if worker.health.state(now) in ACCEPTING]
 
 
 def preferred(workers: Sequence[Worker], now: float) -> Sequence[Worker]:
     """For a request that has failed on others: those that are well, and only without one those put aside."""
     states = [(worker, worker.state(now)) for worker in workers]
-    for wanted in ((State.READY,), (State.FULL,), (State.ON_TRIAL, State.EJECTED)):
+    for wanted in (
+        (WorkerStatus.READY,),
+        (WorkerStatus.FULL,),
+        (WorkerStatus.ON_TRIAL, WorkerStatus.EJECTED),
+    ):
         found = [worker for worker, state in states if state in wanted]
         if found:
             return found

@@ -21,31 +21,31 @@ from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
 from baton_router.cache.block_map import BlockMap
 from baton_router.cache.prefix_index import PrefixIndex
-from baton_router.cache.prompt_chunks import CHUNK_BYTES, Prompt
+from baton_router.cache.prompt_chunks import CHUNK_BYTES, PromptChunks
 from baton_router.workers.bookings import PrefillBookings, StreamBookings
 from baton_router.workers.costs import (
-    A_SMALL_GPU,
-    Average,
-    Kind,
+    DEFAULT_PRIOR,
+    CostPrior,
     LeastSquares,
     PrefillCost,
-    Prior,
+    RunningAverage,
     StepCost,
     TransferCost,
+    WorkerKind,
 )
 from baton_router.workers.worker import Worker
 
-REQUESTS = 200
+ACCURACY_REQUESTS = 200
 """About as many are averaged over; fewer judge nobody."""
 
-BROKEN_BELOW = 0.5
-SOUND_FROM = 0.6
+INACCURATE_BELOW = 0.5
+ACCURATE_FROM = 0.6
 
-LEAST_TOKENS = 64
+MIN_EXPECTED_TOKENS = 64
 """Expected ones: of fewer, whole blocks and the tokens' size in bytes are too large a part."""
 
 
-class Parity:
+class CacheAccuracy:
     """One worker's tokens, actually cached against expected to be."""
 
     __slots__ = ("broken", "ratio", "requests")
@@ -57,34 +57,34 @@ class Parity:
 
     def learn(self, expected: float, actual: float) -> bool:
         """Whether that changed what is to be thought of the worker."""
-        if expected < LEAST_TOKENS:
+        if expected < MIN_EXPECTED_TOKENS:
             return False
         self.requests += 1
-        self.ratio += (min(1.0, actual / expected) - self.ratio) / min(self.requests, REQUESTS)
+        self.ratio += (min(1.0, actual / expected) - self.ratio) / min(self.requests, ACCURACY_REQUESTS)
         before = self.broken
-        if self.requests >= REQUESTS:
-            self.broken = self.ratio < (SOUND_FROM if before else BROKEN_BELOW)
+        if self.requests >= ACCURACY_REQUESTS:
+            self.broken = self.ratio < (ACCURATE_FROM if before else INACCURATE_BELOW)
         return self.broken is not before
 
 
 BYTES_PER_TOKEN = 4.0
 """Before the first report."""
 
-GENEROSITY = 1.5
+CAPACITY_FACTOR = 1.5
 """What is believed to be held against what the worker said it can hold: to forget too soon costs more than
 to hope in vain."""
 
-DEGRADED = 0.5
+DEGRADED_WEIGHT = 0.5
 """What counts of a match with a worker whose events do not come."""
 
-NOWHERE = -1
+NO_SLOT = -1
 """The slot of a worker that is gone: it holds nothing, whatever is still said of it."""
 
-ANSWERED_LIMIT = 65_536
+AUTHORS_LIMIT = 65_536
 """Prompts of which it is remembered who generated the answer."""
 
 
-class Known:
+class WorkerState:
     """One process of a worker."""
 
     __slots__ = (
@@ -102,7 +102,9 @@ class Known:
         "total_blocks",
     )
 
-    def __init__(self, slot: int, epoch: str, prefill_cost: PrefillCost, prior: Prior = A_SMALL_GPU) -> None:
+    def __init__(
+        self, slot: int, epoch: str, prefill_cost: PrefillCost, prior: CostPrior = DEFAULT_PRIOR
+    ) -> None:
         self.slot = slot
         """In the prefix index."""
         self.epoch = epoch
@@ -110,7 +112,7 @@ class Known:
         self.step_cost = StepCost(LeastSquares(prior.step))
         self.computing = PrefillBookings()
         self.streams = StreamBookings()
-        self.parity = Parity()
+        self.parity = CacheAccuracy()
         self.degraded = False
         """Whether it should tell what it holds, and nothing comes."""
         self.block_size = 0
@@ -124,7 +126,7 @@ class Known:
         """How much of what it is believed to hold one may count on."""
         if self.parity.broken:
             return 0.0
-        return DEGRADED if self.degraded else 1.0
+        return DEGRADED_WEIGHT if self.degraded else 1.0
 
     def reported(self, load: Load) -> None:
         """What the worker says of itself, maybe what it said before."""
@@ -138,21 +140,21 @@ class Known:
             self.step_cost.learn(load.running, tokens, load.step_s)
 
 
-class Knowledge:
+class WorkerStates:
     """Belongs to one thread."""
 
     def __init__(self, profiles: Iterable[Profile] = ()) -> None:
         """`profiles`: of the models of which anything is known beforehand."""
-        self._priors = {profile.model: Prior.of(profile) for profile in profiles}
-        self._known: dict[Worker, Known] = {}
+        self._priors = {profile.model: CostPrior.of(profile) for profile in profiles}
+        self._known: dict[Worker, WorkerState] = {}
         self._free: list[int] = []
         """Slots of workers that were forgotten, the lowest first: a set of workers has a bit for each."""
         self._index = PrefixIndex()
         self.blocks = BlockMap(self._index)
-        self._kinds: dict[tuple[Role, str], Kind] = {}
+        self._kinds: dict[tuple[Role, str], WorkerKind] = {}
         """By what workers are listed for, and their model."""
         self._transfers: dict[tuple[str, str], TransferCost] = {}
-        self._bytes_per_token: dict[str, Average] = {}
+        self._bytes_per_token: dict[str, RunningAverage] = {}
         self._answered: OrderedDict[int, int] = OrderedDict()
         """Last chunk of a prompt -> the workers, as bits, that generated what follows it."""
 
@@ -165,14 +167,14 @@ class Knowledge:
         """Of memory, about, that this takes."""
         return self._index.bytes
 
-    def of(self, worker: Worker) -> Known:
+    def of(self, worker: Worker) -> WorkerState:
         """What is known of the process that the worker now is."""
         load = worker.health.load
         epoch = load.epoch if load else ""
         known = self._known.get(worker)
         if known is None or (known.epoch != epoch and epoch):
             if worker.gone:
-                return Known(NOWHERE, epoch, Kind().newcomer())
+                return WorkerState(NO_SLOT, epoch, WorkerKind().newcomer())
             known = self._meet(worker, epoch, known, load)
         if load is not None:
             known.reported(load)
@@ -182,27 +184,27 @@ class Knowledge:
         """Between two workers of these names."""
         cost = self._transfers.get((source, target))
         if cost is None:
-            prior = next(iter(self._priors.values()), A_SMALL_GPU)
+            prior = next(iter(self._priors.values()), DEFAULT_PRIOR)
             cost = self._transfers[source, target] = TransferCost(
-                Average(prior.transfer_token_s), prior.transfer_start_s
+                RunningAverage(prior.transfer_token_s), prior.transfer_start_s
             )
         return cost
 
-    def bytes_per_token(self, model: str) -> Average:
+    def bytes_per_token(self, model: str) -> RunningAverage:
         average = self._bytes_per_token.get(model)
         if average is None:
-            average = self._bytes_per_token[model] = Average(BYTES_PER_TOKEN)
+            average = self._bytes_per_token[model] = RunningAverage(BYTES_PER_TOKEN)
         return average
 
-    def tokens(self, prompt: Prompt, model: str) -> int:
+    def tokens(self, prompt: PromptChunks, model: str) -> int:
         """How many tokens the prompt has, as far as one can tell from its bytes; at least 1."""
         return max(1, round(prompt.bytes / self.bytes_per_token(model).value))
 
-    def match(self, prompt: Prompt) -> dict[int, int]:
+    def match(self, prompt: PromptChunks) -> dict[int, int]:
         """How many leading chunks of the prompt each slot's worker was sent; all others were sent none."""
         return self._index.match(prompt.names)
 
-    def held(self, prompt: Prompt, matched: dict[int, int]) -> dict[int, int]:
+    def held(self, prompt: PromptChunks, matched: dict[int, int]) -> dict[int, int]:
         """How many bytes of the prompt each slot's worker is believed to hold; all others hold nothing."""
         chunks = matched
         for begin, end in prompt.answers:
@@ -216,22 +218,22 @@ class Knowledge:
         sizes = prompt.sizes
         return {slot: sizes[count - 1] for slot, count in chunks.items()}
 
-    def sent(self, prompt: Prompt, known: Known, matched: int) -> list[int]:
+    def sent(self, prompt: PromptChunks, known: WorkerState, matched: int) -> list[int]:
         """
         The worker will hold the whole prompt. Gives the chunks that are new to it.
 
         `matched` is what `match` has just said of it.
         """
-        if known.slot == NOWHERE:
+        if known.slot == NO_SLOT:
             return []
         return self._index.insert(known.slot, prompt.names, matched)
 
-    def lost(self, chunks: Iterable[int], known: Known) -> None:
+    def lost(self, chunks: Iterable[int], known: WorkerState) -> None:
         """The worker does not hold these chunks after all."""
         self._index.remove(known.slot, chunks)
 
     def computed(
-        self, prompt: Prompt, report: PromptReport, hoped: Sequence[tuple[Known, list[int]]]
+        self, prompt: PromptChunks, report: PromptReport, hoped: Sequence[tuple[WorkerState, list[int]]]
     ) -> None:
         """A prompt that was sent, with chunks that were new to its workers, has been computed."""
         new = max((len(chunks) for _, chunks in hoped), default=0)
@@ -242,14 +244,14 @@ class Knowledge:
         slots = [known.slot for known, _ in hoped]
         self.blocks.place(prompt, int(report.tail, 16), blocks, len(prompt.names) - new, slots)
 
-    def answered(self, prompt: Prompt, known: Known) -> None:
+    def answered(self, prompt: PromptChunks, known: WorkerState) -> None:
         """The worker has generated a whole answer to the prompt, and holds that too."""
         slot = known.slot
-        if not prompt.names or slot == NOWHERE:
+        if not prompt.names or slot == NO_SLOT:
             return
         last = prompt.names[-1]
         self._answered[last] = self._answered.pop(last, 0) | 1 << slot
-        if len(self._answered) > ANSWERED_LIMIT:
+        if len(self._answered) > AUTHORS_LIMIT:
             self._answered.popitem(last=False)
 
     def forget(self, worker: Worker) -> None:
@@ -259,23 +261,23 @@ class Knowledge:
             return
         self._empty(known.slot)
         heapq.heappush(self._free, known.slot)
-        known.slot = NOWHERE
+        known.slot = NO_SLOT
         for pair in [pair for pair in self._transfers if worker.name in pair]:
             del self._transfers[pair]
 
-    def _meet(self, worker: Worker, epoch: str, before: Known | None, load: Load | None) -> Known:
+    def _meet(self, worker: Worker, epoch: str, before: WorkerState | None, load: Load | None) -> WorkerState:
         if before is not None:
-            slot, before.slot = before.slot, NOWHERE
+            slot, before.slot = before.slot, NO_SLOT
             self._empty(slot)
         else:
             slot = heapq.heappop(self._free) if self._free else len(self._known)
         key = (worker.listed, worker.model)
         kind = self._kinds.get(key)
         if kind is None:
-            kind = self._kinds[key] = Kind(self._priors.get(worker.model, A_SMALL_GPU))
-        known = self._known[worker] = Known(slot, epoch, kind.newcomer(), kind.prior)
+            kind = self._kinds[key] = WorkerKind(self._priors.get(worker.model, DEFAULT_PRIOR))
+        known = self._known[worker] = WorkerState(slot, epoch, kind.newcomer(), kind.prior)
         tokens = load.total_blocks * load.block_size if load else 0
-        self._index.register(slot, max(64, int(GENEROSITY * tokens * BYTES_PER_TOKEN / CHUNK_BYTES)))
+        self._index.register(slot, max(64, int(CAPACITY_FACTOR * tokens * BYTES_PER_TOKEN / CHUNK_BYTES)))
         return known
 
     def _empty(self, slot: int) -> None:

@@ -23,17 +23,17 @@ import dns.resolver
 from dns.rdtypes.IN.SRV import SRV
 
 from baton_api.workers import Role
-from baton_router.workers.discovery.listed import Listed
+from baton_router.workers.discovery.listed import ListedWorker
 
 log = logging.getLogger(__name__)
 
-NOBODY_TIMES = 3
+EMPTY_ANSWERS_LIMIT = 3
 """Answers in a row without an address after which nobody is there any more."""
 
 Address = tuple[str, int]
 
 
-class LastGood:
+class LastGoodAddresses:
     """What holds of the answers so far."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class LastGood:
     def took(self, found: frozenset[Address]) -> frozenset[Address]:
         """One answer more; gives what holds now."""
         self._nobody = 0 if found else self._nobody + 1
-        if found or self._nobody >= NOBODY_TIMES:
+        if found or self._nobody >= EMPTY_ANSWERS_LIMIT:
             self.addresses = found
         return self.addresses
 
@@ -71,13 +71,15 @@ class DnsWorkers:
         self._secure = secure
         self._resolver = resolver
 
-    async def follow(self, tell: Callable[[frozenset[Listed]], None]) -> None:
-        good = LastGood()
+    async def follow(self, tell: Callable[[frozenset[ListedWorker]], None]) -> None:
+        good = LastGoodAddresses()
         while True:
             if (found := await self._look()) is not None:
                 addresses = good.took(found)
                 tell(
-                    frozenset(Listed(host, port, self._role, secure=self._secure) for host, port in addresses)
+                    frozenset(
+                        ListedWorker(host, port, self._role, secure=self._secure) for host, port in addresses
+                    )
                 )
             await asyncio.sleep(self._interval_s)
 

@@ -23,9 +23,9 @@ import msgspec
 from baton_api import labels as label_names
 from baton_api.errors import BatonError
 from baton_api.workers import Role
-from baton_http.kubernetes import GONE, Connected, Expired, KubernetesAccess, Unanswered
-from baton_http.upstream import Exchange, Lost
-from baton_router.workers.discovery.listed import Listed, Standing
+from baton_http.kubernetes import GONE, ApiServerConnection, ApiServerError, KubernetesAccess, WatchExpired
+from baton_http.upstream import UpstreamExchange, UpstreamLost
+from baton_router.workers.discovery.listed import ListedStatus, ListedWorker
 
 ROLE = label_names.ROLE
 """decode, both, prefill; without it decode. Slices of anything else, such as routers, are none of ours."""
@@ -47,25 +47,25 @@ class Conditions(msgspec.Struct, frozen=True):
     terminating: bool | None = None
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> ListedStatus:
         if self.terminating:
-            return Standing.TERMINATING
+            return ListedStatus.TERMINATING
         # A Service may say `ready` of whoever has an address; `serving` is always true to the probe.
         able = self.ready if self.serving is None else self.serving
-        return Standing.UNREADY if able is False else Standing.SERVING
+        return ListedStatus.UNREADY if able is False else ListedStatus.SERVING
 
 
-class Target(msgspec.Struct, frozen=True):
+class TargetRef(msgspec.Struct, frozen=True):
     uid: str = ""
 
 
-class Endpoint(msgspec.Struct, frozen=True, rename="camel"):
+class SliceEndpoint(msgspec.Struct, frozen=True, rename="camel"):
     addresses: tuple[str, ...] = ()
     conditions: Conditions = Conditions()
-    target_ref: Target | None = None
+    target_ref: TargetRef | None = None
 
 
-class Port(msgspec.Struct, frozen=True, rename="camel"):
+class SlicePort(msgspec.Struct, frozen=True, rename="camel"):
     name: str | None = None
     port: int | None = None
     app_protocol: str | None = None
@@ -75,24 +75,24 @@ class Port(msgspec.Struct, frozen=True, rename="camel"):
         return (self.app_protocol or "").lower() == HTTPS
 
 
-class Metadata(msgspec.Struct, frozen=True, rename="camel"):
+class SliceMetadata(msgspec.Struct, frozen=True, rename="camel"):
     name: str = ""
     resource_version: str = ""
     labels: dict[str, str] | None = None
 
 
-class Slice(msgspec.Struct, frozen=True, rename="camel"):
+class EndpointSlice(msgspec.Struct, frozen=True, rename="camel"):
     """What of an EndpointSlice counts here."""
 
-    metadata: Metadata
+    metadata: SliceMetadata
     address_type: str = ""
-    endpoints: tuple[Endpoint, ...] | None = None
-    ports: tuple[Port, ...] | None = None
+    endpoints: tuple[SliceEndpoint, ...] | None = None
+    ports: tuple[SlicePort, ...] | None = None
 
 
-def workers_in(slices: Iterable[Slice], port: str) -> frozenset[Listed]:
+def workers_in(slices: Iterable[EndpointSlice], port: str) -> frozenset[ListedWorker]:
     """The workers, at the port of that name; the only port of a slice may have any name."""
-    found: dict[tuple[str, Role, int], tuple[int, list[Listed]]] = {}
+    found: dict[tuple[str, Role, int], tuple[int, list[ListedWorker]]] = {}
     for one in slices:
         labels = one.metadata.labels or {}
         role = ROLES.get(labels.get(ROLE, ""))
@@ -103,7 +103,7 @@ def workers_in(slices: Iterable[Slice], port: str) -> frozenset[Listed]:
         for endpoint in one.endpoints or ():
             if not endpoint.addresses:
                 continue
-            worker = Listed(
+            worker = ListedWorker(
                 endpoint.addresses[0],
                 there.port,
                 role,
@@ -122,7 +122,7 @@ def workers_in(slices: Iterable[Slice], port: str) -> frozenset[Listed]:
     return frozenset(worker for _, workers in found.values() for worker in workers)
 
 
-def _port(ports: Iterable[Port], name: str) -> Port | None:
+def _port(ports: Iterable[SlicePort], name: str) -> SlicePort | None:
     named = {one.name or "": one for one in ports if one.port is not None}
     return next(iter(named.values())) if len(named) == 1 else named.get(name)
 
@@ -130,10 +130,10 @@ def _port(ports: Iterable[Port], name: str) -> Port | None:
 log = logging.getLogger(__name__)
 
 LIST_EVERY_S = 60.0
-LIST_S = 15.0
+LIST_TIMEOUT_S = 15.0
 """Seconds that one list may take."""
 
-PATIENCE = 1.2
+WATCH_GRACE = 1.2
 """A watch that has not ended by itself after this many times its time is dead."""
 
 RETRY_S = 1.0
@@ -145,24 +145,24 @@ EVENT_LIMIT = 16 * 1024**2
 """Bytes; a slice has at most 1,000 endpoints."""
 
 
-class Slices:
+class WatchedSlices:
     """The slices as they are after the last event."""
 
-    def __init__(self, listed: SliceList) -> None:
+    def __init__(self, listed: EndpointSliceList) -> None:
         self.version = listed.metadata.resource_version
         self._slices = {one.metadata.name: one for one in listed.items}
 
-    def listed(self, port: str) -> frozenset[Listed]:
+    def listed(self, port: str) -> frozenset[ListedWorker]:
         return workers_in(self._slices.values(), port)
 
     def apply(self, event: WatchEvent) -> bool:
         """Whether a slice has changed. Raises Expired, Unanswered and msgspec.DecodeError."""
         if event.type == "ERROR":
-            status = msgspec.json.decode(event.object, type=Status)
+            status = msgspec.json.decode(event.object, type=ApiStatus)
             if status.code == GONE:
-                raise Expired
-            raise Unanswered(f"it ends the watch: {status.message or status.code}")
-        one = msgspec.json.decode(event.object, type=Slice)
+                raise WatchExpired
+            raise ApiServerError(f"it ends the watch: {status.message or status.code}")
+        one = msgspec.json.decode(event.object, type=EndpointSlice)
         self.version = one.metadata.resource_version
         if event.type == "BOOKMARK":
             return False
@@ -173,9 +173,9 @@ class Slices:
         return True
 
 
-class SliceList(msgspec.Struct, frozen=True):
-    metadata: Metadata
-    items: tuple[Slice, ...]
+class EndpointSliceList(msgspec.Struct, frozen=True):
+    metadata: SliceMetadata
+    items: tuple[EndpointSlice, ...]
 
 
 class WatchEvent(msgspec.Struct, frozen=True):
@@ -183,7 +183,7 @@ class WatchEvent(msgspec.Struct, frozen=True):
     object: msgspec.Raw
 
 
-class Status(msgspec.Struct, frozen=True):
+class ApiStatus(msgspec.Struct, frozen=True):
     code: int = 0
     message: str = ""
 
@@ -199,7 +199,7 @@ class KubernetesWorkers:
         rng: random.Random,
         list_every_s: float = LIST_EVERY_S,
         retry_s: float = RETRY_S,
-        list_s: float = LIST_S,
+        list_s: float = LIST_TIMEOUT_S,
     ) -> None:
         self.trouble = ""
         self._access = access
@@ -210,18 +210,18 @@ class KubernetesWorkers:
         self._retry_s = retry_s
         self._list_s = list_s
 
-    async def follow(self, tell: Callable[[frozenset[Listed]], None]) -> None:
+    async def follow(self, tell: Callable[[frozenset[ListedWorker]], None]) -> None:
         pause = self._retry_s
         while True:
             try:
                 await self._minute(tell)
                 pause = self._retry_s
-            except (Unanswered, BatonError, TimeoutError, ValueError) as error:
+            except (ApiServerError, BatonError, TimeoutError, ValueError) as error:
                 self._failed(error)
                 await asyncio.sleep(pause * self._rng.uniform(0.5, 1.0))
                 pause = min(2 * pause, RETRY_LIMIT_S)
 
-    async def _minute(self, tell: Callable[[frozenset[Listed]], None]) -> None:
+    async def _minute(self, tell: Callable[[frozenset[ListedWorker]], None]) -> None:
         """A full list, and what changes until the next one is due. Raises what `follow` catches."""
         loop = asyncio.get_running_loop()
         due = loop.time() + self._list_every_s
@@ -235,12 +235,12 @@ class KubernetesWorkers:
                     began = loop.time()
                     await self._watch(connected, path, slices, left, tell)
                     await asyncio.sleep(min(left, max(0.0, began + self._retry_s - loop.time())))
-            except Expired:
+            except WatchExpired:
                 await asyncio.sleep(self._retry_s)  # and then all anew, as without a word of it
         finally:
             connected.upstream.close()
 
-    async def _list(self, connected: Connected, path: str) -> Slices:
+    async def _list(self, connected: ApiServerConnection, path: str) -> WatchedSlices:
         async with asyncio.timeout(self._list_s):
             exchange = await connected.get(path)
             try:
@@ -248,10 +248,10 @@ class KubernetesWorkers:
                 while piece := await exchange.read():
                     body += piece
                     if len(body) > LIST_LIMIT:
-                        raise Unanswered(f"its list has more than {LIST_LIMIT} bytes")
+                        raise ApiServerError(f"its list has more than {LIST_LIMIT} bytes")
             finally:
                 exchange.close()
-        slices = Slices(msgspec.json.decode(body, type=SliceList))
+        slices = WatchedSlices(msgspec.json.decode(body, type=EndpointSliceList))
         if self.trouble:
             log.info("Kubernetes lists the workers again.")
         self.trouble = ""
@@ -259,11 +259,11 @@ class KubernetesWorkers:
 
     async def _watch(
         self,
-        connected: Connected,
+        connected: ApiServerConnection,
         path: str,
-        slices: Slices,
+        slices: WatchedSlices,
         seconds: float,
-        tell: Callable[[frozenset[Listed]], None],
+        tell: Callable[[frozenset[ListedWorker]], None],
     ) -> None:
         """Ends as the watch does, or breaks. Raises what `follow` catches, and Expired."""
         target = (
@@ -271,20 +271,23 @@ class KubernetesWorkers:
             f"&timeoutSeconds={max(1, round(seconds))}"
         )
         try:
-            async with asyncio.timeout(PATIENCE * seconds):
+            async with asyncio.timeout(WATCH_GRACE * seconds):
                 exchange = await connected.get(target)
                 try:
                     await self._events(exchange, slices, tell)
                 finally:
                     exchange.close()
-        except Lost as lost:
+        except UpstreamLost as lost:
             if lost.cause == "connect":
                 raise
         except TimeoutError:
             log.debug("A watch did not end by itself.")
 
     async def _events(
-        self, exchange: Exchange, slices: Slices, tell: Callable[[frozenset[Listed]], None]
+        self,
+        exchange: UpstreamExchange,
+        slices: WatchedSlices,
+        tell: Callable[[frozenset[ListedWorker]], None],
     ) -> None:
         rest = b""
         while piece := await exchange.read():
@@ -296,11 +299,11 @@ class KubernetesWorkers:
             if changed:
                 tell(slices.listed(self._port))
             if len(rest) > EVENT_LIMIT:
-                raise Unanswered(f"an event of its watch has more than {EVENT_LIMIT} bytes")
+                raise ApiServerError(f"an event of its watch has more than {EVENT_LIMIT} bytes")
 
     def _failed(self, error: Exception) -> None:
         reason = "no answer in time" if isinstance(error, TimeoutError) else str(error)
-        if isinstance(error, Lost):
+        if isinstance(error, UpstreamLost):
             reason = f"{error.cause}: {error.__cause__}" if error.__cause__ else error.cause
         trouble = f"Kubernetes at {self._access.url} does not list the workers: {reason}"
         if not self.trouble:

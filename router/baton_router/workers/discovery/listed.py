@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from baton_api.workers import Role
 
 
-class Standing(enum.IntEnum):
+class ListedStatus(enum.IntEnum):
     """What is said of a worker beside its address; of two that differ the greater one counts."""
 
     SERVING = 0
@@ -26,7 +26,7 @@ class Standing(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedWorker:
     """One worker."""
 
     host: str
@@ -35,7 +35,7 @@ class Listed:
     """DECODE or PREFILL: what requests are sent there for. A worker of role both is listed as DECODE."""
     revision: str = ""
     """The generation that it belongs to; workers of different ones are never a pair."""
-    standing: Standing = Standing.SERVING
+    standing: ListedStatus = ListedStatus.SERVING
     secure: bool = False
     """Whether it is spoken to by TLS."""
 
@@ -43,18 +43,18 @@ class Listed:
     def name(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
-    def same(self, other: Listed) -> bool:
+    def same(self, other: ListedWorker) -> bool:
         """Whether both are one worker. An address may be given to a pod of another role or generation."""
         mine, others = ((one.name, one.role, one.revision, one.secure) for one in (self, other))
         return mine == others
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class ListChanges:
     """From one list to the next. A worker that became another one has gone and has come."""
 
-    came: tuple[Listed, ...] = ()
-    stand: tuple[Listed, ...] = ()
+    came: tuple[ListedWorker, ...] = ()
+    stand: tuple[ListedWorker, ...] = ()
     """Those that stand otherwise now."""
     gone: tuple[str, ...] = ()
     """By name; to be seen to before those who came, who may have the same ones."""
@@ -63,16 +63,16 @@ class Changes:
         return bool(self.came or self.stand or self.gone)
 
 
-def merged(listed: Iterable[Listed]) -> dict[str, Listed]:
+def merge_lists(listed: Iterable[ListedWorker]) -> dict[str, ListedWorker]:
     """By name, each once: what is said twice of an address is made one, in whatever order it came."""
-    found: dict[str, Listed] = {}
+    found: dict[str, ListedWorker] = {}
     for one in listed:
         other = found.get(one.name)
-        found[one.name] = one if other is None else _agreed(one, other)
+        found[one.name] = one if other is None else _merge_entries(one, other)
     return found
 
 
-def changes(present: Mapping[str, Listed], desired: Mapping[str, Listed]) -> Changes:
+def list_changes(present: Mapping[str, ListedWorker], desired: Mapping[str, ListedWorker]) -> ListChanges:
     """What makes `present` become `desired`; both are by name."""
     came, stand, gone = [], [], []
     for name, wanted in sorted(desired.items()):
@@ -85,11 +85,11 @@ def changes(present: Mapping[str, Listed], desired: Mapping[str, Listed]) -> Cha
         left = desired.get(name)
         if left is None or not there.same(left):
             gone.append(name)
-    return Changes(tuple(came), tuple(stand), tuple(gone))
+    return ListChanges(tuple(came), tuple(stand), tuple(gone))
 
 
-def _agreed(one: Listed, other: Listed) -> Listed:
-    return Listed(
+def _merge_entries(one: ListedWorker, other: ListedWorker) -> ListedWorker:
+    return ListedWorker(
         one.host,
         one.port,
         min(one.role, other.role),

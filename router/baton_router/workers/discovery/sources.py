@@ -23,18 +23,18 @@ from baton_http.kubernetes import KubernetesAccess
 from baton_router.settings import RouterSettings
 from baton_router.workers.discovery.dns import DnsName
 from baton_router.workers.discovery.kubernetes import KubernetesWorkers
-from baton_router.workers.discovery.listed import Listed
+from baton_router.workers.discovery.listed import ListedWorker
 
-FLAGS = "flags"
+FLAGS_SOURCE = "flags"
 
-ANEW_S = 10.0
+RETRY_S = 10.0
 """Seconds after which a source that cannot be followed at all is tried again."""
 
-Told = Callable[[str, frozenset[Listed]], None]
+OnWorkers = Callable[[str, frozenset[ListedWorker]], None]
 """Takes a source's name and all workers that it knows of now."""
 
 
-class Source(Protocol):
+class WorkerSource(Protocol):
     """Somebody who lists workers."""
 
     @property
@@ -42,12 +42,12 @@ class Source(Protocol):
         """Why its list may be an old one, as a clause; empty if it is not."""
         ...
 
-    async def follow(self, tell: Callable[[frozenset[Listed]], None]) -> None:
+    async def follow(self, tell: Callable[[frozenset[ListedWorker]], None]) -> None:
         """Tell all workers at once, whenever there may be others; does not end by itself."""
         ...
 
 
-class Sources:
+class WorkerSources:
     """Whoever lists workers of this router."""
 
     def __init__(self, settings: RouterSettings, rng: random.Random) -> None:
@@ -59,7 +59,7 @@ class Sources:
                 f"https://{secure[0]} wants a certificate of this router: name the folder that holds it with "
                 "--tls-folder."
             )
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, WorkerSource] = {}
         for role, names in ((Role.DECODE, settings.decode_dns), (Role.PREFILL, settings.prefill_dns)):
             for name in names:
                 from baton_router.workers.discovery.dns import DnsWorkers
@@ -70,7 +70,7 @@ class Sources:
                 )
         if settings.kubernetes_selector:
             self._sources["Kubernetes"] = KubernetesWorkers(
-                access_of(settings), settings.kubernetes_selector, settings.kubernetes_port, rng
+                kubernetes_access(settings), settings.kubernetes_selector, settings.kubernetes_port, rng
             )
         self._silent = set(self._sources)
         """Those that have not told anything yet."""
@@ -92,7 +92,7 @@ class Sources:
             return f"{names} {'has' if one else 'have'} not told yet"
         return f"{names} {'lists' if one else 'list'} none"
 
-    async def follow(self, told: Told, background: BackgroundTasks) -> None:
+    async def follow(self, told: OnWorkers, background: BackgroundTasks) -> None:
         """Tell what each source lists, until cancelled. Workers of a source that fails stay as they are."""
         async with asyncio.TaskGroup() as group:
             for name, source in self._sources.items():
@@ -103,29 +103,29 @@ class Sources:
     async def _keep(
         self,
         name: str,
-        source: Source,
-        tell: Callable[[frozenset[Listed]], None],
+        source: WorkerSource,
+        tell: Callable[[frozenset[ListedWorker]], None],
         background: BackgroundTasks,
     ) -> None:
         while True:
             with background.guard(BackgroundTask.DISCOVERY, name):
                 await source.follow(tell)
-            await asyncio.sleep(ANEW_S)
+            await asyncio.sleep(RETRY_S)
 
-    def _tell(self, told: Told, name: str, listed: frozenset[Listed]) -> None:
+    def _tell(self, told: OnWorkers, name: str, listed: frozenset[ListedWorker]) -> None:
         self._silent.discard(name)
         told(name, listed)
 
 
-def _flags(urls: Iterable[str], role: Role) -> Iterable[Listed]:
+def _flags(urls: Iterable[str], role: Role) -> Iterable[ListedWorker]:
     for url in urls:
         parts = urlsplit(url)
         secure = parts.scheme == "https"
         port = parts.port or (443 if secure else 80)
-        yield Listed(parts.hostname or "", port, role, secure=secure)
+        yield ListedWorker(parts.hostname or "", port, role, secure=secure)
 
 
-def access_of(settings: RouterSettings) -> KubernetesAccess:
+def kubernetes_access(settings: RouterSettings) -> KubernetesAccess:
     """Where the API server is, and who asks it."""
     return KubernetesAccess(
         settings.kubernetes_api, Path(settings.kubernetes_account), settings.kubernetes_namespace
