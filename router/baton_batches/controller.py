@@ -22,8 +22,7 @@ from functools import partial
 
 from baton_api.errors import BatonError, StaleLease
 from baton_batches import input_file, rendering
-from baton_batches.files import OUTPUT, NewFile
-from baton_batches.object_store import ObjectWriter, new_key
+from baton_batches.rendering import OutputFile
 from baton_batches.storage import Storage
 from baton_batches.supervisor import Backoff, choose_batches
 from baton_batches.validation import FileLimits, validate
@@ -56,8 +55,6 @@ OUTPUT_S = 30 * 86_400
 """For which output files are kept, if the batch does not say."""
 
 RESULTS_PER_READ = 100
-WRITE_BYTES = 256 * 1024
-"""Bytes that are written at once."""
 
 
 class ControllerStopped(Exception):
@@ -274,12 +271,12 @@ class BatchController:
         )
 
     @contextmanager
-    def _outputs(self, batch: BatchRecord) -> Iterator[tuple[_OutputFile, _OutputFile]]:
+    def _outputs(self, batch: BatchRecord) -> Iterator[tuple[OutputFile, OutputFile]]:
         """Two files; neither remains if it does not come to an end."""
         keeps = OUTPUT_S if batch.output_seconds is None else batch.output_seconds
         expires = int(self._now()) + keeps
         both = [
-            _OutputFile(self._storage, batch, kind, expires, int(self._now())) for kind in ("output", "error")
+            OutputFile(self._storage, batch, kind, expires, int(self._now())) for kind in ("output", "error")
         ]
         try:
             yield both[0], both[1]
@@ -343,61 +340,3 @@ class _ControllerLease:
             time.sleep(PAUSE_S)
             yield from found
             last = found[-1].line
-
-
-class _OutputFile:
-    """A file that is there once it has a row."""
-
-    def __init__(self, storage: Storage, batch: BatchRecord, kind: str, expires_at: int, now: int) -> None:
-        self._storage = storage
-        self._batch = batch
-        self._kind = kind
-        self._expires_at = expires_at
-        self._now = now
-        self._tally = rendering.FileDigest()
-        self._rows = bytearray()
-        self._key = ""
-        self._writer: ObjectWriter | None = None
-        self._committed = False
-
-    def add(self, row: bytes) -> None:
-        self._tally.add(row)
-        self._rows += row
-        if len(self._rows) >= WRITE_BYTES:
-            self._write()
-
-    def finished(self) -> NewFile | None:
-        """The file in its place; None if it would be empty."""
-        if not self._tally.lines:
-            return None
-        self._write().commit()
-        self._committed = True
-        return NewFile(
-            owner=self._batch.owner,
-            purpose=OUTPUT,
-            filename=f"{self._batch.id}_{self._kind}.jsonl",
-            bytes=self._tally.size,
-            sha256=self._tally.hash.hexdigest(),
-            object=self._key,
-            expires_at=self._expires_at,
-        )
-
-    def drop(self) -> None:
-        """
-        Nobody will ask for it.
-
-        What is in its place already may have a row, for all that is known; if not, it is swept up later.
-        """
-        with suppress(BatonError):
-            if self._writer is not None and not self._committed:
-                self._writer.abort()
-                self._storage.files.withdraw(self._key)
-
-    def _write(self) -> ObjectWriter:
-        if self._writer is None:
-            self._key = new_key(self._batch.owner)
-            self._storage.files.promise(self._key, self._now)
-            self._writer = self._storage.objects.writer(self._key)
-        self._writer.write(bytes(self._rows))
-        self._rows.clear()
-        return self._writer

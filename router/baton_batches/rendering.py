@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from baton_batches.values import LineResult
+from baton_api.errors import BatonError
+from baton_batches.files import OUTPUT, NewFile
+from baton_batches.object_store import ObjectWriter, new_key
+from baton_batches.storage import Storage
+from baton_batches.values import BatchRecord, LineResult
 
 EXPIRED = (
     b'{"code":"batch_expired","message":'
@@ -146,3 +151,65 @@ def _one_line(body: bytes) -> bytes:
 def _checked(body: bytes) -> bytes:
     msgspec.json.decode(body, type=msgspec.Raw)
     return body
+
+
+WRITE_BYTES = 256 * 1024
+"""Bytes that are written at once."""
+
+
+class OutputFile:
+    """A file that is there once it has a row."""
+
+    def __init__(self, storage: Storage, batch: BatchRecord, kind: str, expires_at: int, now: int) -> None:
+        self._storage = storage
+        self._batch = batch
+        self._kind = kind
+        self._expires_at = expires_at
+        self._now = now
+        self._tally = FileDigest()
+        self._rows = bytearray()
+        self._key = ""
+        self._writer: ObjectWriter | None = None
+        self._committed = False
+
+    def add(self, row: bytes) -> None:
+        self._tally.add(row)
+        self._rows += row
+        if len(self._rows) >= WRITE_BYTES:
+            self._write()
+
+    def finished(self) -> NewFile | None:
+        """The file in its place; None if it would be empty."""
+        if not self._tally.lines:
+            return None
+        self._write().commit()
+        self._committed = True
+        return NewFile(
+            owner=self._batch.owner,
+            purpose=OUTPUT,
+            filename=f"{self._batch.id}_{self._kind}.jsonl",
+            bytes=self._tally.size,
+            sha256=self._tally.hash.hexdigest(),
+            object=self._key,
+            expires_at=self._expires_at,
+        )
+
+    def drop(self) -> None:
+        """
+        Nobody will ask for it.
+
+        What is in its place already may have a row, for all that is known; if not, it is swept up later.
+        """
+        with suppress(BatonError):
+            if self._writer is not None and not self._committed:
+                self._writer.abort()
+                self._storage.files.withdraw(self._key)
+
+    def _write(self) -> ObjectWriter:
+        if self._writer is None:
+            self._key = new_key(self._batch.owner)
+            self._storage.files.promise(self._key, self._now)
+            self._writer = self._storage.objects.writer(self._key)
+        self._writer.write(bytes(self._rows))
+        self._rows.clear()
+        return self._writer

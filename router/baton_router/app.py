@@ -17,6 +17,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 
 from baton_api import mutual_tls, openapi, response_answers
@@ -78,20 +79,9 @@ class RouterApp:
         self.workers = self.scheduler.workers
         self.background = self.scheduler.background
         self.figures = RouterMetrics()
-        self.figures.registry.register(self.background.errors)
-        self.figures.registry.register(WorkerStatusMetrics(self.workers, time.monotonic))
-        self.figures.registry.register(CertificateMetrics(lambda: mutual_tls.term(tls)))
         self.fronts: Callable[[], dict[str, list[MetricFamily]]] | None = None
         """What the fronts of this router have counted, if they are processes of their own."""
         self.access = Authenticator(settings)
-        knowledge = self.scheduler.dispatcher.knowledge
-        self.figures.registry.register(CacheMetrics(self.workers, knowledge, self.scheduler.feeds))
-        self.figures.registry.register(QueueMetrics(self.scheduler.queue, time.monotonic))
-        self.figures.registry.register(self.scheduler.dispatcher.figures)
-        self.figures.registry.register(self.scheduler.verdicts.generations)
-        self.figures.registry.register(self.scheduler.verdicts.first_tokens)
-        if self.access.tenants is not None:
-            self.figures.registry.register(TenantMetrics(self.access.tenants))
         self.tracing = open_tracing(settings)
         self._proxy = Proxy(settings, self.scheduler, self.upstreams, self.figures, self.tracing)
         self._keyed = self.access.required or WorkerCredentials.of(settings).passes_keys
@@ -100,7 +90,6 @@ class RouterApp:
         )
         self._responses = ResponsesProxy(settings, self.responses, self.whose, self._proxy)
         self.storage = Storage(settings, settings.port)
-        self.figures.registry.register(self.storage.figures)
         self.keeper = BatchController(
             self.storage, refusal=lambda owner: self.access.refusal(bytes.fromhex(owner))
         )
@@ -118,7 +107,26 @@ class RouterApp:
             settings, self.workers, choose_worker, random.Random(), time.monotonic
         )
         self.page = LiveDashboard(self.scheduler, lambda: self.draining) if settings.page else None
+        self._register_metrics(CertificateMetrics(lambda: mutual_tls.term(tls)))
         self._rest = _fastapi_app(self)
+
+    def _register_metrics(self, certificate: CertificateMetrics) -> None:
+        scheduler = self.scheduler
+        collectors: list[Collector] = [
+            self.background.errors,
+            WorkerStatusMetrics(self.workers, time.monotonic),
+            certificate,
+            CacheMetrics(self.workers, scheduler.dispatcher.knowledge, scheduler.feeds),
+            QueueMetrics(scheduler.queue, time.monotonic),
+            scheduler.dispatcher.figures,
+            scheduler.verdicts.generations,
+            scheduler.verdicts.first_tokens,
+            self.storage.figures,
+        ]
+        if self.access.tenants is not None:
+            collectors.append(TenantMetrics(self.access.tenants))
+        for collector in collectors:
+            self.figures.registry.register(collector)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

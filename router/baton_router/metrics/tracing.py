@@ -22,7 +22,6 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from baton_api import otlp, trace_context
 from baton_api.otlp import Attributes
@@ -30,8 +29,7 @@ from baton_api.reports import PromptReport
 from baton_api.spans import Spans, open_spans
 from baton_api.trace_context import TraceContext
 from baton_http.upstream import Headers
-from baton_router.proxy.attempt import Attempt
-from baton_router.proxy.routed_request import RoutedRequest
+from baton_router.proxy.attempt import Attempt, ProxiedRequest
 from baton_router.settings import RouterSettings
 
 SERVICE = "baton-router"
@@ -50,19 +48,6 @@ PROMPT = "baton.tokens.prompt", "baton.tokens.cached", "baton.worker"
 MODEL = "gen_ai.request.model"
 MODEL_LIMIT = 256
 """Characters of a model's name in a span."""
-
-
-class FinishedRequest(Protocol):
-    """What is known of a request that has ended; times are of `time.perf_counter`, 0 if there was none."""
-
-    id: bytes
-    asked: RoutedRequest | None
-    attempt: Attempt | None
-    status: int
-    resumes: int
-    granted: float
-    sent: float
-    opened: float
 
 
 def open_tracing(settings: RouterSettings) -> Tracing | None:
@@ -141,7 +126,7 @@ class RequestTrace:
             about: Attributes = {"baton.worker.decode": worker, "baton.tokens.before": tokens}
             self._resumed.append((time.perf_counter(), about))
 
-    def end(self, request: FinishedRequest) -> None:
+    def end(self, request: ProxiedRequest) -> None:
         """The request has ended, one way or another."""
         if not self.recorded:
             return
@@ -155,7 +140,7 @@ class RequestTrace:
         route = otlp.span(above, here.span, "route", otlp.SERVER, start, end, told, failed=failed)
         self._take(b"".join((route, *self._children(request, now))))
 
-    def _children(self, request: FinishedRequest, now: float) -> list[bytes]:
+    def _children(self, request: ProxiedRequest, now: float) -> list[bytes]:
         attempt = request.attempt
         if not request.granted:
             return []
@@ -199,7 +184,7 @@ class RequestTrace:
         return self._epoch_ns + int(seconds * 1e9)
 
 
-def _attributes(request: FinishedRequest, path: str) -> list[bytes]:
+def _attributes(request: ProxiedRequest, path: str) -> list[bytes]:
     """What is said of the whole request."""
     about = [
         otlp.attribute("baton.request_id", request.id.decode()),
@@ -257,20 +242,7 @@ def request_phases(seen: RequestTimes, report: PromptReport | None) -> tuple[Req
     return *found, RequestPhase("decode", begins, seen.ended)
 
 
-class LoggedRequest(Protocol):
-    """What is known of it; times are in seconds of one clock, 0 if there was none."""
-
-    id: bytes
-    asked: RoutedRequest | None
-    attempt: Attempt | None
-    status: int
-    resumes: int
-    arrived: float
-    granted: float
-    opened: float
-
-
-def request_line(path: str, ended: LoggedRequest, now: float) -> str:
+def request_line(path: str, ended: ProxiedRequest, now: float) -> str:
     parts = [f"{path} {ended.status}", f"request={ended.id.decode()}"]
     asked, attempt = ended.asked, ended.attempt
     if asked is not None:

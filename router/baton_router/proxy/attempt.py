@@ -8,13 +8,19 @@ stream the first lines, of anything else the whole body, if it is not large.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from baton_api.reports import PromptReport
+from baton_http.client_connection import ClientConnection
 from baton_http.sse import EventStream, usage_tokens
 from baton_http.upstream import Headers, Upstream, UpstreamExchange, UpstreamLost
 from baton_router.proxy.forwarding import PROMPT, is_event_stream
 from baton_router.proxy.resume_state import ResumableStream
+from baton_router.proxy.routed_request import RoutedRequest
 from baton_router.scheduling.picker import Grant, Picker
+
+if TYPE_CHECKING:
+    from baton_router.metrics.tracing import RequestTrace
 
 BUFFER_LIMIT = 256 * 1024
 """Bytes of a body that is not a stream which are kept back until it is whole."""
@@ -128,3 +134,46 @@ class Attempt:
             if name == PROMPT:
                 return PromptReport.decode(value.decode("latin-1"))
         return None
+
+
+class ProxiedRequest:
+    """One request's way: who asked, whose try it is now, and what was answered."""
+
+    __slots__ = (
+        "arrived",
+        "asked",
+        "attempt",
+        "client",
+        "crashes",
+        "granted",
+        "id",
+        "lost",
+        "opened",
+        "resumes",
+        "sent",
+        "status",
+        "trace",
+    )
+
+    def __init__(self, client: ClientConnection, identity: bytes) -> None:
+        self.client = client
+        self.id = identity
+        self.asked: RoutedRequest | None = None
+        """Once its body was read."""
+        self.attempt: Attempt | None = None
+        self.lost: list[str] = []
+        """Workers on which the answer broke off, or did not go on."""
+        self.crashes = 0
+        """Workers that died or stopped while they had the request."""
+        self.resumes = 0
+        """Workers that were asked to go on with the answer."""
+        self.status = 0
+        self.arrived = 0.0
+        """When its last byte came; all times are by `time.perf_counter`."""
+        self.granted = 0.0
+        """When a worker was found."""
+        self.sent = 0.0
+        """When the last one was found, of those that were tried."""
+        self.opened = 0.0
+        """When the first of a stream came."""
+        self.trace: RequestTrace | None = None

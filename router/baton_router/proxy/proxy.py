@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from baton_api import headers, logs
 from baton_api.errors import BatonError, InternalError, NotReady, PoisonRequest
@@ -21,10 +22,11 @@ from baton_api.resuming import with_resumption
 from baton_http.client_connection import ClientConnection, ClientDisconnected
 from baton_http.http_client import UpstreamPool
 from baton_http.replies import Receive, Scope, Send, request_id, send_error
+from baton_http.sse import EventStream
 from baton_http.upstream import UpstreamLost
 from baton_router.metrics.registry import RouterMetrics
-from baton_router.metrics.tracing import RequestTrace, Tracing, request_line
-from baton_router.proxy.attempt import BUSY, Attempt
+from baton_router.metrics.tracing import Tracing, request_line
+from baton_router.proxy.attempt import BUSY, Attempt, ProxiedRequest
 from baton_router.proxy.forwarding import WorkerCredentials, request_head, response_headers
 from baton_router.proxy.resume_state import ResumableStream
 from baton_router.proxy.retries import CRASH_CAUSES, LOSSES_LIMIT, RetryBudget
@@ -136,23 +138,16 @@ class Proxy:
             relay.attempt = attempt = self._attempt(grant)
             opening = b""
             lost: UpstreamLost | None = None
-            last = tries == self._settings.retries
-            slow_s = 0.0 if last else first_byte_s(grant, asked.tokens_ahead)
-            patience = FirstByteTimeout(attempt, slow_s, until, self._budget.spend)
+            slow_s = 0.0 if tries == self._settings.retries else first_byte_s(grant, asked.tokens_ahead)
             try:
-                head = self._head(asked, relay, grant, len(asked.body))
-                opening = await attempt.open(head, asked.body, asked.events)
-                if attempt.exchange is not None and attempt.exchange.resent:
-                    self._figures.retries.labels(STALE).inc()
+                opening = await self._try(asked, relay, attempt, asked.body, asked.events, slow_s, until)
             except UpstreamLost as error:
                 lost = error
-                self._lost(relay, grant, error)
-                attempt.close()
             else:
+                if attempt.exchange is not None and attempt.exchange.resent:
+                    self._figures.retries.labels(STALE).inc()
                 if attempt.taken:
                     return opening
-            finally:
-                patience.close()
             tries += 1
             if lost is not None or attempt.status not in BUSY:
                 tried.append(grant.decode)  # one that is full is well, and may have room the next time
@@ -169,6 +164,35 @@ class Proxy:
                 raise self._final(relay, lost)
             else:
                 return opening
+
+    async def _try(
+        self,
+        asked: RoutedRequest,
+        relay: ProxiedRequest,
+        attempt: Attempt,
+        body: bytes,
+        events: Callable[[], EventStream] | None,
+        slow_s: float,
+        until: float,
+    ) -> bytes:
+        """
+        Send the request to one worker and wait for the first part of its response.
+
+        The worker has `slow_s` seconds (see `first_byte_s`), and until loop time `until` at most. Raises
+        UpstreamLost. The attempt is closed if this fails for any reason.
+        """
+        timeout = FirstByteTimeout(attempt, slow_s, until, self._budget.spend)
+        try:
+            return await attempt.open(self._head(asked, relay, attempt.grant, len(body)), body, events)
+        except UpstreamLost as lost:
+            self._lost(relay, attempt.grant, lost)
+            attempt.close()
+            raise
+        except BaseException:
+            attempt.close()
+            raise
+        finally:
+            timeout.close()
 
     def _attempt(self, grant: Grant) -> Attempt:
         return Attempt(grant, self._picker, self._upstreams.of(grant.decode))
@@ -281,23 +305,14 @@ class Proxy:
                 break
             tried.append(grant.decode)
             attempt = self._attempt(grant)
-            last = relay.resumes == RESUMES_LIMIT
-            slow_s = 0.0 if last else first_byte_s(grant, 1)
-            patience = FirstByteTimeout(
-                attempt, slow_s, loop.time() + self._settings.answer_s, self._budget.spend
-            )
+            slow_s = 0.0 if relay.resumes == RESUMES_LIMIT else first_byte_s(grant, 1)
+            until = loop.time() + self._settings.answer_s
             try:
-                head = self._head(asked, relay, grant, len(body))
-                opening = await attempt.open(head, body, lambda: ResumableStream(resumption))
-            except UpstreamLost as again:
-                self._lost(relay, grant, again)
-                attempt.close()
+                opening = await self._try(
+                    asked, relay, attempt, body, lambda: ResumableStream(resumption), slow_s, until
+                )
+            except UpstreamLost:
                 continue
-            except BaseException:
-                attempt.close()
-                raise
-            finally:
-                patience.close()
             if attempt.status != OK:
                 attempt.close()
                 continue
@@ -342,46 +357,3 @@ class Proxy:
         log.warning("The answer to request %s was cut: %s (%s)", relay.id.decode(), error, cause)
         events = relay.attempt.events if relay.attempt else None
         await client.cut(events.error(error_for(error, tenant)) if events else b"")
-
-
-class ProxiedRequest:
-    """One request's way: who asked, whose try it is now, and what was answered."""
-
-    __slots__ = (
-        "arrived",
-        "asked",
-        "attempt",
-        "client",
-        "crashes",
-        "granted",
-        "id",
-        "lost",
-        "opened",
-        "resumes",
-        "sent",
-        "status",
-        "trace",
-    )
-
-    def __init__(self, client: ClientConnection, identity: bytes) -> None:
-        self.client = client
-        self.id = identity
-        self.asked: RoutedRequest | None = None
-        """Once its body was read."""
-        self.attempt: Attempt | None = None
-        self.lost: list[str] = []
-        """Workers on which the answer broke off, or did not go on."""
-        self.crashes = 0
-        """Workers that died or stopped while they had the request."""
-        self.resumes = 0
-        """Workers that were asked to go on with the answer."""
-        self.status = 0
-        self.arrived = 0.0
-        """When its last byte came; all times are by `time.perf_counter`."""
-        self.granted = 0.0
-        """When a worker was found."""
-        self.sent = 0.0
-        """When the last one was found, of those that were tried."""
-        self.opened = 0.0
-        """When the first of a stream came."""
-        self.trace: RequestTrace | None = None
