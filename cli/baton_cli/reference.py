@@ -1,5 +1,5 @@
 """
-Write the reference pages from the code: settings, modules, errors, limits and metrics.
+Write the reference pages from the code: settings, HTTP API, errors, metrics, custom resources and others.
 
     python -m baton_cli.reference           writes docs/reference/
     python -m baton_cli.reference --check   fails if a page differs from what would be written
@@ -22,6 +22,7 @@ from baton_api.metrics import Label, Metric
 from baton_cli import peers
 from baton_cli.options import Option, options_of
 from baton_cli.refusals import REFUSALS
+from baton_cli.schema_reference import custom_resources_page, http_api_page
 from baton_engine.settings import WorkerSettings
 from baton_operator.settings import OperatorSettings
 from baton_router.settings import RouterSettings
@@ -81,6 +82,8 @@ def pages() -> dict[str, str]:
         "errors.md": errors_page(),
         "limits.md": limits_page(),
         "metrics.md": metrics_page(),
+        "http-api.md": http_api_page(),
+        "custom-resources.md": custom_resources_page(ROOT / "crds"),
     }
 
 

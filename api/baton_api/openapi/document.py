@@ -142,47 +142,47 @@ def _in_query(name: str, schema: Schema) -> Schema:
 
 
 def _operations() -> Iterator[Operation]:
-    yield Operation("get", "/v1/models", "The models", "Models", statuses=(*ALWAYS, 503))
-    yield Operation("get", "/v1/models/{model}", "One model", "Model", statuses=(*ALWAYS, 404, 503),
+    yield Operation("get", "/v1/models", "List models", "Models", statuses=(*ALWAYS, 503))
+    yield Operation("get", "/v1/models/{model}", "Get a model", "Model", statuses=(*ALWAYS, 404, 503),
                     parameters=(_in_path("model"),))  # fmt: skip
-    yield Operation("post", "/v1/chat/completions", "The next message of a conversation", "Chat",
+    yield Operation("post", "/v1/chat/completions", "Create a chat completion", "Chat",
                     "ChatRequest", "ChatChunk", GENERATING)  # fmt: skip
-    yield Operation("post", "/v1/completions", "The continuation of a text", "Completion",
+    yield Operation("post", "/v1/completions", "Create a completion", "Completion",
                     "CompletionRequest", "CompletionChunk", GENERATING)  # fmt: skip
-    yield Operation("post", "/v1/embeddings", "Vectors of texts", "Embeddings", "EmbeddingRequest",
+    yield Operation("post", "/v1/embeddings", "Create embeddings", "Embeddings", "EmbeddingRequest",
                     statuses=GENERATING)  # fmt: skip
-    yield Operation("post", "/v1/responses", "The next items of a conversation", "Response",
+    yield Operation("post", "/v1/responses", "Create a response", "Response",
                     "ResponseRequest", "ResponseEvent", GENERATING)  # fmt: skip
     one = (_in_path("response_id"),)
     kept = (*ALWAYS, 400, 404)
-    yield Operation("get", "/v1/responses/{response_id}", "A response that is kept", "Response",
+    yield Operation("get", "/v1/responses/{response_id}", "Get a stored response", "Response",
                     statuses=kept, parameters=one)  # fmt: skip
-    yield Operation("delete", "/v1/responses/{response_id}", "Forget a response", "ResponseDeleted",
+    yield Operation("delete", "/v1/responses/{response_id}", "Delete a response", "ResponseDeleted",
                     statuses=kept, parameters=one)  # fmt: skip
     page = (
         _in_query("limit", {"type": "integer", "minimum": 1, "maximum": 100}),
         _in_query("order", one_of("asc", "desc")),
         _in_query("after", TEXT),
     )
-    yield Operation("get", "/v1/responses/{response_id}/input_items", "What a response answered",
+    yield Operation("get", "/v1/responses/{response_id}/input_items", "List the input items of a response",
                     "ResponseItems", statuses=kept, parameters=(*one, *page))  # fmt: skip
-    yield Operation("post", "/generate", "A completion in SGLang's form", "Generated", "GenerateRequest",
-                    "Generated", GENERATING)  # fmt: skip
-    yield Operation("post", "/tokenize", "The tokens of a text or conversation", "Tokens", "TokenizeRequest",
+    yield Operation("post", "/generate", "Create a completion in SGLang's format", "Generated",
+                    "GenerateRequest", "Generated", GENERATING)  # fmt: skip
+    yield Operation("post", "/tokenize", "Tokenize a text or a conversation", "Tokens", "TokenizeRequest",
                     statuses=WITH_A_BODY, others=("/v1/tokenize",))  # fmt: skip
-    yield Operation("post", "/detokenize", "The text of tokens", "Text", "DetokenizeRequest",
+    yield Operation("post", "/detokenize", "Convert tokens to text", "Text", "DetokenizeRequest",
                     statuses=WITH_A_BODY, others=("/v1/detokenize",))  # fmt: skip
-    yield Operation("post", "/abort_request", "End requests by their ids", "Aborted", "AbortRequest",
+    yield Operation("post", "/abort_request", "Abort requests by id", "Aborted", "AbortRequest",
                     statuses=WITH_A_BODY)  # fmt: skip
     yield Operation("post", "/flush_cache", "Empty the prefix cache", "Flushed")
-    yield Operation("get", "/health", "Whether the process lives", statuses=(431, 500), others=("/ping",))
-    yield Operation("get", "/ready", "Whether requests are welcome", statuses=(431, 500, 503))
-    yield Operation("get", "/health_generate", "Whether a token can be generated", statuses=(*ALWAYS, 503))
-    yield Operation("get", "/metrics", "Prometheus' figures", kind="text/plain", statuses=(431, 500))
-    yield Operation("get", "/version", "The version", "Version")
-    yield Operation("get", "/model_info", "The model and its tokenizer", "ModelInfo",
+    yield Operation("get", "/health", "Liveness probe", statuses=(431, 500), others=("/ping",))
+    yield Operation("get", "/ready", "Readiness probe", statuses=(431, 500, 503))
+    yield Operation("get", "/health_generate", "Probe that generates a token", statuses=(*ALWAYS, 503))
+    yield Operation("get", "/metrics", "Prometheus metrics", kind="text/plain", statuses=(431, 500))
+    yield Operation("get", "/version", "Get the version", "Version")
+    yield Operation("get", "/model_info", "Get the model and its tokenizer", "ModelInfo",
                     statuses=(*ALWAYS, 503), others=("/get_model_info",))  # fmt: skip
-    yield Operation("get", "/server_info", "Settings without secrets, and figures", "ServerInfo",
+    yield Operation("get", "/server_info", "Get settings, without secrets, and metrics", "ServerInfo",
                     others=("/get_server_info",))  # fmt: skip
 
 
@@ -201,23 +201,23 @@ def _kept_operations() -> Iterator[Operation]:
         _in_query("limit", {"type": "integer", "minimum": 1, "maximum": limits.BATCHES_PAGE.most}),
     )
     file, batch = (_in_path("file_id"),), (_in_path("batch_id"),)
-    yield Operation("post", "/v1/files", "Keep a file", "File", "FileUpload",
+    yield Operation("post", "/v1/files", "Upload a file", "File", "FileUpload",
                     sent_as="multipart/form-data", statuses=(*KEEPING, 429), served_by=router)  # fmt: skip
-    yield Operation("get", "/v1/files", "The files that are kept", "Files", statuses=KEPT,
+    yield Operation("get", "/v1/files", "List files", "Files", statuses=KEPT,
                     parameters=files, served_by=router)  # fmt: skip
-    yield Operation("get", "/v1/files/{file_id}", "One file", "File", statuses=KEPT, parameters=file,
+    yield Operation("get", "/v1/files/{file_id}", "Get a file", "File", statuses=KEPT, parameters=file,
                     served_by=router)  # fmt: skip
     yield Operation("delete", "/v1/files/{file_id}", "Delete a file", "FileDeleted", statuses=KEPT,
                     parameters=file, served_by=router)  # fmt: skip
-    yield Operation("get", "/v1/files/{file_id}/content", "What is in a file", statuses=(*KEPT, 416),
+    yield Operation("get", "/v1/files/{file_id}/content", "Download a file", statuses=(*KEPT, 416),
                     parameters=file, kind="application/octet-stream", served_by=router)  # fmt: skip
-    yield Operation("post", "/v1/batches", "Answer the requests of a file", "Batch", "BatchRequest",
+    yield Operation("post", "/v1/batches", "Create a batch", "Batch", "BatchRequest",
                     statuses=KEEPING, served_by=router)  # fmt: skip
-    yield Operation("get", "/v1/batches", "The batches that are kept", "Batches", statuses=KEPT,
+    yield Operation("get", "/v1/batches", "List batches", "Batches", statuses=KEPT,
                     parameters=batches, served_by=router)  # fmt: skip
-    yield Operation("get", "/v1/batches/{batch_id}", "One batch", "Batch", statuses=KEPT, parameters=batch,
+    yield Operation("get", "/v1/batches/{batch_id}", "Get a batch", "Batch", statuses=KEPT, parameters=batch,
                     served_by=router)  # fmt: skip
-    yield Operation("post", "/v1/batches/{batch_id}/cancel", "Stop a batch", "Batch", statuses=(*KEPT, 409),
+    yield Operation("post", "/v1/batches/{batch_id}/cancel", "Cancel a batch", "Batch", statuses=(*KEPT, 409),
                     parameters=batch, served_by=router)  # fmt: skip
 
 
