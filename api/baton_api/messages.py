@@ -1,19 +1,19 @@
 """
-What a decode worker and a prefill worker say to each other, on a TCP connection of their own.
+The control protocol between a decode worker and a prefill worker, over TCP.
 
     decode                                   prefill
       Hello ------------------------------->   compare protocol and digest before anything else
       <------------------------ Welcome, or Refuse and close
-      Prefill(room, epoch, tokens, ...) --->   compute chunk by chunk
+      Prefill(session, epoch, tokens, ...) >   compute chunk by chunk
       <---------------- Chunk(blocks, checksums)   as often as there are finished blocks
       (pull by NIXL READ while the next chunk is computed)
       <------------- Commit(first token, cached tokens, tail hash)
-      Done(room, epoch) ------------------->   let the blocks go
-      <----------------------- Drained(room, epoch)   nothing of this room is left
+      Done(session, epoch) ---------------->   release the blocks
+      <----------------------- Drained(session, epoch)   nothing of this session is left
 
-Instead of Commit there may be `Failed`. `Abort` may come at any time and is answered by `Drained`.
-`Ping` and `Pong` go both ways when nothing else does. A room is one prompt; its epoch is the number
-of the attempt, so that what belongs to an earlier attempt is recognised and dropped.
+`Failed` may replace Commit. `Abort` may come at any time and is answered by `Drained`. `Ping` and `Pong` go
+both ways on an idle connection. A session is one prompt; its epoch numbers the attempt, so that messages of
+an earlier attempt are recognized and dropped. On the wire, `session` is called `room`.
 
 A frame is 4 bytes of length, big-endian, then one msgpack map with the message's name under
 `type`. Frames above `FRAME_LIMIT` and maps that do not fit the schema end the connection.
@@ -38,7 +38,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", forbi
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """The first frame: who speaks, and with whose blocks mine can be mixed."""
+    """The first frame: identifies the worker and the layout of its blocks."""
 
     protocol: int
     worker: str
@@ -49,15 +49,15 @@ class Hello(Message, frozen=True, tag="hello"):
     digest: str
     """Hash of everything that decides the bytes of a block: see `baton_engine.transfer.compatibility`."""
     labels: dict[str, str] = {}
-    """What the digest was made of, so that a refusal can name what differs."""
+    """The digest's inputs, so that a refusal can name the difference."""
     request_id: str = ""
-    """The request for whose sake the connection is made."""
+    """The request that needs the connection."""
     ticket: str = ""
-    """Its ticket: without one the transfer agent's metadata is not handed out."""
+    """The request's ticket. Without a valid one the peer does not send its transfer agent's metadata."""
 
 
 class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a worker's KV blocks lie: block `i` is `block_bytes` bytes at `address + i * block_bytes`."""
+    """Memory of a worker's KV blocks: block `i` is `block_bytes` bytes at `address + i * block_bytes`."""
 
     address: int
     block_bytes: int
@@ -69,7 +69,7 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """Protocol and digest are equal; here is how my blocks are read."""
+    """Accepts the connection: protocol and digest are equal. Describes how to read the blocks."""
 
     protocol: int
     worker: str
@@ -82,36 +82,36 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
 
 class Refuse(Message, frozen=True, tag="refuse"):
-    """Why there will be no Welcome. The connection ends."""
+    """Refuses the connection, with the reason."""
 
     reason: str
 
 
 class Prefill(Message, frozen=True, tag="prefill"):
-    """Compute this prompt, announce its blocks from `start_block` on, and draw the first token."""
+    """Compute this prompt, announce its blocks from `start_block` on, and sample the first token."""
 
-    room: str
+    session: str = msgspec.field(name="room")
     epoch: int
     tokens: list[int]
     start_block: int
-    """Blocks before it are in the decode worker's own cache and are not wanted."""
+    """First block to announce. The decode worker's cache holds the blocks before it."""
     parent: bytes
-    """Chain hash of block `start_block - 1` (the root hash if 0): the same tokens, or no deal."""
+    """Chain hash of block `start_block - 1` or the root hash if 0. It must match the tokens."""
     sampling: SamplingParams
-    """Those of the first token: `SamplingParams.first_token`."""
+    """`SamplingParams.first_token` of the request."""
     salt: str = ""
     ticket: str = ""
     request_id: str = ""
     trace: str = ""
     """`traceparent` of the request, if it is traced."""
     deadline_s: float = 60.0
-    """Seconds from now after which nobody wants the answer."""
+    """Seconds from now until the prefill worker may release the blocks."""
 
 
 class Chunk(Message, frozen=True, tag="chunk"):
-    """These blocks are computed and will not change until Done, Abort or the end of the connection."""
+    """Announces blocks whose content is final until Done, Abort or the end of the connection."""
 
-    room: str
+    session: str = msgspec.field(name="room")
     epoch: int
     first_block: int
     """Position in the prompt of `blocks[0]`."""
@@ -122,7 +122,7 @@ class Chunk(Message, frozen=True, tag="chunk"):
 
 
 class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One drawn token, with its logprobs if they were asked for."""
+    """One sampled token, with its logprobs if requested."""
 
     token: int
     logprob: float | None = None
@@ -130,16 +130,16 @@ class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Commit(Message, frozen=True, tag="commit"):
-    """The prompt is computed to the end; its last chunk was announced before this."""
+    """The whole prompt is computed. Follows its last Chunk."""
 
-    room: str
+    session: str = msgspec.field(name="room")
     epoch: int
     first: TokenChoice
     prompt_tokens: int
     cached_tokens: int
-    """Tokens that came from the prefill worker's own prefix cache."""
+    """Tokens from the prefill worker's own prefix cache."""
     tail: bytes
-    """Chain hash of the whole prompt, the part in its last block included."""
+    """Chain hash of the whole prompt, a partial last block included."""
     queue_s: float = 0.0
     """Seconds that the prompt waited for its first chunk."""
     compute_s: float = 0.0
@@ -147,46 +147,46 @@ class Commit(Message, frozen=True, tag="commit"):
 
 
 class Failed(Message, frozen=True, tag="failed"):
-    """The prompt will not be computed here. What was announced stays readable until Done."""
+    """The prompt failed. Announced blocks stay readable until Done."""
 
-    room: str
+    session: str = msgspec.field(name="room")
     epoch: int
     reason: str
     retry: bool
-    """Whether another prefill worker may do better (overload, drain) or none can (bad request)."""
+    """Whether another prefill worker may succeed: true for overload and drain, false for a bad request."""
     busy: bool = False
-    """Whether it is only that there is no room for it now, or soon nobody."""
+    """Whether the prefill worker is at its limit or draining."""
 
 
 class Done(Message, frozen=True, tag="done"):
-    """Everything was pulled and checked, or nothing more is wanted and no read is under way."""
+    """The decode worker needs nothing more, and no read is under way."""
 
-    room: str
+    session: str = msgspec.field(name="room")
     epoch: int
 
 
 class Abort(Message, frozen=True, tag="abort"):
-    """Stop computing; my reads are under way or not, Done is not coming."""
+    """Stop computing. Reads may be under way; Done will not follow."""
 
-    room: str
+    session: str = msgspec.field(name="room")
     epoch: int
 
 
 class Drained(Message, frozen=True, tag="drained"):
-    """Nothing of this room and epoch is computed, announced or held any more."""
+    """The prefill worker has released everything of this session and epoch."""
 
-    room: str
+    session: str = msgspec.field(name="room")
     epoch: int
 
 
 class Ping(Message, frozen=True, tag="ping"):
-    """Are you there? Sent when nothing else was for a while."""
+    """Heartbeat, sent on an idle connection."""
 
     number: int
 
 
 class Pong(Message, frozen=True, tag="pong"):
-    """Here I am, and this is how busy I am."""
+    """Answer to Ping, with the worker's load."""
 
     number: int
     queued_tokens: int = 0
@@ -199,7 +199,7 @@ AnyMessage = (
 )
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes of a peer's making: bad structure, text that is not UTF-8, deep nesting."""
+"""Errors of msgspec for malformed input: bad structure, text that is not UTF-8, deep nesting."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
@@ -224,7 +224,7 @@ def frame_length(header: bytes) -> int:
 
 
 def decode(body: bytes) -> AnyMessage:
-    """The message in a frame's body; raises TransferFailed if it is none."""
+    """The message in a frame's body. Raises TransferFailed if it is invalid."""
     try:
         return _decoder.decode(body)
     except UNREADABLE as error:

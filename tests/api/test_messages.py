@@ -42,7 +42,7 @@ EXAMPLES: list[AnyMessage] = [
     ),
     Refuse(reason="another model"),
     Prefill(
-        room="r",
+        session="r",
         epoch=3,
         tokens=list(range(1000)),
         start_block=2,
@@ -54,9 +54,9 @@ EXAMPLES: list[AnyMessage] = [
         ticket="v1.1.r.s",
         deadline_s=12.5,
     ),
-    Chunk(room="r", epoch=3, first_block=2, blocks=[7, 9], checksums=[2**64 - 1, 0]),
+    Chunk(session="r", epoch=3, first_block=2, blocks=[7, 9], checksums=[2**64 - 1, 0]),
     Commit(
-        room="r",
+        session="r",
         epoch=3,
         first=TokenChoice(token=5, logprob=-0.25, top=[(5, -0.25), (6, -2.0)]),
         prompt_tokens=1000,
@@ -64,10 +64,10 @@ EXAMPLES: list[AnyMessage] = [
         tail=b"t" * 16,
         queue_s=0.1,
     ),
-    Failed(room="r", epoch=3, reason="draining", retry=True),
-    Done(room="r", epoch=3),
-    Abort(room="r", epoch=3),
-    Drained(room="r", epoch=3),
+    Failed(session="r", epoch=3, reason="draining", retry=True),
+    Done(session="r", epoch=3),
+    Abort(session="r", epoch=3),
+    Drained(session="r", epoch=3),
     Ping(number=1),
     Pong(number=1, queued_tokens=5, free_blocks=7, draining=True),
 ]
@@ -88,8 +88,8 @@ def test_every_kind_of_message_has_an_example() -> None:
     "body, told",
     {
         "no msgpack": (b"\xc1", "MessagePack"),
-        "cut off": (messages.encode(Done(room="r", epoch=1))[LENGTH_BYTES:-1], "truncated"),
-        "trailing bytes": (messages.encode(Done(room="r", epoch=1))[LENGTH_BYTES:] + b"x", "trailing"),
+        "cut off": (messages.encode(Done(session="r", epoch=1))[LENGTH_BYTES:-1], "truncated"),
+        "trailing bytes": (messages.encode(Done(session="r", epoch=1))[LENGTH_BYTES:] + b"x", "trailing"),
         "no type": (msgspec.msgpack.encode({"room": "r"}), "type"),
         "an unknown type": (msgspec.msgpack.encode({"type": "dance"}), "dance"),
         "a missing field": (msgspec.msgpack.encode({"type": "done", "room": "r"}), "epoch"),
@@ -120,7 +120,7 @@ def test_a_frame_is_allowed_up_to_its_limit_and_no_further() -> None:
 def test_a_prompt_of_a_million_tokens_fits_a_frame_and_one_of_two_does_not() -> None:
     def prefill(count: int) -> Prefill:
         return Prefill(
-            room="r",
+            session="r",
             epoch=1,
             tokens=[100_000] * count,
             start_block=0,

@@ -38,7 +38,7 @@ EVERYTHING = SamplingParams(
 
 def transferred(sampling: SamplingParams) -> SamplingParams:
     prefill = Prefill(
-        room="r", epoch=1, tokens=[1], start_block=0, parent=b"", sampling=sampling.first_token()
+        session="r", epoch=1, tokens=[1], start_block=0, parent=b"", sampling=sampling.first_token()
     )  # fmt: skip
     received = messages.decode(messages.encode(prefill)[messages.LENGTH_BYTES :])
     assert isinstance(received, Prefill)

@@ -13,7 +13,7 @@ import torch
 
 from baton_api.errors import InvalidRequest
 from baton_api.sampling import Constraint, SamplingParams, Thinking
-from baton_decode.prefills import Prefills
+from baton_decode.prefill_workers import PrefillWorkers
 from baton_engine.client import AsyncEngine
 from baton_engine.engine import EngineLimits
 from baton_engine.kv.cache import KVCache
@@ -26,7 +26,7 @@ from baton_engine.transfer.control import Pace
 from baton_engine.transfer.handshake import Identity
 from baton_engine.transfer.loopback import LoopbackTransfer
 from baton_prefill.admission import PromptLimits
-from baton_prefill.prompts import Client, MatchersOf
+from baton_prefill.prompts import MatchersOf, PromptClient
 from baton_prefill.server import PrefillServer, ServerLimits
 from tests.engine.fake_model import FakeModel, make_cache
 from tests.engine.faulty_transfer import FaultyTransfer
@@ -103,7 +103,7 @@ class Pair:
     prefill: Side
     decode: Side
     server: PrefillServer
-    prefills: Prefills
+    prefills: PrefillWorkers
 
     def request(
         self,
@@ -129,7 +129,7 @@ class Pair:
         await eventually(lambda: not self.held(), lambda: self.held())
 
     def held(self) -> dict[str, int]:
-        figures = {"rooms": self.server.rooms, "unsettled": self.prefills.unsettled}
+        figures = {"sessions": self.server.sessions, "unsettled": self.prefills.unsettled}
         for side in (self.prefill, self.decode):
             now = side.now
             for what in ("running", "queued", "fetching", "held", "owned_blocks", "pinned_blocks"):
@@ -159,12 +159,12 @@ def serve(
     *,
     pace: Pace = QUICK,
     port: int = 0,
-    rooms: int = 4096,
+    sessions: int = 4096,
     peers: int = 256,
     secret: bytes = b"",
     wall_clock: Callable[[], float] = lambda: 1000.0,
     matchers: MatchersOf = no_matcher,
-    client: Client | None = None,
+    client: PromptClient | None = None,
 ) -> PrefillServer:
     limits = PromptLimits(side.model.spec.vocab, side.model.spec.context - 1, side.cache.block_size)
     return PrefillServer(
@@ -173,7 +173,7 @@ def serve(
         side.cache,
         side.transfer,
         side.me,
-        ServerLimits(prompt=limits, rooms=rooms, peers=peers),
+        ServerLimits(prompt=limits, sessions=sessions, peers=peers),
         matchers,
         load=lambda: (side.now.queued_tokens, side.now.available_blocks),
         port=port,
@@ -191,8 +191,8 @@ def ask(
     answer_deadline_s: float = 15.0,
     secret: bytes = b"",
     wall_clock: Callable[[], float] = lambda: 1000.0,
-) -> Prefills:
-    return Prefills(
+) -> PrefillWorkers:
+    return PrefillWorkers(
         side.client.engine,
         side.cache,
         side.transfer,
@@ -215,7 +215,7 @@ async def open_pair(
     prefill: Side | None = None,
     decode: Side | None = None,
     *,
-    rooms: int = 4096,
+    sessions: int = 4096,
     secret: bytes = b"",
     wall_clock: Callable[[], float] = lambda: 1000.0,
     transfer_deadline_s: float = 10.0,
@@ -224,7 +224,7 @@ async def open_pair(
 ) -> AsyncIterator[Pair]:
     """Both workers, started; at the end nothing may be held on either side."""
     prefill, decode = prefill or fake_side("prefill"), decode or fake_side("decode")
-    server = serve(prefill, rooms=rooms, secret=secret, wall_clock=wall_clock, matchers=matchers)
+    server = serve(prefill, sessions=sessions, secret=secret, wall_clock=wall_clock, matchers=matchers)
     prefills = ask(
         decode,
         transfer_deadline_s=transfer_deadline_s,

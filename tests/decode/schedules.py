@@ -1,5 +1,5 @@
 """
-Both sides of a room, joined by a network and a memory that do everything they may.
+Both sides of a session, joined by an unreliable network and memory.
 
 Messages are dropped, doubled, reordered and delayed, and the connection is cut. Reads take their time,
 copy block by block, fail or hang. A block that its owner lets go is at once somebody else's and gets
@@ -60,8 +60,8 @@ class Schedule:
         self.given_away: set[int] = set()
         """Local blocks that the engine may give to others."""
         self.reads: dict[int, Read] = {}
-        self.checks: list[decode.Verify] = []
-        self.sums: list[prefill.Checksum] = []
+        self.checks: list[decode.VerifyChecksums] = []
+        self.sums: list[prefill.ComputeChecksums] = []
         self.summed: list[int] = []
         self.to_prefill: list[Prefill | Done | Abort] = []
         self.to_decode: list[Chunk | Commit | Failed | Drained] = []
@@ -74,9 +74,9 @@ class Schedule:
             tail = chain_hash(tail, self.tokens[at : at + BLOCK])
         self.tail = tail
         fetch = Fetch("q", self.tokens, self.start, b"p", self.local_ids, SamplingParams(), "")
-        self.order = decode.Order(
+        self.spec = decode.SessionSpec(
             fetch=fetch,
-            room="r",
+            session="r",
             epoch=2,
             worker="prefill-0",
             tail=tail,
@@ -84,8 +84,8 @@ class Schedule:
             vocab=100,
             remote_blocks=64,
         )
-        self.asker = decode.Room(self.order)
-        self.maker: prefill.Room | None = None
+        self.asker = decode.DecodeSession(self.spec)
+        self.maker: prefill.PrefillSession | None = None
 
     def run(self) -> Schedule:
         self.do_decode(self.asker.begin("q", "", 60.0))
@@ -107,7 +107,7 @@ class Schedule:
                 self.deliver_to_prefill()
             case 3 | 4 | 5 if self.to_decode:
                 self.deliver_to_decode()
-            case 6 if self.maker is not None and self.maker.state is prefill.State.COMPUTING:
+            case 6 if self.maker is not None and self.maker.state is prefill.PrefillState.COMPUTING:
                 self.compute()
             case 7 if self.sums:
                 self.checksum()
@@ -122,7 +122,7 @@ class Schedule:
         message = self._take(self.to_prefill)
         match message:
             case Prefill() if self.maker is None:
-                self.maker = prefill.Room(message, BLOCK, self.tail)
+                self.maker = prefill.PrefillSession(message, BLOCK, self.tail)
                 self.do_prefill(self.maker.begin())
             case Done() if self.maker is not None:
                 self.do_prefill(self.maker.done())
@@ -205,7 +205,7 @@ class Schedule:
             case 4 if self.maker is not None:
                 self.do_prefill(self.maker.failed("chance", retry=True))
             case 5:  # what an earlier attempt said, late
-                old = Chunk(room="r", epoch=1, first_block=self.start, blocks=[63], checksums=[STRANGER])
+                old = Chunk(session="r", epoch=1, first_block=self.start, blocks=[63], checksums=[STRANGER])
                 self.to_decode.append(old)
             case 6 if self.summed:  # a bit flips after the checksum was taken
                 self.remote[self.chance.choice(self.summed)] = STRANGER
@@ -222,17 +222,17 @@ class Schedule:
     def do_decode(self, actions: list[decode.Action]) -> None:
         for action in actions:
             match action:
-                case decode.Send(message):
+                case decode.SendMessage(message):
                     if self.connected:
                         self.to_prefill.append(message)
-                case decode.Pull(number, remote, local):
+                case decode.ReadBlocks(number, remote, local):
                     self.reads[number] = Read(number, remote, local)
-                case decode.Verify():
+                case decode.VerifyChecksums():
                     self.checks.append(action)
-                case decode.Report(fetched):
+                case decode.ReportResult(fetched):
                     self.fetched.append(fetched)
                     self._let_go(set(self.local_ids[fetched.arrived :]) - fetched.unsafe)
-                case decode.Settled(blocks):
+                case decode.BlocksSettled(blocks):
                     self._let_go(set(blocks))
 
     def _let_go(self, blocks: set[int]) -> None:
@@ -243,13 +243,13 @@ class Schedule:
     def do_prefill(self, actions: list[prefill.Action]) -> None:
         for action in actions:
             match action:
-                case prefill.Submit():
+                case prefill.SubmitPrompt():
                     self.submits += 1
-                case prefill.Send(message):
+                case prefill.SendMessage(message):
                     if self.connected:
                         self.to_decode.append(message)
-                case prefill.Checksum():
+                case prefill.ComputeChecksums():
                     self.sums.append(action)
-                case prefill.Release():
+                case prefill.ReleaseBlocks():
                     self.releases += 1
                     self.remote = dict.fromkeys(self.remote, STRANGER)

@@ -23,7 +23,7 @@ from baton_api.messages import (
     Welcome,
 )
 from baton_api.sampling import SamplingParams
-from baton_decode.prefills import Prefills
+from baton_decode.prefill_workers import PrefillWorkers
 from baton_engine.requests import Request
 from baton_engine.transfer.control import Connection
 from tests.decode.pair import QUICK, Side, ask, eventually, fake_side, tokens
@@ -63,7 +63,7 @@ async def announce_a_huge_frame(connection: Connection, side: Side) -> None:
 
 async def answer_something_else(connection: Connection, side: Side) -> None:
     connection.send(Ping(number=1))
-    connection.send(Failed(room="r", epoch=1, reason="", retry=False))
+    connection.send(Failed(session="r", epoch=1, reason="", retry=False))
     await asyncio.Event().wait()
 
 
@@ -112,13 +112,13 @@ async def fall_silent_after_the_question(connection: Connection, side: Side) -> 
 
 async def announce_blocks_that_are_none(connection: Connection, side: Side) -> None:
     asked = await greet(connection, side)
-    connection.send(Chunk(room=asked.room, epoch=1, first_block=0, blocks=[10**6], checksums=[0]))
+    connection.send(Chunk(session=asked.session, epoch=1, first_block=0, blocks=[10**6], checksums=[0]))
     await asyncio.Event().wait()
 
 
 async def announce_with_a_wrong_checksum(connection: Connection, side: Side) -> None:
     asked = await greet(connection, side)
-    connection.send(Chunk(room=asked.room, epoch=1, first_block=0, blocks=[1], checksums=[0]))
+    connection.send(Chunk(session=asked.session, epoch=1, first_block=0, blocks=[1], checksums=[0]))
     await asyncio.Event().wait()
 
 
@@ -126,7 +126,7 @@ async def commit_to_another_prompt(connection: Connection, side: Side) -> None:
     asked = await greet(connection, side)
     connection.send(
         Commit(
-            room=asked.room,
+            session=asked.session,
             epoch=1,
             first=TokenChoice(token=1),
             prompt_tokens=len(asked.tokens),
@@ -164,7 +164,7 @@ BAD: dict[Script, str] = {
 
 
 @contextlib.asynccontextmanager
-async def open_bad_worker(script: Script) -> AsyncIterator[tuple[Side, Prefills, str, list[int]]]:
+async def open_bad_worker(script: Script) -> AsyncIterator[tuple[Side, PrefillWorkers, str, list[int]]]:
     """A decode worker, and the address of a prefill worker that follows `script` on each connection."""
     bad, decode = fake_side("bad"), fake_side("decode")
     calls: list[int] = []
@@ -197,7 +197,7 @@ async def open_bad_worker(script: Script) -> AsyncIterator[tuple[Side, Prefills,
         await bad.transfer.close()
 
 
-def request(prefills: Prefills, address: str, name: str = "q", ticket: str = "") -> Request:
+def request(prefills: PrefillWorkers, address: str, name: str = "q", ticket: str = "") -> Request:
     sampling = SamplingParams(temperature=0.0, max_tokens=4)
     return Request(name, tuple(PROMPT), sampling, remote=prefills.remote(address, ticket, name))
 
@@ -243,7 +243,7 @@ async def test_a_connection_that_dies_before_anything_came_is_made_again_once() 
 
 async def vanish_in_mid_read(connection: Connection, side: Side) -> None:
     asked = await greet(connection, side)
-    connection.send(Chunk(room=asked.room, epoch=1, first_block=0, blocks=[1], checksums=[0]))
+    connection.send(Chunk(session=asked.session, epoch=1, first_block=0, blocks=[1], checksums=[0]))
 
 
 async def test_a_connection_that_dies_in_mid_read_is_not_tried_again_over_the_same_blocks() -> None:

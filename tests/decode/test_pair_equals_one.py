@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from baton_api.sampling import SamplingParams
-from baton_decode.prefills import Prefills
+from baton_decode.prefill_workers import PrefillWorkers
 from baton_engine.requests import FinishReason, Output, Request
 from baton_engine.transfer import create_transfer
 from tests.decode.pair import Side, ask, eventually, open_pair, tokens
@@ -87,7 +87,7 @@ class Race:
 
     route: str
     decode: Side
-    prefills: Prefills
+    prefills: PrefillWorkers
     address: str
     one: Side
     prefill: Side | None = None
@@ -167,7 +167,7 @@ async def open_race(folder: Path, route: str = LOOPBACK, prefill: str = "") -> A
 
 
 @contextlib.asynccontextmanager
-async def open_nixl(decode: Side, ucx_tls: str) -> AsyncIterator[Prefills]:
+async def open_nixl(decode: Side, ucx_tls: str) -> AsyncIterator[PrefillWorkers]:
     """The decode worker alone, with NIXL kept to some of UCX's transports."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UCX_TLS", ucx_tls)

@@ -11,7 +11,17 @@ import pytest
 from baton_api.messages import Abort, Chunk, Commit, Done, Failed, Prefill, TokenChoice
 from baton_api.reports import Fallback
 from baton_api.sampling import SamplingParams
-from baton_decode.sessions import Action, Order, Pull, Report, Room, Send, Settled, State, Verify
+from baton_decode.sessions import (
+    Action,
+    BlocksSettled,
+    DecodeSession,
+    DecodeState,
+    ReadBlocks,
+    ReportResult,
+    SendMessage,
+    SessionSpec,
+    VerifyChecksums,
+)
 from baton_engine.requests import Fetch, FetchResult, RelayRecord
 from baton_engine.transfer import Pulled
 from tests.decode.schedules import STRANGER, Schedule
@@ -21,11 +31,11 @@ LOCAL = (21, 22, 23)
 """For positions 2, 3 and 4 of a prompt of 70 tokens."""
 
 
-def room(**sampling: Any) -> Room:
+def session(**sampling: Any) -> DecodeSession:
     fetch = Fetch("q", tuple(range(70)), 2, b"p" * 16, LOCAL, SamplingParams(**sampling), "")
-    order = Order(
+    spec = SessionSpec(
         fetch=fetch,
-        room="r",
+        session="r",
         epoch=2,
         worker="prefill-0",
         tail=TAIL,
@@ -33,12 +43,12 @@ def room(**sampling: Any) -> Room:
         vocab=100,
         remote_blocks=64,
     )
-    return Room(order)
+    return DecodeSession(spec)
 
 
 def chunk(first_block: int, blocks: list[int], epoch: int = 2, name: str = "r") -> Chunk:
     return Chunk(
-        room=name,
+        session=name,
         epoch=epoch,
         first_block=first_block,
         blocks=blocks,
@@ -48,7 +58,7 @@ def chunk(first_block: int, blocks: list[int], epoch: int = 2, name: str = "r") 
 
 def commit(**changes: Any) -> Commit:
     fields: dict[str, Any] = {
-        "room": "r",
+        "session": "r",
         "epoch": 2,
         "first": TokenChoice(token=7),
         "prompt_tokens": 70,
@@ -62,33 +72,33 @@ def pulled(size: int = 100) -> Pulled:
     return Pulled(size, 0.5, "loopback")
 
 
-def bring(made: Room, number: int, blocks: int) -> list[Action]:
+def bring(made: DecodeSession, number: int, blocks: int) -> list[Action]:
     """Let a read finish well and its blocks be found equal."""
     (verify,) = made.pulled(number, pulled(), 1.0)
-    assert isinstance(verify, Verify)
+    assert isinstance(verify, VerifyChecksums)
     return made.verified(number, [True] * blocks)
 
 
 def reported(actions: list[Action]) -> FetchResult:
-    (report,) = [action for action in actions if isinstance(action, Report)]
+    (report,) = [action for action in actions if isinstance(action, ReportResult)]
     return report.fetched
 
 
-ABORT = Send(Abort(room="r", epoch=2))
-DONE = Send(Done(room="r", epoch=2))
+ABORT = SendMessage(Abort(session="r", epoch=2))
+DONE = SendMessage(Done(session="r", epoch=2))
 
 
-def test_chunks_are_pulled_as_they_come_and_the_commit_ends_the_room() -> None:
-    made = room()
+def test_session_reads_chunks_and_ends_with_commit() -> None:
+    made = session()
     states = [made.state]
-    assert made.chunk(chunk(2, [5, 6]), 0.0) == [Pull(1, (5, 6), (21, 22))]
+    assert made.chunk(chunk(2, [5, 6]), 0.0) == [ReadBlocks(1, (5, 6), (21, 22))]
     states.append(made.state)
-    assert made.chunk(chunk(4, [7]), 0.5) == [Pull(2, (7,), (23,))]
-    assert made.pulled(1, pulled(), 1.0) == [Verify(1, (21, 22), (50, 60))]
+    assert made.chunk(chunk(4, [7]), 0.5) == [ReadBlocks(2, (7,), (23,))]
+    assert made.pulled(1, pulled(), 1.0) == [VerifyChecksums(1, (21, 22), (50, 60))]
     assert made.verified(1, [True, True]) == []
     assert made.commit(commit()) == []
-    assert [*states, made.state] == [State.ASKING, State.RECEIVING, State.COMMITTED]
-    assert made.pulled(2, pulled(), 2.0) == [Verify(2, (23,), (70,))]
+    assert [*states, made.state] == [DecodeState.ASKING, DecodeState.RECEIVING, DecodeState.COMMITTED]
+    assert made.pulled(2, pulled(), 2.0) == [VerifyChecksums(2, (23,), (70,))]
     done, report = made.verified(2, [True])
     assert done == DONE
     fetched = reported([report])
@@ -101,19 +111,19 @@ def test_chunks_are_pulled_as_they_come_and_the_commit_ends_the_room() -> None:
 
 def test_begin_asks_for_the_prompt_with_all_it_depends_on() -> None:
     fetch = Fetch("q", (3, 1, 4), 0, b"p" * 16, (21,), SamplingParams(seed=5), "tenant", "00-trace")
-    made = Room(replace(room().order, fetch=fetch))
+    made = DecodeSession(replace(session().spec, fetch=fetch))
     expected = Prefill(
-        room="r", epoch=2, tokens=[3, 1, 4], start_block=0, parent=b"p" * 16,
+        session="r", epoch=2, tokens=[3, 1, 4], start_block=0, parent=b"p" * 16,
         sampling=SamplingParams(seed=5).first_token(), salt="tenant", ticket="ticket-1",
         request_id="request-1", trace="00-trace", deadline_s=7.5,
     )  # fmt: skip
-    assert made.begin("request-1", "ticket-1", 7.5) == [Send(expected)]
+    assert made.begin("request-1", "ticket-1", 7.5) == [SendMessage(expected)]
     assert made.reason is None
 
 
 def test_relay_record_names_worker_times_and_transport() -> None:
     """Only the seconds with a read under way count: 10 to 11 and 14 to 16."""
-    made = room()
+    made = session()
     made.chunk(chunk(2, [5]), 10.0)
     made.verified(1, [True] * len(made.pulled(1, pulled(), 11.0)))
     made.chunk(chunk(3, [6, 7]), 14.0)
@@ -137,9 +147,9 @@ def test_relay_record_names_worker_times_and_transport() -> None:
 
 def test_positions_count_not_the_order_of_arrival() -> None:
     """Peers' defect 7: blocks are mapped by position, never by counting from the end."""
-    made = room()
-    assert made.chunk(chunk(4, [7]), 0.0) == [Pull(1, (7,), (23,))]
-    assert made.chunk(chunk(2, [5, 6]), 0.0) == [Pull(2, (5, 6), (21, 22))]
+    made = session()
+    assert made.chunk(chunk(4, [7]), 0.0) == [ReadBlocks(1, (7,), (23,))]
+    assert made.chunk(chunk(2, [5, 6]), 0.0) == [ReadBlocks(2, (5, 6), (21, 22))]
     bring(made, 1, 1)
     assert made.arrived == 0, "a block after a gap is no prefix"
     bring(made, 2, 2)
@@ -147,7 +157,7 @@ def test_positions_count_not_the_order_of_arrival() -> None:
 
 
 def test_a_doubled_chunk_is_read_once() -> None:
-    made = room()
+    made = session()
     assert len(made.chunk(chunk(2, [5, 6]), 0.0)) == 1
     assert made.chunk(chunk(2, [5, 6]), 0.0) == []
     bring(made, 1, 2)
@@ -155,19 +165,19 @@ def test_a_doubled_chunk_is_read_once() -> None:
 
 
 def test_a_chunk_that_overlaps_brings_only_what_is_new() -> None:
-    made = room()
+    made = session()
     made.chunk(chunk(2, [5, 6]), 0.0)
-    assert made.chunk(chunk(3, [6, 7]), 0.0) == [Pull(2, (7,), (23,))]
+    assert made.chunk(chunk(3, [6, 7]), 0.0) == [ReadBlocks(2, (7,), (23,))]
 
 
-def test_messages_of_another_attempt_or_room_are_dropped() -> None:
-    """Peers' defect 27: what is said of one room never counts for another."""
-    made = room()
+def test_session_drops_messages_of_other_attempts() -> None:
+    """Peers' defect 27: messages of one session never count for another."""
+    made = session()
     assert made.chunk(chunk(2, [5], epoch=1), 0.0) == []
     assert made.chunk(chunk(2, [5], name="s"), 0.0) == []
     assert made.commit(commit(epoch=1)) == []
-    assert made.failed(Failed(room="r", epoch=1, reason="old", retry=False)) == []
-    assert made.state is State.ASKING
+    assert made.failed(Failed(session="r", epoch=1, reason="old", retry=False)) == []
+    assert made.state is DecodeState.ASKING
 
 
 FORBIDDEN = {
@@ -178,20 +188,20 @@ FORBIDDEN = {
     "the padding block": chunk(2, [0]),
     "outside the peer's pool": chunk(2, [64]),
     "no blocks": chunk(2, []),
-    "too few checksums": Chunk(room="r", epoch=2, first_block=2, blocks=[5, 6], checksums=[50]),
+    "too few checksums": Chunk(session="r", epoch=2, first_block=2, blocks=[5, 6], checksums=[50]),
 }
 
 
 @pytest.mark.parametrize("case", FORBIDDEN)
 def test_a_chunk_that_cannot_be_right_ends_the_attempt_before_a_byte_is_read(case: str) -> None:
-    made = room()
+    made = session()
     abort, report = made.chunk(FORBIDDEN[case], 0.0)
     assert abort == ABORT
     assert reported([report]) == FetchResult("q", arrived=0, reason=Fallback.PROTOCOL)
 
 
 def test_a_position_announced_twice_with_different_blocks_ends_the_attempt() -> None:
-    made = room()
+    made = session()
     made.chunk(chunk(2, [5]), 0.0)
     fetched = reported(made.chunk(chunk(2, [6]), 0.0))
     assert (fetched.reason, fetched.unsafe) == (Fallback.PROTOCOL, frozenset({21}))
@@ -207,7 +217,7 @@ MISMATCHED = {
 @pytest.mark.parametrize("case", MISMATCHED)
 def test_a_commit_for_another_prompt_is_not_believed(case: str) -> None:
     """Peers' defect 19: the tail's chain hash tells that both sides mean the same tokens."""
-    made = room()
+    made = session()
     made.chunk(chunk(2, [5, 6, 7]), 0.0)
     bring(made, 1, 3)
     fetched = reported(made.commit(MISMATCHED[case]))
@@ -219,7 +229,7 @@ def test_a_commit_for_another_prompt_is_not_believed(case: str) -> None:
     [commit(first=TokenChoice(token=100)), commit(first=TokenChoice(token=-1)), commit(cached_tokens=71)],
 )
 def test_a_commit_with_impossible_numbers_is_not_believed(wrong: Commit) -> None:
-    assert reported(room().commit(wrong)).reason == Fallback.PROTOCOL
+    assert reported(session().commit(wrong)).reason == Fallback.PROTOCOL
 
 
 @pytest.mark.parametrize(
@@ -232,13 +242,13 @@ def test_a_commit_with_impossible_numbers_is_not_believed(wrong: Commit) -> None
     ],
 )
 def test_commit_at_the_edge_of_its_ranges_is_accepted(edge: Commit) -> None:
-    made = room()
+    made = session()
     assert made.commit(edge) == []
-    assert made.state is State.COMMITTED
+    assert made.state is DecodeState.COMMITTED
 
 
 def test_second_commit_changes_nothing() -> None:
-    made = room()
+    made = session()
     made.commit(commit())
     assert made.commit(commit(first=TokenChoice(token=8))) == []
     made.chunk(chunk(2, [5, 6, 7]), 0.0)
@@ -246,27 +256,27 @@ def test_second_commit_changes_nothing() -> None:
 
 
 def test_commit_after_the_peer_failed_is_dropped() -> None:
-    made = room()
+    made = session()
     made.chunk(chunk(2, [5, 6, 7]), 0.0)
-    made.failed(Failed(room="r", epoch=2, reason="no memory", retry=True))
+    made.failed(Failed(session="r", epoch=2, reason="no memory", retry=True))
     assert made.commit(commit()) == []
     assert reported(bring(made, 1, 3)).reason == Fallback.FAILED
 
 
 @pytest.mark.parametrize("block", [1, 63])
 def test_first_and_last_block_of_the_peer_are_read(block: int) -> None:
-    assert room().chunk(chunk(2, [block]), 0.0) == [Pull(1, (block,), (21,))]
+    assert session().chunk(chunk(2, [block]), 0.0) == [ReadBlocks(1, (block,), (21,))]
 
 
 def test_missing_logprobs_are_a_mismatch() -> None:
-    assert reported(room(logprobs=2).commit(commit())).reason == Fallback.MISMATCH
+    assert reported(session(logprobs=2).commit(commit())).reason == Fallback.MISMATCH
     good = commit(first=TokenChoice(token=7, logprob=-0.5, top=[(7, -0.5), (8, -0.9)]))
-    assert room(logprobs=2).commit(good) == []
+    assert session(logprobs=2).commit(good) == []
 
 
 def test_a_checksum_that_differs_cuts_the_prefix_before_it() -> None:
     """Peers' defect 24: damaged blocks are found by their checksum and never used."""
-    made = room()
+    made = session()
     made.chunk(chunk(2, [5, 6, 7]), 0.0)
     made.pulled(1, pulled(), 1.0)
     abort, report = made.verified(1, [True, False, True])
@@ -276,7 +286,7 @@ def test_a_checksum_that_differs_cuts_the_prefix_before_it() -> None:
 
 def test_blocks_of_an_unsettled_read_are_unsafe_until_it_settles() -> None:
     """Peers' defect 5: an abort in mid-read frees no block that is still being written."""
-    made = room()
+    made = session()
     made.chunk(chunk(2, [5, 6]), 0.0)
     made.chunk(chunk(4, [7]), 0.0)
     bring(made, 2, 1)
@@ -286,19 +296,19 @@ def test_blocks_of_an_unsettled_read_are_unsafe_until_it_settles() -> None:
         "q", arrived=0, unsafe=frozenset({21, 22}), reason=Fallback.CANCELLED, transport="loopback"
     )
     assert not made.settled
-    assert made.pulled(1, pulled(), 9.0) == [Settled((21, 22))]
+    assert made.pulled(1, pulled(), 9.0) == [BlocksSettled((21, 22))]
     assert made.settled
 
 
 def test_a_read_that_fails_after_the_answer_settles_too() -> None:
-    made = room()
+    made = session()
     made.chunk(chunk(2, [5, 6]), 0.0)
     assert reported(made.overdue()).unsafe == {21, 22}
-    assert made.pull_failed(1, 9.0) == [Settled((21, 22))]
+    assert made.pull_failed(1, 9.0) == [BlocksSettled((21, 22))]
 
 
 def test_a_failed_read_is_settled_and_its_blocks_are_not_good() -> None:
-    made = room()
+    made = session()
     made.chunk(chunk(2, [5]), 0.0)
     made.chunk(chunk(3, [6]), 0.0)
     bring(made, 1, 1)
@@ -307,42 +317,42 @@ def test_a_failed_read_is_settled_and_its_blocks_are_not_good() -> None:
 
 
 def test_when_the_peer_gives_up_the_reads_under_way_still_count() -> None:
-    made = room()
+    made = session()
     made.chunk(chunk(2, [5, 6]), 0.0)
-    assert made.failed(Failed(room="r", epoch=2, reason="no memory", retry=True)) == []
+    assert made.failed(Failed(session="r", epoch=2, reason="no memory", retry=True)) == []
     assert made.chunk(chunk(4, [7]), 0.0) == [], "nothing new is begun"
     done, report = bring(made, 1, 2)
     assert done == DONE
     assert reported([report]) == FetchResult("q", arrived=2, reason=Fallback.FAILED, transport="loopback")
 
 
-def test_a_peer_without_room_is_not_one_that_failed() -> None:
-    done, report = room().failed(Failed(room="r", epoch=2, reason="full", retry=True, busy=True))
+def test_session_busy_peer_is_reported_as_busy() -> None:
+    done, report = session().failed(Failed(session="r", epoch=2, reason="full", retry=True, busy=True))
     assert done == DONE
     assert reported([report]) == FetchResult("q", arrived=0, reason=Fallback.BUSY)
 
 
 @pytest.mark.parametrize(("retry", "reason"), [(True, Fallback.FAILED), (False, Fallback.REJECTED)])
 def test_failed_prompt_is_rejected_if_a_retry_is_useless(retry: bool, reason: Fallback) -> None:
-    made = room()
-    fetched = reported(made.failed(Failed(room="r", epoch=2, reason="no", retry=retry)))
+    made = session()
+    fetched = reported(made.failed(Failed(session="r", epoch=2, reason="no", retry=retry)))
     assert (fetched.reason, made.reason) == (reason, reason)
 
 
 def test_a_lost_connection_is_reported_without_a_word_to_nobody() -> None:
-    made = room()
+    made = session()
     (report,) = made.lost()
     assert reported([report]) == FetchResult("q", arrived=0, reason=Fallback.LOST)
 
 
-def test_room_broken_reports_failure_of_this_worker() -> None:
-    made = room()
+def test_session_broken_reports_failure_of_this_worker() -> None:
+    made = session()
     (report,) = made.broken()
     assert reported([report]) == FetchResult("q", arrived=0, reason=Fallback.TRANSFER_FAILED)
 
 
 def test_after_the_answer_nothing_is_answered_again() -> None:
-    made = room()
+    made = session()
     made.cancel()
     assert [made.cancel(), made.lost(), made.overdue()] == [[], [], []]
     assert made.chunk(chunk(2, [5]), 0.0) == []
@@ -350,7 +360,7 @@ def test_after_the_answer_nothing_is_answered_again() -> None:
 
 
 def test_a_verdict_that_comes_after_the_answer_is_dropped() -> None:
-    made = room()
+    made = session()
     made.chunk(chunk(2, [5]), 0.0)
     made.pulled(1, pulled(), 1.0)
     assert reported(made.cancel()).unsafe == frozenset(), "the read has settled, only its check has not"

@@ -50,7 +50,7 @@ async def end_of(connection: Connection) -> str:
 
 async def test_messages_arrive_in_order() -> None:
     async with open_ends() as (ours, theirs):
-        sent = [Done(room=str(number), epoch=number) for number in range(500)]
+        sent = [Done(session=str(number), epoch=number) for number in range(500)]
         for message in sent:
             ours.send(message)
         assert [await theirs.receive() for _ in sent] == sent
@@ -59,7 +59,7 @@ async def test_messages_arrive_in_order() -> None:
 async def test_a_long_message_arrives_whole() -> None:
     async with open_ends() as (ours, theirs):
         prompt = Prefill(
-            room="r",
+            session="r",
             epoch=1,
             tokens=list(range(500_000)),
             start_block=0,
@@ -75,22 +75,22 @@ async def test_a_ping_is_answered_in_passing() -> None:
         waiting = asyncio.ensure_future(theirs.receive())
         ours.send(Ping(number=5))
         assert await ours.receive() == Pong(number=0, queued_tokens=17)
-        ours.send(Done(room="r", epoch=1))
-        assert await waiting == Done(room="r", epoch=1), "the ping itself is not passed on"
+        ours.send(Done(session="r", epoch=1))
+        assert await waiting == Done(session="r", epoch=1), "the ping itself is not passed on"
 
 
 async def test_what_was_queued_leaves_before_the_connection_is_closed() -> None:
     async with open_ends() as (ours, theirs):
-        ours.send(Done(room="last", epoch=1))
+        ours.send(Done(session="last", epoch=1))
         await ours.close()
-        assert await theirs.receive() == Done(room="last", epoch=1)
+        assert await theirs.receive() == Done(session="last", epoch=1)
         assert "it was closed" in await end_of(theirs)
 
 
 async def test_sending_after_the_end_is_nobodys_error() -> None:
     async with open_ends() as (ours, theirs):
         await ours.close()
-        ours.send(Done(room="r", epoch=1))
+        ours.send(Done(session="r", epoch=1))
         await end_of(theirs)
 
 
@@ -129,7 +129,7 @@ async def test_a_peer_that_does_not_read_is_cut_off_before_the_backlog_grows_wit
     async with open_ends() as (ours, theirs):
         theirs._writer.transport.pause_reading()  # type: ignore[attr-defined]
         prompt = Prefill(
-            room="r",
+            session="r",
             epoch=1,
             tokens=[100_000] * 1_500_000,
             start_block=0,
@@ -146,7 +146,7 @@ async def test_a_peer_that_does_not_read_is_cut_off_before_the_backlog_grows_wit
 
 async def test_half_a_frame_and_an_end_is_a_lost_connection() -> None:
     async with open_ends() as (ours, theirs):
-        ours._writer.write(messages.encode(Done(room="r", epoch=1))[:-2])
+        ours._writer.write(messages.encode(Done(session="r", epoch=1))[:-2])
         await ours.close()
         assert "ended" in await end_of(theirs)
 

@@ -76,7 +76,14 @@ class Bench:
     async def quiet(self) -> None:
         def held() -> tuple[int, ...]:
             now = self.side.now
-            return (self.server.rooms, now.running, now.queued, now.held, now.owned_blocks, now.pinned_blocks)
+            return (
+                self.server.sessions,
+                now.running,
+                now.queued,
+                now.held,
+                now.owned_blocks,
+                now.pinned_blocks,
+            )
 
         await eventually(lambda: not any(held()), held)
 
@@ -96,14 +103,14 @@ async def open_bench(side: Side | None = None, **how: Any) -> AsyncIterator[Benc
         await side.close()
 
 
-def prefill(room: str = "r", epoch: int = 1, tokens: list[int] = PROMPT, **changes: Any) -> Prefill:
+def prefill(session: str = "r", epoch: int = 1, tokens: list[int] = PROMPT, **changes: Any) -> Prefill:
     fields: dict[str, Any] = {
         "start_block": 0,
         "parent": root_hash(),
         "sampling": SamplingParams(seed=1, temperature=0.0),
-        "request_id": room,
+        "request_id": session,
     }
-    return Prefill(room=room, epoch=epoch, tokens=tokens, **{**fields, **changes})
+    return Prefill(session=session, epoch=epoch, tokens=tokens, **{**fields, **changes})
 
 
 async def hear(connection: Connection, kind: type[Any]) -> Any:
@@ -147,7 +154,7 @@ async def test_prefill_reader_goes_on_while_shared_threads_are_busy() -> None:
             peer.send(prefill())
             _, commit = await chunks(peer)
             assert commit.first.token == FakeModel().greedy(PROMPT, 1)[0]
-            peer.send(Done(room="r", epoch=1))
+            peer.send(Done(session="r", epoch=1))
             peer.send(Ping(number=7))
             while (await hear(peer, Pong)).number != 7:
                 pass
@@ -176,7 +183,7 @@ async def test_prefill_prompt_is_hashed_once_by_its_admission(length: int) -> No
     async with open_bench(side, client=client) as bench, bench.peer() as peer:
         peer.send(prefill(tokens=PROMPT[:length], parent=root_hash("t"), salt="t"))
         await chunks(peer)
-        peer.send(Done(room="r", epoch=1))
+        peer.send(Done(session="r", epoch=1))
         await hear(peer, Drained)
     (request,) = client.requests
     assert request.hashes == block_hashes(PROMPT[:length], side.cache.block_size, root_hash("t"))
@@ -197,27 +204,27 @@ async def test_blocks_are_announced_as_they_are_computed_and_then_committed() ->
             tail = chain_hash(tail, PROMPT[start : start + 4])
         assert (commit.prompt_tokens, commit.cached_tokens, commit.tail) == (30, 0, tail)
         assert bench.side.now.held == 1, "the blocks stay until Done"
-        peer.send(Done(room="r", epoch=1))
-        assert await hear(peer, Drained) == Drained(room="r", epoch=1)
+        peer.send(Done(session="r", epoch=1))
+        assert await hear(peer, Drained) == Drained(session="r", epoch=1)
 
 
 async def test_a_cached_prefix_is_announced_before_anything_is_computed() -> None:
     async with open_bench() as bench, bench.peer() as peer:
         peer.send(prefill())
         await chunks(peer)
-        peer.send(Done(room="r", epoch=1))
+        peer.send(Done(session="r", epoch=1))
         await hear(peer, Drained)
         bench.model.go.clear()
         try:
             peer.send(prefill("s"))
             first = await hear(peer, Chunk)
-            assert (first.room, first.first_block, len(first.blocks)) == ("s", 0, 7)
+            assert (first.session, first.first_block, len(first.blocks)) == ("s", 0, 7)
         finally:
             bench.model.go.set()
         rest, commit = await chunks(peer)
         assert [(chunk.first_block, len(chunk.blocks)) for chunk in rest] == [(7, 1)]
         assert commit.cached_tokens == 28
-        peer.send(Done(room="s", epoch=1))
+        peer.send(Done(session="s", epoch=1))
 
 
 async def test_blocks_that_the_decode_worker_has_are_computed_but_not_announced() -> None:
@@ -228,7 +235,7 @@ async def test_blocks_that_the_decode_worker_has_are_computed_but_not_announced(
         peer.send(prefill(start_block=3, parent=parent))
         heard, _ = await chunks(peer)
         assert [chunk.first_block for chunk in heard] == [3, 4, 6]
-        peer.send(Done(room="r", epoch=1))
+        peer.send(Done(session="r", epoch=1))
 
 
 async def test_another_prompt_behind_the_same_length_is_refused() -> None:
@@ -241,7 +248,7 @@ async def test_another_prompt_behind_the_same_length_is_refused() -> None:
         assert bench.model.passes == 0
 
 
-State = Callable[[Bench, Connection], Awaitable[None]]
+PrefillState = Callable[[Bench, Connection], Awaitable[None]]
 
 
 async def asked(bench: Bench, peer: Connection) -> None:
@@ -265,7 +272,7 @@ async def committed(bench: Bench, peer: Connection) -> None:
     await hear(peer, Commit)
 
 
-STATES: dict[str, State] = {
+STATES: dict[str, PrefillState] = {
     "asked": asked,
     "in mid-pass": in_mid_pass,
     "partly announced": partly_announced,
@@ -275,11 +282,11 @@ STATES: dict[str, State] = {
 
 @pytest.mark.parametrize("state", STATES)
 async def test_an_abort_at_any_state_lets_everything_go_and_says_so(state: str) -> None:
-    """Peers' defect 23: an abort is acknowledged once nothing of the room is left, whatever its state."""
+    """Peers' defect 23: an abort is acknowledged once nothing of the session is left, whatever its state."""
     async with open_bench() as bench, bench.peer() as peer:
         await STATES[state](bench, peer)
-        peer.send(Abort(room="r", epoch=1))
-        assert await hear(peer, Drained) == Drained(room="r", epoch=1)
+        peer.send(Abort(session="r", epoch=1))
+        assert await hear(peer, Drained) == Drained(session="r", epoch=1)
         bench.model.go.set()
 
 
@@ -298,58 +305,58 @@ async def test_the_deadline_lets_everything_go(state: str) -> None:
         if state == "in mid-pass":
             bench.model.go.clear()
         peer.send(prefill(deadline_s=0.15))
-        assert await hear(peer, Drained) == Drained(room="r", epoch=1)
+        assert await hear(peer, Drained) == Drained(session="r", epoch=1)
         bench.model.go.set()
 
 
-async def test_a_peer_that_falls_silent_is_dead_and_its_rooms_are_let_go() -> None:
+async def test_server_silent_peer_sessions_are_released() -> None:
     async with open_bench() as bench:
         connection = await bench.raw()
         connection.send(bench.side.me.hello())
         await connection.receive()
         connection.send(prefill())  # and no heartbeat from now on
         await hear(connection, Commit)
-        await eventually(lambda: bench.server.rooms == 0)
+        await eventually(lambda: bench.server.sessions == 0)
         await connection.close()
 
 
-async def test_done_for_a_room_that_is_no_more_is_acknowledged_again() -> None:
+async def test_server_done_for_ended_session_is_acknowledged() -> None:
     """Peers' defect 23: a lost acknowledgement is asked for again, and comes again."""
     async with open_bench() as bench, bench.peer() as peer:
         for _ in range(2):
-            peer.send(Done(room="gone", epoch=7))
-            assert await hear(peer, Drained) == Drained(room="gone", epoch=7)
+            peer.send(Done(session="gone", epoch=7))
+            assert await hear(peer, Drained) == Drained(session="gone", epoch=7)
 
 
 async def test_a_later_attempt_takes_the_place_of_an_earlier_one_and_never_the_other_way() -> None:
     async with open_bench() as bench, bench.peer() as peer:
         bench.model.go.clear()
         peer.send(prefill(epoch=2))
-        await eventually(lambda: bench.server.rooms == 1)
+        await eventually(lambda: bench.server.sessions == 1)
         peer.send(prefill(epoch=1))
         peer.send(prefill(epoch=2))
         peer.send(prefill(epoch=3))
-        assert await hear(peer, Drained) == Drained(room="r", epoch=2)
+        assert await hear(peer, Drained) == Drained(session="r", epoch=2)
         bench.model.go.set()
         _, commit = await chunks(peer)
         assert commit.epoch == 3
-        peer.send(Abort(room="r", epoch=2))
+        peer.send(Abort(session="r", epoch=2))
         await hear(peer, Drained)
-        assert bench.server.rooms == 1, "an abort of the earlier attempt is not for this one"
-        peer.send(Done(room="r", epoch=3))
+        assert bench.server.sessions == 1, "an abort of the earlier attempt is not for this one"
+        peer.send(Done(session="r", epoch=3))
 
 
-async def test_two_peers_may_use_the_same_name_for_a_room() -> None:
+async def test_server_two_peers_may_use_one_session_name() -> None:
     """Peers' defect 27: names are each peer's own."""
     async with open_bench() as bench, bench.peer() as one, bench.peer() as two:
         one.send(prefill())
         two.send(prefill(tokens=PROMPT[::-1]))
         assert (await chunks(one))[1].first.token == FakeModel().greedy(PROMPT, 1)[0]
         assert (await chunks(two))[1].first.token == FakeModel().greedy(PROMPT[::-1], 1)[0]
-        one.send(Done(room="r", epoch=1))
+        one.send(Done(session="r", epoch=1))
         await hear(one, Drained)
-        assert bench.server.rooms == 1
-        two.send(Done(room="r", epoch=1))
+        assert bench.server.sessions == 1
+        two.send(Done(session="r", epoch=1))
 
 
 async def test_draining_finishes_what_is_under_way_and_takes_nothing_new() -> None:
@@ -360,15 +367,15 @@ async def test_draining_finishes_what_is_under_way_and_takes_nothing_new() -> No
         await asyncio.sleep(0)
         peer.send(prefill("late"))
         failed = await hear(peer, Failed)
-        assert (failed.room, failed.retry) == ("late", True)
+        assert (failed.session, failed.retry) == ("late", True)
         assert "draining" in failed.reason
         assert not drained.done(), "the blocks of the first one were not pulled yet"
-        peer.send(Done(room="r", epoch=1))
+        peer.send(Done(session="r", epoch=1))
         await asyncio.wait_for(drained, 60)
 
 
 async def test_a_full_worker_says_that_another_may_do_better() -> None:
-    async with open_bench(rooms=1) as bench, bench.peer() as peer:
+    async with open_bench(sessions=1) as bench, bench.peer() as peer:
         peer.send(prefill())
         await chunks(peer)
         peer.send(prefill("s"))
@@ -378,7 +385,7 @@ async def test_a_full_worker_says_that_another_may_do_better() -> None:
             True,
             "prefill-0 has 1 prompts under way already",
         )
-        peer.send(Done(room="r", epoch=1))
+        peer.send(Done(session="r", epoch=1))
 
 
 async def test_a_ping_is_answered_with_the_load() -> None:
@@ -434,12 +441,12 @@ async def test_who_does_not_say_hello_is_cut_off_and_others_are_served(case: str
         async with bench.peer() as peer:
             peer.send(prefill())
             await chunks(peer)
-            peer.send(Done(room="r", epoch=1))
+            peer.send(Done(session="r", epoch=1))
 
 
 async def test_a_message_that_is_not_a_decode_workers_to_say_ends_the_connection() -> None:
     async with open_bench() as bench, bench.peer() as peer:
-        peer.send(Chunk(room="r", epoch=1, first_block=0, blocks=[1], checksums=[1]))
+        peer.send(Chunk(session="r", epoch=1, first_block=0, blocks=[1], checksums=[1]))
         await ended(peer)
 
 
@@ -456,7 +463,7 @@ async def test_mutated_frames_end_a_connection_at_most() -> None:
         async with bench.peer() as peer:
             peer.send(prefill())
             await chunks(peer)
-            peer.send(Done(room="r", epoch=1))
+            peer.send(Done(session="r", epoch=1))
 
 
 SECRET = b"s3cret"
@@ -468,7 +475,7 @@ async def test_a_ticket_admits_its_own_request_here_and_nothing_else() -> None:
         async with bench.peer(request_id="r", ticket=good) as peer:
             peer.send(prefill(ticket=good))
             await chunks(peer)
-            peer.send(Done(room="r", epoch=1))
+            peer.send(Done(session="r", epoch=1))
             peer.send(prefill("s", ticket=good))
             failed = await hear(peer, Failed)
             assert failed.reason == "the ticket is not for room s"
@@ -514,18 +521,18 @@ async def test_a_broken_engine_sends_the_prompt_back() -> None:
         peer.send(prefill())
         failed = await hear(peer, Failed)
         assert failed.retry
-        peer.send(Done(room="r", epoch=1))
-        assert await hear(peer, Drained) == Drained(room="r", epoch=1)
+        peer.send(Done(session="r", epoch=1))
+        assert await hear(peer, Drained) == Drained(session="r", epoch=1)
 
 
 async def test_the_transfer_is_attended_to_while_somebody_may_read() -> None:
     async with open_bench() as bench:
-        presence = bench.server._presence
-        assert not presence.attentive
+        presence = bench.server._peer_reads
+        assert not presence.served
         async with bench.peer():
-            assert presence.attentive
+            assert presence.served
         presence.close()
-        assert not presence.attentive
+        assert not presence.served
 
 
 async def send_raw(connection: Connection, body: bytes) -> None:

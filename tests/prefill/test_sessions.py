@@ -8,44 +8,54 @@ import pytest
 
 from baton_api.messages import Chunk, Commit, Drained, Failed, Prefill, TokenChoice
 from baton_api.sampling import SamplingParams
-from baton_prefill.sessions import Action, Checksum, Release, Room, Send, State, Submit
+from baton_prefill.sessions import (
+    Action,
+    ComputeChecksums,
+    PrefillSession,
+    PrefillState,
+    ReleaseBlocks,
+    SendMessage,
+    SubmitPrompt,
+)
 
 TAIL = b"t" * 16
 FIRST = TokenChoice(token=7)
 
 
-def room(tokens: int = 40, start_block: int = 0) -> Room:
-    ask = Prefill(
-        room="r",
+def session(tokens: int = 40, start_block: int = 0) -> PrefillSession:
+    prefill = Prefill(
+        session="r",
         epoch=3,
         tokens=list(range(tokens)),
         start_block=start_block,
         parent=b"p" * 16,
         sampling=SamplingParams(seed=1),
     )
-    return Room(ask, 16, TAIL)
+    return PrefillSession(prefill, 16, TAIL)
 
 
-def computing(tokens: int = 40, start_block: int = 0) -> Room:
-    made = room(tokens, start_block)
-    assert made.begin() == [Submit()]
+def computing(tokens: int = 40, start_block: int = 0) -> PrefillSession:
+    made = session(tokens, start_block)
+    assert made.begin() == [SubmitPrompt()]
     return made
 
 
-def announce(made: Room, actions: list[Action]) -> list[Action]:
+def announce(made: PrefillSession, actions: list[Action]) -> list[Action]:
     """Answer the one Checksum in `actions`."""
-    (ask,) = actions
-    assert isinstance(ask, Checksum)
-    return made.checksummed(ask.first_block, ask.blocks, [block * 10 for block in ask.blocks])
+    (prefill,) = actions
+    assert isinstance(prefill, ComputeChecksums)
+    return made.checksummed(prefill.first_block, prefill.blocks, [block * 10 for block in prefill.blocks])
 
 
-def chunk(first_block: int, blocks: list[int]) -> Send:
+def chunk(first_block: int, blocks: list[int]) -> SendMessage:
     checksums = [block * 10 for block in blocks]
-    return Send(Chunk(room="r", epoch=3, first_block=first_block, blocks=blocks, checksums=checksums))
+    return SendMessage(
+        Chunk(session="r", epoch=3, first_block=first_block, blocks=blocks, checksums=checksums)
+    )
 
 
-COMMIT = Send(Commit(room="r", epoch=3, first=FIRST, prompt_tokens=40, cached_tokens=0, tail=TAIL))
-DRAINED = Send(Drained(room="r", epoch=3))
+COMMIT = SendMessage(Commit(session="r", epoch=3, first=FIRST, prompt_tokens=40, cached_tokens=0, tail=TAIL))
+DRAINED = SendMessage(Drained(session="r", epoch=3))
 
 
 def test_whole_blocks_are_announced_as_they_come_and_the_partial_one_last() -> None:
@@ -55,7 +65,7 @@ def test_whole_blocks_are_announced_as_they_come_and_the_partial_one_last() -> N
     assert announce(made, made.computed(32, [4, 5, 6])) == [chunk(1, [5])]
     assert announce(made, made.computed(40, [4, 5, 6])) == [chunk(2, [6])]
     assert made.finished(FIRST, 0) == [COMMIT]
-    assert made.done() == [Release(), DRAINED]
+    assert made.done() == [ReleaseBlocks(), DRAINED]
 
 
 def test_a_cached_prefix_is_announced_at_once() -> None:
@@ -81,9 +91,9 @@ def test_commit_reports_both_times_and_ends_computing() -> None:
     made = computing()
     announce(made, made.computed(40, [4, 5, 6]))
     (sent,) = made.finished(FIRST, 32, queue_s=0.25, compute_s=0.5)
-    assert isinstance(sent, Send) and isinstance(sent.message, Commit)
+    assert isinstance(sent, SendMessage) and isinstance(sent.message, Commit)
     assert (sent.message.cached_tokens, sent.message.queue_s, sent.message.compute_s) == (32, 0.25, 0.5)
-    assert made.state is State.COMMITTED
+    assert made.state is PrefillState.COMMITTED
     assert made.failed("too late", retry=True) == []
 
 
@@ -103,32 +113,32 @@ def test_every_length_of_prompt_is_announced_whole(tokens: int, blocks: int) -> 
 @pytest.mark.parametrize("end", ["done", "abort"])
 def test_an_end_while_computing_releases_at_once(end: str) -> None:
     made = computing()
-    assert getattr(made, end)() == [Release(), DRAINED]
+    assert getattr(made, end)() == [ReleaseBlocks(), DRAINED]
 
 
 def test_a_lost_connection_releases_without_a_word() -> None:
     made = computing()
-    assert made.lost() == [Release()]
+    assert made.lost() == [ReleaseBlocks()]
 
 
 def test_the_deadline_ends_a_prompt_that_is_computed_and_one_that_is_never_fetched() -> None:
     made = computing()
-    failed = Send(Failed(room="r", epoch=3, reason="the deadline passed", retry=False))
-    assert made.deadline() == [failed, Release(), DRAINED]
+    failed = SendMessage(Failed(session="r", epoch=3, reason="the deadline passed", retry=False))
+    assert made.deadline() == [failed, ReleaseBlocks(), DRAINED]
     made = computing()
     announce(made, made.computed(40, [4, 5, 6]))
     made.finished(FIRST, 0)
-    assert made.deadline() == [Release(), DRAINED]
+    assert made.deadline() == [ReleaseBlocks(), DRAINED]
 
 
 def test_after_a_failure_what_was_announced_is_held_until_the_decode_worker_answers() -> None:
     made = computing()
     announce(made, made.computed(16, [4, 5, 6]))
     assert made.failed("no memory", retry=True) == [
-        Send(Failed(room="r", epoch=3, reason="no memory", retry=True))
+        SendMessage(Failed(session="r", epoch=3, reason="no memory", retry=True))
     ]
-    assert made.state is State.FAILED
-    assert made.done() == [Release(), DRAINED]
+    assert made.state is PrefillState.FAILED
+    assert made.done() == [ReleaseBlocks(), DRAINED]
 
 
 def test_checksums_that_come_after_the_end_are_dropped() -> None:
@@ -147,7 +157,7 @@ def test_law_what_is_submitted_is_released_once_and_chunks_tile_the_prompt(seed:
     start = chance.randint(0, len(blocks) - 1)
     made = computing(tokens, start)
     log: list[Action] = []
-    unanswered: list[Checksum] = []
+    unanswered: list[ComputeChecksums] = []
     done = 0
     for _ in range(60):
         match chance.randint(0, 9):
@@ -155,8 +165,8 @@ def test_law_what_is_submitted_is_released_once_and_chunks_tile_the_prompt(seed:
                 done = min(tokens, done + chance.randint(0, 40))
                 new = made.computed(done, blocks)
             case 3 | 4 | 5 if unanswered:
-                ask = unanswered.pop(0)
-                new = made.checksummed(ask.first_block, ask.blocks, [0] * len(ask.blocks))
+                prefill = unanswered.pop(0)
+                new = made.checksummed(prefill.first_block, prefill.blocks, [0] * len(prefill.blocks))
             case 6 if done == tokens:
                 new = made.finished(FIRST, 0)
             case 7 if chance.random() < 0.2:
@@ -165,19 +175,19 @@ def test_law_what_is_submitted_is_released_once_and_chunks_tile_the_prompt(seed:
                 new = made.failed("chance", retry=False)
             case _:
                 new = []
-        unanswered += [action for action in new if isinstance(action, Checksum)]
-        log += [action for action in new if not isinstance(action, Checksum)]
+        unanswered += [action for action in new if isinstance(action, ComputeChecksums)]
+        log += [action for action in new if not isinstance(action, ComputeChecksums)]
     log += made.lost()
-    assert made.state is State.RELEASED
-    assert log.count(Release()) == 1
-    after = log[log.index(Release()) + 1 :]
+    assert made.state is PrefillState.RELEASED
+    assert log.count(ReleaseBlocks()) == 1
+    after = log[log.index(ReleaseBlocks()) + 1 :]
     assert all(action == DRAINED for action in after)
     position = start
     for action in log:
         match action:
-            case Send(Chunk() as told):
+            case SendMessage(Chunk() as told):
                 assert told.first_block == position
                 assert told.blocks == blocks[position : position + len(told.blocks)]
                 position += len(told.blocks)
-            case Send(Commit()):
+            case SendMessage(Commit()):
                 assert position == len(blocks)

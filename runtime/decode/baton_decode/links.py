@@ -1,8 +1,8 @@
 """
-The connection to one prefill worker: kept for all prompts, and over for all of them at once.
+The connection to one prefill worker, shared by all prompts that it computes for this worker.
 
-A link belongs to one start of the peer's process. When it ends, the peer's memory is forgotten with it:
-a worker that comes back at the same address is another one, and is met by a new link.
+A link belongs to one process of the peer. When it ends, so does the access to the peer's memory: a worker
+that restarts at the same address gets a new link.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from baton_engine.transfer.handshake import Identity
 log = logging.getLogger(__name__)
 
 
-class Listener(Protocol):
-    """Who waits for news of one room."""
+class SessionListener(Protocol):
+    """Receives the messages of one session."""
 
-    def hear(self, message: Chunk | Commit | Failed) -> None: ...
+    def receive(self, message: Chunk | Commit | Failed) -> None: ...
 
     def lost(self) -> None:
         """The link has ended."""
@@ -38,7 +38,7 @@ class Link:
         self.address = address
         self.peer = peer
         self.worker = welcome.worker
-        self.listeners: dict[str, Listener] = {}
+        self.listeners: dict[str, SessionListener] = {}
         self.load: Pong | None = None
         """From the latest heartbeat."""
         self._connection = connection
@@ -54,7 +54,7 @@ class Link:
         pace: Pace,
         tls: ssl.SSLContext | None = None,
     ) -> Link:
-        """Raises TransferFailed if there is nobody, IncompatiblePeer if we are not wanted there."""
+        """Raises TransferFailed if the address does not answer, IncompatiblePeer if the peer refuses."""
         connection = await control.dial(address, pace, tls=tls)
         try:
             hello = me.hello(request_id, ticket)
@@ -76,22 +76,22 @@ class Link:
         self._connection.send(message)
 
     async def run(self, transfer: Transfer, on_end: Callable[[], None]) -> None:
-        """Pass on what the peer says until the connection ends; then everybody is told, `on_end` first."""
+        """Pass messages on until the connection ends; then call `on_end`, and `lost` of all listeners."""
         try:
             async for message in self._connection.messages():
                 match message:
                     case Chunk() | Commit() | Failed():
-                        listener = self.listeners.get(message.room)
+                        listener = self.listeners.get(message.session)
                         if listener is not None:
-                            listener.hear(message)
+                            listener.receive(message)
                     case Pong():
                         self.load = message
                     case Drained():
                         pass
                     case _:
                         raise TransferFailed(
-                            f"{self.worker} at {self.address} sent {type(message).__name__}, "
-                            "which is not its to say."
+                            f"Unexpected {type(message).__name__} message from prefill worker "
+                            f"{self.worker} at {self.address}."
                         )
         except TransferFailed as error:
             log.warning("lost prefill worker %s: %s", self.worker[:200], error)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 from baton_api import mutual_tls
 from baton_api.announcements import Announcer
-from baton_decode.prefills import Prefills
+from baton_decode.prefill_workers import PrefillWorkers
 from baton_engine import service
 from baton_engine.model.progress import Progress
 from baton_engine.service import Duties
@@ -22,9 +22,9 @@ async def run(settings: WorkerSettings, announce: Announcer, progress: Progress)
 
 @contextlib.asynccontextmanager
 async def decode(worker: Worker) -> AsyncIterator[Duties]:
-    """Have prompts computed by the prefill workers that the router names."""
+    """Fetch prompts from the prefill workers that the router names."""
     assert worker.transfer is not None
-    prefills = Prefills(
+    prefills = PrefillWorkers(
         worker.engine,
         worker.cache,
         worker.transfer,

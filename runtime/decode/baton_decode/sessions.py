@@ -1,15 +1,15 @@
 """
-One prompt on the decode side, as a pure state machine: what happened goes in, what to do comes out.
+The transfer session of one prompt on the decode side: a pure state machine from events to actions.
 
     asking -> receiving -> committed -> reported
 
-Two things are kept apart. The *answer* is given once, as early as it is known: the first token once every
-block is here and checked, or how many leading blocks are good. The *memory* is another matter: a
-block is written by a read until that read has settled, whatever was decided meanwhile, so the answer names
-the blocks of unsettled reads as unsafe and each is declared settled later. Only then is the room over.
+The session reports its result once, as early as it is known: the first token once all blocks have arrived and
+their checksums match, or the number of leading blocks that are good. A read may still write its blocks after
+the report. The report names these blocks as unsafe, and `BlocksSettled` follows once their read has ended.
+The session is over when all reads have ended.
 
-Nothing that a peer says is believed by its order: a chunk names its position, attempts are told apart by
-their epoch, and a block counts only once its read is done and its checksum is the announced one.
+The order of a peer's messages is not trusted. A chunk names its position, an epoch identifies the attempt,
+and a block counts only once its read is done and its checksum equals the announced one.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from baton_engine.transfer import Pulled
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendMessage:
     message: Prefill | Done | Abort
 
 
 @dataclass(frozen=True, slots=True)
-class Pull:
-    """Read the peer's blocks `remote` into `local`, pairwise; then `pulled` or `pull_failed` `number`."""
+class ReadBlocks:
+    """Read the peer's blocks `remote` into `local`, pairwise; then call `pulled` or `pull_failed`."""
 
     number: int
     remote: tuple[int, ...]
@@ -39,8 +39,8 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True)
-class Verify:
-    """Compare the checksums of `blocks`; then `verified` with one verdict for each."""
+class VerifyChecksums:
+    """Compare the checksums of `blocks`; then call `verified` with one result for each."""
 
     number: int
     blocks: tuple[int, ...]
@@ -48,23 +48,23 @@ class Verify:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """The answer; once in a room's life."""
+class ReportResult:
+    """Report the result; once in a session."""
 
     fetched: FetchResult
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
-    """Blocks that were reported as unsafe can no longer change."""
+class BlocksSettled:
+    """These blocks were reported as unsafe, and are no longer written."""
 
     blocks: tuple[int, ...]
 
 
-Action = Send | Pull | Verify | Report | Settled
+Action = SendMessage | ReadBlocks | VerifyChecksums | ReportResult | BlocksSettled
 
 
-class State(enum.StrEnum):
+class DecodeState(enum.StrEnum):
     ASKING = "asking"
     RECEIVING = "receiving"
     COMMITTED = "committed"
@@ -72,11 +72,11 @@ class State(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """What one attempt is to bring, and what it is measured by."""
+class SessionSpec:
+    """What one attempt fetches, and the values its messages are checked against."""
 
     fetch: Fetch
-    room: str
+    session: str
     epoch: int
     worker: str
     """The prefill worker's name."""
@@ -93,13 +93,13 @@ class Order:
 
     @property
     def end_block(self) -> int:
-        """One past the last position that is to be filled."""
+        """The position after the last block to fill."""
         return self.fetch.start_block + len(self.fetch.blocks)
 
-    def ask(self, request_id: str, ticket: str, deadline_s: float) -> Prefill:
+    def prefill(self, request_id: str, ticket: str, deadline_s: float) -> Prefill:
         fetch = self.fetch
         return Prefill(
-            room=self.room,
+            session=self.session,
             epoch=self.epoch,
             tokens=list(fetch.tokens),
             start_block=fetch.start_block,
@@ -121,17 +121,17 @@ class _Read:
     checksums: tuple[int, ...]
 
 
-class Room:
-    """One attempt to have one prompt computed elsewhere. `now` is in seconds of any steady clock."""
+class DecodeSession:
+    """One attempt to fetch one prompt. `now` is in seconds of a monotonic clock."""
 
-    def __init__(self, order: Order) -> None:
-        self.order = order
-        self.state = State.ASKING
+    def __init__(self, spec: SessionSpec) -> None:
+        self.spec = spec
+        self.state = DecodeState.ASKING
         self.reason: Fallback | None = None
         self._announced: dict[int, tuple[int, int]] = {}
         """Position -> (block, checksum)."""
         self._reads: dict[int, _Read] = {}
-        """Not settled."""
+        """Reads that have not ended."""
         self._checks: dict[int, _Read] = {}
         self._good: set[int] = set()
         self._commit: Commit | None = None
@@ -144,96 +144,96 @@ class Room:
 
     @property
     def settled(self) -> bool:
-        """Whether the room is over: answered, and no block is written for it."""
-        return self.state is State.REPORTED and not self._reads
+        """Whether the session is over: reported, and no read is under way."""
+        return self.state is DecodeState.REPORTED and not self._reads
 
     @property
     def untouched(self) -> bool:
-        """Whether no read was begun, so that another attempt may have the same blocks."""
+        """Whether no read has begun, so that another attempt can use the same blocks."""
         return self._pulls == 0
 
     @property
     def arrived(self) -> int:
-        """Leading blocks of the order that are whole and checked."""
-        position = self.order.first_block
+        """Leading blocks of the fetch that have arrived and are verified."""
+        position = self.spec.first_block
         while position in self._good:
             position += 1
-        return position - self.order.first_block
+        return position - self.spec.first_block
 
     def begin(self, request_id: str, ticket: str, deadline_s: float) -> list[Action]:
-        return [Send(self.order.ask(request_id, ticket, deadline_s))]
+        return [SendMessage(self.spec.prefill(request_id, ticket, deadline_s))]
 
     def chunk(self, chunk: Chunk, now: float) -> list[Action]:
         if not self._concerns(chunk) or self._peer_failed is not None:
             return []
         if self._forbidden(chunk):
             return self._give_up(Fallback.PROTOCOL)
-        if self.state is State.ASKING:
-            self.state = State.RECEIVING
+        if self.state is DecodeState.ASKING:
+            self.state = DecodeState.RECEIVING
         positions, remote, checksums = [], [], []
-        for offset, told in enumerate(zip(chunk.blocks, chunk.checksums, strict=True)):
+        for offset, announced in enumerate(zip(chunk.blocks, chunk.checksums, strict=True)):
             position = chunk.first_block + offset
-            if self._announced.setdefault(position, told) != told:
+            if self._announced.setdefault(position, announced) != announced:
                 return self._give_up(Fallback.PROTOCOL)
             if position not in self._good and not self._is_under_way(position):
                 positions.append(position)
-                remote.append(told[0])
-                checksums.append(told[1])
+                remote.append(announced[0])
+                checksums.append(announced[1])
         if not positions:
             return []
-        local = tuple(self.order.fetch.blocks[p - self.order.first_block] for p in positions)
+        local = tuple(self.spec.fetch.blocks[p - self.spec.first_block] for p in positions)
         if not self._reads:
             self._reading_since = now
         self._pulls += 1
         self._reads[self._pulls] = _Read(tuple(positions), tuple(remote), local, tuple(checksums))
-        return [Pull(self._pulls, tuple(remote), local)]
+        return [ReadBlocks(self._pulls, tuple(remote), local)]
 
     def commit(self, commit: Commit) -> list[Action]:
         if not self._concerns(commit) or self._commit is not None or self._peer_failed is not None:
             return []
-        length = len(self.order.fetch.tokens)
-        asked = (length, self.order.tail, self.order.fetch.sampling.logprobs is not None)
-        if asked != (commit.prompt_tokens, commit.tail, commit.first.logprob is not None):
+        length = len(self.spec.fetch.tokens)
+        expected = (length, self.spec.tail, self.spec.fetch.sampling.logprobs is not None)
+        if expected != (commit.prompt_tokens, commit.tail, commit.first.logprob is not None):
             return self._give_up(Fallback.MISMATCH)
-        if not (0 <= commit.first.token < self.order.vocab and 0 <= commit.cached_tokens <= length):
+        if not (0 <= commit.first.token < self.spec.vocab and 0 <= commit.cached_tokens <= length):
             return self._give_up(Fallback.PROTOCOL)
         self._commit = commit
-        self.state = State.COMMITTED
+        self.state = DecodeState.COMMITTED
         return self._answer_if_whole()
 
     def failed(self, failed: Failed) -> list[Action]:
-        """The peer gives up; the reads under way may still bring good blocks."""
+        """The peer failed; reads under way may still bring good blocks."""
         if not self._concerns(failed):
             return []
         self._peer_failed = failed
         return self._answer_if_whole()
 
     def pulled(self, number: int, pulled: Pulled, now: float) -> list[Action]:
-        """Read `number` is done."""
+        """Read `number` has ended."""
         read = self._settle(number, now)
-        if self.state is State.REPORTED:
-            return [Settled(read.local)]
+        if self.state is DecodeState.REPORTED:
+            return [BlocksSettled(read.local)]
         self._bytes += pulled.bytes
         self._transport = pulled.transport
         self._checks[number] = read
-        return [Verify(number, read.local, read.checksums)]
+        return [VerifyChecksums(number, read.local, read.checksums)]
 
     def pull_failed(self, number: int, now: float) -> list[Action]:
-        """Read `number` ended in an error: it writes no more, what it wrote is void."""
+        """Read `number` failed: it writes no more, and its blocks are not used."""
         read = self._settle(number, now)
-        if self.state is State.REPORTED:
-            return [Settled(read.local)]
+        if self.state is DecodeState.REPORTED:
+            return [BlocksSettled(read.local)]
         return self._give_up(Fallback.TRANSPORT)
 
     def verified(self, number: int, good: Sequence[bool]) -> list[Action]:
         read = self._checks.pop(number)
-        if self.state is State.REPORTED:
+        if self.state is DecodeState.REPORTED:
             return []
         self._good.update(p for p, equal in zip(read.positions, good, strict=True) if equal)
         return self._answer_if_whole() if all(good) else self._give_up(Fallback.CHECKSUM)
 
     def overdue(self) -> list[Action]:
-        """A read, or the whole prompt, takes longer than anybody wants to wait."""
+        """A read, or the whole prompt, passed its deadline."""
         return self._give_up(Fallback.DEADLINE)
 
     def cancel(self) -> list[Action]:
@@ -242,24 +242,24 @@ class Room:
 
     def lost(self) -> list[Action]:
         """The connection ended."""
-        return self._give_up(Fallback.LOST, tell=False)
+        return self._give_up(Fallback.LOST, send=False)
 
     def broken(self) -> list[Action]:
-        """This worker itself failed to go on with it."""
-        return self._give_up(Fallback.TRANSFER_FAILED, tell=False)
+        """This worker failed."""
+        return self._give_up(Fallback.TRANSFER_FAILED, send=False)
 
     def _concerns(self, message: Chunk | Commit | Failed) -> bool:
-        mine = (message.room, message.epoch) == (self.order.room, self.order.epoch)
-        return mine and self.state is not State.REPORTED
+        mine = (message.session, message.epoch) == (self.spec.session, self.spec.epoch)
+        return mine and self.state is not DecodeState.REPORTED
 
     def _forbidden(self, chunk: Chunk) -> bool:
         end = chunk.first_block + len(chunk.blocks)
         return (
             not chunk.blocks
             or len(chunk.blocks) != len(chunk.checksums)
-            or chunk.first_block < self.order.first_block
-            or end > self.order.end_block
-            or not all(0 < block < self.order.remote_blocks for block in chunk.blocks)
+            or chunk.first_block < self.spec.first_block
+            or end > self.spec.end_block
+            or not all(0 < block < self.spec.remote_blocks for block in chunk.blocks)
         )
 
     def _is_under_way(self, position: int) -> bool:
@@ -274,31 +274,31 @@ class Room:
     def _answer_if_whole(self) -> list[Action]:
         if self._peer_failed is not None and not self._reads and not self._checks:
             return [self._done(), self._report(_why(self._peer_failed))]
-        if self._commit is None or len(self._good) < len(self.order.fetch.blocks):
+        if self._commit is None or len(self._good) < len(self.spec.fetch.blocks):
             return []
-        self.state = State.REPORTED
+        self.state = DecodeState.REPORTED
         fetched = FetchResult(
-            self.order.fetch.request_id,
+            self.spec.fetch.request_id,
             arrived=self.arrived,
             first=self._commit.first,
             cached_tokens=self._commit.cached_tokens,
             relay=self._relay(self._commit),
         )
-        return [self._done(), Report(fetched)]
+        return [self._done(), ReportResult(fetched)]
 
-    def _give_up(self, reason: Fallback, tell: bool = True) -> list[Action]:
-        if self.state is State.REPORTED:
+    def _give_up(self, reason: Fallback, send: bool = True) -> list[Action]:
+        if self.state is DecodeState.REPORTED:
             return []
-        abort = [Send(Abort(room=self.order.room, epoch=self.order.epoch))] if tell else []
+        abort = [SendMessage(Abort(session=self.spec.session, epoch=self.spec.epoch))] if send else []
         return [*abort, self._report(reason)]
 
-    def _report(self, reason: Fallback) -> Report:
-        self.state = State.REPORTED
+    def _report(self, reason: Fallback) -> ReportResult:
+        self.state = DecodeState.REPORTED
         self.reason = reason
         unsafe = frozenset(block for read in self._reads.values() for block in read.local)
-        return Report(
+        return ReportResult(
             FetchResult(
-                self.order.fetch.request_id,
+                self.spec.fetch.request_id,
                 arrived=self.arrived,
                 unsafe=unsafe,
                 reason=reason.value,
@@ -306,15 +306,15 @@ class Room:
             )
         )
 
-    def _done(self) -> Send:
-        return Send(Done(room=self.order.room, epoch=self.order.epoch))
+    def _done(self) -> SendMessage:
+        return SendMessage(Done(session=self.spec.session, epoch=self.spec.epoch))
 
     def _relay(self, commit: Commit) -> RelayRecord:
         return RelayRecord(
-            prefill_worker=self.order.worker,
+            prefill_worker=self.spec.worker,
             prompt_tokens=commit.prompt_tokens,
             computed_tokens=commit.prompt_tokens - commit.cached_tokens,
-            local_tokens=self.order.first_block * self.order.block_size,
+            local_tokens=self.spec.first_block * self.spec.block_size,
             blocks=len(self._good),
             bytes=self._bytes,
             transport=self._transport,

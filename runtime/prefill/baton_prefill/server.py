@@ -1,9 +1,9 @@
 """
-The prefill role: a control server that computes prompts for decode workers and keeps their blocks.
+The control server of a prefill worker: computes prompts for decode workers and holds their blocks.
 
-It never acts by itself. A decode worker asks, is told of blocks as they are computed, pulls them, and
-says when it is done; if it vanishes, whatever was computed for it is let go. What is decided about a
-prompt stands in `rooms`, what is done about it in `prompts`; here are the connections.
+A decode worker sends a prompt, receives announcements of computed blocks, reads them, and sends Done. If it
+disconnects, its blocks are released. `sessions` decides about a prompt, `prompts` runs it, and this module
+holds the connections.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import ssl
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from baton_api import exposure, logs, tickets
@@ -26,25 +27,35 @@ from baton_engine.transfer.control import Connection, Pace, join_address
 from baton_engine.transfer.handshake import Identity
 from baton_prefill import admission
 from baton_prefill.admission import PromptLimits
-from baton_prefill.presence import Presence
-from baton_prefill.prompts import NAME_LENGTH, Client, Computer, MatchersOf, Prompt, PromptEngine
-from baton_prefill.sessions import Room
+from baton_prefill.prompts import (
+    NAME_LENGTH,
+    ComputeContext,
+    MatchersOf,
+    PromptClient,
+    PromptEngine,
+    PromptTask,
+)
+from baton_prefill.sessions import PrefillSession
 
 log = logging.getLogger(__name__)
 
 LONGEST_DEADLINE_S = 3600.0
-"""No decode worker may have blocks held for longer, whatever it asks for."""
+"""Upper bound of a decode worker's deadline."""
+
+LINGER_S = 10.0
+"""Seconds. A decode worker that aborts may have reads under way; without service they stay in its
+quarantine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """What a prefill worker takes on."""
+    """Limits of one prefill worker."""
 
     prompt: PromptLimits
-    rooms: int = 4096
-    """Prompts under way, of all decode workers."""
+    sessions: int = 4096
+    """Maximum prompts under way, of all decode workers."""
     peers: int = 256
-    """Connections."""
+    """Maximum connections."""
 
 
 class PrefillServer:
@@ -52,7 +63,7 @@ class PrefillServer:
 
     def __init__(
         self,
-        client: Client,
+        client: PromptClient,
         engine: PromptEngine,
         cache: KVCache,
         transfer: Transfer,
@@ -76,9 +87,9 @@ class PrefillServer:
         """
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checksums")
         self._admissions = ThreadPoolExecutor(1, thread_name_prefix="admission")
-        self._computer = Computer(client, engine, cache, self._executor, matchers, tracing)
+        self._context = ComputeContext(client, engine, cache, self._executor, matchers, tracing)
         self._transfer = transfer
-        self._presence = Presence(transfer)
+        self._peer_reads = PeerReads(transfer)
         self._me = me
         self._limits = limits
         self._load = load
@@ -90,7 +101,7 @@ class PrefillServer:
         self._wall_clock = wall_clock
         self._server: asyncio.Server | None = None
         self._connections: dict[Connection, asyncio.Task[None]] = {}
-        self._prompts: set[Prompt] = set()
+        self._prompts: set[PromptTask] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._attempts = 0
@@ -102,8 +113,8 @@ class PrefillServer:
         return join_address(self._advertise, self._port)
 
     @property
-    def rooms(self) -> int:
-        """Prompts under way, those that wait to be pulled included."""
+    def sessions(self) -> int:
+        """Prompts under way, those included whose blocks are still to be read."""
         return len(self._prompts)
 
     async def start(self) -> None:
@@ -117,19 +128,19 @@ class PrefillServer:
         self._port = self._server.sockets[0].getsockname()[1]
 
     async def drain(self) -> None:
-        """Take no new prompts and wait until the last block of those under way was pulled."""
+        """Refuse new prompts and wait until all blocks under way were read."""
         self.draining = True
         await self._idle.wait()
 
     async def close(self) -> None:
-        """End all connections; what was computed for them is let go."""
+        """Close all connections and release their blocks."""
         if self._server is not None:
             self._server.close()
         handlers = list(self._connections.values())
-        # Closed, not cancelled: asyncio's streams take a cancelled handler for a broken one.
+        # Closed, not cancelled: asyncio's streams log a cancelled handler as an error.
         await asyncio.gather(*(connection.close() for connection in self._connections))
         await asyncio.gather(*handlers)
-        self._presence.close()
+        self._peer_reads.close()
         for executor in (self._executor, self._admissions):
             executor.shutdown(wait=False, cancel_futures=True)
 
@@ -138,7 +149,7 @@ class PrefillServer:
         assert task is not None
         connection = Connection(reader, writer, self._pace, self._pong)
         self._connections[connection] = task
-        prompts: dict[str, Prompt] = {}
+        prompts: dict[str, PromptTask] = {}
         try:
             hello = await handshake.accept(connection, self._me, self._welcome, self._admit, self._pace)
             log.info("decode worker %s connected from %s", hello.worker[:200], connection.peer)
@@ -148,13 +159,13 @@ class PrefillServer:
             log.info("%s %d prompts were under way", error, len(prompts))
         finally:
             for prompt in list(prompts.values()):
-                prompt.do(prompt.room.lost())
+                prompt.do(prompt.session.lost())
             await connection.close()
             del self._connections[connection]
 
     def _welcome(self) -> Welcome:
-        self._presence.begin()
-        self._presence.end()  # it lingers: the peer's first read finds somebody there
+        self._peer_reads.begin()
+        self._peer_reads.end()  # it lingers, so the peer's first read is served
         return self._me.welcome(self._transfer.metadata, self._transfer.pool)
 
     def _admit(self, hello: Hello) -> str | None:
@@ -165,78 +176,88 @@ class PrefillServer:
     def _ticket_refusal(self, ticket: str, request_id: str) -> str | None:
         return tickets.refusal(self._secret, ticket, request_id, self.address, self._wall_clock())
 
-    async def _handle(self, message: AnyMessage, connection: Connection, prompts: dict[str, Prompt]) -> None:
+    async def _handle(
+        self, message: AnyMessage, connection: Connection, prompts: dict[str, PromptTask]
+    ) -> None:
         match message:
             case Prefill():
-                await self._ask(message, connection, prompts)
-            case Done(room=room, epoch=epoch) | Abort(room=room, epoch=epoch):
-                prompt = prompts.get(room)
-                if prompt is None or prompt.room.ask.epoch != epoch:
-                    connection.send(Drained(room=room, epoch=epoch))
+                await self._prefill(message, connection, prompts)
+            case Done(session=session, epoch=epoch) | Abort(session=session, epoch=epoch):
+                prompt = prompts.get(session)
+                if prompt is None or prompt.session.prefill.epoch != epoch:
+                    connection.send(Drained(session=session, epoch=epoch))
                 elif isinstance(message, Done):
-                    prompt.do(prompt.room.done())
+                    prompt.do(prompt.session.done())
                 else:
-                    prompt.do(prompt.room.abort())
+                    prompt.do(prompt.session.abort())
             case Pong():
                 pass
             case _:
                 raise TransferFailed(
-                    f"{connection.peer} sent {type(message).__name__}, which is not its to say."
+                    f"Unexpected {type(message).__name__} message from decode worker {connection.peer}."
                 )
 
-    async def _ask(self, ask: Prefill, connection: Connection, prompts: dict[str, Prompt]) -> None:
-        before = prompts.get(ask.room)
+    async def _prefill(
+        self, prefill: Prefill, connection: Connection, prompts: dict[str, PromptTask]
+    ) -> None:
+        before = prompts.get(prefill.session)
         if before is not None:
-            if before.room.ask.epoch >= ask.epoch:
-                return  # said twice, or late
-            before.do(before.room.abort())
+            if before.session.prefill.epoch >= prefill.epoch:
+                return  # a duplicate, or a late message
+            before.do(before.session.abort())
         reason, hashes = self._busy(), list[bytes]()
         busy = bool(reason)
         if not reason:
-            reason = self._ticket_refusal(ask.ticket, ask.request_id) or ""
+            reason = self._ticket_refusal(prefill.ticket, prefill.request_id) or ""
         if not reason:
             try:
-                # Hashing a long prompt takes milliseconds that the event loop does not have. Nothing else may
-                # hold this thread: heartbeats are read only after it.
+                # Hashing a long prompt would block the event loop for milliseconds. The thread is reserved
+                # for it, since this connection's heartbeats are read only afterwards.
                 loop = asyncio.get_running_loop()
                 hashes = await loop.run_in_executor(
-                    self._admissions, admission.check, ask, self._limits.prompt
+                    self._admissions, admission.check, prefill, self._limits.prompt
                 )
             except InvalidRequest as error:
                 reason = error.message
         if reason:
-            said = logs.of(ask.request_id[:NAME_LENGTH])
+            fields = logs.of(prefill.request_id[:NAME_LENGTH])
             log.warning(
-                "refused prompt %s of %s: %s", ask.room[:NAME_LENGTH], connection.peer, reason, extra=said
+                "refused prompt %s of %s: %s",
+                prefill.session[:NAME_LENGTH],
+                connection.peer,
+                reason,
+                extra=fields,
             )
-            connection.send(Failed(room=ask.room, epoch=ask.epoch, reason=reason, retry=busy, busy=busy))
+            connection.send(
+                Failed(session=prefill.session, epoch=prefill.epoch, reason=reason, retry=busy, busy=busy)
+            )
             return
         self._attempts += 1
         size = self._limits.prompt.block_size
-        room = Room(ask, size, hashes[-1])
+        session = PrefillSession(prefill, size, hashes[-1])
 
-        def forget(ended: Prompt) -> None:
-            prompts.pop(ask.room)
+        def forget(ended: PromptTask) -> None:
+            prompts.pop(prefill.session)
             self._prompts.discard(ended)
-            self._presence.end()
+            self._peer_reads.end()
             if not self._prompts:
                 self._idle.set()
 
-        # The room's name is the peer's choice; two peers may choose the same.
-        request_id = f"{ask.room}#{self._attempts}"
-        full = hashes[: len(ask.tokens) // size]
-        prompt = Prompt(room, request_id, full, self._computer, connection, forget)
-        prompts[ask.room] = prompt
+        # The peer chooses the session's name; two peers may choose the same one.
+        request_id = f"{prefill.session}#{self._attempts}"
+        full = hashes[: len(prefill.tokens) // size]
+        prompt = PromptTask(session, request_id, full, self._context, connection, forget)
+        prompts[prefill.session] = prompt
         self._prompts.add(prompt)
-        self._presence.begin()
+        self._peer_reads.begin()
         self._idle.clear()
-        prompt.begin(min(ask.deadline_s, LONGEST_DEADLINE_S))
+        prompt.begin(min(prefill.deadline_s, LONGEST_DEADLINE_S))
 
     def _busy(self) -> str:
         if self.draining:
             return f"{self._me.worker} is draining"
-        if len(self._prompts) >= self._limits.rooms:
-            return f"{self._me.worker} has {self._limits.rooms} prompts under way already"
+        if len(self._prompts) >= self._limits.sessions:
+            return f"{self._me.worker} has {self._limits.sessions} prompts under way already"
         return ""
 
     def _pong(self, number: int) -> Pong:
@@ -244,3 +265,43 @@ class PrefillServer:
         return Pong(
             number=number, queued_tokens=queued_tokens, free_blocks=free_blocks, draining=self.draining
         )
+
+
+class PeerReads:
+    """
+    Holds `Transfer.serve` while peers may read, from the first `begin` until `linger_s` after the last `end`.
+    """
+
+    def __init__(self, transfer: Transfer, linger_s: float = LINGER_S) -> None:
+        self._transfer = transfer
+        self._linger_s = linger_s
+        self._count = 0
+        self._serving: AbstractContextManager[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def served(self) -> bool:
+        return self._serving is not None
+
+    def begin(self) -> None:
+        self._count += 1
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._serving is None:
+            self._serving = self._transfer.serve()
+            self._serving.__enter__()
+
+    def end(self) -> None:
+        self._count -= 1
+        if not self._count:
+            self._timer = asyncio.get_running_loop().call_later(self._linger_s, self.close)
+
+    def close(self) -> None:
+        """Stop at once."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._serving is not None:
+            self._serving.__exit__(None, None, None)
+            self._serving = None

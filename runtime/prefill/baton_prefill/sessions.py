@@ -1,13 +1,12 @@
 """
-One prompt on the prefill side, as a pure state machine: what happened goes in, what to do comes out.
+The transfer session of one prompt on the prefill side: a pure state machine from events to actions.
 
     asked -> computing -> committed -> released
                       \\-> failed ---/
 
-Blocks are announced in order, each once its content is final, and are held from then on until the
-decode worker says that it is done with them or that it no longer wants them, until it is gone, or until
-the deadline. Letting them go early is never a danger to the decode worker's memory, only to the content
-of what it reads, and that is what the checksums are for.
+Blocks are announced in order, each once its content is final. They are held until the decode worker sends
+Done or Abort, disconnects, or the deadline passes. Releasing them early never endangers the decode worker's
+memory: it only changes the content that it reads, which checksums detect.
 """
 
 from __future__ import annotations
@@ -20,32 +19,32 @@ from baton_api.messages import Chunk, Commit, Drained, Failed, Prefill, TokenCho
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
-    """Give the prompt to the engine."""
+class SubmitPrompt:
+    """Submit the prompt to the engine."""
 
 
 @dataclass(frozen=True, slots=True)
-class Checksum:
-    """Compute the checksums of these blocks, then call `Room.checksummed` with them."""
+class ComputeChecksums:
+    """Compute the checksums of these blocks, then call `PrefillSession.checksummed`."""
 
     first_block: int
     blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendMessage:
     message: Chunk | Commit | Failed | Drained
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
-    """Stop computing if that has not ended, and let the blocks go. Once for each Submit."""
+class ReleaseBlocks:
+    """Stop computing and release the blocks. Once for each SubmitPrompt."""
 
 
-Action = Submit | Checksum | Send | Release
+Action = SubmitPrompt | ComputeChecksums | SendMessage | ReleaseBlocks
 
 
-class State(enum.StrEnum):
+class PrefillState(enum.StrEnum):
     ASKED = "asked"
     COMPUTING = "computing"
     COMMITTED = "committed"
@@ -53,66 +52,66 @@ class State(enum.StrEnum):
     RELEASED = "released"
 
 
-class Room:
+class PrefillSession:
     """One attempt to compute one prompt for one decode worker."""
 
-    def __init__(self, ask: Prefill, block_size: int, tail: bytes) -> None:
-        self.ask = ask
-        self.state = State.ASKED
+    def __init__(self, prefill: Prefill, block_size: int, tail: bytes) -> None:
+        self.prefill = prefill
+        self.state = PrefillState.ASKED
         self._block_size = block_size
         self._tail = tail
-        self._taken = ask.start_block
-        """Blocks before it were handed to `Checksum`, or are not wanted."""
-        self._announced = ask.start_block
+        self._taken = prefill.start_block
+        """Blocks before it were given to `ComputeChecksums`, or are not wanted."""
+        self._announced = prefill.start_block
         self._commit: Commit | None = None
 
     @property
     def blocks(self) -> int:
-        """Blocks of the whole prompt, the part in the last one included."""
-        return -(-len(self.ask.tokens) // self._block_size)
+        """Blocks of the whole prompt, a partial last one included."""
+        return -(-len(self.prefill.tokens) // self._block_size)
 
     def begin(self) -> list[Action]:
-        assert self.state is State.ASKED
-        self.state = State.COMPUTING
-        return [Submit()]
+        assert self.state is PrefillState.ASKED
+        self.state = PrefillState.COMPUTING
+        return [SubmitPrompt()]
 
     def computed(self, tokens: int, blocks: Sequence[int]) -> list[Action]:
-        """The first `tokens` of the prompt are in the first of `blocks`."""
-        if self.state is not State.COMPUTING:
+        """The KV of the first `tokens` prompt tokens is in the first of `blocks`."""
+        if self.state is not PrefillState.COMPUTING:
             return []
-        # The last block may be filled in part, but only its last token makes its content final.
-        final = self.blocks if tokens >= len(self.ask.tokens) else tokens // self._block_size
+        # A partial last block is final only with the last token.
+        final = self.blocks if tokens >= len(self.prefill.tokens) else tokens // self._block_size
         if final <= self._taken:
             return []
         first, self._taken = self._taken, final
-        return [Checksum(first, tuple(blocks[first:final]))]
+        return [ComputeChecksums(first, tuple(blocks[first:final]))]
 
     def checksummed(self, first_block: int, blocks: Sequence[int], checksums: Sequence[int]) -> list[Action]:
-        """The answer to `Checksum`; answers come in the order of the questions."""
-        if self.state is not State.COMPUTING:
+        """The result of `ComputeChecksums`; results arrive in the order of the actions."""
+        if self.state is not PrefillState.COMPUTING:
             return []
         assert first_block == self._announced
         self._announced += len(blocks)
         chunk = Chunk(
-            room=self.ask.room,
-            epoch=self.ask.epoch,
+            session=self.prefill.session,
+            epoch=self.prefill.epoch,
             first_block=first_block,
             blocks=list(blocks),
             checksums=list(checksums),
         )
-        return [Send(chunk), *self._commit_if_whole()]
+        return [SendMessage(chunk), *self._commit_if_whole()]
 
     def finished(
         self, first: TokenChoice, cached_tokens: int, queue_s: float = 0.0, compute_s: float = 0.0
     ) -> list[Action]:
-        """The first token is drawn; its Commit waits for the last Chunk."""
-        if self.state is not State.COMPUTING:
+        """The first token was sampled. Commit follows the last Chunk."""
+        if self.state is not PrefillState.COMPUTING:
             return []
         self._commit = Commit(
-            room=self.ask.room,
-            epoch=self.ask.epoch,
+            session=self.prefill.session,
+            epoch=self.prefill.epoch,
             first=first,
-            prompt_tokens=len(self.ask.tokens),
+            prompt_tokens=len(self.prefill.tokens),
             cached_tokens=cached_tokens,
             tail=self._tail,
             queue_s=queue_s,
@@ -121,42 +120,46 @@ class Room:
         return self._commit_if_whole()
 
     def failed(self, reason: str, retry: bool) -> list[Action]:
-        """The engine gave the prompt up. What was announced is kept until the decode worker answers."""
-        if self.state is not State.COMPUTING:
+        """The engine failed. Announced blocks are held until the decode worker answers."""
+        if self.state is not PrefillState.COMPUTING:
             return []
-        self.state = State.FAILED
+        self.state = PrefillState.FAILED
         return [self._failed(reason, retry)]
 
     def done(self) -> list[Action]:
-        """The decode worker has what it wants and reads no more."""
-        return self._end(tell=True)
+        """The decode worker has read the blocks."""
+        return self._end(send=True)
 
     def abort(self) -> list[Action]:
-        """The decode worker does not want the rest."""
-        return self._end(tell=True)
+        """The decode worker cancelled the prompt."""
+        return self._end(send=True)
 
     def lost(self) -> list[Action]:
-        """The connection ended, and with it all that the decode worker may have wanted."""
-        return self._end(tell=False)
+        """The connection ended."""
+        return self._end(send=False)
 
     def deadline(self) -> list[Action]:
-        """Nobody wants the answer any more, and nobody said so."""
-        if self.state is State.COMPUTING:
-            return [self._failed("the deadline passed", retry=False), *self._end(tell=True)]
-        return self._end(tell=True)
+        """The deadline passed without Done or Abort."""
+        if self.state is PrefillState.COMPUTING:
+            return [self._failed("the deadline passed", retry=False), *self._end(send=True)]
+        return self._end(send=True)
 
     def _commit_if_whole(self) -> list[Action]:
         if self._commit is None or self._announced < self.blocks:
             return []
-        self.state = State.COMMITTED
-        return [Send(self._commit)]
+        self.state = PrefillState.COMMITTED
+        return [SendMessage(self._commit)]
 
-    def _failed(self, reason: str, retry: bool) -> Send:
-        return Send(Failed(room=self.ask.room, epoch=self.ask.epoch, reason=reason, retry=retry))
+    def _failed(self, reason: str, retry: bool) -> SendMessage:
+        return SendMessage(
+            Failed(session=self.prefill.session, epoch=self.prefill.epoch, reason=reason, retry=retry)
+        )
 
-    def _end(self, tell: bool) -> list[Action]:
-        if self.state in (State.ASKED, State.RELEASED):
+    def _end(self, send: bool) -> list[Action]:
+        if self.state in (PrefillState.ASKED, PrefillState.RELEASED):
             return []
-        drained = [Send(Drained(room=self.ask.room, epoch=self.ask.epoch))] if tell else []
-        self.state = State.RELEASED
-        return [Release(), *drained]
+        drained = (
+            [SendMessage(Drained(session=self.prefill.session, epoch=self.prefill.epoch))] if send else []
+        )
+        self.state = PrefillState.RELEASED
+        return [ReleaseBlocks(), *drained]

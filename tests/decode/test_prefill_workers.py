@@ -219,7 +219,7 @@ async def test_a_worker_of_another_model_is_refused_and_both_are_named(
 
 
 async def test_a_full_prefill_worker_sends_the_prompt_back() -> None:
-    async with open_pair(rooms=0) as pair:
+    async with open_pair(sessions=0) as pair:
         assert tokens(await pair.generate(PROMPT)) == EXPECTED
         assert pair.prefills.outcomes == {"busy": 1}
 
@@ -263,7 +263,7 @@ ABORTS = 1000
 
 
 async def test_a_thousand_aborts_leave_nothing_behind() -> None:
-    """Peers' defects 6, 22 and 35: aborts at every moment leak no block and no room on either side."""
+    """Peers' defects 6, 22 and 35: aborts at every moment leak no block and no session on either side."""
     chance = random.Random(3)
     async with open_pair(fake_side("prefill", 200), fake_side("decode", 200)) as pair:
         before = (pair.prefill.now.available_blocks, pair.decode.now.available_blocks)
@@ -294,7 +294,7 @@ async def test_closing_answers_what_is_under_way() -> None:
     async with open_pair(prefill) as pair:
         prefill.model.go.clear()
         running = asyncio.ensure_future(pair.generate(PROMPT))
-        await eventually(lambda: pair.server.rooms == 1)
+        await eventually(lambda: pair.server.sessions == 1)
         await pair.prefills.close()
         prefill.model.go.set()
         assert tokens(await running) == EXPECTED
