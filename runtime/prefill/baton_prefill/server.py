@@ -212,7 +212,7 @@ class PrefillServer:
         if not reason:
             try:
                 # Hashing a long prompt would block the event loop for milliseconds. The thread is reserved
-                # for it, since this connection's heartbeats are read only afterwards.
+                # for it, since this connection's heartbeats are read only after it.
                 loop = asyncio.get_running_loop()
                 hashes = await loop.run_in_executor(
                     self._admissions, admission.check, prefill, self._limits.prompt
