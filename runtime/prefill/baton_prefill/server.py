@@ -205,32 +205,21 @@ class PrefillServer:
             if before.session.prefill.epoch >= prefill.epoch:
                 return  # a duplicate, or a late message
             before.do(before.session.abort())
-        reason, hashes = self._busy(), list[bytes]()
-        busy = bool(reason)
-        if not reason:
-            reason = self._ticket_refusal(prefill.ticket, prefill.request_id) or ""
-        if not reason:
-            try:
-                # Hashing a long prompt would block the event loop for milliseconds. The thread is reserved
-                # for it, since this connection's heartbeats are read only after it.
-                loop = asyncio.get_running_loop()
-                hashes = await loop.run_in_executor(
-                    self._admissions, admission.check, prefill, self._limits.prompt
-                )
-            except InvalidRequest as error:
-                reason = error.message
-        if reason:
+        busy = self._busy()
+        try:
+            hashes = await self._check(prefill, busy)
+        except InvalidRequest as error:
             fields = logs.of(prefill.request_id[:NAME_LENGTH])
-            log.warning(
-                "refused prompt %s of %s: %s",
-                prefill.session[:NAME_LENGTH],
-                connection.peer,
-                reason,
-                extra=fields,
+            names = prefill.session[:NAME_LENGTH], connection.peer
+            log.warning("refused prompt %s of %s: %s", *names, error.message, extra=fields)
+            failed = Failed(
+                session=prefill.session,
+                epoch=prefill.epoch,
+                reason=error.message,
+                retry=bool(busy),
+                busy=bool(busy),
             )
-            connection.send(
-                Failed(session=prefill.session, epoch=prefill.epoch, reason=reason, retry=busy, busy=busy)
-            )
+            connection.send(failed)
             return
         self._attempts += 1
         size = self._limits.prompt.block_size
@@ -252,6 +241,16 @@ class PrefillServer:
         self._peer_reads.begin()
         self._idle.clear()
         prompt.begin(min(prefill.deadline_s, LONGEST_DEADLINE_S))
+
+    async def _check(self, prefill: Prefill, busy: str) -> list[bytes]:
+        """The chain hashes of the prompt's blocks. Raises InvalidRequest with the reason of a refusal."""
+        reason = busy or self._ticket_refusal(prefill.ticket, prefill.request_id)
+        if reason:
+            raise InvalidRequest(reason)
+        # Hashing a long prompt would block the event loop for milliseconds. The thread is reserved for it,
+        # since this connection's heartbeats are read only after it.
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._admissions, admission.check, prefill, self._limits.prompt)
 
     def _busy(self) -> str:
         if self.draining:
