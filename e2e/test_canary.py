@@ -96,7 +96,7 @@ def test_one_that_is_ready_and_fails_its_requests_is_taken_back(cluster: Kuberne
         answered = traffic.outcome.answered
         until("a hundred answers after it", lambda: traffic.outcome.answered > answered + 100, 120)
     assert not traffic.outcome.failures
-    assert "requests failed on it" in failed["reason"]
+    assert "requests failed" in failed["reason"]
     assert _status(cluster)["currentRevision"] == old
 
 

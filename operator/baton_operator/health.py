@@ -1,9 +1,9 @@
 """
-What Kubernetes and Prometheus ask of the operator itself: `/healthz`, `/readyz` and `/metrics`.
+The HTTP server of the operator process: `/healthz`, `/readyz` and `/metrics`.
 
-It answers before anything else begins. An operator that waits for the Lease is alive; the leader is alive
-as long as all its watches are. The leader is ready once its cache is synced; others as long as the API
-server answers them.
+It starts before everything else. An operator that waits for the Lease is alive; the leader is alive while
+all its watches are. The leader is ready once its cache is synced, other operators while the API server
+answers them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from baton_operator.cluster.leadership import Leadership
 from baton_operator.cluster.reflector import Reflectors
 
 LATE_S = 120.0
-"""Seconds without anything from a watch after which the operator counts as dead. A watch that is silent is
-begun anew long before, and the API server's answer to that counts."""
+"""Seconds without data from a watch after which the operator counts as dead. The reflector restarts a
+silent watch long before, and the response to that counts as data."""
 
 SILENT_S = 30.0
-"""Seconds without an answer about the Lease after which an operator that waits is not ready."""
+"""Seconds without a response about the Lease after which a waiting operator is not ready."""
 
 
 class HealthServer:
-    """Answers on one address; `clock` is monotonic."""
+    """The server. `clock` is monotonic."""
 
     def __init__(
         self,
@@ -39,11 +39,11 @@ class HealthServer:
         self._metrics = metrics
         self._clock = clock
         self.led = False
-        """Whether the watches have begun."""
+        """Whether this operator is the leader and its watches have started."""
         self.port = 0
 
     async def start(self, host: str, port: int) -> web.AppRunner:
-        """Answer from now on, until the runner's cleanup. Raises OSError if the port is taken."""
+        """Start to serve until the cleanup of the runner. Raises OSError if the port is in use."""
         app = web.Application()
         app.add_routes(
             [
@@ -60,7 +60,7 @@ class HealthServer:
 
     async def _healthz(self, _: web.Request) -> web.Response:
         if self.led and (stale := self._reflectors.stale(LATE_S)):
-            return _answer(503, f"nothing has come by the watch of {', '.join(stale)} for {LATE_S:.0f} s")
+            return _answer(503, f"no data from the watch of {', '.join(stale)} for {LATE_S:.0f} s")
         return _answer(200, "ok")
 
     async def _readyz(self, _: web.Request) -> web.Response:
@@ -69,10 +69,10 @@ class HealthServer:
                 return _answer(503, f"not listed yet: {', '.join(unsynced)}")
             if stale := self._reflectors.stale(LATE_S):
                 return _answer(503, f"stale: {', '.join(stale)}")
-            return _answer(200, "leads") if self._leadership.holds else _answer(503, "the Lease is lost")
+            return _answer(200, "leader") if self._leadership.holds else _answer(503, "lost the Lease")
         looked = self._leadership.looked
         if looked is not None and self._clock() - looked < SILENT_S:
-            return _answer(200, "waits for the Lease")
+            return _answer(200, "waiting for the Lease")
         return _answer(503, "the API server does not answer")
 
     async def _text(self, _: web.Request) -> web.Response:

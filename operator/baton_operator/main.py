@@ -1,8 +1,8 @@
 """
-The operator's process: health first, then the Lease, then the work.
+The operator's process: it serves health checks, waits for the Lease, and then reconciles.
 
-Whoever loses the Lease ends at once, without cleaning up: somebody else may already be at it, and
-everything that was begun is begun again from what there is.
+An operator that loses the Lease exits immediately without cleanup, because another one may work already.
+The next leader derives all work from the cluster.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ LOST = 1
 """Exit status of an operator that lost the Lease or its watches."""
 
 CRDS_S = 5.0
-"""Seconds between two looks for the custom resources."""
+"""Seconds between two checks for the custom resources."""
 
 Listening = Callable[[str], None]
 
 
 def run(settings: OperatorSettings, listening: Listening) -> None:
-    """Operate until a signal says to stop; `listening` is told where it answers. Raises SetupError."""
+    """Run until SIGINT or SIGTERM; `listening` receives the URL of the server. Raises SetupError."""
     for name in ("worker_image", "router_image"):
         if not getattr(settings, name):
             flag = "--" + name.replace("_", "-")
-            raise SetupError(f"Which image have pods that name none? Give it by {flag}.")
+            raise SetupError(f"No default {name.replace('_', ' ')} is set. Set {flag}.")
     asyncio.run(_run(settings, listening))
 
 
@@ -75,7 +75,7 @@ async def _run(settings: OperatorSettings, listening: Listening) -> None:
     client = await api_server.connect(settings.kubeconfig)
     free = ApiServer(client, lambda: None, metrics.answered)
     me = settings.identity or f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
-    client.user_agent = f"baton-operator/{me}"  # audit logs tell one operator from another
+    client.user_agent = f"baton-operator/{me}"  # identifies this operator in audit logs
     leadership = Leadership(
         free, settings.lease_namespace, settings.lease_name, me, clock, settings.namespaces
     )
@@ -105,7 +105,7 @@ async def _run(settings: OperatorSettings, listening: Listening) -> None:
         await _served(free)
         tasks.extend(reflectors.run())
         health.led = True
-        # What is not listed yet would look as if it did not exist.
+        # Before the first list, existing objects would seem to be missing.
         tasks.append(asyncio.create_task(_after(reflectors.synced(), crews)))
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
@@ -121,7 +121,7 @@ async def _run(settings: OperatorSettings, listening: Listening) -> None:
 
 
 def _waking(queue: WorkQueue, scaling: WorkQueue) -> Callable[[ObjectChange], None]:
-    """Puts the keys that a change is about into their queues."""
+    """Return a listener that queues the keys of a change."""
 
     def changed(change: ObjectChange) -> None:
         for key, after_s in work_queue.keys_to_reconcile(change):
@@ -131,7 +131,7 @@ def _waking(queue: WorkQueue, scaling: WorkQueue) -> Callable[[ObjectChange], No
 
 
 async def _after(ready: Awaitable[None], crews: Sequence[Callable[[], Awaitable[None]]]) -> None:
-    """Have the crews work once it is ready; ends when one of them fails."""
+    """Run the tasks once `ready` is done; end when one of them fails."""
     await ready
     await asyncio.gather(*(work() for work in crews))
 
@@ -140,9 +140,9 @@ async def _lead(
     leadership: Leadership, work: Callable[[], Coroutine[Any, Any, None]], tasks: list[asyncio.Task[None]]
 ) -> None:
     """
-    Wait for the Lease, and work until a signal says to stop; ends the process if any of `tasks` ends.
+    Wait for the Lease and work until a signal; exit the process if any of `tasks` ends.
 
-    Raises SetupError if another operator does the same work.
+    Raises SetupError if another operator manages the same services.
     """
     if not await _until_signal(leadership.take()):
         return
@@ -150,8 +150,8 @@ async def _lead(
         if await _until_signal(work()):
             for task in tasks:
                 if task.done() and (error := task.exception()):
-                    log.error("The operator ends: %s: %s", type(error).__name__, error)
-            os._exit(LOST)  # nothing that could still be written should be
+                    log.error("The operator exits: %s: %s", type(error).__name__, error)
+            os._exit(LOST)  # without cleanup: nothing may be written any more
     finally:
         for task in tasks:
             task.cancel()
@@ -167,11 +167,11 @@ def _reconcilers(
     events: EventPoster,
     prometheus: PrometheusClient,
 ) -> dict[str, Reconciler]:
-    """Who looks after each kind."""
+    """Return the reconciler of each kind."""
 
     def tell(about: Manifest, transition: Transition) -> None:
         metrics.happened(about, transition)
-        events.tell(about, transition)
+        events.post(about, transition)
 
     issuer = by_issuer(settings.mutual_tls_issuer)
     images = OperatorDefaults(
@@ -197,7 +197,7 @@ def _reconcilers(
 
 
 async def _until_signal(doing: Coroutine[Any, Any, None]) -> bool:
-    """Whether it was done before somebody said to stop: a pod's first process hears no signal by itself."""
+    """Return whether the work ended before SIGINT or SIGTERM, which process 1 of a pod ignores by default."""
     task = asyncio.create_task(doing)
     loop = asyncio.get_running_loop()
     stops = (signal.SIGINT, signal.SIGTERM)
@@ -214,15 +214,15 @@ async def _until_signal(doing: Coroutine[Any, Any, None]) -> bool:
 
 
 async def _served(api: ApiServer) -> None:
-    """Wait for the custom resources: without them nothing can be watched."""
-    said = False
+    """Wait until the cluster serves the custom resources."""
+    warned = False
     while True:
         try:
             if await api.has(API):
                 return
-            if not said:
-                log.warning("The cluster does not know %s: install Baton's CRDs (crds/).", API)
-            said = True
+            if not warned:
+                log.warning("The cluster does not serve %s. Install the CRDs of Baton (crds/).", API)
+            warned = True
         except ApiException as error:
-            log.warning("The API server does not say what it serves: %s %s", error.status, error.reason)
+            log.warning("Cannot read which APIs the cluster serves: %s %s", error.status, error.reason)
         await asyncio.sleep(CRDS_S)

@@ -1,4 +1,4 @@
-"""What the operator counts, under the names of `baton_api.metrics`, in a registry of its own."""
+"""The metrics of the operator, with the names of `baton_api.metrics`, in a registry of their own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROLES = ("prefill", "decode", "router")
 
 
 class OperatorMetrics:
-    """`clock` is monotonic."""
+    """All metrics of the process. `clock` is monotonic."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.registry = CollectorRegistry()
@@ -43,7 +43,7 @@ class OperatorMetrics:
         )
 
     def answered(self, method: str, code: int) -> None:
-        """The API server has answered; 0 if it has not."""
+        """Count a response of the API server; code 0 without a response."""
         self._api.labels(method, code).inc()
 
     def reconciled(self, kind: str, result: str, seconds: float) -> None:
@@ -54,11 +54,11 @@ class OperatorMetrics:
             self._rollbacks.labels(about["metadata"]["namespace"], about["metadata"]["name"]).inc()
 
     def watch(self, process: ProcessMetrics) -> None:
-        """Show how the process itself is."""
+        """Add the metrics of the process."""
         self.registry.register(process)
 
     def text(self) -> bytes:
-        """All of it in Prometheus' text format."""
+        """Return all metrics in the Prometheus text format."""
         return generate_latest(self.registry)
 
     def _counter(self, metric: Metric) -> Counter:
@@ -66,7 +66,7 @@ class OperatorMetrics:
 
 
 class ServiceMetricsCollector(Collector):
-    """How the services stand, by namespace and name."""
+    """Metrics from the status and the objectives of services."""
 
     def __init__(self) -> None:
         self._status: dict[tuple[str, str], Status] = {}
@@ -75,7 +75,7 @@ class ServiceMetricsCollector(Collector):
     def stands(
         self, namespace: str, name: str, status: Status | None, objectives: Objectives | None = None
     ) -> None:
-        """`objectives` are those of its spec; None if that cannot be read, or is gone."""
+        """Set status and objectives of a service; None removes them."""
         service = namespace, name
         self._status.pop(service, None)
         self._objectives.pop(service, None)
@@ -113,7 +113,7 @@ class ServiceMetricsCollector(Collector):
 
 def _bound(metric: Metric, seconds: float) -> str:
     """
-    The bucket by which so many seconds are judged, as Prometheus writes it.
+    Return the histogram bucket that an objective in seconds falls into, in Prometheus notation.
 
     >>> _bound(metrics.ROUTER_FIRST_BYTE, 2.0), _bound(metrics.ROUTER_FIRST_BYTE, 9999.0)
     ('2.5', '300.0')
@@ -122,7 +122,7 @@ def _bound(metric: Metric, seconds: float) -> str:
 
 
 class WatchMetrics(Collector):
-    """When each kind's watch last brought something."""
+    """Seconds since the last event of each kind's watch."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -140,7 +140,7 @@ class WatchMetrics(Collector):
 
 
 class ProcessMetrics(Collector):
-    """Queue, Lease and cache, read when somebody asks."""
+    """Queue, Lease and cache, read at each scrape."""
 
     def __init__(self, queue: WorkQueue, leadership: Leadership, reflectors: Reflectors) -> None:
         self._queue = queue

@@ -1,4 +1,4 @@
-"""What the objects of one InferenceService are called, and how they are labelled."""
+"""Names and labels of the objects of one InferenceService."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from baton_api.workers import Role
 Labels = dict[str, str]
 
 MAIN = "main"
-"""The container that does the work, in every pod."""
+"""Name of the main container of every pod."""
 
 HTTP_PORT = 8000
-"""Of the workers' OpenAI API."""
+"""Port of the workers' OpenAI API."""
 
 HEALTH_PORT = 8001
-"""Of workers that speak TLS: for kubelets and Prometheus, which show no certificate."""
+"""Port for kubelets and Prometheus, which have no client certificate, on workers with mutual TLS."""
 
 KV_EVENTS_PORT = 5558
 KV_REPLAY_PORT = 5559
 
 ROUTER_PORT = 8080
 ROUTER = "router"
-"""The role of routers, in labels."""
+"""Role of routers in labels."""
 
 OPERATOR = "operator"
-"""The role of the operator's pods, in labels that the chart sets under every name of a release."""
+"""Role of the operator's pods in labels, which the chart sets for every release name."""
 
 
 def worker(service: str, role: Role, revision: str) -> str:
-    """The workers of one role and revision: their Deployment, and their headless Service."""
+    """Name of the Deployment and the headless Service of one role and revision."""
     return f"{service}-{role}-{revision}"
 
 
 def role(service: str, name: str) -> str:
-    """What a role has once for all revisions: scaler, disruption budget."""
+    """Name of objects that a role has once: RoleScaler and PodDisruptionBudget."""
     return f"{service}-{name}"
 
 
@@ -42,12 +42,12 @@ def router(service: str) -> str:
 
 
 def revision_config_map(service: str, revision: str) -> str:
-    """The ConfigMap that remembers a revision."""
+    """Name of the ConfigMap that stores a revision."""
     return f"{service}-rev-{revision}"
 
 
 def model_pin(service: str, revision: str) -> str:
-    """The ConfigMap that names the commit which all pods of a revision fetch."""
+    """Name of the ConfigMap with the commit that all pods of a revision fetch."""
     return f"{revision_config_map(service, revision)}-model"
 
 
@@ -56,7 +56,7 @@ def model_claim(service: str) -> str:
 
 
 def model_job(service: str, key: str) -> str:
-    """The Job that fetches a model's files; `key` names which files."""
+    """Name of the Job that fetches model files; `key` identifies the files."""
     return f"{service}-model-{key}"
 
 
@@ -65,12 +65,12 @@ def workers_account(service: str) -> str:
 
 
 def tickets(service: str) -> str:
-    """The Secret by which routers sign tickets."""
+    """Name of the Secret that signs tickets."""
     return f"{service}-tickets"
 
 
 def of_service(service: str) -> Labels:
-    """On everything that belongs to the service."""
+    """Return the labels of all objects of the service."""
     return {
         "app.kubernetes.io/name": "baton",
         "app.kubernetes.io/instance": service,
@@ -80,12 +80,12 @@ def of_service(service: str) -> Labels:
 
 
 def of_role(service: str, role: str, revision: str = "") -> Labels:
-    """On everything of one role, and of one revision if it is given."""
+    """Return the labels of the objects of a role, and of one revision if it is given."""
     made = {**of_service(service), "app.kubernetes.io/component": role, labels.ROLE: role}
     return {**made, labels.REVISION: revision} if revision else made
 
 
 def selecting(service: str, role: str, revision: str = "") -> Labels:
-    """What tells the pods of a role from all others."""
+    """Return the labels that select the pods of a role."""
     made = {labels.SERVICE: service, labels.ROLE: role}
     return {**made, labels.REVISION: revision} if revision else made

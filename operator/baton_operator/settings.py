@@ -108,15 +108,15 @@ class OperatorSettings(BaseSettings):
     """Namespace of the Lease. Default: the operator's own."""
 
     identity: str = ""
-    """Identity of this operator in the Lease, such as the name of its pod. An operator that restarts with the
-    same identity need not wait for the Lease to expire. Empty: random."""
+    """Identity of this operator in the Lease, such as the name of its pod. An operator that restarts with
+    the same identity need not wait for the Lease to expire. Empty: random."""
 
     concurrency: int = Field(default=8, ge=1, le=256)
     """Maximum number of services that are reconciled at once."""
 
     watch_silence_s: float = Field(default=70.0, gt=0)
-    """Maximum time without an event or bookmark before a watch is restarted. The API server sends a bookmark
-    every minute, except for kinds whose objects never changed."""
+    """Maximum time without an event or bookmark before a watch is restarted. The API server sends a
+    bookmark every minute, except for kinds whose objects never changed."""
 
     resync_s: float = Field(default=600.0, gt=0)
     """Interval after which a service is reconciled although nothing has changed."""

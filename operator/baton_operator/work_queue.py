@@ -26,36 +26,36 @@ QueueKey = tuple[str, str, str]
 
 FIRST_BACKOFF_S = 0.5
 BACKOFF_LIMIT_S = 300.0
-"""Seconds after which a key that failed comes back: twice as many each time, at the most."""
+"""Limits of the exponential backoff after failures, in seconds."""
 
 
 class WorkQueue:
-    """Belongs to one event loop. `clock` is monotonic."""
+    """A queue of keys with due times. Belongs to one event loop. `clock` is monotonic."""
 
     def __init__(self, clock: Callable[[], float], rng: random.Random) -> None:
         self._clock = clock
         self._rng = rng
         self._due: dict[QueueKey, float] = {}
-        """When each key that waits is to be taken."""
+        """Due time of each queued key."""
         self._order: list[tuple[float, QueueKey]] = []
         self._working: set[QueueKey] = set()
         self._again: set[QueueKey] = set()
-        """Keys that have changed while somebody works on them."""
+        """Keys that changed while a task works on them."""
         self._failures: dict[QueueKey, int] = {}
         self._bell = asyncio.Event()
 
     def __len__(self) -> int:
-        """Keys that wait and could be taken now."""
+        """Return the number of keys that are due."""
         now = self._clock()
         return sum(due <= now for due in self._due.values())
 
     def oldest_s(self) -> float:
-        """Seconds for which one of them has waited at most."""
+        """Return the seconds since the oldest key became due; 0 if none is due."""
         now = self._clock()
         return max((now - due for due in self._due.values() if due <= now), default=0.0)
 
     def add(self, key: QueueKey, after_s: float = 0.0) -> None:
-        """Something about the key has changed, or will want a look in a while."""
+        """Queue the key after that many seconds, unless it is due earlier."""
         if key in self._working and not after_s:
             self._again.add(key)
             return
@@ -67,7 +67,7 @@ class WorkQueue:
         self._bell.set()
 
     async def take(self) -> QueueKey:
-        """The key that is due first, which is the caller's until `done` or `failed`."""
+        """Wait for the first due key. It belongs to the caller until `done` or `failed`."""
         while True:
             self._bell.clear()
             now = self._clock()
@@ -89,12 +89,12 @@ class WorkQueue:
                 pass
 
     def done(self, key: QueueKey, again_s: float | None = None) -> None:
-        """It was looked at; `again_s`: and wants to be again in so many seconds."""
+        """Record a success. The key is queued again after `again_s`."""
         self._failures.pop(key, None)
         self._leave(key, again_s)
 
     def failed(self, key: QueueKey) -> float:
-        """It could not be looked at. Gives the seconds until it comes back."""
+        """Record a failure, queue the key again, and return the pause in seconds."""
         failures = self._failures[key] = self._failures.get(key, 0) + 1
         pause = min(BACKOFF_LIMIT_S, FIRST_BACKOFF_S * 2.0 ** min(failures - 1, 20)) * (
             0.5 + self._rng.random() / 2
@@ -107,27 +107,27 @@ class WorkQueue:
         self._bell.set()
         if key in self._again:
             self._again.discard(key)
-            # What has changed while it failed is no reason to come back any sooner.
+            # A change during the failed attempt does not shorten the pause.
             self.add(key, after_s if key in self._failures and after_s else 0.0)
         elif after_s is not None:
             self.add(key, after_s)
 
 
 SCALING = "Scaling"
-"""The kind of keys that the autoscaler looks at. They wait in a queue of their own: to query metrics may
-take long."""
+"""Kind of the keys of the autoscaler. They have a queue of their own, because metrics queries may take
+long."""
 
 BATCH_CHANGES_S = 0.5
-"""Seconds for which changes are gathered: they come in showers."""
+"""Seconds for which changes of one object are collected, since they come in bursts."""
 
 
 def keys_to_reconcile(change: ObjectChange) -> list[tuple[QueueKey, float]]:
-    """Keys, each with the seconds after which it is to be looked at."""
+    """Return the keys to reconcile after a change, each with a delay in seconds."""
     namespace, name = change.namespace, change.name
     service: QueueKey = ("InferenceService", namespace, change.service)
     match change.resource.kind:
         case "InferenceService":
-            if change.respecified:
+            if change.spec_changed:
                 return [(service, 0.0), ((SCALING, namespace, name), 0.0)]
             return [(service, BATCH_CHANGES_S)]
         case "BatchJob":
@@ -136,9 +136,9 @@ def keys_to_reconcile(change: ObjectChange) -> list[tuple[QueueKey, float]]:
         case "LoraAdapter":
             return [(("LoraAdapter", namespace, name), BATCH_CHANGES_S)]
         case "Gateway":
-            # Controllers count routes in its status, which changes no URL.
+            # Gateway controllers count routes in the status. That changes no URL.
             return [
-                (("InferenceService", *one), BATCH_CHANGES_S) for one in change.routes if change.respecified
+                (("InferenceService", *one), BATCH_CHANGES_S) for one in change.routes if change.spec_changed
             ]
     if change.batch_job:
         return [(("BatchJob", namespace, change.batch_job), BATCH_CHANGES_S)]
@@ -148,19 +148,19 @@ def keys_to_reconcile(change: ObjectChange) -> list[tuple[QueueKey, float]]:
 log = logging.getLogger(__name__)
 
 RECONCILE_LIMIT_S = 120.0
-"""Seconds for one object: more than this would keep others waiting."""
+"""Time limit of one reconciliation in seconds, so that other objects do not wait longer."""
 
 RecordReconcile = Callable[[str, str, float], None]
-"""Takes kind, result and seconds of each reconciliation."""
+"""Records kind, result and seconds of each reconciliation."""
 
 
 async def run_reconciler(
     queue: WorkQueue,
     reconcilers: Mapping[str, Reconciler],
-    observe: RecordReconcile,
+    record: RecordReconcile,
     clock: Callable[[], float],
 ) -> None:
-    """One of them, until it is cancelled. Raises NotLeader when the Lease is lost."""
+    """Reconcile due keys until cancelled. Raises NotLeader when the Lease is lost."""
     while True:
         key = await queue.take()
         kind, namespace, name = key
@@ -174,12 +174,19 @@ async def run_reconciler(
             raise
         except (ApiException, TimeoutError) as error:
             pause = queue.failed(key)
-            why = f"{error.status} {error.reason}" if isinstance(error, ApiException) else "it took too long"
-            log.warning("%s %s/%s again in %.1f s: %s", kind, namespace, name, pause, why)
+            why = (
+                f"{error.status} {error.reason}"
+                if isinstance(error, ApiException)
+                else f"no result within {RECONCILE_LIMIT_S:.0f} s"
+            )
+            log.warning(
+                "Cannot reconcile %s %s/%s, next attempt in %.1f s: %s", kind, namespace, name, pause, why
+            )
         except Exception:
-            # One object that nobody has thought of must not stop all others.
-            log.exception("%s %s/%s again in %.1f s", kind, namespace, name, queue.failed(key))
+            # One unexpected object must not stop the reconciliation of all others.
+            pause = queue.failed(key)
+            log.exception("Cannot reconcile %s %s/%s, next attempt in %.1f s", kind, namespace, name, pause)
         else:
             queue.done(key, again_s)
             result = "success"
-        observe(kind, result, clock() - began)
+        record(kind, result, clock() - began)

@@ -338,7 +338,7 @@ def test_requests_that_fail_on_the_new_one_alone_take_it_back(
     new, old = revisions("z 1/1 1/1 25"), revisions("a 2/2 3/3 75")
     fates = decide(wanted(), [replace(new, health=of_new), replace(old, health=of_old)], 1.0)
     assert (fates["z"].phase == "Failed") == failed
-    assert not failed or fates["z"].reason == f"{of_new.failed} of {of_new.requests} requests failed on it"
+    assert not failed or fates["z"].reason == f"{of_new.failed} of {of_new.requests} requests failed"
     assert not failed or shown(fates)["a"] == "2 4 100 Serving"
 
 
@@ -382,7 +382,7 @@ def test_streams_that_wait_long_on_the_new_one_alone_take_it_back(
     if failed:
         slow = of_new.slow(2.0)
         assert fates["z"].reason == (
-            f"{slow} of {of_new.streams} streams took longer than {limit} to their first token on it"
+            f"{slow} of {of_new.streams} streams took longer than {limit} to their first token"
         )
         assert shown(fates)["a"] == "2 4 100 Serving"
         told = decide(wanted(maxTtft=limit, autoRollback=False), [new, old], 1.0)

@@ -108,7 +108,7 @@ async def test_second_operator_of_the_cluster_refuses_to_start(tmp_path: Path) -
         async with started(second, api.kubeconfig, "second", "--lease-name=other") as other:
             assert await asyncio.wait_for(other.process.wait(), 60) != 0
             said = other.log.read_text()
-        assert "Another operator looks after the same services: operator holds the Lease" in said
+        assert "Another operator manages the same services: operator holds the Lease" in said
         assert "baton/baton-operator and watches all namespaces" in said
         lease = api.objects["coordination.k8s.io/v1", "leases", "baton", "other"]
         assert lease["spec"]["holderIdentity"] == "", "the Lease is left to the next one"

@@ -29,7 +29,7 @@ MERGE = "application/merge-patch+json"
 
 TIMEOUT_S = 30.0
 PAGE = 500
-"""Objects of one answer to a list."""
+"""Objects per page of a list."""
 
 FORBIDDEN, NOT_FOUND, CONFLICT, GONE = 403, 404, 409, 410
 
@@ -39,7 +39,7 @@ Guard = Callable[[], None]
 
 
 class WriteListener(Protocol):
-    """Takes what the API server answered to writes, so that the next read sees them."""
+    """Receives the responses to writes, so that the next read of the cache includes them."""
 
     def wrote(self, manifest: Manifest) -> None: ...
 
@@ -47,7 +47,7 @@ class WriteListener(Protocol):
 
 
 class NoWriteListener:
-    """For whoever reads from the API server itself."""
+    """For clients that do not read from the cache."""
 
     def wrote(self, manifest: Manifest) -> None: ...
 
@@ -55,7 +55,8 @@ class NoWriteListener:
 
 
 class ApiServer:
-    """One API server, under one account. `guard` is asked before each write, and raises if it may not be."""
+    """One API server and account. `guard` is called before each write and raises if the operator may not
+    write."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class ApiServer:
         self._client = connect
         self._guard = guard
         self._answered = answered
-        """Told of each answer: method and status, 0 if there was none."""
+        """Called with method and status of each response; status 0 without a response."""
         self._writes = writes or NoWriteListener()
 
     async def pages(
@@ -80,16 +81,16 @@ class ApiServer:
         limit: int = PAGE,
     ) -> AsyncGenerator[tuple[Iterator[Manifest], str]]:
         """
-        The same page by page, each with the version of the whole list; items do not say their kind.
+        Yield the pages of a list, each with the version of the list. Items lack kind and apiVersion.
 
-        All pages are of one moment. With a `limit` of 0 there is just one page, of all objects. Raises
-        ApiException: 410 if the API server has forgotten that moment before the last page.
+        All pages are of one version. `limit` 0 means one page with all objects. Raises ApiException, with
+        410 if the API server no longer has that version.
         """
         query = {"limit": str(limit), **_selecting(selector, field)}
         while True:
             content = await self._answer("GET", path(api, kind, namespace), query=query)
             page = _decoded(content, _Page)
-            # One at a time: parsed, a page takes ten times the memory of its text.
+            # Parsed lazily: a parsed page takes ten times the memory of its text.
             items = (_decoded(item, Manifest) for item in page.items or ())
             yield items, page.metadata["resourceVersion"]
             more = page.metadata.get("continue")
@@ -109,11 +110,11 @@ class ApiServer:
         silence_s: float,
     ) -> AsyncGenerator[tuple[str, Manifest]]:
         """
-        Events after that version: their type, and the object. The first one has neither: the watch has
-        begun.
+        Yield type and object of each event after that version. The first item is empty: the watch has
+        started.
 
-        Ends when the API server ends it, after `limit_s` at the latest, or when it brings nothing for
-        `silence_s`. Raises ApiException: 410 if the version is too old, 0 if the connection breaks.
+        Ends when the API server closes it, after `limit_s` at the latest, or after `silence_s` without
+        data. Raises ApiException: 410 if the version is too old, 0 if the connection breaks.
         """
         query = {
             "watch": "true",
@@ -138,7 +139,7 @@ class ApiServer:
                         raise ApiException(status=status.get("code", 500), reason=status.get("message", ""))
                     yield event["type"], event["object"]
             except TimeoutError:
-                return  # it was silent
+                return  # no data for silence_s
             finally:
                 response.close()
         except (ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
@@ -147,15 +148,16 @@ class ApiServer:
     async def list(
         self, api: str, kind: str, namespace: str = "", selector: str = "", field: str = ""
     ) -> list[Manifest]:
-        """All of a kind, in a namespace or in all, with these labels and this field. Raises ApiException."""
+        """Return the objects of a kind that match the selectors; empty `namespace`: all. Raises
+        ApiException."""
         found: list[Manifest] = []
         async for items, _ in self.pages(api, kind, namespace, selector, field):
-            # What a list holds does not say its kind again.
+            # Items of a list lack apiVersion and kind.
             found += [{"apiVersion": api, "kind": kind, **item} for item in items]
         return found
 
     async def get(self, api: str, kind: str, namespace: str, name: str) -> Manifest | None:
-        """None if there is no such object. Raises ApiException."""
+        """Return the object, or None if it does not exist. Raises ApiException."""
         try:
             return await self._request("GET", path(api, kind, namespace, name))
         except ApiException as error:
@@ -165,9 +167,10 @@ class ApiServer:
 
     async def apply(self, manifest: Manifest, *, ours: bool) -> Manifest:
         """
-        Have the object as the manifest says: if it is `ours`, whoever wrote its fields before.
+        Apply the manifest by server-side apply; for an object of `ours`, override other field managers.
 
-        Another's object of the same name is left alone. Raises ApiException, 409 for such a one.
+        An object of somebody else with this name stays unchanged. Raises ApiException, 409 for such an
+        object.
         """
         query = {"fieldManager": FIELD_MANAGER, "force": str(ours).lower()}
         answer = await self._request("PATCH", path_of(manifest), query=query, body=manifest, kind=APPLY)
@@ -175,7 +178,7 @@ class ApiServer:
         return answer
 
     async def create(self, manifest: Manifest) -> bool:
-        """Make an object; False if there is one already. Raises ApiException."""
+        """Create an object; return False if it exists already. Raises ApiException."""
         where = path(manifest["apiVersion"], manifest["kind"], manifest["metadata"].get("namespace", ""))
         try:
             answer = await self._request("POST", where, query={"fieldManager": FIELD_MANAGER}, body=manifest)
@@ -187,14 +190,15 @@ class ApiServer:
         return True
 
     async def replace(self, manifest: Manifest) -> Manifest:
-        """Write an object over the version it was made from. Raises ApiException, 409 if there is a newer."""
+        """Replace the version that the manifest was read from. Raises ApiException, 409 if there is a newer
+        one."""
         return await self._request("PUT", path_of(manifest), body=manifest)
 
     async def delete(self, manifest: Manifest) -> None:
         """
-        Delete just this object, and what belongs to it; one that is gone is fine.
+        Delete exactly this object (by UID) with its dependents. A missing object is no error.
 
-        Raises ApiException, 409 if another one has its name by now.
+        Raises ApiException, 409 if another object has the name now.
         """
         metadata = manifest["metadata"]
         body = {"propagationPolicy": "Background", "preconditions": {"uid": metadata["uid"]}}
@@ -204,7 +208,7 @@ class ApiServer:
             if error.status != NOT_FOUND:
                 raise
             answer = {}
-        # Some kinds answer with a Status, others with the object that was. Finalizers may hold it back.
+        # A Status or the deleted object, depending on the kind. Finalizers may delay the deletion.
         if answer.get("metadata", {}).get("finalizers"):
             self._writes.wrote(answer)
         else:
@@ -212,9 +216,9 @@ class ApiServer:
 
     async def write_status(self, manifest: Manifest, status: Mapping[str, Any]) -> None:
         """
-        Merge into the status of the object. A field that is gone has to be written as None.
+        Merge into the status of the object. None removes a field.
 
-        An object that is gone, or was made anew, is fine. Raises ApiException.
+        A missing or recreated object is no error. Raises ApiException.
         """
         metadata = {"uid": manifest["metadata"]["uid"]}
         body = {"metadata": metadata, "status": status}
@@ -227,7 +231,7 @@ class ApiServer:
             self._writes.wrote(answer)
 
     async def merge(self, api: str, kind: str, namespace: str, name: str, body: Mapping[str, Any]) -> bool:
-        """Change some fields of an object; False if there is none. Raises ApiException."""
+        """Merge `body` into an object; return False if it does not exist. Raises ApiException."""
         try:
             answer = await self._request("PATCH", path(api, kind, namespace, name), body=body, kind=MERGE)
         except ApiException as error:
@@ -238,7 +242,7 @@ class ApiServer:
         return True
 
     async def has(self, api: str) -> bool:
-        """Whether the cluster serves this group and version. Raises ApiException."""
+        """Return whether the cluster serves this group and version. Raises ApiException."""
         try:
             await self._request("GET", f"/apis/{api}")
         except ApiException as error:
@@ -290,7 +294,7 @@ class ApiServer:
         kind: str = "application/json",
         within: float | ClientTimeout = TIMEOUT_S,
     ) -> ClientResponse:
-        # The transport looks for this very spelling.
+        # The transport expects this spelling.
         headers = {
             "Accept": "application/json",
             "Content-Type": kind,
@@ -299,7 +303,7 @@ class ApiServer:
         await self._client.update_params_for_auth(headers, [], ["BearerToken"], where, method, body)
         host: str = self._client.configuration.host
         url = host + where + (f"?{urlencode(query)}" if query else "")
-        # The transport writes JSON, which is YAML too.
+        # The transport serializes to JSON, which is valid YAML.
         answer = await self._client.rest_client.request(
             method, url, headers=headers, body=body, _request_timeout=within
         )
@@ -308,7 +312,7 @@ class ApiServer:
 
 
 class _Page(msgspec.Struct):
-    """One page of a list, whose items are not parsed yet."""
+    """One page of a list with unparsed items."""
 
     metadata: dict[str, Any]
     items: list[msgspec.Raw] | None = None
@@ -317,12 +321,12 @@ class _Page(msgspec.Struct):
 def _decoded(content: bytes | msgspec.Raw, type: type[T]) -> T:
     try:
         return msgspec.json.decode(content, type=type)
-    except msgspec.DecodeError as error:  # a proxy's page
-        raise ApiException(status=0, reason=f"The answer is not what was asked for: {error}") from error
+    except msgspec.DecodeError as error:  # for example an error page of a proxy
+        raise ApiException(status=0, reason=f"Unexpected response: {error}") from error
 
 
 async def _lines(response: ClientResponse) -> AsyncIterator[bytes]:
-    """Each as soon as it is there; the stream's own reader refuses long ones."""
+    """Yield each line as it arrives. The reader of the stream would reject long lines."""
     rest = b""
     async for chunk in response.content.iter_any():
         *lines, rest = (rest + chunk).split(b"\n")
@@ -337,7 +341,7 @@ def _selecting(selector: str, field: str = "") -> dict[str, str]:
 
 
 def _reason(content: bytes) -> str:
-    """The API server's own words, if they are there."""
+    """Return the message of the API server, if the response has one."""
     try:
         message = json.loads(content).get("message", "")
     except (ValueError, AttributeError):
@@ -346,7 +350,7 @@ def _reason(content: bytes) -> str:
 
 
 async def configuration(kubeconfig: str) -> Configuration:
-    """Read anew each time: tokens are exchanged while the operator runs. Raises SetupError."""
+    """Return the configuration from a kubeconfig file, or from the pod. Raises SetupError."""
     made = Configuration()
     try:
         if kubeconfig:
@@ -355,14 +359,14 @@ async def configuration(kubeconfig: str) -> Configuration:
             config.load_incluster_config(client_configuration=made)
     except (config.ConfigException, OSError) as error:
         raise SetupError(
-            f"No account for the Kubernetes API ({error}): run in a pod with a ServiceAccount, "
-            "or name a kubeconfig file with --kubeconfig."
+            f"Cannot find credentials for the Kubernetes API: {error}. Run in a pod with a ServiceAccount, "
+            "or set --kubeconfig."
         ) from error
     return made
 
 
 async def connect(kubeconfig: str) -> ApiClient:
-    """For all of the operator's requests. Raises SetupError."""
+    """Return the HTTP client for all requests of the operator. Raises SetupError."""
     made = await configuration(kubeconfig)
     made.connection_pool_maxsize = 0  # no limit: each watch holds a connection
     return ApiClient(configuration=made)

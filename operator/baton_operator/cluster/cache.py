@@ -24,10 +24,10 @@ from baton_operator.manifests import exposure
 from baton_operator.manifests.objects import Key, Manifest
 
 DROPPED = frozenset({"managedFields", "resourceVersion", "selfLink"})
-"""Fields of metadata that are not kept; the version is kept apart."""
+"""Fields of metadata that are not stored; the version is stored separately."""
 
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
-"""A copy of the whole object in an annotation."""
+"""Annotation with a copy of the whole object."""
 
 ObjectName = tuple[str, str]
 """Namespace and name."""
@@ -35,12 +35,12 @@ ObjectName = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class CachedObject:
-    """One object, as it is kept."""
+    """One stored object."""
 
     version: int
     uid: str
     service: str
-    """Name of the InferenceService that it belongs to; empty if it belongs to none."""
+    """Name of its InferenceService, or empty."""
     batch_job: str
     generation: int
     text: bytes
@@ -57,9 +57,9 @@ class ObjectChange:
     manifest: Manifest | None
     """None once it is deleted."""
     batch_job: str = ""
-    """Name of the BatchJob that it belongs to; empty if it belongs to none."""
-    respecified: bool = True
-    """Whether its spec changed: false if only status or metadata did."""
+    """Name of its BatchJob, or empty."""
+    spec_changed: bool = True
+    """Whether the spec changed, and not only status or metadata."""
     routes: tuple[ObjectName, ...] = ()
     """For a Gateway: the InferenceServices whose HTTPRoute names it."""
 
@@ -68,7 +68,7 @@ Listener = Callable[[ObjectChange], None]
 
 
 def cached_object(resource: ApiResource, manifest: Manifest) -> CachedObject:
-    """An object as it came from the API server."""
+    """Return the stored form of an object from the API server."""
     metadata = {name: value for name, value in manifest["metadata"].items() if name not in DROPPED}
     if resource.kind == "Pod":
         metadata.pop("annotations", None)
@@ -90,14 +90,14 @@ def cached_object(resource: ApiResource, manifest: Manifest) -> CachedObject:
 
 
 def _service(resource: ApiResource, manifest: Manifest) -> str:
-    found: str
+    service: str
     if resource.kind == "InferenceService":
-        found = manifest["metadata"]["name"]
+        service = manifest["metadata"]["name"]
     elif resource.custom:
-        found = manifest.get("spec", {}).get("serviceName", "")
+        service = manifest.get("spec", {}).get("serviceName", "")
     else:
-        found = manifest["metadata"].get("labels", {}).get(labels.SERVICE, "")
-    return found
+        service = manifest["metadata"].get("labels", {}).get(labels.SERVICE, "")
+    return service
 
 
 class ObjectStore:
@@ -107,35 +107,35 @@ class ObjectStore:
         self.resource = resource
         self.namespace = namespace
         self.version = 0
-        """Up to which the watch has delivered all changes."""
+        """Version up to which the watch has delivered all changes."""
         self.synced = False
-        """Whether all objects have been listed once."""
+        """Whether the objects have been listed."""
         self.served = True
-        """Whether the cluster has this kind."""
+        """Whether the cluster serves this kind."""
         self._listener = listener
         self._entries: dict[ObjectName, CachedObject] = {}
         self._of_service: dict[ObjectName, set[str]] = {}
         self._deleted: dict[ObjectName, str] = {}
-        """Uids of objects that the operator deleted, until the watch delivers their deletion."""
+        """UIDs of objects that the operator deleted, until the watch delivers the deletion."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def get(self, namespace: str, name: str) -> Manifest | None:
-        found = self._entries.get((namespace, name))
-        return None if found is None else self._manifest(found)
+        stored = self._entries.get((namespace, name))
+        return None if stored is None else self._manifest(stored)
 
     def of_service(self, namespace: str, service: str) -> list[Manifest]:
-        """All that belong to the service, by name."""
-        found = self._of_service.get((namespace, service), ())
-        return [self._manifest(self._entries[namespace, name]) for name in sorted(found)]
+        """Return the objects of the service, sorted by name."""
+        stored = self._of_service.get((namespace, service), ())
+        return [self._manifest(self._entries[namespace, name]) for name in sorted(stored)]
 
     def names(self) -> list[ObjectName]:
         return sorted(self._entries)
 
     def replace(self, listed: Mapping[ObjectName, CachedObject], version: int) -> None:
-        """All objects there were at that version, as a list has given them."""
-        # A server that was restored from a backup counts from an older version on.
+        """Replace all objects by a list of that version."""
+        # A server that was restored from a backup continues from an older version.
         restored = version < self.version
         for name in [name for name in self._entries if name not in listed]:
             if restored or self._entries[name].version <= version:
@@ -143,51 +143,51 @@ class ObjectStore:
         self._deleted = {
             name: uid for name, uid in self._deleted.items() if name in listed and listed[name].uid == uid
         }
-        for name, found in listed.items():
-            there = self._entries.get(name)
-            if restored or there is None or there.version < found.version:
-                self._put(name, found)
+        for name, stored in listed.items():
+            existing = self._entries.get(name)
+            if restored or existing is None or existing.version < stored.version:
+                self._put(name, stored)
         self.version = version
         self.synced = self.served = True
 
     def absent(self) -> None:
-        """The cluster does not serve this kind."""
+        """Empty the store: the cluster does not serve this kind."""
         for name in list(self._entries):
             self._remove(name)
         self._deleted.clear()
         self.version, self.synced, self.served = 0, True, False
 
     def happened(self, event: str, manifest: Manifest) -> None:
-        """One event of a watch: ADDED, MODIFIED, DELETED or BOOKMARK."""
+        """Apply an event of the watch: ADDED, MODIFIED, DELETED or BOOKMARK."""
         version = int(manifest["metadata"]["resourceVersion"])
         self.version = max(self.version, version)
         if event == "BOOKMARK":
             return
         name = manifest["metadata"].get("namespace", ""), manifest["metadata"]["name"]
-        there = self._entries.get(name)
+        existing = self._entries.get(name)
         if event == "DELETED":
             if self._deleted.get(name) == manifest["metadata"].get("uid", ""):
                 del self._deleted[name]
-            if there is not None and there.version <= version:
+            if existing is not None and existing.version <= version:
                 self._remove(name)
-        elif there is None or there.version < version:
+        elif existing is None or existing.version < version:
             self._put(name, cached_object(self.resource, manifest))
 
     def wrote(self, manifest: Manifest) -> None:
-        """The answer of a write: kept until the watch delivers this state or a newer one."""
-        found = cached_object(self.resource, manifest)
-        # What the watch has passed already is in the store, or was deleted since.
-        if not self.synced or not self.served or found.version <= self.version:
+        """Store the response to a write, until the watch delivers this version or a newer one."""
+        stored = cached_object(self.resource, manifest)
+        # The watch has delivered this version already, or a deletion after it.
+        if not self.synced or not self.served or stored.version <= self.version:
             return
         name = manifest["metadata"].get("namespace", ""), manifest["metadata"]["name"]
-        there = self._entries.get(name)
-        if there is None or there.version < found.version:
-            self._put(name, found)
+        existing = self._entries.get(name)
+        if existing is None or existing.version < stored.version:
+            self._put(name, stored)
 
     def deleted(self, namespace: str, name: str, uid: str) -> None:
-        """The operator has deleted this object; events of before do not bring it back."""
-        there = self._entries.get((namespace, name))
-        if there is not None and there.uid == uid:
+        """Remove an object that the operator deleted. Older events do not restore it."""
+        existing = self._entries.get((namespace, name))
+        if existing is not None and existing.uid == uid:
             self._deleted[namespace, name] = uid
             self._remove((namespace, name))
 
@@ -200,9 +200,11 @@ class ObjectStore:
         self._entries[name] = new
         self._of_service.setdefault((name[0], new.service), set()).add(name[1])
         if old is None or old.text != new.text:
-            respecified = old is None or (old.uid, old.generation) != (new.uid, new.generation)
-            made = self._manifest(new)
-            self._listener(ObjectChange(self.resource, *name, new.service, made, new.batch_job, respecified))
+            spec_changed = old is None or (old.uid, old.generation) != (new.uid, new.generation)
+            manifest = self._manifest(new)
+            self._listener(
+                ObjectChange(self.resource, *name, new.service, manifest, new.batch_job, spec_changed)
+            )
 
     def _remove(self, name: ObjectName) -> None:
         old = self._entries.pop(name)
@@ -215,14 +217,14 @@ class ObjectStore:
         if not names:
             del self._of_service[name[0], old.service]
 
-    def _manifest(self, found: CachedObject) -> Manifest:
-        made: dict[str, Any] = msgspec.json.decode(found.text)
-        made["metadata"]["resourceVersion"] = str(found.version)
-        return {"apiVersion": self.resource.api, "kind": self.resource.kind, **made}
+    def _manifest(self, stored: CachedObject) -> Manifest:
+        manifest: dict[str, Any] = msgspec.json.decode(stored.text)
+        manifest["metadata"]["resourceVersion"] = str(stored.version)
+        return {"apiVersion": self.resource.api, "kind": self.resource.kind, **manifest}
 
 
 class ObjectCache:
-    """All stores. `namespaces`: those that are watched; all of the cluster if there are none."""
+    """The stores of all kinds. `namespaces`: the watched ones; empty means all."""
 
     def __init__(self, namespaces: Sequence[str], listener: Listener) -> None:
         self._listener = listener
@@ -253,16 +255,16 @@ class ObjectCache:
         return frozenset(one.resource.api for one in optional if one.served)
 
     def store(self, kind: str, namespace: str) -> ObjectStore | None:
-        """None if the kind, or this namespace, is not watched."""
+        """Return the store, or None if the kind or namespace is not watched."""
         return self._stores.get((kind, "" if self._everywhere else namespace))
 
     def get(self, kind: str, namespace: str, name: str) -> Manifest | None:
-        """None if there is no such object."""
+        """Return the object, or None if it does not exist."""
         store = self.store(kind, namespace)
         return None if store is None else store.get(namespace, name)
 
     def of_service(self, namespace: str, service: str, *kinds: str) -> Iterator[Manifest]:
-        """Objects of these kinds that belong to the service; of all kinds if none are named."""
+        """Yield the objects of the service of these kinds; without kinds, of all."""
         for kind in kinds or [one.kind for one in WATCHED]:
             store = self.store(kind, namespace)
             if store is not None:
@@ -274,11 +276,11 @@ class ObjectCache:
         return [name for one in stores for name in one.names()]
 
     def changed(self, namespace: str, service: str) -> int:
-        """A number that grows whenever an object of the service changes; 0 if none ever did."""
+        """Return a number that grows with each change of an object of the service; 0 without changes."""
         return self._changes.get((namespace, service), 0)
 
     def wrote(self, manifest: Manifest) -> None:
-        """The API server's answer to a write of the operator's."""
+        """Store the response to a write of the operator."""
         metadata = manifest["metadata"]
         store = self.store(manifest["kind"], metadata.get("namespace", ""))
         if store is None or store.resource.api != manifest["apiVersion"]:
@@ -287,7 +289,7 @@ class ObjectCache:
             store.wrote(manifest)
 
     def deleted(self, key: Key, namespace: str, uid: str) -> None:
-        """The API server has carried out a deletion of the operator's."""
+        """Remove an object that the operator deleted."""
         store = self.store(key[1], namespace)
         if store is not None:
             store.deleted(namespace, key[2], uid)

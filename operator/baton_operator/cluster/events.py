@@ -1,8 +1,8 @@
 """
-Kubernetes Events: what has happened to a service, one for each transition.
+Kubernetes Events for transitions of conditions.
 
-They are posted beside the work, which never waits for them: one that cannot be posted is lost. The same
-thing that happens again within an hour makes its Event count on.
+A background task posts them, so reconciliation never waits; an Event that cannot be posted is lost. A
+transition that repeats within an hour increases the count of its Event.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from baton_operator.manifests.objects import Manifest, timestamp
 log = logging.getLogger(__name__)
 
 QUEUE_LIMIT = 1000
-"""Events that wait to be posted; more are lost."""
+"""Maximum queued Events; further ones are lost."""
 
 POSTED_LIMIT = 4000
 AGGREGATE_S = 3000.0
-"""The API server forgets Events after an hour."""
+"""Seconds in which equal transitions share an Event. The API server deletes Events after an hour."""
 
 EventKey = tuple[str, str, str, str]
-"""An object's uid; type, status and reason of its condition."""
+"""UID of the object; type, status and reason of its condition."""
 
 
 @dataclass(frozen=True, slots=True)
 class PostedEvent:
-    """An Event that was posted."""
+    """Name, count and first time (Unix seconds) of a posted Event."""
 
     name: str
     count: int
@@ -43,61 +43,63 @@ class PostedEvent:
 
 
 class EventPoster:
-    """Posts them; `clock` gives Unix seconds."""
+    """Posts Events in the background. `clock` returns Unix seconds."""
 
     def __init__(self, api: ApiServer, clock: Callable[[], float]) -> None:
         self._api = api
         self._clock = clock
-        self._waiting: asyncio.Queue[tuple[Manifest, Transition, float]] = asyncio.Queue(QUEUE_LIMIT)
-        self._told: OrderedDict[EventKey, PostedEvent] = OrderedDict()
+        self._queue: asyncio.Queue[tuple[Manifest, Transition, float]] = asyncio.Queue(QUEUE_LIMIT)
+        self._posted: OrderedDict[EventKey, PostedEvent] = OrderedDict()
 
-    def tell(self, about: Manifest, transition: Transition) -> None:
-        """Have it posted in a while."""
+    def post(self, about: Manifest, transition: Transition) -> None:
+        """Queue an Event for this transition."""
         try:
-            self._waiting.put_nowait((about, transition, self._clock()))
+            self._queue.put_nowait((about, transition, self._clock()))
         except asyncio.QueueFull:
-            log.warning("An Event of %s is lost: %d wait.", about["metadata"]["name"], QUEUE_LIMIT)
+            log.warning(
+                "Dropped an Event of %s: %d Events are queued.", about["metadata"]["name"], QUEUE_LIMIT
+            )
 
     async def run(self) -> None:
-        """Post what comes, one after the other. Raises NotLeader when the Lease is lost."""
+        """Post queued Events until cancelled. Raises NotLeader when the Lease is lost."""
         while True:
-            about, transition, when = await self._waiting.get()
+            about, transition, when = await self._queue.get()
             try:
                 await self._post(about, transition, when)
             except ApiException as error:
-                log.warning("An Event of %s is lost: %s", about["metadata"]["name"], error.reason)
+                log.warning("Cannot post an Event of %s: %s", about["metadata"]["name"], error.reason)
 
     async def _post(self, about: Manifest, transition: Transition, when: float) -> None:
         fact = transition.fact
-        sort = (about["metadata"]["uid"], fact.type, fact.status, fact.reason)
-        known = self._told.pop(sort, None)
+        key = (about["metadata"]["uid"], fact.type, fact.status, fact.reason)
+        known = self._posted.pop(key, None)
         if known is not None and when - known.first < AGGREGATE_S:
             again = replace(known, count=known.count + 1)
-            if await self._counted(about, again, event(about, transition, again, when)):
-                self._remember(sort, again)
+            if await self._update_count(about, again, event(about, transition, again, when)):
+                self._remember(key, again)
                 return
         new = PostedEvent(f"{about['metadata']['name']}.{time.time_ns():x}", 1, when)
         await self._api.create(event(about, transition, new, when))
-        self._remember(sort, new)
+        self._remember(key, new)
 
-    async def _counted(self, about: Manifest, told: PostedEvent, body: Manifest) -> bool:
-        """False if the Event is gone."""
+    async def _update_count(self, about: Manifest, posted: PostedEvent, body: Manifest) -> bool:
+        """Return False if the Event no longer exists."""
         counted = {name: body[name] for name in ("count", "lastTimestamp", "message")}
-        return await self._api.merge("v1", "Event", about["metadata"]["namespace"], told.name, counted)
+        return await self._api.merge("v1", "Event", about["metadata"]["namespace"], posted.name, counted)
 
-    def _remember(self, sort: EventKey, told: PostedEvent) -> None:
-        self._told[sort] = told
-        while len(self._told) > POSTED_LIMIT:
-            self._told.popitem(last=False)
+    def _remember(self, key: EventKey, posted: PostedEvent) -> None:
+        self._posted[key] = posted
+        while len(self._posted) > POSTED_LIMIT:
+            self._posted.popitem(last=False)
 
 
-def event(about: Manifest, transition: Transition, told: PostedEvent, now: float) -> Manifest:
-    """As it is posted."""
+def event(about: Manifest, transition: Transition, posted: PostedEvent, now: float) -> Manifest:
+    """Return the manifest of the Event."""
     fact, metadata = transition.fact, about["metadata"]
     return {
         "apiVersion": "v1",
         "kind": "Event",
-        "metadata": {"name": told.name, "namespace": metadata["namespace"]},
+        "metadata": {"name": posted.name, "namespace": metadata["namespace"]},
         "involvedObject": {
             "apiVersion": about["apiVersion"],
             "kind": about["kind"],
@@ -109,7 +111,7 @@ def event(about: Manifest, transition: Transition, told: PostedEvent, now: float
         "reason": fact.reason,
         "message": f"{fact.type} is {fact.status}. {fact.message}".rstrip()[:1024],
         "source": {"component": "baton"},
-        "firstTimestamp": timestamp(told.first),
+        "firstTimestamp": timestamp(posted.first),
         "lastTimestamp": timestamp(now),
-        "count": told.count,
+        "count": posted.count,
     }

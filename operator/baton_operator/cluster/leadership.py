@@ -1,9 +1,8 @@
 """
-Who may write: the holder of the Lease, as long as it renews it.
+Leader election: only the operator that holds and renews the Lease may write.
 
-What is decided about the Lease is in `lease`; here it is read and written. A holder that cannot renew for
-ten seconds is none any more, five seconds before anybody else may be: its next write raises, and the
-process ends.
+`lease` decides; this module reads and writes the Lease. A holder that cannot renew it for ten seconds
+stops, five seconds before another operator may take it: its next write raises, and the process exits.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ API, KIND = "coordination.k8s.io/v1", "Lease"
 
 
 class NotLeader(Exception):
-    """A write was about to be made by an operator that does not hold the Lease."""
+    """The operator tried to write without holding the Lease."""
 
 
 class Leadership:
-    """One operator's part in it. `api` writes without asking; `clock` is monotonic."""
+    """The Lease of one operator. `api` writes without a guard; `clock` is monotonic."""
 
     def __init__(
         self,
@@ -51,97 +50,96 @@ class Leadership:
         self._renew_s = renew_s
         self._view = lease.LeaseView(me)
         self.looked: float | None = None
-        """When the API server last answered."""
+        """Monotonic time at which the API server last answered; None if it never did."""
 
     @property
     def holds(self) -> bool:
         return self._view.holds(self._clock())
 
     def guard(self) -> None:
-        """Raises NotLeader if this operator may not write."""
+        """Raise NotLeader if this operator may not write."""
         if not self.holds:
-            raise NotLeader(f"The Lease {self._namespace}/{self._name} is not held by {self._view.me}.")
+            raise NotLeader(f"{self._view.me} does not hold the Lease {self._namespace}/{self._name}.")
 
     async def take(self) -> None:
-        """Wait until the Lease is ours."""
-        while not await self._look():  # noqa: ASYNC110 - nobody tells when the Lease runs out
+        """Wait until this operator holds the Lease."""
+        while not await self._look():  # noqa: ASYNC110 - no event signals the expiry of a Lease
             await asyncio.sleep(self._renew_s)
-        log.info("This operator leads: it holds the Lease %s/%s.", self._namespace, self._name)
+        log.info("This operator is the leader: it holds the Lease %s/%s.", self._namespace, self._name)
 
     async def alone(self) -> None:
         """
-        Wait until it is certain that no other operator looks after the same services. The Lease is ours.
+        Wait until no other operator can manage the same services. Call it while holding the Lease.
 
-        Each operator writes its Lease before it looks for others, so of two at least one sees the other.
-        An operator of some namespaces has no right to see the Leases of others, and does not look. Raises
-        SetupError if there is another.
+        Each operator writes its Lease before it searches for others, so at least one of two sees the other.
+        An operator of some namespaces may not list Leases elsewhere and skips the search. Raises SetupError
+        if there is another operator.
         """
         rivals = lease.OtherLeases(self._namespace, self._name, self._clock())
         selector = f"{labels.MANAGED_BY}={labels.OPERATOR}"
         while not self._namespaces:
             try:
-                found = rivals.look(await self._api.list(API, KIND, selector=selector), self._clock())
+                other = rivals.look(await self._api.list(API, KIND, selector=selector), self._clock())
             except ApiException as error:
-                log.warning("Cannot look for other operators: %s %s", error.status, error.reason)
+                log.warning("Cannot list the Leases of other operators: %s %s", error.status, error.reason)
                 if error.status == FORBIDDEN:
                     return
-                found = False
-            if found is True:
+                other = False
+            if other is True:
                 return
-            if found:
-                raise SetupError(_told(found))
+            if other:
+                raise SetupError(_conflict(other))
             await asyncio.sleep(self._renew_s)
 
     async def keep(self) -> None:
-        """Renew it; ends when it is lost."""
+        """Renew the Lease; return when it is lost."""
         while self.holds:
             await asyncio.sleep(self._renew_s)
             await self._look()
-        log.error("The Lease %s/%s is lost.", self._namespace, self._name)
+        log.error("Lost the Lease %s/%s.", self._namespace, self._name)
 
     async def release(self) -> None:
-        """Leave it to the next one at once."""
+        """Release the Lease, so that the next operator need not wait for its expiry."""
         try:
-            there = await self._api.get(API, KIND, self._namespace, self._name)
-            if there is not None and lease.holder(there) == self._view.me:
+            existing = await self._api.get(API, KIND, self._namespace, self._name)
+            if existing is not None and lease.holder(existing) == self._view.me:
                 self._view = lease.LeaseView(self._view.me)
-                await self._api.replace(lease.released(there))
+                await self._api.replace(lease.released(existing))
         except ApiException as error:
-            log.warning("The Lease could not be released, and runs out by itself: %s", error.reason)
+            log.warning("Cannot release the Lease; it expires by itself: %s", error.reason)
 
     async def _look(self) -> bool:
-        """Read the Lease, and write it if it is ours or nobody's. Whether it is ours now."""
+        """Read the Lease, take or renew it if possible, and return whether this operator holds it."""
         try:
             async with asyncio.timeout(lease.GIVE_UP_S):
                 return await self._renewed()
         except TimeoutError:
-            log.warning("The API server does not answer about the Lease.")
+            log.warning("No response about the Lease from the API server within %.0f s.", lease.GIVE_UP_S)
         except ApiException as error:
-            if error.status != CONFLICT:  # else somebody was faster
-                log.warning("The Lease cannot be read or written: %s %s", error.status, error.reason)
+            if error.status != CONFLICT:  # 409: another operator was faster
+                log.warning("Cannot read or write the Lease: %s %s", error.status, error.reason)
         return False
 
     async def _renewed(self) -> bool:
-        there = await self._api.get(API, KIND, self._namespace, self._name)
+        existing = await self._api.get(API, KIND, self._namespace, self._name)
         now, time = self._clock(), datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         self.looked = now
-        if there is None:
+        if existing is None:
             first = lease.new(self._namespace, self._name, self._view.me, time, self._namespaces)
             return await self._api.create(first) and await self._renewed()
-        self._view = self._view.seen(there, now)
-        if not self._view.may_take(there, now):
+        self._view = self._view.seen(existing, now)
+        if not self._view.may_take(existing, now):
             return False
-        taken = lease.taken(there, self._view.me, time, self._namespaces)
+        taken = lease.taken(existing, self._view.me, time, self._namespaces)
         self._view = self._view.wrote(await self._api.replace(taken), now)
         return True
 
 
-def _told(other: Manifest) -> str:
+def _conflict(other: Manifest) -> str:
     metadata = other["metadata"]
     where = metadata.get("annotations", {}).get(lease.NAMESPACES) or "all namespaces"
     return (
-        f"Another operator looks after the same services: {lease.holder(other)} holds the Lease "
-        f"{metadata['namespace']}/{metadata['name']} and watches {where}. Two operators would undo each "
-        "other's writes. Uninstall one of them, or give each namespaces of its own by --namespaces "
-        "(watch.namespaces of the chart)."
+        f"Another operator manages the same services: {lease.holder(other)} holds the Lease "
+        f"{metadata['namespace']}/{metadata['name']} and watches {where}. Two operators would revert each "
+        "other's writes. Uninstall one of them, or set disjoint --namespaces (watch.namespaces of the chart)."
     )

@@ -1,13 +1,13 @@
 """
-One operator at a time: a Lease that its holder renews, and that another may take when it has run out.
+The Lease that makes one operator the leader: pure decisions about taking, renewing and expiry.
 
-Times of different machines are never compared. A holder counts as gone when its Lease has not changed for
-its whole duration, by the clock of whoever watches it. A holder that cannot renew stops before anybody else
-may begin; every write is the same twice anyway.
+Times of different machines are never compared. A holder counts as gone if its Lease does not change for its
+whole duration, by the clock of the observer. A holder that cannot renew stops before another operator may
+start.
 
-A Lease also says which namespaces its holder looks after. Operators of different installations have
-different Leases, and undo each other's writes where both look after a service; so they must be able to
-tell.
+An annotation names the namespaces that the holder manages. Operators of different installations have
+different Leases and would revert each other's writes if both managed a service, so each checks the Leases
+of the others.
 """
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ from baton_operator.manifests.objects import Manifest
 
 DURATION_S = 15
 RENEW_S = 2.0
-"""Seconds between two looks, of whoever holds it and whoever waits."""
+"""Seconds between two reads of the Lease, for the holder and for waiting operators."""
 
 NAMESPACES = "baton.dev/namespaces"
-"""Annotation of a Lease: the namespaces that its holder looks after, with commas between; empty for all."""
+"""Annotation of a Lease: comma-separated namespaces that its holder manages; empty for all."""
 
 GIVE_UP_S = 10.0
-"""Seconds without a renewal after which its holder stops."""
+"""Seconds without a renewal after which the holder stops writing."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseView:
-    """What one operator has seen of the Lease. Times are of its own monotonic clock."""
+    """The Lease as one operator knows it. Times are of its own monotonic clock."""
 
     me: str
     version: str = ""
-    """Of the Lease when it last changed."""
+    """resourceVersion at the last change."""
     changed: float = 0.0
-    """When that was seen."""
+    """When this operator read that version."""
     renewed: float | None = None
-    """When this operator last wrote it; None if it does not hold it."""
+    """When this operator last renewed the Lease; None if it does not hold it."""
 
     def seen(self, lease: Manifest, now: float) -> LeaseView:
-        """The Lease was read."""
+        """Return the view after a read."""
         version = str(lease["metadata"]["resourceVersion"])
         view = self if version == self.version else replace(self, version=version, changed=now)
         return view if holder(lease) == self.me else replace(view, renewed=None)
 
     def wrote(self, lease: Manifest, now: float) -> LeaseView:
-        """It was written, by us; `now` is from before it was sent."""
+        """Return the view after a renewal by this operator; `now` is the time before the request."""
         return replace(self, version=str(lease["metadata"]["resourceVersion"]), changed=now, renewed=now)
 
     def may_take(self, lease: Manifest, now: float) -> bool:
-        """Whether it is ours, nobody's, or of one who has not renewed it."""
+        """Return whether the Lease is free, expired, or already held by this operator."""
         if holder(lease) in ("", self.me):
             return True
         duration = lease["spec"].get("leaseDurationSeconds") or DURATION_S
         return now - self.changed > duration
 
     def holds(self, now: float) -> bool:
-        """Whether this operator may write."""
+        """Return whether this operator may write."""
         return self.renewed is not None and now - self.renewed < GIVE_UP_S
 
 
@@ -69,7 +69,7 @@ def holder(lease: Manifest) -> str:
 
 
 def taken(lease: Manifest, me: str, time: str, namespaces: Sequence[str] = ()) -> Manifest:
-    """The Lease as its new or old holder writes it. `time` is for people; no `namespaces` are all."""
+    """Return the Lease as `me` takes or renews it. `time` is informational; no `namespaces` means all."""
     spec: dict[str, Any] = dict(lease["spec"])
     if holder(lease) != me:
         spec |= {"acquireTime": time, "leaseTransitions": (spec.get("leaseTransitions") or 0) + 1}
@@ -84,12 +84,12 @@ def taken(lease: Manifest, me: str, time: str, namespaces: Sequence[str] = ()) -
 
 
 def released(lease: Manifest) -> Manifest:
-    """The Lease as a holder leaves it who stops: the next one need not wait."""
+    """Return the Lease without a holder, so that the next operator can take it immediately."""
     return {**lease, "spec": {**lease["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}}
 
 
 def new(namespace: str, name: str, me: str, time: str, namespaces: Sequence[str] = ()) -> Manifest:
-    """The first one."""
+    """Return a new Lease."""
     empty = {
         "apiVersion": "coordination.k8s.io/v1",
         "kind": "Lease",
@@ -101,10 +101,10 @@ def new(namespace: str, name: str, me: str, time: str, namespaces: Sequence[str]
 
 class OtherLeases:
     """
-    Leases of other operators, as they are looked at again and again.
+    The Leases of other operators over repeated reads.
 
-    A holder that crashed leaves its Lease held. So one counts as alive once it was renewed before our eyes,
-    and as dead when it was not for its whole duration.
+    A crashed holder leaves its Lease held. So a holder counts as alive only after a renewal between two
+    reads, and as dead if its Lease stays unchanged for its whole duration.
     """
 
     def __init__(self, namespace: str, name: str, now: float) -> None:
@@ -113,7 +113,8 @@ class OtherLeases:
         self._versions: dict[tuple[str, str], str] = {}
 
     def look(self, leases: Sequence[Manifest], now: float) -> Manifest | bool:
-        """The Lease of one that is alive; otherwise whether it is certain that there is none."""
+        """Return the Lease of a live operator, True if there is certainly none, or False if it is not known
+        yet."""
         waits = False
         for one in leases:
             name = one["metadata"]["namespace"], one["metadata"]["name"]

@@ -1,9 +1,9 @@
 """
-One kind's list and watch: what keeps a store of the cache equal to the API server.
+List and watch of one kind, which keep a store of the cache equal to the API server.
 
-List once, then watch from that version on. A watch that ends, breaks or falls silent goes on from the last
-version seen. A version that the API server no longer has (410) means to list again; the store works out
-what was missed, deletions included.
+A reflector lists once and then watches from that version. It resumes a watch that ends, breaks or falls
+silent from the last version. If the API server no longer has that version (410), it lists again; the store
+derives the missed changes, deletions included.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from baton_operator.cluster.cache import CachedObject, ObjectCache, ObjectName, 
 log = logging.getLogger(__name__)
 
 FIRST_S, LIMIT_S = 0.2, 30.0
-"""Seconds before the next try after a failure: doubled each time, up to the limit."""
+"""Limits of the exponential backoff after failures, in seconds."""
 
 ABSENT_S = 60.0
-"""Seconds between two looks for an optional kind that the cluster does not serve."""
+"""Seconds between two checks for an optional kind that the cluster does not serve."""
 
 WATCH_S = (300.0, 600.0)
-"""Seconds after which the API server is to end a watch: at random, so that not all begin anew at once."""
+"""Range of the random duration of a watch in seconds, so that not all restart at once."""
 
 SILENCE_S = 70.0
-"""Seconds without anything by a watch after which it is begun anew. The API server sends a bookmark each
-minute, but none for a kind of which nothing has ever changed."""
+"""Seconds without data after which a watch restarts. The API server sends a bookmark each minute, except
+for a kind of which no object ever changed."""
 
 LASTING_S = 1.0
-"""Seconds that a watch lasts unless something is wrong."""
+"""Seconds that a watch lasts at least; a shorter one counts as a failure."""
 
 
 class Reflector:
-    """Keeps one store up to date. `clock` is monotonic; `listed` is called after each list."""
+    """Keeps one store current. `clock` is monotonic; `listed` is called after each list."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class Reflector:
         self._silence_s = silence_s
         self._failures = 0
         self.heard = clock()
-        """When the API server last answered, or sent anything, about this kind."""
-        # The API server sends only objects that carry the operator's label.
+        """Time of the last data from the API server about this kind."""
+        # Limits the watch to objects that carry the operator's label.
         self._selector = f"{labels.MANAGED_BY}={labels.OPERATOR}" if store.resource.owned else ""
 
     @property
@@ -80,7 +80,7 @@ class Reflector:
                 await self._failed(error)
 
     async def relist(self) -> None:
-        """Replace all of the store by what there is now. Raises ApiException."""
+        """Replace the content of the store by a new list. Raises ApiException."""
         try:
             try:
                 snapshot, version = await self._listed_now(PAGE)
@@ -98,12 +98,12 @@ class Reflector:
         self._listed()
 
     def _may_lack(self, status: int) -> bool:
-        """Whether the operator goes on without this kind: the cluster does not serve it, or forbids it."""
+        """Return whether the operator can do without this kind: it is not served, or forbidden."""
         resource = self._store.resource
         return resource.optional and (status == NOT_FOUND or (resource.foreign and status == FORBIDDEN))
 
     async def _listed_now(self, limit: int) -> tuple[dict[ObjectName, CachedObject], int]:
-        """All objects, and the version of the list. Raises ApiException."""
+        """Return all objects, and the version of the list. Raises ApiException."""
         resource, namespace = self._store.resource, self._store.namespace
         snapshot: dict[ObjectName, CachedObject] = {}
         of_list = 0
@@ -117,7 +117,7 @@ class Reflector:
         return snapshot, of_list
 
     async def _watch(self) -> None:
-        """Follow changes from watch to watch. Raises ApiException when everything has to be listed again."""
+        """Watch again and again. Raises ApiException if a new list is necessary."""
         if not self._store.served:
             self._failures = 0
             await asyncio.sleep(ABSENT_S)
@@ -127,15 +127,15 @@ class Reflector:
                 if await self._follow():
                     self._failures = 0
                     continue
-                broken = ApiException(status=0, reason="the watch ended as soon as it began")
+                broken = ApiException(status=0, reason=f"the watch ended within {LASTING_S:g} s")
             except ApiException as error:
                 if error.status:
-                    raise  # 410 too: everything has to be listed again
+                    raise  # also 410: list again
                 broken = error
             await self._failed(broken)
 
     async def _follow(self) -> bool:
-        """One watch to its end; whether it was one, or ended at once. Raises ApiException."""
+        """Watch once, to its end. Return False if it ended immediately. Raises ApiException."""
         resource, namespace, version = self._store.resource, self._store.namespace, str(self._store.version)
         brought, began = False, self._clock()
         watch = self._api.watch(
@@ -155,20 +155,20 @@ class Reflector:
         return brought or self._clock() - began > LASTING_S
 
     async def _failed(self, error: ApiException) -> None:
-        """Say so, and wait for a while."""
+        """Log the failure and wait for the backoff."""
         pause = min(LIMIT_S, FIRST_S * 2.0 ** min(self._failures, 20)) * (0.5 + self._rng.random() / 2)
         self._failures += 1
-        if self._failures > 1:  # a connection that ends once is nothing to speak of
+        if self._failures > 1:  # one broken connection is normal
             where = f" in {self._store.namespace}" if self._store.namespace else ""
             log.warning(
-                "Cannot watch %s%s, next try in %.1f s: %s %s",
+                "Cannot watch %s%s, next attempt in %.1f s: %s %s",
                 self.resource, where, pause, error.status, error.reason,
             )  # fmt: skip
         await asyncio.sleep(pause)
 
 
 class Reflectors:
-    """Those of all stores. `seen` takes the plural of a kind whenever its watch has brought an object."""
+    """The reflectors of all stores. `seen` is called with the plural of a kind for each event."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class Reflectors:
         self._all = [Reflector(api, one, self._listed, seen, clock, rng, silence_s) for one in cache.stores]
 
     def run(self) -> list[asyncio.Task[None]]:
-        """Begin all of them."""
+        """Start all reflectors."""
         self._began = self._clock()
         return [asyncio.create_task(one.run()) for one in self._all]
 
@@ -200,16 +200,16 @@ class Reflectors:
 
     @property
     def unsynced(self) -> list[str]:
-        """Plurals of kinds that have not been listed since they began."""
+        """Plurals of kinds that have not been listed since the start."""
         return [] if self._began is None else self._cache.unsynced
 
     @property
     def age_s(self) -> float:
-        """Seconds since the quietest of them heard anything; 0 before they began."""
+        """Seconds since the last data of the most silent reflector; 0 before the start."""
         return max((self._age_s(one) for one in self._all), default=0.0)
 
     def stale(self, limit_s: float) -> list[str]:
-        """Plurals of kinds of which nothing was heard for so long."""
+        """Return the plurals of kinds without data for that many seconds."""
         return sorted({one.resource for one in self._all if self._age_s(one) > limit_s})
 
     def _age_s(self, one: Reflector) -> float:

@@ -20,15 +20,15 @@ from baton_operator.manifests.objects import Key, Manifest, Owner, key, seconds
 from baton_operator.rollout.rollout_health import HealthSource, NoHealthSource, RolloutHealth
 
 FINISHED = frozenset({"Succeeded", "Failed"})
-"""Phases of pods that run nothing any more."""
+"""Phases of pods whose containers have all ended."""
 
 JOB = "batch.kubernetes.io/job-name"
-"""Label by which Kubernetes marks the pods of a Job."""
+"""Label of the pods of a Job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """One pod of a service's workers or routers."""
+    """A pod of a worker, a router or a Job."""
 
     name: str
     role: str
@@ -36,28 +36,28 @@ class Pod:
     ready: bool
     terminating: bool
     restarts: int
-    """Of its container."""
+    """Restarts of its main container."""
     trouble: str
-    """Why it does not run, in Kubernetes' word and message; empty if it does."""
+    """Reason and message of Kubernetes if it does not run; otherwise empty."""
     created: float = 0.0
     """Unix seconds."""
     address: str = ""
-    """Its IP address; empty if it has none yet."""
+    """IP address, or empty."""
     phase: str = ""
-    """Pending, Running, Succeeded, Failed or Unknown, as Kubernetes has it."""
+    """Pending, Running, Succeeded, Failed or Unknown."""
     job: str = ""
-    """Name of the Job that the pod belongs to; empty for pods of Deployments."""
+    """Name of its Job; empty for pods of Deployments."""
     note: str = ""
-    """What a container that succeeded wrote to its termination log; empty if none did."""
+    """Termination log of a container that succeeded, or empty."""
 
     @property
     def finished(self) -> bool:
-        """Whether all containers have ended for good, as after an eviction. Only the object is left."""
+        """Whether all containers have ended, as after an eviction."""
         return self.phase in FINISHED
 
     @classmethod
     def of(cls, manifest: Manifest) -> Pod:
-        """From what the API server says."""
+        """Return the pod from its manifest."""
         metadata, status = manifest["metadata"], manifest.get("status", {})
         conditions = {one["type"]: one for one in status.get("conditions", ())}
         containers = status.get("containerStatuses", ())
@@ -80,18 +80,18 @@ class Pod:
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """One InferenceService with all that belongs to it."""
+    """One InferenceService with its objects and pods."""
 
     service: Manifest
     objects: Mapping[Key, Manifest]
-    """What the operator has made for it."""
+    """Objects that the operator created for it."""
     pods: Sequence[Pod] = ()
     apis: frozenset[str] = frozenset()
-    """Optional APIs that the cluster has, such as gateway.networking.k8s.io/v1."""
+    """Optional APIs that the cluster serves, such as gateway.networking.k8s.io/v1."""
     health: Mapping[str, RolloutHealth] = field(default_factory=dict)
-    """What lately became of requests, by revision, if there are several."""
+    """Rollout health by revision; empty unless several revisions exist."""
     gateways: Mapping[tuple[str, str], Manifest] = field(default_factory=dict)
-    """Gateways of its HTTPRoute that can be read, by namespace and name."""
+    """Readable Gateways of its HTTPRoute, by namespace and name."""
 
     @property
     def owner(self) -> Owner:
@@ -100,16 +100,16 @@ class ClusterState:
 
     @property
     def generation(self) -> int:
-        """Of the spec, as Kubernetes counts its changes."""
+        """metadata.generation: the version of the spec."""
         return int(self.service["metadata"].get("generation", 0))
 
     @property
     def status(self) -> dict[str, Any]:
-        """What was last said of it."""
+        """The last written status."""
         return dict(self.service.get("status", {}))
 
     def of_kind(self, kind: str) -> list[Manifest]:
-        return [one for (_, there, _), one in sorted(self.objects.items()) if there == kind]
+        return [one for (_, of_kind, _), one in sorted(self.objects.items()) if of_kind == kind]
 
     def find(self, api: str, kind: str, name: str) -> Manifest | None:
         return self.objects.get((api, kind, name))
@@ -117,7 +117,7 @@ class ClusterState:
 
 def pod_creation_failure(deployment: Manifest | None) -> str:
     """
-    Return why the API server refuses the pods of a Deployment; an empty string if it refuses none.
+    Return why the API server rejects the pods of a Deployment; empty if it rejects none.
 
     Such pods do not exist: quotas, Pod Security and missing accounts show only in this condition.
     """
@@ -141,7 +141,7 @@ def _trouble(
     for one in containers:
         waiting = one.get("state", {}).get("waiting")
         if waiting and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
-            # The last words of the container that failed say more than "back-off restarting".
+            # The termination message of the last run says more than "back-off restarting".
             last = one.get("lastState", {}).get("terminated") or {}
             return _sentence(waiting["reason"], last.get("message") or waiting.get("message", ""))
     return ""
@@ -158,7 +158,7 @@ def _note(container: Mapping[str, Any]) -> str:
 
 
 ALIVE = ("Warming", "Serving", "Draining")
-"""Phases of revisions of which something is there."""
+"""Phases of revisions that may have workers."""
 
 ROLE_SCALER = "RoleScaler"
 """The kind."""
@@ -167,55 +167,55 @@ _OBJECTS = tuple(one.kind for one in OWNED if one.kind != "Pod")
 
 
 class ClusterReader:
-    """Reads for all services. `tries` are asked while a rollout is under way."""
+    """Reads the state of services from the cache, and during rollouts their health from routers."""
 
     def __init__(self, cache: ObjectCache, health_source: HealthSource | None = None) -> None:
         self._cache = cache
         self._health_source: HealthSource = health_source or NoHealthSource()
 
     def service(self, namespace: str, name: str) -> Manifest | None:
-        """The InferenceService; None if there is none, or it is being deleted."""
-        there = self._cache.get("InferenceService", namespace, name)
-        return None if there is None or "deletionTimestamp" in there["metadata"] else there
+        """Return the InferenceService; None if it does not exist or is being deleted."""
+        service = self._cache.get("InferenceService", namespace, name)
+        return None if service is None or "deletionTimestamp" in service["metadata"] else service
 
     def scalers(self, namespace: str, name: str) -> list[Manifest]:
-        """All RoleScalers that name the service."""
+        """Return all RoleScalers that name the service."""
         return list(self._cache.of_service(namespace, name, ROLE_SCALER))
 
     def scaler(self, namespace: str, name: str, role: str) -> Manifest | None:
-        """The RoleScaler that the role of the service listens to."""
+        """Return the RoleScaler that sets the replicas of this role."""
         return self._cache.get(ROLE_SCALER, namespace, names.role(name, role))
 
     def pods(self, namespace: str, name: str) -> list[Pod]:
-        """The service's workers and routers."""
+        """Return the pods of workers, routers and Jobs of the service."""
         return [Pod.of(one) for one in self._cache.of_service(namespace, name, "Pod")]
 
     def services(self) -> list[tuple[str, str]]:
-        """Namespace and name of all InferenceServices."""
+        """Return namespace and name of all InferenceServices."""
         return self._cache.services()
 
     def state(self, namespace: str, name: str) -> int:
-        """A number that differs whenever anything of the service has changed."""
+        """Return a number that changes with every change of the service or its objects."""
         return self._cache.changed(namespace, name)
 
-    async def around(self, service: Manifest, of_it: list[Manifest]) -> ClusterState:
-        """The service with all that belongs to it, and those of its RoleScalers."""
+    async def state_of(self, service: Manifest, scalers: list[Manifest]) -> ClusterState:
+        """Return the state of the service. `of_it`: the RoleScalers that name it."""
         metadata = service["metadata"]
         namespace, name = metadata["namespace"], metadata["name"]
         owned = self._cache.of_service(namespace, name, *_OBJECTS)
         objects: dict[Key, Manifest] = {key(one): one for one in owned}
-        objects |= {key(one): one for one in of_it if _is_bound(one, name)}
-        there = self.pods(namespace, name)
-        health = await self._tried(service, there)
-        return ClusterState(service, objects, there, self._cache.apis, health, self._gateways(service))
+        objects |= {key(one): one for one in scalers if _is_bound(one, name)}
+        pods = self.pods(namespace, name)
+        health = await self._rollout_health(service, pods)
+        return ClusterState(service, objects, pods, self._cache.apis, health, self._gateways(service))
 
     def _gateways(self, service: Manifest) -> dict[exposure.GatewayName, Manifest]:
-        """Those of the service's HTTPRoute that exist, and that the operator may read."""
+        """Return the existing Gateways of the HTTPRoute that the operator may read."""
         wanted = exposure.gateways(service)
         found = {name: self._cache.get("Gateway", *name) for name in wanted}
         return {name: one for name, one in found.items() if one is not None}
 
-    async def _tried(self, service: Manifest, pods: Sequence[Pod]) -> Mapping[str, RolloutHealth]:
+    async def _rollout_health(self, service: Manifest, pods: Sequence[Pod]) -> Mapping[str, RolloutHealth]:
         uid = service["metadata"]["uid"]
         phases = [one["phase"] for one in service.get("status", {}).get("revisions", ())]
         if sum(phase in ALIVE for phase in phases) < 2:
@@ -226,6 +226,6 @@ class ClusterReader:
 
 
 def _is_bound(scaler: Manifest, service: str) -> bool:
-    """Whether it is the one that the service listens to."""
+    """Return whether this RoleScaler sets the replicas of its role."""
     name: str = scaler["metadata"]["name"]
     return name == names.role(service, scaler["spec"]["role"])

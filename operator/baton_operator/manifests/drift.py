@@ -20,7 +20,7 @@ from baton_operator.manifests.objects import Manifest
 ANNOTATION = "baton.dev/applied"
 
 TEMPLATE = "baton.dev/template"
-"""Hash of the selector and the pod template that were rendered for a Deployment of workers."""
+"""Hash of the rendered selector and pod template of a Deployment of workers."""
 
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?")
 _UNITS = {
@@ -32,14 +32,14 @@ _UNITS = {
 }  # fmt: skip
 
 
-def with_hash(wished: Manifest) -> Manifest:
-    """The same with the hash of what it is made from."""
-    metadata = wished["metadata"]
-    annotations = {**metadata.get("annotations", {}), ANNOTATION: _hash(wished)}
-    return {**wished, "metadata": {**metadata, "annotations": annotations}}
+def with_hash(desired: Manifest) -> Manifest:
+    """Return the manifest with an annotation of its hash."""
+    metadata = desired["metadata"]
+    annotations = {**metadata.get("annotations", {}), ANNOTATION: _hash(desired)}
+    return {**desired, "metadata": {**metadata, "annotations": annotations}}
 
 
-def keep_template(there: Manifest | None, wished: Manifest) -> Manifest:
+def keep_template(existing: Manifest | None, desired: Manifest) -> Manifest:
     """
     Return the Deployment `wished`, with the pod template of `there` if another operator rendered that one.
 
@@ -47,43 +47,43 @@ def keep_template(there: Manifest | None, wished: Manifest) -> Manifest:
     rendered for it. If this operator renders the same, what others have changed is put back. If not, the
     pods keep what they were started with. 0.1.0 wrote no hash.
     """
-    digest = _hash({name: wished["spec"][name] for name in ("selector", "template")})
-    before = (there or {}).get("metadata", {}).get("annotations", {}).get(TEMPLATE)
-    metadata = wished["metadata"]
+    digest = _hash({name: desired["spec"][name] for name in ("selector", "template")})
+    before = (existing or {}).get("metadata", {}).get("annotations", {}).get(TEMPLATE)
+    metadata = desired["metadata"]
     annotations = metadata.get("annotations", {})
-    if there is None or before == digest:
-        return {**wished, "metadata": {**metadata, "annotations": {**annotations, TEMPLATE: digest}}}
-    kept = {name: there["spec"][name] for name in ("selector", "template")}
+    if existing is None or before == digest:
+        return {**desired, "metadata": {**metadata, "annotations": {**annotations, TEMPLATE: digest}}}
+    kept = {name: existing["spec"][name] for name in ("selector", "template")}
     if before is not None:
         annotations = {**annotations, TEMPLATE: before}
     return {
-        **wished,
+        **desired,
         "metadata": {**metadata, "annotations": annotations},
-        "spec": {**wished["spec"], **kept},
+        "spec": {**desired["spec"], **kept},
     }
 
 
-def is_current(there: Manifest | None, marked: Manifest) -> bool:
-    """Whether the object was made from the same, and still has all of it; what others added stays theirs."""
-    return there is not None and contains(there, marked)
+def is_current(existing: Manifest | None, desired: Manifest) -> bool:
+    """Return whether the existing object was created from this manifest and still contains all of it."""
+    return existing is not None and contains(existing, desired)
 
 
-def contains(there: Any, wished: Any) -> bool:
+def contains(existing: Any, desired: Any) -> bool:
     """
-    Whether `there` has all that is wished.
+    Return whether `existing` contains everything in `desired`.
 
     >>> contains({"cpu": "1", "added": 1}, {"cpu": "1000m"}), contains([1, 2], [1])
     (True, False)
     """
-    if isinstance(wished, dict):
-        if not isinstance(there, dict):
-            return not wished and there is None
-        return all(contains(there.get(name), value) for name, value in wished.items())
-    if isinstance(wished, list):
-        if not isinstance(there, list):
-            return not wished and there is None
-        return len(there) == len(wished) and all(map(contains, there, wished))
-    return bool(there == wished) or _same_quantity(there, wished)
+    if isinstance(desired, dict):
+        if not isinstance(existing, dict):
+            return not desired and existing is None
+        return all(contains(existing.get(name), value) for name, value in desired.items())
+    if isinstance(desired, list):
+        if not isinstance(existing, list):
+            return not desired and existing is None
+        return len(existing) == len(desired) and all(map(contains, existing, desired))
+    return bool(existing == desired) or _same_quantity(existing, desired)
 
 
 def _hash(made_from: Any) -> str:
@@ -91,25 +91,25 @@ def _hash(made_from: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _same_quantity(there: object, wished: object) -> bool:
-    """The API server writes numbers with units in a way of its own."""
-    if not isinstance(there, str) or not isinstance(wished, str):
+def _same_quantity(existing: object, desired: object) -> bool:
+    """Compare quantities: the API server normalizes them."""
+    if not isinstance(existing, str) or not isinstance(desired, str):
         return False
-    if _QUANTITY.fullmatch(there) is None or _QUANTITY.fullmatch(wished) is None:
+    if _QUANTITY.fullmatch(existing) is None or _QUANTITY.fullmatch(desired) is None:
         return False
-    return amount(there) == amount(wished)
+    return amount(existing) == amount(desired)
 
 
 def amount(quantity: str) -> Decimal:
     """
-    A number with a unit, as a number. Raises ValueError.
+    Return a quantity as a number. Raises ValueError.
 
     >>> amount("1Gi") == 1024 * amount("1Mi"), amount("500m")
     (True, Decimal('0.500'))
     """
     match = _QUANTITY.fullmatch(quantity)
     if match is None:
-        raise ValueError(f"{quantity!r} is no quantity: expected a number with a unit, such as 20Gi.")
+        raise ValueError(f"Invalid quantity: {quantity!r}. Expected a number with a unit, such as 20Gi.")
     return Decimal(match[1]) * _UNITS[match[2]]
 
 
@@ -122,10 +122,10 @@ def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
     """
     patch: dict[str, Any] = dict.fromkeys(before.keys() - after.keys())
     for name, value in after.items():
-        there = before.get(name)
-        if isinstance(value, Mapping) and isinstance(there, Mapping):
-            if inner := merge_patch(there, value):
+        existing = before.get(name)
+        if isinstance(value, Mapping) and isinstance(existing, Mapping):
+            if inner := merge_patch(existing, value):
                 patch[name] = inner
-        elif name not in before or there != value:
+        elif name not in before or existing != value:
             patch[name] = value
     return patch

@@ -1,13 +1,12 @@
 """
-A revision: what of a spec makes the workers, under a name that is a hash of it.
+A revision: the part of a spec that defines the workers, named by its hash.
 
-Equal workers have equal names, so a change that was taken back is the old revision again. How many there
-are, how they are scaled, reached and evicted is no part of it: that changes while they run. What a
-revision was made from is kept in a ConfigMap and never rendered from anything else, so that a later spec
-cannot restart workers that serve.
+Equal workers have equal names, so reverting a change restores the old revision. Replicas, scaling, exposure
+and disruption budgets are not part of a revision: they change while workers run. A ConfigMap stores each
+revision, and workers are rendered only from it, so a later spec cannot restart serving workers.
 
-The name is a hash only when a revision is first made. Afterwards the label of its ConfigMap says it: a
-later operator may hash in another way, and must find the workers of an earlier one under their own name.
+The name is computed once, when a revision is created. Later operators read it from the label of the
+ConfigMap, since they may compute other hashes.
 """
 
 from __future__ import annotations
@@ -26,22 +25,21 @@ from baton_operator.kinds.service_policies import MutualTls
 from baton_operator.kinds.worker_role import WorkerRole
 
 TEMPLATE_VERSION = 1
-"""Version of the way in which pods are made from a spec. A higher one makes new revisions of the same
-specs: a rollout replaces all workers. Raise it when pods that run are wrong, and not when they could be
-nicer. Without a raise, workers that run keep the template that they were started with."""
+"""Version of the rendering of pods from a spec. A higher version creates new revisions of the same specs,
+and rollouts replace all workers. Raise it only if running pods are wrong. Otherwise running workers keep
+their template."""
 
 REVISION_LENGTH = 8
 
-# What of a role changes while its workers run.
+# Fields of a role that change while its workers run.
 _LIVE = frozenset({"replicas", "scaling", "disruption", "rollout"})
 
 
 class Blueprint(Part):
-    """What the workers of one revision are made from."""
+    """The definition of the workers of one revision."""
 
     template_version: int = 1
-    """The TEMPLATE_VERSION of the operator that made it. The default never changes: it stands for what
-    0.1.0 wrote, which was nothing."""
+    """TEMPLATE_VERSION of the operator that created it. The default stays 1, because 0.1.0 wrote none."""
     served_names: tuple[str, ...]
     model: Model
     engine: Engine
@@ -54,7 +52,7 @@ class Blueprint(Part):
 
     @classmethod
     def of(cls, service: str, spec: InferenceServiceSpec) -> Blueprint:
-        """The revision that `spec` asks for."""
+        """Return the blueprint of a spec."""
         return cls(
             template_version=TEMPLATE_VERSION,
             served_names=(spec.model.name or service, *spec.model.aliases),
@@ -70,9 +68,9 @@ class Blueprint(Part):
 
     @property
     def digest(self) -> str:
-        """8 hexadecimal digits, equal for blueprints that make the same workers."""
+        """8 hexadecimal digits, equal for blueprints of the same workers."""
         same = self.model_copy(update={"model": _without_claim(self.model)})
-        # Without what stands at its default: a field that a later version adds changes no digest.
+        # Defaults are excluded, so a field that a later version adds changes no digest.
         written = same.model_dump(by_alias=True, mode="json", exclude_defaults=True)
         written["templateVersion"] = self.template_version
         text = json.dumps(written, sort_keys=True, separators=(",", ":"))
@@ -80,26 +78,26 @@ class Blueprint(Part):
 
     @property
     def roles(self) -> dict[Role, WorkerRole]:
-        """The roles that there are. Decode workers without prefill workers do both."""
+        """Existing roles. Without prefill workers, decode workers have the role `both`."""
         if self.prefill is None:
             return {Role.BOTH: self.decode}
         return {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
 
 
 class Revision(Part):
-    """A blueprint, and what was settled when it was first built."""
+    """A blueprint, and what was fixed when the revision was created."""
 
     blueprint: Blueprint
     image: str
-    """The operator's default image at that time; blueprints may name others."""
+    """Default worker image of the operator at that time; the blueprint may name others."""
     created: float
     """Unix seconds."""
     revision: str = Field(exclude=True)
-    """The name, from the label of its ConfigMap."""
+    """Name of the revision, from the label of its ConfigMap."""
 
 
 def _without_claim(model: Model) -> Model:
-    """The same model without the size and class of the claim to be made, which workers do not depend on."""
+    """Return the model without size and storage class of its claim, which do not affect workers."""
     if model.cache.type != "PVC":
         return model
     cache = model.cache.model_copy(update={"size": None, "storage_class_name": None})

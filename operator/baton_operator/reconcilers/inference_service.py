@@ -61,7 +61,7 @@ class InferenceServiceReconciler:
             self._stands(namespace, name, None, None)
             await self._bind(scalers, None)
             return None
-        cluster = await self._reader.around(service, scalers)
+        cluster = await self._reader.state_of(service, scalers)
         now = self._clock()
         try:
             made = plan_service(cluster, self._images, now)

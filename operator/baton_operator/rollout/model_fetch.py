@@ -1,9 +1,9 @@
 """
-Whether the workers of a revision would find the files of their model: a pure decision.
+Whether the model files of a revision are present: a pure decision.
 
-Files that a Job fetches into a claim are there once something has proved it: the Job has completed, or a
-worker that reads them is ready. A Job that is gone proves nothing, because Kubernetes deletes failed ones
-too. So the proof is written to the ConfigMap of each revision that uses the files.
+Files that a Job fetches into a claim count as present once that is proved: the Job completed, or a worker
+that reads them is ready. A deleted Job proves nothing, because Kubernetes deletes failed ones as well. So
+the ConfigMap of each revision that uses the files stores the proof.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ PROOF = "baton.dev/model-fetched"
 """Annotation of a revision's ConfigMap: a Proof as JSON."""
 
 FAILED = "Failed"
-"""Reason of the condition ModelReady after the Job has failed, until the files are there."""
+"""Reason of the condition ModelReady from the failure of the Job until the files are present."""
 
 FetchPhase = Literal["Present", "Fetching", "Failed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was once seen to be fetched."""
+    """Record of fetched files."""
 
     claim: str
     """UID of the claim that holds the files; empty for a claim that the operator did not make."""
     revision: str
-    """The commit, or the digest of the files' versions; empty if it was not reported."""
+    """Commit, or digest of the file versions; empty if not reported."""
 
     @property
     def text(self) -> str:
@@ -45,18 +45,18 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class ModelFetch:
-    """Where the files of one revision stand."""
+    """Progress of fetching the model files of one revision."""
 
     phase: FetchPhase
     message: str = ""
     proof: Proof | None = None
-    """To be written down. None if the files are not there, or no Job has to fetch them."""
+    """Proof to store. None if the files are missing or no Job fetches them."""
     revision: str = ""
-    """What was fetched, as in Proof; several if pods have fetched different ones."""
+    """Fetched revision as in Proof; several if pods fetched different ones."""
     pin: str = ""
-    """The commit that all pods of the revision are to fetch, once one has fetched the newest."""
+    """Commit that all pods of the revision fetch, once one pod has fetched the newest."""
     outdated_job: bool = False
-    """Whether the Job that is there fills a claim that was deleted: it stands in the way of another one."""
+    """Whether the existing Job fills a deleted claim and blocks a new Job."""
 
     @property
     def present(self) -> bool:
@@ -64,7 +64,7 @@ class ModelFetch:
 
 
 def model_fetches(cluster: ClusterState, known: Mapping[str, Revision]) -> dict[str, ModelFetch]:
-    """Where each revision's files stand, by revision."""
+    """Return the progress for each revision."""
     files = {revision: workers.files(cluster.owner, one) for revision, one in known.items()}
     return {revision: _fetch(cluster, files, revision) for revision in known}
 
@@ -88,7 +88,7 @@ def _fetch(cluster: ClusterState, files: Mapping[str, ModelFiles], revision: str
     if proof is not None:
         return ModelFetch("Present", proof=proof, revision=proof.revision, outdated_job=outdated)
     if claim is None and wanted.makes_claim:
-        return ModelFetch("Fetching", f"The claim {wanted.claim} is not there yet.")
+        return ModelFetch("Fetching", f"The claim {wanted.claim} does not exist yet.")
     failed, message = _progress(cluster, wanted.job_name, job)
     return ModelFetch("Failed" if failed else "Fetching", message, outdated_job=outdated)
 
@@ -100,7 +100,7 @@ def _proof(cluster: ClusterState, revision: str) -> Proof | None:
         noted = json.loads(text or "")
         return Proof(str(noted["claim"]), str(noted["revision"]))
     except (ValueError, KeyError, TypeError):
-        return None  # none, or not written by an operator: the files are proved anew
+        return None  # missing or invalid: prove the files again
 
 
 def _condition(job: Manifest | None, type: str) -> dict[str, Any]:
@@ -109,21 +109,21 @@ def _condition(job: Manifest | None, type: str) -> dict[str, Any]:
 
 
 def _progress(cluster: ClusterState, name: str, job: Manifest | None) -> tuple[bool, str]:
-    """Whether fetching has failed, and what there is to say of it."""
+    """Return whether fetching failed, and the message for status."""
     last = _last_trouble([pod for pod in cluster.pods if pod.job == name])
-    words = f" Its last pod: {last}." if last else ""
+    words = f" Last pod: {last}." if last else ""
     if failure := _condition(job, "Failed"):
         why = f"{failure.get('reason', 'Failed')}: {failure.get('message', '')}".rstrip(": .")
-        way_out = "Mend what it names and delete the Job to try again at once."
+        way_out = "Fix the cause and delete the Job to retry immediately."
         return True, f"The Job {name} failed: {why}.{words} {way_out}"
     conditions = cluster.status.get("conditions", ())
     before = next((one for one in conditions if one["type"] == "ModelReady"), None)
     same = cluster.status.get("model", {}).get("downloadJob") == name
     if before is not None and before["reason"] == FAILED and same:
-        return True, before.get("message", "")  # another Job tries again; until it is done, this holds
+        return True, before.get("message", "")  # the failure stands until another Job completes
     if job is None or any(pod.job == name for pod in cluster.pods):
-        return False, f"The Job {name} fetches the files.{words}"
-    return False, f"The Job {name} has no pod yet: `kubectl describe job {name}` says why."
+        return False, f"The Job {name} is fetching the files.{words}"
+    return False, f"The Job {name} has no pod yet. See `kubectl describe job {name}`."
 
 
 def _last_trouble(pods: list[Pod]) -> str:
@@ -132,7 +132,7 @@ def _last_trouble(pods: list[Pod]) -> str:
 
 
 def _fetched_by_pods(cluster: ClusterState, files: ModelFiles, revision: str) -> ModelFetch:
-    """Each pod fetches for itself: the first that has done so says which commit the others are to fetch."""
+    """Return the progress if each pod fetches by itself. The first one pins the commit for the others."""
     pods = [pod for pod in cluster.pods if files.fetched and pod.revision == revision and pod.note]
     there = cluster.find("v1", "ConfigMap", files.pin)
     first = min(pods, key=lambda pod: (pod.created, pod.name)).note if pods else ""

@@ -1,4 +1,4 @@
-"""The revisions of a service: which are remembered, how each of them is, and the one that is wanted."""
+"""The revisions of a service: the stored ones, the state of each, and the one that the spec asks for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REVISION_KEY = "generation.json"
 
 
 def known_revisions(cluster: ClusterState) -> dict[str, Revision]:
-    """All revisions that have a ConfigMap, by revision."""
+    """Return the revisions that have a ConfigMap, by name."""
     found = [
         Revision.model_validate(
             {**json.loads(one["data"][REVISION_KEY]), "revision": one["metadata"]["labels"][labels.REVISION]}
@@ -37,7 +37,7 @@ def known_revisions(cluster: ClusterState) -> dict[str, Revision]:
 def wanted_revision(
     cluster: ClusterState, spec: InferenceServiceSpec, known: Mapping[str, Revision], image: str, now: float
 ) -> Revision:
-    """The revision that the spec asks for, perhaps a new one. Raises KeyError if it is not remembered."""
+    """Return the existing or new revision of the spec. Raises KeyError if rollbackTo names an unknown one."""
     if spec.rollout.rollback_to is not None:
         return known[spec.rollout.rollback_to]
     blueprint = Blueprint.of(cluster.owner.name, spec)
@@ -45,16 +45,16 @@ def wanted_revision(
     same = [one for one in known.values() if one.blueprint.digest == digest]
     if not same:
         return Revision(blueprint=blueprint, image=image, created=now, revision=digest)
-    # Operators that hash in different ways may have made several of the same: the one that serves goes on.
+    # Operators with other hashes may have created equal revisions. Keep the one that serves.
     return max(same, key=lambda one: (_note(cluster, one.revision).get("weight", 0), one.created))
 
 
 def revision_config_map(cluster: ClusterState, generation: Revision, proof: Proof | None) -> Manifest:
-    """The ConfigMap that remembers a revision, and the proof that its model was fetched."""
+    """Return the ConfigMap that stores a revision and the proof that its model was fetched."""
     owner, revision = cluster.owner, generation.revision
     name = names.revision_config_map(owner.name, revision)
     before = cluster.find("v1", "ConfigMap", name)
-    # What was written cannot be changed, and another version might write the same in other words.
+    # The data is immutable, and another version of the operator might serialize it differently.
     data = (
         before["data"]
         if before
@@ -66,7 +66,7 @@ def revision_config_map(cluster: ClusterState, generation: Revision, proof: Proo
 
 
 def model_pin(owner: Owner, generation: Revision, commit: str) -> Manifest:
-    """The ConfigMap that names the commit which all pods of a revision fetch."""
+    """Return the ConfigMap with the commit that all pods of a revision fetch."""
     revision = generation.revision
     there = {**names.of_service(owner.name), labels.REVISION: revision}
     return made(
@@ -75,12 +75,12 @@ def model_pin(owner: Owner, generation: Revision, commit: str) -> Manifest:
 
 
 def role_names(generation: Revision) -> dict[RoleName, Role]:
-    """The roles of a revision, under the names of the spec."""
+    """Return the roles of a revision by their names in the spec."""
     return {"prefill" if role is Role.PREFILL else "decode": role for role in generation.blueprint.roles}
 
 
 def revision_state(cluster: ClusterState, generation: Revision, weight: int, now: float) -> RevisionState:
-    """How a revision is; what of it was noted in status before goes on."""
+    """Return the state of a revision, from its objects and its entry in the last status."""
     revision = generation.revision
     note = _note(cluster, revision)
     pods = [pod for pod in cluster.pods if pod.revision == revision and not pod.finished]
@@ -106,19 +106,19 @@ def revision_state(cluster: ClusterState, generation: Revision, weight: int, now
 
 
 def ready_peak(cluster: ClusterState, one: RevisionState) -> int:
-    """Most workers of it that were ever ready at once."""
+    """Return the highest number of its workers that were ready at once."""
     before: int = _note(cluster, one.revision).get("peak", 0)
     return max(before, sum(role.ready for role in one.roles.values()))
 
 
 def failure_reason(cluster: ClusterState, revision: str) -> str:
-    """Why a revision failed, as it was noted when it did."""
+    """Return why a revision failed, as status recorded it."""
     noted: str = _note(cluster, revision).get("reason", "")
     return noted
 
 
 def _note(cluster: ClusterState, revision: str) -> dict[str, Any]:
-    """What status says of a revision."""
+    """Return the entry of a revision in the last status."""
     notes: Sequence[dict[str, Any]] = cluster.status.get("revisions", ())
     return next((one for one in notes if one["name"] == revision), {})
 

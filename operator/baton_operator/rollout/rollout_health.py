@@ -24,50 +24,51 @@ from baton_operator import names
 from baton_operator.kinds.service_policies import Rollout
 
 FAILURES = 5
-"""Requests that must have failed on a new revision, or been slow, before their share says anything."""
+"""Minimum failed or slow requests on a new revision before their share counts."""
 
 SLOW_PERCENT = 5
-"""Streams that may be slow."""
+"""Percentage of streams that may be slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutHealth:
-    """What became of the requests that a revision was lately given, whoever answered them in the end."""
+    """Outcomes of the recent requests that routers sent to a revision, whichever revision answered in the
+    end."""
 
     requests: int = 0
     failed: int = 0
     first_tokens: Mapping[float, int] = field(default_factory=dict)
-    """Streams whose first token came within so many seconds, for some numbers of seconds; all by infinity."""
+    """Streams by upper bound of the time to first token in seconds, cumulative; infinity counts all."""
 
     @property
     def failing(self) -> float:
-        """The share of them that failed, from 0 to 1."""
+        """Share of requests that failed, 0 to 1."""
         return self.failed / self.requests if self.requests else 0.0
 
     @property
     def streams(self) -> int:
-        """Those of which the first token came."""
+        """Streams that sent a first token."""
         return self.first_tokens.get(math.inf, 0)
 
     def slow(self, limit_s: float) -> int:
-        """Streams that surely took longer: than the next number from the limit on that was counted by."""
+        """Return the streams slower than the first bucket at or above the limit."""
         within = min((bound for bound in self.first_tokens if bound >= limit_s), default=math.inf)
         return self.streams - self.first_tokens.get(within, 0)
 
     def slowing(self, limit_s: float) -> float:
-        """The share of them, from 0 to 1."""
+        """Return the share of slow streams, 0 to 1."""
         return self.slow(limit_s) / self.streams if self.streams else 0.0
 
 
 def health_failure(policy: Rollout, new: RolloutHealth, old: Sequence[RolloutHealth]) -> str:
     """
-    What speaks against a new revision, of what became of its requests; empty if nothing does.
+    Return why the health of a new revision is too bad; empty if it is not.
 
-    What is as bad on one of the old ones is not the new one's fault.
+    It has to be worse than every old revision.
     """
     least = min((one.failing for one in old), default=0.0)
     if new.failed >= FAILURES and 100 * new.failing > policy.max_failed_percent and new.failing > least:
-        return f"{new.failed} of {new.requests} requests failed on it"
+        return f"{new.failed} of {new.requests} requests failed"
     limit_s = policy.max_ttft_s
     if limit_s is None:
         return ""
@@ -75,41 +76,41 @@ def health_failure(policy: Rollout, new: RolloutHealth, old: Sequence[RolloutHea
     least = min((one.slowing(limit_s) for one in old), default=0.0)
     if slow >= FAILURES and 100 * share > SLOW_PERCENT and share > least:
         within = f"longer than {policy.max_ttft} to their first token"
-        return f"{slow} of {new.streams} streams took {within} on it"
+        return f"{slow} of {new.streams} streams took {within}"
     return ""
 
 
 log = logging.getLogger(__name__)
 
 WINDOW_S = 120.0
-"""Seconds that are looked back."""
+"""Length of the evaluated window in seconds."""
 
 ANSWER_S = 3.0
-"""Seconds for a router to say what it counts."""
+"""Timeout of a request for the metrics of a router, in seconds."""
 
 FetchText = Callable[[str], Awaitable[str]]
-"""Gives what is at a URL. Raises OSError, TimeoutError or aiohttp.ClientError."""
+"""Returns the text at a URL. Raises OSError, TimeoutError or aiohttp.ClientError."""
 
 CounterKey = tuple[str, str | float]
-"""A revision, and what is counted of it: requests by their result, `passed` or `failed`, and streams by the
-seconds within which their first token came."""
+"""A revision, and either the result of requests (`passed` or `failed`) or a bucket of the time to first
+token."""
 
 RouterCounters = Mapping[str, Mapping[CounterKey, float]]
-"""Of each router, by its pod's name."""
+"""Counters of each router by the name of its pod."""
 
 
 class HealthSource(Protocol):
-    """Knows what becomes of requests."""
+    """Provides rollout health."""
 
     async def recent(self, service: str, routers: Mapping[str, str]) -> Mapping[str, RolloutHealth]:
-        """By revision, of a service by its UID; `routers` are their addresses by their pods' names."""
+        """Return the health by revision. `service`: its UID; `routers`: addresses by pod name."""
 
     def forget(self, service: str) -> None:
-        """There is one revision: what was counted is of no use any more."""
+        """Forget the counters of a service, which has one revision now."""
 
 
 class NoHealthSource:
-    """Knows nothing."""
+    """Provides no health."""
 
     async def recent(self, service: str, routers: Mapping[str, str]) -> Mapping[str, RolloutHealth]:
         return {}
@@ -118,7 +119,7 @@ class NoHealthSource:
 
 
 class RouterHealthSource:
-    """Reads it off the routers' metrics. `clock` is monotonic."""
+    """Computes health from the metrics of routers. `clock` is monotonic."""
 
     def __init__(self, read_text: FetchText, clock: Callable[[], float]) -> None:
         self._read = read_text
@@ -143,12 +144,12 @@ class RouterHealthSource:
         try:
             return parse_counters(await self._read(url))
         except (OSError, TimeoutError, ValueError, aiohttp.ClientError) as error:
-            log.info("%s does not say what becomes of requests: %s", url, error)
+            log.info("Cannot read rollout health from %s: %s", url, error)
             return None
 
 
 async def read_text(url: str) -> str:
-    """What is there. Raises as `Read` has it."""
+    """Fetch the text at a URL; see FetchText."""
     limit = aiohttp.ClientTimeout(total=ANSWER_S)
     async with (
         aiohttp.ClientSession(timeout=limit, raise_for_status=True) as session,
@@ -160,7 +161,7 @@ async def read_text(url: str) -> str:
 
 def parse_counters(text: str) -> Counter[CounterKey]:
     """
-    What a router counts, all of its processes together. Raises ValueError.
+    Return the counters of a router, summed over its processes. Raises ValueError.
 
     >>> name = "baton_router_generation_requests_total"
     >>> parse_counters(f'{name}{{revision="6f1c2ab9",result="failed"}} 3.0\\n')
@@ -179,7 +180,7 @@ def parse_counters(text: str) -> Counter[CounterKey]:
 
 
 def _added(readings: Sequence[RouterCounters]) -> dict[str, RolloutHealth]:
-    """What each router has counted since it was first read."""
+    """Return the increase of the counters of each router since its first reading in the window."""
     added: Counter[CounterKey] = Counter()
     for pod, latest in readings[-1].items():
         first = next(one[pod] for one in readings if pod in one)
