@@ -13,7 +13,7 @@ NAME = "relay"
 """Of the service, and so of its model."""
 
 TINY = "tiny-model"
-DRAIN = {"timeoutSeconds": 60, "preStopSeconds": 5}
+DRAIN = {"timeout": "1m", "preStopDelay": "5s"}
 RESOURCES = {"cpu": "150m"}
 """What a worker has of a machine on which others are busy; those that ask for nothing get what is left."""
 

@@ -35,7 +35,7 @@ def client(cluster: Kubernetes, tmp_path_factory: pytest.TempPathFactory) -> Ite
     cluster.apply(
         {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": KEY_SECRET}, "stringData": {"key": KEY}}
     )
-    cluster.wait(f"isvc/{NAME}", "condition=Ready", READY_S)
+    cluster.wait(f"bsvc/{NAME}", "condition=Ready", READY_S)
     with (
         cluster.reach(NAME) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as made,

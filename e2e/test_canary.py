@@ -46,18 +46,18 @@ http.server.ThreadingHTTPServer(("", 8000), Worker).serve_forever()
 """.replace("NAME", NAME)
 """A decode worker that is ready, and fails whatever it is asked."""
 
-STAYS = {"canary": {"steps": [{"weight": WEIGHT, "pauseSeconds": 3600}]}}
+STAYS = {"canary": {"steps": [{"weight": WEIGHT, "pause": "1h"}]}}
 
 
 def test_it_gets_the_share_that_its_step_says(cluster: Kubernetes, tmp_path: Path) -> None:
     cluster.apply(tiny_service(cluster, tmp_path))
-    cluster.wait(f"isvc/{NAME}", "condition=Ready", READY_S)
+    cluster.wait(f"bsvc/{NAME}", "condition=Ready", READY_S)
     old = _status(cluster)["currentRevision"]
 
     with cluster.reach(NAME) as url, Traffic(url, PER_SECOND) as traffic:
         until("twenty answers before the change", lambda: traffic.outcome.answered > 20, 60)
         watch = Stopwatch("a canary")
-        cluster.patch(f"isvc/{NAME}", {"spec": {"engine": {"maxModelLen": 256}, "rollout": STAYS}})
+        cluster.patch(f"bsvc/{NAME}", {"spec": {"engine": {"maxModelLen": 256}, "rollout": STAYS}})
         until("there is another generation", lambda: _status(cluster)["updateRevision"] != old, READY_S)
         new = _status(cluster)["updateRevision"]
         until("the new generation answers", lambda: traffic.outcome.of(addresses(cluster, new)), READY_S)
@@ -73,7 +73,7 @@ def test_it_gets_the_share_that_its_step_says(cluster: Kubernetes, tmp_path: Pat
         assert _status(cluster)["currentRevision"] == old
         assert WEIGHT / 2 < 100 * share < 2 * WEIGHT
 
-        cluster.patch(f"isvc/{NAME}", {"spec": {"rollout": {"canary": None}}})
+        cluster.patch(f"bsvc/{NAME}", {"spec": {"rollout": {"canary": None}}})
         until("it gets all", lambda: _status(cluster)["currentRevision"] == new, READY_S)
         until("the old generation is gone", lambda: not _pods(cluster, old), READY_S)
         watch.note("no steps any more -> the old one is gone")
@@ -82,13 +82,13 @@ def test_it_gets_the_share_that_its_step_says(cluster: Kubernetes, tmp_path: Pat
 
 def test_one_that_is_ready_and_fails_its_requests_is_taken_back(cluster: Kubernetes) -> None:
     old = _status(cluster)["currentRevision"]
-    template = cluster.object("isvc", NAME)["spec"]["decode"]["podTemplate"]
+    template = cluster.object("bsvc", NAME)["spec"]["decode"]["podTemplate"]
     template["spec"]["containers"][0]["command"] = ["python", "-c", BROKEN]
     with cluster.reach(NAME) as url, Traffic(url, PER_SECOND) as traffic:
         until("twenty answers before the change", lambda: traffic.outcome.answered > 20, 60)
         watch = Stopwatch("a canary that fails its requests")
-        cluster.patch(f"isvc/{NAME}", {"spec": {"decode": {"podTemplate": template}, "rollout": STAYS}})
-        cluster.wait(f"isvc/{NAME}", "condition=Degraded", READY_S)
+        cluster.patch(f"bsvc/{NAME}", {"spec": {"decode": {"podTemplate": template}, "rollout": STAYS}})
+        cluster.wait(f"bsvc/{NAME}", "condition=Degraded", READY_S)
         watch.note("changed -> taken back")
         (failed,) = [one for one in _status(cluster)["revisions"] if one["phase"] == "Failed"]
         print(f"\n{failed['reason']}")
@@ -96,12 +96,12 @@ def test_one_that_is_ready_and_fails_its_requests_is_taken_back(cluster: Kuberne
         answered = traffic.outcome.answered
         until("a hundred answers after it", lambda: traffic.outcome.answered > answered + 100, 120)
     assert not traffic.outcome.failures
-    assert "requests failed" in failed["reason"]
+    assert "requests failed" in failed["message"]
     assert _status(cluster)["currentRevision"] == old
 
 
 def _status(cluster: Kubernetes) -> Any:
-    return cluster.object("isvc", NAME)["status"]
+    return cluster.object("bsvc", NAME)["status"]
 
 
 def _pods(cluster: Kubernetes, revision: str) -> list[Any]:

@@ -49,7 +49,7 @@ def test_services_outlive_the_operator(cluster: Kubernetes, installation: Instal
 
 def test_what_goes_takes_all_of_its_own_along(cluster: Kubernetes, installation: Installation) -> None:
     watch = Stopwatch("examples/minimal.yaml")
-    cluster.kubectl("delete", "isvc", "smollm2", "--cascade=foreground", timeout_s=240)
+    cluster.kubectl("delete", "bsvc", "smollm2", "--cascade=foreground", timeout_s=240)
     watch.note("deleted, with all of its objects")
     kinds = "deployments,services,configmaps,networkpolicies,poddisruptionbudgets,roles,rolebindings"
     left = [one for one in cluster.objects(kinds) if one["metadata"]["name"].startswith("smollm2")]

@@ -28,7 +28,7 @@ def spare(cluster: Kubernetes, tmp_path_factory: pytest.TempPathFactory) -> Kube
         pytest.skip("Services are out of reach here, and what kubectl forwards ends with its pod")
     folder = tmp_path_factory.mktemp("model")
     cluster.apply(tiny_service(cluster, folder, prefill=2, decode=2, routers=2))
-    cluster.wait(f"isvc/{NAME}", "condition=Ready", READY_S)
+    cluster.wait(f"bsvc/{NAME}", "condition=Ready", READY_S)
     _whole(cluster)
     return cluster
 
@@ -152,7 +152,7 @@ def test_a_kubelet_that_is_given_up_and_comes_back_finds_all_in_place(spare: Kub
             time.sleep(AWAY_S)
         watch = Stopwatch("the kubelet started again")
         _whole(spare)
-        spare.wait(f"isvc/{NAME}", "condition=Ready", READY_S)
+        spare.wait(f"bsvc/{NAME}", "condition=Ready", READY_S)
         watch.note("-> all are ready again")
     assert not failed, "before anybody had given it up"
     assert _processes(spare) == before

@@ -50,7 +50,7 @@ def test_its_prompt_was_computed_by_another_pod(cluster: Kubernetes) -> None:
 
 
 def test_its_columns_say_what_is_there(cluster: Kubernetes) -> None:
-    header, row = cluster.kubectl("get", "isvc", "smollm2").splitlines()
+    header, row = cluster.kubectl("get", "bsvc", "smollm2").splitlines()
     shown = dict(zip(header.split(), row.split(), strict=True))
     assert shown["MODEL"] == "smollm2"
     assert shown["READY"] == "True"

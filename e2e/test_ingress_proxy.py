@@ -54,7 +54,7 @@ def proxy(cluster: Kubernetes, tmp_path_factory: pytest.TempPathFactory) -> Iter
     if nginx is None:
         pytest.skip("nginx is not installed")
     cluster.apply(service())
-    cluster.wait(f"isvc/{NAME}", "condition=Ready", READY_S)
+    cluster.wait(f"bsvc/{NAME}", "condition=Ready", READY_S)
     folder, port = tmp_path_factory.mktemp("nginx"), _free_port()
     with cluster.reach(NAME) as upstream:
         written = Path(folder / "nginx.conf")

@@ -71,13 +71,13 @@ def test_rollout_to_a_slow_model_fails_no_request(cluster: Kubernetes, volume: N
         made = service()
         made["spec"]["model"] = _model(cluster, "quick", near)
         cluster.apply(made)
-        cluster.wait(f"isvc/{NAME}", "condition=Ready", READY_S)
+        cluster.wait(f"bsvc/{NAME}", "condition=Ready", READY_S)
         old = _status(cluster)["currentRevision"]
 
         with cluster.reach(NAME) as url, Traffic(url, PER_SECOND) as traffic:
             until("twenty answers before the change", lambda: traffic.outcome.answered > 20, 60)
             watch, began = Stopwatch("a rollout to a slow model"), time.monotonic()
-            cluster.patch(f"isvc/{NAME}", {"spec": {"model": _model(cluster, "slow", far)}})
+            cluster.patch(f"bsvc/{NAME}", {"spec": {"model": _model(cluster, "slow", far)}})
             until("the new one waits", lambda: _phase(cluster) == "Waiting", READY_S)
             watch.note("changed -> it waits for its model")
             new = _status(cluster)["updateRevision"]
@@ -92,7 +92,7 @@ def test_rollout_to_a_slow_model_fails_no_request(cluster: Kubernetes, volume: N
     print(f"\n{traffic.outcome}")
     assert traffic.outcome.answered > PER_SECOND * DOWNLOAD_S / 2
     assert not traffic.outcome.failures
-    cluster.wait(f"isvc/{NAME}", "condition=Ready", 30)
+    cluster.wait(f"bsvc/{NAME}", "condition=Ready", 30)
     status = _status(cluster)
     assert status["model"]["resolvedRevision"] == hub.COMMIT
     assert not [one for one in status["revisions"] if one["phase"] == "Failed"]
@@ -135,7 +135,7 @@ def _phase(cluster: Kubernetes) -> str:
 
 
 def _status(cluster: Kubernetes) -> Any:
-    return cluster.object("isvc", NAME)["status"]
+    return cluster.object("bsvc", NAME)["status"]
 
 
 def _pods(cluster: Kubernetes, revision: str) -> list[Any]:

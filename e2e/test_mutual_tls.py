@@ -46,7 +46,7 @@ def test_a_service_with_certificates_answers(cluster: Kubernetes, shown: Path) -
     wanted = service()
     wanted["spec"]["security"] = {"mutualTls": {"secretName": SECRET}}
     cluster.apply(wanted)
-    cluster.wait(f"isvc/{NAME}", "condition=Ready", READY_S)
+    cluster.wait(f"bsvc/{NAME}", "condition=Ready", READY_S)
     watch.note("applied -> Ready")
     with cluster.reach(NAME) as url:
         said = ask(url, NAME, QUESTION)

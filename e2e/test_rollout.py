@@ -16,13 +16,13 @@ PER_SECOND = 20
 
 def test_no_request_fails_while_generations_change(cluster: Kubernetes, tmp_path: Path) -> None:
     cluster.apply(tiny_service(cluster, tmp_path))
-    cluster.wait(f"isvc/{NAME}", "condition=Ready", READY_S)
+    cluster.wait(f"bsvc/{NAME}", "condition=Ready", READY_S)
     old = _status(cluster)["currentRevision"]
 
     with cluster.reach(NAME) as url, Traffic(url, PER_SECOND) as traffic:
         until("twenty answers before the change", lambda: traffic.outcome.answered > 20, 60)
         watch = Stopwatch("a rollout")
-        cluster.patch(f"isvc/{NAME}", {"spec": {"engine": {"maxModelLen": 256}}})
+        cluster.patch(f"bsvc/{NAME}", {"spec": {"engine": {"maxModelLen": 256}}})
         until("a new generation serves", lambda: _status(cluster)["currentRevision"] != old, READY_S)
         watch.note("changed -> the new generation serves")
         until("the old generation is gone", lambda: not _pods(cluster, old), READY_S)
@@ -30,16 +30,16 @@ def test_no_request_fails_while_generations_change(cluster: Kubernetes, tmp_path
 
     assert traffic.outcome.answered > 20
     assert not traffic.outcome.failures
-    cluster.wait(f"isvc/{NAME}", "condition=Ready", 30)
+    cluster.wait(f"bsvc/{NAME}", "condition=Ready", 30)
 
 
 def test_a_generation_that_never_gets_ready_is_taken_back(cluster: Kubernetes) -> None:
     old = _status(cluster)["currentRevision"]
     with cluster.reach(NAME) as url, Traffic(url, PER_SECOND) as traffic:
         watch = Stopwatch("a rollout that fails")
-        change = {"engine": {"args": ["--no-such-flag"]}, "rollout": {"progressDeadlineSeconds": 60}}
-        cluster.patch(f"isvc/{NAME}", {"spec": change})
-        cluster.wait(f"isvc/{NAME}", "condition=Degraded", READY_S)
+        change = {"engine": {"args": ["--no-such-flag"]}, "rollout": {"progressDeadline": "1m"}}
+        cluster.patch(f"bsvc/{NAME}", {"spec": change})
+        cluster.wait(f"bsvc/{NAME}", "condition=Degraded", READY_S)
         watch.note("changed -> taken back")
 
     assert not traffic.outcome.failures
@@ -51,9 +51,9 @@ def test_a_change_waits_while_the_rollout_is_paused(cluster: Kubernetes) -> None
     old = _status(cluster)["currentRevision"]
     with cluster.reach(NAME) as url, Traffic(url, PER_SECOND) as traffic:
         watch = Stopwatch("a rollout that is paused")
-        policy = {"paused": True, "progressDeadlineSeconds": 3600}
+        policy = {"paused": True, "progressDeadline": "1h"}
         change = {"engine": {"args": [], "maxModelLen": 192}, "rollout": policy}
-        cluster.patch(f"isvc/{NAME}", {"spec": change})
+        cluster.patch(f"bsvc/{NAME}", {"spec": change})
         until("the change is seen to wait", lambda: _reason(cluster, "Progressing") == "Paused", READY_S)
         waiting = _status(cluster)["updateRevision"]
         answered = traffic.outcome.answered
@@ -61,7 +61,7 @@ def test_a_change_waits_while_the_rollout_is_paused(cluster: Kubernetes) -> None
         assert _status(cluster)["currentRevision"] == old != waiting
         assert not _pods(cluster, waiting)
         watch.note("changed -> a hundred answers by the generation that is there")
-        cluster.patch(f"isvc/{NAME}", {"spec": {"rollout": {"paused": False}}})
+        cluster.patch(f"bsvc/{NAME}", {"spec": {"rollout": {"paused": False}}})
         until("it serves", lambda: _status(cluster)["currentRevision"] == waiting, READY_S)
         watch.note("goes on -> the new generation serves")
         until("the old generation is gone", lambda: not _pods(cluster, old), READY_S)
@@ -73,7 +73,7 @@ def test_an_earlier_generation_is_brought_back(cluster: Kubernetes) -> None:
     retired = [one["name"] for one in _status(cluster)["revisions"] if one["phase"] == "Retired"]
     with cluster.reach(NAME) as url, Traffic(url, PER_SECOND) as traffic:
         watch = Stopwatch("rollbackTo")
-        cluster.patch(f"isvc/{NAME}", {"spec": {"rollout": {"rollbackTo": retired[0]}}})
+        cluster.patch(f"bsvc/{NAME}", {"spec": {"rollout": {"rollbackTo": retired[0]}}})
         until("it serves", lambda: _status(cluster)["currentRevision"] == retired[0], READY_S)
         watch.note("set -> the earlier generation serves")
         until("the other is gone", lambda: not _pods(cluster, before), READY_S)
@@ -85,7 +85,7 @@ def test_an_earlier_generation_is_brought_back(cluster: Kubernetes) -> None:
 
 
 def _status(cluster: Kubernetes) -> Any:
-    return cluster.object("isvc", NAME)["status"]
+    return cluster.object("bsvc", NAME)["status"]
 
 
 def _pods(cluster: Kubernetes, revision: str) -> list[Any]:

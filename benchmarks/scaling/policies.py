@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from baton_api.profiles import Profile
+from baton_operator.kinds.part import Duration
 from baton_operator.kinds.service_policies import Objectives
 from baton_operator.rollout.decision import RoleName
 from baton_operator.scaling import sizing
@@ -18,7 +19,7 @@ from benchmarks.scaling.day import MINUTE
 from benchmarks.scaling.hpa import Hpa
 from benchmarks.scaling.world import Scaler, Sight
 
-SLO = Objectives(ttft=f"{TTFT_S:g}s", itl=f"{1000 * ITL_S:g}ms")
+SLO = Objectives(time_to_first_token=Duration(TTFT_S), inter_token_latency=Duration(ITL_S))
 
 
 class Baton:

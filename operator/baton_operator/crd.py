@@ -1,7 +1,7 @@
 """
 The CustomResourceDefinitions, generated from the types: `python -m baton_operator.crd [--check]`.
 
-The files in `crds/` are for people and for the chart; nothing reads them back.
+The files in `crds/` are for users and for the chart; the operator does not read them.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel
 
 from baton_api import batch_jobs, generated_files
 from baton_operator.kinds.batch_job import BatchJobSpec, BatchJobStatus
 from baton_operator.kinds.inference_service import InferenceServiceSpec, InferenceServiceStatus
 from baton_operator.kinds.lora_adapter import LoraAdapterSpec, LoraAdapterStatus
-from baton_operator.kinds.part import Rule
+from baton_operator.kinds.part import Part, Rule
 from baton_operator.kinds.role_scaler import RoleScalerSpec, RoleScalerStatus
+from baton_operator.schema import Schema, structural
 
 GROUP = "baton.dev"
 VERSION = "v1alpha1"
 NAME_LIMIT = 40
-"""Characters of a service's name: what is made for it has up to 23 more, and 63 are all there are."""
+"""Maximum characters of a service's name: generated names add up to 23, and 63 is the limit."""
 
 HEAD = "# Generated from baton_operator by `make fix`. Do not edit.\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What `kubectl get` shows."""
+    """A column of `kubectl get`."""
 
     name: str
     path: str
     type: str = "string"
     wide: bool = False
-    """Whether only `-o wide` shows it."""
+    """Shown by `-o wide` only."""
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -61,8 +61,8 @@ class Resource:
     plural: str
     short: str
     description: str
-    spec: type[BaseModel]
-    status: type[BaseModel]
+    spec: type[Part]
+    status: type[Part]
     columns: tuple[Column, ...]
     rules: tuple[Rule, ...] = ()
     """Of the whole object."""
@@ -109,11 +109,11 @@ class Resource:
             "type": "object",
             "required": ["spec"],
             "properties": {
-                "apiVersion": {"type": "string", "description": "Version of this kind of object."},
-                "kind": {"type": "string", "description": "Kind of object."},
+                "apiVersion": {"type": "string", "description": "API version of the object."},
+                "kind": {"type": "string", "description": "Kind of the object."},
                 "metadata": {"type": "object"},
                 "spec": structural(self.spec),
-                "status": structural(self.status),
+                "status": structural(self.status, facts=False),
             },
             **({"x-kubernetes-validations": checked} if checked else {}),
         }
@@ -123,17 +123,18 @@ RESOURCES = (
     Resource(
         kind="InferenceService",
         plural="inferenceservices",
-        short="isvc",
+        short="bsvc",
         description="A model, served by prefill workers, decode workers and routers.",
         spec=InferenceServiceSpec,
         status=InferenceServiceStatus,
         columns=(
             Column("Model", ".status.modelName"),
             Column("Ready", _condition("Ready")),
+            Column("Available", _condition("Available"), wide=True),
             Column("Reason", _condition("Ready", "reason"), wide=True),
-            Column("Prefill", ".status.prefillSummary"),
-            Column("Decode", ".status.decodeSummary"),
-            Column("Router", ".status.routerSummary", wide=True),
+            Column("Prefill", ".status.prefill.summary"),
+            Column("Decode", ".status.decode.summary"),
+            Column("Router", ".status.router.summary", wide=True),
             Column("Revision", ".status.currentRevision", wide=True),
             Column("URL", ".status.url"),
             AGE,
@@ -141,7 +142,7 @@ RESOURCES = (
         rules=(
             Rule(
                 f"size(self.metadata.name) <= {NAME_LIMIT}",
-                f"the name has at most {NAME_LIMIT} characters: names of what is made for it are longer",
+                f"the name must have at most {NAME_LIMIT} characters: names of generated objects are longer",
             ),
         ),
     ),
@@ -149,7 +150,7 @@ RESOURCES = (
         kind="RoleScaler",
         plural="rolescalers",
         short="rsc",
-        description="How many workers one role of an InferenceService is to have, for whoever scales it.",
+        description="Number of workers of one role of an InferenceService, and target of autoscalers.",
         spec=RoleScalerSpec,
         status=RoleScalerStatus,
         columns=(
@@ -169,7 +170,7 @@ RESOURCES = (
         kind="BatchJob",
         plural="batchjobs",
         short="bj",
-        description="A file of requests, answered by an InferenceService with what others leave over.",
+        description="A file of requests that an InferenceService processes with spare capacity.",
         spec=BatchJobSpec,
         status=BatchJobStatus,
         columns=(
@@ -183,7 +184,7 @@ RESOURCES = (
         rules=(
             Rule(
                 f"size(self.metadata.name) <= {batch_jobs.NAME_LIMIT} && !self.metadata.name.contains('.')",
-                f"the name has at most {batch_jobs.NAME_LIMIT} characters and no dots: its pods' are longer",
+                f"the name must have at most {batch_jobs.NAME_LIMIT} characters and no dots",
             ),
         ),
     ),
@@ -191,7 +192,7 @@ RESOURCES = (
         kind="LoraAdapter",
         plural="loraadapters",
         short="lora",
-        description="An adapter of a model; not active in this release.",
+        description="An adapter of a model. Not implemented in this release.",
         spec=LoraAdapterSpec,
         status=LoraAdapterStatus,
         columns=(
@@ -205,8 +206,7 @@ RESOURCES = (
 
 
 class _Plain(yaml.SafeDumper):
-    """Writes what is there twice twice: the API server's tools know aliases, people read badly around
-    them."""
+    """Writes equal objects in full instead of as YAML aliases, which are hard to read."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -229,65 +229,6 @@ def main() -> None:
     texts = {given.folder / name: text for name, text in files().items()}
     if status := generated_files.settle(texts, given.folder.glob("*.yaml"), check=given.check):
         sys.exit(status)
-
-
-Schema = dict[str, Any]
-
-_KEPT = (
-    "type", "description", "enum", "pattern", "format", "minimum", "maximum", "minLength", "maxLength",
-    "minItems", "maxItems", "minProperties", "maxProperties",
-)  # fmt: skip
-
-
-def structural(kind: type[BaseModel]) -> Schema:
-    """The OpenAPI v3 schema of `kind`, as a CustomResourceDefinition holds it."""
-    whole = kind.model_json_schema(by_alias=True, mode="validation")
-    return _object(whole, whole.get("$defs", {}))
-
-
-def _object(schema: Schema, definitions: dict[str, Schema]) -> Schema:
-    if "$ref" in schema:
-        named = definitions[schema["$ref"].rpartition("/")[2]]
-        schema = {**named, **{name: value for name, value in schema.items() if name != "$ref"}}
-    if "anyOf" in schema:
-        (some,) = (one for one in schema["anyOf"] if one.get("type") != "null")
-        rest = {name: value for name, value in schema.items() if name not in ("anyOf", "default")}
-        return _object({**some, **rest}, definitions)
-    made = {name: schema[name] for name in _KEPT if name in schema}
-    made |= {name: value for name, value in schema.items() if name.startswith("x-kubernetes-")}
-    if "const" in schema:
-        made["enum"] = [schema["const"]]
-    if made.get("x-kubernetes-int-or-string"):
-        del made["type"]  # it may be written as a number
-        made["anyOf"] = [{"type": "integer"}, {"type": "string"}]
-    if "properties" in schema:
-        made["properties"] = {
-            name: _object(field, definitions) for name, field in schema["properties"].items()
-        }
-        if schema.get("required"):
-            made["required"] = schema["required"]
-    elif made.get("type") == "object" and not made.get("x-kubernetes-preserve-unknown-fields"):
-        (values,) = schema.get("patternProperties", {"": schema.get("additionalProperties")}).values()
-        made["additionalProperties"] = _object(values, definitions)
-    if "items" in schema:
-        made["items"] = _object(schema["items"], definitions)
-    if schema.get("default") is not None:
-        made["default"] = _without_nulls(schema["default"])
-    if "description" in made:
-        made["description"] = " ".join(made["description"].split())
-    return {name: made[name] for name in sorted(made, key=_order)}
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
-    return value
-
-
-def _order(name: str) -> tuple[int, str]:
-    """What is read first stands first."""
-    first = ("description", "type")
-    return (first.index(name) if name in first else len(first), name)
 
 
 if __name__ == "__main__":

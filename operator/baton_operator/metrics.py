@@ -13,7 +13,6 @@ from baton_api import __version__, metrics
 from baton_api.metrics import Metric
 from baton_operator.cluster.leadership import Leadership
 from baton_operator.cluster.reflector import Reflectors
-from baton_operator.kinds.part import duration_s
 from baton_operator.kinds.service_policies import Objectives
 from baton_operator.manifests.conditions import Transition
 from baton_operator.manifests.objects import Manifest
@@ -104,7 +103,7 @@ class ServiceMetricsCollector(Collector):
         )
         share = _family(metrics.OPERATOR_OBJECTIVE_SHARE)
         for service, wanted in self._objectives.items():
-            ttft_s, itl_s = duration_s(wanted.ttft), duration_s(wanted.itl)
+            ttft_s, itl_s = wanted.time_to_first_token.seconds, wanted.inter_token_latency.seconds
             first.add_metric([*service, _bound(metrics.ROUTER_FIRST_BYTE, ttft_s)], ttft_s)
             token.add_metric([*service, _bound(metrics.ROUTER_OUTPUT_TOKEN, itl_s)], itl_s)
             share.add_metric(service, wanted.percentile / 100)

@@ -91,7 +91,7 @@ def test_a_file_is_made_one_batch_of_with_the_time_that_its_batch_job_says(story
     file = story.service.upload(source, lambda sent, size: None)["id"]
     job: dict[str, Any] = {
         "metadata": {"name": "mine", "namespace": NAMESPACE, "uid": "uid-2"},
-        "spec": {"serviceName": SERVICE, "inputFileId": file, "completionWindowSeconds": 3600},
+        "spec": {"serviceName": SERVICE, "inputFileId": file, "completionWindow": "1h"},
     }
     story.cluster.put(job)
     made = len([one for one in story.cluster.asked if one == f"POST {JOBS}"])

@@ -51,7 +51,7 @@ def service(prometheus: str, canary: int) -> dict[str, Any]:
         "model": {"uri": "builtin://smollm2"},
         "prefill": LIMITS,
         "decode": LIMITS,
-        "autoscaling": {"mode": "Internal", "intervalSeconds": 5, "prometheus": {"url": prometheus}},
+        "autoscaling": {"mode": "Internal", "interval": "5s", "prometheus": {"url": prometheus}},
         "router": {"replicas": 1 + canary % 2},
     }
 

@@ -198,7 +198,7 @@ def test_what_is_said_of_it(
 def test_what_may_change_of_a_job_is_changed_and_nothing_else() -> None:
     batch = FakeBatch()
     _running(batch)
-    batch.batch_job["spec"] |= {"suspend": True, "ttlSecondsAfterFinished": 600, "maxRetries": 1}
+    batch.batch_job["spec"] |= {"suspend": True, "ttlAfterFinished": "10m", "maxRetries": 1}
     verdict = batch.reconcile()
     changed = {"suspend": True, "ttlSecondsAfterFinished": 600}
     assert verdict is not None and verdict.patch == {"spec": changed}
@@ -244,7 +244,7 @@ def test_a_template_that_is_written_otherwise_is_the_same() -> None:
 @pytest.mark.parametrize(
     ("spec", "flag", "deadline_s"),
     [
-        ({"inputFileId": "file-1", "completionWindowSeconds": 600}, ["--completion-window=600s"], 1200),
+        ({"inputFileId": "file-1", "completionWindow": "10m"}, ["--completion-window=600s"], 1200),
         ({"inputFileId": "file-1"}, [], 87_000),
         ({"batchId": "batch_1"}, [], None),
     ],
@@ -272,7 +272,7 @@ def test_a_job_that_does_not_notice_the_end_is_deleted_after_a_while() -> None:
 
 
 def test_what_a_router_has_made_goes_some_time_after_its_end() -> None:
-    batch = FakeBatch({"ttlSecondsAfterFinished": 3600}, by_router=True)
+    batch = FakeBatch({"ttlAfterFinished": "1h"}, by_router=True)
     _phase("completed")(batch)
     verdict = batch.reconcile()
     assert verdict is not None and not verdict.forget and verdict.again_s == 3600

@@ -84,8 +84,8 @@ async def stands(cluster: RealCluster, name: str) -> str:
 
 REFUSED: list[tuple[str, Any, str]] = [
     ("no service", {"batchId": "batch_1"}, "spec.serviceName: Required"),
-    ("neither batch nor file", {"serviceName": "chat"}, "has either batchId"),
-    ("both", {**BATCH, "inputFileId": "file-1"}, "has either batchId"),
+    ("neither batch nor file", {"serviceName": "chat"}, "set either batchId"),
+    ("both", {**BATCH, "inputFileId": "file-1"}, "set either batchId"),
     ("an id that is none", {"serviceName": "chat", "batchId": "../etc"}, "spec.batchId"),
     ("a file that is none", {"serviceName": "chat", "inputFileId": "batch_1"}, "spec.inputFileId"),
     (
@@ -96,18 +96,18 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("another endpoint", {**FILE, "endpoint": "/v1/images"}, "spec.endpoint"),
     ("no concurrency", {**BATCH, "concurrency": 0}, "spec.concurrency"),
     ("too many retries", {**BATCH, "maxRetries": 101}, "spec.maxRetries"),
-    ("a window of no time", {**FILE, "completionWindowSeconds": 1}, "spec.completionWindowSeconds"),
+    ("a window of no time", {**FILE, "completionWindow": "1s"}, "spec.completionWindow"),
     (
         "a window of 60 days",
-        {**FILE, "completionWindowSeconds": 5_184_000},
-        "spec.completionWindowSeconds",
+        {**FILE, "completionWindow": "1440h"},
+        "spec.completionWindow",
     ),
     (
         "a window for a batch that has one",
-        {**BATCH, "completionWindowSeconds": 600},
-        "spec.completionWindowSeconds",
+        {**BATCH, "completionWindow": "10m"},
+        "spec.completionWindow",
     ),
-    ("gone at once", {**BATCH, "ttlSecondsAfterFinished": 0}, "spec.ttlSecondsAfterFinished"),
+    ("gone at once", {**BATCH, "ttlAfterFinished": "0s"}, "spec.ttlAfterFinished"),
     ("a field that is none", {**BATCH, "shards": 4}, 'unknown field "spec.shards"'),
     ("a queue's name that is none", {**BATCH, "queueName": "A B"}, "spec.queueName"),
 ]
@@ -144,8 +144,8 @@ async def create(cluster: RealCluster, spec: Any, name: str = "night") -> tuple[
         ("maxRetries", 7),
         ("queueName", "night"),
         ("suspend", True),
-        ("completionWindowSeconds", 600),
-        ("ttlSecondsAfterFinished", 600),
+        ("completionWindow", "10m"),
+        ("ttlAfterFinished", "10m"),
         ("podTemplate", {"spec": {"nodeSelector": {"a": "b"}}}),
     ],
 )
@@ -157,7 +157,7 @@ async def test_what_a_job_could_not_follow_cannot_be_changed(
     answer = await cluster.admin.patch(
         f"{WHERE}/fixed?dryRun=All", json={"spec": {field: value}}, headers=headers
     )
-    follows = field in ("suspend", "ttlSecondsAfterFinished", "podTemplate")
+    follows = field in ("suspend", "ttlAfterFinished", "podTemplate")
     assert answer.status_code == (200 if follows else 422), answer.text
     assert follows or f"{field} cannot be changed" in answer.text
 

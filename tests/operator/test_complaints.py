@@ -64,13 +64,16 @@ def test_a_definition_can_be_applied_by_kubectl(kind: Resource) -> None:
     assert len(json.dumps(kind.definition)) < ANNOTATIONS_LIMIT / 2
 
 
-def test_old_pods_that_are_ready_make_no_new_generation_so() -> None:
-    """Row 13."""
+def test_rollout_in_progress_is_ready_and_progressing() -> None:
+    """Row 13: requests are answered, and status distinguishes the two revisions."""
     cluster = settled(PAIR)
     assert cluster.condition("Ready") == ("True", "Serving")
     cluster.change({**PAIR, "engine": {"image": "registry.example/worker:2"}})
     cluster.reconcile()
-    assert cluster.condition("Ready") == ("False", "RollingOut")
+    assert cluster.condition("Ready") == cluster.condition("Available") == ("True", "RollingOut")
+    assert cluster.condition("Progressing") == ("True", "RollingOut")
+    status = cluster.service["status"]
+    assert status["currentRevision"] != status["updateRevision"]
     cluster.settle()
     assert cluster.condition("Ready") == ("True", "Serving")
 

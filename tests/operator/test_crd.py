@@ -66,9 +66,9 @@ def test_no_field_is_without_a_type(kind: Resource) -> None:
 
 def test_the_defaults_are_written_out_where_rules_read_them() -> None:
     found = dict(fields(RESOURCES[0]))
-    assert found["spec.rollout"]["default"]["strategy"] == "PairedGeneration"
+    assert found["spec.rollout"]["default"]["strategy"] == "PairedRevision"
     assert found["spec.model.cache"]["default"] == {"type": "None"}
-    assert found["spec.decode.drain"]["default"] == {"preStopSeconds": 5, "timeoutSeconds": 120}
+    assert found["spec.decode.drain"]["default"] == {"preStopDelay": "5s", "timeout": "2m"}
 
 
 def test_what_was_admitted_is_read_by_the_names_that_people_write() -> None:

@@ -6,6 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton_api import metrics
+from baton_operator.kinds.part import Duration
 from baton_operator.kinds.service_policies import Objectives
 from baton_operator.metrics import OperatorMetrics
 
@@ -28,7 +29,9 @@ def told(figures: OperatorMetrics) -> dict[str, tuple[dict[str, str], float]]:
 )
 def test_an_objective_is_told_with_the_bucket_that_holds_it(ttft: str, first: str) -> None:
     figures = OperatorMetrics(lambda: 0.0)
-    figures.services.stands("models", "chat", {}, Objectives(ttft=ttft, itl="50ms", percentile=90))
+    figures.services.stands(
+        "models", "chat", {}, Objectives(time_to_first_token=Duration(ttft), percentile=90)
+    )
     found = told(figures)
     of = {"namespace": "models", "service": "chat"}
     assert found[FIRST][0] == {**of, "bound": first}

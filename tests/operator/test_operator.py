@@ -190,10 +190,10 @@ async def _grows_and_shrinks(cluster: RealCluster) -> None:
 
     async with fake_prometheus() as prometheus:
         windows = {
-            "scaleUp": {"stabilizationWindowSeconds": 0},
-            "scaleDown": {"stabilizationWindowSeconds": 0},
+            "scaleUp": {"stabilizationWindow": "0s"},
+            "scaleDown": {"stabilizationWindow": "0s"},
         }
-        asked = {"mode": "Internal", "intervalSeconds": 5, "prometheus": {"url": prometheus.url}}
+        asked = {"mode": "Internal", "interval": "5s", "prometheus": {"url": prometheus.url}}
         decode = {"scaling": {"minReplicas": 1, "maxReplicas": 2, **windows}}
         # The worker that is fullest has hardly any KV blocks left.
         full = {"demand_answer": 1000.0, "decode_generated": 900.0, "decode_fullest": 0.95, "in_flight": 9.0}
@@ -228,7 +228,7 @@ IMPLIED = _implied()
 async def _batch_from_beginning_to_end(cluster: RealCluster) -> None:
     """One that a router has made: its Job is made, rests, and is deleted; at last it is deleted itself."""
     where = path(API, "BatchJob", "models")
-    spec = {"serviceName": "chat", "batchId": "batch_1", "ttlSecondsAfterFinished": 60}
+    spec = {"serviceName": "chat", "batchId": "batch_1", "ttlAfterFinished": "1m"}
     by_router = {label_names.MANAGED_BY: "baton-router"}
     await cluster.api.post(
         where,
@@ -350,7 +350,7 @@ async def _stray(cluster: RealCluster, kind: tuple[str, str], body: dict[str, An
 
 async def _serves(cluster: RealCluster, decode: str = "") -> bool:
     await cluster.ready_pods()
-    there = (await cluster.service())["status"].get("decodeSummary", "")
+    there = (await cluster.service())["status"].get("decode", {}).get("summary", "")
     return await cluster.condition("Ready") == "True Serving" and there.endswith(decode)
 
 
@@ -358,7 +358,7 @@ async def _rolls_out_and_back(cluster: RealCluster) -> None:
     """By a canary to other workers, and by name to those from before."""
     first: str = (await cluster.service())["status"]["currentRevision"]
     changed = {**PAIR, "engine": {"image": "registry.example/worker:2"}}
-    canary = {"canary": {"steps": [{"weight": 10, "pauseSeconds": 1}]}}
+    canary = {"canary": {"steps": [{"weight": 10, "pause": "1s"}]}}
 
     async def is_first(wanted: bool) -> bool:
         await cluster.ready_pods()

@@ -60,7 +60,7 @@ def test_a_pair_becomes_workers_routers_and_what_lies_around_them() -> None:
     assert cluster.names("ServiceAccount") == ["chat-router", "chat-workers"]
     assert cluster.condition("Ready") == ("True", "Serving")
     status = cluster.service["status"]
-    assert (status["prefillSummary"], status["decodeSummary"], status["routerSummary"]) == (
+    assert tuple(status[role]["summary"] for role in ("prefill", "decode", "router")) == (
         "2/2",
         "3/3",
         "1/1",
@@ -217,18 +217,18 @@ def test_a_field_that_is_not_wished_any_more_is_taken_away() -> None:
     ("path", "value", "same"),
     [
         ("decode.replicas", 5, True),
-        ("decode.disruption", {"maxUnavailable": 2}, True),
-        ("decode.rollout", {"maxSurge": 2}, True),
+        ("decode.podDisruptionBudget", {"maxUnavailable": 2}, True),
+        ("decode.updateStrategy", {"maxSurge": 2}, True),
         ("router.replicas", 3, True),
         ("exposure", {"type": "Ingress", "hosts": ["a.example"]}, True),
-        ("rollout.progressDeadlineSeconds", 60, True),
+        ("rollout.progressDeadline", "1m", True),
         ("security.networkPolicy", False, True),
         ("model.name", "another", False),
         ("model.uri", "hf://a/b", False),
         ("engine.maxModelLen", 1024, False),
         ("transfer.backend", "TCP", False),
         ("decode.resources", {"cpu": 2}, False),
-        ("decode.drain", {"timeoutSeconds": 60}, False),
+        ("decode.drain", {"timeout": "1m"}, False),
         ("prefill", {}, True),
         ("prefill.args", ["--threads=2"], False),
     ],
@@ -298,8 +298,8 @@ def test_a_rollout_never_prunes_what_serves_and_loses_no_worker(seed: int) -> No
 
 def test_each_role_keeps_to_its_own_bounds_in_a_rollout() -> None:
     """Only prefill may lose a worker before another one is ready; decode may only have one more."""
-    spec = changed(PAIR, "prefill.rollout", {"maxSurge": 0, "maxUnavailable": 1})
-    spec = changed(spec, "decode.rollout", {"maxSurge": 2, "maxUnavailable": 0})
+    spec = changed(PAIR, "prefill.updateStrategy", {"maxSurge": 0, "maxUnavailable": 1})
+    spec = changed(spec, "decode.updateStrategy", {"maxSurge": 2, "maxUnavailable": 0})
     cluster = settled(spec)
     old = cluster.service["status"]["currentRevision"]
     cluster.change(changed(spec, "engine.maxModelLen", 1024))
@@ -326,7 +326,7 @@ def test_a_generation_that_crashes_is_taken_back_and_not_tried_again() -> None:
     assert cluster.condition("Progressing") == ("False", "RolloutFailed")
     assert cluster.service["status"]["currentRevision"] == good
     failed = next(one for one in cluster.service["status"]["revisions"] if one["phase"] == "Failed")
-    assert "started" in failed["reason"]
+    assert "started" in failed["message"]
     assert {pod.revision for pod in cluster.pods if pod.role != "router"} == {good}
     cluster.change(PAIR)
     cluster.settle()
@@ -335,7 +335,7 @@ def test_a_generation_that_crashes_is_taken_back_and_not_tried_again() -> None:
 
 def test_time_in_which_nobody_is_waited_for_is_no_delay() -> None:
     """Neither a long pause nor a canary's long step makes a generation fail once more of it is asked for."""
-    policy = {"canary": {"steps": [{"weight": 10, "pauseSeconds": 100}]}, "progressDeadlineSeconds": 60}
+    policy = {"canary": {"steps": [{"weight": 10, "pause": "100s"}]}, "progressDeadline": "1m"}
     cluster = settled(changed(PAIR, "rollout", policy))
     old = cluster.service["status"]["currentRevision"]
     next_one = changed(changed(PAIR, "engine.maxModelLen", 1024), "rollout", {**policy, "paused": True})
@@ -357,9 +357,9 @@ def test_time_in_which_nobody_is_waited_for_is_no_delay() -> None:
 
 
 def test_who_is_waited_for_too_long_has_failed() -> None:
-    cluster = settled(changed(PAIR, "rollout", {"progressDeadlineSeconds": 60}))
+    cluster = settled(changed(PAIR, "rollout", {"progressDeadline": "1m"}))
     old = cluster.service["status"]["currentRevision"]
-    cluster.change(changed(changed(PAIR, "engine.maxModelLen", 1024), "rollout.progressDeadlineSeconds", 60))
+    cluster.change(changed(changed(PAIR, "engine.maxModelLen", 1024), "rollout.progressDeadline", "1m"))
     for _ in range(3):  # its Deployments are there; none of its pods gets ready
         cluster.reconcile()
     cluster.later(61)

@@ -69,7 +69,7 @@ def test_routers_are_spread(placement: Manifest, expected: dict[str, str]) -> No
     [
         pytest.param({}, {"--drain-notice-s=5", "--drain-s=600"}, 620, id="by default"),
         pytest.param(
-            {"preStopSeconds": 15, "timeoutSeconds": 1800},
+            {"preStopDelay": "15s", "timeout": "30m"},
             {"--drain-notice-s=15", "--drain-s=1800"},
             1830,
             id="as the service says",

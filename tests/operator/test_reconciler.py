@@ -291,7 +291,7 @@ async def whole_life(
     """From a model that is fetched to a service that rests; what is there after each change."""
     found = []
     changed = HUB | {"decode": {"replicas": 2}, "engine": {"image": "registry.example/worker:2"}}
-    canary = {"rollout": {"canary": {"steps": [{"weight": 50, "pauseSeconds": 0}]}}}
+    canary = {"rollout": {"canary": {"steps": [{"weight": 50, "pause": "0s"}]}}}
     exposed = {"exposure": {"type": "Ingress", "hosts": ["chat.example.org"]}}
 
     async def change(spec: dict[str, Any]) -> None:

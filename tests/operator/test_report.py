@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from baton_operator.reconcilers.report import rejected_status
 from tests.operator.fake_cluster import FakeCluster
 
 PAIR: dict[str, Any] = {
@@ -36,10 +37,10 @@ def test_evicted_pod_does_not_count_and_is_named_while_one_is_missing() -> None:
     evict(cluster, "decode")
     cluster.reconcile()
     decode = cluster.service["status"]["decode"]
-    assert (decode["replicas"], decode["ready"], decode["reason"]) == (2, 2, EVICTED)
+    assert (decode["replicas"], decode["ready"], decode["message"]) == (2, 2, EVICTED)
     cluster.settle()
     decode = cluster.service["status"]["decode"]
-    assert (decode["replicas"], decode["ready"], decode["reason"]) == (3, 3, "")
+    assert (decode["replicas"], decode["ready"], decode["message"]) == (3, 3, "")
     assert cluster.condition("Ready") == ("True", "Serving")
 
 
@@ -73,11 +74,11 @@ def test_pods_that_a_quota_refuses_are_said_to_be_refused(spec: dict[str, Any]) 
     reason = "FailedCreate: pods is forbidden: exceeded quota: gpus"
     assert cluster.condition("Progressing") == ("True", "PodsRefused")
     assert cluster.message("Progressing") == reason
-    assert cluster.service["status"]["decode"]["reason"] == reason
+    assert cluster.service["status"]["decode"]["message"] == reason
     cluster.quota = False
     cluster.settle()
     assert cluster.condition("Progressing") == ("False", "Complete")
-    assert cluster.service["status"]["decode"]["reason"] == ""
+    assert cluster.service["status"]["decode"]["message"] == ""
 
 
 def test_router_whose_pods_are_refused_says_why() -> None:
@@ -91,4 +92,70 @@ def test_router_whose_pods_are_refused_says_why() -> None:
     }
     router["status"] = {"conditions": [condition]}
     cluster.reconcile()
-    assert cluster.service["status"]["router"]["reason"] == "FailedCreate: no account"
+    assert cluster.service["status"]["router"]["message"] == "FailedCreate: no account"
+
+
+ZERO: dict[str, Any] = {
+    "model": {"uri": "builtin://smollm2"},
+    "decode": {"scaling": {"minReplicas": 0, "maxReplicas": 2}},
+    "autoscaling": {"mode": "External"},
+}
+
+
+def test_service_scaled_to_zero_is_ready_but_not_available() -> None:
+    """A request waits for the first worker and is answered."""
+    cluster = FakeCluster({**ZERO, "router": {"scaleFromZeroTimeout": "2m"}})
+    cluster.settle()
+    assert cluster.condition("Available") == ("True", "Serving")
+    cluster.objects["baton.dev/v1alpha1", "RoleScaler", "chat-decode"]["spec"]["replicas"] = 0
+    cluster.settle()
+    assert cluster.condition("Available") == ("False", "ScaledToZero")
+    assert cluster.condition("Ready") == ("True", "ScaledToZero")
+    assert "waits up to 2m" in cluster.message("Ready")
+
+
+def test_service_of_fixed_size_zero_is_not_ready() -> None:
+    """No request would start a worker."""
+    cluster = FakeCluster({**PAIR, "prefill": {"replicas": 0}, "decode": {"replicas": 0}})
+    cluster.settle()
+    assert cluster.condition("Ready") == cluster.condition("Available") == ("False", "ScaledToZero")
+
+
+def test_service_after_a_rollback_is_ready_and_degraded() -> None:
+    cluster = settled()
+    cluster.change(CHANGED)
+    state = cluster.reconcile().state
+    assert state is not None
+    cluster.broken.add(state.wanted.revision)
+    cluster.settle()
+    assert cluster.condition("Ready") == cluster.condition("Available") == ("True", "RolledBack")
+    assert cluster.condition("Degraded") == ("True", "RolledBack")
+
+
+def test_refused_spec_of_a_new_service_is_not_ready() -> None:
+    cluster = FakeCluster(PAIR)
+    status, _ = rejected_status(cluster.observe(), ValueError("no such thing"), cluster.now)
+    conditions = {one["type"]: (one["status"], one["reason"]) for one in status["conditions"]}
+    assert conditions["Ready"] == conditions["Available"] == ("False", "Invalid")
+    assert conditions["SpecSupported"] == ("False", "Invalid")
+
+
+def test_refused_spec_of_a_serving_service_is_observed() -> None:
+    """Requests are answered by workers of the earlier spec; status follows metadata.generation."""
+    cluster = settled()
+    cluster.change(CHANGED)
+    status, _ = rejected_status(cluster.observe(), ValueError("no such thing"), cluster.now)
+    assert status["observedGeneration"] == cluster.service["metadata"]["generation"] == 2
+    conditions = {one["type"]: one for one in status["conditions"]}
+    for name in ("Ready", "Available"):
+        assert (conditions[name]["status"], conditions[name]["reason"]) == ("True", "SpecRefused")
+        assert conditions[name]["message"].endswith("no such thing")
+    assert conditions["Progressing"]["observedGeneration"] == 1
+
+
+def test_role_summary_is_ready_and_desired_pods() -> None:
+    cluster = settled()
+    evict(cluster, "decode")
+    cluster.reconcile()
+    status = cluster.service["status"]
+    assert [status[role]["summary"] for role in ("prefill", "decode", "router")] == ["2/2", "2/3", "1/1"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from baton_operator.kinds.part import Duration
 from baton_operator.kinds.service_policies import Canary, CanaryStep, Rollout
 from baton_operator.rollout.decision import (
     ALL,
@@ -64,7 +65,7 @@ def wanted(
 
 
 HELD = wanted(held=True)
-CANARY = {"steps": [{"weight": 10, "pauseSeconds": 60}, {"weight": 50, "pauseSeconds": 60}]}
+CANARY = {"steps": [{"weight": 10, "pause": "1m"}, {"weight": 50, "pause": "1m"}]}
 
 
 def shown(fates: Mapping[str, RevisionPlan]) -> dict[str, str]:
@@ -296,12 +297,12 @@ def test_a_suspended_service_has_nobody() -> None:
 
 
 def test_no_progress_for_too_long_is_a_failure_and_asked_for_in_time() -> None:
-    want, there = wanted(progressDeadlineSeconds=600), [revisions("z 0/1 0/1"), revisions("a 2/2 4/4 100")]
+    want, there = wanted(progressDeadline="10m"), [revisions("z 0/1 0/1"), revisions("a 2/2 4/4 100")]
     assert seconds_until_change(want, there, 100.0) == 500.0
     assert decide(want, there, 599.0)["z"].phase == "Warming"
     assert decide(want, there, 600.0)["z"].phase == "Warming"
     failed = decide(want, there, 601.0)["z"]
-    assert (failed.phase, failed.reason) == ("Failed", "it made no progress for 600 s")
+    assert (failed.phase, failed.reason) == ("Failed", "it made no progress for 10m")
     later = [replace(there[0], progressed=50.0), there[1]]
     assert (seconds_until_change(want, later, 100.0), seconds_until_change(want, later, 650.0)) == (
         550.0,
@@ -313,7 +314,7 @@ def test_no_progress_for_too_long_is_a_failure_and_asked_for_in_time() -> None:
 
 def test_generation_that_carries_the_service_has_no_deadline() -> None:
     """One worker more than the targets is not ready: nobody waits for it."""
-    want, there = wanted(progressDeadlineSeconds=600), [revisions("z 2/2 4/5"), revisions("a 2/2 4/4 100")]
+    want, there = wanted(progressDeadline="10m"), [revisions("z 2/2 4/5"), revisions("a 2/2 4/4 100")]
     assert seconds_until_change(want, there, 100.0) is None
     assert decide(want, there, 10_000.0)["z"].phase == "Serving"
 
@@ -377,7 +378,7 @@ def test_streams_that_wait_long_on_the_new_one_alone_take_it_back(
         replace(revisions("z 1/1 1/1 25"), health=of_new),
         replace(revisions("a 2/2 3/3 75"), health=of_old),
     )
-    fates = decide(wanted(maxTtft=limit), [new, old], 1.0)
+    fates = decide(wanted(maxTimeToFirstToken=limit), [new, old], 1.0)
     assert (fates["z"].phase == "Failed") == failed
     if failed:
         slow = of_new.slow(2.0)
@@ -385,7 +386,7 @@ def test_streams_that_wait_long_on_the_new_one_alone_take_it_back(
             f"{slow} of {of_new.streams} streams took longer than {limit} to their first token"
         )
         assert shown(fates)["a"] == "2 4 100 Serving"
-        told = decide(wanted(maxTtft=limit, autoRollback=False), [new, old], 1.0)
+        told = decide(wanted(maxTimeToFirstToken=limit, autoRollback=False), [new, old], 1.0)
         assert told["z"].phase == "Warming"
 
 
@@ -394,7 +395,7 @@ def test_a_generation_no_worse_than_the_old_one_is_never_taken_back_for_its_requ
     """Nor is one that gets better by the same number of requests."""
     rng = random.Random(seed)
     policy: dict[str, Any] = {
-        "maxTtft": rng.choice([None, "1s", "2s", "3s"]),
+        "maxTimeToFirstToken": rng.choice([None, "1s", "2s", "3s"]),
         "maxFailedPercent": rng.randrange(101),
     }
     quick, slow, failed = (rng.randrange(100) for _ in range(3))
@@ -426,7 +427,7 @@ def test_what_failed_stays_failed() -> None:
 
 def test_a_canary_goes_step_by_step_and_the_old_one_stays_whole() -> None:
     want, old = wanted(canary=CANARY), revisions("a 2/2 4/4 100")
-    assert Canary.model_validate(CANARY).steps[0] == CanaryStep(weight=10, pause_seconds=60)
+    assert Canary.model_validate(CANARY).steps[0] == CanaryStep(weight=10, pause=Duration("1m"))
     assert shown(decide(want, [revisions("z 0/0 0/0"), old], 0.0)) == {
         "z": "1 1 0 Warming",
         "a": "2 4 100 Serving",
@@ -532,7 +533,7 @@ def test_generation_whose_pods_still_end_is_there() -> None:
 
 def test_deadline_that_has_passed_is_not_looked_at_again() -> None:
     """A generation that has no other one to go back to is waited for, and not asked after without end."""
-    assert seconds_until_change(wanted(progressDeadlineSeconds=600), [revisions("z 0/1 0/1")], 601.0) is None
+    assert seconds_until_change(wanted(progressDeadline="10m"), [revisions("z 0/1 0/1")], 601.0) is None
 
 
 @pytest.mark.parametrize("seed", range(60))

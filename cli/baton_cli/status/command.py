@@ -70,7 +70,7 @@ async def services(name: str, kubeconfig: str, namespace: str) -> list[ServiceSt
             if name and not chosen:
                 raise SetupError(
                     f"There is no InferenceService {name} in {namespace}. Name another --namespace, or see "
-                    "which there are: kubectl get isvc -A."
+                    "which there are: kubectl get bsvc -A."
                 )
             found = []
             for service in chosen:

@@ -111,7 +111,7 @@ def _part(row: Mapping[str, Any]) -> Part:
 
 GOOD = frozenset(
     {
-        *("Ready", "ModelReady", "PrefillReady", "DecodeReady", "RouterReady", "SpecSupported"),
+        *("Ready", "Available", "ModelReady", "PrefillReady", "DecodeReady", "RouterReady", "SpecSupported"),
         "ExposureReady",
     }
 )
@@ -126,15 +126,15 @@ INTENDED = frozenset({"Suspended", "ScaledToZero"})
 """Reasons for not being ready that somebody wanted."""
 
 CONDITION_REMEDIES = {
-    "Suspended": 'Let it run: kubectl patch isvc {name} --type=merge -p \'{{"spec": {{"suspend": false}}}}\'',
+    "Suspended": 'Let it run: kubectl patch bsvc {name} --type=merge -p \'{{"spec": {{"suspend": false}}}}\'',
     "Invalid": "Change the spec as the message says, and apply it again.",
     "ModelMissing": "See how far fetching is: kubectl get jobs,pods -l baton.dev/service={name}.",
-    "RolledBack": "Mend the spec: what serves now is the generation before it.",
+    "RolledBack": "Correct the spec: the previous revision serves now.",
     "ApiMissing": "Install what it names in the cluster, or take the field out of the spec.",
 }
 LOOK = (
     "Look at its pods and events: kubectl describe pods -l baton.dev/service={name}; "
-    "kubectl events --for isvc/{name}."
+    "kubectl events --for bsvc/{name}."
 )
 
 POD_REMEDIES = {
@@ -160,7 +160,7 @@ def status_of_service(service: Mapping[str, Any], pods: Sequence[Mapping[str, An
     said = f"{ready['reason']}: {ready['message']}" if ready else "The operator has not looked at it yet."
     return ServiceStatus(
         name=f"{service['metadata'].get('namespace', '')}/{name}",
-        serving=ready is not None and (ready["status"] == "True" or ready["reason"] == "RollingOut"),
+        serving=ready is not None and ready["status"] == "True",
         summary=said,
         url=status.get("url") or "",
         parts=parts,
@@ -180,10 +180,12 @@ def _troubles(
     for condition in conditions.values():
         kind, reason = condition["type"], condition["reason"]
         wrong = condition["status"] != "True" if kind in GOOD else condition["status"] == "True"
-        if kind not in GOOD | BAD or not wrong or reason in INTENDED or reason == "RollingOut":
+        if kind not in GOOD | BAD or not wrong or reason in INTENDED:
             continue
+        if kind == "Available":
+            continue  # Ready says the same, with what to do
         if kind == "Ready" and any(
-            conditions.get(other, {}).get("status") == "False" for other in GOOD - {"Ready"}
+            conditions.get(other, {}).get("status") == "False" for other in GOOD - {"Ready", "Available"}
         ):
             continue  # what is missing says so itself
         yield Trouble(
@@ -217,15 +219,17 @@ def _roles(status: Mapping[str, Any]) -> Iterator[Part]:
         if there is not None:
             ready, desired = there.get("ready", 0), there.get("desired", 0)
             what = "routers" if role == "router" else f"{role} workers"
-            yield Part("role", what, f"{ready} of {desired} ready", ready >= desired, there.get("reason", ""))
+            yield Part(
+                "role", what, f"{ready} of {desired} ready", ready >= desired, there.get("message", "")
+            )
 
 
 def _generations(status: Mapping[str, Any]) -> Iterator[Part]:
     for one in status.get("revisions") or ():
         said = f"{one.get('weight', 0)} % of the requests, {one.get('prefillReady', 0)} prefill and "
         said += f"{one.get('decodeReady', 0)} decode workers ready"
-        if one.get("reason"):
-            said += f"; {one['reason']}"
+        if one.get("message"):
+            said += f"; {one['message']}"
         well = {"Serving": True, "Failed": False}.get(one["phase"])
         yield Part("generation", one["name"], one["phase"], well, said)
 

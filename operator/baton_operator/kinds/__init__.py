@@ -1,6 +1,7 @@
 """
-The custom resources, as types: what a person may write, and what the operator answers in `status`.
+The custom resources as types: what users write in `spec`, and what the operator reports in `status`.
 
-`crds/` is generated from these (`baton_operator.crd`): names, bounds, defaults, descriptions and the rules
-that the API server checks. What it has admitted is read back by the same types.
+`baton_operator.crd` generates `crds/` from these types: names, bounds, defaults, descriptions and validation
+rules. Docstrings of fields are what `kubectl explain` shows; the generator adds default and range. The
+operator reads objects from the API server through the same types.
 """

@@ -1,110 +1,129 @@
 """
-`BatchJob`: a file of requests, answered by a service with what interactive requests leave over.
+`BatchJob`: a file of requests that a service processes with spare capacity.
 
-A Job runs it whose pod template cannot be changed, so what goes into the template cannot be either.
+A Kubernetes Job runs it. The pod template of a Job is immutable, and so are the fields that enter it.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from baton_operator.kinds.model import SecretReference
-from baton_operator.kinds.part import Anything, Label, Part, Rule, rules
-from baton_operator.kinds.status import Conditions
+from baton_operator.kinds.part import (
+    Anything,
+    Conditions,
+    Count,
+    Duration,
+    Label,
+    Part,
+    Rule,
+    between,
+    rules,
+)
+from baton_operator.kinds.renames import Stored
 
-Count = Annotated[int, Field(ge=0)]
 
-
-def _fixed(field: str) -> Rule:
-    """It is as it was, or was not given and is not."""
+def _immutable(field: str, before: str = "") -> Rule:
+    """`before`: deprecated name of the field, from which an update may move its value."""
     same = f"(!has(self.{field}) || self.{field} == oldSelf.{field})"
-    return Rule(
-        f"has(self.{field}) == has(oldSelf.{field}) && {same}", f"{field} cannot be changed", f".{field}"
-    )
+    unchanged = f"has(self.{field}) == has(oldSelf.{field}) && {same}"
+    moved = f" || has(oldSelf.{before})" if before else ""
+    return Rule(f"({unchanged}){moved}", f"{field} cannot be changed", f".{field}")
 
 
 @rules(
     Rule(
         "has(self.batchId) != has(self.inputFileId)",
-        "a BatchJob has either batchId (a batch of the API) or inputFileId (a file, of which one is made)",
+        "set either batchId (a batch that exists in the API) or inputFileId (a file to create a batch from)",
     ),
     Rule(
         "has(self.inputFileId) || !has(self.apiKeySecretRef)",
-        "apiKeySecretRef is for inputFileId: a batch of the API has an owner already",
+        "apiKeySecretRef needs inputFileId: a batch with batchId already has an owner",
         ".apiKeySecretRef",
     ),
     Rule(
-        "has(self.inputFileId) || !has(self.completionWindowSeconds)",
-        "completionWindowSeconds is for inputFileId: a batch of the API has its completion_window",
-        ".completionWindowSeconds",
+        "has(self.inputFileId) || !has(self.completionWindow)",
+        "completionWindow needs inputFileId: a batch with batchId has its own completion_window",
+        ".completionWindow",
     ),
+    _immutable("completionWindow", before="completionWindowSeconds"),
     *map(
-        _fixed,
+        _immutable,
         (
             *("serviceName", "batchId", "inputFileId", "endpoint", "apiKeySecretRef"),
-            *("concurrency", "maxRetries", "queueName", "completionWindowSeconds"),
+            *("concurrency", "maxRetries", "queueName"),
         ),
     ),
 )
-class BatchJobSpec(Part):
-    """What is to be answered, and with how much haste."""
+class BatchJobSpec(Stored):
+    """Requests to process, and how fast."""
+
+    renamed_fields: ClassVar = {
+        "completionWindowSeconds": "completionWindow",
+        "ttlSecondsAfterFinished": "ttlAfterFinished",
+    }
 
     service_name: Label
-    """The InferenceService that answers; its spec.router.batches.execution has to be Jobs."""
+    """Name of the InferenceService in the same namespace that processes the requests. Its
+    spec.router.batches.execution must be Jobs. Immutable."""
 
     batch_id: Annotated[str, Field(max_length=64, pattern=r"^batch_[A-Za-z0-9]+$")] | None = None
-    """A batch that was made by POST /v1/batches. Routers make such BatchJobs by themselves."""
+    """ID of a batch created by POST /v1/batches. Routers create such BatchJobs themselves. Excludes
+    inputFileId. Immutable."""
 
     input_file_id: Annotated[str, Field(max_length=64, pattern=r"^file-[A-Za-z0-9]+$")] | None = None
-    """A file that was uploaded by POST /v1/files, of which a batch is made."""
+    """ID of a file uploaded by POST /v1/files. The operator creates a batch from it. Excludes batchId.
+    Immutable."""
 
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"] = (
         "/v1/chat/completions"
     )
-    """Where the requests of inputFileId go."""
+    """API endpoint for the requests of inputFileId. Immutable."""
 
     api_key_secret_ref: SecretReference | None = None
-    """A Secret with the file `key`: the API key by which the batch is made of inputFileId."""
+    """Secret whose key `key` holds the API key that creates the batch from inputFileId. Immutable."""
 
     concurrency: Annotated[int, Field(ge=1, le=10_000)] = 64
-    """Most requests at once."""
+    """Maximum requests in flight. Immutable."""
 
     max_retries: Annotated[int, Field(ge=0, le=100)] = 6
-    """How often its pod may fail; one that was evicted, preempted or told to end does not count."""
+    """Maximum failures of the Job's pod before the BatchJob fails. Evictions and preemptions do not count.
+    Immutable."""
 
-    completion_window_seconds: Annotated[int, Field(ge=60, le=2_592_000)] | None = None
-    """Seconds that the batch made of inputFileId has, from when it is made, also while it rests; 24 hours if
-    it is left out. Then it is expired: what was answered can be fetched, and the other requests are
-    errors."""
+    completion_window: Annotated[Duration, between("1m", "720h")] | None = None
+    """Maximum duration of the batch created from inputFileId, from its creation, including time suspended.
+    After it the batch expires: finished answers can be downloaded, the other requests are reported as errors.
+    Default: 24h. Immutable."""
 
-    ttl_seconds_after_finished: Annotated[int, Field(ge=60, le=31_536_000)] = 604_800
-    """Seconds after the end until the Job is deleted, and a BatchJob that a router has made with it; the
-    batch and its files stay."""
+    ttl_after_finished: Annotated[Duration, between("1m", "8760h")] = Duration("168h")
+    """Time after the end until the Job is deleted, together with a BatchJob that a router created. The batch
+    and its files remain."""
 
     suspend: bool = False
-    """Whether it rests. What is answered stays answered, and the batch's time runs on."""
+    """Stops processing: the Job's pod is deleted. Finished answers are kept, and the completion window keeps
+    running."""
 
     queue_name: Label | None = None
-    """A LocalQueue of Kueue that admits it."""
+    """Name of a Kueue LocalQueue that admits the Job. Immutable."""
 
     pod_template: Anything | None = None
-    """A PodTemplateSpec that is merged over what the operator makes; the runner's container is called
-    main. What is changed here later holds for a Job that is made later: status says so."""
+    """PodTemplateSpec that is merged over the one that the operator generates. The container is named main. A
+    later change affects only new Jobs; the condition UpToDate reports that."""
 
 
 class BatchJobStatus(Part):
-    """How far it is."""
+    """Progress of the batch."""
 
     observed_generation: Count = 0
-    """The metadata.generation that this is about."""
+    """Value of metadata.generation that the operator last processed."""
 
     batch_id: Annotated[str, Field(max_length=64)] = ""
-    """The batch of the API."""
+    """ID of the batch in the API."""
 
     phase: Annotated[str, Field(max_length=32)] = ""
-    """The batch's status, as the API has it: validating, in_progress, finalizing, completed, failed, expired,
+    """Status of the batch in the API: validating, in_progress, finalizing, completed, failed, expired,
     cancelling or cancelled."""
 
     total: Count = 0
@@ -117,15 +136,15 @@ class BatchJobStatus(Part):
     """Requests that failed."""
 
     progress: Annotated[str, Field(max_length=32)] = ""
-    """Requests that are done and all, such as 40/100."""
+    """Finished and total requests, such as 40/100."""
 
     output_file_id: Annotated[str, Field(max_length=64)] = ""
-    """The file of answers."""
+    """ID of the file with the answers."""
 
     error_file_id: Annotated[str, Field(max_length=64)] = ""
-    """The file of requests that failed."""
+    """ID of the file with the failed requests."""
 
     conditions: Conditions = []
-    """Complete: the batch is. Failed: it has come to another end, or nobody will run it any more; the reason
-    says why. Suspended: it rests, by `suspend` or in its queue. UpToDate: its Job is by podTemplate as it
-    is now."""
+    """Complete: all requests are processed. Failed: the batch ended otherwise, or no pod will process it any
+    more; reason says why. Suspended: spec.suspend or the queue stops it. UpToDate: the Job uses the current
+    podTemplate."""

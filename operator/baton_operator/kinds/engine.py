@@ -1,12 +1,12 @@
-"""What both roles of a service have in common, so that their KV caches cannot differ by accident."""
+"""Settings that prefill and decode workers share, so that their KV caches are compatible."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from baton_operator.kinds.part import Anything, LabelKey, Part, Rule, rules
+from baton_operator.kinds.part import Anything, Duration, LabelKey, Part, Rule, between, rules
 
 Argument = Annotated[str, Field(max_length=4096)]
 Arguments = Annotated[list[Argument], Field(max_length=128)]
@@ -20,65 +20,82 @@ class Variable(Part):
     """Name of the variable."""
 
     value: Annotated[str, Field(max_length=32_768)] | None = None
-    """Its value."""
+    """Value of the variable. Empty if neither value nor valueFrom is set."""
 
     value_from: Anything | None = None
-    """Where its value comes from, as in a pod: secretKeyRef, configMapKeyRef, fieldRef or
-    resourceFieldRef."""
+    """Source of the value, as in a pod: secretKeyRef, configMapKeyRef, fieldRef or resourceFieldRef."""
 
 
 Environment = Annotated[list[Variable], Field(max_length=64)]
 
 
 class Engine(Part):
-    """The engine of all workers."""
+    """Settings of the inference engine in all workers. A change rolls out a new revision."""
 
     image: Image | None = None
-    """Image of the workers; the operator's own default if it is left out."""
+    """Container image of the workers. Default: the operator's worker image."""
 
     args: Arguments = []
-    """Further flags of `baton prefill` and `baton decode`."""
+    """Additional flags of `baton prefill` and `baton decode`, one per entry, after those that the operator
+    sets."""
 
     env: Environment = []
-    """Environment of all workers."""
+    """Environment variables of all workers."""
 
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Type of weights and KV cache. auto: as the model's files say."""
+    """Data type of weights and KV cache. auto: the type in the model's configuration."""
 
     max_model_len: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
-    """Most tokens of a prompt and its answer; the model's own limit if it is left out."""
+    """Maximum tokens of a prompt and its answer together. Longer prompts are rejected. Default: the context
+    length of the model."""
 
     kv_cache_memory: (
         Annotated[str, Field(max_length=32, pattern=r"^[0-9]+(\.[0-9]+)? ?([kKMGT]i?)?B?$")] | None
     ) = None
-    """Memory of each worker's KV cache, such as 4GiB; what is free if it is left out."""
+    """Memory for the KV cache of each worker, such as 4GiB. Default: the memory that is free after the
+    weights are loaded."""
+
+
+class Topology(Part):
+    """Placement of a service's pods within one network domain, such as a zone, a rack or a rail."""
+
+    key: LabelKey | None = None
+    """Node label whose value names the domain, such as topology.kubernetes.io/zone. Workers of one revision
+    are placed on nodes with equal values. Without it, workers are placed anywhere."""
+
+    policy: Literal["Preferred", "Required"] = "Preferred"
+    """Preferred: workers run in another domain if one domain has no capacity. Required: workers stay pending
+    instead. Required needs `key`."""
 
 
 @rules(
     Rule(
-        "self.enforcement != 'Required' || has(self.domainKey)",
-        "enforcement Required needs domainKey: the node label that says who is near whom",
-        ".enforcement",
+        "self.topology.policy != 'Required' || has(self.topology.key)",
+        "topology.policy Required needs topology.key, the node label that names the network domain",
+        ".topology.policy",
     ),
 )
 class Transfer(Part):
-    """How KV blocks move from prefill to decode workers."""
+    """Transfer of KV blocks from prefill to decode workers. A change rolls out a new revision."""
+
+    renamed_fields: ClassVar = {
+        "timeoutSeconds": "timeout",
+        "domainKey": "topology.key",
+        "enforcement": "topology.policy",
+    }
 
     backend: Literal["UCX", "TCP"] = "UCX"
-    """UCX: the fastest that UCX finds between two pods (RDMA, shared memory, TCP). TCP: nothing but TCP."""
+    """Transport. UCX: the fastest that UCX finds between two pods (RDMA, shared memory or TCP). TCP: TCP
+    only."""
 
     control_port: Annotated[int, Field(ge=1024, le=65_535)] = 5557
-    """Port of the prefill workers on which decode workers ask for prompts."""
+    """TCP port of prefill workers on which decode workers request blocks."""
 
-    timeout_seconds: Annotated[int, Field(ge=1, le=3600)] = 30
-    """Seconds after which a transfer is given up, and the prompt computed by the decode worker."""
+    timeout: Annotated[Duration, between("1s", "1h")] = Duration("30s")
+    """Maximum duration of a transfer. After it, the decode worker computes the prompt itself."""
 
-    domain_key: LabelKey | None = None
-    """Node label whose equal values mean a fast network: a zone, a rack, a rail. Pods of one service are
-    placed where it is equal."""
-
-    enforcement: Literal["Preferred", "Required"] = "Preferred"
-    """Whether pods may be placed in another domain if there is no room in one."""
+    topology: Topology = Topology()
+    """Placement within one network domain."""
 
     env: Environment = []
-    """Environment of all workers for the transfer, such as UCX_NET_DEVICES."""
+    """Environment variables of all workers for the transfer, such as UCX_NET_DEVICES."""

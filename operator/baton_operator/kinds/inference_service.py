@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from baton_operator.kinds.engine import Engine, Transfer
 from baton_operator.kinds.model import Model
-from baton_operator.kinds.part import Part, Rule, rules
+from baton_operator.kinds.part import Conditions, Count, Part, Rule, Time, rules
+from baton_operator.kinds.renames import Stored
 from baton_operator.kinds.router_spec import Exposure, Router
-from baton_operator.kinds.service_policies import Autoscaling, Rollout, Security
-from baton_operator.kinds.status import Conditions
+from baton_operator.kinds.service_policies import Autoscaling, Objectives, Rollout, Security
 from baton_operator.kinds.worker_role import WorkerRole
 
 _SCALED = "(has(self.decode.scaling) || (has(self.prefill) && has(self.prefill.scaling)))"
 _RDMA = "(has(self.{0}) && has(self.{0}.resources) && has(self.{0}.resources.rdma))"
 _ZERO = "(has(self.{0}) && has(self.{0}.scaling) && self.{0}.scaling.minReplicas == 0)"
+_WAITS = (
+    "duration(self.router.scaleFromZeroTimeout) > duration('0s') || "
+    # The name of 0.1.0, in stored objects.
+    "(has(self.router.holdForScaleFromZeroSeconds) && self.router.holdForScaleFromZeroSeconds > 0)"
+)
 
 
 @rules(
@@ -27,197 +32,203 @@ _ZERO = "(has(self.{0}) && has(self.{0}.scaling) && self.{0}.scaling.minReplicas
     ),
     Rule(
         f"!has(self.prefill) || {_RDMA.format('prefill')} == {_RDMA.format('decode')}",
-        "prefill and decode both ask for an RDMA device, or neither does: blocks move between them",
+        "set resources.rdma for both prefill and decode, or for neither: blocks move between them",
     ),
     Rule(
-        f"!({_ZERO.format('prefill')} || {_ZERO.format('decode')}) || "
-        "self.router.holdForScaleFromZeroSeconds > 0",
-        "a role with minReplicas 0 needs router.holdForScaleFromZeroSeconds, or its first requests are lost",
-        ".router.holdForScaleFromZeroSeconds",
+        f"!({_ZERO.format('prefill')} || {_ZERO.format('decode')}) || {_WAITS}",
+        "a role with minReplicas 0 needs router.scaleFromZeroTimeout above 0s, or its first requests fail",
+        ".router.scaleFromZeroTimeout",
     ),
     Rule(
-        "!has(self.autoscaling.scaleToZeroAfterSeconds) || "
-        f"{_ZERO.format('prefill')} || {_ZERO.format('decode')}",
-        "scaleToZeroAfterSeconds needs a role with minReplicas 0",
-        ".autoscaling.scaleToZeroAfterSeconds",
+        f"!has(self.autoscaling.scaleToZeroAfter) || {_ZERO.format('prefill')} || {_ZERO.format('decode')}",
+        "scaleToZeroAfter needs a role with minReplicas 0",
+        ".autoscaling.scaleToZeroAfter",
     ),
     Rule(
-        "has(self.prefill) == has(oldSelf.prefill) || self.rollout.strategy == 'PairedGeneration'",
-        "prefill can be added or taken away only with rollout.strategy PairedGeneration",
+        "has(self.prefill) == has(oldSelf.prefill) || self.rollout.strategy != 'Recreate'",
+        "adding or removing prefill needs rollout.strategy PairedRevision",
         ".prefill",
     ),
 )
-class InferenceServiceSpec(Part):
-    """What is served, by how many workers, and how."""
+class InferenceServiceSpec(Stored):
+    """Desired state of the service."""
+
+    renamed_fields: ClassVar = {
+        "autoscaling.slo.ttft": "objectives.timeToFirstToken",
+        "autoscaling.slo.itl": "objectives.interTokenLatency",
+        "autoscaling.slo.percentile": "objectives.percentile",
+    }
 
     model: Model
-    """The model."""
+    """Model that the service serves."""
 
     engine: Engine = Engine()
-    """The engine of all workers."""
+    """Settings of the inference engine in all workers."""
 
     transfer: Transfer = Transfer()
-    """How KV blocks move from prefill to decode workers."""
+    """Transfer of KV blocks from prefill to decode workers."""
 
     prefill: WorkerRole | None = None
-    """The prefill workers. Without any, decode workers compute prompts themselves."""
+    """Prefill workers. Without them, decode workers compute prompts themselves."""
 
     decode: WorkerRole
-    """The decode workers."""
+    """Decode workers."""
 
     router: Router = Router()
-    """The routers."""
+    """Routers."""
 
     exposure: Exposure = Exposure()
-    """How the service is reached from outside of the cluster."""
+    """Access from outside of the cluster."""
+
+    objectives: Objectives = Objectives()
+    """Latency objectives."""
 
     autoscaling: Autoscaling = Autoscaling()
-    """Who scales the roles that have `scaling`."""
+    """Autoscaling of the roles that have `scaling`."""
 
     rollout: Rollout = Rollout()
-    """How a change of the workers comes into service."""
+    """Rollout of a new revision of workers."""
 
     security: Security = Security()
-    """Who may reach the pods, and what they may do."""
+    """Network access to the pods, and their identity."""
 
     suspend: bool = False
-    """Whether the service rests: no worker, no router, and everything else stays."""
+    """Stops all workers and routers. All other objects remain."""
 
 
-Count = Annotated[int, Field(ge=0)]
 Hash = Annotated[str, Field(max_length=8)]
 Words = Annotated[str, Field(max_length=1024)]
-Time = Annotated[str, Field(max_length=32, json_schema_extra={"format": "date-time"})]
 
 
 class RoleStatus(Part):
-    """The workers of one role, or the routers, of all generations."""
+    """Workers of one role of all revisions, or routers."""
 
     desired: Count = 0
-    """How many there are to be."""
+    """Desired number of pods."""
 
     replicas: Count = 0
-    """How many pods there are."""
+    """Number of pods."""
 
     ready: Count = 0
-    """How many of them take requests."""
+    """Pods that accept requests."""
 
     updated: Count = 0
-    """How many are of the newest generation."""
+    """Ready pods of the newest revision."""
 
-    reason: Words = ""
-    """What is in the way, if something is."""
+    summary: Annotated[str, Field(max_length=32)] = ""
+    """Ready and desired pods, such as 2/4."""
+
+    message: Words = ""
+    """Problem that keeps pods from becoming ready. Empty without a problem."""
 
 
 class RevisionStatus(Part):
-    """One generation of workers."""
+    """One revision of workers."""
+
+    renamed_fields: ClassVar = {"reason": "message"}
 
     name: Hash
-    """Its hash, as in the names and labels of what belongs to it."""
+    """Hash of the revision, which its objects have in their names and labels."""
 
     phase: Literal["Waiting", "Warming", "Serving", "Draining", "Retired", "Failed"]
-    """Waiting: has no workers until the files of its model are fetched. Warming: not ready yet. Serving: gets
-    requests. Draining: finishes those that it has. Retired: remembered, to go back to. Failed: not tried
-    again until the spec changes."""
+    """Waiting: has no workers until its model is downloaded. Warming: not ready yet. Serving: receives
+    requests. Draining: finishes its requests. Retired: has no workers and is kept for a rollback. Failed: not
+    started again until the spec changes."""
 
     weight: Annotated[int, Field(ge=0, le=100)] = 0
-    """Percent of requests that go to it."""
+    """Percentage of requests that the revision receives."""
 
     prefill_ready: Count = 0
-    """Prefill workers that take requests."""
+    """Prefill workers that accept requests."""
 
     decode_ready: Count = 0
-    """Decode workers that take requests."""
+    """Decode workers that accept requests."""
 
     created_at: Time
-    """When it was first made."""
+    """Time when the revision was created."""
 
     progressed_at: Time
-    """When it last had more workers that take requests than ever before, or began to wait for one."""
+    """Time when the revision last made progress: reached a new maximum of ready workers, or started to wait
+    for a worker."""
 
     settled: bool = True
-    """Whether all of its workers that were asked for take requests."""
+    """Whether all of its requested workers are ready."""
 
     peak: Count = 0
-    """Most workers that took requests at once."""
+    """Maximum of ready workers so far."""
 
     step: Count = 0
-    """Steps of a canary that are done."""
+    """Finished canary steps."""
 
     step_since: Time | None = None
-    """When the workers of the present step were all ready."""
+    """Time when all workers of the current canary step were ready."""
 
-    reason: Words = ""
-    """Why it failed, if it did."""
+    message: Words = ""
+    """Cause of the failure, if it failed."""
 
 
 class ModelStatus(Part):
-    """The model's files."""
+    """Files of the model."""
 
     resolved_revision: Words = ""
-    """The commit that is served, where the source has any."""
+    """Commit that is served, for hf:// models."""
 
     cache_claim: Words = ""
-    """The PersistentVolumeClaim that holds them."""
+    """PersistentVolumeClaim that holds the files."""
 
     download_job: Words = ""
-    """The Job that fetches them."""
+    """Job that downloads the files."""
 
 
 class AutoscalingStatus(Part):
-    """What the operator's scaler does."""
+    """State of the operator's autoscaler."""
 
     active: bool = False
-    """Whether it scales anything."""
+    """Whether the autoscaler scales a role by metrics."""
 
     reason: Words = ""
-    """Why it does not, if it does not."""
+    """Cause of `active`, in one word for programs, as in the condition ScalingActive."""
 
 
 class InferenceServiceStatus(Part):
-    """What is so now."""
+    """Observed state of the service."""
 
     observed_generation: Count = 0
-    """The metadata.generation that this is about."""
+    """Value of metadata.generation that the operator last processed, also if it refused the spec."""
 
     url: Words = ""
-    """Where the OpenAI API is."""
+    """URL of the OpenAI-compatible API."""
 
     model_name: Words = ""
-    """What requests call the model."""
+    """Name of the model in requests."""
 
     conditions: Conditions = []
-    """Ready says whether requests are answered by what the spec asks for; the others say what is missing."""
+    """Ready: requests are answered, also during a rollout and at zero, where they wait for the first worker.
+    Available: workers and routers are ready now. Progressing: a rollout is running. Degraded: a rollout or a
+    download failed. ModelReady, PrefillReady, DecodeReady, RouterReady and ExposureReady: that part is ready.
+    ScalingActive: the autoscaler has metrics. ScalingLimited: a limit keeps a role below the number that it
+    needs. SpecSupported: the operator can carry out the spec."""
 
     prefill: RoleStatus | None = None
-    """The prefill workers."""
+    """Prefill workers."""
 
     decode: RoleStatus | None = None
-    """The decode workers."""
+    """Decode workers."""
 
     router: RoleStatus | None = None
-    """The routers."""
-
-    prefill_summary: Words = ""
-    """Ready and wanted prefill workers, such as 2/4."""
-
-    decode_summary: Words = ""
-    """Ready and wanted decode workers."""
-
-    router_summary: Words = ""
-    """Ready and wanted routers."""
+    """Routers."""
 
     current_revision: Hash = ""
-    """The generation that serves."""
+    """Revision that receives most requests."""
 
     update_revision: Hash = ""
-    """The generation that the spec asks for."""
+    """Revision that the spec describes. Differs from currentRevision during a rollout."""
 
     revisions: Annotated[list[RevisionStatus], Field(max_length=64)] = []
-    """All generations that are there or remembered, the newest first."""
+    """Running revisions, and those kept for a rollback, newest first."""
 
     model: ModelStatus = ModelStatus()
-    """The model's files."""
+    """Files of the model."""
 
     autoscaling: AutoscalingStatus = AutoscalingStatus()
-    """What the operator's scaler does."""
+    """State of the operator's autoscaler."""

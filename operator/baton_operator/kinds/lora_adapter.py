@@ -1,4 +1,4 @@
-"""`LoraAdapter`: a model's adapter, declared; the engine of this release does not load adapters yet."""
+"""`LoraAdapter`: declares an adapter of a model. The engine of this release does not load adapters."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from baton_operator.kinds.model import SecretReference
-from baton_operator.kinds.part import Label, Part, Rule, rules
-from baton_operator.kinds.status import Conditions
+from baton_operator.kinds.part import Conditions, Label, Part, Rule, rules
 
 
 @rules(
@@ -20,29 +19,30 @@ from baton_operator.kinds.status import Conditions
     ),
 )
 class LoraAdapterSpec(Part):
-    """Which adapter, and for which service. Not active in this release: status says so."""
+    """Adapter and service that is to load it. Not implemented in this release; status reports that."""
 
     service_name: Label
-    """The InferenceService."""
+    """Name of the InferenceService in the same namespace. Immutable."""
 
     uri: Annotated[str, Field(min_length=8, max_length=1024)]
-    """Where its files are, as a model's."""
+    """Location of the adapter's files: hf://, s3://, gs://, oci://, pvc:// or file://, as in
+    InferenceService spec.model.uri."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """What requests call it; the object's name if it is left out."""
+    """Name of the adapter in requests. Default: the name of this object."""
 
     rank: Annotated[int, Field(ge=1, le=512)] | None = None
-    """Its rank, if it is known before it is loaded."""
+    """Rank of the adapter. Default: read from the adapter's configuration."""
 
     credentials_secret_ref: SecretReference | None = None
-    """Environment of what fetches the files."""
+    """Secret whose keys become environment variables of the download, such as HF_TOKEN."""
 
 
 class LoraAdapterStatus(Part):
-    """Where it is loaded."""
+    """State of the adapter."""
 
     observed_generation: Annotated[int, Field(ge=0)] = 0
-    """The metadata.generation that this is about."""
+    """Value of metadata.generation that the operator last processed."""
 
     conditions: Conditions = []
-    """Active is False with the reason NotImplemented in this release."""
+    """Active: whether the adapter is loaded. In this release always False with reason NotImplemented."""

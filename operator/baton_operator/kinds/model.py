@@ -1,4 +1,4 @@
-"""Which model a service serves, and where its files are kept."""
+"""The model of a service, and the storage of its files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SCHEMES = ("hf", "s3", "gs", "oci", "pvc", "file", "builtin")
 
 
 class SecretReference(Part):
-    """A Secret in the service's namespace. Its content is mounted, never read by the operator."""
+    """Reference to a Secret in the same namespace. Pods mount it; the operator never reads it."""
 
     name: Subdomain
     """Name of the Secret."""
@@ -21,38 +21,43 @@ class SecretReference(Part):
 @rules(
     Rule(
         "self.type != 'PVC' || has(self.claimName) != has(self.size)",
-        "a cache of type PVC has either claimName (one that exists) or size (of one to be made)",
+        "a cache of type PVC has either claimName (an existing claim) or size (of a new claim)",
     ),
     Rule("self.type != 'HostPath' || has(self.path)", "a cache of type HostPath needs path", ".path"),
     Rule(
         "self.type == 'PVC' || (!has(self.claimName) && !has(self.storageClassName))",
         "claimName and storageClassName are for a cache of type PVC",
     ),
-    Rule("self.type != 'HostPath' || !has(self.size)", "a folder of the node has no size", ".size"),
+    Rule(
+        "self.type != 'HostPath' || !has(self.size)",
+        "a cache of type HostPath has no size",
+        ".size",
+    ),
     Rule("self.type == 'HostPath' || !has(self.path)", "path is for a cache of type HostPath", ".path"),
 )
 class Cache(Part):
-    """Where a model's files are kept between the starts of pods."""
+    """Storage of the model's files between restarts of pods."""
 
     type: Literal["None", "PVC", "HostPath"] = "None"
-    """None: every pod fetches the files for itself. PVC: a Job fetches them once into a volume claim.
-    HostPath: the first pod on a node fetches them into a folder of the node, which has to belong to user
-    65532; a namespace whose pods are restricted does not allow it."""
+    """Kind of storage. None: each pod downloads the files itself. PVC: a Job downloads them once into a
+    PersistentVolumeClaim. HostPath: the first pod on each node downloads them into a folder of the node. User
+    65532 must be able to write to it. Namespaces with the Pod Security Standard baseline or restricted reject
+    such pods."""
 
     claim_name: Subdomain | None = None
-    """A PersistentVolumeClaim that exists."""
+    """PVC: name of an existing PersistentVolumeClaim. Excludes size."""
 
     size: Quantity | None = None
-    """PVC: size of the PersistentVolumeClaim to be made. A larger one makes the claim grow, if its class
-    allows that; a smaller one changes nothing. None: storage of the node that each pod requests for the
-    files, and may use."""
+    """PVC: size of the PersistentVolumeClaim that the operator creates, such as 100Gi. A larger value expands
+    the claim if its StorageClass allows that; a smaller value is ignored. None: ephemeral storage that each
+    pod requests, and its limit. Not for HostPath."""
 
     storage_class_name: Subdomain | None = None
-    """Class of the PersistentVolumeClaim to be made; the cluster's default if it is left out. A change of it
-    does not touch a claim that is there."""
+    """PVC: StorageClass of the claim that the operator creates. A later change does not affect an existing
+    claim. Default: the default StorageClass of the cluster."""
 
     path: Annotated[str, Field(max_length=1024, pattern=r"^/[^:]+$")] | None = None
-    """Folder on the nodes."""
+    """HostPath: absolute path of the folder on the nodes. Required for HostPath."""
 
 
 @rules(
@@ -63,39 +68,40 @@ class Cache(Part):
     ),
     Rule(
         "self.cache.type == 'None' || !self.uri.matches('^(pvc|file|builtin)://')",
-        "a model that lies in a volume, in the image or in the package needs no cache",
+        "a pvc://, file:// or builtin:// model is not downloaded: set cache.type None",
         ".cache",
     ),
     Rule(
         "!has(self.aliases) || !has(self.name) || !(self.name in self.aliases)",
-        "the model's name is not one of its aliases",
+        "aliases must not repeat the name of the model",
         ".aliases",
     ),
 )
 class Model(Part):
-    """The model that is served."""
+    """Model that the service serves. A change rolls out a new revision."""
 
     uri: Annotated[str, Field(min_length=8, max_length=1024)]
-    """Where its files are: hf://ORGANISATION/NAME, s3://BUCKET/PATH, gs://BUCKET/PATH, oci://IMAGE (mounted
-    as a volume), pvc://CLAIM/PATH, file:///PATH (in the image or on a volume of the pod template), or
-    builtin://smollm2, which comes with the package."""
+    """Location of the model's files. Downloaded: hf://ORGANIZATION/NAME, s3://BUCKET/PATH or gs://BUCKET/PATH.
+    Mounted: oci://IMAGE (an image volume) or pvc://CLAIM/PATH. In the container: file:///PATH, of its image
+    or a volume of podTemplate. For tests: builtin://smollm2, a small model inside the worker image."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """What requests call it; the service's own name if it is left out."""
+    """Name of the model in requests. Default: the name of the InferenceService."""
 
     aliases: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)] = []
-    """Further names that requests may use."""
+    """Additional names of the model in requests."""
 
     revision: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """Branch, tag or commit of a model on the hub. Without one, the newest commit when it is fetched."""
+    """Branch, tag or commit of an hf:// model. Default: the newest commit of the default branch at the time
+    of the download; all pods of a revision use the same commit."""
 
     credentials_secret_ref: SecretReference | None = None
-    """Environment of the Job, or of the pods without a cache, that fetches the files: HF_TOKEN,
-    AWS_ACCESS_KEY_ID and the like."""
+    """Secret whose keys become environment variables of the download, such as HF_TOKEN or
+    AWS_ACCESS_KEY_ID."""
 
     allow_patterns: Annotated[list[Text], Field(max_length=32)] = []
-    """Only files whose names match one of these are fetched, such as *.safetensors. All that are needed if it
-    is empty."""
+    """Glob patterns of the files to download, such as *.safetensors. Empty: all files that the engine
+    needs."""
 
     cache: Cache = Cache()
-    """Where the files are kept."""
+    """Storage of the downloaded files."""

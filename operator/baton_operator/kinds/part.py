@@ -1,52 +1,57 @@
 """
-What every part of a custom resource is: named as Kubernetes names things, closed, bounded, described.
+Base types of the custom resources: objects, validation rules, and strings with a format.
 
-Bounds are more than politeness. The API server weighs what its rules may cost by the longest list and the
-longest text that a schema admits, and refuses a schema without them.
+Every string and list is bounded. The API server estimates the cost of validation rules from the largest value
+that a schema admits, and rejects a schema without bounds.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic.alias_generators import to_camel
+from pydantic_core import CoreSchema, core_schema
 
 
 class Part(BaseModel):
-    """An object of the schema. Its docstring, and those of its fields, are what `kubectl explain` shows."""
+    """An object of the schema. `kubectl explain` shows its docstring and those of its fields."""
 
     model_config = ConfigDict(
         alias_generator=to_camel,
         populate_by_name=True,
         frozen=True,
-        extra="ignore",  # a newer API server may know more; what people write is checked by the schema
+        extra="ignore",  # the API server rejects unknown fields; a newer one may know more fields
         use_attribute_docstrings=True,
     )
+
+    renamed_fields: ClassVar[Mapping[str, str]] = {}
+    """Paths that 0.1.0 used, to those of today. `baton_operator.kinds.renames` reads them."""
 
 
 Kind = TypeVar("Kind", bound=type[Part])
 
 
 class Rule:
-    """One condition in the Common Expression Language, checked by the API server on every write."""
+    """A condition in the Common Expression Language. The API server checks it on every write."""
 
     def __init__(self, expression: str, message: str, field: str = "") -> None:
-        """`field` is the path that the error names, from the object that has the rule."""
+        """`field`: path that the error names, relative to the object that has the rule."""
         self.expression = expression
         self.message = message
         self.field = field
 
     @property
     def schema(self) -> dict[str, str]:
-        """As an entry of `x-kubernetes-validations`."""
+        """An entry of `x-kubernetes-validations`."""
         where = {"fieldPath": self.field} if self.field else {}
         return {"rule": self.expression, "message": self.message, **where}
 
 
 def rules(*given: Rule) -> Any:
-    """A class decorator: objects of this kind must keep to these."""
+    """Class decorator: add validation rules to a part."""
 
     def with_rules(kind: Kind) -> Kind:
         checked: list[Any] = [one.schema for one in given]
@@ -58,11 +63,12 @@ def rules(*given: Rule) -> Any:
 
 
 Label = Annotated[str, Field(max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
-"""A name of RFC 1123."""
+"""A label of RFC 1123."""
 
 Subdomain = Annotated[
     str, Field(max_length=253, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$")
 ]
+"""A subdomain of RFC 1123: the form of most names of Kubernetes."""
 
 Text = Annotated[str, Field(min_length=1, max_length=1024)]
 
@@ -75,26 +81,76 @@ LabelKey = Annotated[
 ]
 
 ResourceName = LabelKey
-"""Of a device plugin, such as nvidia.com/gpu."""
+"""An extended resource, such as nvidia.com/gpu."""
 
-Percent = Annotated[int, Field(ge=0, le=100)]
+Count = Annotated[int, Field(ge=0)]
+Time = Annotated[str, Field(max_length=32, json_schema_extra={"format": "date-time"})]
 
-Seconds = Annotated[int, Field(ge=0, le=604_800)]
-
-Duration = Annotated[str, Field(max_length=32, pattern=r"^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$")]
-"""Such as 2s, 50ms or 1m30s."""
-
-_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_UNITS = (("h", 3600.0), ("m", 60.0), ("s", 1.0), ("ms", 0.001))
 
 
-def duration_s(given: str) -> float:
+class Duration(str):
     """
-    Seconds of a Duration.
+    A length of time, such as 30s, 50ms or 1m30s, in its shortest form.
 
-    >>> duration_s("1m30s"), duration_s("50ms"), duration_s("2.5s")
-    (90.0, 0.05, 2.5)
+    >>> Duration("60s"), Duration("0.05s"), Duration(90), Duration("1m30s").seconds
+    ('1m', '50ms', '1m30s', 90.0)
     """
-    return sum(float(number) * _UNITS[unit] for number, unit in re.findall(r"([0-9.]+)(ms|s|m|h)", given))
+
+    __slots__ = ()
+
+    PATTERN = r"^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$"
+
+    def __new__(cls, given: str | float) -> Duration:
+        """`given`: text, or seconds. Raises ValueError."""
+        seconds = given if isinstance(given, int | float) else cls._parsed(given)
+        milliseconds = round(seconds * 1000)
+        if not milliseconds:
+            return super().__new__(cls, "0s")
+        text = ""
+        for unit, length in _UNITS:
+            count, milliseconds = divmod(milliseconds, round(length * 1000))
+            text += f"{count}{unit}" if count else ""
+        return super().__new__(cls, text)
+
+    @property
+    def seconds(self) -> float:
+        return self._parsed(self)
+
+    @property
+    def whole_seconds(self) -> int:
+        """Seconds, rounded up: Kubernetes and flags that count seconds take no parts."""
+        return -int(-self.seconds // 1)
+
+    @classmethod
+    def _parsed(cls, text: str) -> float:
+        if re.fullmatch(cls.PATTERN, text) is None:
+            raise ValueError(
+                f"Invalid duration: {text!r}. Expected numbers with units, such as 30s or 1m30s."
+            )
+        units = dict(_UNITS)
+        return sum(float(number) * units[unit] for number, unit in re.findall(r"([0-9.]+)(ms|s|m|h)", text))
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        text = core_schema.str_schema(pattern=cls.PATTERN, max_length=32)
+        return core_schema.no_info_after_validator_function(
+            cls,
+            core_schema.no_info_before_validator_function(cls._text, text),
+            serialization=core_schema.plain_serializer_function_ser_schema(str),
+        )
+
+    @staticmethod
+    def _text(given: Any) -> Any:
+        """0.1.0 wrote some durations as whole seconds."""
+        return str(Duration(given)) if isinstance(given, int) else given
+
+
+def between(least: str, most: str) -> Any:
+    """Bounds of a duration, which the API server checks."""
+    rule = f"duration(self) >= duration('{least}') && duration(self) <= duration('{most}')"
+    checked: list[Any] = [Rule(rule, f"must be between {least} and {most}").schema]
+    return Field(json_schema_extra={"x-kubernetes-validations": checked})
 
 
 Quantity = Annotated[
@@ -106,10 +162,43 @@ Quantity = Annotated[
     ),
     BeforeValidator(lambda given: str(given) if isinstance(given, int) else given),
 ]
-"""Kubernetes' numbers with units: 500m, 16Gi, 2."""
+"""A quantity of Kubernetes: 500m, 16Gi, 2."""
 
 Anything = Annotated[dict[str, Any], Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})]
-"""An object that the API server checks elsewhere, when it is used."""
+"""An object without a schema. The API server checks it when the operator uses it."""
 
 Labels = Annotated[dict[LabelKey, Annotated[str, Field(max_length=63)]], Field(max_length=64)]
 Annotations = Annotated[dict[LabelKey, Annotated[str, Field(max_length=4096)]], Field(max_length=64)]
+
+
+class Condition(Part):
+    """One statement about an object, in the form that `kubectl wait --for=condition` reads."""
+
+    type: Annotated[str, Field(min_length=1, max_length=316)]
+    """Name of the condition."""
+
+    status: Literal["True", "False", "Unknown"]
+    """Whether the condition holds."""
+
+    reason: Annotated[
+        str, Field(min_length=1, max_length=1024, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")
+    ]
+    """Cause of the status, in one word for programs."""
+
+    message: Annotated[str, Field(max_length=32_768)] = ""
+    """Cause of the status and what to do, in words for people."""
+
+    observed_generation: Annotated[int, Field(ge=0)] = 0
+    """Value of metadata.generation for which the condition was determined."""
+
+    last_transition_time: Annotated[str, Field(max_length=32, json_schema_extra={"format": "date-time"})]
+    """Time of the last change of `status`."""
+
+
+Conditions = Annotated[
+    list[Condition],
+    Field(
+        max_length=32,
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
+    ),
+]

@@ -1,13 +1,12 @@
-"""`RoleScaler`: how many workers one role of a service is to have, for whoever scales it."""
+"""`RoleScaler`: the number of workers of one role of a service, and the target of autoscalers."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from baton_operator.kinds.part import Label, Part, Rule, rules
-from baton_operator.kinds.status import Conditions
+from baton_operator.kinds.part import Conditions, Duration, Label, Part, Rule, Time, rules
 
 Bound = Literal["KVBlocks", "BatchSlots", "InterTokenLatency", "TimeToFirstToken", "Throughput"]
 
@@ -17,63 +16,67 @@ Bound = Literal["KVBlocks", "BatchSlots", "InterTokenLatency", "TimeToFirstToken
     Rule("self.role == oldSelf.role", "role cannot be changed", ".role"),
 )
 class RoleScalerSpec(Part):
-    """How many workers there are to be."""
+    """Number of workers of one role. The operator creates one RoleScaler for each role with `scaling`."""
 
     service_name: Label
-    """The InferenceService."""
+    """Name of the InferenceService in the same namespace. Immutable."""
 
     role: Literal["prefill", "decode"]
-    """Which of its roles."""
+    """Role that is scaled. Immutable."""
 
     replicas: Annotated[int, Field(ge=0, le=1000)]
-    """How many workers; the service's bounds hold all the same."""
+    """Desired number of workers. The service limits it to minReplicas and maxReplicas of the role. Written by
+    the operator with autoscaling.mode Internal; by a HorizontalPodAutoscaler, KEDA or `kubectl scale` with
+    External."""
 
 
-class Scaling(Part):
-    """What the operator's autoscaler thinks of the role. With mode External nobody need follow it."""
+class ScalingStatus(Part):
+    """Last decision of the operator's autoscaler for the role. With mode External it is a recommendation."""
+
+    renamed_fields: ClassVar = {"startupSeconds": "startupDuration"}
 
     recommended: Annotated[int, Field(ge=0)] = 0
-    """How many workers there should be."""
+    """Number of workers that the autoscaler recommends."""
 
     reason: Annotated[str, Field(max_length=64)] = ""
-    """Why, in one word."""
+    """Cause of the decision, in one word for programs."""
 
     message: Annotated[str, Field(max_length=1024)] = ""
-    """Why, in words, as it was when the reason came up."""
+    """Cause of the decision, in words for people, as of the time when the reason last changed."""
 
     source: Literal["Measured", "Held", "Fallback"] = "Measured"
-    """Measured: from metrics. Held: there are none, so that nothing changes. Fallback: there were none for
-    long, so that the role has what was set for that."""
+    """Basis of the decision. Measured: metrics. Held: metrics are missing, and the number is kept. Fallback:
+    metrics are missing for longer than onMetricsLoss.holdDuration, and fallbackReplicas applies."""
 
     limited: Annotated[str, Field(max_length=64)] = ""
-    """What keeps it from having what it needs: AtMaximum, GpuBudget, CapacityExhausted, OtherRole."""
+    """Limit that keeps the role below the number it needs: AtMaximum, GpuBudget, CapacityExhausted or
+    OtherRole. Empty if nothing does."""
 
     bound: Bound | None = None
-    """What one worker runs out of first: by the profile, or what was full or slow. Throughput: its time."""
+    """Resource of a worker that is exhausted first: KV blocks, batch slots, one of the latency objectives, or
+    throughput."""
 
     capacity: Annotated[float, Field(ge=0)] | None = None
-    """Tokens a second that one worker was seen to be able to do."""
+    """Measured throughput of one worker, in tokens per second."""
 
-    startup_seconds: Annotated[int, Field(ge=0)] | None = None
-    """In which nine of ten workers start."""
+    startup_duration: Duration | None = None
+    """Time in which 90 percent of the workers become ready after their start."""
 
-    last_scale_time: (
-        Annotated[str, Field(max_length=32, json_schema_extra={"format": "date-time"})] | None
-    ) = None
-    """When it was last given another number of workers."""
+    last_scale_time: Time | None = None
+    """Time of the last change of spec.replicas by the operator."""
 
 
 class RoleScalerStatus(Part):
-    """How many workers there are."""
+    """Current number of workers, and the autoscaler's last decision."""
 
     replicas: Annotated[int, Field(ge=0)] = 0
-    """Pods of the role, of all generations."""
+    """Pods of the role, of all revisions."""
 
     selector: Annotated[str, Field(max_length=1024)] = ""
-    """Labels of those pods, for a HorizontalPodAutoscaler."""
+    """Label selector of those pods, as a HorizontalPodAutoscaler needs it."""
 
     conditions: Conditions = []
-    """Bound: whether the service exists and takes the number."""
+    """Bound: whether the service exists and uses spec.replicas."""
 
-    scaling: Scaling | None = None
-    """What the operator's autoscaler thinks; nothing while spec.autoscaling.mode is Disabled."""
+    scaling: ScalingStatus | None = None
+    """Last decision of the operator's autoscaler. Absent with autoscaling.mode Disabled."""

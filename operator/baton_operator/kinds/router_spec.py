@@ -1,178 +1,246 @@
-"""The routers of a service, and how they are reached from outside of the cluster."""
+"""The routers of a service, their storage of files and batches, and their exposure outside of the cluster."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from baton_operator.kinds.batch_settings import BatchSettings
 from baton_operator.kinds.engine import Arguments, Environment, Image
 from baton_operator.kinds.model import SecretReference
-from baton_operator.kinds.part import Annotations, Anything, Label, Part, Quantity, Rule, Subdomain, rules
-from baton_operator.kinds.worker_role import Placement
+from baton_operator.kinds.part import (
+    Annotations,
+    Anything,
+    Duration,
+    Label,
+    Part,
+    Quantity,
+    Rule,
+    Subdomain,
+    between,
+    rules,
+)
+from baton_operator.kinds.worker_role import Drain, Placement
 
 
 class RouterResources(Part):
-    """What one router needs."""
+    """Compute resources of one router."""
 
     cpu: Quantity = "1"
-    """Processors, requested."""
+    """CPU request, in cores, such as 2 or 500m."""
 
     memory: Quantity = "512Mi"
-    """Memory, requested and the limit."""
+    """Memory request and limit, such as 1Gi."""
 
 
-class RouterDrain(Part):
-    """How a router ends."""
+class RouterDrain(Drain):
+    """Shutdown of a router."""
 
-    pre_stop_seconds: Annotated[int, Field(ge=0, le=3600)] = 5
-    """Seconds for which a terminating router still accepts connections: as long as Services take to learn of
-    its end. Default: 5."""
+    pre_stop_delay: Annotated[Duration, between("0s", "1h")] = Duration("5s")
+    """Time for which a terminating router still accepts connections, until Services stop sending them."""
 
-    timeout_seconds: Annotated[int, Field(ge=1, le=86_400)] = 600
-    """Seconds after that for running streams to finish; no other router can continue them. Default: 600."""
+    timeout: Annotated[Duration, between("1s", "24h")] = Duration("10m")
+    """Maximum time for running streams to finish after preStopDelay. They cannot move to another router."""
+
+
+@rules(
+    Rule("has(self.claimName) != has(self.uri)", "files needs either claimName or uri"),
+    Rule(
+        "has(self.uri) || (!has(self.endpoint) && !has(self.credentialsSecretRef))",
+        "endpoint and credentialsSecretRef need uri",
+    ),
+)
+class FileStore(Part):
+    """Storage for the contents of files, shared by all routers."""
+
+    claim_name: Subdomain | None = None
+    """Name of an existing PersistentVolumeClaim that all routers can write to (ReadWriteMany with several
+    routers). Excludes uri."""
+
+    uri: Annotated[str, Field(max_length=1024, pattern=r"^s3://[^/]+(/.*)?$")] | None = None
+    """S3 bucket and prefix: s3://BUCKET/PREFIX. Excludes claimName."""
+
+    endpoint: Annotated[str, Field(max_length=1024, pattern=r"^https?://[^/]+")] | None = None
+    """URL of an S3-compatible server. Default: Amazon S3."""
+
+    credentials_secret_ref: SecretReference | None = None
+    """Secret whose keys become environment variables of the routers, such as AWS_ACCESS_KEY_ID and
+    AWS_SECRET_ACCESS_KEY."""
+
+
+@rules(
+    Rule(
+        "has(self.databaseSecretRef) == has(self.files)",
+        "databaseSecretRef and files need each other: set both for persistent batches",
+    ),
+)
+class BatchSettings(Part):
+    """Files and batches API. Without databaseSecretRef and files, each router keeps its own files and batches
+    and loses them when its pod ends."""
+
+    execution: Literal["Subprocess", "Jobs"] = "Subprocess"
+    """Where batches run. Subprocess: in processes beside each router. Jobs: in one Kubernetes Job for each
+    batch, declared by a BatchJob."""
+
+    database_secret_ref: SecretReference | None = None
+    """Secret whose key `url` is the URL of the Postgres database that all routers share:
+    postgresql://USER:PASSWORD@HOST/NAME. The optional key `runners` is the secret with which batch processes
+    authenticate to routers; by default it is derived from the URL."""
+
+    files: FileStore | None = None
+    """Storage for the contents of files."""
 
 
 @rules(
     Rule(
         "self.batches.execution != 'Jobs' || self.replicas == 1 || has(self.batches.databaseSecretRef)",
-        "several routers whose batches are run by Jobs need batches.databaseSecretRef: any of them is asked",
+        "execution Jobs with several routers needs batches.databaseSecretRef: Jobs talk to any of them",
         ".batches.databaseSecretRef",
     ),
 )
 class Router(Part):
-    """The routers."""
+    """Routers: the OpenAI-compatible API, scheduling and queueing. A change restarts routers one by one and
+    does not affect workers."""
+
+    renamed_fields: ClassVar = {
+        "aloneTokens": "localPrefillMaxTokens",
+        "page": "dashboard",
+        "holdForScaleFromZeroSeconds": "scaleFromZeroTimeout",
+    }
 
     replicas: Annotated[int, Field(ge=1, le=64)] = 1
-    """How many. Each knows only of its own requests, so few large ones route better than many small ones."""
+    """Number of routers. Routers do not share load information, so few large routers schedule better than
+    many small ones."""
 
     processes: Annotated[int, Field(ge=1, le=64)] = 1
-    """Processes of each that hold clients' connections."""
+    """Frontend processes of each router, which serve client connections."""
 
     image: Image | None = None
-    """Image of the routers; the operator's own default if it is left out."""
+    """Container image of the routers. Default: the operator's router image."""
 
-    alone_tokens: Annotated[int, Field(ge=0, le=10_000_000)] = 512
-    """Most tokens of a prompt that a decode worker is asked to compute by itself while there is a prefill
-    worker."""
+    local_prefill_max_tokens: Annotated[int, Field(ge=0, le=10_000_000)] = 512
+    """Maximum uncached prompt tokens that a decode worker computes itself while a prefill worker is
+    available. 0 sends all prompts with uncached tokens to prefill workers."""
 
     queue_limit: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
-    """Most requests that wait in one router."""
+    """Maximum queued requests of one router. Further requests are rejected with status 429."""
 
-    hold_for_scale_from_zero_seconds: Annotated[int, Field(ge=0, le=3600)] = 0
-    """Seconds for which requests wait while there is no worker at all."""
+    scale_from_zero_timeout: Annotated[Duration, between("0s", "1h")] = Duration("0s")
+    """Maximum time that a request waits for the first worker of a service without workers. 0s rejects it
+    immediately with status 503. Must be above 0s if a role has minReplicas 0."""
 
-    page: bool = False
-    """Whether routers show a page at `/`: workers, the last requests, and a place to talk to the model."""
+    dashboard: bool = False
+    """Serves the dashboard at `/`: workers, recent requests, and a chat with the model."""
 
     batches: BatchSettings = BatchSettings()
-    """Files and batches."""
+    """Files and batches API."""
 
     args: Arguments = []
-    """Further flags of `baton router`."""
+    """Additional flags of `baton router`, one per entry, after those that the operator sets."""
 
     env: Environment = []
-    """Further environment."""
+    """Additional environment variables."""
 
     resources: RouterResources = RouterResources()
-    """What one router needs."""
+    """Compute resources of one router."""
 
     placement: Placement = Placement()
-    """On which nodes routers are placed. Without `topologySpread` they are spread over nodes and zones where
-    there is room."""
+    """Scheduling of the routers. Without topologySpread, routers are spread over nodes and zones where
+    possible."""
 
     drain: RouterDrain = RouterDrain()
-    """How a router ends."""
+    """Shutdown of a router."""
 
     pod_template: Anything | None = None
-    """A PodTemplateSpec that is merged over what the operator makes; the router's container is called
+    """PodTemplateSpec that is merged over the one that the operator generates. The container is named
     main."""
 
 
 class GatewayReference(Part):
-    """A Gateway that an HTTPRoute is attached to."""
+    """Gateway to which the HTTPRoute attaches."""
 
     name: Subdomain
     """Name of the Gateway."""
 
     namespace: Label | None = None
-    """Its namespace; the service's own if it is left out."""
+    """Namespace of the Gateway. Default: the namespace of the service."""
 
     section_name: Subdomain | None = None
-    """Its listener; all of them if it is left out."""
+    """Listener of the Gateway. Default: all listeners."""
 
 
 class Issuer(Part):
-    """Who issues the certificate: cert-manager's Issuer or ClusterIssuer."""
+    """Issuer or ClusterIssuer of cert-manager."""
 
     name: Subdomain
-    """Its name."""
+    """Name of the issuer."""
 
     kind: Literal["Issuer", "ClusterIssuer"] = "Issuer"
-    """Its kind."""
+    """Kind of the issuer."""
 
 
 @rules(
-    Rule("has(self.secretName) != has(self.issuerRef)", "tls has either secretName or issuerRef"),
+    Rule("has(self.secretName) != has(self.issuerRef)", "tls needs either secretName or issuerRef"),
 )
 class Tls(Part):
-    """The certificate of the service's hosts."""
+    """Certificate of the hosts."""
 
     secret_name: Subdomain | None = None
-    """A Secret that holds it."""
+    """Name of an existing Secret of type kubernetes.io/tls. Excludes issuerRef."""
 
     issuer_ref: Issuer | None = None
-    """Who issues it."""
+    """Issuer from which cert-manager requests the certificate. Excludes secretName."""
 
 
 class Authentication(Part):
-    """Who may send requests."""
+    """Authentication of clients. Without any, everyone who reaches the service can send requests."""
 
     api_keys_secret_ref: SecretReference | None = None
-    """A Secret with the file `keys`: one API key to a line, or its sha256, as `baton router --api-key-file`
-    reads it."""
+    """Secret whose key `keys` has one API key per line, in the format of `baton router --api-key-file`: the
+    key or its SHA-256 hash."""
 
     tenants_secret_ref: SecretReference | None = None
-    """A Secret with the file `tenants.yaml`, as `baton router --tenants-file` reads it. Its limits hold for
-    each router replica: N replicas allow up to N times as much."""
+    """Secret whose key `tenants.yaml` is in the format of `baton router --tenants-file`. Each router applies
+    the limits by itself: N routers admit up to N times as much."""
 
 
 @rules(
     Rule(
-        "self.type != 'HTTPRoute' || has(self.gatewayRefs)", "an HTTPRoute needs gatewayRefs", ".gatewayRefs"
+        "self.type != 'HTTPRoute' || has(self.gatewayRefs)",
+        "HTTPRoute needs gatewayRefs",
+        ".gatewayRefs",
     ),
     Rule(
         "self.type != 'HTTPRoute' || !has(self.tls)",
-        "the certificate of an HTTPRoute belongs to the Gateway's listener: leave out tls and set it there",
+        "type HTTPRoute does not support tls: set the certificate in the listener of the Gateway",
         ".tls",
     ),
     Rule(
         "self.type == 'None' || size(self.hosts) > 0",
-        "an Ingress or an HTTPRoute needs hosts",
+        "type Ingress or HTTPRoute needs hosts",
         ".hosts",
     ),
 )
 class Exposure(Part):
-    """How the service is reached from outside of the cluster."""
+    """Access from outside of the cluster."""
 
     type: Literal["None", "Ingress", "HTTPRoute"] = "None"
-    """None: by its Service alone."""
+    """Object that exposes the routers. None: only their Service."""
 
     hosts: Annotated[list[Subdomain], Field(max_length=16)] = []
-    """Names under which it is reached."""
+    """Host names of the service. Required for Ingress and HTTPRoute. The first one stands in status.url."""
 
     ingress_class_name: Subdomain | None = None
-    """Who serves the Ingress; the cluster's default if it is left out."""
+    """IngressClass of the Ingress. Default: the default class of the cluster."""
 
     gateway_refs: Annotated[list[GatewayReference], Field(min_length=1, max_length=8)] | None = None
-    """The Gateways of the HTTPRoute."""
+    """Gateways of the HTTPRoute. Required for HTTPRoute."""
 
     annotations: Annotations = {}
-    """Of the Ingress or HTTPRoute."""
+    """Annotations of the Ingress or HTTPRoute."""
 
     tls: Tls | None = None
-    """Certificate of an Ingress. An HTTPRoute has none of its own: it belongs to the Gateway's listener."""
+    """Certificate of the Ingress. Not for HTTPRoute, whose certificate belongs to the Gateway's listener."""
 
     auth: Authentication = Authentication()
-    """Who may send requests; everybody who reaches the service if nothing is given."""
+    """Authentication of clients. Default: none."""

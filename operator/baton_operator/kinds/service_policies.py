@@ -1,30 +1,30 @@
-"""What a service does by itself over time: scale, roll out, and keep strangers away."""
+"""Policies of a service: latency objectives, autoscaling, rollouts and security."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from baton_operator.kinds.part import Duration, Label, Part, Rule, Seconds, Subdomain, duration_s, rules
+from baton_operator.kinds.part import Duration, Label, Part, Rule, Subdomain, between, rules
 from baton_operator.kinds.router_spec import Issuer
 
 
 class Objectives(Part):
-    """What clients are to see."""
+    """Latency objectives, for which the autoscaler sizes roles. Dashboards and alerts show them."""
 
-    ttft: Duration = "2s"
-    """Time to the first token."""
+    time_to_first_token: Annotated[Duration, between("1ms", "1h")] = Duration("2s")
+    """Time from the arrival of a request to its first token."""
 
-    itl: Duration = "50ms"
-    """Time from one token to the next."""
+    inter_token_latency: Annotated[Duration, between("1ms", "1m")] = Duration("50ms")
+    """Time between two tokens of an answer."""
 
     percentile: Annotated[int, Field(ge=50, le=99)] = 95
-    """Share of requests that are to see no more, in percent."""
+    """Percentage of requests that must meet both objectives."""
 
 
 class Prometheus(Part):
-    """Where the metrics are."""
+    """Prometheus server with the metrics of routers and workers."""
 
     url: Annotated[str, Field(max_length=1024, pattern=r"^https?://")]
     """URL of a server that needs no token: the operator reads no Secrets, and sends its own token only to its
@@ -33,169 +33,188 @@ class Prometheus(Part):
 
 
 class ProfileSource(Part):
-    """A profile that `baton bench --find` has written, in the service's namespace."""
+    """ConfigMap with a profile of `baton bench --find`."""
 
     config_map_name: Subdomain
-    """The ConfigMap that has it."""
+    """Name of the ConfigMap in the namespace of the service."""
 
     key: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[-._a-zA-Z0-9]+$")] = "profile.json"
-    """Under which name."""
+    """Key of the ConfigMap that holds the profile."""
 
 
 class MetricsLoss(Part):
-    """What happens while metrics are missing."""
+    """Behavior while metrics are missing."""
 
-    hold_seconds: Seconds = 900
-    """Seconds for which replicas stay as they are."""
+    renamed_fields: ClassVar = {"holdSeconds": "holdDuration", "then": "policy"}
 
-    then: Literal["Hold", "Fallback", "FallbackIfHigher"] = "FallbackIfHigher"
-    """After that: they stay, become fallbackReplicas, or become that if it is more."""
+    hold_duration: Annotated[Duration, between("0s", "168h")] = Duration("15m")
+    """Time without metrics for which replicas stay unchanged before `policy` applies."""
+
+    policy: Literal["Hold", "Fallback", "FallbackIfHigher"] = "FallbackIfHigher"
+    """Replicas after holdDuration. Hold: unchanged. Fallback: fallbackReplicas. FallbackIfHigher:
+    fallbackReplicas if that is more than now. Roles without fallbackReplicas stay unchanged."""
 
 
 @rules(
     Rule(
         "!has(self.profile) || self.mode != 'Disabled'",
-        "a profile is for whoever scales: mode is Internal or External",
+        "profile needs mode Internal or External",
         ".profile",
     ),
 )
 class Autoscaling(Part):
-    """Who scales the roles that have `scaling`."""
+    """Autoscaling of the roles that have `scaling`."""
+
+    renamed_fields: ClassVar = {
+        "intervalSeconds": "interval",
+        "scaleToZeroAfterSeconds": "scaleToZeroAfter",
+    }
 
     mode: Literal["Disabled", "Internal", "External"] = "Disabled"
-    """Disabled: nobody. Internal: the operator, by the objectives. External: whoever writes the RoleScalers,
-    such as a HorizontalPodAutoscaler; the operator publishes what it would do."""
+    """Component that sets the number of workers. Disabled: none. Internal: the operator, by spec.objectives.
+    External: any client that writes the RoleScalers, such as a HorizontalPodAutoscaler or KEDA; the operator
+    only publishes its recommendation."""
 
-    interval_seconds: Annotated[int, Field(ge=5, le=300)] = 15
-    """Seconds from one decision to the next."""
-
-    slo: Objectives = Objectives()
-    """What clients are to see."""
+    interval: Annotated[Duration, between("5s", "5m")] = Duration("15s")
+    """Time between two decisions."""
 
     prometheus: Prometheus | None = None
-    """Where the metrics are; the operator's default if it is left out."""
+    """Source of metrics. Default: the operator's Prometheus server."""
 
     profile: ProfileSource | None = None
-    """What a worker does with prompts and answers of any length. Left out, the autoscaler learns it."""
+    """Measured performance of one worker for prompts and answers of any length. Default: the autoscaler
+    learns it from metrics."""
 
     on_metrics_loss: MetricsLoss = MetricsLoss()
-    """What happens while metrics are missing."""
+    """Behavior while metrics are missing."""
 
     gpu_budget: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """Most accelerators of both roles together."""
+    """Maximum accelerators of both roles together. Default: unlimited."""
 
-    scale_to_zero_after_seconds: Annotated[int, Field(ge=60, le=604_800)] | None = None
-    """Seconds without a request after which a role with minReplicas 0 goes to 0."""
+    scale_to_zero_after: Annotated[Duration, between("1m", "168h")] | None = None
+    """Time without a request after which roles with minReplicas 0 scale to 0. Needs such a role. Default:
+    5m."""
 
 
 class CanaryStep(Part):
-    """One step of a careful rollout."""
+    """Step of a canary rollout."""
+
+    renamed_fields: ClassVar = {"pauseSeconds": "pause"}
 
     weight: Annotated[int, Field(ge=1, le=99)]
-    """Percent of requests that go to the new generation."""
+    """Percentage of requests that the new revision receives."""
 
-    pause_seconds: Seconds = 300
-    """Seconds before the next step."""
+    pause: Annotated[Duration, between("0s", "168h")] = Duration("5m")
+    """Time before the next step, counted from when all workers of this step are ready."""
 
 
 @rules(
     Rule(
         "self.steps.all(one, self.steps.exists_one(other, other.weight == one.weight)) && "
         "self.steps.map(one, one.weight).isSorted()",
-        "the weights of a canary's steps increase",
+        "weights of canary steps must increase",
         ".steps",
     ),
 )
 class Canary(Part):
-    """A rollout in steps."""
+    """Rollout in steps."""
 
     steps: Annotated[list[CanaryStep], Field(min_length=1, max_length=10)]
-    """In their order. After the last one all requests go to the new generation."""
+    """Steps with increasing weights. After the last one, all requests go to the new revision."""
 
 
-@rules(
-    Rule(
-        "!has(self.maxTtft) || (duration(self.maxTtft) > duration('0s') "
-        "&& duration(self.maxTtft) <= duration('5m'))",
-        "maxTtft is more than 0s and at most 5m",
-        ".maxTtft",
-    ),
-)
+def _strategy(given: Any) -> Any:
+    """0.1.0 called the strategy PairedGeneration, and stored it in every object."""
+    return "PairedRevision" if given == "PairedGeneration" else given
+
+
+Strategy = Annotated[
+    Literal["PairedRevision", "Recreate"],
+    BeforeValidator(_strategy),
+    Field(json_schema_extra={"enum": ["PairedRevision", "Recreate", "PairedGeneration"]}),
+]
+
+
 class Rollout(Part):
-    """How a change of the workers comes into service."""
+    """Rollout of a new revision of workers."""
 
-    strategy: Literal["PairedGeneration", "Recreate"] = "PairedGeneration"
-    """PairedGeneration: new prefill and decode workers are started beside the old ones, and requests never
-    mix the two. Recreate: the old ones end first, where there is no room for both."""
+    renamed_fields: ClassVar = {
+        "progressDeadlineSeconds": "progressDeadline",
+        "maxTtft": "maxTimeToFirstToken",
+    }
 
-    progress_deadline_seconds: Annotated[int, Field(ge=30, le=604_800)] = 3600
-    """Seconds without progress after which a rollout has failed."""
+    strategy: Strategy = "PairedRevision"
+    """PairedRevision: new prefill and decode workers start beside the old ones, and a request never uses
+    workers of two revisions. Recreate: all old workers stop first, where the cluster has no capacity for
+    both. PairedGeneration is the deprecated name of PairedRevision."""
+
+    progress_deadline: Annotated[Duration, between("30s", "168h")] = Duration("1h")
+    """Maximum time without a further ready worker. After it the rollout has failed."""
 
     auto_rollback: bool = True
-    """Whether a rollout that fails is undone."""
+    """Returns to the previous revision when a rollout fails."""
 
     max_failed_percent: Annotated[int, Field(ge=0, le=100)] = 10
-    """Percent of its requests that may fail on a new generation, whoever answers them then. If more do, and
-    fewer on the old one, the rollout has failed."""
+    """Maximum percentage of failed requests on the new revision, including requests that were retried
+    successfully. The rollout fails above it if the old revision fails less and at least 5 requests failed.
+    100 disables the check."""
 
-    max_ttft: Duration | None = None
-    """Time to the first token that 95 of 100 streams are to keep to on a new generation, such as 2s. If more
-    take longer, and fewer on the old one, the rollout has failed. Left out, nobody is too slow."""
+    max_time_to_first_token: Annotated[Duration, between("1ms", "5m")] | None = None
+    """Time to first token that 95 percent of the streams on the new revision must meet. The rollout fails
+    otherwise if the old revision is faster and at least 5 streams were slower. Default: no limit."""
 
     revision_history_limit: Annotated[int, Field(ge=1, le=50)] = 5
-    """Old generations that are remembered, to go back to."""
+    """Number of old revisions to keep for a rollback."""
 
     paused: bool = False
-    """Whether changes wait."""
+    """Pauses rollouts: changes of the spec take effect when it is false again."""
 
     rollback_to: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$", max_length=8)] | None = None
-    """A generation of status.revisions that is to serve, whatever else the spec says of the workers."""
+    """Name of a revision in status.revisions that serves instead of the one that the spec describes. Remove
+    the field to return to the spec."""
 
     canary: Canary | None = None
-    """A rollout in steps; all at once, as workers become ready, if it is left out."""
-
-    @property
-    def max_ttft_s(self) -> float | None:
-        """Seconds."""
-        return None if self.max_ttft is None else duration_s(self.max_ttft)
+    """Rollout in steps. Default: requests move to the new revision as its workers become ready."""
 
 
 @rules(
-    Rule("has(self.secretName) != has(self.issuerRef)", "mutualTls has either secretName or issuerRef"),
+    Rule("has(self.secretName) != has(self.issuerRef)", "mutualTls needs either secretName or issuerRef"),
 )
 class MutualTls(Part):
-    """The certificate that workers and routers show to each other."""
+    """Certificate with which workers and routers authenticate to each other."""
 
     secret_name: Subdomain | None = None
-    """A Secret with the files `tls.crt`, `tls.key` and `ca.crt`; the certificate is one for both server and
-    client, and has the DNS name NAME.NAMESPACE.svc.cluster.local of this service."""
+    """Name of an existing Secret with `tls.crt`, `tls.key` and `ca.crt`. The certificate must be valid for
+    servers and clients, with the DNS name NAME.NAMESPACE.svc.cluster.local of this service. Excludes
+    issuerRef."""
 
     issuer_ref: Issuer | None = None
-    """Who issues it."""
+    """Issuer from which cert-manager requests the certificate. Excludes secretName."""
 
 
 class Security(Part):
-    """Who may reach the pods, and what they may do."""
+    """Network access to the pods, and their identity."""
 
     network_policy: bool = True
-    """Whether workers may be reached only by their routers and by one another."""
+    """Creates NetworkPolicies: workers accept connections only from the service's routers and workers, and
+    from metricsNamespace."""
 
     mutual_tls: MutualTls | None = None
-    """Whether workers speak TLS only, and only with those who show this certificate; what the operator was
-    told otherwise, which is no by default. KV blocks and KV events move beside it, without."""
+    """Mutual TLS between routers and workers. KV blocks and KV events are not encrypted. Default: the
+    operator's setting, initially off."""
 
     metrics_namespace: (
         Annotated[str, Field(max_length=63, pattern=r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$")] | None
     ) = None
-    """The namespace of the Prometheus that may read the metrics of workers and routers; what the operator was
-    told if it is left out, which is monitoring by default; nobody if it is empty. Where workers want no
-    certificate, metrics are at the port of their API, which is open to that namespace with them."""
+    """Namespace whose pods may read metrics of workers and routers. Without mutualTls, metrics share the port
+    of the API, so that namespace can reach the API of workers too. Empty: no namespace. Default: the
+    operator's setting, initially monitoring."""
 
     ingress_namespace_labels: Annotated[dict[str, str], Field(max_length=16)] = {}
-    """Labels of the namespaces from which routers may be reached; from all if it is empty."""
+    """Labels of the namespaces from which routers accept connections. Empty: all namespaces."""
 
     service_account_name: Subdomain | None = None
-    """Account of the workers' pods; one without rights is made if it is left out."""
+    """ServiceAccount of the workers. Default: the operator creates one without permissions."""
 
     image_pull_secrets: Annotated[list[Label], Field(max_length=8)] = []
-    """Secrets by which images are pulled."""
+    """Names of Secrets with registry credentials, for all pods."""

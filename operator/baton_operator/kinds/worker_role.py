@@ -1,8 +1,8 @@
-"""The prefill or the decode workers of a service: how many, how big, where, and how they come and go."""
+"""The workers of one role: number, resources, placement, and behavior in rollouts and disruptions."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -10,6 +10,7 @@ from baton_operator.kinds.engine import Arguments, Environment, Image
 from baton_operator.kinds.part import (
     Annotations,
     Anything,
+    Duration,
     Label,
     LabelKey,
     Labels,
@@ -17,8 +18,8 @@ from baton_operator.kinds.part import (
     Quantity,
     ResourceName,
     Rule,
-    Seconds,
     Subdomain,
+    between,
     rules,
 )
 
@@ -27,60 +28,72 @@ HUGEPAGES = r"^[1-9][0-9]*(Ki|Mi|Gi)$"
 
 Replicas = Annotated[int, Field(ge=0, le=1000)]
 Step = Annotated[int, Field(ge=1, le=1000)]
+Window = Annotated[Duration, between("0s", "168h")]
+Period = Annotated[Duration, between("1s", "24h")]
 
 
 class ScaleUp(Part):
-    """How fast a role may grow."""
+    """Limits of growth."""
 
-    stabilization_window_seconds: Seconds = 30
-    """Seconds for which the need must have been there."""
+    renamed_fields: ClassVar = {
+        "stabilizationWindowSeconds": "stabilizationWindow",
+        "periodSeconds": "period",
+    }
+
+    stabilization_window: Window = Duration("30s")
+    """Time for which more workers must have been needed before they are added. The smallest need within it
+    counts."""
 
     max_step: Step = 4
-    """Most replicas that are added in one period."""
+    """Maximum workers added per period."""
 
-    period_seconds: Annotated[int, Field(ge=1, le=86_400)] = 60
-    """Seconds of a period."""
+    period: Period = Duration("1m")
+    """Period of maxStep."""
 
 
 class ScaleDown(Part):
-    """How fast a role may shrink."""
+    """Limits of shrinking."""
 
-    stabilization_window_seconds: Seconds = 300
-    """Seconds for which the replicas must not have been needed."""
+    renamed_fields: ClassVar = ScaleUp.renamed_fields
+
+    stabilization_window: Window = Duration("5m")
+    """Time for which fewer workers must have been needed before some are removed. The largest need within it
+    counts."""
 
     max_step: Step = 1
-    """Most replicas that are taken away in one period."""
+    """Maximum workers removed per period."""
 
-    period_seconds: Annotated[int, Field(ge=1, le=86_400)] = 60
-    """Seconds of a period."""
+    period: Period = Duration("1m")
+    """Period of maxStep."""
 
 
 @rules(
-    Rule("self.minReplicas <= self.maxReplicas", "minReplicas is at most maxReplicas", ".minReplicas"),
+    Rule("self.minReplicas <= self.maxReplicas", "minReplicas must not exceed maxReplicas", ".minReplicas"),
     Rule(
         "!has(self.fallbackReplicas) || "
         "(self.fallbackReplicas >= self.minReplicas && self.fallbackReplicas <= self.maxReplicas)",
-        "fallbackReplicas lies between minReplicas and maxReplicas",
+        "fallbackReplicas must be between minReplicas and maxReplicas",
         ".fallbackReplicas",
     ),
 )
 class Scaling(Part):
-    """Bounds for whoever scales the role."""
+    """Bounds for the autoscaler of the role."""
 
     min_replicas: Replicas = 1
-    """Never fewer."""
+    """Minimum number of workers. 0 allows scaling to zero, which needs spec.router.scaleFromZeroTimeout."""
 
     max_replicas: Annotated[int, Field(ge=1, le=1000)]
-    """Never more."""
+    """Maximum number of workers."""
 
     fallback_replicas: Replicas | None = None
-    """How many there are to be while nobody can tell how many are needed."""
+    """Number of workers while metrics are missing, as spec.autoscaling.onMetricsLoss.policy says. Default:
+    the current number."""
 
     scale_up: ScaleUp = ScaleUp()
-    """How fast it may grow."""
+    """Limits of growth."""
 
     scale_down: ScaleDown = ScaleDown()
-    """How fast it may shrink."""
+    """Limits of shrinking."""
 
 
 GPUS_OF_ONE_WORKER = 1
@@ -99,201 +112,219 @@ class Gpu(Part):
     """Accelerators of one worker."""
 
     resource_name: ResourceName = "nvidia.com/gpu"
-    """What the device plugin calls them."""
+    """Name of the extended resource of the device plugin."""
 
     count: Annotated[int, Field(ge=0, le=64)] = 1
-    """Number of accelerators: 1, or 0 for a worker that runs on the CPU. Default: 1."""
+    """Number of accelerators: 1, or 0 for a worker that runs on the CPU."""
 
 
 class Rdma(Part):
     """RDMA devices of one worker."""
 
     resource_name: ResourceName
-    """What the device plugin calls them, such as rdma/hca."""
+    """Name of the extended resource of the device plugin, such as rdma/hca."""
 
     count: Annotated[int, Field(ge=1, le=64)] = 1
-    """How many."""
+    """Number of devices."""
 
 
-class Claim(Part):
-    """Devices by Dynamic Resource Allocation."""
+class ResourceClaim(Part):
+    """Claim of devices through Dynamic Resource Allocation."""
 
     name: Label
-    """Name of the claim in the pod."""
+    """Name of the claim within the pod."""
 
     resource_claim_template_name: Subdomain
-    """ResourceClaimTemplate that it is made from."""
+    """Name of the ResourceClaimTemplate from which Kubernetes creates a claim for each pod."""
 
 
 @rules(
     Rule(
         "!has(self.hugepages) || size(self.hugepages) == 0 || has(self.cpu) || has(self.memory)",
-        "Kubernetes admits hugepages only beside a request of cpu or memory",
+        "hugepages needs a request of cpu or memory beside it",
         ".hugepages",
     ),
     Rule(
         f"!has(self.hugepages) || self.hugepages.all(one, one.matches('{HUGEPAGES}'))",
-        "the sizes of hugepages are those of the node, such as 2Mi or 1Gi",
+        "keys of hugepages are page sizes of the node, such as 2Mi or 1Gi",
         ".hugepages",
     ),
     Rule(
         "!has(self.extended) || !((has(self.gpu) && self.gpu.resourceName in self.extended) || "
         "(has(self.rdma) && self.rdma.resourceName in self.extended))",
-        "extended names only resources that gpu and rdma do not name",
+        "extended must not repeat the resources of gpu and rdma",
         ".extended",
     ),
 )
 class Resources(Part):
-    """What one worker needs."""
+    """Compute resources and devices of one worker."""
 
     gpu: Gpu | None = None
-    """Accelerators; none if it is left out."""
+    """Accelerators. Default: none; the worker runs on the CPU."""
 
     rdma: Rdma | None = None
-    """RDMA devices. Both roles have some, or neither."""
+    """RDMA devices. Set for both roles or for neither. Default: none."""
 
     extended: Annotated[dict[ResourceName, Annotated[int, Field(ge=1, le=1024)]], Field(max_length=16)] = {}
-    """Further extended resources and their number, such as {networking.gke.io.networks/rdma-1: 1} where each
-    rail of a fabric is a resource of its own."""
+    """Additional extended resources and their number, such as {networking.gke.io.networks/rdma-1: 1} where
+    each rail of a fabric is a separate resource."""
 
     hugepages: Annotated[dict[Annotated[str, Field(pattern=HUGEPAGES)], Quantity], Field(max_length=4)] = {}
-    """Huge pages by their size, such as {2Mi: 5Gi}. They do not count as memory."""
+    """Memory in huge pages by page size, such as {2Mi: 5Gi}. Not part of `memory`."""
 
     cpu: Quantity | None = None
-    """Processors, requested."""
+    """CPU request, in cores, such as 8 or 500m. Default: none."""
 
     memory: Quantity | None = None
-    """Memory, requested and the limit."""
+    """Memory request and limit, such as 64Gi. Default: none."""
 
     shared_memory: Quantity = "1Gi"
-    """Size of /dev/shm, by which workers on one node move KV blocks. It counts as memory of the pod."""
-
-    claims: Annotated[list[Claim], Field(max_length=8)] = []
-    """Devices by Dynamic Resource Allocation."""
+    """Size of /dev/shm, through which workers on one node exchange KV blocks. Used pages count as
+    memory of the pod."""
 
 
 class TopologySpread(Part):
-    """How evenly pods are spread over the values of a node label."""
+    """Spread of pods over the values of a node label."""
 
     topology_key: LabelKey
-    """The node label."""
+    """Node label, such as kubernetes.io/hostname."""
 
     max_skew: Annotated[int, Field(ge=1, le=100)] = 1
-    """Most pods that one value may have more than another."""
+    """Maximum difference in the number of pods between two values of the label."""
 
     when_unsatisfiable: Literal["DoNotSchedule", "ScheduleAnyway"] = "ScheduleAnyway"
-    """Whether pods wait or are placed unevenly."""
+    """DoNotSchedule: pods stay pending rather than exceed maxSkew. ScheduleAnyway: maxSkew is preferred."""
 
 
 class Placement(Part):
-    """On which nodes pods are placed."""
+    """Scheduling of pods."""
 
     node_selector: Labels = {}
-    """Labels that a node must have."""
+    """Labels that nodes must have."""
 
     tolerations: Annotated[list[Anything], Field(max_length=32)] = []
-    """Taints that do not matter, as in a pod."""
+    """Tolerations of node taints, as in a pod."""
 
     affinity: Anything | None = None
-    """As in a pod."""
+    """Affinity rules, as in a pod."""
 
     topology_spread: Annotated[list[TopologySpread], Field(max_length=8)] = []
-    """How pods of one generation are spread."""
+    """Spread of the pods of one revision over nodes."""
 
     priority_class_name: Subdomain | None = None
-    """Whom they may displace."""
+    """PriorityClass of the pods."""
 
     runtime_class_name: Subdomain | None = None
-    """By what their containers are run."""
+    """RuntimeClass of the pods."""
 
     scheduler_name: Subdomain | None = None
-    """Who places them, if it is not the default scheduler."""
+    """Scheduler of the pods. Default: the default scheduler."""
 
 
 class Drain(Part):
-    """How a worker ends."""
+    """Shutdown of a worker."""
 
-    pre_stop_seconds: Annotated[int, Field(ge=0, le=3600)] = 5
-    """Seconds from the word that a pod ends to its SIGTERM: as long as routers take to hear of it."""
+    renamed_fields: ClassVar = {"preStopSeconds": "preStopDelay", "timeoutSeconds": "timeout"}
 
-    timeout_seconds: Annotated[int, Field(ge=1, le=86_400)] = 120
-    """Seconds for the requests that run, and for blocks that nobody has pulled yet."""
+    pre_stop_delay: Annotated[Duration, between("0s", "1h")] = Duration("5s")
+    """Time from the deletion of a pod to its SIGTERM, until routers stop sending it requests."""
+
+    timeout: Annotated[Duration, between("1s", "24h")] = Duration("2m")
+    """Maximum time for running requests, and for blocks that decode workers have not transferred yet. Then
+    the worker stops, and routers retry its requests on other workers."""
+
+    @property
+    def total_s(self) -> int:
+        """Seconds from the deletion of a pod until all of its requests must have finished."""
+        return self.pre_stop_delay.whole_seconds + self.timeout.whole_seconds
 
 
-class Surge(Part):
-    """How far a role's replicas may go over or under what is wanted while generations change."""
+class UpdateStrategy(Part):
+    """Number of workers while a rollout replaces them."""
 
     max_surge: Annotated[int, Field(ge=0, le=1000)] = 1
-    """Replicas above."""
+    """Maximum workers above the desired number."""
 
     max_unavailable: Annotated[int, Field(ge=0, le=1000)] = 0
-    """Replicas below."""
+    """Maximum workers below the desired number. Use it where the cluster has no capacity for a surge."""
 
 
-class Disruption(Part):
-    """What a drained node may take away at once."""
+class DisruptionBudget(Part):
+    """PodDisruptionBudget of the role, which limits evictions when nodes are drained."""
 
     enabled: bool = True
-    """Whether there is a PodDisruptionBudget."""
+    """Creates the PodDisruptionBudget."""
 
     max_unavailable: Annotated[int, Field(ge=1, le=1000)] = 1
-    """Pods that may be missing."""
+    """Maximum workers that may be evicted at once."""
 
 
 @rules(
     Rule(
         "!(has(self.replicas) && has(self.scaling))",
-        "replicas and scaling exclude one another: a role is either of a fixed size or scaled",
+        "replicas and scaling exclude each other: set a fixed number or bounds for the autoscaler",
         ".replicas",
     ),
     Rule(
-        "self.rollout.maxSurge + self.rollout.maxUnavailable > 0",
-        "maxSurge and maxUnavailable are not both 0: nothing could ever be replaced",
-        ".rollout",
+        "self.updateStrategy.maxSurge + self.updateStrategy.maxUnavailable > 0",
+        "maxSurge and maxUnavailable must not both be 0: no worker could be replaced",
+        ".updateStrategy",
     ),
 )
 class WorkerRole(Part):
-    """The workers of one role."""
+    """Workers of one role."""
+
+    renamed_fields: ClassVar = {
+        "rollout.maxSurge": "updateStrategy.maxSurge",
+        "rollout.maxUnavailable": "updateStrategy.maxUnavailable",
+        "disruption.enabled": "podDisruptionBudget.enabled",
+        "disruption.maxUnavailable": "podDisruptionBudget.maxUnavailable",
+        "resources.claims": "resourceClaims",
+        "startupTimeoutSeconds": "startupTimeout",
+    }
 
     replicas: Replicas | None = None
-    """How many workers; 1 if neither this nor scaling is given."""
+    """Fixed number of workers. Excludes scaling. Default: 1 without scaling."""
 
     scaling: Scaling | None = None
-    """Bounds within which they are scaled, by who spec.autoscaling.mode names."""
+    """Bounds for the autoscaler that spec.autoscaling.mode selects. Excludes replicas."""
 
     resources: Resources = Resources()
-    """What one worker needs."""
+    """Compute resources and devices of one worker."""
+
+    resource_claims: Annotated[list[ResourceClaim], Field(max_length=8)] = []
+    """Devices of one worker through Dynamic Resource Allocation."""
 
     image: Image | None = None
-    """Image of this role, if it is not the engine's."""
+    """Container image of this role. Default: spec.engine.image."""
 
     args: Arguments = []
-    """Further flags of this role."""
+    """Additional flags of this role, after spec.engine.args."""
 
     env: Environment = []
-    """Further environment of this role."""
+    """Additional environment variables of this role. They override spec.engine.env."""
 
     pod_labels: Labels = {}
-    """Further labels of the pods."""
+    """Additional labels of the pods."""
 
     pod_annotations: Annotations = {}
-    """Further annotations of the pods."""
+    """Additional annotations of the pods."""
 
     pod_template: Anything | None = None
-    """A PodTemplateSpec that is merged over what the operator makes; the worker's container is called main.
-    What it asks for is judged by the namespace's rules when the pods are made."""
+    """PodTemplateSpec that is merged over the one that the operator generates. The container is named main.
+    The API server checks it when pods are created, and the Pod Security Standard of the namespace applies."""
 
     placement: Placement = Placement()
-    """On which nodes the pods are placed."""
+    """Scheduling of the pods."""
 
-    startup_timeout_seconds: Annotated[int, Field(ge=10, le=86_400)] = 1800
-    """Seconds in which a worker must have begun to serve."""
+    startup_timeout: Annotated[Duration, between("10s", "24h")] = Duration("30m")
+    """Maximum time from the start of a worker until it is ready. After it, Kubernetes restarts the worker."""
 
     drain: Drain = Drain()
-    """How a worker ends."""
+    """Shutdown of a worker."""
 
-    rollout: Surge = Surge()
-    """How far replicas may vary while generations change."""
+    update_strategy: UpdateStrategy = UpdateStrategy()
+    """Number of workers while a rollout replaces them."""
 
-    disruption: Disruption = Disruption()
-    """What a drained node may take away at once."""
+    pod_disruption_budget: DisruptionBudget = DisruptionBudget()
+    """PodDisruptionBudget of the role."""

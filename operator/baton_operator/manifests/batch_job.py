@@ -91,7 +91,7 @@ def job(batch_job: Manifest, service: InferenceServiceSpec, image: str) -> Manif
 
 def changeable(spec: BatchJobSpec) -> Manifest:
     """What of a Job's spec may be changed while it is there."""
-    made: Manifest = {"ttlSecondsAfterFinished": spec.ttl_seconds_after_finished}
+    made: Manifest = {"ttlSecondsAfterFinished": spec.ttl_after_finished.whole_seconds}
     if spec.queue_name is None or spec.suspend:
         made["suspend"] = spec.suspend
     return made
@@ -105,7 +105,8 @@ def template_hash(spec: BatchJobSpec) -> str:
 
 def _deadline_s(spec: BatchJobSpec) -> int | None:
     """Of a Job that may never get as far as a batch."""
-    return (spec.completion_window_seconds or DAY_S) + LATE_S if spec.input_file_id else None
+    window_s = spec.completion_window.whole_seconds if spec.completion_window else DAY_S
+    return window_s + LATE_S if spec.input_file_id else None
 
 
 def _pod(batch_job: Manifest, spec: BatchJobSpec, service: InferenceServiceSpec, image: str) -> Manifest:
@@ -156,8 +157,8 @@ def _arguments(batch_job: Manifest, spec: BatchJobSpec) -> list[str]:
         return [*flags, f"--batch={spec.batch_id}"]
     whose = f"--batch-job={metadata['name']}/{metadata['uid']}"
     flags += [f"--input-file={spec.input_file_id}", f"--endpoint={spec.endpoint}", whose]
-    window_s = spec.completion_window_seconds
-    return flags if window_s is None else [*flags, f"--completion-window={window_s}s"]
+    window = spec.completion_window
+    return [*flags, f"--completion-window={window.whole_seconds}s"] if window else flags
 
 
 def _on_exit(action: str, status: int) -> Manifest:

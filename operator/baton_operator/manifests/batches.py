@@ -10,7 +10,7 @@ from __future__ import annotations
 from baton_api import batch_jobs
 from baton_operator import names
 from baton_operator.crd import GROUP
-from baton_operator.kinds.batch_settings import BatchSettings
+from baton_operator.kinds.router_spec import BatchSettings
 from baton_operator.manifests.network import DNS
 from baton_operator.manifests.objects import Manifest, Owner, made
 

@@ -1,8 +1,8 @@
 """
-Conditions that tell the truth: each from what was seen, and changed only when something has changed.
+Conditions of an object's status, and which changes of them are worth an Event.
 
-`Ready` is about requests: it is true when they are answered by what the spec asks for now. Everything else
-says what is missing for that, in one word for programs and a sentence for people.
+A condition has a reason, one word for programs, and a message for people. Its transition time changes only
+with its status.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from baton_operator.manifests.objects import timestamp
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One statement about a service."""
+    """A condition as determined now."""
 
     type: str
     true: bool | None
-    """None: nobody knows."""
+    """None: unknown."""
     reason: str
     message: str = ""
 
@@ -31,7 +31,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """A statement that has become true or false: worth an Event."""
+    """A condition whose status changed, which becomes an Event."""
 
     fact: Fact
     warning: bool
@@ -39,25 +39,28 @@ class Transition:
 
 GOOD = frozenset(
     {
-        *("Ready", "ModelReady", "PrefillReady", "DecodeReady", "RouterReady", "SpecSupported"),
+        *("Ready", "Available", "ModelReady", "PrefillReady", "DecodeReady", "RouterReady", "SpecSupported"),
         *("ExposureReady", "UpToDate"),
     }
 )
-"""Conditions that should be true; Progressing should not for long."""
+"""Conditions that are true in a healthy service."""
 
 BAD = frozenset({"Degraded", "Failed"})
-"""Conditions that should not."""
+"""Conditions that are false in a healthy service."""
+
+QUIET = frozenset({"Available"})
+"""Conditions without Events: Ready changes with them."""
 
 
 def written(
     facts: Iterable[Fact], before: Sequence[Mapping[str, Any]], generation: int, now: float
 ) -> tuple[list[dict[str, Any]], list[Transition]]:
-    """The conditions for status, and what has changed. A time changes only with its status."""
-    known = {one["type"]: one for one in before}
+    """Return the conditions for status, and the changes since `before`."""
+    before_by_type = {one["type"]: one for one in before}
     conditions: list[dict[str, Any]] = []
     transitions: list[Transition] = []
     for fact in facts:
-        old = known.get(fact.type)
+        old = before_by_type.get(fact.type)
         same = old is not None and old["status"] == fact.status
         conditions.append(
             {
@@ -69,6 +72,8 @@ def written(
                 "lastTransitionTime": old["lastTransitionTime"] if same and old else timestamp(now),
             }
         )
+        if fact.type in QUIET:
+            continue
         if not same and fact.true is not None and (old is not None or fact.true):
             bad = fact.true if fact.type in BAD else not fact.true and fact.type in GOOD
             transitions.append(Transition(fact, bad))

@@ -21,6 +21,7 @@ from baton_operator.kinds.engine import Engine, Transfer
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.model import Model
 from baton_operator.kinds.part import Part
+from baton_operator.kinds.renames import Stored
 from baton_operator.kinds.service_policies import MutualTls
 from baton_operator.kinds.worker_role import WorkerRole
 
@@ -32,10 +33,10 @@ their template."""
 REVISION_LENGTH = 8
 
 # Fields of a role that change while its workers run.
-_LIVE = frozenset({"replicas", "scaling", "disruption", "rollout"})
+_LIVE = frozenset({"replicas", "scaling", "pod_disruption_budget", "update_strategy"})
 
 
-class Blueprint(Part):
+class Blueprint(Stored):
     """The definition of the workers of one revision."""
 
     template_version: int = 1

@@ -107,7 +107,7 @@ def _pod(owner: Owner, spec: InferenceServiceSpec, image: str, shown: Shown) -> 
         "automountServiceAccountToken": True,
         "enableServiceLinks": False,
         "securityContext": pod_security(),
-        "terminationGracePeriodSeconds": wanted.drain.pre_stop_seconds + wanted.drain.timeout_seconds + END_S,
+        "terminationGracePeriodSeconds": wanted.drain.total_s + END_S,
         **given(imagePullSecrets=[{"name": name} for name in spec.security.image_pull_secrets]),
         "containers": [
             {
@@ -159,17 +159,17 @@ def _arguments(owner: Owner, spec: InferenceServiceSpec, tls: list[str]) -> list
         f"--processes={wanted.processes}",
         f"--kubernetes-selector={labels.SERVICE}={owner.name}",
         f"--revision-weights-file={WEIGHTS_FOLDER}/{WEIGHTS_FILE}",
-        f"--alone-tokens={wanted.alone_tokens}",
+        f"--alone-tokens={wanted.local_prefill_max_tokens}",
         f"--queue-requests={wanted.queue_limit}",
-        f"--drain-notice-s={wanted.drain.pre_stop_seconds}",
-        f"--drain-s={wanted.drain.timeout_seconds}",
+        f"--drain-notice-s={wanted.drain.pre_stop_delay.seconds:g}",
+        f"--drain-s={wanted.drain.timeout.seconds:g}",
         *batches.flags(owner, wanted.batches),
         *tls,
     ]
-    if wanted.hold_for_scale_from_zero_seconds:
-        flags.append(f"--hold-s={wanted.hold_for_scale_from_zero_seconds}")
+    if wanted.scale_from_zero_timeout.seconds:
+        flags.append(f"--hold-s={wanted.scale_from_zero_timeout.seconds:g}")
         flags.append(f"--hold-models={','.join((spec.model.name or owner.name, *spec.model.aliases))}")
-    if wanted.page:
+    if wanted.dashboard:
         flags.append("--page")
     if auth.api_keys_secret_ref is not None:
         flags.append(f"--api-key-file={KEYS_FOLDER}/{KEYS_FILE}")

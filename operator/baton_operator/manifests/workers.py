@@ -6,7 +6,7 @@ from baton_api import labels
 from baton_api.workers import Role
 from baton_operator import names
 from baton_operator.kinds.engine import Variable
-from baton_operator.kinds.worker_role import Resources, WorkerRole
+from baton_operator.kinds.worker_role import WorkerRole
 from baton_operator.manifests import mutual_tls, tickets
 from baton_operator.manifests.model_files import ModelFiles
 from baton_operator.manifests.objects import Manifest, Owner, given, made, merged
@@ -50,7 +50,7 @@ def deployment(owner: Owner, generation: Revision, role: Role, replicas: int) ->
     body = {
         "replicas": replicas,
         "revisionHistoryLimit": 0,  # revisions are remembered elsewhere
-        "progressDeadlineSeconds": spec.startup_timeout_seconds + 60,
+        "progressDeadlineSeconds": spec.startup_timeout.whole_seconds + 60,
         "selector": {"matchLabels": names.selecting(owner.name, role, revision)},
         "template": merged(template, spec.pod_template),
     }
@@ -91,13 +91,13 @@ def _pod(owner: Owner, generation: Revision, role: Role, spec: WorkerRole) -> Ma
         # In the node's network, cluster names are otherwise unknown.
         **({"dnsPolicy": "ClusterFirstWithHostNet"} if in_node_network(spec) else {}),
         "securityContext": pod_security(),
-        "terminationGracePeriodSeconds": spec.drain.pre_stop_seconds + spec.drain.timeout_seconds + END_S,
+        "terminationGracePeriodSeconds": spec.drain.total_s + END_S,
         **given(
             imagePullSecrets=[{"name": name} for name in blueprint.image_pull_secrets],
             initContainers=model.init_containers,
             resourceClaims=[
                 {"name": one.name, "resourceClaimTemplateName": one.resource_claim_template_name}
-                for one in spec.resources.claims
+                for one in spec.resource_claims
             ],
         ),
         "containers": [
@@ -119,7 +119,7 @@ def _pod(owner: Owner, generation: Revision, role: Role, spec: WorkerRole) -> Ma
                     ),
                 ],
                 "ports": _ports(generation, role, listening),
-                "resources": _resources(spec.resources),
+                "resources": _resources(spec),
                 "securityContext": container_security(),
                 "volumeMounts": [
                     {"name": "shm", "mountPath": "/dev/shm"},
@@ -149,8 +149,8 @@ def _arguments(
         f"--dtype={engine.dtype}",
         f"--kv-events=tcp://$(POD_IP):{listening.kv_events}",
         f"--kv-replay=tcp://$(POD_IP):{listening.kv_replay}",
-        f"--drain-s={spec.drain.timeout_seconds}",
-        f"--transfer-deadline-s={blueprint.transfer.timeout_seconds}",
+        f"--drain-s={spec.drain.timeout.seconds:g}",
+        f"--transfer-deadline-s={blueprint.transfer.timeout.seconds:g}",
         *(f"--served-model-name={name}" for name in blueprint.served_names),
         *tls,
     ]
@@ -200,8 +200,8 @@ def _http_ports(generation: Revision, listening: Ports) -> list[Manifest]:
     ]
 
 
-def _resources(wanted: Resources) -> Manifest:
-    devices = {}
+def _resources(role: WorkerRole) -> Manifest:
+    wanted, devices = role.resources, {}
     if wanted.gpu is not None and wanted.gpu.count:
         devices[wanted.gpu.resource_name] = str(wanted.gpu.count)
     if wanted.rdma is not None:
@@ -211,7 +211,7 @@ def _resources(wanted: Resources) -> Manifest:
     return given(
         requests=given(cpu=wanted.cpu, memory=wanted.memory, **devices),
         limits=given(memory=wanted.memory, **devices),
-        claims=[{"name": one.name} for one in wanted.claims],
+        claims=[{"name": one.name} for one in role.resource_claims],
     )
 
 
@@ -222,7 +222,7 @@ def _probes(spec: WorkerRole) -> Manifest:
             "httpGet": {"path": "/ready", "port": "http"},
             "periodSeconds": STARTUP_PERIOD_S,
             "timeoutSeconds": 5,
-            "failureThreshold": max(1, spec.startup_timeout_seconds // STARTUP_PERIOD_S),
+            "failureThreshold": max(1, spec.startup_timeout.whole_seconds // STARTUP_PERIOD_S),
         },
         "readinessProbe": {
             "httpGet": {"path": "/ready", "port": "http"},
@@ -241,18 +241,18 @@ def _probes(spec: WorkerRole) -> Manifest:
 
 def _before_the_end(spec: WorkerRole) -> Manifest:
     """The word that a pod ends takes a while to reach all routers; until then it serves as before."""
-    seconds = spec.drain.pre_stop_seconds
+    seconds = spec.drain.pre_stop_delay.whole_seconds
     return {"lifecycle": {"preStop": {"sleep": {"seconds": seconds}}}} if seconds else {}
 
 
 def _near(owner: Owner, generation: Revision) -> Manifest:
     """Workers of one revision where the network between them is fast."""
-    transfer = generation.blueprint.transfer
-    if transfer.domain_key is None:
+    topology = generation.blueprint.transfer.topology
+    if topology.key is None:
         return {}
     wanted = {labels.SERVICE: owner.name, labels.REVISION: generation.revision}
-    term = {"topologyKey": transfer.domain_key, "labelSelector": {"matchLabels": wanted}}
-    if transfer.enforcement == "Required":
+    term = {"topologyKey": topology.key, "labelSelector": {"matchLabels": wanted}}
+    if topology.policy == "Required":
         return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
     weighted = [{"weight": 100, "podAffinityTerm": term}]
     return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": weighted}}

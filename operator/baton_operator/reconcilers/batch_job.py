@@ -163,7 +163,7 @@ def _ended(batch_job: Manifest, job: Manifest | None, before: Mapping[str, Any],
     if unaware:
         waits.append(since + JOB_GRACE_S - now)
     by_router = batch_job["metadata"].get("labels", {}).get(labels.MANAGED_BY) == batch_jobs.ROUTER
-    kept_s = BatchJobSpec.model_validate(batch_job["spec"]).ttl_seconds_after_finished
+    kept_s = BatchJobSpec.model_validate(batch_job["spec"]).ttl_after_finished.seconds
     if by_router:
         waits.append(since + kept_s - now)
     return BatchDecision(

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from baton_operator.cluster.api_server import CONFLICT, ApiServer
 from baton_operator.cluster.state import ClusterReader, ClusterState
-from baton_operator.kinds.inference_service import InferenceServiceStatus
+from baton_operator.kinds.inference_service import InferenceServiceSpec, InferenceServiceStatus
 from baton_operator.kinds.service_policies import Objectives
 from baton_operator.manifests import tickets
 from baton_operator.manifests.conditions import Transition
@@ -135,7 +135,7 @@ class InferenceServiceReconciler:
 
 def _objectives(service: Manifest) -> Objectives | None:
     try:
-        return Objectives.model_validate(service["spec"].get("autoscaling", {}).get("slo", {}))
+        return InferenceServiceSpec.model_validate(service["spec"]).objectives
     except ValidationError:
         return None
 

@@ -168,12 +168,12 @@ def _with_defaults(spec: InferenceServiceSpec, images: OperatorDefaults) -> Infe
 
 
 def _bounds(spec: InferenceServiceSpec) -> dict[RoleName, RolloutBounds]:
-    """Of both roles, for an old revision may have one that the spec has not any more."""
-    decode = RolloutBounds(spec.decode.rollout.max_surge, spec.decode.rollout.max_unavailable)
-    if spec.prefill is None:
-        return {"prefill": decode, "decode": decode}
-    prefill = RolloutBounds(spec.prefill.rollout.max_surge, spec.prefill.rollout.max_unavailable)
-    return {"prefill": prefill, "decode": decode}
+    """Of both roles: an old revision may have a role that the spec does not have any more."""
+    prefill, decode = ((one or spec.decode).update_strategy for one in (spec.prefill, spec.decode))
+    return {
+        "prefill": RolloutBounds(prefill.max_surge, prefill.max_unavailable),
+        "decode": RolloutBounds(decode.max_surge, decode.max_unavailable),
+    }
 
 
 def _kept(
@@ -223,9 +223,9 @@ def _shared(cluster: ClusterState, state: ServiceState, images: OperatorDefaults
     if replicas > 1:
         wished.append(disruption.budget(owner, names.ROUTER, 1))
     for name, role in role_scalers.roles(spec).items():
-        if role.disruption.enabled:
+        if role.pod_disruption_budget.enabled:
             label = "both" if name == "decode" and spec.prefill is None else name
-            wished.append(disruption.budget(owner, label, role.disruption.max_unavailable))
+            wished.append(disruption.budget(owner, label, role.pod_disruption_budget.max_unavailable))
     if spec.security.network_policy:
         wished.append(network.routers(owner, spec))
     optional = [*exposure.exposed(owner, spec.exposure), *mutual_tls.certificate(owner, shown)]

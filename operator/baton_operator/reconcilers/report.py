@@ -1,12 +1,15 @@
-"""Status: what a plan knows of a service, in the words of its status, and what is worth an Event."""
+"""The status of an InferenceService: conditions, counts and revisions, from its plan."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from baton_operator import names
 from baton_operator.cluster.state import ClusterState, Pod, pod_creation_failure
+from baton_operator.kinds import renames
+from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests import exposure, workers
 from baton_operator.manifests.conditions import Fact, Transition, written
 from baton_operator.manifests.objects import Manifest, timestamp
@@ -22,9 +25,9 @@ def service_status(
     cluster: ClusterState, state: ServiceState, now: float, unmet: str = ""
 ) -> tuple[Status, list[Transition]]:
     """
-    The whole status, and what has changed of its conditions.
+    Return the whole status, and the conditions that changed.
 
-    `unmet` says what the API server refuses of the spec, without which the service does well.
+    `unmet`: an object that the API server rejected and without which the service works.
     """
     owner, spec = cluster.owner, state.spec
     facts = _facts(cluster, state, unmet)
@@ -39,7 +42,6 @@ def service_status(
         "modelName": state.wanted.blueprint.served_names[0],
         "conditions": conditions,
         **roles,
-        **{f"{name}Summary": _summary(role) for name, role in roles.items()},
         "currentRevision": _current(state),
         "updateRevision": state.wanted.revision,
         "revisions": _revisions(cluster, state),
@@ -54,15 +56,32 @@ def service_status(
 
 
 def rejected_status(cluster: ClusterState, error: ValueError, now: float) -> tuple[Status, list[Transition]]:
-    """The status of a service whose spec cannot be carried out: what serves, serves."""
+    """Return the status of a service whose spec the operator refuses. Workers that serve continue."""
     before = cluster.status.get("conditions", ())
+    serving = _still_serving(cluster)
+    reason = "SpecRefused" if serving else "Invalid"
+    message = f"An earlier spec is served. This one is refused: {error}" if serving else str(error)
     changed = [
         Fact("SpecSupported", False, "Invalid", str(error)),
-        Fact("Ready", False, "Invalid", str(error)),
+        Fact("Ready", serving, reason, message),
+        Fact("Available", serving, reason, message),
     ]
-    kept = [one for one in before if one["type"] not in ("SpecSupported", "Ready")]
+    types = {fact.type for fact in changed}
+    kept = [one for one in before if one["type"] not in types]
     conditions, transitions = written(changed, before, cluster.generation, now)
-    return {**cluster.status, "conditions": [*conditions, *kept]}, transitions
+    status = {"observedGeneration": cluster.generation, "conditions": [*conditions, *kept]}
+    return {**cluster.status, **status}, transitions
+
+
+def _still_serving(cluster: ClusterState) -> bool:
+    """Whether routers and workers of the current revision are ready, without a plan."""
+    current = cluster.status.get("currentRevision")
+    ready = {
+        pod.role
+        for pod in cluster.pods
+        if pod.ready and not pod.terminating and pod.revision in (current, "")
+    }
+    return names.ROUTER in ready and ("both" in ready or {"prefill", "decode"} <= ready)
 
 
 def _facts(cluster: ClusterState, state: ServiceState, unmet: str) -> list[Fact]:
@@ -70,14 +89,14 @@ def _facts(cluster: ClusterState, state: ServiceState, unmet: str) -> list[Fact]
     routers = sum(pod.ready for pod in cluster.pods if pod.role == names.ROUTER)
     failed = [fate for fate in state.fates.values() if fate.phase == "Failed"]
     facts = [
-        _readiness(state, routers),
+        *_readiness(state, routers),
         _progress(cluster, state),
         _degradation(cluster, state, failed),
         Fact("ModelReady", state.model.present, state.model.phase, state.model.message),
     ]
     for name, count in ready.items():
         enough = count >= state.targets[name]
-        message = f"{count} of {state.targets[name]} are ready."
+        message = f"{count} of {state.targets[name]} workers are ready."
         facts.append(
             Fact(f"{name.capitalize()}Ready", enough, "AllReady" if enough else "SomeMissing", message)
         )
@@ -86,12 +105,14 @@ def _facts(cluster: ClusterState, state: ServiceState, unmet: str) -> list[Fact]
         route = cluster.find(exposure.GATEWAY_API, "HTTPRoute", cluster.owner.name)
         facts.append(exposure.route_fact(cluster.owner, state.spec.exposure, route))
     if state.unsupported:
-        message = (
-            f"The cluster has no {' and no '.join(state.unsupported)}: install it, or ask for none of it."
-        )
+        missing = " and ".join(state.unsupported)
+        message = f"The cluster does not serve {missing}. Install it, or remove the fields that need it."
         facts.append(Fact("SpecSupported", False, "ApiMissing", message))
     elif unmet:
         facts.append(Fact("SpecSupported", False, "ClaimRefused", unmet))
+    elif old := renames.old_names(InferenceServiceSpec, cluster.service["spec"], "spec"):
+        message = f"The spec has deprecated field names. Rename them: {'; '.join(old)}."
+        facts.append(Fact("SpecSupported", True, "DeprecatedFields", message))
     else:
         facts.append(Fact("SpecSupported", True, "Supported"))
     return [*facts, _scaling(cluster, state), _limit(cluster, state)]
@@ -104,29 +125,46 @@ def _url(cluster: ClusterState, state: ServiceState) -> str:
     return exposure.service_url(cluster.owner, wanted)
 
 
-def _readiness(state: ServiceState, routers: int) -> Fact:
+def _readiness(state: ServiceState, routers: int) -> list[Fact]:
+    """
+    Ready and Available.
+
+    They differ at zero: no worker is available, but a request waits for one and is answered.
+    """
+    now = _availability(state, routers)
+    ready = replace(now, type="Ready")
+    timeout = state.spec.router.scale_from_zero_timeout
+    if now.reason == "ScaledToZero" and routers and timeout.seconds:
+        message = f"Scaled to zero. A request waits up to {timeout} for the first worker."
+        ready = Fact("Ready", True, "ScaledToZero", message)
+    return [ready, now]
+
+
+def _availability(state: ServiceState, routers: int) -> Fact:
     if state.spec.suspend:
-        return Fact("Ready", False, "Suspended", "spec.suspend is true.")
-    serving = _current(state)
+        return Fact("Available", False, "Suspended", "spec.suspend is true.")
     if not any(state.targets.values()):
-        return Fact("Ready", False, "ScaledToZero", "No worker is wanted now.")
+        return Fact("Available", False, "ScaledToZero", "The desired number of workers is 0.")
     if not routers:
-        return Fact("Ready", False, "NoRouter", "No router is ready.")
-    settled = serving == state.wanted.revision or state.fates[state.wanted.revision].phase == "Failed"
-    if settled and (name := _lacking(state, serving)):
-        return Fact("Ready", False, f"No{name.capitalize()}", f"No {name} worker is ready.")
-    if serving == state.wanted.revision:
-        return Fact("Ready", True, "Serving", f"Requests are answered by the revision {serving}.")
-    if not serving:
-        reason = "ModelMissing" if not state.model.present else "NoDecode"
-        return Fact("Ready", False, reason, "Nobody serves yet.")
-    message = f"Requests are answered by the revision {serving}; {state.wanted.revision} is not ready yet."
-    return Fact("Ready", False, "RollingOut", message)
+        return Fact("Available", False, "NoRouter", "No router is ready.")
+    wanted, serving = state.wanted.revision, _current(state)
+    if serving == wanted:
+        return Fact("Available", True, "Serving", f"Revision {serving} serves requests.")
+    if serving:
+        failed = state.fates[wanted].phase == "Failed"
+        message = (
+            f"Revision {serving} serves requests; {wanted} {'failed' if failed else 'is not ready yet'}."
+        )
+        return Fact("Available", True, "RolledBack" if failed else "RollingOut", message)
+    if not state.model.present:
+        return Fact("Available", False, "ModelMissing", state.model.message)
+    name = _lacking(state, wanted) or "decode"
+    return Fact("Available", False, f"No{name.capitalize()}", f"No {name} worker is ready.")
 
 
-def _lacking(state: ServiceState, serving: str) -> RoleName | None:
-    """A role of which the revision that serves has no ready worker, although some are wanted."""
-    roles = next((one.roles for one in state.seen if one.revision == serving), {})
+def _lacking(state: ServiceState, revision: str) -> RoleName | None:
+    """A role without a ready worker in this revision, although some are desired."""
+    roles = next((one.roles for one in state.seen if one.revision == revision), {})
     for name in role_scalers.roles(state.spec):
         if state.targets[name] and (name not in roles or not roles[name].ready):
             return name
@@ -136,7 +174,7 @@ def _lacking(state: ServiceState, serving: str) -> RoleName | None:
 def _progress(cluster: ClusterState, state: ServiceState) -> Fact:
     fate = state.fates[state.wanted.revision]
     if fate.phase == "Failed":
-        return Fact("Progressing", False, "RolloutFailed", f"The revision {fate.revision} failed.")
+        return Fact("Progressing", False, "RolloutFailed", f"Revision {fate.revision} failed.")
     if state.spec.rollout.paused and fate.phase != "Serving":
         return Fact("Progressing", False, "Paused", "spec.rollout.paused is true.")
     if not state.model.present:
@@ -145,16 +183,16 @@ def _progress(cluster: ClusterState, state: ServiceState) -> Fact:
         return Fact("Progressing", fetching, reason, state.model.message)
     whole = all(_ready(state, name) >= count for name, count in state.targets.items() if count)
     if fate.phase == "Serving" and whole:
-        return Fact("Progressing", False, "Complete", "All that is wanted is there.")
+        return Fact("Progressing", False, "Complete", "All workers of the current revision are ready.")
     of_it = [names.worker(cluster.owner.name, role, fate.revision) for role in state.wanted.blueprint.roles]
-    if rejected_status := _refused(cluster, of_it):
-        return Fact("Progressing", True, "PodsRefused", rejected_status[0])
+    if refused := _refused(cluster, of_it):
+        return Fact("Progressing", True, "PodsRefused", refused[0])
     if trouble := _trouble([pod for pod in cluster.pods if pod.revision == fate.revision]):
         unschedulable = any(one.startswith("Unschedulable") for one in trouble)
         return Fact(
             "Progressing", True, "InsufficientCapacity" if unschedulable else "PodTrouble", trouble[0]
         )
-    return Fact("Progressing", True, "RollingOut", f"The revision {fate.revision} is getting ready.")
+    return Fact("Progressing", True, "RollingOut", f"Workers of revision {fate.revision} are starting.")
 
 
 def _degradation(cluster: ClusterState, state: ServiceState, failed: Sequence[RevisionPlan]) -> Fact:
@@ -162,7 +200,7 @@ def _degradation(cluster: ClusterState, state: ServiceState, failed: Sequence[Re
         fate = state.fates[state.wanted.revision]
         cause = fate.reason or revision_history.failure_reason(cluster, fate.revision)
         why = f": {cause}" if cause else ""
-        message = f"The revision {fate.revision} failed{why}. Change the spec to try another one."
+        message = f"Revision {fate.revision} failed{why}. Change the spec to start another rollout."
         return Fact("Degraded", True, "RolledBack", message)
     if state.model.phase == "Failed":
         return Fact("Degraded", True, "FetchFailed", state.model.message)
@@ -170,13 +208,13 @@ def _degradation(cluster: ClusterState, state: ServiceState, failed: Sequence[Re
 
 
 def _refused(cluster: ClusterState, deployments: Iterable[str]) -> list[str]:
-    """Why pods of these Deployments cannot even be made, if they cannot."""
-    there = [cluster.find("apps/v1", "Deployment", name) for name in deployments]
-    return sorted(filter(None, map(pod_creation_failure, there)))
+    """Errors with which the API server rejects new pods of these Deployments."""
+    existing = [cluster.find("apps/v1", "Deployment", name) for name in deployments]
+    return sorted(filter(None, map(pod_creation_failure, existing)))
 
 
 def _trouble(pods: Sequence[Pod]) -> list[str]:
-    """What is in the way of these pods, of which some are missing. An old eviction explains nothing new."""
+    """Problems of these pods. Those of finished pods count only without problems of running ones."""
     present = {pod.trouble for pod in pods if pod.trouble and not pod.finished}
     ended = {pod.trouble for pod in pods if pod.trouble and pod.finished}
     return sorted(present or ended)
@@ -186,36 +224,38 @@ def _scaling(cluster: ClusterState, state: ServiceState) -> Fact:
     mode = state.spec.autoscaling.mode
     if mode != "Internal":
         return Fact("ScalingActive", mode == "External", mode)
-    said = _said(cluster, state)
-    if not said:
+    decisions = _scaling_decisions(cluster, state)
+    if not decisions:
         return Fact("ScalingActive", False, "NotScaled", "No role has scaling.")
-    for name, one in said.items():
+    for name, one in decisions.items():
         if one is None:
-            return Fact("ScalingActive", False, "Starting", f"Nothing was decided yet of {name}.")
+            return Fact("ScalingActive", False, "Starting", f"The autoscaler has not decided on {name} yet.")
         if one["source"] != "Measured":
             return Fact("ScalingActive", False, one["reason"], f"{name}: {one.get('message', '')}")
-    words = ", ".join(f"{name} {one['reason']}" for name, one in said.items() if one)
+    words = ", ".join(f"{name} {one['reason']}" for name, one in decisions.items() if one)
     return Fact("ScalingActive", True, "Measured", f"{words}.")
 
 
 def _limit(cluster: ClusterState, state: ServiceState) -> Fact:
-    """What keeps a role from having what it needs."""
-    for name, one in _said(cluster, state).items():
+    """Whether a limit keeps a role below the number of workers that it needs."""
+    for name, one in _scaling_decisions(cluster, state).items():
         if one and one.get("limited"):
             return Fact("ScalingLimited", True, one["limited"], f"{name}: {one.get('message', '')}")
     return Fact("ScalingLimited", False, "NotLimited")
 
 
-def _said(cluster: ClusterState, state: ServiceState) -> dict[RoleName, Mapping[str, Any] | None]:
-    """What the autoscaler has last said of each role that it scales; None if nothing yet."""
+def _scaling_decisions(
+    cluster: ClusterState, state: ServiceState
+) -> dict[RoleName, Mapping[str, Any] | None]:
+    """The autoscaler's last decision for each role that it scales; None before the first one."""
     if state.spec.autoscaling.mode == "Disabled":
         return {}
-    said: dict[RoleName, Mapping[str, Any] | None] = {}
+    decisions: dict[RoleName, Mapping[str, Any] | None] = {}
     for name, role in role_scalers.roles(state.spec).items():
         if role.scaling is not None:
-            there = cluster.find(role_scalers.API, role_scalers.KIND, names.role(cluster.owner.name, name))
-            said[name] = there.get("status", {}).get("scaling") if there else None
-    return said
+            scaler = cluster.find(role_scalers.API, role_scalers.KIND, names.role(cluster.owner.name, name))
+            decisions[name] = scaler.get("status", {}).get("scaling") if scaler else None
+    return decisions
 
 
 def _autoscaling(cluster: ClusterState, state: ServiceState) -> Status:
@@ -228,7 +268,7 @@ def _ready(state: ServiceState, name: RoleName) -> int:
 
 
 def _role(cluster: ClusterState, state: ServiceState, name: RoleName) -> Status:
-    there = [one.roles[name] for one in state.seen if name in one.roles]
+    existing = [one.roles[name] for one in state.seen if name in one.roles]
     new = next(one for one in state.seen if one.revision == state.wanted.revision)
     labels = {"decode": ("decode", "both")}.get(name, (name,))
     deployments = [
@@ -238,20 +278,21 @@ def _role(cluster: ClusterState, state: ServiceState, name: RoleName) -> Status:
         if role in labels
     ]
     pods = [pod for pod in cluster.pods if pod.role in labels]
-    ready = sum(role.ready for role in there)
+    ready = sum(role.ready for role in existing)
     return {
         "desired": state.targets[name],
-        "replicas": sum(role.pods for role in there),
+        "replicas": sum(role.pods for role in existing),
         "ready": ready,
         "updated": new.roles[name].ready if name in new.roles else 0,
-        "reason": _in_the_way(cluster, deployments, pods, whole=ready >= state.targets[name]),
+        "summary": f"{ready}/{state.targets[name]}",
+        "message": _problem(cluster, deployments, pods, complete=ready >= state.targets[name]),
     }
 
 
-def _in_the_way(
-    cluster: ClusterState, deployments: Iterable[str], pods: Sequence[Pod], *, whole: bool
+def _problem(
+    cluster: ClusterState, deployments: Iterable[str], pods: Sequence[Pod], *, complete: bool
 ) -> str:
-    if whole:
+    if complete:
         pods = [pod for pod in pods if not pod.finished]
     return next(iter([*_refused(cluster, deployments), *_trouble(pods)]), "")[:1024]
 
@@ -266,25 +307,22 @@ def _router(cluster: ClusterState, state: ServiceState) -> Status:
         "replicas": sum(not pod.finished for pod in pods),
         "ready": ready,
         "updated": ready,
-        "reason": _in_the_way(cluster, deployments, pods, whole=ready >= desired),
+        "summary": f"{ready}/{desired}",
+        "message": _problem(cluster, deployments, pods, complete=ready >= desired),
     }
 
 
-def _summary(role: Status) -> str:
-    return f"{role['ready']}/{role['desired']}"
-
-
 def _current(state: ServiceState) -> str:
-    """The revision that gets most requests and can serve; empty if there is none."""
+    """The revision that receives most requests and can serve them; empty if no revision can."""
     weights = {name: fate.weight for name, fate in state.fates.items() if fate.weight}
     serving = [one for one in state.seen if one.revision in weights and one.share(state.targets) > 0]
     return max(serving, key=lambda one: weights[one.revision]).revision if serving else ""
 
 
 def _revisions(cluster: ClusterState, state: ServiceState) -> list[Status]:
-    """The revisions that are there or remembered, the newest first."""
-    known = [one for one in state.seen if one.revision in state.generations]
-    newest = sorted(known, key=lambda one: (one.created, one.revision), reverse=True)
+    """Running revisions, and those kept for a rollback, newest first."""
+    kept = [one for one in state.seen if one.revision in state.generations]
+    newest = sorted(kept, key=lambda one: (one.created, one.revision), reverse=True)
     return [_revision(cluster, one, state.fates[one.revision]) for one in newest]
 
 
@@ -300,7 +338,7 @@ def _revision(cluster: ClusterState, one: RevisionState, fate: RevisionPlan) -> 
         "settled": not one.waiting,
         "peak": revision_history.ready_peak(cluster, one),
         "step": fate.step,
-        "reason": fate.reason
+        "message": fate.reason
         or (revision_history.failure_reason(cluster, one.revision) if fate.phase == "Failed" else ""),
     }
     return {**status, "stepSince": timestamp(fate.step_since)} if fate.step_since is not None else status
@@ -308,8 +346,9 @@ def _revision(cluster: ClusterState, one: RevisionState, fate: RevisionPlan) -> 
 
 def scaler_status(scaler: Manifest, state: ServiceState | None, now: float) -> dict[str, Any]:
     """
-    The whole status. `state` is where the service stands, None if there is no service or it cannot be
-    carried out.
+    Return the whole status of a RoleScaler.
+
+    `state`: the state of its service; None if the service does not exist or its spec is refused.
     """
     spec, metadata = scaler["spec"], scaler["metadata"]
     service, role = spec["serviceName"], spec["role"]
@@ -317,13 +356,13 @@ def scaler_status(scaler: Manifest, state: ServiceState | None, now: float) -> d
     selecting = names.selecting(service, label)
     before = scaler.get("status", {}).get("conditions", ())
     conditions, _ = written([_bound(scaler, state)], before, metadata.get("generation", 0), now)
-    there = [one.roles[role] for one in state.seen if role in one.roles] if state else []
+    existing = [one.roles[role] for one in state.seen if role in one.roles] if state else []
     scaled = state is not None and state.spec.autoscaling.mode != "Disabled"
     kept = ("scaling",) if scaled else ()
     return {
         # The autoscaler's to write.
         **{name: value for name, value in scaler.get("status", {}).items() if name in kept},
-        "replicas": sum(one.pods for one in there),
+        "replicas": sum(one.pods for one in existing),
         "selector": ",".join(f"{name}={value}" for name, value in sorted(selecting.items())),
         "conditions": conditions,
     }
@@ -333,11 +372,13 @@ def _bound(scaler: Manifest, state: ServiceState | None) -> Fact:
     service, role = scaler["spec"]["serviceName"], scaler["spec"]["role"]
     named = names.role(service, role)
     if state is None:
-        return Fact("Bound", False, "NoService", f"There is no InferenceService {service} that can be run.")
+        return Fact(
+            "Bound", False, "NoService", f"InferenceService {service} does not exist, or its spec is refused."
+        )
     if scaler["metadata"]["name"] != named:
-        return Fact("Bound", False, "OtherName", f"{service} listens to the RoleScaler {named}.")
-    there = role_scalers.roles(state.spec).get(role)
-    if there is None or there.scaling is None:
-        message = f"{service} has no spec.{role}.scaling, so that its own number of replicas holds."
+        return Fact("Bound", False, "OtherName", f"{service} uses the RoleScaler {named}.")
+    existing = role_scalers.roles(state.spec).get(role)
+    if existing is None or existing.scaling is None:
+        message = f"{service} has no spec.{role}.scaling: its spec.{role}.replicas applies."
         return Fact("Bound", False, "NotScaled", message)
     return Fact("Bound", True, "Bound")

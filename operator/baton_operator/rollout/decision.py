@@ -157,12 +157,12 @@ def seconds_until_change(
     new = next(one for one in revisions if one.revision == target.revision)
     looks = []
     if not new.failed and new.waiting and new.share(target.targets) < 1:
-        looks.append(new.progressed + target.policy.progress_deadline_seconds - now)
+        looks.append(new.progressed + target.policy.progress_deadline.seconds - now)
     if new.weight and not new.failed and any(one.exists for one in revisions if one is not new):
         looks.append(HEALTH_CHECK_S)
     steps = target.policy.canary.steps if target.policy.canary else []
     if new.step_since is not None and new.step < len(steps):
-        looks.append(new.step_since + steps[new.step].pause_seconds - now)
+        looks.append(new.step_since + steps[new.step].pause.seconds - now)
     # A moment that has passed has been decided on: whoever looks again at once finds the same.
     return min((one for one in looks if one >= 0), default=None)
 
@@ -171,9 +171,9 @@ def _failure(target: RolloutTarget, new: RevisionState, old: Sequence[RevisionSt
     """Why the new revision has failed; empty if it has not."""
     if new.restarts >= CRASHES:
         return f"a worker of it was started {new.restarts + 1} times"
-    limit = target.policy.progress_deadline_seconds
-    if new.waiting and new.share(target.targets) < 1 and now - new.progressed > limit:
-        return f"it made no progress for {limit} s"
+    limit = target.policy.progress_deadline
+    if new.waiting and new.share(target.targets) < 1 and now - new.progressed > limit.seconds:
+        return f"it made no progress for {limit}"
     return health_failure(target.policy, new.health, [one.health for one in old])
 
 
@@ -237,7 +237,7 @@ def _on_step(target: RolloutTarget, new: RevisionState, now: float) -> RevisionS
         return replace(new, step_since=None)
     if new.step_since is None:
         return replace(new, step_since=now)
-    if now - new.step_since < step.pause_seconds:
+    if now - new.step_since < step.pause.seconds:
         return new
     return replace(new, step=new.step + 1, step_since=None)
 

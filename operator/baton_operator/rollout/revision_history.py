@@ -113,8 +113,8 @@ def ready_peak(cluster: ClusterState, one: RevisionState) -> int:
 
 def failure_reason(cluster: ClusterState, revision: str) -> str:
     """Return why a revision failed, as status recorded it."""
-    noted: str = _note(cluster, revision).get("reason", "")
-    return noted
+    note = _note(cluster, revision)
+    return str(note.get("message") or note.get("reason", ""))  # 0.1.0 called it reason
 
 
 def _note(cluster: ClusterState, revision: str) -> dict[str, Any]:

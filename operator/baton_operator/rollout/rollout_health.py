@@ -69,13 +69,14 @@ def health_failure(policy: Rollout, new: RolloutHealth, old: Sequence[RolloutHea
     least = min((one.failing for one in old), default=0.0)
     if new.failed >= FAILURES and 100 * new.failing > policy.max_failed_percent and new.failing > least:
         return f"{new.failed} of {new.requests} requests failed"
-    limit_s = policy.max_ttft_s
-    if limit_s is None:
+    limit = policy.max_time_to_first_token
+    if limit is None:
         return ""
+    limit_s = limit.seconds
     slow, share = new.slow(limit_s), new.slowing(limit_s)
     least = min((one.slowing(limit_s) for one in old), default=0.0)
     if slow >= FAILURES and 100 * share > SLOW_PERCENT and share > least:
-        within = f"longer than {policy.max_ttft} to their first token"
+        within = f"longer than {limit} to their first token"
         return f"{slow} of {new.streams} streams took {within}"
     return ""
 

@@ -20,6 +20,9 @@ from baton_operator import names
 from baton_operator.cluster.api_server import ApiServer
 from baton_operator.cluster.state import ClusterReader, Pod
 from baton_operator.kinds.inference_service import InferenceServiceSpec
+from baton_operator.kinds.part import Duration
+from baton_operator.kinds.renames import with_new_names
+from baton_operator.kinds.role_scaler import ScalingStatus
 from baton_operator.kinds.service_policies import ProfileSource
 from baton_operator.manifests.conditions import Fact, Transition
 from baton_operator.manifests.objects import Manifest, timestamp
@@ -97,7 +100,7 @@ class Autoscaler:
             self._budget.forget((namespace, name))
             self._figures.forget((namespace, name))
             return None
-        interval = float(spec.autoscaling.interval_seconds)
+        interval = spec.autoscaling.interval.seconds
         bound: dict[RoleName, Manifest] = {}
         for role, wanted in role_scalers.roles(spec).items():
             if wanted.scaling is None:
@@ -130,7 +133,7 @@ class Autoscaler:
         now = self._clock()
         known = self._known.setdefault(key, ServiceMemory())
         _learn_generation(known, service)
-        question = MetricsQuery(*key, spec.autoscaling.slo.percentile, self._own.window_s)
+        question = MetricsQuery(*key, spec.objectives.percentile, self._own.window_s)
         figures = await self._asleep(pods) if asleep else await self._asked(spec, question)
         memories = {name: _memory(known, name, one, pods, now) for name, one in bound.items()}
         profile = await self._profile(service, spec, known, now)
@@ -141,7 +144,7 @@ class Autoscaler:
             prefills = None if spec.prefill is None else spec.prefill.replicas or 0
             if "prefill" in bound:
                 prefills = bound["prefill"]["spec"]["replicas"]
-            sized = sizing.worker_sizes(profile, known.requests, spec.autoscaling.slo, ahead_s, prefills)
+            sized = sizing.worker_sizes(profile, known.requests, spec.objectives, ahead_s, prefills)
         roles: dict[RoleName, ScaledRole] = {}
         for name, scaler in bound.items():
             workers = of_role(name, pods)
@@ -240,7 +243,7 @@ class Autoscaler:
         if spec.autoscaling.gpu_budget is not None:
             allowed |= allocate(demands.values(), spec.autoscaling.gpu_budget)
         bounded = [replace(one, requested=allowed[one.holder]) for one in demands.values()]
-        until = now + 3 * spec.autoscaling.interval_seconds
+        until = now + 3 * spec.autoscaling.interval.seconds
         allowed = dict(self._budget.grant(key, bounded, now, until))
         return {name: allowed[demands[name].holder] for name in decisions}
 
@@ -288,7 +291,8 @@ class Autoscaler:
         if memory.capacity.learnt:
             status["capacity"] = float(f"{memory.capacity.value or 0.0:.3g}")
         if memory.startup_s != STARTUP_S:
-            status["startupSeconds"] = max(1, round(memory.startup_s))
+            status["startupDuration"] = Duration(max(1, round(memory.startup_s)))
+        status |= {name: None for name in ScalingStatus.renamed_fields if name in before}
         same = all(before.get(one) == value for one, value in status.items() if one not in ("capacity",))
         if same and _near(before.get("capacity"), status.get("capacity")):
             return
@@ -321,8 +325,9 @@ def _learn_generation(known: ServiceMemory, service: Manifest) -> None:
 
 def _remembered(scaler: Manifest, now: float) -> RoleMemory:
     """As another operator has left it."""
-    noted = scaler.get("status", {}).get("scaling", {})
-    return RoleMemory.new(now, noted.get("capacity"), noted.get("startupSeconds", STARTUP_S))
+    noted = with_new_names(ScalingStatus, scaler.get("status", {}).get("scaling", {}))
+    startup = noted.get("startupDuration")
+    return RoleMemory.new(now, noted.get("capacity"), Duration(startup).seconds if startup else STARTUP_S)
 
 
 def _memory(

@@ -70,7 +70,7 @@ def decide(policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample, now: f
     need = _need(memory, sample)
     raw, reason, message = _raw(policy, memory, sample, need, now)
     windows = memory.windows.with_one(
-        now, raw, policy.up.stabilization_window_seconds, policy.down.stabilization_window_seconds
+        now, raw, policy.up.stabilization_window.seconds, policy.down.stabilization_window.seconds
     )
     memory = replace(memory, windows=windows)
     pressure = (need if need is not None else float(raw)) / max(1, sample.ready)
@@ -273,7 +273,7 @@ def _woken(policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample, now: f
     message = f"{sample.held.value:.0f} requests wait for a worker."
     made = ScalingDecision(replicas, replicas, "FromZero", message, pressure=math.inf)
     windows = memory.windows.with_one(
-        now, replicas, policy.up.stabilization_window_seconds, policy.down.stabilization_window_seconds
+        now, replicas, policy.up.stabilization_window.seconds, policy.down.stabilization_window.seconds
     )
     return _remembered(replace(memory, windows=windows), sample, made, now)
 
@@ -283,13 +283,13 @@ def _blind(policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample, now: f
     since = now if memory.blind_since is None else memory.blind_since
     # In the windows it counts as needing what is there: after it, no worker goes for a whole window.
     windows = memory.windows.with_one(
-        now, sample.replicas, policy.up.stabilization_window_seconds, policy.down.stabilization_window_seconds
+        now, sample.replicas, policy.up.stabilization_window.seconds, policy.down.stabilization_window.seconds
     )
     memory = replace(memory, windows=windows, blind_since=since)
     wished, fallback = sample.replicas, policy.fallback
-    long = now - since > policy.loss.hold_seconds and fallback is not None
-    if long and fallback is not None and policy.loss.then != "Hold":
-        wished = fallback if policy.loss.then == "Fallback" else max(wished, fallback)
+    long = now - since > policy.loss.hold_duration.seconds and fallback is not None
+    if long and fallback is not None and policy.loss.policy != "Hold":
+        wished = fallback if policy.loss.policy == "Fallback" else max(wished, fallback)
         message = f"Nothing was measured for {now - since:.0f} s: {sample.demand.why}."
         made = ScalingDecision(_bounded(policy, wished), wished, "MetricsFallback", message, "Fallback")
     else:
@@ -318,12 +318,12 @@ def _growth(
         return ScalingDecision(
             there, wished, "RollingOut", "A rollout is under way; clients do not wait for long."
         )
-    window = policy.up.stabilization_window_seconds
+    window = policy.up.stabilization_window.seconds
     lasting = memory.windows.lasting_rise
     if lasting <= there:
         return ScalingDecision(there, wished, "Stabilizing", f"{message} That has to last for {window} s.")
     # As many as were needed at the least in all of the window.
-    room = policy.up.max_step - _moved(memory.grown, now, policy.up.period_seconds)
+    room = policy.up.max_step - _moved(memory.grown, now, policy.up.period.seconds)
     wished = min(wished, lasting, there + max(0, room))
     if wished <= there:
         return ScalingDecision(
@@ -343,7 +343,7 @@ def _shrinkage(
     if reason == "Idle":
         # Nobody has asked for a whole window, and who comes next is held until he is served.
         return ScalingDecision(policy.least, policy.least, reason, message)
-    window = policy.down.stabilization_window_seconds
+    window = policy.down.stabilization_window.seconds
     lasting = memory.windows.lasting_fall(now, window)
     if lasting is None or lasting >= there:
         return ScalingDecision(there, there, "Stabilizing", f"{message} That has to last for {window} s.")
@@ -355,7 +355,7 @@ def _shrinkage(
             else f"{sample.queued.value:.0f} requests are queued"
         )
         return ScalingDecision(there, there, "Queued", f"No worker goes: {what}.")
-    room = policy.down.max_step - _moved(memory.shrunk, now, policy.down.period_seconds)
+    room = policy.down.max_step - _moved(memory.shrunk, now, policy.down.period.seconds)
     wished = max(lasting, policy.least, there - max(0, room))
     if wished >= there:
         return ScalingDecision(

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from baton_operator.kinds.inference_service import InferenceServiceSpec
-from baton_operator.kinds.part import duration_s
 from baton_operator.rollout.decision import RoleName
 from baton_operator.scaling import role_scalers
 from baton_operator.scaling.decision import decide, utilisation
@@ -94,7 +93,8 @@ def policy_of(spec: InferenceServiceSpec, name: RoleName) -> ScalingPolicy:
     scaling = role_scalers.roles(spec)[name].scaling
     assert scaling is not None
     wanted = spec.autoscaling
-    objective_s = duration_s(wanted.slo.ttft if name == "prefill" else wanted.slo.itl)
+    first_token_s = spec.objectives.time_to_first_token.seconds
+    objective_s = first_token_s if name == "prefill" else spec.objectives.inter_token_latency.seconds
     return ScalingPolicy(
         least=scaling.min_replicas,
         most=scaling.max_replicas,
@@ -103,7 +103,7 @@ def policy_of(spec: InferenceServiceSpec, name: RoleName) -> ScalingPolicy:
         up=scaling.scale_up,
         down=scaling.scale_down,
         loss=wanted.on_metrics_loss,
-        zero_after_s=float(wanted.scale_to_zero_after_seconds or ZERO_AFTER_S),
+        zero_after_s=wanted.scale_to_zero_after.seconds if wanted.scale_to_zero_after else ZERO_AFTER_S,
         queue_s=objective_s if name == "prefill" else None,
-        first_token_s=duration_s(wanted.slo.ttft) if name == "decode" and spec.prefill is None else None,
+        first_token_s=first_token_s if name == "decode" and spec.prefill is None else None,
     )

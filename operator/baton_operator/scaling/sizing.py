@@ -19,7 +19,6 @@ from baton_api import profiles
 from baton_api.errors import SetupError
 from baton_api.profiles import PrefillLine, Profile, StepLine
 from baton_operator.cluster.api_server import ApiServer
-from baton_operator.kinds.part import duration_s
 from baton_operator.kinds.role_scaler import Bound
 from baton_operator.kinds.service_policies import Objectives, ProfileSource
 from baton_operator.rollout.decision import RoleName
@@ -101,8 +100,8 @@ def worker_sizes(
     line, step = _faster(profile.prefill, seen.prefill_speed), _faster(profile.step, seen.decode_speed)
     uncached = max(1, round(requests.uncached))
     objectives = profiles.Objectives(
-        ttft_s=duration_s(wanted.ttft),
-        itl_s=duration_s(wanted.itl),
+        ttft_s=wanted.time_to_first_token.seconds,
+        itl_s=wanted.inter_token_latency.seconds,
         prompt_tokens=max(1, round(requests.prompt)),
         output_tokens=max(1, round(requests.answer)),
     )

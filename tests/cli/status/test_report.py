@@ -63,7 +63,7 @@ def service(*conditions: dict[str, str], seen: int = 3, **status: Any) -> dict[s
 SERVING = condition("Ready", "True", "Serving", "Requests are answered.")
 REVISIONS = [
     {"name": "1a2b3c4d", "phase": "Serving", "weight": 100, "prefillReady": 1, "decodeReady": 2},
-    {"name": "5e6f7a8b", "phase": "Failed", "weight": 0, "reason": "CrashLoopBackOff"},
+    {"name": "5e6f7a8b", "phase": "Failed", "weight": 0, "message": "CrashLoopBackOff"},
 ]
 
 
@@ -152,7 +152,7 @@ def test_what_is_wrong_in_a_cluster_is_said_with_the_way_out(
 def test_what_somebody_wanted_is_no_trouble(reason: str) -> None:
     found = report.status_of_service(service(condition("Ready", "False", reason)), [])
     assert not found.troubles and not found.serving
-    assert report.status_of_service(service(condition("Ready", "False", "RollingOut")), []).well
+    assert report.status_of_service(service(condition("Ready", "True", "RollingOut")), []).well
 
 
 def test_conditions_of_a_service_are_those_of_the_operator() -> None:

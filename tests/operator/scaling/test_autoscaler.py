@@ -218,8 +218,9 @@ async def test_what_was_learned_outlives_the_operator(service: Scaled) -> None:
 
 async def test_a_profile_says_what_a_worker_can_do_before_any_was_seen(service: Scaled) -> None:
     profile = {"configMapName": "measured"}
-    autoscaling = {**SPEC["autoscaling"], "slo": {"ttft": "5s", "itl": "100ms"}, "profile": profile}
-    await service.cluster.put({**SPEC, "autoscaling": autoscaling}, service.name)
+    autoscaling = {**SPEC["autoscaling"], "profile": profile}
+    objectives = {"timeToFirstToken": "5s", "interTokenLatency": "100ms"}
+    await service.cluster.put({**SPEC, "autoscaling": autoscaling, "objectives": objectives}, service.name)
     await service.settle()
     service.see(1, 1, demand_prompt=2000.0, in_flight=1.0, first_token=0.1)
     await service.look()

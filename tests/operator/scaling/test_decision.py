@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from baton_operator.kinds.part import Duration
 from baton_operator.kinds.service_policies import MetricsLoss
 from baton_operator.kinds.worker_role import ScaleUp
 from baton_operator.scaling.decision import MOST_DOSE, decide, longest_wait, utilisation
@@ -240,7 +241,7 @@ def _first_shrink(remembered: RoleMemory, after: float) -> float:
 def test_what_happens_when_nothing_is_measured_for_long(
     then: Any, fallback: int | None, replicas: int, reason: str
 ) -> None:
-    policy = replace(PREFILL, fallback=fallback, loss=MetricsLoss(hold_seconds=300, then=then))
+    policy = replace(PREFILL, fallback=fallback, loss=MetricsLoss(hold_duration=Duration("5m"), policy=then))
     sample = observation(4, **ALL_LOST)
     assert settled(policy, sample, seconds=300).reason == "MetricsHeld"
     decision = settled(policy, sample, seconds=330)
@@ -655,7 +656,7 @@ def any_observation(rng: random.Random, replicas: int) -> RoleSample:
 def any_policy(rng: random.Random) -> ScalingPolicy:
     least = rng.randint(0, 3)
     policy = rng.choice((PREFILL, DECODE))
-    up = ScaleUp(stabilization_window_seconds=rng.choice((0, 30)), max_step=rng.randint(1, 5))
+    up = ScaleUp(stabilization_window=Duration(rng.choice((0, 30))), max_step=rng.randint(1, 5))
     return replace(policy, least=least, most=least + rng.randint(1, 8), up=up, zero_after_s=60.0)
 
 

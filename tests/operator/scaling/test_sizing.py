@@ -10,12 +10,18 @@ import msgspec
 import pytest
 
 from baton_api.profiles import Profile
+from baton_operator.kinds.part import Duration
 from baton_operator.kinds.service_policies import Objectives
 from baton_operator.scaling.signals import ServiceMetrics
 from baton_operator.scaling.sizing import MOST_FACTOR, LearnedRequests, worker_sizes
 from tests.operator.scaling.test_seeds import PROFILE
 
-WANTED = Objectives(ttft="5s", itl="100ms")
+
+def objectives(first_token: str, token: str) -> Objectives:
+    return Objectives(time_to_first_token=Duration(first_token), inter_token_latency=Duration(token))
+
+
+WANTED = objectives("5s", "100ms")
 NOW = 1000.0
 HEARD = {"routers": 1.0, "age": 1.0}
 
@@ -38,12 +44,12 @@ def test_sizes_of_the_profiles_own_requests_are_its_capacity() -> None:
     assert made["decode"].tokens_per_s == pytest.approx(PROFILE.capacity.decode_tokens_per_s)
 
 
-SOON = Objectives(ttft="1s", itl="20ms")
+SOON = objectives("1s", "20ms")
 LONG_CONTEXT = {"decode_prompt": 20_000.0, "decode_answer": 100.0, "prefill_uncached": 100.0}
 CASES: dict[str, tuple[dict[str, Any], dict[str, float], Objectives, int | None, str, str]] = {
     "slots": ({"max_streams": 8}, {}, WANTED, 1, "TimeToFirstToken", "BatchSlots"),
     "KV blocks": ({}, LONG_CONTEXT, WANTED, 1, "Throughput", "KVBlocks"),
-    "time per token": ({}, {}, Objectives(ttft="60s", itl="20ms"), 1, "Throughput", "InterTokenLatency"),
+    "time per token": ({}, {}, objectives("60s", "20ms"), 1, "Throughput", "InterTokenLatency"),
     "time to first token": ({}, {}, SOON, 1, "TimeToFirstToken", "InterTokenLatency"),
     "one queue before 90": ({}, {}, SOON, 90, "Throughput", "InterTokenLatency"),
 }  # fmt: skip
@@ -68,7 +74,7 @@ def test_sizes_name_the_bound_that_binds(
 
 def test_sizes_itl_bound_leaves_room_for_chance() -> None:
     """As many streams as the objective allows are too many half of the time."""
-    wanted = Objectives(ttft="5s", itl="40ms")
+    wanted = objectives("5s", "40ms")
     most = (0.04 - PROFILE.step.base_s) / PROFILE.step.stream_s / 0.04
     made = worker_sizes(PROFILE, LearnedRequests(), wanted, 0.0, 1)["decode"]
     assert made.bound == "InterTokenLatency"
@@ -76,7 +82,7 @@ def test_sizes_itl_bound_leaves_room_for_chance() -> None:
 
 
 def test_sizes_objectives_unattainable_are_zero() -> None:
-    made = worker_sizes(PROFILE, LearnedRequests(), Objectives(ttft="100ms", itl="1ms"), 0.0, 1)
+    made = worker_sizes(PROFILE, LearnedRequests(), objectives("100ms", "1ms"), 0.0, 1)
     assert {one.tokens_per_s for one in made.values()} == {0.0}
     assert (made["prefill"].bound, made["decode"].bound) == ("TimeToFirstToken", "InterTokenLatency")
 
@@ -200,7 +206,7 @@ def test_sizes_any_figures_are_finite_and_never_rise_with_length(seed: int) -> N
     for tick in range(30):
         seen = looked(any_figures(rng), seen, NOW + 15 * tick)
         assert all(1 / MOST_FACTOR <= one <= MOST_FACTOR for one in (seen.prefill_speed, seen.decode_speed))
-        wanted = Objectives(ttft=f"{rng.uniform(0.1, 9):.3f}s", itl=f"{rng.uniform(5, 200):.0f}ms")
+        wanted = objectives(f"{rng.uniform(0.1, 9):.3f}s", f"{rng.uniform(5, 200):.0f}ms")
         made = worker_sizes(PROFILE, seen, wanted, rng.uniform(0, 600), rng.choice((None, 0, 1, 9)))
         assert all(0 <= one.tokens_per_s < 1e9 for one in made.values())
         prompt = rng.uniform(1, 20_000)

@@ -1,0 +1,153 @@
+"""
+Structural schemas for the API server, generated from the types: no references, defaults written out.
+
+Three things differ from pydantic's own schema. References are resolved: the API server does not support them.
+Optional fields are absent instead of null. And the default of an object includes the defaults inside of it,
+because the API server evaluates rules on it before it fills those in.
+
+Descriptions get the default and the range of their field, which `kubectl explain` does not show otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from baton_operator.kinds import renames
+from baton_operator.kinds.part import Duration, Part
+
+Schema = dict[str, Any]
+
+_KEPT = (
+    "type", "description", "enum", "pattern", "format", "minimum", "maximum", "minLength", "maxLength",
+    "minItems", "maxItems", "minProperties", "maxProperties",
+)  # fmt: skip
+
+_OF_OLD_NAMES = ("type", "enum", "format", "minimum", "maximum", "maxLength", "maxItems", "items")
+
+YEAR_S = 31_536_000
+
+LIST_TYPE = "x-kubernetes-list-type"
+RULES = "x-kubernetes-validations"
+
+
+def structural(kind: type[Part], *, facts: bool = True) -> Schema:
+    """
+    Return the OpenAPI v3 schema of `kind`, as a CustomResourceDefinition holds it.
+
+    `facts`: whether descriptions end with default and range.
+    """
+    whole = kind.model_json_schema(by_alias=True, mode="validation")
+    schema = _object(whole, whole.get("$defs", {}))
+    if facts:
+        _add_facts(schema)
+    _add_old_names(kind, schema)
+    return schema
+
+
+def _object(schema: Schema, definitions: dict[str, Schema]) -> Schema:
+    if "$ref" in schema:
+        named = definitions[schema["$ref"].rpartition("/")[2]]
+        schema = {**named, **{name: value for name, value in schema.items() if name != "$ref"}}
+    if "anyOf" in schema:
+        (some,) = (one for one in schema["anyOf"] if one.get("type") != "null")
+        rest = {name: value for name, value in schema.items() if name not in ("anyOf", "default")}
+        return _object({**some, **rest}, definitions)
+    result = {name: schema[name] for name in _KEPT if name in schema}
+    result |= {name: value for name, value in schema.items() if name.startswith("x-kubernetes-")}
+    if "const" in schema:
+        result["enum"] = [schema["const"]]
+    if result.get("x-kubernetes-int-or-string"):
+        del result["type"]  # users may write a number
+        result["anyOf"] = [{"type": "integer"}, {"type": "string"}]
+    if "properties" in schema:
+        result["properties"] = {
+            name: _object(field, definitions) for name, field in schema["properties"].items()
+        }
+        if schema.get("required"):
+            result["required"] = schema["required"]
+    elif result.get("type") == "object" and not result.get("x-kubernetes-preserve-unknown-fields"):
+        (values,) = schema.get("patternProperties", {"": schema.get("additionalProperties")}).values()
+        result["additionalProperties"] = _object(values, definitions)
+    if "items" in schema:
+        result["items"] = _object(schema["items"], definitions)
+        result.setdefault(LIST_TYPE, "atomic")
+    if schema.get("default") is not None:
+        result["default"] = _without_nulls(schema["default"])
+    if "description" in result:
+        result["description"] = " ".join(result["description"].split())
+    return {name: result[name] for name in sorted(result, key=_order)}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return value
+
+
+def _order(name: str) -> tuple[int, str]:
+    """Description and type first."""
+    first = ("description", "type")
+    return (first.index(name) if name in first else len(first), name)
+
+
+def _add_facts(schema: Schema) -> None:
+    """Append default and range to each description below."""
+    for field in schema.get("properties", {}).values():
+        if facts := _facts(field):
+            field["description"] += f" {facts}"
+        _add_facts(field)
+        _add_facts(field.get("items", {}))
+
+
+def _facts(field: Schema) -> str:
+    facts = []
+    default = field.get("default")
+    if isinstance(default, bool):
+        facts.append(f"Default: {str(default).lower()}.")
+    elif isinstance(default, int) or (isinstance(default, str) and default):
+        facts.append(f"Default: {default}.")
+    if {"minimum", "maximum"} <= field.keys():
+        facts.append(f"Range: {field['minimum']} to {field['maximum']}.")
+    elif field.get("pattern") == Duration.PATTERN and RULES in field:
+        facts.append(
+            f"Range: {field[RULES][0]['message'].removeprefix('must be between ').replace('and', 'to')}."
+        )
+    if field.get("type") == "array" and "maxItems" in field:
+        facts.append(f"At most {field['maxItems']} items.")
+    return " ".join(facts)
+
+
+def _add_old_names(kind: type[BaseModel], schema: Schema) -> None:
+    """Add the names of 0.1.0 as deprecated fields: without them, the API server drops their values."""
+    assert issubclass(kind, Part)
+    for old, new in kind.renamed_fields.items():
+        below = schema
+        *parents, last = old.split(".")
+        for name in parents:
+            empty = {
+                "description": f"Deprecated: see its fields for the new names of {name}.",
+                "type": "object",
+            }
+            below = below["properties"].setdefault(name, {**empty, "properties": {}})
+        below["properties"][last] = _old_name(last, new, _find(schema, new))
+    for name, field in renames.fields(kind).items():
+        if (part := renames.part_of(field.annotation)) is not None:
+            nested = schema["properties"][name]
+            _add_old_names(part, nested.get("items", nested))
+
+
+def _old_name(old: str, new: str, schema: Schema) -> Schema:
+    kept = {name: schema[name] for name in _OF_OLD_NAMES if name in schema}
+    if "Seconds" in old:
+        kept = {"type": "integer", "minimum": 0, "maximum": YEAR_S}
+    if kept["type"] == "array":
+        kept[LIST_TYPE] = "atomic"
+    return {"description": f"Deprecated: the name of {new} in 0.1.0.", **kept}
+
+
+def _find(schema: Schema, path: str) -> Schema:
+    for name in path.split("."):
+        schema = schema["properties"][name]
+    return schema
