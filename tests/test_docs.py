@@ -1,4 +1,4 @@
-"""What the documentation says is there, is there."""
+"""The documentation refers to tests, files and examples that exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OPERATOR = ROOT / "docs/contributing/operator-defects.md"
 TESTS = "\n".join(path.read_text() for path in sorted(ROOT.glob("tests/**/*.py")))
 
 
-def test_every_test_that_is_named_exists() -> None:
+def test_docs_named_tests_exist() -> None:
     named = {name for document in DOCUMENTS for name in re.findall(r"`(test_\w+)`", document.read_text())} - {
         path.stem for path in ROOT.glob("tests/**/*.py")
     }
@@ -22,14 +22,14 @@ def test_every_test_that_is_named_exists() -> None:
     assert not {name for name in named if f"def {name}(" not in TESTS}
 
 
-def test_every_row_of_the_failure_contract_names_its_tests() -> None:
+def test_docs_failures_name_their_tests() -> None:
     rows = [line for line in CONTRACT.read_text().splitlines() if line.startswith("| ")]
     rows = [row for row in rows if not row.startswith("| failure |")]
     assert len(rows) > 20
     assert not [row for row in rows if "`test_" not in row.rpartition(" | ")[2]]
 
 
-def test_every_row_of_the_operators_defects_names_its_tests_or_says_why_there_is_none() -> None:
+def test_docs_operator_defects_name_tests_or_a_reason() -> None:
     rows = [line.split(" | ") for line in OPERATOR.read_text().splitlines() if re.match(r"\| \d", line)]
     numbers = [int(number) for row in rows for number in row[0].removeprefix("| ").split(", ")]
     assert sorted(numbers) == list(range(1, 41))
@@ -38,12 +38,12 @@ def test_every_row_of_the_operators_defects_names_its_tests_or_says_why_there_is
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_link_to_a_file_leads_somewhere(document: Path) -> None:
+def test_docs_links_lead_to_files(document: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text())
     assert not [link for link in links if not (document.parent / link).exists()]
 
 
-def test_every_example_is_listed() -> None:
+def test_docs_examples_are_listed() -> None:
     listed = (ROOT / "examples" / "README.md").read_text()
     there = [
         path for path in sorted((ROOT / "examples").rglob("*")) if path.suffix in (".py", ".sh", ".yaml")
