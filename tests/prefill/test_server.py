@@ -208,6 +208,16 @@ async def test_blocks_are_announced_as_they_are_computed_and_then_committed() ->
         assert await hear(peer, Drained) == Drained(session="r", epoch=1)
 
 
+async def test_prefill_samples_one_token_whatever_peer_requests() -> None:
+    """A peer's `max_tokens` and `prompt_logprobs` cost the prefill worker no passes of their own."""
+    async with open_bench() as bench, bench.peer() as peer:
+        peer.send(prefill(sampling=SamplingParams(temperature=0.0, max_tokens=9, prompt_logprobs=2)))
+        await chunks(peer)
+        assert bench.model.passes == 4, "30 tokens, 8 a pass"
+        peer.send(Done(room="r", epoch=1))
+        await hear(peer, Drained)
+
+
 async def test_a_cached_prefix_is_announced_before_anything_is_computed() -> None:
     async with open_bench() as bench, bench.peer() as peer:
         peer.send(prefill())
