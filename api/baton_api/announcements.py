@@ -1,9 +1,9 @@
 """
-What a process tells the supervisor that started it, one JSON line at a time, over a pipe of their own.
+Announcements of a process to the supervisor that started it: JSON lines over a pipe.
 
-A child binds its own ports and says which it got, so that nobody guesses a free one; it says what it is
-loading, so that a command line can draw a bar; and it says when it is ready, which is after a real
-request passed. Log lines go their own way. Without a pipe nothing is said.
+A child process binds its own ports and announces them, so the supervisor does not guess a free port. It
+announces its loading progress for a progress bar, and that it is ready after a real request passed. The log
+is separate. A process without a pipe announces nothing. `baton fetch` reports through a file instead.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ import msgspec
 
 
 class Listening(msgspec.Struct, frozen=True, kw_only=True, tag="listening"):
-    """The port is this process's own from now on, whether it answers already or not."""
+    """The process has bound its port. It may not serve requests yet."""
 
     host: str
     port: int
 
 
 class Loading(msgspec.Struct, frozen=True, kw_only=True, tag="loading"):
-    """How far the start is."""
+    """Progress of the startup."""
 
     label: str
     done: int
     total: int
-    """0 where nobody knows."""
+    """0: unknown."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """Requests are answered."""
+    """The process serves requests."""
 
     control: str = ""
     """`host:port` of the control server of a prefill worker."""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
-    """The start failed in a way that only a person can change: the message of the SetupError."""
+    """The startup failed with a SetupError, whose message it has."""
 
     reason: str
 
@@ -52,44 +52,53 @@ class Announcer:
     """The child's end of the pipe."""
 
     def __init__(self, descriptor: int | None = None) -> None:
-        """`descriptor` is inherited from the supervisor; None says nothing to nobody."""
+        """`descriptor` is inherited from the supervisor. None announces nothing."""
         self._descriptor = descriptor
 
     def __call__(self, announcement: Announcement) -> None:
-        """Write one line. Raises BrokenPipeError if the supervisor is gone."""
+        """Write one line. Raises BrokenPipeError if the supervisor has ended."""
         if self._descriptor is not None:
-            # Lines are shorter than PIPE_BUF, so that each goes out in one piece.
+            # Lines are shorter than PIPE_BUF, so each write is atomic.
             os.write(self._descriptor, _encoder.encode(announcement) + b"\n")
 
 
 def read(line: bytes) -> Announcement:
-    """One line of the pipe; raises msgspec.DecodeError if it is none."""
+    """Parse one line of the pipe. Raises msgspec.DecodeError if it is invalid."""
     return _decoder.decode(line)
 
 
 class Bar:
-    """`Progress` of a start, announced as it grows; at most one line per hundredth."""
+    """Progress of loading, announced at most once per percent."""
 
     def __init__(self, announce: Announcer) -> None:
         self._announce = announce
         self._label = ""
         self._done = 0
         self._total = 0
-        self._said = 0
+        self._announced = 0
 
     def start(self, label: str, total_bytes: int) -> None:
-        self._label, self._total, self._done, self._said = label, total_bytes, 0, 0
-        self._say()
+        self._label, self._total, self._done, self._announced = label, total_bytes, 0, 0
+        self._send()
 
     def advance(self, size: int) -> None:
         self._done += size
-        if self._done - self._said >= max(1, self._total // 100):
-            self._say()
+        if self._done - self._announced >= max(1, self._total // 100):
+            self._send()
 
     def done(self) -> None:
         self._done = self._total = max(self._done, self._total)
-        self._say()
+        self._send()
 
-    def _say(self) -> None:
-        self._said = self._done
+    def _send(self) -> None:
+        self._announced = self._done
         self._announce(Loading(label=self._label, done=self._done, total=self._total))
+
+
+RESULT_FILE = "BATON_FETCH_RESULT_FILE"
+"""Environment variable with the path of the result file of `baton fetch`. The result is the fetched commit,
+or the digest of the files' versions. Without the variable, no file is written."""
+
+PINNED_REVISION = "BATON_FETCH_PINNED_REVISION"
+"""Environment variable with the commit to fetch, instead of the newest one, when no revision is requested.
+Existing files stay, whatever their commit."""

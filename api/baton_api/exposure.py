@@ -1,4 +1,4 @@
-"""Which machines can reach a server, and at which address, derived from the address that it listens on."""
+"""Reachability of a server: from other machines and their address of it, and from web pages (CORS)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import contextlib
 import ipaddress
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
+from baton_api import headers
 from baton_api.errors import SetupError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
 
 DOCUMENTATION = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 """Addresses that belong to no machine (RFC 5737 and 3849). Nothing is sent to them."""
@@ -18,7 +23,9 @@ _NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9_-]{1,63}(?
 
 def reachable(host: str) -> bool:
     """
-    Whether other machines may reach a server that listens on `host`; a name other than localhost may.
+    Return whether other machines can reach a server that listens on `host`.
+
+    Names other than localhost count as reachable.
 
     >>> reachable("127.0.0.1"), reachable("localhost"), reachable("0.0.0.0"), reachable("::")
     (False, False, True, True)
@@ -31,7 +38,7 @@ def reachable(host: str) -> bool:
 
 def endpoint_reachable(endpoint: str) -> bool:
     """
-    The same of a ZMQ endpoint; only TCP leaves the machine.
+    Return the same for a ZMQ endpoint. Only TCP leaves the machine.
 
     >>> endpoint_reachable("tcp://*:5557"), endpoint_reachable("tcp://[::1]:0"), endpoint_reachable("ipc:///kv")
     (True, False, False)
@@ -41,17 +48,17 @@ def endpoint_reachable(endpoint: str) -> bool:
 
 
 def without_a_key(host: str, port: int, keyed: bool) -> str | None:
-    """What is to be said aloud of a server that anybody may use; None if nobody else can."""
+    """Return a warning about a reachable server without API key, else None."""
     if keyed or not reachable(host):
         return None
     return (
-        f"WARNING: anybody who reaches {host}:{port} can use this server: it listens beyond this machine and "
-        "wants no API key. Set BATON_API_KEY or --api-key-file, or listen on --host 127.0.0.1."
+        f"WARNING: any client that reaches {host}:{port} can use this server, because it has no API key and "
+        "listens on a public address. Set BATON_API_KEY or --api-key-file, or listen on --host 127.0.0.1."
     )
 
 
 def outgoing_address(family: socket.AddressFamily) -> str | None:
-    """This machine's address for packets to other networks; None without a default route."""
+    """Return this machine's address for packets to other networks, or None without a default route."""
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((DOCUMENTATION[family], 9))  # selects a route; a UDP socket sends nothing here
         return str(probe.getsockname()[0])
@@ -65,7 +72,7 @@ def advertised_host(
     outgoing: Callable[[socket.AddressFamily], str | None] = outgoing_address,
 ) -> str:
     """
-    The host at which other machines reach a server that listens on `host`.
+    Return the host at which other machines reach a server that listens on `host`.
 
     `host` was set by `flag`; `advertise` is the value of --advertise-host. Raises SetupError if no host is
     known, or if `advertise` is not a host to which others can connect.
@@ -81,13 +88,13 @@ def advertised_host(
         return advertise
     if not _wildcard(host):
         return host
-    found = outgoing(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    if found is None:
+    address = outgoing(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    if address is None:
         raise SetupError(
             f"{flag} {host} listens on every address of this machine, and no default route shows which one "
             "other machines reach. Set --advertise-host to that address, or to a DNS name of this machine."
         )
-    return found
+    return address
 
 
 def advertised_endpoint(
@@ -97,7 +104,7 @@ def advertised_endpoint(
     outgoing: Callable[[socket.AddressFamily], str | None] = outgoing_address,
 ) -> str:
     """
-    The same for a ZMQ endpoint; only the host of a TCP endpoint changes.
+    Return the same for a ZMQ endpoint. Only the host of a TCP endpoint changes.
 
     >>> advertised_endpoint("tcp://0.0.0.0:5557", "--kv-events", "10.0.0.7")
     'tcp://10.0.0.7:5557'
@@ -106,8 +113,8 @@ def advertised_endpoint(
     if transport != "tcp":
         return endpoint
     host, _, port = address.rpartition(":")
-    found = advertised_host(host.strip("[]"), flag, advertise, outgoing)
-    return f"tcp://[{found}]:{port}" if ":" in found else f"tcp://{found}:{port}"
+    advertised = advertised_host(host.strip("[]"), flag, advertise, outgoing)
+    return f"tcp://[{advertised}]:{port}" if ":" in advertised else f"tcp://{advertised}:{port}"
 
 
 def _check_advertised(host: str) -> None:
@@ -127,8 +134,32 @@ def _check_advertised(host: str) -> None:
 
 
 def _wildcard(host: str) -> bool:
-    """Whether `host` stands for every address of a machine."""
+    """Return whether `host` means every address of a machine."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return host in ("", "*")
+
+
+EXPOSED = (headers.REQUEST_ID, headers.WORKER, "retry-after")
+"""Response headers that a web page may read."""
+
+
+def allowed_origins(origins: Sequence[str], keyed: bool) -> tuple[str, ...]:
+    """
+    Return the configured origins. Default: all for a server with API keys, else none.
+
+    A web page has no API key by itself. But without keys, any page open on this machine could use the server.
+    """
+    return tuple(origins) or (("*",) if keyed else ())
+
+
+def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Return `app` with CORS headers for these origins. It receives no preflight requests."""
+    from starlette.middleware.cors import CORSMiddleware
+
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=EXPOSED
+    )

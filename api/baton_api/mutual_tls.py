@@ -1,11 +1,10 @@
 """
-TLS in which both sides show a certificate: one authority's, and of one name.
+Mutual TLS: both sides present a certificate of one authority, for one DNS name.
 
-The files lie in one folder as Kubernetes keeps them in a Secret: `tls.crt`, `tls.key`, `ca.crt`. Each new
-connection is made with what they hold then, so a certificate that was replaced, or an authority, needs no
-restart; connections that stand go on. Half of a replacement is none: what worked before stays in use until
-the files are good again. Peers are known by a name in their certificate and not by their address, which for
-pods is a new one each time.
+The files are in one folder, as Kubernetes mounts a Secret: `tls.crt`, `tls.key`, `ca.crt`. Each new
+connection uses their current content, so a renewed certificate or authority needs no restart. Open
+connections continue. If a renewal is incomplete or invalid, the previous files stay in use. Peers are
+identified by the name in their certificate and not by their address, because pods change addresses.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from baton_api import certificate_term
-from baton_api.certificate_term import Term
 from baton_api.errors import SetupError
 from baton_api.watched import WatchedFile
 
@@ -32,96 +31,96 @@ Clock = Callable[[], float]
 
 def server(folder: str, name: str, clock: Clock = time.monotonic) -> ssl.SSLContext | None:
     """
-    For those who listen, with the files of `folder`; None if that is empty.
+    Return the context of a server with the files of `folder`, or None if `folder` is empty.
 
-    A peer's certificate has to have `name` among its DNS names; an empty one stands for all that the
-    authority has signed. Raises SetupError if a file is missing, or is none.
+    A peer's certificate must have `name` among its DNS names. An empty `name` accepts every certificate of
+    the authority. Raises SetupError if a file is missing or invalid.
     """
     return _Renewed(folder, name, ssl.PROTOCOL_TLS_SERVER, clock) if folder else None
 
 
 def client(folder: str, name: str, clock: Clock = time.monotonic) -> ssl.SSLContext | None:
-    """The same for those who connect."""
+    """Return the context of a client. See `server`."""
     return _Renewed(folder, name, ssl.PROTOCOL_TLS_CLIENT, clock) if folder else None
 
 
-def term(context: ssl.SSLContext | None) -> Term | None:
-    """Of the certificate that is shown with a context that was made here; None without one."""
-    return context.term if isinstance(context, _Renewed) else None
+def validity(context: ssl.SSLContext | None) -> CertificateValidity | None:
+    """Return the validity of the certificate that a context of this module presents."""
+    return context.validity if isinstance(context, _Renewed) else None
 
 
 class _Renewed(ssl.SSLContext):
-    """A context that stands for the one made of the files as they are now."""
+    """A context that delegates to one with the current content of the files."""
 
     _folder: Path
     _name: str
     _watched: tuple[WatchedFile, ...]
     _now: ssl.SSLContext
     _lock: threading.Lock
-    _term: Term | None
+    _validity: CertificateValidity | None
 
     def __new__(cls, folder: str, name: str, protocol: int, clock: Clock) -> _Renewed:
-        made = super().__new__(cls, protocol)
-        made._folder = Path(folder).expanduser()
-        made._name = name
-        made._lock = threading.Lock()
+        context = super().__new__(cls, protocol)
+        context._folder = Path(folder).expanduser()
+        context._name = name
+        context._lock = threading.Lock()
         files = (CERTIFICATE, KEY, AUTHORITY)
-        made._watched = tuple(WatchedFile(str(made._folder / file), clock) for file in files)
+        context._watched = tuple(WatchedFile(str(context._folder / file), clock) for file in files)
         try:
-            made._now = made._read()
-        except OSError as error:  # ssl's own errors are such
+            context._now = context._read()
+        except OSError as error:  # the base of ssl.SSLError
             raise SetupError(
-                f"{made._folder}, named by --tls-folder, has to hold {CERTIFICATE}, {KEY} and {AUTHORITY}: "
-                f"{error}."
+                f"Cannot read --tls-folder {context._folder}: {error}. "
+                f"It needs valid files {CERTIFICATE}, {KEY} and {AUTHORITY}."
             ) from error
-        return made
+        return context
 
     @property
-    def term(self) -> Term | None:
-        """Of the certificate that is in use now."""
+    def validity(self) -> CertificateValidity | None:
+        """The validity of the certificate in use."""
         self._current()
-        return self._term
+        return self._validity
 
     def wrap_bio(self, *arguments: object, **named: object) -> ssl.SSLObject:
-        """What event loops make each connection's TLS with."""
+        """Create the TLS of a connection. Event loops call this."""
         return self._current().wrap_bio(*arguments, **named)  # type: ignore[arg-type]
 
     def _current(self) -> ssl.SSLContext:
         with self._lock:
-            # All are asked, so that none has its change still to tell the next time.
+            # Check every file, so that no change is left for the next call.
             changed = [file for file in self._watched if file.changed()]
             if changed:
                 try:
                     self._now = self._read()
-                    log.info("The certificate in %s has been read again.", self._folder)
+                    log.info("Reloaded the certificate in %s.", self._folder)
                 except OSError as error:
                     log.error(
-                        "The certificate in %s cannot be read and stays as it was: %s", self._folder, error
+                        "Cannot reload the certificate in %s; the previous one stays in use: %s",
+                        self._folder,
+                        error,
                     )
             return self._now
 
     def _read(self) -> ssl.SSLContext:
-        made = ssl.SSLContext(self.protocol)
-        made.minimum_version = ssl.TLSVersion.TLSv1_3
-        made.check_hostname = False  # by the name that all have, in `_Named`
-        made.verify_mode = ssl.CERT_REQUIRED
-        made.load_cert_chain(self._folder / CERTIFICATE, self._folder / KEY)
-        made.load_verify_locations(self._folder / AUTHORITY)
+        context = ssl.SSLContext(self.protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # `_named` checks the name
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_cert_chain(self._folder / CERTIFICATE, self._folder / KEY)
+        context.load_verify_locations(self._folder / AUTHORITY)
         if self.protocol == ssl.PROTOCOL_TLS_SERVER:
-            made.num_tickets = 0  # nobody comes back without showing a certificate
-        made.sslobject_class = _named(self._name)
+            context.num_tickets = 0  # no session resumption without a certificate
+        context.sslobject_class = _named(self._name)
         try:
-            self._term = certificate_term.term((self._folder / CERTIFICATE).read_text())
-        except (
-            ValueError
-        ) as error:  # OpenSSL understands more than we do: it serves, and nobody knows how long
-            log.warning("Until when the certificate in %s is good cannot be read: %s", self._folder, error)
-            self._term = None
-        return made
+            self._validity = read_validity((self._folder / CERTIFICATE).read_text())
+        except ValueError as error:  # OpenSSL accepts more formats than this module
+            log.warning("Cannot read the expiry of the certificate in %s: %s", self._folder, error)
+            self._validity = None
+        return context
 
 
 def _named(name: str) -> type[ssl.SSLObject]:
-    """Connections that come about only with a peer of this name."""
+    """Return a class of connections that require a peer of this name."""
 
     class Named(ssl.SSLObject):
         def do_handshake(self) -> None:
@@ -130,7 +129,66 @@ def _named(name: str) -> type[ssl.SSLObject]:
             names = [value for kind, value in shown.get("subjectAltName", ()) if kind == "DNS"]
             if name and name not in names:
                 raise ssl.SSLCertVerificationError(
-                    f"a certificate of {', '.join(names) or 'nobody'} was shown, and not of {name}"
+                    f"the peer's certificate is for {', '.join(names) or 'no name'}, not for {name}"
                 )
 
     return Named
+
+
+VERSION, UTC_TIME = 0xA0, 0x17
+LONG = 0x80
+"""A DER length below this is the length. From it on, the low bits are the number of length bytes that
+follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateValidity:
+    """The validity period of a certificate, in Unix seconds."""
+
+    begin: float
+    end: float
+
+
+def read_validity(pem: str) -> CertificateValidity:
+    """
+    Read the validity of the first certificate of a file.
+
+    In DER, it follows an optional version, the serial number, the algorithm and the issuer (RFC 5280, 4.1).
+    Raises ValueError if the file has no readable certificate.
+    """
+    begin, marker = pem.find(ssl.PEM_HEADER), pem.find(ssl.PEM_FOOTER)
+    if begin < 0 or marker < begin:
+        raise ValueError("the file has no certificate")
+    der = ssl.PEM_cert_to_DER_cert(pem[begin : marker + len(ssl.PEM_FOOTER)])
+    try:
+        _, certificate, _ = _read(der)
+        _, signed, _ = _read(certificate)
+        tag, _, after = _read(signed)
+        rest = after if tag == VERSION else signed
+        for _ in ("serial number", "algorithm", "issuer"):
+            _, _, rest = _read(rest)
+        _, times, _ = _read(rest)
+        kind, first, rest = _read(times)
+        other, second, _ = _read(rest)
+        return CertificateValidity(_time(kind, first), _time(other, second))
+    except IndexError as error:
+        raise ValueError("the certificate is truncated") from error
+
+
+def _read(der: bytes) -> tuple[int, bytes, bytes]:
+    """Split off the first DER value: its tag, its content, and the rest."""
+    length, start = der[1], 2
+    if length >= LONG:
+        start += length - LONG
+        length = int.from_bytes(der[2:start], "big")
+    if start + length > len(der):
+        raise IndexError
+    return der[0], der[start : start + length], der[start + length :]
+
+
+def _time(kind: int, text: bytes) -> float:
+    """Parse a DER time. Years of two digits are 1950 to 2049."""
+    digits = text.decode("ascii")
+    if kind == UTC_TIME:
+        digits = ("19" if digits[:2] >= "50" else "20") + digits
+    return datetime.strptime(digits, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC).timestamp()

@@ -1,12 +1,12 @@
 """
-The responses that `/v1/responses` keeps: asked for again by their ids, and continued by later requests.
+Stored responses of `/v1/responses`: clients retrieve them by id, and later requests continue them.
 
-Kept in memory, within bounds of number, bytes and time; the oldest go first. What is kept of a response
-is what it adds to its conversation, with a link to the response before it, so that a conversation of n
-turns costs n turns and not n². A response that was deleted or has gone is found no more, but what follows
-it keeps what it needs.
+The store is in memory, limited in number, bytes and time. The oldest responses are evicted first. Each entry
+has only what it adds to its conversation, and a link to the previous response. So a conversation of n turns
+costs n turns and not n². A deleted or expired response is not found, but later responses keep what they need
+of it.
 
-Each response belongs to whoever sent the request. Nobody finds another's: it is as if it was not there.
+Each response belongs to the sender of its request. For others it does not exist.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 import msgspec
 
-from baton_api.errors import PreviousResponseNotFound, ResponseNotFound
+from baton_api import response_items
+from baton_api.errors import InvalidRequest, PreviousResponseNotFound, ResponseNotFound
 
 OVERHEAD = 1024
-"""Bytes that a response costs besides its text."""
+"""Bytes of memory per response besides its text."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """The bounds of a store; 0 of any keeps nothing."""
+    """Limits of a store. 0 for any of them stores no responses."""
 
     responses: int
     bytes: int
@@ -36,17 +38,17 @@ class StoreLimits:
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """One response and the input that its own request brought. What it holds does not change."""
+    """One response and the input of its own request, which do not change."""
 
     id: str
     before: Turn | None
-    """The response that it continues."""
+    """The response that this one continues."""
     input: tuple[bytes, ...]
-    """Each item as JSON; those of the turns before are theirs."""
+    """Each input item as JSON, without those of previous turns."""
     body: bytes
     """The response object as JSON."""
     holders: int = 0
-    """The store itself, if it can be asked for, and turns after it that are held."""
+    """Reference count: the store, while the response is retrievable, and stored later turns."""
 
     @property
     def size(self) -> int:
@@ -58,12 +60,12 @@ class Turn:
 
     @property
     def whole_input(self) -> list[bytes]:
-        """All items that the response was made from, oldest first."""
+        """All input items of the response, oldest first."""
         return [*(self.before.conversation if self.before else ()), *self.input]
 
     @property
     def conversation(self) -> list[bytes]:
-        """What the next turn begins with: all items up to this response's last."""
+        """The input of the next turn: all items up to the last one of this response."""
         turns = [self]
         while (before := turns[-1].before) is not None:
             turns.append(before)
@@ -71,13 +73,13 @@ class Turn:
 
 
 class ResponseStore:
-    """May be used from several threads."""
+    """The responses of all owners. Thread-safe."""
 
     def __init__(self, limits: StoreLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._clock = clock
         self._kept: dict[tuple[bytes, str], tuple[Turn, float]] = {}
-        """By owner and id, in the order of their coming, with the time at which they go."""
+        """By owner and id, oldest first, with their expiry."""
         self._size = 0
         self._lock = threading.Lock()
 
@@ -86,11 +88,11 @@ class ResponseStore:
 
     @property
     def size(self) -> int:
-        """Bytes of all turns that are held, those included that cannot be asked for any more."""
+        """Bytes of all turns in memory, including those that are no longer retrievable."""
         return self._size
 
     def put(self, owner: bytes, turn: Turn) -> None:
-        """Keep `turn`, perhaps in place of older ones, unless it is larger than all that may be kept."""
+        """Store `turn` and evict older ones if needed. A turn larger than the store is not stored."""
         with self._lock:
             self._expire()
             if turn.size > self._limits.bytes or not self._limits.responses or self._limits.seconds <= 0:
@@ -101,23 +103,23 @@ class ResponseStore:
                 self._drop(next(iter(self._kept)))
 
     def get(self, owner: bytes, id: str) -> Turn:
-        """Raises ResponseNotFound, also if it is another owner's."""
+        """Return a response. Raises ResponseNotFound if it does not exist or has another owner."""
         with self._lock:
             self._expire()
-            found = self._kept.get((owner, id))
-        if found is None:
+            entry = self._kept.get((owner, id))
+        if entry is None:
             raise ResponseNotFound(id)
-        return found[0]
+        return entry[0]
 
     def previous(self, owner: bytes, id: str) -> Turn:
-        """The same for a request that continues it: raises PreviousResponseNotFound."""
+        """Return the response that a request continues. Raises PreviousResponseNotFound."""
         try:
             return self.get(owner, id)
         except ResponseNotFound as error:
             raise PreviousResponseNotFound(id) from error
 
     def delete(self, owner: bytes, id: str) -> None:
-        """Raises ResponseNotFound."""
+        """Delete a response. Raises ResponseNotFound."""
         with self._lock:
             self._expire()
             if (owner, id) not in self._kept:
@@ -154,7 +156,7 @@ class ResponseStore:
 
 
 class _Answer(msgspec.Struct):
-    """What a response object is read for here."""
+    """The part of a response object that the store reads."""
 
     output: list[msgspec.Raw]
 
@@ -163,7 +165,8 @@ _decoder = msgspec.json.Decoder(_Answer)
 
 
 def owner(authorization: bytes, keyed: bool) -> bytes:
-    """Who sent a request with this header: each API key is somebody, and without keys all are the same."""
+    """Return the owner for an Authorization header. Each API key is an owner; without keys there is one
+    owner."""
     return hashlib.sha256(authorization.partition(b" ")[2].strip()).digest() if keyed else b""
 
 
@@ -171,3 +174,30 @@ def _chain(turn: Turn | None) -> Iterator[Turn]:
     while turn is not None:
         yield turn
         turn = turn.before
+
+
+def retrieve(store: ResponseStore, owner: bytes, id: str, query: Mapping[str, str]) -> bytes:
+    """Handle `GET /v1/responses/{id}`. Raises ResponseNotFound, InvalidRequest."""
+    turn = store.get(owner, id)
+    if query.get("stream", "false").lower() not in ("false", "0"):
+        raise InvalidRequest(
+            "Cannot stream this response again: it was not created in the background.", param="stream"
+        )
+    return turn.body
+
+
+def delete(store: ResponseStore, owner: bytes, id: str) -> bytes:
+    """Handle `DELETE /v1/responses/{id}`. Raises ResponseNotFound."""
+    store.delete(owner, id)
+    return msgspec.json.encode({"id": id, "object": "response", "deleted": True})
+
+
+def input_items(store: ResponseStore, owner: bytes, id: str, query: Mapping[str, str]) -> bytes:
+    """Handle `GET /v1/responses/{id}/input_items`. Raises ResponseNotFound, InvalidRequest."""
+    return response_items.page(store.get(owner, id).whole_input, query)
+
+
+def cancel(store: ResponseStore, owner: bytes, id: str) -> NoReturn:
+    """Handle `POST /v1/responses/{id}/cancel`: reject it, because no response runs in the background."""
+    store.get(owner, id)
+    raise InvalidRequest("Cannot cancel a synchronous response.")

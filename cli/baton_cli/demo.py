@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from baton_api.sizes import show_size
+from baton_api.setting_types import show_size
 from baton_api.workers import Role
 from baton_cli.up import Service
 

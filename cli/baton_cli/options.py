@@ -22,7 +22,7 @@ from pydantic_settings import BaseSettings, SettingsError
 from rich.markup import escape
 
 from baton_api.errors import SetupError
-from baton_api.sizes import parse_size
+from baton_api.setting_types import parse_size
 from baton_cli import peers
 
 Settings = TypeVar("Settings", bound=BaseSettings)

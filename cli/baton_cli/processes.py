@@ -13,10 +13,9 @@ from typing import Any
 from rich.console import Console
 
 from baton_api import logs
-from baton_api.announcements import Announcer, Listening, Ready, Refused
+from baton_api.announcements import PINNED_REVISION, RESULT_FILE, Announcer, Listening, Ready, Refused
 from baton_api.announcements import Bar as AnnouncedBar
 from baton_api.errors import SetupError
-from baton_api.model_fetch import PINNED_REVISION, RESULT_FILE
 from baton_api.workers import Role
 from baton_cli.child import die_with_parent
 from baton_cli.display import Bar, Display

@@ -15,7 +15,7 @@ from pydantic import AliasChoices, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from baton_api.logs import Format
-from baton_api.texts import Names
+from baton_api.setting_types import Names
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where Kubernetes mounts the ServiceAccount of a pod."""

@@ -9,7 +9,7 @@ from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from baton_api import limits
-from baton_api.sizes import Bytes
+from baton_api.setting_types import Bytes
 
 
 class BatchSettings(BaseSettings):

@@ -20,7 +20,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 
-from baton_api import mutual_tls, openapi, response_answers
+from baton_api import mutual_tls, openapi, response_store
 from baton_api.errors import (
     BatonError,
     InternalError,
@@ -107,7 +107,7 @@ class RouterApp:
             settings, self.workers, choose_worker, random.Random(), time.monotonic
         )
         self.page = LiveDashboard(self.scheduler, lambda: self.draining) if settings.page else None
-        self._register_metrics(CertificateMetrics(lambda: mutual_tls.term(tls)))
+        self._register_metrics(CertificateMetrics(lambda: mutual_tls.validity(tls)))
         self._rest = _fastapi_app(self)
 
     def _register_metrics(self, certificate: CertificateMetrics) -> None:
@@ -295,20 +295,20 @@ def _fastapi_app(router: RouterApp) -> FastAPI:
     @app.get("/v1/responses/{id}")
     async def response(id: str, request: Request) -> Response:
         whose = router.whose(request.scope)
-        return _json_bytes(response_answers.retrieve(router.responses, whose, id, request.query_params))
+        return _json_bytes(response_store.retrieve(router.responses, whose, id, request.query_params))
 
     @app.delete("/v1/responses/{id}")
     async def no_response(id: str, request: Request) -> Response:
-        return _json_bytes(response_answers.delete(router.responses, router.whose(request.scope), id))
+        return _json_bytes(response_store.delete(router.responses, router.whose(request.scope), id))
 
     @app.get("/v1/responses/{id}/input_items")
     async def input_items(id: str, request: Request) -> Response:
         whose = router.whose(request.scope)
-        return _json_bytes(response_answers.input_items(router.responses, whose, id, request.query_params))
+        return _json_bytes(response_store.input_items(router.responses, whose, id, request.query_params))
 
     @app.post("/v1/responses/{id}/cancel")
     async def cancel(id: str, request: Request) -> Response:
-        response_answers.cancel(router.responses, router.whose(request.scope), id)
+        response_store.cancel(router.responses, router.whose(request.scope), id)
 
     app.include_router(
         routes(

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import uvicorn
 
-from baton_api import exposure, origins
+from baton_api import exposure
 from baton_api.errors import SetupError
 from baton_http.protocol import http_protocol
 from baton_http.replies import Receive, Scope, Send
@@ -79,7 +79,9 @@ class RouterServer(uvicorn.Server):
         self._connections = http_protocol(settings.max_header, settings.header_s)
         super().__init__(
             uvicorn.Config(
-                origins.answering(router, origins.allowed(settings.allowed_origins, router.access.required)),
+                exposure.with_cors(
+                    router, exposure.allowed_origins(settings.allowed_origins, router.access.required)
+                ),
                 http=self._connections,
                 ws="none",
                 lifespan="on",

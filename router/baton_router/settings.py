@@ -18,8 +18,7 @@ from pydantic_settings import SettingsConfigDict
 from baton_api import limits
 from baton_api.keys import KeyDigests
 from baton_api.logs import Format
-from baton_api.sizes import Bytes
-from baton_api.texts import Names, Origins
+from baton_api.setting_types import Bytes, Names, Origins
 from baton_batches.settings import BatchSettings
 from baton_router.scheduling import revision_weights
 from baton_router.workers.discovery.dns import DnsName

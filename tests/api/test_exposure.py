@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from baton_api import origins
+from baton_api import exposure
 from baton_api.errors import SetupError
 from baton_api.exposure import advertised_endpoint, advertised_host, reachable, without_a_key
 
@@ -102,4 +102,4 @@ def test_advertised_endpoint_keeps_port_and_changes_host(
 def test_pages_of_all_origins_are_welcome_where_a_key_is_wanted(
     named: tuple[str, ...], keyed: bool, allowed: tuple[str, ...]
 ) -> None:
-    assert origins.allowed(named, keyed) == allowed
+    assert exposure.allowed_origins(named, keyed) == allowed

@@ -138,5 +138,5 @@ async def test_half_a_replacement_is_none(tmp_path: Path) -> None:
 
 def test_a_folder_without_the_files_is_refused_in_words(tmp_path: Path) -> None:
     assert mutual_tls.server("", "") is None
-    with pytest.raises(SetupError, match=r"--tls-folder, has to hold tls.crt, tls.key and ca.crt"):
+    with pytest.raises(SetupError, match=r"It needs valid files tls.crt, tls.key and ca.crt"):
         mutual_tls.server(str(tmp_path), "")

@@ -95,7 +95,9 @@ def test_the_tutorials_launch_line_works_and_warns_that_it_is_open_to_all(tiny: 
             assert answer.status_code == 200, answer.text
             assert answer.json()["model"] == "tiny"
         assert server.end() == 0
-    assert f"WARNING: anybody who reaches 0.0.0.0:{server.port} can use this server" in "\n".join(server.log)
+    assert f"WARNING: any client that reaches 0.0.0.0:{server.port} can use this server" in "\n".join(
+        server.log
+    )
 
 
 def test_a_server_with_a_key_file_is_closed_and_takes_new_keys_without_a_restart(

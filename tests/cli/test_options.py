@@ -14,7 +14,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from typer.testing import CliRunner
 
 from baton_api.errors import SetupError
-from baton_api.sizes import Bytes
+from baton_api.setting_types import Bytes
 from baton_cli import options
 from baton_cli.options import options_of, read_settings, with_options
 from baton_engine.settings import WorkerSettings

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from obstore.store import LocalStore
 
+from baton_api.announcements import PINNED_REVISION, RESULT_FILE
 from baton_api.errors import SetupError
-from baton_api.model_fetch import PINNED_REVISION, RESULT_FILE
 from baton_engine.model import buckets, builtin, fetching
 from baton_engine.model.builtin import SMOLLM2
 from baton_engine.model.fetching import MARKER, Download, Source, fetch

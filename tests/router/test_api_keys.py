@@ -132,4 +132,6 @@ def test_a_router_that_others_reach_without_a_key_says_so_aloud(
     given = RouterSettings.model_validate(settings)
     log_startup(given, create_app(given).access.required, "http://0.0.0.0:8080")
     loud = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert [line.startswith("WARNING: anybody who reaches 0.0.0.0:8080") for line in loud] == [True] * warned
+    assert [line.startswith("WARNING: any client that reaches 0.0.0.0:8080") for line in loud] == [
+        True
+    ] * warned

@@ -1,8 +1,8 @@
 """
-What a metric is: a name and a type, what its unit is, which labels it has and how many values those can take.
+The definition of a metric: name, type, unit, labels and the number of their values.
 
-Whoever names a metric here says what bounds each label, because every value is a series that Prometheus
-keeps: a label that clients or prompts can fill without end has no place in the contract.
+Each label states its bound, because Prometheus stores a series per value. A label that clients or prompts
+can grow without limit has no place in the contract.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ Unit = Literal[
     "events",
     "yes or no",
 ]
-"""Times are in seconds, sizes in bytes and shares from 0 to 1, as Prometheus asks; a name ends in the first
-three of them where it is measured in them. All others count things."""
+"""Times are in seconds, sizes in bytes and ratios from 0 to 1, as Prometheus recommends. Names end in these
+three units. The other units are counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """One label, and what bounds the number of its values."""
+    """A label, and the bound of its values."""
 
     name: str
     values: tuple[str, ...] = ()
-    """All that there can be; empty if they are not known beforehand, but `bound` says how many there are."""
+    """All possible values. Empty: unknown in advance; see `bound`."""
     bound: str = ""
-    """What the values are and how many, where they are not listed."""
+    """Description and number of the values, when `values` is empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One family of time series."""
+    """A family of time series."""
 
     name: str
     kind: Kind
@@ -60,14 +60,15 @@ class Metric:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The labels' names, in their order."""
+        """Names of the labels, in order."""
         return tuple(label.name for label in self.by)
 
     @property
     def foreseen(self) -> tuple[str, ...]:
         """
-        The values of its only label, if they are known beforehand. Such series are there from the start: of
-        one that comes to be at its first event, Prometheus never sees that event.
+        The values of the only label, if they are known in advance.
+
+        Such series exist from the start. Otherwise Prometheus misses the first event of a series.
         """
         return self.by[0].values if len(self.by) == 1 else ()
 
@@ -83,10 +84,10 @@ LIMIT_BUCKETS = tuple(
     for step in (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
     if step * decade <= 300.0
 )
-"""Close enough to tell who keeps to a limit, wherever between 10 ms and 5 minutes somebody sets it."""
+"""Narrow enough to measure any limit between 10 ms and 5 minutes."""
 
-# From a tiny model's step to the pause that a long prompt causes, and fine where objectives are: a percentile
-# is near the upper end of its bucket, and one twice as high as its lower end hides half of what workers do.
+# From a step of a tiny model to the pause behind a long prompt. Narrow where objectives are, because a
+# percentile is close to the upper bound of its bucket.
 TOKEN_BUCKETS = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.08,
     0.1, 0.125, 0.15, 0.2, 0.25, 0.5, 1.0, 2.5, 10.0,
@@ -103,4 +104,13 @@ REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 
 LENGTH_BUCKETS = (
     1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 1048576,
 )  # fmt: skip
-"""Of prompts and answers, in tokens."""
+"""For prompts and outputs, in tokens."""
+
+
+BUILD_INFO = Metric(
+    "baton_build_info",
+    "gauge",
+    "yes or no",
+    "Always 1. The labels are the component and its version.",
+    (Label("component", ("worker", "router", "operator")), Label("version", bound="one")),
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from baton_api.sizes import show_size
+from baton_api.setting_types import show_size
 from baton_api.tickets import CLOCK_SKEW_S
 from baton_cli.doctor.machine import Finding, Level, Machine, good, note
 

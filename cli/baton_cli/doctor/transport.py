@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from baton_api.sizes import show_size
+from baton_api.setting_types import show_size
 from baton_cli.doctor.machine import Finding, Level, Machine, good, note
 
 LOCKED_LEAST = 1024**3

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from baton_api.sizes import show_size
+from baton_api.setting_types import show_size
 from baton_cli.top.snapshot import ServiceRates, ServiceReader, Snapshot, WorkerRates, figures
 
 WINDOW_S = 30.0

@@ -12,7 +12,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from baton_api.model_fetch import PINNED_REVISION, RESULT_FILE
+from baton_api.announcements import PINNED_REVISION, RESULT_FILE
 from baton_operator import names
 from baton_operator.kinds.model import Model
 from baton_operator.kinds.worker_role import Placement

@@ -18,9 +18,9 @@ from prometheus_client.core import Metric as PrometheusMetric
 from prometheus_client.registry import Collector
 
 from baton_api import __version__, metrics
-from baton_api.certificate_term import Term
 from baton_api.metrics import Metric
 from baton_api.metrics.counters import Spread
+from baton_api.mutual_tls import CertificateValidity
 from baton_router.metrics.request_counters import RequestCounters
 from baton_router.workers.worker import Workers, WorkerStatus
 
@@ -73,7 +73,7 @@ class BuildInfo(Collector):
 class CertificateMetrics(Collector):
     """Until when the certificate is good that workers are shown."""
 
-    def __init__(self, term: Callable[[], Term | None]) -> None:
+    def __init__(self, term: Callable[[], CertificateValidity | None]) -> None:
         self._term = term
 
     def collect(self) -> Iterator[PrometheusMetric]:

@@ -143,7 +143,7 @@ def _served(worker: Worker, duties: Duties, drain: Drain, keys: Keys, tls: ssl.S
             worker.kv_batches,
             Whose(worker.name, worker.settings.role, worker.model_name),
             worker.settings.metrics_names,
-            lambda: mutual_tls.term(tls),
+            lambda: mutual_tls.validity(tls),
         ),
         load=load,
         ready=ready,

@@ -15,8 +15,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from baton_api.keys import KeyDigests
 from baton_api.logs import Format
 from baton_api.metrics.peers import Peer
-from baton_api.sizes import Bytes
-from baton_api.texts import JsonObject, Names, Origins, split
+from baton_api.setting_types import Bytes, JsonObject, Names, Origins, split
 from baton_api.workers import Role
 
 PeerNames = Annotated[tuple[Peer, ...], NoDecode, BeforeValidator(split)]

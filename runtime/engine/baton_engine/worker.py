@@ -20,7 +20,7 @@ import torch
 
 from baton_api.errors import SetupError
 from baton_api.sampling import SamplingParams
-from baton_api.sizes import show_size
+from baton_api.setting_types import show_size
 from baton_api.workers import Load, Role
 from baton_engine import machine
 from baton_engine.client import AsyncEngine

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from baton_api import origins
+from baton_api import exposure
 from baton_api.errors import ModelNotFound
 from baton_engine.api import completions, kv_snapshot, operations, sglang_generate, tokens
 from baton_engine.api.bodies import Call
@@ -69,5 +69,5 @@ def create_app(served: Served) -> ASGIApp:
         ],
         redirect_slashes=False,
     )
-    allowed = origins.allowed(served.settings.allowed_origins, served.keys.required)
-    return origins.answering(Edge(router, served.keys), allowed)
+    allowed = exposure.allowed_origins(served.settings.allowed_origins, served.keys.required)
+    return exposure.with_cors(Edge(router, served.keys), allowed)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton_api.errors import SetupError
-from baton_api.sizes import show_size
+from baton_api.setting_types import show_size
 from baton_engine.kv.cache import BLOCK_SIZE
 from baton_engine.settings import WorkerSettings
 

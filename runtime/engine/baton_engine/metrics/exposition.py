@@ -18,9 +18,9 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from baton_api import __version__, metrics
-from baton_api.certificate_term import Term
 from baton_api.metrics import Metric
 from baton_api.metrics.peers import MODEL, PEER_NAMES, Peer, PeerName
+from baton_api.mutual_tls import CertificateValidity
 from baton_engine.metrics.counters import EngineSnapshot, Times
 from baton_engine.requests import RelayRecord
 
@@ -46,7 +46,7 @@ class WorkerMetrics:
         kv_batches: Callable[[], int] = lambda: 0,
         whose: Whose = Whose(),
         peers: Sequence[Peer] = (),
-        term: Callable[[], Term | None] = lambda: None,
+        term: Callable[[], CertificateValidity | None] = lambda: None,
     ) -> None:
         """
         `kv_batches`: how many batches of KV events were published; `peers`: whose names are shown as well;
@@ -117,7 +117,7 @@ class WorkerMetrics:
 class CertificateCollector(Collector):
     """Until when the certificate is good that routers are shown."""
 
-    def __init__(self, term: Callable[[], Term | None]) -> None:
+    def __init__(self, term: Callable[[], CertificateValidity | None]) -> None:
         self._term = term
 
     def collect(self) -> Iterable[GaugeMetricFamily]:

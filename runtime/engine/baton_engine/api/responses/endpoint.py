@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from baton_api import headers, response_answers
+from baton_api import headers, response_store
 from baton_api.response_store import ResponseStore, StoreLimits, owner
 from baton_engine.api.generate import Generate
 from baton_engine.api.responses.prepare import prepare
@@ -32,17 +32,17 @@ def routes(served: Served) -> list[Route]:
 
     async def retrieve(request: Request) -> Response:
         id = request.path_params["id"]
-        return _json(response_answers.retrieve(store, whose(request), id, request.query_params))
+        return _json(response_store.retrieve(store, whose(request), id, request.query_params))
 
     async def delete(request: Request) -> Response:
-        return _json(response_answers.delete(store, whose(request), request.path_params["id"]))
+        return _json(response_store.delete(store, whose(request), request.path_params["id"]))
 
     async def input_items(request: Request) -> Response:
         id = request.path_params["id"]
-        return _json(response_answers.input_items(store, whose(request), id, request.query_params))
+        return _json(response_store.input_items(store, whose(request), id, request.query_params))
 
     async def cancel(request: Request) -> Response:
-        response_answers.cancel(store, whose(request), request.path_params["id"])
+        response_store.cancel(store, whose(request), request.path_params["id"])
 
     return [
         Route("/v1/responses", create, methods=["POST"]),

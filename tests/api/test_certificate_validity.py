@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from baton_api import mutual_tls
-from baton_api.certificate_term import Term, term
+from baton_api.mutual_tls import CertificateValidity, read_validity
 from baton_api.watched import LOOK_S
 from tests.authority import Authority
 
@@ -47,8 +47,10 @@ def unix(text: str) -> float:
 def test_a_term_is_read(case: str, large: bool) -> None:
     begin, end = SPANS[case]
     pem = certificate(begin, end, large=large)
-    assert term(pem) == Term(unix(begin), unix(end))
-    assert term(f"# leaf\n{pem}{certificate(*SPANS['a day'], large=False)}") == Term(unix(begin), unix(end))
+    assert read_validity(pem) == CertificateValidity(unix(begin), unix(end))
+    assert read_validity(f"# leaf\n{pem}{certificate(*SPANS['a day'], large=False)}") == CertificateValidity(
+        unix(begin), unix(end)
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_a_term_is_read(case: str, large: bool) -> None:
 )
 def test_what_is_none_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="certificate"):
-        term(text)
+        read_validity(text)
 
 
 def test_a_context_tells_of_the_certificate_that_it_shows_now(tmp_path: Path) -> None:
@@ -64,13 +66,13 @@ def test_a_context_tells_of_the_certificate_that_it_shows_now(tmp_path: Path) ->
     folder, authority = tmp_path / "shown", Authority()
     authority.fill(folder, "chat", over=True)
     context = mutual_tls.client(str(folder), "chat", lambda: now)
-    before = mutual_tls.term(context)
-    assert before == term((folder / "tls.crt").read_text())
+    before = mutual_tls.validity(context)
+    assert before == read_validity((folder / "tls.crt").read_text())
     authority.fill(folder, "chat")
     now += 2 * LOOK_S
-    after = mutual_tls.term(context)
+    after = mutual_tls.validity(context)
     assert before is not None and after is not None and after.end > before.end
     (folder / "tls.crt").write_text("half of one")
     now += 2 * LOOK_S
-    assert mutual_tls.term(context) == after, "what worked before stays in use"
-    assert mutual_tls.term(None) is None
+    assert mutual_tls.validity(context) == after, "what worked before stays in use"
+    assert mutual_tls.validity(None) is None
