@@ -214,7 +214,7 @@ async def test_prefill_samples_one_token_whatever_peer_requests() -> None:
         peer.send(prefill(sampling=SamplingParams(temperature=0.0, max_tokens=9, prompt_logprobs=2)))
         await chunks(peer)
         assert bench.model.passes == 4, "30 tokens, 8 a pass"
-        peer.send(Done(room="r", epoch=1))
+        peer.send(Done(session="r", epoch=1))
         await hear(peer, Drained)
 
 
