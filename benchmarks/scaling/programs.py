@@ -23,7 +23,7 @@ async def router(folder: Path, api: FakeKubernetes, port: int) -> asyncio.subpro
         folder, "router", sys.executable, "-m", "baton_cli.main", "router", f"--port={port}",
         f"--kubernetes-api={api.url}", f"--kubernetes-account={api.account}",
         f"--kubernetes-selector={SELECTOR}", f"--hold-models={MODEL}", f"--hold-s={PATIENCE_S}",
-        f"--wait-s={PATIENCE_S}", f"--first-byte-s={PATIENCE_S}", "--alone-tokens=0",
+        f"--wait-s={PATIENCE_S}", f"--first-byte-s={PATIENCE_S}", "--local-prefill-max-tokens=0",
         "--health-interval-s=0.5", f"--state={folder / 'state'}",
     )  # fmt: skip
 

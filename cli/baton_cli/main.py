@@ -206,7 +206,7 @@ def create_app(arguments: list[str]) -> typer.Typer:
 SERVERS = frozenset({"serve", "prefill", "decode", "router", "operator", "up", "demo"})
 """Commands whose options are settings."""
 
-LOCAL_ROUTER_FIELDS = frozenset({"host", "port", "page", "api_key", "api_key_file", "allowed_origins"})
+LOCAL_ROUTER_FIELDS = frozenset({"host", "port", "dashboard", "api_key", "api_key_file", "allowed_origins"})
 """Settings that `up` gives to its router."""
 
 WORKER_FIELDS = frozenset({"role", "name", "control_host", "control_port", "ticket_secret"})

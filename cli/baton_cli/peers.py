@@ -41,6 +41,13 @@ ROUTER_ALIASES = {
     "allowed_origins": ("--cors-allowed-origins",),
 }
 
+DEPRECATED = {
+    "--alone-tokens": "--local-prefill-max-tokens",
+    "--page": "--dashboard",
+    "--no-page": "--no-dashboard",
+}
+"""Flags of 0.1.0 and their new names. The next version removes the old ones."""
+
 ALIASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "WorkerSettings": WORKER_ALIASES,
     "RouterSettings": ROUTER_ALIASES,

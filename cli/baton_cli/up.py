@@ -121,7 +121,7 @@ class Plan:
             role="router",
             arguments=(
                 "router",
-                *_flags({**given, "page": self.router.page, "prefill": prefill, "decode": decode}),
+                *_flags({**given, "dashboard": self.router.dashboard, "prefill": prefill, "decode": decode}),
             ),
             port=self.router.port,
             environment={
@@ -240,7 +240,7 @@ def up(prefill: int, decode: int, front: Mapping[str, Any], given: Mapping[str, 
         display.console.print(
             f"\n[bold green]Ready:[/] {plan.name} on {service.url}/v1 "
             f"({prefill} prefill, {decode} decode). Ctrl-C ends it.\n"
-            + (f"[bold]See it:[/] {service.url}/\n" if plan.router.page else "")
+            + (f"[bold]See it:[/] {service.url}/\n" if plan.router.dashboard else "")
         )
         warning = exposure.without_a_key(plan.router.host, plan.router.port, bool(plan.key))
         if warning:
@@ -256,7 +256,7 @@ def demo(verbose: bool, given: Mapping[str, Any]) -> None:
 
     display = Display(Console(), logs=verbose)
     # The questions are short: the decode worker would be as quick alone, and there would be nothing to see.
-    plan = make_plan(display, 1, 1, {"port": 0, "alone_tokens": 0}, given)
+    plan = make_plan(display, 1, 1, {"port": 0, "local_prefill_max_tokens": 0}, given)
 
     async def use(service: Service) -> None:
         await demo.show(display.console, service, plan.name)

@@ -106,7 +106,7 @@ class RouterApp:
         self._errands = AdminOperations(
             settings, self.workers, choose_worker, random.Random(), time.monotonic
         )
-        self.page = LiveDashboard(self.scheduler, lambda: self.draining) if settings.page else None
+        self.dashboard = LiveDashboard(self.scheduler, lambda: self.draining) if settings.dashboard else None
         self._register_metrics(CertificateMetrics(lambda: mutual_tls.validity(tls)))
         self._rest = _fastapi_app(self)
 
@@ -136,7 +136,7 @@ class RouterApp:
         if path.startswith(RUNNERS):
             await self.execution.api(scope, receive, send)
             return
-        if self.page is not None and await self.page.serve_file(scope, send):
+        if self.dashboard is not None and await self.dashboard.serve_file(scope, send):
             return
         try:
             await self.access.enter(scope)
@@ -151,8 +151,8 @@ class RouterApp:
             await self._proxy(scope, receive, send)
         elif scope["method"] == ADMIN_PATHS.get(path):
             await self._errands(scope, receive, send)
-        elif self.page is not None and path in DATA_PATHS:
-            await self.page(scope, receive, send)
+        elif self.dashboard is not None and path in DATA_PATHS:
+            await self.dashboard(scope, receive, send)
         else:
             await self._rest(scope, receive, _with_request_id(scope, send))
 

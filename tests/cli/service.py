@@ -99,7 +99,12 @@ def start_baton(*arguments: str) -> subprocess.Popen[str]:
         text=True,
         # As wide as a log line, and out of reach of any hub.
         # However short a prompt is, a prefill worker computes it.
-        env={**os.environ, "COLUMNS": "400", "HF_HUB_OFFLINE": "1", "BATON_ROUTER_ALONE_TOKENS": "0"},
+        env={
+            **os.environ,
+            "COLUMNS": "400",
+            "HF_HUB_OFFLINE": "1",
+            "BATON_ROUTER_LOCAL_PREFILL_MAX_TOKENS": "0",
+        },
     )
 
 

@@ -325,3 +325,23 @@ def test_a_bad_key_in_the_environment_is_not_repeated(monkeypatch: pytest.Monkey
 
 def test_a_key_file_is_a_path_like_any_other(tmp_path: Path) -> None:
     assert serve("--api-key-file", str(tmp_path / "k")).api_key_file == str(tmp_path / "k")
+
+
+def test_router_flags_of_0_1_0_are_read_by_new_names() -> None:
+    """For one version: the changelog names the new ones."""
+    flags = {"--local-prefill-max-tokens": True, "--dashboard": False, "--no-dashboard": False}
+    given = ["--alone-tokens=7", "--alone-tokens", "8", "--page", "--no-page"]
+    assert list(command.translate(given, flags, peers.DEPRECATED, "router")) == [
+        *("--local-prefill-max-tokens=7", "--local-prefill-max-tokens", "8"),
+        *("--dashboard", "--no-dashboard"),
+    ]
+    for name in ("up", "router"):
+        known = {flag for one in COMMANDS[name].params for flag in (*one.opts, *one.secondary_opts)}
+        assert {"--dashboard", "--no-dashboard"} <= known
+    assert "--local-prefill-max-tokens" in ROUTERS
+
+
+@pytest.mark.parametrize("prefix", ["ALONE_TOKENS", "LOCAL_PREFILL_MAX_TOKENS"])
+def test_router_variable_is_read_by_both_names(monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
+    monkeypatch.setenv(f"BATON_ROUTER_{prefix}", "9")
+    assert RouterSettings(decode=("http://127.0.0.1:1",)).local_prefill_max_tokens == 9

@@ -47,7 +47,7 @@ async def a_pair(**settings: Any) -> AsyncIterator[RunningRouter]:
     async with (
         FakeWorker(reporting) as decode,
         prefill,
-        running_router([decode], [prefill], page=True, alone_tokens=0, **settings) as router,
+        running_router([decode], [prefill], dashboard=True, local_prefill_max_tokens=0, **settings) as router,
     ):
         yield router
 
@@ -161,7 +161,7 @@ async def test_the_service_is_shown_with_workers_queue_and_pace() -> None:
 async def test_an_open_page_is_told_of_a_request_as_it_goes_on() -> None:
     async with (
         FakeWorker(gated) as worker,
-        running_router([worker], page=True) as router,
+        running_router([worker], dashboard=True) as router,
         events(router) as told,
     ):
         kind, service = await anext(told)
@@ -182,7 +182,7 @@ async def test_a_worker_that_was_lost_is_told_of_beside_the_one_that_answered() 
     async with (
         FakeWorker(die_at_once) as one,
         FakeWorker(reporting) as other,
-        running_router([one, other], page=True) as router,
+        running_router([one, other], dashboard=True) as router,
     ):
         while not one.asked:
             await router.post(anew(STREAM))
@@ -228,7 +228,7 @@ async def test_a_tenant_sees_its_own_requests_and_no_load(tmp_path: Path) -> Non
 
 async def test_there_are_only_so_many_pages_and_one_that_is_closed_makes_room() -> None:
     async with a_pair() as router:
-        page = router.router.page
+        page = router.router.dashboard
         assert page is not None
         readers = [asyncio.ensure_future(_read(router)) for _ in range(WATCHERS_LIMIT)]
         await until(lambda: page.watched == WATCHERS_LIMIT, 60)
@@ -243,7 +243,7 @@ async def test_there_are_only_so_many_pages_and_one_that_is_closed_makes_room() 
 
 
 async def test_several_fronts_show_one_page() -> None:
-    async with FakeWorker(reporting) as worker, running_fronts(worker, page=True) as fronts:
+    async with FakeWorker(reporting) as worker, running_fronts(worker, dashboard=True) as fronts:
         assert (await fronts.client.get("/")).headers["content-type"] == "text/html; charset=utf-8"
         for _ in range(4):  # whichever front they come to
             assert (await fronts.post(anew(STREAM))).status_code == 200

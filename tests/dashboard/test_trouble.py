@@ -30,7 +30,7 @@ async def service(worker: FakeWorker, **settings: Any) -> AsyncIterator[RunningR
     async with (
         worker,
         prefill,
-        running_router([worker], [prefill], page=True, alone_tokens=0, **settings) as router,
+        running_router([worker], [prefill], dashboard=True, local_prefill_max_tokens=0, **settings) as router,
     ):
         yield router
 
@@ -150,10 +150,10 @@ async def test_a_lost_connection_is_said_and_comes_back(browser: Browser) -> Non
         browser.until(lambda: "Paris" in browser.text(".answer .text"), "the model answers again")
 
     async with FakeWorker() as worker:
-        async with running_router([worker], page=True) as router:
+        async with running_router([worker], dashboard=True) as router:
             await browsing(opened, router.url)
         await browsing(lost)
-        async with running_router([worker], page=True, port=router.port):
+        async with running_router([worker], dashboard=True, port=router.port):
             await browsing(back)
 
 
@@ -166,7 +166,7 @@ async def test_a_service_without_workers_says_what_is_missing(browser: Browser) 
         browser.ask("Is anybody there?")
         browser.until(lambda: browser.text(".answer .problem"), "the playground says so too")
 
-    async with running_router(page=True) as router:
+    async with running_router(dashboard=True) as router:
         await browsing(story, router.url)
 
 

@@ -143,7 +143,7 @@ def test_pair_on_two_machines_relays_prompt_over_tcp(
         f"--prefill=http://{PREFILL}:8000",
         "--decode=http://127.0.0.1:8000",
         "--port=8080",
-        "--alone-tokens=0",
+        "--local-prefill-max-tokens=0",
     )
 
     load = second.json(f"http://{PREFILL}:8000/load")

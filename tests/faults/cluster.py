@@ -228,7 +228,12 @@ async def open_cluster(folder: Path) -> AsyncIterator[Cluster]:
             stack.push_async_callback(node.stop)
         await asyncio.gather(prefill.start(), decode.start(), alone.start())
         # However short a prompt is: it is its way that is tested.
-        front = ("router", f"--prefill={prefill.url}", f"--decode={decode.url}", "--alone-tokens=0")
+        front = (
+            "router",
+            f"--prefill={prefill.url}",
+            f"--decode={decode.url}",
+            "--local-prefill-max-tokens=0",
+        )
         router = Node("router", front, http)
         stack.push_async_callback(router.stop)
         await router.start()

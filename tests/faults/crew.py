@@ -176,7 +176,7 @@ async def open_crew() -> AsyncIterator[Crew]:
             await mock.start()
         front = ("router", *(f"--decode={mock.url}" for mock in decodes))
         front += tuple(f"--prefill={mock.url}" for mock in prefills)
-        front += ("--alone-tokens=0", "--recovery-s=0.5", f"--health-interval-s={HEALTH_S}")
+        front += ("--local-prefill-max-tokens=0", "--recovery-s=0.5", f"--health-interval-s={HEALTH_S}")
         front += (f"--first-byte-s={FIRST_BYTE_S}", f"--idle-s={IDLE_S}")
         router = Node("router", front, http)
         stack.push_async_callback(router.stop)

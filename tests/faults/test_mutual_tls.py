@@ -71,7 +71,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cer
             stack.push_async_callback(node.stop)
         await asyncio.gather(prefill.start(), decode.start(), alone.start())
         urls = [f"--{node.name}=https://127.0.0.1:{node.port}" for node in (prefill, decode)]
-        router = Node("router", ("router", *urls, *tls, "--alone-tokens=0"), http)
+        router = Node("router", ("router", *urls, *tls, "--local-prefill-max-tokens=0"), http)
         stack.push_async_callback(router.stop)
         await router.start()
         made = Certified(router, prefill, decode, alone, http, random.Random(11))

@@ -122,7 +122,9 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Spa
         await asyncio.gather(*(node.start() for node in (*decodes, prefill, alone)))
         flags = [f"--decode={node.url}" for node in decodes]
         router = Node(
-            "router", ("router", f"--prefill={prefill.url}", *flags, "--alone-tokens=0", "--idle-s=2"), http
+            "router",
+            ("router", f"--prefill={prefill.url}", *flags, "--local-prefill-max-tokens=0", "--idle-s=2"),
+            http,
         )
         stack.push_async_callback(router.stop)
         await router.start()

@@ -49,7 +49,7 @@ async def test_tenants_share_no_blocks_in_any_worker(tmp_path: Path) -> None:
         for node in (decode, prefill):
             stack.push_async_callback(node.stop)
         await asyncio.gather(decode.start(), prefill.start())
-        flags = (f"--decode={decode.url}", f"--prefill={prefill.url}", "--alone-tokens=0")
+        flags = (f"--decode={decode.url}", f"--prefill={prefill.url}", "--local-prefill-max-tokens=0")
         router = Node("router", ("router", *flags, f"--tenants-file={file}"), http)
         stack.push_async_callback(router.stop)
         await router.start()

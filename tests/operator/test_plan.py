@@ -71,9 +71,9 @@ def test_a_pair_becomes_workers_routers_and_what_lies_around_them() -> None:
 
 @pytest.mark.parametrize("page", [False, True])
 def test_routers_show_a_page_only_where_it_is_wanted(page: bool) -> None:
-    cluster = settled(changed(PAIR, "router.page", page))
+    cluster = settled(changed(PAIR, "router.dashboard", page))
     pod = cluster.objects["apps/v1", "Deployment", "chat-router"]["spec"]["template"]["spec"]
-    assert ("--page" in pod["containers"][0]["args"]) is page
+    assert ("--dashboard" in pod["containers"][0]["args"]) is page
 
 
 def test_without_prefill_workers_decode_workers_do_both() -> None:

@@ -167,7 +167,7 @@ def test_service_with_old_names_says_so_in_its_status() -> None:
     (container,) = cluster.objects["apps/v1", "Deployment", "chat-router"]["spec"]["template"]["spec"][
         "containers"
     ]
-    assert "--page" in container["args"]
+    assert "--dashboard" in container["args"]
     cluster.change({**MINIMAL, "router": {"dashboard": True}})
     cluster.settle()
     assert cluster.condition("SpecSupported") == ("True", "Supported")

@@ -233,7 +233,7 @@ async def test_key_name_and_equal_claim_are_two_owners(tmp_path: Path) -> None:
     """A token whose claim says `ops` sees nothing of what the key named `ops` holds, and not the reverse."""
     issuer, keys = Issuer(), tmp_path / "keys"
     keys.write_text(f"ops: {hashed('secret-key')}\n")
-    settings = jwt_settings(tmp_path, issuer, api_key_file=str(keys), page=True)
+    settings = jwt_settings(tmp_path, issuer, api_key_file=str(keys), dashboard=True)
     async with FakeWorker() as worker, running_router([worker], **settings) as router:
         key, token = "secret-key", issuer.token(sub="ops")
         upload: dict[str, Any] = {"files": {"file": ("a.jsonl", b"{}")}, "data": {"purpose": "batch"}}

@@ -74,7 +74,7 @@ Moving = dict[tuple[str, str], float]
 
 
 def found_ways(
-    decodes: list[Decode], prefills: list[Prefill], moving: Moving, alone_limit: int
+    decodes: list[Decode], prefills: list[Prefill], moving: Moving, local_prefill_limit: int
 ) -> list[PlainOption]:
     groups = [
         WorkerGroup(
@@ -93,15 +93,18 @@ def found_ways(
         [pair_selection.prefill_offer(p.cached, p.backlog_s, p.waiting, p.compute_s) for p in prefills],
         groups,
         lambda source, target: moving.get((prefills[source].name, decodes[target].name), 0.005),
-        alone_limit,
+        local_prefill_limit,
         CONTEXT,
     )
 
 
 def chosen(
-    decodes: list[Decode], prefills: list[Prefill], alone_limit: int = 512, moving: Moving | None = None
+    decodes: list[Decode],
+    prefills: list[Prefill],
+    local_prefill_limit: int = 512,
+    moving: Moving | None = None,
 ) -> tuple[str, str | None]:
-    way = choose_option(found_ways(decodes, prefills, moving or {}, alone_limit), random.Random(0))
+    way = choose_option(found_ways(decodes, prefills, moving or {}, local_prefill_limit), random.Random(0))
     return decodes[way.decode].name, None if way.prefill == LOCAL_PREFILL else prefills[way.prefill].name
 
 

@@ -370,7 +370,7 @@ async def test_a_request_names_a_prefill_worker_with_a_ticket_for_it() -> None:
     async with (
         FakeWorker() as worker,
         prefiller,
-        running_router([worker], [prefiller], ticket_secret="s3cret", alone_tokens=0) as router,
+        running_router([worker], [prefiller], ticket_secret="s3cret", local_prefill_max_tokens=0) as router,
     ):
         answer = await router.post()
         asked = worker.asked[0]

@@ -41,8 +41,10 @@ class Cluster:
         self.decodes = [self.worker(Role.DECODE, 8100 + number) for number in range(decodes)]
         self.prefills = [self.worker(Role.PREFILL, 8200 + number) for number in range(prefills)]
         self.workers = Workers(tuple(self.decodes), tuple(self.prefills))
-        config = RouterSettings.model_validate({"prefill_tokens": 100_000, "alone_tokens": 0, **settings})
-        self.dispatcher = Dispatcher(self.workers, random.Random(1), config.alone_tokens)
+        config = RouterSettings.model_validate(
+            {"prefill_tokens": 100_000, "local_prefill_max_tokens": 0, **settings}
+        )
+        self.dispatcher = Dispatcher(self.workers, random.Random(1), config.local_prefill_max_tokens)
         self.queue = Queue(config, self.dispatcher, lambda: self.now)
         for one in self.workers.all:
             self.teach(one)
@@ -515,7 +517,7 @@ async def test_what_is_asked_for_counts_once_and_also_when_it_is_refused() -> No
 @pytest.mark.parametrize(("prefills", "local"), [(1, True), (0, False)])
 async def test_demand_of_a_short_chat_is_local_beside_prefill(prefills: int, local: bool) -> None:
     """The decode worker computes it by itself; without prefill workers there is nothing to tell apart."""
-    async with cluster_of(1, prefills, alone_tokens=256) as cluster:
+    async with cluster_of(1, prefills, local_prefill_max_tokens=256) as cluster:
         await cluster.send("short", SHORT)
         demand = cluster.queue.demand
         assert demand["prompt"] > 0

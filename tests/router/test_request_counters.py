@@ -58,7 +58,7 @@ async def test_every_figure_after_a_story(tmp_path: Path) -> None:
     async with (
         FakeWorker(reported) as worker,
         FakeWorker(role=Role.PREFILL, control="127.0.0.1:1") as prefill,
-        running_router([worker], [prefill], tenants_file=str(file), alone_tokens=0) as router,
+        running_router([worker], [prefill], tenants_file=str(file), local_prefill_max_tokens=0) as router,
     ):
 
         async def ask(key: str, body: object, **headers: str) -> int:

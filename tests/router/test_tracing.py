@@ -68,7 +68,7 @@ async def test_a_request_is_a_trace_of_where_its_time_went() -> None:
         FakeWorker(reported) as worker,
         FakeWorker(role=Role.PREFILL, control="127.0.0.1:1") as prefill,
     ):
-        settings: dict[str, Any] = {"tracing_endpoint": collector.url, "alone_tokens": 0}
+        settings: dict[str, Any] = {"tracing_endpoint": collector.url, "local_prefill_max_tokens": 0}
         async with running_router([worker], [prefill], **settings) as router:
             headers = {
                 "traceparent": f"00-{TRACE}-{SPAN}-01",

@@ -130,7 +130,7 @@ async def target(model: str, url: str, api_key: str, *, apart: bool) -> AsyncIte
     from baton_cli.up import open_service
 
     display = Display(Console(stderr=True), logs=False)
-    front = {"port": 0, "page": False} | ({"alone_tokens": 0} if apart else {})
+    front = {"port": 0, "dashboard": False} | ({"local_prefill_max_tokens": 0} if apart else {})
     plan = up.make_plan(display, 1, 1, front, {"model": model})
     async with open_service(plan, display) as service:
         yield service.url, service.api_key

@@ -159,7 +159,7 @@ def _arguments(owner: Owner, spec: InferenceServiceSpec, tls: list[str]) -> list
         f"--processes={wanted.processes}",
         f"--kubernetes-selector={labels.SERVICE}={owner.name}",
         f"--revision-weights-file={WEIGHTS_FOLDER}/{WEIGHTS_FILE}",
-        f"--alone-tokens={wanted.local_prefill_max_tokens}",
+        f"--local-prefill-max-tokens={wanted.local_prefill_max_tokens}",
         f"--queue-requests={wanted.queue_limit}",
         f"--drain-notice-s={wanted.drain.pre_stop_delay.seconds:g}",
         f"--drain-s={wanted.drain.timeout.seconds:g}",
@@ -170,7 +170,7 @@ def _arguments(owner: Owner, spec: InferenceServiceSpec, tls: list[str]) -> list
         flags.append(f"--hold-s={wanted.scale_from_zero_timeout.seconds:g}")
         flags.append(f"--hold-models={','.join((spec.model.name or owner.name, *spec.model.aliases))}")
     if wanted.dashboard:
-        flags.append("--page")
+        flags.append("--dashboard")
     if auth.api_keys_secret_ref is not None:
         flags.append(f"--api-key-file={KEYS_FOLDER}/{KEYS_FILE}")
     if auth.tenants_secret_ref is not None:

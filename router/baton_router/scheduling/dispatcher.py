@@ -131,20 +131,20 @@ class Dispatcher:
         self,
         workers: Workers,
         rng: random.Random,
-        alone_limit: int,
+        local_prefill_limit: int,
         weights: Callable[[], Mapping[str, float]] = dict,
         profiles: Iterable[Profile] = (),
     ) -> None:
         """
-        `alone_limit`: tokens that a decode worker computes beside its streams, at most. `profiles`: of models
-        of which something is known beforehand.
+        `local_prefill_limit`: maximum tokens that a decode worker computes beside its streams. `profiles`: by
+        model, measured in advance.
 
         `weights`: of requests, by generation; without any, generations compete.
         """
         self._weights = weights
         self._shares = RevisionShares()
         self._rng = rng
-        self._alone_limit = alone_limit
+        self._local_prefill_limit = local_prefill_limit
         self._numbers = itertools.count(1)
         self._answer_tokens = RunningAverage(EXPECTED_ANSWER_TOKENS)
         self.figures = DecisionCounters()
@@ -187,7 +187,7 @@ class Dispatcher:
             [self._prefill_offer(known, tokens, held, now, ahead) for known in among.known_prefills],
             among.groups,
             lambda source, target: transfers[source][target].seconds(tokens, now),
-            self._alone_limit,
+            self._local_prefill_limit,
             tokens,
         )
         way = pair_selection.choose_option(found, self._rng)

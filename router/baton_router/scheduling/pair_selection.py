@@ -119,14 +119,14 @@ def pair_options(
     prefills: Sequence[PrefillOffer],
     groups: Sequence[WorkerGroup],
     transfer_s: Callable[[int, int], float],
-    alone_limit: int,
+    local_prefill_limit: int,
     context: int,
 ) -> list[PlainOption]:
     """
     The ways worth comparing, the cheapest first; at least one, if there are decode workers.
 
     Workers are numbered by their places in `decodes` and `prefills`. `transfer_s` is asked for some pairs of
-    a prefill and a decode worker. A decode worker that would compute more than `alone_limit` of the
+    a prefill and a decode worker. A decode worker that would compute more than `local_prefill_limit` of the
     `context` tokens beside its streams is asked to only if nobody else can.
     """
     found: list[PlainOption] = []
@@ -148,7 +148,7 @@ def pair_options(
             if len(found) > before:
                 paired.update(group.decodes)
     for target, (_, price, first, _, cached, streams, waiting) in enumerate(decodes):
-        if context - cached <= alone_limit or target not in paired:
+        if context - cached <= local_prefill_limit or target not in paired:
             found.append((price, first, cached, streams + waiting, target, LOCAL_PREFILL))
     found.sort()
     return found

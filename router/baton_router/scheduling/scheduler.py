@@ -57,7 +57,7 @@ class RequestScheduler:
         self.workers = workers = Workers()
         weights = RevisionWeights(settings.revision_weight, settings.revision_weights_file)
         measured = [profiles.read(one) for one in settings.profile]
-        self.dispatcher = Dispatcher(workers, rng, settings.alone_tokens, weights, measured)
+        self.dispatcher = Dispatcher(workers, rng, settings.local_prefill_max_tokens, weights, measured)
         self.feeds = KvSubscribers(workers, self.dispatcher.knowledge, settings, clock, self.background)
         self.verdicts = OutcomeAttribution(self.dispatcher.knowledge.transfer)
         self.queue = Queue(settings, self.dispatcher, clock)
