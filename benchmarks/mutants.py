@@ -32,7 +32,7 @@ ROOMS = (
     "runtime/prefill",
     "runtime/decode",
 )
-BESIDE = ("tests", "docs", "crds", "charts", "examples")
+BESIDE = ("tests", "benchmarks", "docs", "crds", "charts", "examples")
 """Folders that tests read."""
 KILLED = {1, 3, 36, 152, -24, 24, 255, -11}
 """Exit codes of mutmut's worker for a failed test, a limit on time that ran out, and a crash."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,12 +19,13 @@ from baton_http.upstream import Upstream
 from baton_router.cache.prompt_chunks import chunk_text
 from baton_router.scheduling.dispatcher import Dispatch, Dispatcher
 from baton_router.scheduling.picker import PickRequest
-from baton_router.scheduling.queue import Queue
-from baton_router.scheduling.queued_request import BATCHED_PROMPTS_S, NEARLY_DONE_S
+from baton_router.scheduling.queue import LEAST_TICK_S, TICK_S, Queue
+from baton_router.scheduling.queued_request import BATCHED_PROMPTS_S, NEARLY_DONE_S, REPLAN_S
 from baton_router.scheduling.waiting_room import LEVELS
 from baton_router.settings import RouterSettings
 from baton_router.workers.costs import WorkerKind
 from baton_router.workers.worker import FULL_S, Worker, Workers
+from benchmarks import virtual_time
 
 LONG, SHORT = 40_000, 400
 """Bytes of prompts."""
@@ -35,8 +37,15 @@ SECONDS_PER_BYTE = 1e-4
 class Cluster:
     """A queue before workers that have told how fast they are, and a clock that the test moves."""
 
-    def __init__(self, decodes: int = 1, prefills: int = 1, **settings: Any) -> None:
-        self.now = 100.0
+    def __init__(
+        self,
+        decodes: int = 1,
+        prefills: int = 1,
+        *,
+        clock: Callable[[], float] | None = None,
+        **settings: Any,
+    ) -> None:
+        self._clock, self._now = clock, 100.0
         self.rng = random.Random(1)
         self.decodes = [self.worker(Role.DECODE, 8100 + number) for number in range(decodes)]
         self.prefills = [self.worker(Role.PREFILL, 8200 + number) for number in range(prefills)]
@@ -50,6 +59,14 @@ class Cluster:
             self.teach(one)
         self.gone: list[str] = []
         self.tasks: dict[str, asyncio.Task[Dispatch]] = {}
+
+    @property
+    def now(self) -> float:
+        return self._clock() if self._clock else self._now
+
+    @now.setter
+    def now(self, value: float) -> None:
+        self._now = value
 
     def teach(self, worker: Worker) -> None:
         cost = self.dispatcher.knowledge.of(worker).prefill_cost
@@ -112,8 +129,12 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster_of(*args: int, **settings: Any) -> AsyncIterator[Cluster]:
+    """A cluster whose timers raise nothing and that is empty in the end."""
+    broken: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: broken.append(context))
     cluster = Cluster(*args, **settings)
     yield cluster
+    assert not [context for context in broken if "handle" in context]
     for task in cluster.tasks.values():
         task.cancel()
     await asyncio.gather(*cluster.tasks.values(), return_exceptions=True)
@@ -524,3 +545,270 @@ async def test_demand_of_a_short_chat_is_local_beside_prefill(prefills: int, loc
         assert demand["local"] == (demand["prompt"] if local else 0)
         await cluster.send("long", LONG)
         assert demand["local"] < demand["prompt"] - LONG / 8
+
+
+# --- Time passes, and no worker says anything ---
+
+
+def in_virtual_time(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """The test on a loop whose time jumps to the next timer."""
+
+    @functools.wraps(test)
+    def run() -> None:
+        virtual_time.run(test())
+
+    return run
+
+
+def loop_time() -> float:
+    return 100.0 + asyncio.get_running_loop().time()
+
+
+async def seconds_until(task: asyncio.Task[Dispatch]) -> float:
+    """Of the loop's time, until the request goes or gets its error."""
+    before = asyncio.get_running_loop().time()
+    await asyncio.wait([task], timeout=60.0)
+    assert task.done()
+    return asyncio.get_running_loop().time() - before
+
+
+@in_virtual_time
+async def test_queue_worker_nearly_done_is_given_the_next_in_time() -> None:
+    async with cluster_of(1, 0, clock=loop_time) as cluster:
+        await cluster.send("first", 2550)  # 0.255 s
+        waiting = await cluster.send("second", LONG)
+        assert await seconds_until(waiting) == pytest.approx(0.255 - NEARLY_DONE_S, abs=LEAST_TICK_S)
+
+
+@in_virtual_time
+async def test_queue_patience_ends_in_time() -> None:
+    async with cluster_of(1, 0, clock=loop_time, wait_s=0.53) as cluster:
+        await cluster.send("first", LONG)
+        waiting = await cluster.send("second", LONG)
+        assert await seconds_until(waiting) == pytest.approx(0.53, abs=LEAST_TICK_S)
+        assert isinstance(waiting.exception(), NotInTime)
+
+
+@in_virtual_time
+async def test_queue_prompt_without_a_stream_ends_in_time() -> None:
+    """Of a worker that has taught nothing only tokens count, until its prompt should be computed."""
+    async with cluster_of(1, 0, clock=loop_time, prefill_tokens=1000) as cluster:
+        cluster.decodes[0].answered(Load(role=Role.DECODE, model="tiny", epoch="2"))
+        first = await cluster.send("first", LONG, streams=False)
+        waiting = await cluster.send("second", LONG)
+        expected = first.result().way.first_token_s
+        assert expected > LEAST_TICK_S
+        assert await seconds_until(waiting) == pytest.approx(expected, abs=LEAST_TICK_S)
+
+
+@in_virtual_time
+async def test_queue_recovered_worker_is_found_within_a_tick() -> None:
+    """Another worker is busy for four seconds with an answer that comes whole."""
+    async with cluster_of(2, 0, clock=loop_time) as cluster:
+        second = cluster.decodes[1]
+        healthy, second.health = second.health, second.health.missed(1, "it does not answer")
+        await cluster.send("first", LONG, streams=False)
+        waiting = await cluster.send("second", LONG)
+        await asyncio.sleep(0.53)
+        second.health = healthy
+        assert await seconds_until(waiting) <= REPLAN_S + 2 * TICK_S
+        assert waiting.result().pair.decode is second
+
+
+# --- Prompts ahead ---
+
+PREFIX = random.Random(5).randbytes(20_000)
+
+
+@pytest.mark.parametrize("later_s", [0.0, 0.2])
+@pytest.mark.parametrize(
+    ("ahead", "goes"), [((), False), ((0.9,), False), ((2.0,), True), ((0.9, 0.9), True)]
+)
+async def test_queue_prompts_ahead_count_as_backlog(
+    ahead: tuple[float, ...], goes: bool, later_s: float
+) -> None:
+    """
+    A worker that holds most of a prompt is worth waiting for, unless others that wait for it go before.
+
+    Those of a higher class arrive `later_s` after the one that chooses.
+    """
+    async with cluster_of(2, 0) as cluster:
+        rng = random.Random(7)
+
+        async def send(name: str, held: int, more: int, kind: str = "default") -> asyncio.Task[Dispatch]:
+            prompt = chunk_text(PREFIX[:held] + rng.randbytes(more), 7)
+            ask = PickRequest("tiny", prompt, size=held + more, kind=kind)
+            cluster.tasks[name] = task = asyncio.create_task(cluster.queue.dispatch(ask))
+            await cluster.settle()
+            return task
+
+        before = await send("before", len(PREFIX), 0)
+        holder = before.result().pair.decode
+        await cluster.finish(before)
+        blocker = await send("blocker", len(PREFIX), 20_000)
+        assert blocker.result().pair.decode is holder
+        waiting = await send("waiting", 16_000, 8_000)
+        await cluster.pass_time(later_s)
+        for number, seconds in enumerate(ahead):
+            await send(f"ahead {number}", len(PREFIX), int(seconds / SECONDS_PER_BYTE), kind="critical")
+        assert not waiting.done()
+        await cluster.pass_time(REPLAN_S + 0.01 - later_s)
+        assert waiting.done() is goes
+        assert not goes or waiting.result().pair.decode is not holder
+
+
+# --- Turns, demand and errors ---
+
+
+@pytest.mark.parametrize(
+    ("dear", "cheap"),
+    [
+        ({"size": 8000, "answer_tokens": 1}, {"size": 800, "answer_tokens": 1}),
+        ({"size": 800, "answer_tokens": 200}, {"size": 800, "answer_tokens": 1}),
+    ],
+    ids=["prompts", "answers"],
+)
+async def test_queue_tenants_take_turns_by_tokens(dear: dict[str, Any], cheap: dict[str, Any]) -> None:
+    """A tenant with longer prompts or answers has fewer requests served, and about as many tokens."""
+    async with cluster_of(1, 0) as cluster:
+        task = await cluster.send("first", LONG)
+        for number in range(60):
+            await cluster.send(f"dear {number}", tenant="dear", **dear)
+            await cluster.send(f"cheap {number}", tenant="cheap", **cheap)
+        for _ in range(40):
+            await cluster.finish(task)
+            task = cluster.tasks[cluster.gone[-1]]
+        dear_count = sum(name.startswith("dear") for name in cluster.gone)
+        assert 2 <= dear_count <= 14
+
+
+async def test_queue_without_worker_or_patience_raises_at_once() -> None:
+    async with cluster_of(0, 0, hold_s=0.0, recovery_s=0.0) as cluster:
+        task = await cluster.send("first", SHORT, answer_tokens=10)
+        assert isinstance(task.exception(), NotReady)
+        assert cluster.queue.demand == {"prompt": SHORT // 4, "answer": 10}
+
+
+async def test_queue_held_requests_go_before_one_that_comes() -> None:
+    """They wait for their model, and delay no other."""
+    async with cluster_of(0, 0, hold_s=60.0) as cluster:
+        held = await cluster.send("held", LONG)
+        cluster.workers.come(cluster.worker(Role.DECODE, 8100))
+        cluster.workers.come(cluster.worker(Role.DECODE, 8300, model="other"))
+        other = cluster.queue.dispatch(cluster.ask(LONG, model="other"))
+        with pytest.raises(StopIteration) as stopped:
+            other.send(None)
+        cluster.dispatcher.let_go(stopped.value.value, cluster.now, complete=True)
+        await cluster.send("late", LONG)
+        assert held.done() and cluster.gone == ["held", "late"]
+
+
+ALL_TRIED = "Every worker that serves this model was tried for this request."
+
+
+async def test_queue_all_workers_tried_says_so() -> None:
+    async with cluster_of(2, 0) as cluster:
+        names = tuple(one.name for one in cluster.decodes)
+        assert str((await cluster.send("at once", tried=names)).exception()) == ALL_TRIED
+        await cluster.send("first", LONG)
+        await cluster.send("second", LONG)
+        waiting = await cluster.send("waiting", LONG, tried=names[:1])
+        assert not waiting.done()
+        cluster.workers.decode = (cluster.decodes[0],)
+        await cluster.pass_time(REPLAN_S)
+        assert isinstance(waiting.exception(), NotReady) and str(waiting.exception()) == ALL_TRIED
+
+
+async def test_queue_model_gone_while_waiting_raises_not_found() -> None:
+    async with cluster_of(1, 0) as cluster:
+        await cluster.send("first", LONG)
+        waiting = await cluster.send("waiting", LONG)
+        cluster.workers.decode = (cluster.worker(Role.DECODE, 8300, model="other"),)
+        await cluster.pass_time(REPLAN_S)
+        assert isinstance(waiting.exception(), ModelNotFound)
+
+
+async def test_queue_demand_counts_uncached_tokens_of_all() -> None:
+    async with cluster_of(1, 1, alone_tokens=2000) as cluster:
+        prompt = chunk_text(cluster.rng.randbytes(4000), 7)
+        for number in range(2):
+            cluster.tasks[f"{number}"] = task = asyncio.create_task(
+                cluster.queue.dispatch(PickRequest("tiny", prompt, size=4000))
+            )
+            await cluster.settle()
+            await cluster.finish(task)
+        assert 1000 < cluster.queue.demand["prompt"] < 1500
+        assert cluster.queue.demand["local"] == cluster.queue.demand["prompt"]
+
+
+async def test_queue_client_leaving_as_it_goes_lets_go_unfinished() -> None:
+    async with cluster_of(1, 0) as cluster:
+        first = await cluster.send("first", LONG)
+        waiting = await cluster.send("waiting", LONG)
+        cluster.dispatcher.let_go(first.result(), cluster.now, complete=True)
+        cluster.queue.changed()
+        asyncio.get_running_loop().call_later(0, waiting.cancel)
+        await cluster.settle()
+        last = cluster.dispatcher.dispatches[-1]
+        assert last is not first.result()
+        assert (last.ended, last.complete) == (cluster.now, False)
+
+
+async def test_queue_client_leaving_as_its_patience_ends_is_cancelled() -> None:
+    async with cluster_of(1, 0, wait_s=5.0) as cluster:
+        await cluster.send("first", LONG)
+        await cluster.send("second", LONG)
+        waiting = await cluster.send("waiting", LONG)
+        cluster.now += 5.1
+        cluster.queue.changed()
+        asyncio.get_running_loop().call_later(0, waiting.cancel)
+        await cluster.settle()
+        assert waiting.cancelled()
+
+
+async def test_queue_rejects_count_each_request() -> None:
+    async with cluster_of(1, 0, wait_s=5.0) as cluster:
+        await cluster.send("first", LONG)
+        for number in range(3):
+            await cluster.send(f"late {number}", LONG, kind="interactive", objective_s=2.0)
+        for number in range(2):
+            await cluster.send(f"patient {number}", LONG)
+        await cluster.pass_time(5.1)
+        assert cluster.queue.rejects == {"late": 3, "waited": 2}
+
+
+async def test_queue_waiting_request_is_not_planned_at_each_look() -> None:
+    async with cluster_of(1, 0) as cluster:
+        await cluster.send("first", LONG)
+        for number in range(5):
+            await cluster.send(f"{number}", LONG)
+        before = cluster.dispatcher.plan("tiny", chunk_text(b"a question", 7), (), cluster.now)
+        for _ in range(5):
+            await cluster.pass_time(0.01)
+        after = cluster.dispatcher.plan("tiny", chunk_text(b"a question", 7), (), cluster.now)
+        assert before is not None and after is not None
+        assert after.number == before.number + 1
+
+
+@pytest.mark.parametrize(("kind", "in_vain", "accepted"), [
+    ("interactive", True, False), ("interactive", False, True), ("default", True, True),
+])  # fmt: skip
+async def test_queue_requests_waiting_in_vain_make_admission_stricter(
+    kind: str, in_vain: bool, accepted: bool
+) -> None:
+    """Of a class whose clients sit and wait; those that went, and other classes, change nothing."""
+    async with cluster_of(1, 0) as cluster:
+        for number in range(12):
+            first = await cluster.send(f"first {number}", LONG)
+            waiting = await cluster.send(f"waiting {number}", LONG, kind=kind, objective_s=20.0)
+            if in_vain:
+                await cluster.pass_time(31.0)
+                assert isinstance(waiting.exception(), NotInTime)
+                await cluster.finish(first)
+            else:
+                await cluster.pass_time(3.9)
+                await cluster.finish(first)
+                await cluster.finish(waiting)
+        await cluster.send("first", 2000)  # 0.2 s
+        late = await cluster.send("late", LONG, kind="interactive", objective_s=4.2 / 1.2)
+        assert late.done() is not accepted
