@@ -33,7 +33,7 @@ class Measured:
     async def figures(self) -> ServiceMetrics:
         """Of the operator's one question."""
         try:
-            found = await self._prometheus.ask(self._url, self._question.text, METRIC_LABEL)
+            found = await self._prometheus.query(self._url, self._question.text, METRIC_LABEL)
         except MetricsLost as lost:
             return ServiceMetrics({}, str(lost))
         return ServiceMetrics({name: value * self._times.get(name, 1.0) for name, value in found.items()})
@@ -51,6 +51,6 @@ class Measured:
 
     async def _by_pod(self, query: str) -> Mapping[str, float]:
         try:
-            return await self._prometheus.ask(self._url, query, "pod")
+            return await self._prometheus.query(self._url, query, "pod")
         except MetricsLost:
             return {}

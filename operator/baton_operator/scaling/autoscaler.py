@@ -1,9 +1,9 @@
 """
-The loop around the decisions: one service looked at, both roles decided, and what changes written down.
+The autoscaler: it samples a service, decides for both roles, and writes the replicas of their RoleScalers.
 
-Numbers are written into RoleScalers, and by nobody else's hand into Deployments, so that a rollout never
-forgets them. With mode External nothing is written: what would be is published, for whoever scales. What a
-role can do and how long it takes to start are kept in its RoleScaler's status, for the next operator.
+Only the reconciler copies them to Deployments, so rollouts keep them. With mode External the autoscaler
+writes no replicas but publishes its decisions. The status of a RoleScaler stores capacity and start-up time
+for the next operator.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from baton_operator.reconcilers.reconciler import ReportTransition
 from baton_operator.rollout.decision import RoleName
 from baton_operator.scaling import role_scalers, sizing
 from baton_operator.scaling.budget import GpuBudget, GpuDemand, allocate, gpus, holder, of_role
-from baton_operator.scaling.decision import capacity
+from baton_operator.scaling.decision import DecisionAndMemory, capacity
 from baton_operator.scaling.history import CapacityEstimate, StartupTimes
 from baton_operator.scaling.metrics import RoleDecision, ScalingMetrics, ServiceName
 from baton_operator.scaling.prometheus import (
@@ -45,85 +45,85 @@ from baton_operator.scaling.sample import STARTUP_S, RoleMemory, ScalingDecision
 from baton_operator.scaling.signals import RolePods, ServiceMetrics, role_sample
 
 SLEEP_INTERVAL_S = 2.0
-"""Between two looks at a service that sleeps: its first request waits for as long."""
+"""Seconds between two checks of a service at zero. Its first request waits for as long."""
 
 PENDING = "Unschedulable"
 
 COST = "controller.kubernetes.io/pod-deletion-cost"
-"""Of several workers Kubernetes ends the one with the least."""
+"""Annotation of pods: a Deployment removes the pod with the lowest cost first."""
 
 
 @dataclass(slots=True)
 class ServiceMemory:
-    """What is remembered of one service between two looks."""
+    """Memory of one service between two reconciliations."""
 
     revision: str = ""
     memories: dict[RoleName, RoleMemory] = field(default_factory=dict)
     startups: dict[RoleName, StartupTimes] = field(default_factory=dict)
-    complaint: str = ""
-    """What is wrong with its profile, as it was told."""
+    profile_error: str = ""
+    """Last reported error of its profile."""
     profile: Profile | None = None
     profile_source: ProfileSource | None = None
-    """From where it was read."""
+    """Source of the profile."""
     reread_at: float = 0.0
     requests: sizing.LearnedRequests = field(default_factory=sizing.LearnedRequests)
 
 
 class Autoscaler:
-    """The reconciler of the kind Scaling. `clock` gives Unix seconds."""
+    """The reconciler of the queue keys of kind Scaling. `clock` returns Unix seconds."""
 
     def __init__(
         self,
         api: ApiServer,
         reader: ClusterReader,
-        metrics: MetricsClient,
+        prometheus: MetricsClient,
         own: ScalingSettings,
-        tell: ReportTransition,
-        figures: ScalingMetrics,
+        report: ReportTransition,
+        scaling_metrics: ScalingMetrics,
         clock: Callable[[], float],
     ) -> None:
         self._api = api
         self._reader = reader
-        self._metrics = metrics
+        self._prometheus = prometheus
         self._own = own
-        self._tell = tell
-        self._figures = figures
+        self._report = report
+        self._scaling_metrics = scaling_metrics
         self._clock = clock
-        self._known: dict[ServiceName, ServiceMemory] = {}
+        self._memory_of: dict[ServiceName, ServiceMemory] = {}
         self._budget = GpuBudget(own.gpu_budget, reader)
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
         service = self._reader.service(namespace, name)
         spec = _scaled(service) if service is not None else None
         if service is None or spec is None:
-            self._known.pop((namespace, name), None)
+            self._memory_of.pop((namespace, name), None)
             self._budget.forget((namespace, name))
-            self._figures.forget((namespace, name))
+            self._scaling_metrics.forget((namespace, name))
             return None
         interval = spec.autoscaling.interval.seconds
-        bound: dict[RoleName, Manifest] = {}
+        scalers: dict[RoleName, Manifest] = {}
         for role, wanted in role_scalers.roles(spec).items():
             if wanted.scaling is None:
                 continue
-            there = self._reader.scaler(namespace, name, role)
-            if there is not None:
-                bound[role] = there
-        if not bound:
+            scaler = self._reader.scaler(namespace, name, role)
+            if scaler is not None:
+                scalers[role] = scaler
+        if not scalers:
             return interval
         pods = self._reader.pods(namespace, name)
-        awake = len(role_scalers.roles(spec)) > len(bound)
-        asleep = not awake and all(one["spec"]["replicas"] == 0 for one in bound.values())
+        awake = len(role_scalers.roles(spec)) > len(scalers)
+        asleep = not awake and all(one["spec"]["replicas"] == 0 for one in scalers.values())
         try:
-            await self._look(service, spec, bound, pods, asleep=asleep)
+            await self._scale(service, spec, scalers, pods, asleep=asleep)
         finally:
             self._budget.written((namespace, name))
         return min(interval, SLEEP_INTERVAL_S) if asleep else interval
 
-    async def _look(
+    async def _scale(
         self,
         service: Manifest,
         spec: InferenceServiceSpec,
-        bound: Mapping[RoleName, Manifest],
+        scalers: Mapping[RoleName, Manifest],
         pods: Sequence[Pod],
         *,
         asleep: bool,
@@ -131,99 +131,105 @@ class Autoscaler:
         metadata = service["metadata"]
         key: ServiceName = (metadata["namespace"], metadata["name"])
         now = self._clock()
-        known = self._known.setdefault(key, ServiceMemory())
-        _learn_generation(known, service)
-        question = MetricsQuery(*key, spec.objectives.percentile, self._own.window_s)
-        figures = await self._asleep(pods) if asleep else await self._asked(spec, question)
-        memories = {name: _memory(known, name, one, pods, now) for name, one in bound.items()}
-        profile = await self._profile(service, spec, known, now)
-        sized: Mapping[RoleName, WorkerSize] = {}
+        service_memory = self._memory_of.setdefault(key, ServiceMemory())
+        _carry_over_capacity(service_memory, service)
+        query = MetricsQuery(*key, spec.objectives.percentile, self._own.window_s)
+        metrics = await self._sleeping(pods) if asleep else await self._measured(spec, query)
+        memories = {name: _memory(service_memory, name, one, pods, now) for name, one in scalers.items()}
+        profile = await self._profile(service, spec, service_memory, now)
+        sizes: Mapping[RoleName, WorkerSize] = {}
         if profile is not None:
-            known.requests = known.requests.looked(profile, figures, now)
+            service_memory.requests = service_memory.requests.looked(profile, metrics, now)
             ahead_s = max(one.startup_s for one in memories.values())
-            prefills = None if spec.prefill is None else spec.prefill.replicas or 0
-            if "prefill" in bound:
-                prefills = bound["prefill"]["spec"]["replicas"]
-            sized = sizing.worker_sizes(profile, known.requests, spec.objectives, ahead_s, prefills)
-        roles: dict[RoleName, ScaledRole] = {}
-        for name, scaler in bound.items():
-            workers = of_role(name, pods)
-            policy = policy_of(spec, name)
-            there = RolePods(
-                replicas=role_scalers.scaled(role_scalers.roles(spec)[name], scaler["spec"]["replicas"]),
-                ready=sum(pod.ready and not pod.terminating for pod in workers),
-                routers=len(_routers(pods)),
-                pending_s=max((now - pod.created for pod in workers if PENDING in pod.trouble), default=0.0),
-                rolling=rolls(service),
+            prefills = _prefill_replicas(spec, scalers)
+            sizes = sizing.worker_sizes(
+                profile, service_memory.requests, spec.objectives, ahead_s, prefills
             )
-            seen = role_sample(name, figures, there, policy.objective_s, size=sized.get(name))
-            roles[name] = ScaledRole(policy, memories[name], seen)
+        roles: dict[RoleName, ScaledRole] = {}
+        for name, scaler in scalers.items():
+            policy = policy_of(spec, name)
+            replicas = role_scalers.scaled(role_scalers.roles(spec)[name], scaler["spec"]["replicas"])
+            role_pods = _role_pods(name, service, pods, replicas, now)
+            sample = role_sample(name, metrics, role_pods, policy.objective_s, size=sizes.get(name))
+            roles[name] = ScaledRole(policy, memories[name], sample)
 
         def grant(decisions: Mapping[RoleName, ScalingDecision]) -> Mapping[RoleName, int]:
-            return self._grant(key, spec, pods, roles, decisions, now)
+            return self._allocate(key, spec, pods, roles, decisions, now)
 
-        made = decide_all(roles, grant, now)
-        known.memories = {name: memory for name, (_, memory) in made.items()}
-        self._figures.decided(
-            key,
-            {
-                name: RoleDecision(roles[name].sample, one, capacity(memory, roles[name].sample))
-                for name, (one, memory) in made.items()
-            },
-            measured=not figures.lost,
+        decided = decide_all(roles, grant, now)
+        service_memory.memories = {name: memory for name, (_, memory) in decided.items()}
+        published = {
+            name: RoleDecision(roles[name].sample, one, capacity(memory, roles[name].sample))
+            for name, (one, memory) in decided.items()
+        }
+        self._scaling_metrics.decided(key, published, measured=not metrics.lost)
+        await self._write_decisions(
+            service, spec, query, pods=pods, scalers=scalers, decided=decided, now=now
         )
-        costs = False
-        for name, (decision, memory) in made.items():
-            scaler = bound[name]
+
+    async def _write_decisions(
+        self,
+        service: Manifest,
+        spec: InferenceServiceSpec,
+        query: MetricsQuery,
+        pods: Sequence[Pod],
+        scalers: Mapping[RoleName, Manifest],
+        decided: Mapping[RoleName, DecisionAndMemory],
+        now: float,
+    ) -> None:
+        """Write replicas, with mode Internal, and status of the RoleScalers."""
+        costs_set = False
+        for name, (decision, memory) in decided.items():
+            scaler = scalers[name]
             before = scaler["spec"]["replicas"]
             if spec.autoscaling.mode == "Internal" and decision.replicas != before:
-                if decision.replicas < before and not costs:
-                    costs = True
-                    await self._weigh(spec, question, pods)
-                await self._write(service, scaler, name, decision)
-            await self._say(scaler, decision, memory, now)
+                if decision.replicas < before and not costs_set:
+                    costs_set = True
+                    await self._set_deletion_costs(spec, query, pods)
+                await self._write_replicas(service, scaler, name, decision)
+            await self._write_status(scaler, decision, memory, now)
 
     async def _profile(
-        self, service: Manifest, spec: InferenceServiceSpec, known: ServiceMemory, now: float
+        self, service: Manifest, spec: InferenceServiceSpec, service_memory: ServiceMemory, now: float
     ) -> Profile | None:
-        """What the service's profile says of its workers; None if it has none that can be read."""
+        """Return the profile of the service; None if it has no readable one."""
         source = spec.autoscaling.profile
-        if source == known.profile_source and now < known.reread_at:
-            return known.profile
-        known.profile_source, known.profile, complaint = source, None, ""
+        if source == service_memory.profile_source and now < service_memory.reread_at:
+            return service_memory.profile
+        service_memory.profile_source, service_memory.profile, profile_error = source, None, ""
         try:
             if source is not None:
                 namespace = service["metadata"]["namespace"]
-                known.profile = await sizing.read_profile(self._api, namespace, source)
-                known.reread_at = now + sizing.REREAD_S
+                service_memory.profile = await sizing.read_profile(self._api, namespace, source)
+                service_memory.reread_at = now + sizing.REREAD_S
         except SetupError as error:
-            complaint = error.message
-        if complaint and complaint != known.complaint:
-            fact = Fact("ProfileRead", False, "ProfileUnusable", complaint[:1024])
-            self._tell(service, Transition(fact, warning=True))
-        known.complaint = complaint
-        return known.profile
+            profile_error = error.message
+        if profile_error and profile_error != service_memory.profile_error:
+            fact = Fact("ProfileRead", False, "ProfileUnusable", profile_error[:1024])
+            self._report(service, Transition(fact, warning=True))
+        service_memory.profile_error = profile_error
+        return service_memory.profile
 
-    async def _asked(self, spec: InferenceServiceSpec, question: MetricsQuery) -> ServiceMetrics:
+    async def _measured(self, spec: InferenceServiceSpec, query: MetricsQuery) -> ServiceMetrics:
         try:
-            return ServiceMetrics(await self._metrics.ask(self._url(spec), question.text, METRIC_LABEL))
+            return ServiceMetrics(await self._prometheus.query(self._url(spec), query.text, METRIC_LABEL))
         except MetricsLost as lost:
             return ServiceMetrics({}, str(lost))
 
-    async def _asleep(self, pods: Sequence[Pod]) -> ServiceMetrics:
-        """Nobody works, so that all there is to know is who waits, and routers know that."""
-        there = _routers(pods)
-        held = await held_requests([f"http://{_host(pod.address)}:{names.ROUTER_PORT}" for pod in there])
+    async def _sleeping(self, pods: Sequence[Pod]) -> ServiceMetrics:
+        """Return the metrics of a service at zero: only the requests that routers hold."""
+        routers = _routers(pods)
+        held = await held_requests([f"http://{_host(pod.address)}:{names.ROUTER_PORT}" for pod in routers])
         if held.value is None:
             return ServiceMetrics({}, held.why)
-        nothing = ("demand_prompt", "demand_answer", "queued_prompt", "in_flight", "waiting", "age")
-        return ServiceMetrics({**dict.fromkeys(nothing, 0.0), "routers": len(there), "held": held.value})
+        zeros = ("demand_prompt", "demand_answer", "queued_prompt", "in_flight", "waiting", "age")
+        return ServiceMetrics({**dict.fromkeys(zeros, 0.0), "routers": len(routers), "held": held.value})
 
     def _url(self, spec: InferenceServiceSpec) -> str:
         named = spec.autoscaling.prometheus
         return named.url if named is not None else self._own.prometheus_url
 
-    def _grant(
+    def _allocate(
         self,
         key: ServiceName,
         spec: InferenceServiceSpec,
@@ -234,11 +240,11 @@ class Autoscaler:
     ) -> dict[RoleName, int]:
         demands: dict[RoleName, GpuDemand] = {}
         for name, role in role_scalers.roles(spec).items():
-            there = roles[name].sample.replicas if name in roles else (role.replicas or 0)
-            requested = decisions[name].replicas if name in decisions else there
+            current = roles[name].sample.replicas if name in roles else (role.replicas or 0)
+            requested = decisions[name].replicas if name in decisions else current
             pressure = decisions[name].pressure if name in decisions else 0.0
             pods_of_it = len(of_role(name, pods))
-            demands[name] = GpuDemand(holder(key, name), gpus(role), there, pods_of_it, requested, pressure)
+            demands[name] = GpuDemand(holder(key, name), gpus(role), current, pods_of_it, requested, pressure)
         allowed = {one.holder: one.requested for one in demands.values()}
         if spec.autoscaling.gpu_budget is not None:
             allowed |= allocate(demands.values(), spec.autoscaling.gpu_budget)
@@ -247,25 +253,27 @@ class Autoscaler:
         allowed = dict(self._budget.grant(key, bounded, now, until))
         return {name: allowed[demands[name].holder] for name in decisions}
 
-    async def _weigh(self, spec: InferenceServiceSpec, question: MetricsQuery, pods: Sequence[Pod]) -> None:
-        """Have the worker go that has least to do. Without metrics Kubernetes takes the youngest."""
+    async def _set_deletion_costs(
+        self, spec: InferenceServiceSpec, query: MetricsQuery, pods: Sequence[Pod]
+    ) -> None:
+        """Make Kubernetes remove the least busy worker. Without metrics it removes the youngest."""
         try:
-            running = await self._metrics.ask(self._url(spec), question.running, "pod")
+            running = await self._prometheus.query(self._url(spec), query.running, "pod")
         except MetricsLost:
             return
         for pod in pods:
             if pod.name not in running or pod.terminating:
                 continue
             cost = {"metadata": {"annotations": {COST: f"{running[pod.name]:.0f}"}}}
-            await self._api.merge("v1", "Pod", question.namespace, pod.name, cost)
+            await self._api.merge("v1", "Pod", query.namespace, pod.name, cost)
 
-    async def _write(
+    async def _write_replicas(
         self, service: Manifest, scaler: Manifest, name: RoleName, decision: ScalingDecision
     ) -> None:
         metadata = scaler["metadata"]
         before = scaler["spec"]["replicas"]
         body = {
-            # Whoever has written it in the meantime is not written over: it is looked at again.
+            # A concurrent change makes the write fail with 409, and the key is retried.
             "metadata": {"resourceVersion": metadata["resourceVersion"]},
             "spec": {"replicas": decision.replicas},
         }
@@ -274,12 +282,14 @@ class Autoscaler:
         )
         up = decision.replicas > before
         key = metadata["namespace"], service["metadata"]["name"]
-        self._figures.changed(key, name, "up" if up else "down")
-        message = f"{name}: from {before} to {decision.replicas} workers. {decision.message}"
+        self._scaling_metrics.changed(key, name, "up" if up else "down")
+        message = f"{name}: scaled from {before} to {decision.replicas} workers. {decision.message}"
         fact = Fact(f"{name.capitalize()}Scaled", True, "ScaledUp" if up else "ScaledDown", message)
-        self._tell(service, Transition(fact, warning=False))
+        self._report(service, Transition(fact, warning=False))
 
-    async def _say(self, scaler: Manifest, decision: ScalingDecision, memory: RoleMemory, now: float) -> None:
+    async def _write_status(
+        self, scaler: Manifest, decision: ScalingDecision, memory: RoleMemory, now: float
+    ) -> None:
         before: dict[str, Any] = scaler.get("status", {}).get("scaling", {})
         status: dict[str, Any] = {
             "recommended": decision.replicas,
@@ -296,7 +306,7 @@ class Autoscaler:
         same = all(before.get(one) == value for one, value in status.items() if one not in ("capacity",))
         if same and _near(before.get("capacity"), status.get("capacity")):
             return
-        # What it says in words has numbers in it, which always change: it is said anew with the rest.
+        # The message contains changing numbers, so it is written only with other changes.
         status["message"] = decision.message[:1024]
         if decision.replicas != scaler["spec"]["replicas"]:
             status["lastScaleTime"] = timestamp(now)
@@ -304,54 +314,73 @@ class Autoscaler:
 
 
 def _scaled(service: Manifest) -> InferenceServiceSpec | None:
-    """The spec, if it is one of a service that is scaled."""
+    """Return the spec of a service that is scaled, otherwise None."""
     try:
         spec = InferenceServiceSpec.model_validate(service["spec"])
     except ValidationError:
-        return None  # the service's own reconciler says so
+        return None  # the InferenceService reconciler reports it
     return None if spec.autoscaling.mode == "Disabled" or spec.suspend else spec
 
 
-def _learn_generation(known: ServiceMemory, service: Manifest) -> None:
-    """What was learned of one revision is where the next one begins."""
+def _carry_over_capacity(service_memory: ServiceMemory, service: Manifest) -> None:
+    """Use the capacity of the old revision as the seed of a new one."""
     revision = service.get("status", {}).get("currentRevision", "")
-    if known.revision and revision and revision != known.revision:
-        known.memories = {
+    if service_memory.revision and revision and revision != service_memory.revision:
+        service_memory.memories = {
             name: replace(one, capacity=CapacityEstimate(seed=one.capacity.value))
-            for name, one in known.memories.items()
+            for name, one in service_memory.memories.items()
         }
-    known.revision = revision or known.revision
+    service_memory.revision = revision or service_memory.revision
 
 
-def _remembered(scaler: Manifest, now: float) -> RoleMemory:
-    """As another operator has left it."""
-    noted = with_new_names(ScalingStatus, scaler.get("status", {}).get("scaling", {}))
-    startup = noted.get("startupDuration")
-    return RoleMemory.new(now, noted.get("capacity"), Duration(startup).seconds if startup else STARTUP_S)
+def _restored(scaler: Manifest, now: float) -> RoleMemory:
+    """Return the memory from the status that a previous operator wrote."""
+    status = with_new_names(ScalingStatus, scaler.get("status", {}).get("scaling", {}))
+    startup = status.get("startupDuration")
+    return RoleMemory.new(now, status.get("capacity"), Duration(startup).seconds if startup else STARTUP_S)
 
 
 def _memory(
-    known: ServiceMemory, name: RoleName, scaler: Manifest, pods: Sequence[Pod], now: float
+    service_memory: ServiceMemory, name: RoleName, scaler: Manifest, pods: Sequence[Pod], now: float
 ) -> RoleMemory:
-    """What is remembered of a role, with the starts of its pods."""
-    memory = known.memories.get(name) or _remembered(scaler, now)
-    starts = known.startups.setdefault(name, StartupTimes())
+    """Return the memory of a role, with the start-up times of its pods."""
+    memory = service_memory.memories.get(name) or _restored(scaler, now)
+    starts = service_memory.startups.setdefault(name, StartupTimes())
     starts.look(of_role(name, pods), now)
     return replace(memory, startup_s=starts.most_s or memory.startup_s)
 
 
-def rolls(service: Manifest) -> bool:
+def is_rolling_out(service: Manifest) -> bool:
     """
-    Whether one revision is giving way to another.
+    Return whether a rollout is in progress.
 
-    A revision that failed was taken back, and one that waits has no workers. Either may last for weeks,
-    in which the revision that serves is scaled as ever.
+    A failed revision was rolled back, and a waiting one has no workers. Both states may last for weeks, in
+    which the serving revision scales as usual.
     """
     status = service.get("status", {})
     current = status.get("currentRevision", "")
     wanted = status.get("updateRevision", current)
     phases = {one["name"]: one["phase"] for one in status.get("revisions", ())}
     return bool(current) and current != wanted and phases.get(wanted) not in ("Failed", "Waiting", "Retired")
+
+
+def _prefill_replicas(spec: InferenceServiceSpec, scalers: Mapping[RoleName, Manifest]) -> int | None:
+    """Return the desired prefill workers; None without such a role."""
+    if "prefill" in scalers:
+        replicas: int = scalers["prefill"]["spec"]["replicas"]
+        return replicas
+    return None if spec.prefill is None else spec.prefill.replicas or 0
+
+
+def _role_pods(name: RoleName, service: Manifest, pods: Sequence[Pod], replicas: int, now: float) -> RolePods:
+    workers = of_role(name, pods)
+    return RolePods(
+        replicas=replicas,
+        ready=sum(pod.ready and not pod.terminating for pod in workers),
+        routers=len(_routers(pods)),
+        pending_s=max((now - pod.created for pod in workers if PENDING in pod.trouble), default=0.0),
+        rolling=is_rolling_out(service),
+    )
 
 
 def _routers(pods: Sequence[Pod]) -> list[Pod]:

@@ -1,11 +1,11 @@
 """
-Who grows where there are not accelerators for all: those who need it most, and only into what is free.
+The GPU budget of all scaled services: free GPUs go to the roles with the highest pressure.
 
-What a role gives up is free when its pods are gone, not when that was decided; until then it counts as
-taken. Nobody is made smaller for the sake of another: the budget holds growth back, and moves nothing.
+GPUs of a shrinking role become free when its pods are gone; until then they count as taken. The budget
+limits growth and never shrinks a role in favor of another.
 
-What services hold is read from the cluster: the numbers that are written, and the pods that exist. Only
-wishes are remembered, and only for a while.
+Allocated GPUs are read from the cluster: written replicas and existing pods. Only demands are remembered,
+for a limited time.
 """
 
 from __future__ import annotations
@@ -26,69 +26,69 @@ from baton_operator.scaling.metrics import ServiceName
 
 @dataclass(frozen=True, slots=True)
 class GpuDemand:
-    """What one role would like to have. All numbers are at least 0."""
+    """GPU demand of one role. All numbers are at least 0."""
 
     holder: str
-    """Which role of which service."""
+    """Namespace, service and role."""
     gpus: int
-    """Of one worker."""
-    there: int
-    """Workers that are asked for now."""
+    """GPUs per worker."""
+    replicas: int
+    """Desired workers now."""
     pods: int
-    """That are there, those that end too."""
+    """Existing pods, including terminating ones."""
     requested: int
     pressure: float
-    """What it needs against what it has."""
+    """Need divided by ready workers."""
 
     @property
     def taken(self) -> int:
-        """Accelerators that are not free because of it."""
-        return self.gpus * max(self.there, self.pods)
+        """GPUs that this role takes."""
+        return self.gpus * max(self.replicas, self.pods)
 
 
 def allocate(demands: Iterable[GpuDemand], gpus: int) -> Mapping[str, int]:
     """
-    Workers for each holder: as many as it wishes, or less if it would grow.
+    Return the workers for each holder: the requested number, or fewer if it would grow.
 
-    >>> small = GpuDemand("chat/prefill", 1, there=2, pods=2, requested=6, pressure=1.2)
-    >>> great = GpuDemand("chat/decode", 2, there=1, pods=1, requested=3, pressure=2.0)
+    >>> small = GpuDemand("chat/prefill", 1, replicas=2, pods=2, requested=6, pressure=1.2)
+    >>> great = GpuDemand("chat/decode", 2, replicas=1, pods=1, requested=3, pressure=2.0)
     >>> allocate([small, great], 10)
     {'chat/decode': 3, 'chat/prefill': 4}
     """
     ordered = sorted(demands, key=lambda one: (-one.pressure, one.holder))
     free = gpus - sum(one.taken for one in ordered)
-    made = {}
+    allocation = {}
     for one in ordered:
-        if one.requested <= one.there or not one.gpus:
-            made[one.holder] = one.requested
+        if one.requested <= one.replicas or not one.gpus:
+            allocation[one.holder] = one.requested
             continue
-        # What of its own still ends will not be there for long, but is there.
-        more = min(one.requested - one.there, max(0, free) // one.gpus)
+        # Its own terminating pods still count as taken.
+        more = min(one.requested - one.replicas, max(0, free) // one.gpus)
         free -= more * one.gpus
-        made[one.holder] = one.there + more
-    return made
+        allocation[one.holder] = one.replicas + more
+    return allocation
 
 
 class GpuBudget:
-    """The accelerators that all scaled services share; 0: as many as there are."""
+    """The GPUs that all scaled services share; 0: no limit."""
 
     def __init__(self, gpus: int, reader: ClusterReader) -> None:
         self._gpus = gpus
         self._reader = reader
         self._held: dict[ServiceName, tuple[int, tuple[GpuDemand, ...]]] = {}
-        """What each service holds, and the state of the cache that this was read from."""
+        """Allocation of each service, with the state of the cache that it was read from."""
         self._demands: dict[ServiceName, tuple[float, Mapping[str, GpuDemand]]] = {}
-        """Wishes by holder, and when they are too old to count."""
+        """Expiry time and demands by holder, per service."""
         self._reserved: dict[str, int] = {}
-        """What was granted and is not written yet."""
+        """Granted workers that are not written yet."""
 
     def grant(
         self, service: ServiceName, demands: Sequence[GpuDemand], now: float, until: float
     ) -> Mapping[str, int]:
         """
-        Workers for each holder. Grants are reserved until `written`.
+        Return the workers for each holder and reserve them until `written`.
 
-        `wishes` are all of the service's; they stand against those of other services until `until`.
+        `demands` are all of this service. They compete with those of other services until `until`.
         """
         if not self._gpus:
             return {one.holder: one.requested for one in demands}
@@ -99,32 +99,32 @@ class GpuBudget:
         return allowed
 
     def written(self, service: ServiceName) -> None:
-        """What was granted stands in the cluster now, or will not be written."""
+        """Release the reservation: the replicas are written, or will not be."""
         for name in ("prefill", "decode"):
             self._reserved.pop(holder(service, name), None)
 
     def forget(self, service: ServiceName) -> None:
-        """The service is not scaled any more."""
+        """Forget a service that is no longer scaled."""
         self.written(service)
         self._demands.pop(service, None)
 
     def _services(self) -> list[ServiceName]:
-        there = self._reader.services()
-        self._held = {key: self._held[key] for key in there if key in self._held}
-        return there
+        replicas = self._reader.services()
+        self._held = {key: self._held[key] for key in replicas if key in self._held}
+        return replicas
 
     def _stand(self, service: ServiceName, now: float) -> list[GpuDemand]:
-        """What another service holds, and would like to have."""
+        """Return the allocation and the demand of another service."""
         until, demands = self._demands.get(service, (0.0, {}))
         stand = []
         for one in self._read(service):
-            there = max(one.there, self._reserved.get(one.holder, 0))
-            wish = demands.get(one.holder)
-            if wish is None or until < now:
-                stand.append(replace(one, there=there, requested=there))
+            replicas = max(one.replicas, self._reserved.get(one.holder, 0))
+            demand = demands.get(one.holder)
+            if demand is None or until < now:
+                stand.append(replace(one, replicas=replicas, requested=replicas))
             else:
-                requested = max(there, wish.requested)
-                stand.append(replace(one, there=there, requested=requested, pressure=wish.pressure))
+                requested = max(replicas, demand.requested)
+                stand.append(replace(one, replicas=replicas, requested=requested, pressure=demand.pressure))
         return stand
 
     def _read(self, service: ServiceName) -> tuple[GpuDemand, ...]:
@@ -136,23 +136,23 @@ class GpuBudget:
 
 
 def holder(service: ServiceName, name: RoleName) -> str:
-    """Which role of which service."""
+    """Namespace, service and role."""
     return "/".join((*service, name))
 
 
 def gpus(role: WorkerRole) -> int:
-    """Accelerators of one worker."""
+    """Return the GPUs of one worker."""
     return role.resources.gpu.count if role.resources.gpu else 0
 
 
 def of_role(name: RoleName, pods: Sequence[Pod]) -> list[Pod]:
-    """The role's workers, those that end too."""
+    """Return the pods of a role, including terminating ones."""
     those = ("decode", "both") if name == "decode" else (name,)
     return [pod for pod in pods if pod.role in those and not pod.finished]
 
 
 def _held(reader: ClusterReader, service: ServiceName) -> tuple[GpuDemand, ...]:
-    """What a scaled service holds as it is written; nothing if it is not scaled."""
+    """Return the written allocation of a service; empty if it is not scaled."""
     manifest = reader.service(*service)
     try:
         spec = InferenceServiceSpec.model_validate(manifest["spec"]) if manifest else None
@@ -163,9 +163,11 @@ def _held(reader: ClusterReader, service: ServiceName) -> tuple[GpuDemand, ...]:
     pods = reader.pods(*service)
     held = []
     for name, role in role_scalers.roles(spec).items():
-        there = 0 if spec.suspend else _written(reader.scaler(*service, name), role)
+        replicas = 0 if spec.suspend else _written(reader.scaler(*service, name), role)
         held.append(
-            GpuDemand(holder(service, name), gpus(role), there, len(of_role(name, pods)), there, pressure=0.0)
+            GpuDemand(
+                holder(service, name), gpus(role), replicas, len(of_role(name, pods)), replicas, pressure=0.0
+            )
         )
     return tuple(held)
 

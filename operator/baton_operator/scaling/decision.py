@@ -1,10 +1,9 @@
 """
-How many workers one role is to have: a pure function of policy, memory, observation and time.
+The desired number of workers of one role: a pure function of policy, memory, sample and time.
 
-Three answers are weighed. What the demand needs, forecast over the time that a worker takes to start. What
-the present says: workers that are too full, or clients that wait for too long. And whether one worker less
-would still do. A rise has to last for half a minute and a fall for five, and whatever is not known never
-makes fewer: who cannot see shrinks nothing.
+Three inputs count: the need of the forecast demand at the time when a new worker is ready, overload now
+(full workers or late responses), and whether one worker less would suffice. A rise has to last for half a
+minute and a fall for five minutes. Without data a role never shrinks.
 """
 
 from __future__ import annotations
@@ -24,51 +23,51 @@ from baton_operator.scaling.sample import (
 )
 
 HEADROOM = 0.85
-"""Of its capacity that a worker is to be used at."""
+"""Target utilization of the capacity of a worker."""
 
 HIGH = 0.8
-"""Of a worker's room, above which it is too full."""
+"""Utilization above which a worker is overloaded."""
 
 SHRINK = 0.7
-"""Of the others' room, below which it must stay when one worker goes."""
+"""Maximum utilization of the remaining workers after one is removed."""
 
 LATENCY_SHRINK = 0.8
-"""Of the objective, likewise."""
+"""Maximum share of the latency objective after one worker is removed."""
 
 AT_WORK = 0.5
-"""Of the workers that the demand needs, from which on slow tokens are the fault of their number."""
+"""Share of the workers that the demand needs above which slow tokens mean too few workers."""
 
 TOLERANCE = 0.1
-"""By which the need may exceed what is there: noise is no need."""
+"""Relative excess of the need that counts as noise."""
 
 BACKLOG_DRAIN_S = 300.0
-"""In which what waits is to be worked off."""
+"""Seconds in which the backlog should be drained."""
 
 SETTLED_S = 60.0
-"""After a worker became ready, before what one sees is what it does: one dose at a time."""
+"""Seconds after a worker became ready until measurements include its effect."""
 
 PENDING_S = 900.0
 """
-A pod that stays unschedulable for longer stops further growth. A node autoscaler needs several minutes for
-a node with accelerators; the Kubernetes cluster autoscaler itself gives up on a node after 15 minutes.
+Seconds after which an unschedulable pod stops further growth. A node autoscaler needs several minutes for a
+GPU node; the Kubernetes cluster autoscaler gives up after 15 minutes.
 """
 
 MOST_DOSE = 2.0
-"""Times the ready workers that overload alone may ask for, where the need is unknown."""
+"""Maximum growth factor by overload alone, if the need is unknown."""
 
 DecisionAndMemory = tuple[ScalingDecision, RoleMemory]
 
 
 def decide(policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample, now: float) -> DecisionAndMemory:
-    """The next number of workers, and what is to be remembered. `now`: seconds of any steady clock."""
-    memory = _noted(memory, sample, now)
+    """Return the decision and the new memory. `now`: seconds of any steady clock."""
+    memory = _with_sample(memory, sample, now)
     if sample.replicas == 0 and policy.most and sample.held.above(0):
-        return _woken(policy, memory, sample, now)
+        return _from_zero(policy, memory, sample, now)
     if not (sample.demand.known or sample.backlog.known or sample.utilisation.known or sample.latency.known):
-        return _blind(policy, memory, sample, now)
+        return _without_metrics(policy, memory, sample, now)
     memory = replace(memory, blind_since=None)
     need = _need(memory, sample)
-    raw, reason, message = _raw(policy, memory, sample, need, now)
+    raw, reason, message = _recommendation(policy, memory, sample, need, now)
     windows = memory.windows.with_one(
         now, raw, policy.up.stabilization_window.seconds, policy.down.stabilization_window.seconds
     )
@@ -76,40 +75,42 @@ def decide(policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample, now: f
     pressure = (need if need is not None else float(raw)) / max(1, sample.ready)
     bounded = _bounded(policy, raw)
     if bounded > sample.replicas:
-        made = _growth(policy, memory, sample, now, bounded, reason, message)
+        decision = _growth(policy, memory, sample, now, bounded, reason, message)
     elif bounded < sample.replicas:
-        made = _shrinkage(policy, memory, sample, now, reason, message)
+        decision = _shrinkage(policy, memory, sample, now, reason, message)
     else:
         at = "AtMinimum" if raw < bounded else "AtMaximum" if raw > bounded else reason
-        made = ScalingDecision(bounded, raw, at, message)
-    limited = made.limited or ("AtMaximum" if raw > policy.most else "")
+        decision = ScalingDecision(bounded, raw, at, message)
+    limited = decision.limited or ("AtMaximum" if raw > policy.most else "")
     bound = _bound(policy, sample, reason)
-    made = replace(made, replicas=_bounded(policy, made.replicas), raw=raw, limited=limited, bound=bound)
-    return _remembered(memory, sample, replace(made, pressure=pressure), now)
+    decision = replace(
+        decision, replicas=_bounded(policy, decision.replicas), raw=raw, limited=limited, bound=bound
+    )
+    return _with_decision(memory, sample, replace(decision, pressure=pressure), now)
 
 
 def utilisation(policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample) -> Measurement:
-    """How full the workers are, 0 to 1 and more: by their room, or by what waits before them."""
+    """Return the utilization of the workers, above 1 with a backlog."""
     if policy.queue_s is None:
         return sample.utilisation
     worker = capacity(memory, sample)
     if not sample.backlog.known or not sample.ready:
-        return unknown("nothing is known of what waits" if sample.ready else "no worker is ready")
+        return unknown("the backlog is unknown" if sample.ready else "no worker is ready")
     if sample.backlog.zero:
         return sample.backlog
     if worker is None:
-        return unknown("nothing is known of what a worker can do")
+        return unknown("the capacity of a worker is unknown")
     assert sample.backlog.value is not None
     return Measurement.of(sample.backlog.value / (worker * policy.queue_s * sample.ready))
 
 
 def capacity(memory: RoleMemory, sample: RoleSample) -> float | None:
-    """Tokens a second of one worker: by a profile, or as far as was learned."""
+    """Return tokens per second of one worker, by a profile or learned; None if unknown."""
     return sample.size.tokens_per_s if sample.size and sample.size.tokens_per_s else memory.capacity.value
 
 
 def longest_wait(policy: ScalingPolicy, sample: RoleSample) -> tuple[Measurement, float]:
-    """What clients wait for the longest against its objective: the wait, and the objective, in seconds."""
+    """Return the latency that is worst against its objective, and that objective, in seconds."""
     if policy.first_token_s is None or not sample.first_token.known:
         return sample.latency, policy.objective_s
     first = sample.first_token, policy.first_token_s
@@ -119,8 +120,8 @@ def longest_wait(policy: ScalingPolicy, sample: RoleSample) -> tuple[Measurement
     return max(token, first, key=lambda one: (one[0].value or 0.0) / one[1])
 
 
-def _noted(memory: RoleMemory, sample: RoleSample, now: float) -> RoleMemory:
-    """What is learned from this look."""
+def _with_sample(memory: RoleMemory, sample: RoleSample, now: float) -> RoleMemory:
+    """Return the memory with this sample."""
     capacity = memory.capacity.learned(sample.rate.value)
     demand = tuple(sample for sample in memory.demand if sample[0] > now - TREND_S)
     if sample.demand.value is not None:
@@ -131,7 +132,7 @@ def _noted(memory: RoleMemory, sample: RoleSample, now: float) -> RoleMemory:
 
 
 def _need(memory: RoleMemory, sample: RoleSample) -> float | None:
-    """Workers that the demand needs, as a fraction; None if demand or capacity are not known."""
+    """Return the (fractional) workers that the demand needs; None if demand or capacity is unknown."""
     worker = capacity(memory, sample)
     if sample.demand.value is None:
         return None
@@ -144,35 +145,35 @@ def _need(memory: RoleMemory, sample: RoleSample) -> float | None:
     return (ahead + waiting) / (HEADROOM * worker)
 
 
-def _raw(
+def _recommendation(
     policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample, need: float | None, now: float
 ) -> tuple[int, str, str]:
-    """What this moment asks for, whatever was before: number, word and sentence."""
-    there = sample.replicas
+    """Return the recommendation of this sample alone: workers, reason and message."""
+    replicas = sample.replicas
     full = utilisation(policy, memory, sample)
     up, up_reason, up_message = _overload(policy, memory, sample, full, need, now)
-    # What waits for too long is no noise.
-    enough = there if full.above(HIGH) else there * (1 + TOLERANCE)
+    # Overload is never noise.
+    enough = replicas if full.above(HIGH) else replicas * (1 + TOLERANCE)
     if need is not None and need > enough and math.ceil(need) >= up:
         return math.ceil(need), "Demand", f"The demand needs {need:.1f} workers{_by_profile(sample)}."
-    if up > there:
+    if up > replicas:
         return up, up_reason, up_message
-    asleep = not (there or sample.demand.above(0) or sample.backlog.above(0))
+    asleep = not (replicas or sample.demand.above(0) or sample.backlog.above(0))
     if asleep or _idle(policy, memory, sample, now):
-        return 0, "Idle", "No request has come for long enough."
+        return 0, "Idle", "No requests arrived for the configured time."
     if need is None:
-        wished = there - 1
-    elif need > there:
-        wished = there
+        target = replicas - 1
+    elif need > replicas:
+        target = replicas
     else:
-        wished = math.ceil(need)
-    wished = max(wished, 1)
-    if wished >= there:
-        return max(there, 1), "Steady", "There are as many as are needed."
-    blocking = _in_the_way(policy, sample, full, there)
+        target = math.ceil(need)
+    target = max(target, 1)
+    if target >= replicas:
+        return max(replicas, 1), "Steady", "The number of workers is sufficient."
+    blocking = _shrink_obstacle(policy, sample, full, replicas)
     if blocking:
-        return there, "Steady", f"No worker goes: {blocking}."
-    return wished, "Spare", f"{wished} would do."
+        return replicas, "Steady", f"Cannot remove a worker: {blocking}."
+    return target, "Spare", f"{target} would suffice."
 
 
 def _by_profile(sample: RoleSample) -> str:
@@ -182,7 +183,7 @@ def _by_profile(sample: RoleSample) -> str:
 
 
 def _bound(policy: ScalingPolicy, sample: RoleSample, reason: str) -> Bound | None:
-    """What one worker meets first: as it was seen now, or as a profile has it."""
+    """Return the first limit of one worker: as measured now, or by a profile."""
     if reason == "Saturated":
         return sample.tightest
     if reason == "LatencyHigh":
@@ -199,7 +200,7 @@ def _overload(
     need: float | None,
     now: float,
 ) -> tuple[int, str, str]:
-    """What too full workers or too long waits ask for; 0 if nothing does."""
+    """Return the recommendation from overload: workers, reason and message; 0 without overload."""
     starting = sample.ready < sample.replicas
     if not sample.replicas or now - memory.ready_since < SETTLED_S or (starting and need is not None):
         return 0, "", ""
@@ -208,30 +209,30 @@ def _overload(
         message = (
             f"The workers are {full.value:.0%} full{f' ({sample.tightest})' if sample.tightest else ''}."
         )
-        if need is not None:  # which this only corrects
+        if need is not None:  # the need counts; overload only corrects it
             return sample.replicas + 1, "Saturated", message
-        # Starting workers count: the ready ones say how many are needed in all.
-        wished = math.ceil(sample.ready * min(full.value / HIGH, MOST_DOSE))
-        return (wished if starting else max(wished, sample.replicas + 1)), "Saturated", message
+        # Starting workers count: the load of the ready ones gives the total need.
+        target = math.ceil(sample.ready * min(full.value / HIGH, MOST_DOSE))
+        return (target if starting else max(target, sample.replicas + 1)), "Saturated", message
     if starting:
         return 0, "", ""
-    # Where nothing waits, long prompts are slow by themselves, or those who waited have been served since:
-    # another worker would make none of them faster.
+    # Without a backlog, long prompts are slow by themselves, or the queue is already served: another worker
+    # would not help.
     least = HIGH if policy.queue_s is not None else AT_WORK
     working = full.above(0.1) or (need is not None and need > least * sample.replicas) or not full.known
     wait, objective_s = longest_wait(policy, sample)
     if wait.above(objective_s) and working:
-        message = f"Clients wait for {wait.value:.3g} s; {objective_s:.3g} s is wished for."
+        message = f"The latency is {wait.value:.3g} s; the objective is {objective_s:.3g} s."
         return sample.replicas + 1, "LatencyHigh", message
     return 0, "", ""
 
 
-def _in_the_way(policy: ScalingPolicy, sample: RoleSample, full: Measurement, there: int) -> str:
-    """Why one worker less might not do; empty if it surely would."""
+def _shrink_obstacle(policy: ScalingPolicy, sample: RoleSample, full: Measurement, replicas: int) -> str:
+    """Return why one worker less might not suffice; empty if it certainly would."""
     for name, reading in (
         ("the demand", sample.demand),
         ("the backlog", sample.backlog),
-        ("how full they are", full),
+        ("the utilization", full),
     ):
         if not reading.known:
             return f"{name} is unknown ({reading.why})"
@@ -241,19 +242,19 @@ def _in_the_way(policy: ScalingPolicy, sample: RoleSample, full: Measurement, th
             return f"the latency is unknown ({one.why})"
     if sample.silent:
         return f"{sample.silent} workers or routers report no metrics"
-    if there == 1:
+    if replicas == 1:
         return ""
-    more = there / (there - 1)
+    more = replicas / (replicas - 1)
     if not full.below(SHRINK / more):
-        return "the others would be too full"
+        return "the other workers would be overloaded"
     wait, objective_s = longest_wait(policy, sample)
     if wait.known and not wait.below(LATENCY_SHRINK * objective_s / more):
-        return "clients would wait for too long"
+        return "the latency would be too high"
     return ""
 
 
 def _idle(policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample, now: float) -> bool:
-    """Whether nobody has asked for anything for so long that no worker is needed."""
+    """Return whether there were no requests for so long that no worker is needed."""
     since = _idle_since(memory, sample, now)
     return policy.least == 0 and since is not None and now - since >= policy.zero_after_s
 
@@ -267,35 +268,39 @@ def _idle_since(memory: RoleMemory, sample: RoleSample, now: float) -> float | N
     return now if memory.idle_since is None else memory.idle_since
 
 
-def _woken(policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample, now: float) -> DecisionAndMemory:
-    """From zero, at once: somebody waits."""
+def _from_zero(
+    policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample, now: float
+) -> DecisionAndMemory:
+    """Scale from zero immediately: requests wait."""
     replicas = _bounded(policy, max(1, policy.least))
     message = f"{sample.held.value:.0f} requests wait for a worker."
-    made = ScalingDecision(replicas, replicas, "FromZero", message, pressure=math.inf)
+    decision = ScalingDecision(replicas, replicas, "FromZero", message, pressure=math.inf)
     windows = memory.windows.with_one(
         now, replicas, policy.up.stabilization_window.seconds, policy.down.stabilization_window.seconds
     )
-    return _remembered(replace(memory, windows=windows), sample, made, now)
+    return _with_decision(replace(memory, windows=windows), sample, decision, now)
 
 
-def _blind(policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample, now: float) -> DecisionAndMemory:
-    """Nothing is known: all stays, and after a while the number that somebody has set for this case."""
+def _without_metrics(
+    policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample, now: float
+) -> DecisionAndMemory:
+    """Without metrics, keep the replicas; after a while use the fallback of the spec."""
     since = now if memory.blind_since is None else memory.blind_since
-    # In the windows it counts as needing what is there: after it, no worker goes for a whole window.
+    # Recorded as need of the current replicas, so no worker is removed for a whole window afterwards.
     windows = memory.windows.with_one(
         now, sample.replicas, policy.up.stabilization_window.seconds, policy.down.stabilization_window.seconds
     )
     memory = replace(memory, windows=windows, blind_since=since)
-    wished, fallback = sample.replicas, policy.fallback
+    target, fallback = sample.replicas, policy.fallback
     long = now - since > policy.loss.hold_duration.seconds and fallback is not None
     if long and fallback is not None and policy.loss.policy != "Hold":
-        wished = fallback if policy.loss.policy == "Fallback" else max(wished, fallback)
-        message = f"Nothing was measured for {now - since:.0f} s: {sample.demand.why}."
-        made = ScalingDecision(_bounded(policy, wished), wished, "MetricsFallback", message, "Fallback")
+        target = fallback if policy.loss.policy == "Fallback" else max(target, fallback)
+        message = f"No metrics for {now - since:.0f} s: {sample.demand.why}."
+        decision = ScalingDecision(_bounded(policy, target), target, "MetricsFallback", message, "Fallback")
     else:
-        message = f"Nothing is measured, so that nothing changes: {sample.demand.why}."
-        made = ScalingDecision(_bounded(policy, wished), wished, "MetricsHeld", message, "Held")
-    return _remembered(memory, sample, replace(made, pressure=1.0), now)
+        message = f"No metrics, so the replicas stay: {sample.demand.why}."
+        decision = ScalingDecision(_bounded(policy, target), target, "MetricsHeld", message, "Held")
+    return _with_decision(memory, sample, replace(decision, pressure=1.0), now)
 
 
 def _growth(
@@ -303,78 +308,78 @@ def _growth(
     memory: RoleMemory,
     sample: RoleSample,
     now: float,
-    wished: int,
+    target: int,
     reason: str,
     message: str,
 ) -> ScalingDecision:
-    there = sample.replicas
+    replicas = sample.replicas
     if sample.pending_s > PENDING_S:
-        waited = f"A worker has found no place in the cluster for {sample.pending_s:.0f} s."
-        return ScalingDecision(there, wished, "CapacityExhausted", waited, limited="CapacityExhausted")
+        waited = f"A worker has been unschedulable for {sample.pending_s:.0f} s."
+        return ScalingDecision(replicas, target, "CapacityExhausted", waited, limited="CapacityExhausted")
     if sample.capped:
-        return ScalingDecision(there, wished, "OtherRole", sample.capped, limited="OtherRole")
+        return ScalingDecision(replicas, target, "OtherRole", sample.capped, limited="OtherRole")
     wait, objective_s = longest_wait(policy, sample)
     if sample.rolling and not wait.above(objective_s):
         return ScalingDecision(
-            there, wished, "RollingOut", "A rollout is under way; clients do not wait for long."
+            replicas, target, "RollingOut", "A rollout is in progress, and the latency meets its objective."
         )
     window = policy.up.stabilization_window.seconds
     lasting = memory.windows.lasting_rise
-    if lasting <= there:
-        return ScalingDecision(there, wished, "Stabilizing", f"{message} That has to last for {window} s.")
-    # As many as were needed at the least in all of the window.
-    room = policy.up.max_step - _moved(memory.grown, now, policy.up.period.seconds)
-    wished = min(wished, lasting, there + max(0, room))
-    if wished <= there:
+    if lasting <= replicas:
+        return ScalingDecision(replicas, target, "Stabilizing", f"{message} That must last for {window} s.")
+    # The minimum recommendation of the whole window.
+    step_left = policy.up.max_step - _moved(memory.grown, now, policy.up.period.seconds)
+    target = min(target, lasting, replicas + max(0, step_left))
+    if target <= replicas:
         return ScalingDecision(
-            there, wished, "Stepping", f"{message} It grows by {policy.up.max_step} at a time."
+            replicas, target, "Stepping", f"{message} The maximum step is {policy.up.max_step}."
         )
-    return ScalingDecision(wished, wished, reason, message)
+    return ScalingDecision(target, target, reason, message)
 
 
 def _shrinkage(
     policy: ScalingPolicy, memory: RoleMemory, sample: RoleSample, now: float, reason: str, message: str
 ) -> ScalingDecision:
-    there = sample.replicas
+    replicas = sample.replicas
     if sample.replicas > policy.most:
-        return ScalingDecision(policy.most, policy.most, "AtMaximum", "It has more than its maximum.")
+        return ScalingDecision(policy.most, policy.most, "AtMaximum", "The replicas exceed the maximum.")
     if sample.rolling:
-        return ScalingDecision(there, there, "RollingOut", "A rollout is under way.")
+        return ScalingDecision(replicas, replicas, "RollingOut", "A rollout is in progress.")
     if reason == "Idle":
-        # Nobody has asked for a whole window, and who comes next is held until he is served.
+        # No requests for a whole window. Routers hold the next request until a worker is ready.
         return ScalingDecision(policy.least, policy.least, reason, message)
     window = policy.down.stabilization_window.seconds
     lasting = memory.windows.lasting_fall(now, window)
-    if lasting is None or lasting >= there:
-        return ScalingDecision(there, there, "Stabilizing", f"{message} That has to last for {window} s.")
-    # Checked at the moment of the change and not over the window, in which some request always queues.
+    if lasting is None or lasting >= replicas:
+        return ScalingDecision(replicas, replicas, "Stabilizing", f"{message} That must last for {window} s.")
+    # Checked at the time of the change only: over a whole window some request always queues.
     if not sample.queued.zero:
         what = (
             sample.queued.why
             if sample.queued.value is None
             else f"{sample.queued.value:.0f} requests are queued"
         )
-        return ScalingDecision(there, there, "Queued", f"No worker goes: {what}.")
-    room = policy.down.max_step - _moved(memory.shrunk, now, policy.down.period.seconds)
-    wished = max(lasting, policy.least, there - max(0, room))
-    if wished >= there:
+        return ScalingDecision(replicas, replicas, "Queued", f"Cannot remove a worker: {what}.")
+    step_left = policy.down.max_step - _moved(memory.shrunk, now, policy.down.period.seconds)
+    target = max(lasting, policy.least, replicas - max(0, step_left))
+    if target >= replicas:
         return ScalingDecision(
-            there, there, "Stepping", f"{message} It shrinks by {policy.down.max_step} at a time."
+            replicas, replicas, "Stepping", f"{message} The maximum step is {policy.down.max_step}."
         )
-    return ScalingDecision(wished, wished, reason, message)
+    return ScalingDecision(target, target, reason, message)
 
 
-def _remembered(
-    memory: RoleMemory, sample: RoleSample, made: ScalingDecision, now: float
+def _with_decision(
+    memory: RoleMemory, sample: RoleSample, decision: ScalingDecision, now: float
 ) -> DecisionAndMemory:
-    """What was decided is in the memory from here on, whether or not somebody carries it out."""
+    """Return the decision and the memory that includes it, whether or not it is written."""
     grown, shrunk = memory.grown, memory.shrunk
-    if made.replicas > sample.replicas:
-        grown = (*grown, (now, made.replicas - sample.replicas))[-64:]
-    elif made.replicas < sample.replicas:
-        shrunk = (*shrunk, (now, sample.replicas - made.replicas))[-64:]
+    if decision.replicas > sample.replicas:
+        grown = (*grown, (now, decision.replicas - sample.replicas))[-64:]
+    elif decision.replicas < sample.replicas:
+        shrunk = (*shrunk, (now, sample.replicas - decision.replicas))[-64:]
     idle = _idle_since(memory, sample, now)
-    return made, replace(memory, grown=grown, shrunk=shrunk, idle_since=idle)
+    return decision, replace(memory, grown=grown, shrunk=shrunk, idle_since=idle)
 
 
 def _moved(moves: tuple[tuple[float, int], ...], now: float, period_s: float) -> int:

@@ -1,6 +1,6 @@
 """
-What the autoscaler learns from past samples: trend of the demand, lasting recommendations, start-up times
-and the capacity of a worker.
+History of the autoscaler: trend of the demand, lasting recommendations, start-up times and capacity of a
+worker.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 from baton_operator.cluster.state import Pod
 
 TREND_S = 300.0
-"""Of the past that a line is drawn through."""
+"""Length of the past for the linear fit, in seconds."""
 
 GROWTH_LIMIT = 1.5
-"""Times the present demand that is believed."""
+"""Maximum forecast relative to the present demand."""
 
 LEAST_SAMPLES = 8
 
 DOUBT = 3.0
-"""Standard errors that are taken off. Rates over two minutes, looked at every 15 s, share most of what they
-count: eight say as much as one does, so that a line is less certain by about the root of eight."""
+"""Standard errors subtracted from the slope. Rates over two minutes, sampled every 15 s, overlap: eight
+samples hold the information of one, so the error of the slope is about sqrt(8) times larger."""
 
 TimedValue = tuple[float, float]
 """Time and value."""
@@ -30,7 +30,7 @@ TimedValue = tuple[float, float]
 
 def forecast(samples: Sequence[TimedValue], now_value: float, ahead_s: float) -> float:
     """
-    The demand `ahead_s` from now, at least `now_value`.
+    Return the demand `ahead_s` from now, at least `now_value`: a linear fit, only upwards.
 
     >>> rising = [(15.0 * step, 100.0 + 15.0 * step) for step in range(10)]
     >>> forecast(rising, 235.0, 60.0)
@@ -42,7 +42,7 @@ def forecast(samples: Sequence[TimedValue], now_value: float, ahead_s: float) ->
 
 
 def slope(samples: Sequence[TimedValue]) -> float:
-    """By which the values rise each second, less its uncertainty; 0 of too few samples."""
+    """Return the rise per second less its uncertainty; 0 for too few samples."""
     count = len(samples)
     if count < LEAST_SAMPLES:
         return 0.0
@@ -57,36 +57,41 @@ def slope(samples: Sequence[TimedValue]) -> float:
 
 
 Recommendation = tuple[float, int]
-"""Time and recommendation."""
+"""Time and recommended workers."""
 
 WINDOW_FILLED = 0.9
-"""Of a window that must have been seen before a fall counts."""
+"""Share of a window that must be recorded before a fall counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecommendationWindows:
-    """Times are those of one clock, in seconds."""
+    """
+    Recommendations of the last minutes. Times are seconds of one clock.
+
+    Only values that may still become a minimum or maximum are kept, so a window of a day costs as little as
+    one of a minute.
+    """
 
     since: float
-    """When looking began: nothing is known of before."""
+    """Start of the recording."""
     rises: tuple[Recommendation, ...] = ()
-    """The least of any later time is among them."""
+    """Candidates for the minimum of a window."""
     falls: tuple[Recommendation, ...] = ()
-    """The greatest of any later time is among them."""
+    """Candidates for the maximum of a window."""
 
     def with_one(self, now: float, raw: int, up_s: float, down_s: float) -> RecommendationWindows:
-        """The same with what is recommended now."""
+        """Return the windows with a new recommendation."""
         rises = _kept(self.rises, now - up_s, lambda old: old < raw)
         falls = _kept(self.falls, now - down_s, lambda old: old > raw)
         return replace(self, rises=(*rises, (now, raw)), falls=(*falls, (now, raw)))
 
     @property
     def lasting_rise(self) -> int:
-        """The least of the window, as far as it was seen: who has just begun to look may add workers."""
+        """Minimum of the recorded part of the window, so a new autoscaler may add workers."""
         return self.rises[0][1]
 
     def lasting_fall(self, now: float, down_s: float) -> int | None:
-        """The greatest of the window; None while too little of it was seen."""
+        """Return the maximum of the window; None while too little is recorded."""
         return self.falls[0][1] if now - self.since >= WINDOW_FILLED * down_s else None
 
 
@@ -101,14 +106,14 @@ LEAST_S = 1.0
 
 
 class StartupTimes:
-    """Of one role."""
+    """Start-up times of the workers of one role: from creation to readiness of their pods."""
 
     def __init__(self) -> None:
         self._starting: set[str] = set()
         self._took: deque[float] = deque(maxlen=STARTUPS_KEPT)
 
     def look(self, pods: Iterable[Pod], now: float) -> None:
-        """The role's pods as they are at this Unix time."""
+        """Record the pods of the role at this Unix time."""
         starting = set()
         for pod in pods:
             if pod.terminating:
@@ -121,33 +126,37 @@ class StartupTimes:
 
     @property
     def most_s(self) -> float | None:
-        """Nine of ten took no longer; None if none was seen."""
+        """90th percentile; None without a measurement."""
         ordered = sorted(self._took)
         return ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))] if ordered else None
 
 
 SAMPLES = 64
 ENOUGH_SAMPLES = 20
-"""Samples that count for more than what was believed before."""
+"""Samples that replace the seed."""
 
 QUANTILE = 0.8
 STEP = 1.25
-"""Times what was believed that one more sample can make of it."""
+"""Maximum growth of the estimate by one sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityEstimate:
-    """Tokens a second of one worker at the load that is aimed at."""
+    """
+    Tokens per second of one worker at its target utilization, learned from samples.
+
+    It is the 80th percentile of the last samples, so neither one slow worker nor one lucky minute decides.
+    """
 
     samples: tuple[float, ...] = ()
-    """The last ones, the newest at the end."""
+    """The last samples, the newest at the end."""
     seed: float | None = None
-    """What was believed before: of the older revision, of a profile, or by the operator before this one."""
+    """Initial estimate: of the old revision, or of the previous operator."""
 
     @property
     def value(self) -> float | None:
         """
-        What was believed before, until there are `ENOUGH` samples; None while there is neither.
+        The seed, until there are `ENOUGH_SAMPLES` samples; None without either.
 
         >>> CapacityEstimate((9.0, 10.0, 10.0, 11.0, 50.0)).value
         11.0
@@ -163,11 +172,11 @@ class CapacityEstimate:
 
     @property
     def learnt(self) -> bool:
-        """Whether what was seen counts."""
+        """Whether the samples count, and not the seed."""
         return len(self.samples) >= (1 if self.seed is None else ENOUGH_SAMPLES)
 
     def learned(self, sample: float | None) -> CapacityEstimate:
-        """The same with one sample more, if there is one."""
+        """Return the estimate with one more sample, if it is known."""
         if sample is None or sample <= 0:
             return self
         before = self.value

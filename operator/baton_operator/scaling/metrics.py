@@ -1,4 +1,4 @@
-"""What the autoscaler saw and decided, for Prometheus: every input that is known, and every decision."""
+"""Metrics of the autoscaler: all inputs and all decisions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INPUTS = ("demand", "backlog", "latency", "first_token", "utilisation", "rate", 
 
 @dataclass(frozen=True, slots=True)
 class RoleDecision:
-    """One role's last decision, and what it was made from."""
+    """The last decision of a role, with its inputs."""
 
     sample: RoleSample
     decision: ScalingDecision
@@ -31,7 +31,7 @@ class RoleDecision:
 
 
 class ScalingMetrics(Collector):
-    """Of all services. `clock` is monotonic."""
+    """Metrics of all scaled services. `clock` is monotonic."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -42,13 +42,13 @@ class ScalingMetrics(Collector):
     def decided(
         self, service: ServiceName, roles: Mapping[RoleName, RoleDecision], *, measured: bool
     ) -> None:
-        """`measured`: whether the metrics were had this time."""
+        """Record the decisions of a service. `measured`: whether Prometheus answered."""
         self._decided[service] = roles
         if measured or service not in self._measured:
             self._measured[service] = self._clock()
 
     def changed(self, service: ServiceName, role: RoleName, direction: str) -> None:
-        """A role has been made larger or smaller: up or down."""
+        """Count a change of replicas; `direction` is up or down."""
         self._changes[service, role, direction] += 1
 
     def forget(self, service: ServiceName) -> None:
@@ -57,13 +57,13 @@ class ScalingMetrics(Collector):
 
     def collect(self) -> Iterator[Family]:
         now = self._clock()
-        made = {
+        gauges = {
             metric.name: GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
             for metric in GAUGES
         }
 
         def put(metric: Metric, value: float, *labels: str) -> None:
-            made[metric.name].add_metric(labels, value)
+            gauges[metric.name].add_metric(labels, value)
 
         for service, since in self._measured.items():
             put(metrics.AUTOSCALER_METRICS_AGE, now - since, *service)
@@ -82,7 +82,7 @@ class ScalingMetrics(Collector):
                     put(metrics.AUTOSCALER_UNKNOWN, float(not reading.known), *of_role, name)
                     if reading.value is not None:
                         put(metrics.AUTOSCALER_INPUT, reading.value, *of_role, name)
-        yield from made.values()
+        yield from gauges.values()
         metric = metrics.AUTOSCALER_DECISIONS
         changes = CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
         for (service, role, direction), count in self._changes.items():

@@ -26,40 +26,41 @@ from baton_operator.scaling.sample import Measurement, unknown
 
 TIMEOUT_S = 5.0
 LARGEST = 4 * 1024 * 1024
-"""Bytes of an answer."""
+"""Maximum bytes of a response."""
 
 
 class MetricsLost(Exception):
-    """Prometheus has not said anything that could be relied on."""
+    """Prometheus did not return a usable result."""
 
 
 class MetricsClient(Protocol):
-    """Answers queries in PromQL."""
+    """Runs PromQL queries."""
 
-    async def ask(self, url: str, query: str, label: str) -> Mapping[str, float]:
-        """The samples of a query's answer, by the value of a label. Raises MetricsLost."""
+    async def query(self, url: str, promql: str, label: str) -> Mapping[str, float]:
+        """Return the samples of the result by the value of a label. Raises MetricsLost."""
 
 
 class PrometheusClient:
-    """Any server with Prometheus' HTTP API. Close it at the end."""
+    """Client of any server with the HTTP API of Prometheus. Close it at the end."""
 
     def __init__(self, own_url: str = "", token_file: str = "", ca_file: str = "") -> None:
-        """`token_file`: what to show at `own_url`, read for each question; `ca_file`: who vouches for it."""
+        """`token_file`: bearer token for `own_url`, read for each query; `ca_file`: its certificate
+        authority."""
         self._own_url = own_url
         self._token_file = token_file
         self._tls = ssl.create_default_context(cafile=ca_file) if ca_file else None
         self._session: aiohttp.ClientSession | None = None
 
-    async def ask(self, url: str, query: str, label: str) -> Mapping[str, float]:
+    async def query(self, url: str, promql: str, label: str) -> Mapping[str, float]:
         if not url:
-            raise MetricsLost("no Prometheus is named: spec.autoscaling.prometheus.url, or --prometheus-url")
+            raise MetricsLost("no Prometheus is set; set spec.autoscaling.prometheus.url or --prometheus-url")
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                status, body = await self._post(url, {"query": query, "timeout": f"{TIMEOUT_S:g}s"})
+                status, body = await self._post(url, {"query": promql, "timeout": f"{TIMEOUT_S:g}s"})
         except TimeoutError as error:
-            raise MetricsLost(f"{url} does not answer within {TIMEOUT_S:g} s") from error
+            raise MetricsLost(f"no response from {url} within {TIMEOUT_S:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise MetricsLost(f"{url} cannot be asked: {type(error).__name__}: {error}") from error
+            raise MetricsLost(f"cannot query {url}: {type(error).__name__}: {error}") from error
         return _samples(url, status, body, label)
 
     async def close(self) -> None:
@@ -73,14 +74,14 @@ class PrometheusClient:
         headers = {}
         if own and self._token_file:
             headers["Authorization"] = f"Bearer {_token(self._token_file)}"
-        asked = self._session.post(
+        request = self._session.post(
             f"{url.rstrip('/')}/api/v1/query",
             data=form,
             headers=headers,
             ssl=self._tls if own and self._tls else True,
             allow_redirects=False,
         )
-        async with asked as answer:
+        async with request as answer:
             return answer.status, await answer.content.read(LARGEST)
 
 
@@ -92,44 +93,45 @@ def _samples(url: str, status: int, body: bytes, label: str) -> dict[str, float]
     try:
         answer: dict[str, Any] = json.loads(body)
         if status != 200 or answer["status"] != "success":
-            raise MetricsLost(f"{url} refuses: {status} {str(answer.get('error', ''))[:300]}")
-        found = answer["data"]["result"]
-        return {one["metric"].get(label, ""): float(one["value"][1]) for one in found}
+            raise MetricsLost(f"{url} rejected the query: {status} {str(answer.get('error', ''))[:300]}")
+        samples = answer["data"]["result"]
+        return {one["metric"].get(label, ""): float(one["value"][1]) for one in samples}
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise MetricsLost(f"{url} answers {status} with something that is no answer") from error
+        raise MetricsLost(f"{url} returned status {status} with an invalid response") from error
 
 
 METRIC_LABEL = "figure"
-"""The label that names what a sample of the answer is."""
+"""Label with the name of a metric in the result."""
 
 BUSY = 0.05
-"""Of the time, that a worker has to have been at work for its speed to count."""
+"""Minimum share of busy time of a worker for its speed to count."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsQuery:
-    """About one service."""
+    """The query for the metrics of one service."""
 
     namespace: str
     service: str
     percentile: int
-    """Of requests, that the objectives are for."""
+    """Percentile of the objectives."""
     window_s: int = 120
-    """Over which rates are taken: at least four times as long as from one scrape to the next."""
+    """Window of rates in seconds: at least four scrape intervals."""
 
     @property
     def recent_s(self) -> int:
         """
-        The end of the window, in which a step is seen sooner: of 120 s a rate over three scrapes of 15 s.
+        Seconds of the recent window, which shows a step sooner: three scrapes of 15 s for a window of 120
+        s.
 
-        If scrapes are rarer it may hold too few to say anything.
+        With rarer scrapes it may hold too few samples.
         """
         return -(-3 * self.window_s // 8)
 
     @property
-    def figures(self) -> Mapping[str, str]:
-        """An expression for each, which gives one sample without labels, or none."""
-        made = {
+    def expressions(self) -> Mapping[str, str]:
+        """PromQL expression of each metric, which yields one sample without labels, or none."""
+        expressions = {
             "routers": f"count({self._up('router')} == 1)",
             "age": f'time() - max(timestamp(up{{{self._of}, role="router"}}))',
             "queued_prompt": f"sum({self._series(metrics.ROUTER_QUEUED_TOKENS)})",
@@ -139,25 +141,27 @@ class MetricsQuery:
             "first_token": self._quantile(metrics.ROUTER_FIRST_BYTE),
         }
         for kind in ("prompt", "local", "answer"):
-            made[f"demand_{kind}"] = self._rate(metrics.ROUTER_DEMAND, f'kind="{kind}"')
-            made[f"demand_{kind}_lately"] = self._rate(metrics.ROUTER_DEMAND, f'kind="{kind}"', self.recent_s)
+            expressions[f"demand_{kind}"] = self._rate(metrics.ROUTER_DEMAND, f'kind="{kind}"')
+            expressions[f"demand_{kind}_lately"] = self._rate(
+                metrics.ROUTER_DEMAND, f'kind="{kind}"', self.recent_s
+            )
         of_roles = {"prefill": self._of_prefill(), "decode": self._of_decode()}
         for role, texts in of_roles.items():
-            made |= {f"{role}_{name}": text for name, text in texts.items()}
-        return made
+            expressions |= {f"{role}_{name}": text for name, text in texts.items()}
+        return expressions
 
     @property
     def text(self) -> str:
-        """As Prometheus is asked."""
+        """The query as PromQL."""
         parts = (
             f'label_replace({text}, "{METRIC_LABEL}", "{name}", "", "")'
-            for name, text in self.figures.items()
+            for name, text in self.expressions.items()
         )
         return "\nor ".join(parts)
 
     @property
     def running(self) -> str:
-        """Requests by pod, with those whose blocks still wait to be pulled."""
+        """PromQL for requests by pod, including those whose blocks are not transferred yet."""
         busy = " + ".join(
             self._series(one) for one in (metrics.WORKER_RUNNING, metrics.WORKER_QUEUED, metrics.WORKER_HELD)
         )
@@ -179,12 +183,12 @@ class MetricsQuery:
             "queued_tokens": f"sum({self._series(metrics.WORKER_QUEUED_TOKENS, which)})",
             "queued": f"sum({self._series(metrics.WORKER_QUEUED, which)})",
             "speed": f"quantile(0.8, {speed})",
-            # Tokens of a prompt that is computed.
+            # Mean computed tokens per prompt.
             "uncached": f"sum(rate({computed}[{self.window_s}s])) / ({computed_prompts} > 0)",
         }
 
     def _of_decode(self) -> Mapping[str, str]:
-        # Without prefill workers the others are called both.
+        # Without prefill workers the role is `both`.
         which = 'role=~"decode|both"'
         generated = self._rate(metrics.WORKER_GENERATION_TOKENS, which)
         ended = f"sum(rate({self._series(metrics.WORKER_REQUESTS, which)}[{self.window_s}s]))"
@@ -203,7 +207,7 @@ class MetricsQuery:
             "usage": f"avg({usage})",
             "running": f"sum({running} + {fetching})",
             "slots": f"sum({slots})",
-            # Over the time of the rate that they explain.
+            # Averaged over the window of the rate.
             "mean_usage": f"avg(avg_over_time({usage}[{self.window_s}s]))",
             "mean_running": f"sum(avg_over_time({running}[{self.window_s}s]))",
             "token": self._quantile(metrics.WORKER_TOKEN, which),
@@ -236,12 +240,12 @@ ROUTER_TIMEOUT_S = 2.0
 
 
 async def held_requests(urls: Sequence[str]) -> Measurement:
-    """Requests that all of these routers hold for a worker; unknown if none of them answers."""
+    """Return the requests that these routers hold for a worker; unknown if none responds."""
     timeout = aiohttp.ClientTimeout(total=ROUTER_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
         answers = await asyncio.gather(*(_held(session, url) for url in urls))
-    known = [one for one in answers if one is not None]
-    return Measurement.of(sum(known)) if known else unknown("no router says what it holds")
+    answered = [one for one in answers if one is not None]
+    return Measurement.of(sum(answered)) if answered else unknown("no router reports its held requests")
 
 
 async def _held(session: aiohttp.ClientSession, url: str) -> float | None:

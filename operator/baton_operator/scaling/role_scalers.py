@@ -1,9 +1,9 @@
 """
-How many workers each role is to have: the spec's number, or that of its RoleScaler within the spec's
-bounds.
+The desired number of workers per role: from the spec, or from its RoleScaler within the bounds of the spec.
 
-A RoleScaler is made once, with as many as there are, and then belongs to whoever scales. Nothing else of
-the operator writes its number, and nobody but the operator writes those of the Deployments.
+The operator creates each RoleScaler once, with the current number of workers. Afterwards only an
+autoscaler, its own or an external one, writes the replicas. Only the operator writes the replicas of
+Deployments.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ KIND = "RoleScaler"
 
 
 def roles(spec: InferenceServiceSpec) -> dict[RoleName, WorkerRole]:
-    """The roles of a spec, by name."""
-    there: dict[RoleName, WorkerRole] = {"decode": spec.decode}
-    return {"prefill": spec.prefill, **there} if spec.prefill is not None else there
+    """Return the roles of a spec by name."""
+    decode: dict[RoleName, WorkerRole] = {"decode": spec.decode}
+    return {"prefill": spec.prefill, **decode} if spec.prefill is not None else decode
 
 
 def targets(cluster: ClusterState, spec: InferenceServiceSpec) -> dict[RoleName, int]:
-    """How many workers each role is to have; none of a role that there is not."""
+    """Return the desired number of workers per role; 0 for a missing role."""
     return {"prefill": 0, **{name: _target(cluster, name, role) for name, role in roles(spec).items()}}
 
 
 def scaler(cluster: ClusterState, name: RoleName, current: int) -> Manifest:
-    """A role's scaler, to be made if it is not there; `current` workers are there, so nothing jumps."""
+    """Return a new RoleScaler. It starts with the `current` number of workers, so the role does not jump."""
     owner = cluster.owner
     body = {"spec": {"serviceName": owner.name, "role": name, "replicas": current}}
-    there = names.of_role(owner.name, name)
-    return made(owner, API, KIND, names.role(owner.name, name), body, there)
+    labels = names.of_role(owner.name, name)
+    return made(owner, API, KIND, names.role(owner.name, name), body, labels)
 
 
-def scaled(role: WorkerRole, asked: int) -> int:
+def scaled(role: WorkerRole, replicas: int) -> int:
     """
-    What is asked for, within the bounds.
+    Return the requested replicas within the bounds of the role.
 
     >>> from baton_operator.kinds.worker_role import Scaling
     >>> scaled(WorkerRole(scaling=Scaling(min_replicas=1, max_replicas=4)), 9)
     4
     """
     if role.scaling is None:
-        return asked
-    return max(role.scaling.min_replicas, min(asked, role.scaling.max_replicas))
+        return replicas
+    return max(role.scaling.min_replicas, min(replicas, role.scaling.max_replicas))
 
 
 def _target(cluster: ClusterState, name: RoleName, role: WorkerRole) -> int:
     if role.scaling is None:
         return 1 if role.replicas is None else role.replicas
-    there = cluster.find(API, KIND, names.role(cluster.owner.name, name))
-    # A new service shows what it is, even one that goes to zero when nobody asks for it.
-    return scaled(role, there["spec"]["replicas"] if there else 1)
+    existing = cluster.find(API, KIND, names.role(cluster.owner.name, name))
+    # A new service starts with one worker, even if it may scale to zero.
+    return scaled(role, existing["spec"]["replicas"] if existing else 1)

@@ -17,15 +17,15 @@ from baton_operator.scaling.decision import decide, utilisation
 from baton_operator.scaling.sample import RoleMemory, RoleSample, ScalingDecision, ScalingPolicy
 
 FULL = 0.9
-"""Of a decode worker's KV blocks, above which prompts that are computed would only wait."""
+"""Utilization of decode workers above which further prompts would only wait."""
 
 Grant = Callable[[Mapping[RoleName, ScalingDecision]], Mapping[RoleName, int]]
-"""How many workers each role may have of those that it wishes for."""
+"""Returns the workers that the budget allows, by role."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledRole:
-    """One role that is scaled."""
+    """A scaled role: its policy, memory and sample."""
 
     policy: ScalingPolicy
     memory: RoleMemory
@@ -35,19 +35,19 @@ class ScaledRole:
 def decide_all(
     roles: Mapping[RoleName, ScaledRole], grant: Grant, now: float
 ) -> dict[RoleName, tuple[ScalingDecision, RoleMemory]]:
-    """The next numbers of workers. Roles that are not scaled are not among them."""
-    made = {name: decide(role.policy, role.memory, role.sample, now) for name, role in roles.items()}
+    """Return the decision and the new memory of each scaled role."""
+    decisions = {name: decide(role.policy, role.memory, role.sample, now) for name, role in roles.items()}
     if "prefill" in roles and "decode" in roles:
         prefill, decode = roles["prefill"], roles["decode"]
-        if _is_full(decode) and made["prefill"][0].replicas > prefill.sample.replicas:
-            why = "Decode is full: more prompts would only wait there."
+        if _is_full(decode) and decisions["prefill"][0].replicas > prefill.sample.replicas:
+            why = "The decode workers are full: further prompts would only wait for them."
             capped = replace(prefill.sample, capped=why)
-            made["prefill"] = decide(prefill.policy, prefill.memory, capped, now)
-        made["decode"] = _paired(made["prefill"][0], decode, *made["decode"])
-    allowed = grant({name: decision for name, (decision, _) in made.items()})
+            decisions["prefill"] = decide(prefill.policy, prefill.memory, capped, now)
+        decisions["decode"] = _paired(decisions["prefill"][0], decode, *decisions["decode"])
+    allowed = grant({name: decision for name, (decision, _) in decisions.items()})
     return {
         name: (_within(decision, roles[name].sample.replicas, allowed[name]), memory)
-        for name, (decision, memory) in made.items()
+        for name, (decision, memory) in decisions.items()
     }
 
 
@@ -58,38 +58,40 @@ def _is_full(role: ScaledRole) -> bool:
 def _paired(
     prefill: ScalingDecision, decode: ScaledRole, decision: ScalingDecision, memory: RoleMemory
 ) -> tuple[ScalingDecision, RoleMemory]:
-    """Whoever computes prompts needs somebody who takes them over."""
+    """Keep one decode worker while there are prefill workers."""
     if not prefill.replicas or decision.replicas or not decode.policy.most:
         return decision, memory
-    return replace(decision, replicas=1, reason="PairedFloor", message="There are prefill workers."), memory
+    return replace(
+        decision, replicas=1, reason="PairedFloor", message="Prefill workers need a decode worker."
+    ), memory
 
 
-def _within(decision: ScalingDecision, there: int, allowed: int) -> ScalingDecision:
+def _within(decision: ScalingDecision, replicas: int, allowed: int) -> ScalingDecision:
     if allowed >= decision.replicas:
         return decision
-    message = f"{decision.message} The GPUs that it may have are enough for {allowed}."
+    message = f"{decision.message} The GPU budget allows {allowed}."
     return replace(
-        decision, replicas=max(allowed, there), reason="GpuBudget", message=message, limited="GpuBudget"
+        decision, replicas=max(allowed, replicas), reason="GpuBudget", message=message, limited="GpuBudget"
     )
 
 
 ZERO_AFTER_S = 300.0
-"""Without a request, if nobody says otherwise."""
+"""Default seconds without requests before a role scales to zero."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingSettings:
-    """The operator's."""
+    """Settings of the autoscaler from OperatorSettings."""
 
     prometheus_url: str = ""
     gpu_budget: int = 0
-    """Accelerators of all services together; 0: as many as there are."""
+    """GPUs of all scaled services together; 0: no limit."""
     window_s: int = 120
-    """Over which rates are taken."""
+    """Window of rates in seconds."""
 
 
 def policy_of(spec: InferenceServiceSpec, name: RoleName) -> ScalingPolicy:
-    """Of a role that has `scaling`."""
+    """Return the policy of a role with `scaling`."""
     scaling = role_scalers.roles(spec)[name].scaling
     assert scaling is not None
     wanted = spec.autoscaling

@@ -17,12 +17,12 @@ from baton_operator.kinds.worker_role import ScaleDown, ScaleUp
 from baton_operator.scaling.history import CapacityEstimate, RecommendationWindows, TimedValue
 
 STARTUP_S = 240.0
-"""Of a worker, before one was seen to start."""
+"""Assumed start-up time of a worker until one is measured, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What one question to the metrics gave."""
+    """A measured number, or the reason why it is unknown."""
 
     value: float | None
     """None: unknown."""
@@ -32,7 +32,7 @@ class Measurement:
     @classmethod
     def of(cls, value: float) -> Measurement:
         """
-        A number that was seen; one that is no number is unknown.
+        Return a measurement; a number that is not finite is unknown.
 
         >>> Measurement.of(0.0).zero, Measurement.of(math.nan).known
         (True, False)
@@ -45,15 +45,15 @@ class Measurement:
 
     @property
     def zero(self) -> bool:
-        """Whether nothing was seen, by somebody who looked."""
+        """Whether the value is known to be zero."""
         return self.value == 0
 
     def above(self, limit: float) -> bool:
-        """Whether it is surely more; what is unknown is not."""
+        """Return whether the value is known and above the limit."""
         return self.value is not None and self.value > limit
 
     def below(self, limit: float) -> bool:
-        """Whether it is surely less; what is unknown is not."""
+        """Return whether the value is known and below the limit."""
         return self.value is not None and self.value < limit
 
 
@@ -66,97 +66,97 @@ def unknown(why: str) -> Measurement:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSize:
-    """One worker, as the lines of a profile have it."""
+    """Size of one worker by a profile."""
 
     tokens_per_s: float
-    """0 if it cannot keep the objectives at all."""
+    """Throughput at the objectives; 0 if it cannot meet them."""
     bound: Bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingPolicy:
-    """What somebody wants of one role."""
+    """Bounds and objectives of one role."""
 
     least: int
     most: int
     fallback: int | None = None
     objective_s: float
-    """Of the role's latency: to the first token for prefill, from token to token for decode."""
+    """Latency objective in seconds: time to first token for prefill, inter-token latency for decode."""
     up: ScaleUp = field(default_factory=ScaleUp)
     down: ScaleDown = field(default_factory=ScaleDown)
     loss: MetricsLoss = field(default_factory=MetricsLoss)
     zero_after_s: float = 300.0
-    """Without any request, before a role whose `least` is 0 goes there."""
+    """Seconds without requests before a role with `least` 0 scales to zero."""
     first_token_s: float | None = None
-    """The objective for first tokens, where the workers of this role compute prompts themselves."""
+    """Objective of the time to first token, if workers of this role compute prompts themselves."""
     queue_s: float | None = None
-    """Of queued work that makes a worker wholly used; None: `Observation.utilisation` says how used it is."""
+    """Queued work in seconds that means full utilization. None: use `RoleSample.utilisation`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSample:
-    """One role as it is now."""
+    """Measured state of one role."""
 
     replicas: int
-    """Asked for."""
+    """Desired workers."""
     ready: int
     demand: Measurement
-    """Tokens a second that clients ask for, refused ones too."""
+    """Tokens per second that clients request, including rejected requests."""
     backlog: Measurement
-    """Tokens that wait, in routers and workers."""
+    """Tokens queued in routers and workers."""
     latency: Measurement
-    """Seconds, at the objective's percentile."""
+    """Latency in seconds at the percentile of the objective."""
     first_token: Measurement = ZERO
-    """Likewise, where `Policy.first_token_s` has an objective for it."""
+    """Time to first token, likewise, if `ScalingPolicy.first_token_s` is set."""
     utilisation: Measurement
     """
-    Of the fullest worker, 0 to 1 and more with what is queued: the larger of its share of KV blocks and of
-    batch slots. Unused where `Policy.queue_s` tells it from the backlog.
+    Utilization of the fullest worker, above 1 with queued requests: the larger of its shares of KV blocks
+    and batch slots. Unused if `ScalingPolicy.queue_s` derives it from the backlog.
     """
     tightest: Bound | None = None
-    """Which of the two it is."""
+    """The larger of the two."""
     size: WorkerSize | None = None
-    """One worker by a profile, if there is one; without it, one is taken to do what was learned."""
+    """Size of one worker by a profile. None: use the learned capacity."""
     rate: Measurement
-    """Tokens a second that a busy worker was seen to do: a sample of the capacity."""
+    """Tokens per second of a busy worker: a sample of the capacity."""
     requests: Measurement = ZERO
-    """Of the service, that came, run or wait: what has to be nothing before a role goes to zero."""
+    """Requests of the service that arrive, run or wait. A role scales to zero only at 0."""
     queued: Measurement = ZERO
-    """Requests of the service that are queued in routers or workers: no role shrinks while there are any."""
+    """Queued requests of the service. No role shrinks above 0."""
     held: Measurement = ZERO
-    """Requests that wait in routers because there is no worker."""
+    """Requests that routers hold because no worker exists."""
     silent: int = 0
-    """Ready workers of which nothing is heard."""
+    """Ready workers or routers without metrics."""
     pending_s: float = 0.0
-    """For which a worker has waited for a place in the cluster."""
+    """Seconds for which a pod has been unschedulable."""
     rolling: bool = False
-    """Whether one revision of workers is giving way to another."""
+    """Whether a rollout is in progress."""
     capped: str = ""
-    """Why it is no use to grow now, if it is not: what would come of it waits for another role."""
+    """Why growth would not help now, because another role is the bottleneck; otherwise empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleMemory:
-    """What one role's decisions remember. A new one shrinks nothing for a while."""
+    """Memory of the decisions of one role. With a new memory a role does not shrink for a while."""
 
     windows: RecommendationWindows
     capacity: CapacityEstimate = field(default_factory=CapacityEstimate)
     startup_s: float = STARTUP_S
-    """Nine of ten workers took no longer to start."""
+    """90th percentile of the start-up time."""
     demand: tuple[TimedValue, ...] = ()
     blind_since: float | None = None
     idle_since: float | None = None
     grown: tuple[tuple[float, int], ...] = ()
-    """When, and by how many, in the last period."""
+    """Time and number of added workers in the last period."""
     shrunk: tuple[tuple[float, int], ...] = ()
     ready: int | None = None
-    """At the last look, if there was one."""
+    """Ready workers of the last sample; None without one."""
     ready_since: float = -math.inf
-    """When there last was one more."""
+    """Time of the last increase of ready workers."""
 
     @classmethod
     def new(cls, now: float, capacity: float | None = None, startup_s: float = STARTUP_S) -> RoleMemory:
-        """Of somebody who has just begun to look; capacity and start-up time may be known from before."""
+        """Return a new memory; capacity and start-up time may come from status."""
         return cls(RecommendationWindows(now), CapacityEstimate(seed=capacity), startup_s)
 
 
@@ -165,19 +165,19 @@ MetricsSource = Literal["Measured", "Held", "Fallback"]
 
 @dataclass(frozen=True, slots=True)
 class ScalingDecision:
-    """How many workers a role is to have, and why."""
+    """Desired workers of a role, with the reason."""
 
     replicas: int
     raw: int
-    """What the moment alone would ask for, before windows and steps."""
+    """Recommendation before stabilization windows and steps."""
     reason: str
-    """In one word."""
+    """Reason in one word."""
     message: str
-    """In a sentence."""
+    """Reason in a sentence."""
     source: MetricsSource = "Measured"
     limited: str = ""
-    """What keeps it from having what it needs, in one word; empty if nothing does."""
+    """Limit below the need in one word, or empty."""
     bound: Bound | None = None
-    """What keeps one worker from serving more, as far as that is known."""
+    """The first limit that one worker reaches, if known."""
     pressure: float = 0.0
-    """What it needs against what it has: who goes first where there is not enough for all."""
+    """Need divided by ready workers. The budget serves the highest first."""

@@ -1,9 +1,8 @@
 """
-What the figures of one answer mean for a role: what was seen, what was seen to be nothing, what is not
-known.
+From the metrics of a service to the sample of a role; each value is known, zero or unknown.
 
-Where a target is away its series are, and then a sum over the others is too small. It may still ask for
-workers, but never for fewer: a role with a silent worker, or a service with a silent router, says so.
+A missing scrape target makes sums too small. Such a sample may still grow a role but never shrink it:
+`silent` counts workers and routers without metrics.
 """
 
 from __future__ import annotations
@@ -18,27 +17,27 @@ from baton_operator.scaling.decision import HIGH
 from baton_operator.scaling.sample import ZERO, Measurement, RoleSample, WorkerSize, unknown
 
 STALE_S = 90.0
-"""Since the routers were last scraped, after which what was scraped says nothing of now."""
+"""Maximum age of the last scrape of the routers in seconds."""
 
 ANSWER_TOKENS = 200.0
-"""Of an answer, as long as none has ended."""
+"""Assumed tokens of an answer until one has ended."""
 
 STEEP = 1.25
-"""Times what was seen that a worker may be believed to do when it is fuller."""
+"""Maximum extrapolation of the measured rate of a worker to full utilization."""
 
 STEP = 1.5
-"""Times the demand of the whole window that the end of it must have to be taken for what comes."""
+"""Minimum ratio of recent demand to that of the window for the recent value to count."""
 
 FULL = 0.9
-"""Of the decode workers' KV blocks or batch slots together, above which routers queue requests for them."""
+"""Utilization of all decode workers above which routers queue requests for them."""
 
 HALF = 0.5
-"""Of its room, below which what a worker does says nothing of what it could."""
+"""Minimum utilization of a worker for its rate to be a sample of the capacity."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceMetrics:
-    """The answer to one question, or why there is none."""
+    """The result of one query, or why there is none."""
 
     values: Mapping[str, float]
     lost: str = ""
@@ -48,7 +47,7 @@ class ServiceMetrics:
             return unknown(self.lost)
         age = self.values.get("age")
         if age is None or not self.values.get("routers"):
-            return unknown("no router of the service is scraped")
+            return unknown("Prometheus scrapes no router of the service")
         if age > STALE_S:
             return unknown(f"the routers were last scraped {age:.0f} s ago")
         value = self.values.get(name)
@@ -57,18 +56,18 @@ class ServiceMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolePods:
-    """The pods of one role, and the routers, as the cluster has them."""
+    """The pods of one role and the routers of the service in the cluster."""
 
     replicas: int
     ready: int
     routers: int
-    """That are ready."""
+    """Ready routers."""
     pending_s: float = 0.0
     rolling: bool = False
 
 
 class _OfRole(TypedDict):
-    """What is measured of one role apart from its pods, by the names of `Observation`."""
+    """Measurements of one role, by the names of `RoleSample`."""
 
     demand: Measurement
     backlog: Measurement
@@ -88,10 +87,9 @@ def role_sample(
     size: WorkerSize | None = None,
 ) -> RoleSample:
     """
-    One role as a decision wants it; `objective_s` is that of its latency.
+        Return the sample of one role. `objective_s`: its latency objective.
 
-    `held` are requests that routers themselves said they hold, if they were asked. `size`: of one worker by
-    a profile.
+    `held`: requests that routers reported directly, if queried. `size`: of one worker by a profile.
     """
     requests = _sum(metrics.read("in_flight"), metrics.read("waiting"), metrics.read("demand_answer"))
     seen_held = metrics.read("held")
@@ -115,15 +113,15 @@ def role_sample(
 
 def _prefill(metrics: ServiceMetrics, pods: RolePods) -> _OfRole:
     backlog = metrics.read("prefill_queued_tokens") if pods.ready else ZERO
-    # What routers queue for a decode worker no prefill worker would make shorter.
+    # Prefill workers cannot shorten a queue for decode workers.
     if not _decode_full(metrics):
         backlog = _sum(metrics.read("queued_prompt"), backlog)
     return _OfRole(
         demand=_demand(metrics, "prompt", without="local"),
         backlog=backlog,
         latency=metrics.read("first_token"),
-        first_token=unknown("its latency says it"),
-        utilisation=unknown("what waits says it"),
+        first_token=unknown("included in the latency"),
+        utilisation=unknown("derived from the backlog"),
         tightest="Throughput",
         rate=metrics.read("prefill_speed"),
     )
@@ -140,7 +138,7 @@ def _decode(metrics: ServiceMetrics, pods: RolePods, objective_s: float) -> _OfR
             slots = Measurement.of(slots.value + waiting.value / all_slots.value)
     running = metrics.read("decode_running")
     if blocks.value and queued.value and running.value:
-        # What is queued will take as many blocks each as what runs.
+        # Each queued request will need as many blocks as a running one.
         blocks = Measurement.of(blocks.value * (1 + queued.value / running.value))
     backlog = queued
     if queued.value:
@@ -149,7 +147,7 @@ def _decode(metrics: ServiceMetrics, pods: RolePods, objective_s: float) -> _OfR
     latency = metrics.read("decode_token")
     demand, generated = _demand(metrics, "answer"), metrics.read("decode_generated")
     if demand.known and generated.above(demand.value or 0.0):
-        demand = generated  # answers are longer than was expected of them
+        demand = generated  # answers are longer than expected
     return _OfRole(
         demand=demand,
         backlog=backlog,
@@ -162,19 +160,19 @@ def _decode(metrics: ServiceMetrics, pods: RolePods, objective_s: float) -> _OfR
 
 
 def _fuller(*parts: Measurement) -> Measurement:
-    """The larger one. If one is unknown, a known one counts only if it alone asks for more workers."""
+    """Return the larger value. If one is unknown, the other counts only if it means overload."""
     known = max((one for one in parts if one.known), key=lambda one: one.value or 0.0, default=None)
     missing = next((one for one in parts if not one.known), None)
     return missing if missing and not (known and known.above(HIGH)) else known or parts[0]
 
 
 def _decode_full(metrics: ServiceMetrics) -> bool:
-    """Whether the decode workers have no KV blocks, or no batch slots, for what routers queue."""
+    """Return whether decode workers lack KV blocks or batch slots for queued requests."""
     return metrics.read("decode_usage").above(FULL) or _slots_used(metrics).above(FULL)
 
 
 def _slots_used(metrics: ServiceMetrics, name: str = "decode_running") -> Measurement:
-    """Share of the decode workers' batch slots that are taken."""
+    """Return the share of used batch slots of decode workers."""
     running, slots = metrics.read(name), metrics.read("decode_slots")
     if running.value is None or not slots.value:
         return unknown("the decode workers do not report their batch slots")
@@ -182,7 +180,7 @@ def _slots_used(metrics: ServiceMetrics, name: str = "decode_running") -> Measur
 
 
 def _queued(name: RoleName, metrics: ServiceMetrics, pods: RolePods) -> Measurement:
-    """Requests that wait in routers, and in workers of either role as far as there are any."""
+    """Return the requests queued in routers and in workers of both roles."""
     parts = [metrics.read("waiting")]
     for role in ("prefill", "decode"):
         if pods.ready if role == name else metrics.read(f"{role}_workers").value:
@@ -191,7 +189,7 @@ def _queued(name: RoleName, metrics: ServiceMetrics, pods: RolePods) -> Measurem
 
 
 def _demand(metrics: ServiceMetrics, kind: str, without: str = "") -> Measurement:
-    """As it was over the window, or lately, if that is so much more that it is hardly chance."""
+    """Return the demand over the window, or the recent one if it is significantly higher."""
     demand, lately = (
         _less(metrics.read(f"demand_{kind}{when}"), metrics.read(f"demand_{without}{when}"))
         for when in ("", "_lately")
@@ -201,9 +199,9 @@ def _demand(metrics: ServiceMetrics, kind: str, without: str = "") -> Measuremen
 
 def _decode_rate(metrics: ServiceMetrics, latency: Measurement, objective_s: float) -> Measurement:
     """
-    What a decode worker would do if it were as full as it should be: its rate, by how full it is.
+    Return the rate of a decode worker, extrapolated to its target utilization.
 
-    One that is nearly idle says nothing of that.
+    The rate of a nearly idle worker is unknown.
     """
     generated, workers = metrics.read("decode_generated"), metrics.read("decode_workers")
     usage, slots = metrics.read("decode_mean_usage"), _slots_used(metrics, "decode_mean_running")
@@ -216,11 +214,11 @@ def _decode_rate(metrics: ServiceMetrics, latency: Measurement, objective_s: flo
 
 
 def _less(whole: Measurement, part: Measurement) -> Measurement:
-    """Without a part that is only reported where there is some."""
+    """Subtract a part whose series exists only if it is not zero."""
     return whole if whole.value is None else Measurement.of(max(0.0, whole.value - (part.value or 0.0)))
 
 
 def _sum(*parts: Measurement) -> Measurement:
-    """Known only if all of them are."""
+    """Return the sum; unknown if any part is."""
     missing = next((one for one in parts if not one.known), None)
     return missing if missing is not None else Measurement.of(sum(one.value or 0.0 for one in parts))

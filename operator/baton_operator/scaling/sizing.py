@@ -29,42 +29,42 @@ from baton_operator.scaling.signals import ServiceMetrics
 Line = TypeVar("Line", PrefillLine, StepLine)
 
 SMOOTHING = 0.1
-"""What one sample changes of a speed."""
+"""Weight of one sample in a speed."""
 
 CHANCE = 1.645
-"""Standard deviations of a number of streams that it exceeds with a chance of one in twenty."""
+"""Standard deviations that a number of streams exceeds with a probability of 5 %."""
 
 UNLIMITED = 10**9
 ROUNDING = 1e-3
 LEAST_S = 1e-6
 
 MOST_FACTOR = 4.0
-"""Times the profile's speed, or a fraction of it, that a worker is believed to have."""
+"""Maximum factor between measured speed and profile, in either direction."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeanLengths:
-    """Mean lengths of a service's requests, in tokens. Each may be a fraction."""
+    """Mean lengths of the requests of a service in tokens."""
 
     prompt: float
     uncached: float
-    """Of a prompt that a prefill worker computes, the tokens that are not cached."""
+    """Uncached tokens of a prompt that a prefill worker computes."""
     answer: float
 
 
 @dataclass(frozen=True, slots=True)
 class LearnedRequests:
-    """What is remembered of one service's requests, and of its workers against the profile."""
+    """Learned lengths of the requests of a service, and speeds of its workers."""
 
     prompt: tuple[TimedValue, ...] = ()
     uncached: tuple[TimedValue, ...] = ()
     answer: tuple[TimedValue, ...] = ()
     prefill_speed: float = 1.0
-    """Times the profile's."""
+    """Speed relative to the profile."""
     decode_speed: float = 1.0
 
     def looked(self, profile: Profile, metrics: ServiceMetrics, now: float) -> LearnedRequests:
-        """The same with what one answer of Prometheus says; what it does not say stays."""
+        """Return the values updated by metrics; unknown ones stay."""
         known = replace(
             self,
             prompt=_with(self.prompt, metrics.read("decode_prompt").value, now),
@@ -79,7 +79,7 @@ class LearnedRequests:
         )
 
     def requests(self, profile: Profile, ahead_s: float) -> MeanLengths:
-        """Lengths forecast over `ahead_s`; the profile's own where none was seen."""
+        """Return the lengths forecast for `ahead_s`; those of the profile if none were measured."""
         made_for = profile.objectives
         prompt = _forecast(self.prompt, float(made_for.prompt_tokens), ahead_s)
         share = made_for.uncached / made_for.prompt_tokens if made_for.prompt_tokens else 1.0
@@ -91,10 +91,10 @@ def worker_sizes(
     profile: Profile, seen: LearnedRequests, wanted: Objectives, ahead_s: float, prefills: int | None
 ) -> Mapping[RoleName, WorkerSize]:
     """
-    One worker of each role for what comes in `ahead_s`.
+    Return the size of one worker of each role for the demand in `ahead_s`.
 
-    `prefills`: workers of that role that are asked for now; None if there is no such role, so that decode
-    workers spend a part of their time on prompts.
+    `prefills`: desired prefill workers. None: there is no such role, and decode workers also compute
+    prompts.
     """
     requests = seen.requests(profile, ahead_s)
     line, step = _faster(profile.prefill, seen.prefill_speed), _faster(profile.step, seen.decode_speed)
@@ -107,8 +107,8 @@ def worker_sizes(
     )
     computing_s = max(LEAST_S, line.seconds(uncached, max(uncached, objectives.prompt_tokens)))
     left_s = objectives.ttft_s - computing_s - profile.transfer.seconds(uncached) - step.seconds(1, 0)
-    # Routers have one queue before all of them: it moves as much faster. Of one fewer, so that what follows
-    # still holds when one goes.
+    # All prefill workers share one queue in the routers. One worker less, so that the result still holds if
+    # one is removed.
     busy = profiles.busy_share(computing_s, left_s * max(1, (prefills or 0) - 1))
     bound: Bound = "Throughput" if busy >= profiles.MOST_BUSY - ROUNDING else "TimeToFirstToken"
     return {
@@ -120,12 +120,12 @@ def worker_sizes(
 def _decode(
     profile: Profile, step: StepLine, objectives: profiles.Objectives, computing_s: float
 ) -> WorkerSize:
-    """`computing_s`: of the prompt of each request, if the worker computes it as well."""
+    """`computing_s`: time for the prompt of each request, if decode workers compute it."""
     in_time = profiles.streams_in_time(step, UNLIMITED, objectives)
     limits: Mapping[Bound, float] = {
         "KVBlocks": profiles.streams_in_room(profile.kv_tokens, objectives),
         "BatchSlots": profile.max_streams,
-        # Streams come and go by chance. For blocks and slots they queue; too many make all tokens late.
+        # The number of streams varies. Excess streams queue for blocks and slots, but delay all tokens.
         "InterTokenLatency": max(1.0, in_time - CHANCE * math.sqrt(in_time)) if in_time else 0.0,
     }
     bound = min(limits, key=lambda one: limits[one])
@@ -137,7 +137,7 @@ def _decode(
 
 
 def _prefill_speed(line: PrefillLine, means: MeanLengths, metrics: ServiceMetrics) -> float | None:
-    """Of prefill workers, times the profile's; None if it was not measured."""
+    """Return the speed of prefill workers relative to the profile; None if unknown."""
     measured = metrics.read("prefill_speed").value
     if not measured or metrics.read("prefill_uncached").value is None:
         return None
@@ -146,7 +146,7 @@ def _prefill_speed(line: PrefillLine, means: MeanLengths, metrics: ServiceMetric
 
 
 def _decode_speed(line: StepLine, means: MeanLengths, metrics: ServiceMetrics) -> float | None:
-    """Of decode workers at the batch and context that they have, likewise."""
+    """Return the speed of decode workers at their batch and context, likewise."""
     running, workers = metrics.read("decode_mean_running").value, metrics.read("decode_workers").value
     token_s = metrics.read("decode_token_mean").value
     if not running or not workers or not token_s:
@@ -161,7 +161,7 @@ def _faster(line: Line, times: float) -> Line:
 
 
 def _with(samples: tuple[TimedValue, ...], value: float | None, now: float) -> tuple[TimedValue, ...]:
-    """The last value stays, however old: where no request ends, the next one is likely to be as the last."""
+    """Add a value and drop old ones. The last value stays, however old."""
     if value is None:
         return samples
     return (*(one for one in samples if one[0] > now - TREND_S), (now, value))
@@ -179,17 +179,17 @@ def _smoothed(before: float, sample: float | None) -> float:
 
 
 REREAD_S = 300.0
-"""After which a changed profile is noticed."""
+"""Seconds after which the profile is read again."""
 
 
 async def read_profile(api: ApiServer, namespace: str, source: ProfileSource) -> profiles.Profile:
-    """Raises SetupError, and ApiException."""
+    """Return the profile in a ConfigMap. Raises SetupError and ApiException."""
     where = f"metadata.name={source.config_map_name}"
     found = await api.list("v1", "ConfigMap", namespace, field=where)
     if not found:
         raise SetupError(
-            f"There is no ConfigMap {source.config_map_name}; `kubectl create configmap "
-            f"{source.config_map_name} --from-file={source.key}` makes one of a profile."
+            f"The ConfigMap {source.config_map_name} does not exist. Create it from a profile: "
+            f"`kubectl create configmap {source.config_map_name} --from-file={source.key}`."
         )
     text = found[0].get("data", {}).get(source.key)
     if text is None:

@@ -51,7 +51,7 @@ class Told:
         self.lost = ""
         self.asked: list[str] = []
 
-    async def ask(self, url: str, query: str, label: str) -> Mapping[str, float]:
+    async def query(self, url: str, promql: str, label: str) -> Mapping[str, float]:
         self.asked.append(url)
         if self.lost:
             raise MetricsLost(self.lost)

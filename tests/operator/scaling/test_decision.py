@@ -121,7 +121,7 @@ CASES: dict[str, tuple[ScalingPolicy, RoleSample, int, str]] = {
     "clients wait for long, and the workers have hardly any room": (
         PREFILL, observation(demand=Measurement.of(3000.0), latency=Measurement.of(9.0)), 5, "LatencyHigh",
     ),
-    "clients would wait for too long without one": (
+    "the latency would be too high without one": (
         DECODE, observation(demand=Measurement.of(1000.0), latency=Measurement.of(0.045)), 4, "Steady",
     ),
     "nothing is known": (PREFILL, observation(**ALL_LOST), 4, "MetricsHeld"),
@@ -284,7 +284,7 @@ UNLEARNT = RoleMemory.new(NOW - 10_000)
 STATUS: dict[str, tuple[ScalingPolicy, RoleSample, RoleMemory, ScalingDecision]] = {
     "what is needed is there": (
         PREFILL, observation(), memory(),
-        ScalingDecision(4, 4, "Steady", "There are as many as are needed.", pressure=0.882),
+        ScalingDecision(4, 4, "Steady", "The number of workers is sufficient.", pressure=0.882),
     ),
     "a profile says what a worker does": (
         PREFILL, observation(size=WorkerSize(500.0, "KVBlocks")), memory(),
@@ -303,19 +303,19 @@ STATUS: dict[str, tuple[ScalingPolicy, RoleSample, RoleMemory, ScalingDecision]]
     ),
     "it needs its maximum": (
         PREFILL, observation(8, demand=of(6500.0)), memory(),
-        ScalingDecision(8, 8, "Steady", "There are as many as are needed.", pressure=0.956),
+        ScalingDecision(8, 8, "Steady", "The number of workers is sufficient.", pressure=0.956),
     ),
     "it has more than its maximum": (
         PREFILL, observation(9), memory(),
-        ScalingDecision(8, 4, "AtMaximum", "It has more than its maximum.", pressure=0.392),
+        ScalingDecision(8, 4, "AtMaximum", "The replicas exceed the maximum.", pressure=0.392),
     ),
     "it has its maximum, and one less would do": (
         replace(PREFILL, most=4), observation(demand=of(2000.0)), memory(),
-        ScalingDecision(3, 3, "Spare", "3 would do.", pressure=0.588),
+        ScalingDecision(3, 3, "Spare", "3 would suffice.", pressure=0.588),
     ),
     "it is below its minimum, and a pod finds no place": (
         replace(PREFILL, least=3), observation(1, pending_s=901.0), memory(),
-        ScalingDecision(3, 4, "CapacityExhausted", "A worker has found no place in the cluster for 901 s.",
+        ScalingDecision(3, 4, "CapacityExhausted", "A worker has been unschedulable for 901 s.",
                  limited="CapacityExhausted", pressure=3.529),
     ),
     "a pod may find a place for a quarter of an hour": (
@@ -328,12 +328,12 @@ STATUS: dict[str, tuple[ScalingPolicy, RoleSample, RoleMemory, ScalingDecision]]
     ),
     "a rollout stops growth while clients do not wait": (
         PREFILL, observation(demand=of(5000.0), rolling=True), memory(),
-        ScalingDecision(4, 6, "RollingOut", "A rollout is under way; clients do not wait for long.",
+        ScalingDecision(4, 6, "RollingOut", "A rollout is in progress, and the latency meets its objective.",
                         pressure=1.471),
     ),
     "a rollout stops shrinking": (
         PREFILL, observation(demand=of(1000.0), rolling=True), memory(),
-        ScalingDecision(4, 2, "RollingOut", "A rollout is under way.", pressure=0.294),
+        ScalingDecision(4, 2, "RollingOut", "A rollout is in progress.", pressure=0.294),
     ),
     "the KV blocks are used": (
         DECODE, observation(utilisation=of(0.9), tightest="KVBlocks"), memory(),
@@ -356,31 +356,31 @@ STATUS: dict[str, tuple[ScalingPolicy, RoleSample, RoleMemory, ScalingDecision]]
         DECODE,
         observation(demand=of(2000.0), utilisation=of(0.05), latency=of(0.08)),
         memory(),
-        ScalingDecision(5, 5, "LatencyHigh", "Clients wait for 0.08 s; 0.05 s is wished for.",
+        ScalingDecision(5, 5, "LatencyHigh", "The latency is 0.08 s; the objective is 0.05 s.",
                  bound="InterTokenLatency", pressure=0.588),
     ),
     "tokens are slow, and the workers are half full": (
         DECODE, observation(demand=of(1000.0), latency=of(0.08)), memory(),
-        ScalingDecision(5, 5, "LatencyHigh", "Clients wait for 0.08 s; 0.05 s is wished for.",
+        ScalingDecision(5, 5, "LatencyHigh", "The latency is 0.08 s; the objective is 0.05 s.",
                  bound="InterTokenLatency", pressure=0.294),
     ),
     "prompts wait for too long": (
         PREFILL, observation(demand=of(3000.0), latency=of(9.0)), memory(),
-        ScalingDecision(5, 5, "LatencyHigh", "Clients wait for 9 s; 2 s is wished for.",
+        ScalingDecision(5, 5, "LatencyHigh", "The latency is 9 s; the objective is 2 s.",
                  bound="TimeToFirstToken", pressure=0.882),
     ),
     "first tokens of workers without prefill are late": (
         ALONE, observation(first_token=of(3.0)), memory(),
-        ScalingDecision(5, 5, "LatencyHigh", "Clients wait for 3 s; 2 s is wished for.",
+        ScalingDecision(5, 5, "LatencyHigh", "The latency is 3 s; the objective is 2 s.",
                  bound="TimeToFirstToken", pressure=0.882),
     ),
     "the need is not known, and the workers are idle": (
         DECODE, observation(rate=LOST, utilisation=of(0.1), latency=of(0.01)), UNLEARNT,
-        ScalingDecision(3, 3, "Spare", "3 would do.", pressure=0.75),
+        ScalingDecision(3, 3, "Spare", "3 would suffice.", pressure=0.75),
     ),
     "nothing is asked for, and the capacity is not known": (
         PREFILL, observation(rate=LOST, **NOTHING), UNLEARNT,
-        ScalingDecision(3, 1, "Spare", "1 would do.", pressure=0.0),
+        ScalingDecision(3, 1, "Spare", "1 would suffice.", pressure=0.0),
     ),
     "nothing is asked for any more, and much still waits": (
         PREFILL, observation(1, demand=ZERO, backlog=of(400_000.0)), memory(),
@@ -388,45 +388,45 @@ STATUS: dict[str, tuple[ScalingPolicy, RoleSample, RoleMemory, ScalingDecision]]
     ),
     "one of two workers could not do it alone": (
         DECODE, observation(2, demand=of(600.0), utilisation=of(0.6)), memory(),
-        ScalingDecision(2, 2, "Steady", "No worker goes: the others would be too full.", pressure=0.353),
+        ScalingDecision(2, 2, "Steady", "Cannot remove a worker: the other workers would be overloaded.", pressure=0.353),
     ),
     "the others would let clients wait": (
         DECODE, observation(demand=of(1000.0), latency=of(0.045)), memory(),
-        ScalingDecision(4, 4, "Steady", "No worker goes: clients would wait for too long.", pressure=0.294),
+        ScalingDecision(4, 4, "Steady", "Cannot remove a worker: the latency would be too high.", pressure=0.294),
     ),
     "beside prefill workers first tokens do not matter": (
         DECODE, observation(demand=of(2000.0), first_token=LOST), memory(),
-        ScalingDecision(3, 3, "Spare", "3 would do.", pressure=0.588),
+        ScalingDecision(3, 3, "Spare", "3 would suffice.", pressure=0.588),
     ),
     "no demand is known": (
         PREFILL, observation(demand=LOST), memory(),
-        ScalingDecision(4, 4, "Steady", f"No worker goes: the demand is unknown ({LOST.why}).", pressure=1.0),
+        ScalingDecision(4, 4, "Steady", f"Cannot remove a worker: the demand is unknown ({LOST.why}).", pressure=1.0),
     ),
     "no backlog is known": (
         PREFILL, observation(demand=of(1000.0), backlog=LOST), memory(),
-        ScalingDecision(4, 4, "Steady", f"No worker goes: the backlog is unknown ({LOST.why}).",
+        ScalingDecision(4, 4, "Steady", f"Cannot remove a worker: the backlog is unknown ({LOST.why}).",
                         pressure=0.294),
     ),
     "no worker is ready": (
         PREFILL, observation(demand=of(1000.0), ready=0), memory(),
-        ScalingDecision(4, 4, "Steady", "No worker goes: how full they are is unknown (no worker is ready).",
+        ScalingDecision(4, 4, "Steady", "Cannot remove a worker: the utilization is unknown (no worker is ready).",
                  pressure=1.176),
     ),
     "requests are queued": (
         PREFILL, observation(demand=of(2000.0), queued=of(3.0)), memory(),
-        ScalingDecision(4, 3, "Queued", "No worker goes: 3 requests are queued.", pressure=0.588),
+        ScalingDecision(4, 3, "Queued", "Cannot remove a worker: 3 requests are queued.", pressure=0.588),
     ),
     "nobody knows what is queued": (
         PREFILL, observation(demand=of(2000.0), queued=LOST), memory(),
-        ScalingDecision(4, 3, "Queued", f"No worker goes: {LOST.why}.", pressure=0.588),
+        ScalingDecision(4, 3, "Queued", f"Cannot remove a worker: {LOST.why}.", pressure=0.588),
     ),
     "nobody asks": (
         TO_ZERO, observation(1, **NOTHING), memory(),
-        ScalingDecision(0, 0, "Idle", "No request has come for long enough.", pressure=0.0),
+        ScalingDecision(0, 0, "Idle", "No requests arrived for the configured time.", pressure=0.0),
     ),
     "at zero, something is asked for": (
         TO_ZERO, observation(0, **{**NOTHING, "demand": of(0.5), "rate": LOST}), UNLEARNT,
-        ScalingDecision(1, 1, "Steady", "There are as many as are needed.", pressure=1.0),
+        ScalingDecision(1, 1, "Steady", "The number of workers is sufficient.", pressure=1.0),
     ),
     "at zero, one request waits": (
         TO_ZERO, observation(0, **{**ALL_LOST, "held": of(1.0)}), memory(),
@@ -434,13 +434,13 @@ STATUS: dict[str, tuple[ScalingPolicy, RoleSample, RoleMemory, ScalingDecision]]
     ),
     "nothing is measured": (
         PREFILL, observation(**ALL_LOST), memory(),
-        ScalingDecision(4, 4, "MetricsHeld", f"Nothing is measured, so that nothing changes: {LOST.why}.",
+        ScalingDecision(4, 4, "MetricsHeld", f"No metrics, so the replicas stay: {LOST.why}.",
                         "Held",
                  pressure=1.0),
     ),
     "nothing has been measured for long": (
         replace(PREFILL, fallback=6), observation(**ALL_LOST), memory(),
-        ScalingDecision(6, 6, "MetricsFallback", f"Nothing was measured for 915 s: {LOST.why}.", "Fallback",
+        ScalingDecision(6, 6, "MetricsFallback", f"No metrics for 915 s: {LOST.why}.", "Fallback",
                  pressure=1.0),
     ),
 }  # fmt: skip
@@ -467,42 +467,42 @@ STEPS: dict[str, tuple[ScalingPolicy, list[RoleSample], list[tuple[int, int, str
     "a rise has to last": (
         PREFILL,
         [observation(), *[observation(demand=of(5000.0))] * 2],
-        [(0, 4, "Steady: There are as many as are needed."),
-         (15, 4, "Stabilizing: The demand needs 5.9 workers. That has to last for 30 s."),
+        [(0, 4, "Steady: The number of workers is sufficient."),
+         (15, 4, "Stabilizing: The demand needs 5.9 workers. That must last for 30 s."),
          (30, 6, "Demand: The demand needs 5.9 workers.")],
     ),
     "it grows by what was needed all the time": (
         PREFILL,
         [observation(), observation(demand=of(4000.0)), observation(demand=of(6500.0))],
-        [(0, 4, "Steady: There are as many as are needed."),
-         (15, 4, "Stabilizing: The demand needs 4.7 workers. That has to last for 30 s."),
+        [(0, 4, "Steady: The number of workers is sufficient."),
+         (15, 4, "Stabilizing: The demand needs 4.7 workers. That must last for 30 s."),
          (30, 5, "Demand: The demand needs 7.6 workers.")],
     ),
     "it grows by four in a minute": (
         PREFILL,
         [observation(1, demand=of(6500.0)), *[observation(5, demand=of(6500.0))] * 4],
         [(0, 5, "Demand: The demand needs 7.6 workers."),
-         (15, 5, "Stepping: The demand needs 7.6 workers. It grows by 4 at a time."),
-         (30, 5, "Stepping: The demand needs 7.6 workers. It grows by 4 at a time."),
-         (45, 5, "Stepping: The demand needs 7.6 workers. It grows by 4 at a time."),
+         (15, 5, "Stepping: The demand needs 7.6 workers. The maximum step is 4."),
+         (30, 5, "Stepping: The demand needs 7.6 workers. The maximum step is 4."),
+         (45, 5, "Stepping: The demand needs 7.6 workers. The maximum step is 4."),
          (60, 8, "Demand: The demand needs 7.6 workers.")],
     ),
     "whom it woke counts as what was needed": (
         TO_ZERO,
         [observation(0, **{**ALL_LOST, "held": of(2.0)}), observation(1, demand=of(5000.0))],
         [(0, 1, "FromZero: 2 requests wait for a worker."),
-         (15, 1, "Stabilizing: The demand needs 5.9 workers. That has to last for 30 s.")],
+         (15, 1, "Stabilizing: The demand needs 5.9 workers. That must last for 30 s.")],
     ),
     "it is idle after a minute": (
         TO_ZERO,
         [observation(1, **NOTHING)] * 5,
-        [*[(time, 1, "Steady: There are as many as are needed.") for time in (0, 15, 30, 45)],
-         (60, 0, "Idle: No request has come for long enough.")],
+        [*[(time, 1, "Steady: The number of workers is sufficient.") for time in (0, 15, 30, 45)],
+         (60, 0, "Idle: No requests arrived for the configured time.")],
     ),
     "it may be idle at once": (
         replace(TO_ZERO, zero_after_s=0.0),
         [observation(1, **NOTHING)],
-        [(0, 0, "Idle: No request has come for long enough.")],
+        [(0, 0, "Idle: No requests arrived for the configured time.")],
     ),
 }  # fmt: skip
 """(policy, what is seen every 15 s, and after so many seconds: replicas, reason and message)"""
@@ -533,7 +533,7 @@ def test_decide_fall_goes_by_steps_and_never_below_its_window() -> None:
             moves.append((15 * tick, decision.replicas))
         replicas = decision.replicas
     assert moves == [(300, 2), (615, 1)]
-    assert messages["Stabilizing: 2 would do. That has to last for 300 s."] == 15
+    assert messages["Stabilizing: 2 would suffice. That must last for 300 s."] == 15
 
 
 def test_decide_fall_within_a_period_is_one_step() -> None:
@@ -543,7 +543,7 @@ def test_decide_fall_within_a_period_is_one_step() -> None:
         sample = observation(replicas, demand=of(500.0))
         decision, remembered = decide(PREFILL, remembered, sample, NOW + 15 * len(messages))
         messages.append(f"{decision.reason}: {decision.message}")
-    assert messages == ["Spare: 1 would do.", *["Stepping: 1 would do. It shrinks by 1 at a time."] * 2]
+    assert messages == ["Spare: 1 would suffice.", *["Stepping: 1 would suffice. The maximum step is 1."] * 2]
 
 
 def test_decide_falls_of_one_period_add_up() -> None:
@@ -595,11 +595,11 @@ FULLNESS: dict[str, tuple[ScalingPolicy, RoleSample, RoleMemory, Measurement]] =
         of(0.5),
     ),
     "nothing waits": (PREFILL, observation(), UNLEARNT, ZERO),
-    "not known": (PREFILL, observation(backlog=LOST), memory(), unknown("nothing is known of what waits")),
+    "not known": (PREFILL, observation(backlog=LOST), memory(), unknown("the backlog is unknown")),
     "none ready": (PREFILL, observation(ready=0, backlog=LOST), memory(), unknown("no worker is ready")),
     "nothing learned": (
         PREFILL, observation(backlog=of(2000.0)), UNLEARNT,
-        unknown("nothing is known of what a worker can do"),
+        unknown("the capacity of a worker is unknown"),
     ),
 }  # fmt: skip
 

@@ -50,7 +50,7 @@ async def asked(body: bytes, status: int = 200) -> dict[str, float]:
     asking = PrometheusClient()
     try:
         async with server(answer) as url:
-            return dict(await asking.ask(url, "up", METRIC_LABEL))
+            return dict(await asking.query(url, "up", METRIC_LABEL))
     finally:
         await asking.close()
 
@@ -68,10 +68,10 @@ async def test_figures_come_by_their_names() -> None:
     ("body", "status", "words"),
     [
         (b'{"status": "error", "error": "parse error"}', 400, "parse error"),
-        (b"<html>", 200, "no answer"),
-        (b'{"status": "success", "data": {}}', 200, "no answer"),
-        (b'[{"status": "success"}]', 200, "no answer"),
-        (b"busy", 503, "no answer"),
+        (b"<html>", 200, "invalid response"),
+        (b'{"status": "success", "data": {}}', 200, "invalid response"),
+        (b'[{"status": "success"}]', 200, "invalid response"),
+        (b"busy", 503, "invalid response"),
     ],
 )
 async def test_what_is_no_answer_is_a_loss(body: bytes, status: int, words: str) -> None:
@@ -89,13 +89,13 @@ async def test_a_server_that_is_away_silent_or_not_named_is_a_loss(monkeypatch: 
     monkeypatch.setattr(prometheus, "TIMEOUT_S", 0.2)
     asking = PrometheusClient()
     try:
-        with pytest.raises(MetricsLost, match="no Prometheus is named"):
-            await asking.ask("", "up", METRIC_LABEL)
-        with pytest.raises(MetricsLost, match="cannot be asked"):
-            await asking.ask("http://127.0.0.1:9", "up", METRIC_LABEL)
+        with pytest.raises(MetricsLost, match="no Prometheus is set"):
+            await asking.query("", "up", METRIC_LABEL)
+        with pytest.raises(MetricsLost, match="cannot query"):
+            await asking.query("http://127.0.0.1:9", "up", METRIC_LABEL)
         async with server(silent) as url:
-            with pytest.raises(MetricsLost, match="does not answer"):
-                await asking.ask(url, "up", METRIC_LABEL)
+            with pytest.raises(MetricsLost, match="no response from"):
+                await asking.query(url, "up", METRIC_LABEL)
             forever.set()
     finally:
         await asking.close()
@@ -111,8 +111,8 @@ async def test_the_token_is_shown_to_the_operators_own_server_alone(tmp_path: Pa
     (tmp_path / "token").write_text("secret\n")
     async with server(answer) as own, server(answer) as other:
         asking = PrometheusClient(own, str(tmp_path / "token"))
-        await asking.ask(own, "up", METRIC_LABEL)
-        await asking.ask(other, "up", METRIC_LABEL)
+        await asking.query(own, "up", METRIC_LABEL)
+        await asking.query(other, "up", METRIC_LABEL)
         await asking.close()
     assert shown == ["Bearer secret", None]
 
@@ -281,7 +281,9 @@ def test_any_figure_that_is_missing_makes_no_role_smaller() -> None:
 
 def test_one_question_has_every_figure_under_its_name() -> None:
     question = MetricsQuery("models", "chat", 95)
-    assert len(question.figures) == len(set(question.figures.values())), "no figure is asked for twice"
-    for name in question.figures:
+    assert len(question.expressions) == len(set(question.expressions.values())), (
+        "no figure is asked for twice"
+    )
+    for name in question.expressions:
         assert f'"{METRIC_LABEL}", "{name}"' in question.text
-    assert 'namespace="models", service="chat"' in question.figures["demand_prompt"]
+    assert 'namespace="models", service="chat"' in question.expressions["demand_prompt"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from baton_operator.rollout.decision import RoleName
-from baton_operator.scaling.autoscaler import rolls
+from baton_operator.scaling.autoscaler import is_rolling_out
 from baton_operator.scaling.budget import GpuDemand, allocate
 from baton_operator.scaling.roles import ScaledRole, decide_all
 from baton_operator.scaling.sample import (
@@ -120,12 +120,12 @@ CHANGED: dict[str, Any] = {**SPEC, "engine": {"maxModelLen": 1024}}
 def test_service_rolls_only_while_a_generation_takes_over() -> None:
     cluster = FakeCluster(SPEC)
     cluster.settle()
-    assert not rolls(cluster.service)
+    assert not is_rolling_out(cluster.service)
     cluster.change(CHANGED)
     cluster.reconcile()
-    assert rolls(cluster.service)
+    assert is_rolling_out(cluster.service)
     cluster.settle()
-    assert not rolls(cluster.service)
+    assert not is_rolling_out(cluster.service)
 
 
 def test_service_whose_rollout_was_taken_back_does_not_roll() -> None:
@@ -138,7 +138,7 @@ def test_service_whose_rollout_was_taken_back_does_not_roll() -> None:
     cluster.settle()
     assert cluster.condition("Degraded") == ("True", "RolledBack")
     status = cluster.service["status"]
-    assert status["currentRevision"] != status["updateRevision"] and not rolls(cluster.service)
+    assert status["currentRevision"] != status["updateRevision"] and not is_rolling_out(cluster.service)
 
 
 def test_service_that_waits_for_a_model_does_not_roll() -> None:
@@ -149,7 +149,7 @@ def test_service_that_waits_for_a_model_does_not_roll() -> None:
     cluster.change({**SPEC, "model": cached})
     cluster.reconcile()
     assert cluster.condition("Progressing") == ("True", "FetchingModel")
-    assert not rolls(cluster.service)
+    assert not is_rolling_out(cluster.service)
 
 
 CASES: dict[str, tuple[list[GpuDemand], int, dict[str, int]]] = {
@@ -179,13 +179,13 @@ def test_a_budget(wishes: list[GpuDemand], gpus: int, expected: dict[str, int]) 
 def test_nobody_grows_over_a_budget_and_nobody_loses_by_it(seed: int) -> None:
     rng = random.Random(seed)
     wishes = [
-        GpuDemand(str(number), rng.randint(0, 4), there := rng.randint(0, 5), there + rng.randint(0, 2),
+        GpuDemand(str(number), rng.randint(0, 4), replicas := rng.randint(0, 5), replicas + rng.randint(0, 2),
              rng.randint(0, 9), rng.random())
         for number in range(rng.randint(1, 8))
     ]  # fmt: skip
     gpus = rng.randint(0, 60)
     made = allocate(wishes, gpus)
     for one in wishes:
-        assert min(one.there, one.requested) <= made[one.holder] <= one.requested
-    grown = sum(one.gpus * max(0, made[one.holder] - one.there) for one in wishes)
+        assert min(one.replicas, one.requested) <= made[one.holder] <= one.requested
+    grown = sum(one.gpus * max(0, made[one.holder] - one.replicas) for one in wishes)
     assert grown <= max(0, gpus - sum(one.taken for one in wishes))
