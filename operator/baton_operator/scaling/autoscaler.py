@@ -142,9 +142,7 @@ class Autoscaler:
             service_memory.requests = service_memory.requests.looked(profile, metrics, now)
             ahead_s = max(one.startup_s for one in memories.values())
             prefills = _prefill_replicas(spec, scalers)
-            sizes = sizing.worker_sizes(
-                profile, service_memory.requests, spec.objectives, ahead_s, prefills
-            )
+            sizes = sizing.worker_sizes(profile, service_memory.requests, spec.objectives, ahead_s, prefills)
         roles: dict[RoleName, ScaledRole] = {}
         for name, scaler in scalers.items():
             policy = policy_of(spec, name)

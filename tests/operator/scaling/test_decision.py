@@ -388,11 +388,13 @@ STATUS: dict[str, tuple[ScalingPolicy, RoleSample, RoleMemory, ScalingDecision]]
     ),
     "one of two workers could not do it alone": (
         DECODE, observation(2, demand=of(600.0), utilisation=of(0.6)), memory(),
-        ScalingDecision(2, 2, "Steady", "Cannot remove a worker: the other workers would be overloaded.", pressure=0.353),
+        ScalingDecision(2, 2, "Steady",
+                        "Cannot remove a worker: the other workers would be overloaded.", pressure=0.353),
     ),
     "the others would let clients wait": (
         DECODE, observation(demand=of(1000.0), latency=of(0.045)), memory(),
-        ScalingDecision(4, 4, "Steady", "Cannot remove a worker: the latency would be too high.", pressure=0.294),
+        ScalingDecision(4, 4, "Steady",
+                        "Cannot remove a worker: the latency would be too high.", pressure=0.294),
     ),
     "beside prefill workers first tokens do not matter": (
         DECODE, observation(demand=of(2000.0), first_token=LOST), memory(),
@@ -400,7 +402,8 @@ STATUS: dict[str, tuple[ScalingPolicy, RoleSample, RoleMemory, ScalingDecision]]
     ),
     "no demand is known": (
         PREFILL, observation(demand=LOST), memory(),
-        ScalingDecision(4, 4, "Steady", f"Cannot remove a worker: the demand is unknown ({LOST.why}).", pressure=1.0),
+        ScalingDecision(4, 4, "Steady",
+                        f"Cannot remove a worker: the demand is unknown ({LOST.why}).", pressure=1.0),
     ),
     "no backlog is known": (
         PREFILL, observation(demand=of(1000.0), backlog=LOST), memory(),
@@ -409,7 +412,8 @@ STATUS: dict[str, tuple[ScalingPolicy, RoleSample, RoleMemory, ScalingDecision]]
     ),
     "no worker is ready": (
         PREFILL, observation(demand=of(1000.0), ready=0), memory(),
-        ScalingDecision(4, 4, "Steady", "Cannot remove a worker: the utilization is unknown (no worker is ready).",
+        ScalingDecision(4, 4, "Steady",
+                        "Cannot remove a worker: the utilization is unknown (no worker is ready).",
                  pressure=1.176),
     ),
     "requests are queued": (
