@@ -193,7 +193,7 @@ class Inside:
 
     def look(self) -> None:
         """The router looks at the workers; one that began anew is followed anew."""
-        knowledge = self.scheduler.dispatcher.knowledge
+        knowledge = self.scheduler.dispatcher.worker_states
         for worker in self.workers.values():
             load, before = worker.load, worker.seen.health.load
             worker.seen.answered(load)
@@ -249,7 +249,7 @@ class Inside:
                     tail=f"{text.blocks[-1]:016x}" if text.blocks else "",
                 ),
             )
-            self.compared.append((made.expected, done.cached))
+            self.compared.append((made.expected_cached, done.cached))
             one.wait, one.tokens, one.cached = self._loop.time() - sent, text.tokens, done.cached
             answer = answer_text(text, tokens)
             await decode.generate(text, tokens, lambda count: None)
@@ -257,7 +257,7 @@ class Inside:
             one.ok = whole = True
             return answer
         finally:
-            self.scheduler.let_go(grant, complete=whole)
+            self.scheduler.release(grant, complete=whole)
 
     async def pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds / self._speed)
@@ -278,12 +278,12 @@ async def replay(
     began = time.process_time()
     await play(arrivals, inside, rate * scale, loop.time, PATIENCE_S)
     watch.cancel()
-    knowledge = inside.scheduler.dispatcher.knowledge
+    knowledge = inside.scheduler.dispatcher.worker_states
     expected = sum(one for one, _ in inside.compared)
     known = [knowledge.of(one.seen) for one in inside.workers.values()]
     return figures_of(inside.asked, [one.figures for one in inside.workers.values()], loop.time(), scale) | {
         "actual_expected": round(sum(one for _, one in inside.compared) / expected, 3) if expected else 1.0,
-        "left_booked": sum(one.computing.waiting + one.streams.count for one in known),
+        "left_booked": sum(one.prefills.waiting + one.streams.count for one in known),
         "chunks": len(knowledge),
         "memory_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
         "processor_s": round(time.process_time() - began, 1),

@@ -58,7 +58,7 @@ async def send(count: int) -> None:
     urls = [f"http://127.0.0.1:{port}" for port in range(1, PREFILL + DECODE + 1)]
     settings = RouterSettings(decode=tuple(urls[PREFILL:]), prefill=tuple(urls[:PREFILL]))
     scheduler = RequestScheduler(settings, UpstreamPool(1.0), random.Random(1), lambda: now)
-    knowledge = scheduler.dispatcher.knowledge
+    knowledge = scheduler.dispatcher.worker_states
     tellers: dict[str, Teller] = {}
     for worker in scheduler.workers.all:
         control = "x:1" if worker.listed is Role.PREFILL else ""
@@ -84,7 +84,7 @@ async def send(count: int) -> None:
             remote=bool(grant.prefill), tail=f"{blocks[-1]:016x}",
         )  # fmt: skip
         scheduler.began(grant, report)
-        scheduler.let_go(grant, complete=True)
+        scheduler.release(grant, complete=True)
         if number % (count // 10) == 0:
             gc.collect()
             each = 1e6 * (time.process_time() - began) / number

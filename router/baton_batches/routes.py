@@ -37,7 +37,7 @@ CLIENT_CLOSED_REQUEST = 499
 def routes(
     storage: Storage,
     keeper: BatchController,
-    whose: Callable[[Scope], bytes],
+    owner_of: Callable[[Scope], bytes],
     models_of: Callable[[Scope], frozenset[str] | None],
     body_s: float,
     clock: Callable[[], float] = time.time,
@@ -46,7 +46,7 @@ def routes(
     api = APIRouter()
 
     def owner(request: Request) -> str:
-        return whose(request.scope).hex()
+        return owner_of(request.scope).hex()
 
     def now() -> int:
         return int(clock())

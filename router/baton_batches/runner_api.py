@@ -175,14 +175,14 @@ class RunnerApi:
 
     def _renew(self, token: RunnerToken, body: bytes) -> LeaseRenewal:
         if body:
-            self._storage.figures.retried(wire.decode_progress(body).retries)
+            self._storage.metrics.retried(wire.decode_progress(body).retries)
         ledger, now = self._storage.ledger, self._clock()
         batch = ledger.renew(token.batch, token.epoch, now, self._terms.lease_s, in_window=True)
         return LeaseRenewal(self._issue(batch, token.epoch), _order(batch, now), self._terms.window())
 
     def _record(self, token: RunnerToken, found: list[LineResult]) -> ResultReceipt:
         kept = self._storage.ledger.record(token.batch, token.epoch, found, int(self._clock()))
-        self._storage.figures.recorded(kept.completed, kept.new - kept.completed)
+        self._storage.metrics.recorded(kept.completed, kept.new - kept.completed)
         order = RunnerOrder.GO_ON if kept.status is BatchStatus.IN_PROGRESS else RunnerOrder.STOP
         return ResultReceipt(kept.new, order, self._terms.window())
 

@@ -46,7 +46,7 @@ class Storage:
     def __init__(self, settings: BatchSettings, port: int) -> None:
         """Touches nothing yet. Raises SetupError for a setting that cannot be one."""
         self.settings = settings
-        self.figures = BatchMetrics()
+        self.metrics = BatchMetrics()
         folder = state_folder(settings.state, port, os.environ)
         self._temporary = folder is None
         self._folder = folder or Path(tempfile.gettempdir()) / f"baton-router-{secrets.token_hex(16)}"
@@ -82,12 +82,12 @@ class Storage:
         try:
             return await asyncio.get_running_loop().run_in_executor(threads, call)
         except BatonError as error:
-            self.figures.failed(error)
+            self.metrics.failed(error)
             raise
 
     async def look(self, now: float) -> None:
         """See how many batches there are and how far, for the figures. Raises StorageUnavailable."""
-        self.figures.summary = await self.run(lambda: summarize(self._database, now))
+        self.metrics.summary = await self.run(lambda: summarize(self._database, now))
 
     def close(self) -> None:
         for threads in (self._transfers, self._keeper_threads, self._ledger_threads):

@@ -89,7 +89,7 @@ class RunnerSupervisor:
         self._lease_s = lease_s
         self._storage = storage
         self._secret = secret
-        self._places = places
+        self._capacity = places
         self._clock = clock
         self._running: dict[str, tuple[BatchRecord, asyncio.Task[None]]] = {}
         self._setbacks: dict[str, Backoff] = {}
@@ -114,13 +114,13 @@ class RunnerSupervisor:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _start(self, url: str) -> None:
-        if len(self._running) >= self._places or not self._storage.in_use:
+        if len(self._running) >= self._capacity or not self._storage.in_use:
             return
         now = self._clock()
         without = {*self._running, *(id for id, setback in self._setbacks.items() if now < setback.until)}
         unfinished = partial(self._storage.ledger.unfinished, now, BatchStatus.IN_PROGRESS, without=without)
         waiting = await self._storage.run(unfinished)
-        for batch in choose_batches(waiting, [batch for batch, _ in self._running.values()], self._places):
+        for batch in choose_batches(waiting, [batch for batch, _ in self._running.values()], self._capacity):
             self._running[batch.id] = batch, asyncio.create_task(self._keep(batch, url))
 
     async def _keep(self, batch: BatchRecord, url: str) -> None:
@@ -169,7 +169,7 @@ class RunnerSupervisor:
 
     async def _gone(self, batch: BatchRecord, name: str, status: int) -> None:
         """The runner has ended: let another have the batch, after a while if this one got nothing done."""
-        batch = await self._storage.run(partial(self._let_go, batch.id, name))
+        batch = await self._storage.run(partial(self._release, batch.id, name))
         if status in (ExitStatus.THROUGH, ExitStatus.TOLD_TO) or batch.status.ended:
             self._setbacks.pop(batch.id, None)
             return
@@ -181,7 +181,7 @@ class RunnerSupervisor:
     def _set_back(self, batch: BatchRecord) -> None:
         self._setbacks[batch.id] = Backoff.after(self._setbacks.get(batch.id), batch.done, self._clock())
 
-    def _let_go(self, id: str, name: str) -> BatchRecord:
+    def _release(self, id: str, name: str) -> BatchRecord:
         batch = self._storage.ledger.find(id)
         if batch.runner == name:
             self._storage.ledger.release(id, batch.epoch)

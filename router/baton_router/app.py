@@ -52,7 +52,7 @@ from baton_router.proxy.admin_operations import ADMIN_PATHS, AdminOperations
 from baton_router.proxy.forwarding import FORWARDED, WorkerCredentials
 from baton_router.proxy.proxy import Proxy
 from baton_router.proxy.responses import ResponsesProxy
-from baton_router.scheduling.dispatcher import explain
+from baton_router.scheduling.dispatch import explain
 from baton_router.scheduling.fallback_policy import choose_worker
 from baton_router.scheduling.scheduler import RequestScheduler
 from baton_router.settings import RouterSettings
@@ -78,19 +78,19 @@ class RouterApp:
         self.scheduler = RequestScheduler(settings, self.upstreams, random.Random(), time.monotonic)
         self.workers = self.scheduler.workers
         self.background = self.scheduler.background
-        self.figures = RouterMetrics()
+        self.metrics = RouterMetrics()
         self.fronts: Callable[[], dict[str, list[MetricFamily]]] | None = None
         """What the fronts of this router have counted, if they are processes of their own."""
         self.access = Authenticator(settings)
         self.tracing = open_tracing(settings)
-        self._proxy = Proxy(settings, self.scheduler, self.upstreams, self.figures, self.tracing)
+        self._proxy = Proxy(settings, self.scheduler, self.upstreams, self.metrics, self.tracing)
         self._keyed = self.access.required or WorkerCredentials.of(settings).passes_keys
         self.responses = ResponseStore(
             StoreLimits(settings.responses_kept, settings.responses_memory, settings.responses_ttl_s)
         )
-        self._responses = ResponsesProxy(settings, self.responses, self.whose, self._proxy)
+        self._responses = ResponsesProxy(settings, self.responses, self.owner_of, self._proxy)
         self.storage = Storage(settings, settings.port)
-        self.keeper = BatchController(
+        self.batch_controller = BatchController(
             self.storage, refusal=lambda owner: self.access.refusal(bytes.fromhex(owner))
         )
         secret = RunnerSecret(settings, settings.ticket_secret)
@@ -98,12 +98,12 @@ class RouterApp:
             self.storage,
             settings,
             secret,
-            self.keeper.wake,
+            self.batch_controller.wake,
             lambda: max(1, len(self.workers.decode)),
             self._beside,
             BatchJobApi(kubernetes_access(settings)),
         )
-        self._errands = AdminOperations(
+        self._admin_operations = AdminOperations(
             settings, self.workers, choose_worker, random.Random(), time.monotonic
         )
         self.dashboard = LiveDashboard(self.scheduler, lambda: self.draining) if settings.dashboard else None
@@ -116,17 +116,17 @@ class RouterApp:
             self.background.errors,
             WorkerStatusMetrics(self.workers, time.monotonic),
             certificate,
-            CacheMetrics(self.workers, scheduler.dispatcher.knowledge, scheduler.feeds),
+            CacheMetrics(self.workers, scheduler.dispatcher.worker_states, scheduler.kv_subscribers),
             QueueMetrics(scheduler.queue, time.monotonic),
-            scheduler.dispatcher.figures,
-            scheduler.verdicts.generations,
-            scheduler.verdicts.first_tokens,
-            self.storage.figures,
+            scheduler.dispatcher.metrics,
+            scheduler.outcomes.revision_requests,
+            scheduler.outcomes.revision_first_tokens,
+            self.storage.metrics,
         ]
         if self.access.tenants is not None:
             collectors.append(TenantMetrics(self.access.tenants))
         for collector in collectors:
-            self.figures.registry.register(collector)
+            self.metrics.registry.register(collector)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -142,7 +142,7 @@ class RouterApp:
             await self.access.enter(scope)
         except BatonError as error:
             if path in FORWARDED:
-                self.figures.accounts.refused(path, error.status)
+                self.metrics.counters.refused(path, error.status)
             await send_error(send, error, request_id(scope["headers"]))
             return
         if scope["method"] == "POST" and path == responses.PATH:
@@ -150,13 +150,13 @@ class RouterApp:
         elif scope["method"] == "POST" and path in FORWARDED:
             await self._proxy(scope, receive, send)
         elif scope["method"] == ADMIN_PATHS.get(path):
-            await self._errands(scope, receive, send)
+            await self._admin_operations(scope, receive, send)
         elif self.dashboard is not None and path in DATA_PATHS:
             await self.dashboard(scope, receive, send)
         else:
             await self._rest(scope, receive, _with_request_id(scope, send))
 
-    def whose(self, scope: Scope) -> bytes:
+    def owner_of(self, scope: Scope) -> bytes:
         """Who sent a request, as stores tell them apart: by tenants, or by keys, whoever judges those."""
         if OWNER in scope:
             return scope[OWNER]  # type: ignore[no-any-return]
@@ -171,8 +171,8 @@ class RouterApp:
     def measured(self) -> bytes:
         """All figures in Prometheus' text format."""
         if self.fronts is None:
-            return self.figures.text()
-        own = front_figures.export_families(self.figures.registry)
+            return self.metrics.text()
+        own = front_figures.export_families(self.metrics.registry)
         return front_figures.merged_text({"scheduler": own, **self.fronts()})
 
     def refusal(self) -> str | None:
@@ -202,8 +202,8 @@ def _fastapi_app(router: RouterApp) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         router.scheduler.start()
-        router.background.start(BackgroundTask.BATCH_CONTROLLER, router.keeper.run)
-        router.background.start(BackgroundTask.LOOP_LAG, router.figures.lag.watch)
+        router.background.start(BackgroundTask.BATCH_CONTROLLER, router.batch_controller.run)
+        router.background.start(BackgroundTask.LOOP_LAG, router.metrics.lag.watch)
         router.execution.start(router.background)
         yield
         await router.execution.close()
@@ -294,27 +294,27 @@ def _fastapi_app(router: RouterApp) -> FastAPI:
 
     @app.get("/v1/responses/{id}")
     async def response(id: str, request: Request) -> Response:
-        whose = router.whose(request.scope)
-        return _json_bytes(response_store.retrieve(router.responses, whose, id, request.query_params))
+        owner = router.owner_of(request.scope)
+        return _json_bytes(response_store.retrieve(router.responses, owner, id, request.query_params))
 
     @app.delete("/v1/responses/{id}")
     async def no_response(id: str, request: Request) -> Response:
-        return _json_bytes(response_store.delete(router.responses, router.whose(request.scope), id))
+        return _json_bytes(response_store.delete(router.responses, router.owner_of(request.scope), id))
 
     @app.get("/v1/responses/{id}/input_items")
     async def input_items(id: str, request: Request) -> Response:
-        whose = router.whose(request.scope)
-        return _json_bytes(response_store.input_items(router.responses, whose, id, request.query_params))
+        owner = router.owner_of(request.scope)
+        return _json_bytes(response_store.input_items(router.responses, owner, id, request.query_params))
 
     @app.post("/v1/responses/{id}/cancel")
     async def cancel(id: str, request: Request) -> Response:
-        response_store.cancel(router.responses, router.whose(request.scope), id)
+        response_store.cancel(router.responses, router.owner_of(request.scope), id)
 
     app.include_router(
         routes(
             router.storage,
-            router.keeper,
-            whose=router.whose,
+            router.batch_controller,
+            owner_of=router.owner_of,
             models_of=lambda scope: tenant_of(scope).models,
             body_s=router.settings.body_s,
         )

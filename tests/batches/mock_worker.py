@@ -75,7 +75,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, places: Places, load: bytes) -> None:
         self.asked = b""
         self.gone = False
-        self._places = places
+        self._capacity = places
         self._load = load
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -101,7 +101,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._parser.get_method() == b"POST":
-            self._places.enter(self)
+            self._capacity.enter(self)
         else:
             self.say(self._load if self._url == b"/load" else b"{}")
 

@@ -60,7 +60,7 @@ async def test_a_batch_from_its_creation_to_its_files() -> None:
         run_lines(router.router.storage.ledger, id, [answered(4), refused], time.time())
         assert (await get(router, id))["request_counts"] == {"total": 3, "completed": 1, "failed": 1}
         run_lines(router.router.storage.ledger, id, [answered(1)], time.time())
-        router.router.keeper.wake()
+        router.router.batch_controller.wake()
         ended = await reaching(router, id, "completed")
         assert ended["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
         stamps = [ended[f"{name}_at"] for name in ("created", "in_progress", "finalizing", "completed")]

@@ -52,7 +52,7 @@ class RunningRouter:
         """The sum of all samples that have these labels, whatever others they have."""
         return sum(
             sample.value
-            for family in self.router.figures.registry.collect()
+            for family in self.router.metrics.registry.collect()
             for sample in family.samples
             if sample.name == name and labels.items() <= sample.labels.items()
         )

@@ -78,7 +78,7 @@ async def test_prompts_of_two_tenants_are_two_prompts_to_the_index(file: str) ->
         known = [0]
         for key in ("acme-1", "ops", "acme-2"):
             await ask(router, key)
-            known.append(len(router.router.scheduler.dispatcher.knowledge))
+            known.append(len(router.router.scheduler.dispatcher.worker_states))
         assert known[0] < known[1] < known[2] == known[3] == 2 * known[1]
 
 
@@ -150,7 +150,7 @@ async def test_responses_belong_to_a_tenant_whatever_key_it_uses(file: str) -> N
     def whose(key: str) -> bytes:
         tenant = access.access.known(f"Bearer {key}".encode())
         scope = {"headers": [(b"authorization", f"Bearer {key}".encode())], "baton.tenant": tenant}
-        return access.whose(scope)
+        return access.owner_of(scope)
 
     assert whose("acme-1") == whose("acme-2") != whose("ops")
 
@@ -252,7 +252,7 @@ async def test_key_name_and_equal_claim_are_two_owners(tmp_path: Path) -> None:
                 "headers": [(b"authorization", f"Bearer {one}".encode())],
             }
             await router.router.access.enter(scope)
-            owners.add(router.router.whose(scope))
+            owners.add(router.router.owner_of(scope))
         assert owners == {b"key:ops", b"tenant:ops"}
 
 

@@ -70,8 +70,8 @@ def test_a_request_that_was_to_decide_and_was_given_up_leaves_it_to_the_next() -
     breaker, now = opened()
     now += PAUSE_S
     breaker = breaker.sent(77, now)
-    assert breaker.let_go(5).refuses(now)
-    breaker = breaker.let_go(77)
+    assert breaker.release(5).refuses(now)
+    breaker = breaker.release(77)
     assert not breaker.refuses(now)
     assert breaker.sent(78, now).probe == 78
 
@@ -101,7 +101,7 @@ def test_a_worker_on_which_nothing_failed_costs_nothing() -> None:
     breaker = CircuitBreaker()
     assert breaker.sent(1, 5.0) is breaker
     assert breaker.served(1, 5.0) is breaker
-    assert breaker.let_go(1) is breaker
+    assert breaker.release(1) is breaker
 
 
 class Model:
@@ -140,7 +140,7 @@ def test_law_open_after_bad_outcomes_only_and_one_probe_at_a_time(seed: int) -> 
             probe = under_way.pop(ended)
             before = breaker
             if rng.random() < 0.1:
-                breaker = breaker.let_go(ended)
+                breaker = breaker.release(ended)
                 assert breaker.opened == before.opened and breaker.probe != ended
                 continue
             failed = rng.random() < share

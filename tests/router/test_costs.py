@@ -244,7 +244,7 @@ def test_a_router_begins_with_the_profiles_that_it_is_given(tmp_path: Path) -> N
         return RequestScheduler(settings, UpstreamPool(1.0), random.Random(0), lambda: 0.0)
 
     profiles.write(PROFILE, tmp_path / "there.json")
-    known = scheduler(tmp_path / "there.json").dispatcher.knowledge
+    known = scheduler(tmp_path / "there.json").dispatcher.worker_states
     assert known.transfer("a", "b").start_s == PROFILE.transfer.start_s
     with pytest.raises(SetupError, match="cannot be read"):
         scheduler(tmp_path / "none.json")

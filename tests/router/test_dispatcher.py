@@ -14,7 +14,8 @@ from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
 from baton_http.upstream import Upstream
 from baton_router.cache.prompt_chunks import PromptChunks, PromptMessage, chunk_messages, chunk_text
-from baton_router.scheduling.dispatcher import Dispatch, Dispatcher, explain
+from baton_router.scheduling.dispatch import Dispatch, explain
+from baton_router.scheduling.dispatcher import Dispatcher
 from baton_router.workers.worker import Worker, Workers
 from baton_router.workers.worker_state import ACCURACY_REQUESTS
 
@@ -48,7 +49,7 @@ class Cluster:
         self.now += seconds
         report = None if cached is None else self.report(made, cached, seconds)
         self.dispatcher.began(made, report, self.now)
-        self.dispatcher.let_go(made, self.now, complete=True)
+        self.dispatcher.release(made, self.now, complete=True)
         return made
 
     def report(self, made: Dispatch, cached: int, compute_s: float, **fields: Any) -> PromptReport:
@@ -63,8 +64,8 @@ class Cluster:
 
     @property
     def booked(self) -> int:
-        known = [self.dispatcher.knowledge.of(one) for one in (*self.decodes, *self.prefills)]
-        return sum(one.computing.waiting + one.streams.count for one in known)
+        known = [self.dispatcher.worker_states.of(one) for one in (*self.decodes, *self.prefills)]
+        return sum(one.prefills.waiting + one.streams.count for one in known)
 
 
 def text(seed: int, size: int = 20_000) -> PromptChunks:
@@ -79,19 +80,19 @@ def talk(*turns: str) -> PromptChunks:
 def test_the_same_prompt_goes_to_the_same_prefill_worker() -> None:
     cluster = Cluster(prefills=4)
     first = cluster.serve(text(1))
-    assert first.pair.prefill is not None and first.way.cached == 0
+    assert first.pair.prefill is not None and first.option.cached == 0
     for _ in range(5):
         again = cluster.serve(text(1))
-        assert again.computer in (first.pair.prefill, first.pair.decode)
-        assert again.way.cached == pytest.approx(again.tokens, rel=0.01)
+        assert again.computing_worker in (first.pair.prefill, first.pair.decode)
+        assert again.option.cached == pytest.approx(again.tokens, rel=0.01)
 
 
 def test_a_burst_of_the_same_beginning_does_not_wait_for_the_first_answer() -> None:
     cluster = Cluster(prefills=4)
     beginning = random.Random(3).randbytes(16_384)
     sent = [cluster.send(chunk_text(beginning + bytes([n]) * 600, 7)) for n in range(3)]
-    assert sent[0].way.cached == 0
-    assert all(made.way.cached == 4096 for made in sent[1:])
+    assert sent[0].option.cached == 0
+    assert all(made.option.cached == 4096 for made in sent[1:])
 
 
 def test_new_prompts_spread_over_idle_workers() -> None:
@@ -106,46 +107,46 @@ def test_the_next_turn_is_computed_where_the_answer_was_generated() -> None:
     turn = talk("q" * 20_000, "a" * 8_000, "and then?")
     second = cluster.send(turn)
     assert second.pair.prefill is None and second.pair.decode is first.pair.decode
-    assert second.way.cached == int((20_000 + 8_000) / 4)
+    assert second.option.cached == int((20_000 + 8_000) / 4)
 
 
 def test_an_answer_that_was_cut_is_not_believed_to_be_held() -> None:
     cluster = Cluster()
     made = cluster.send(talk("q" * 20_000))
     cluster.dispatcher.began(made, None, 1.0)
-    cluster.dispatcher.let_go(made, 2.0, complete=False)
-    assert cluster.send(talk("q" * 20_000, "a" * 8_000, "and then?")).way.cached == 5_000
+    cluster.dispatcher.release(made, 2.0, complete=False)
+    assert cluster.send(talk("q" * 20_000, "a" * 8_000, "and then?")).option.cached == 5_000
 
 
 def test_a_worker_that_failed_before_its_first_byte_holds_nothing_of_the_prompt() -> None:
     cluster = Cluster(decodes=2, prefills=0)
     made = cluster.send(text(1))
-    cluster.dispatcher.let_go(made, 1.0, complete=False)
+    cluster.dispatcher.release(made, 1.0, complete=False)
     other = cluster.send(text(1), made.pair.decode)
     assert other.pair.decode is not made.pair.decode
-    assert other.way.cached == 0
-    cluster.dispatcher.let_go(other, 2.0, complete=False)
-    assert len(cluster.dispatcher.knowledge) == 0
+    assert other.option.cached == 0
+    cluster.dispatcher.release(other, 2.0, complete=False)
+    assert len(cluster.dispatcher.worker_states) == 0
 
 
 def test_what_a_worker_held_before_outlasts_a_failure() -> None:
     cluster = Cluster(decodes=1, prefills=0)
     cluster.serve(text(1))
     made = cluster.send(text(1))
-    cluster.dispatcher.let_go(made, 1.0, complete=False)
-    assert cluster.send(text(1)).way.cached > 0
+    cluster.dispatcher.release(made, 1.0, complete=False)
+    assert cluster.send(text(1)).option.cached > 0
 
 
 def test_a_worker_that_began_anew_holds_nothing() -> None:
     cluster = Cluster(decodes=1, prefills=0)
     cluster.serve(text(1))
     cluster.decodes[0].answered(Load(role=Role.DECODE, model="tiny", epoch="2", total_blocks=100))
-    assert cluster.send(text(1)).way.cached == 0
+    assert cluster.send(text(1)).option.cached == 0
 
 
 def test_a_worker_that_began_anew_is_not_spoken_for_by_its_past() -> None:
     cluster = Cluster(decodes=1, prefills=0)
-    knowledge, one = cluster.dispatcher.knowledge, cluster.decodes[0]
+    knowledge, one = cluster.dispatcher.worker_states, cluster.decodes[0]
     before = knowledge.blocks.open(knowledge.of(one).slot)
     one.answered(Load(role=Role.DECODE, model="tiny", epoch="2", total_blocks=100))
     knowledge.of(one)
@@ -161,7 +162,7 @@ def test_a_slow_worker_gets_less() -> None:
         cluster.now += 30.0
         report = cluster.report(made, 0, made.tokens / speed)
         cluster.dispatcher.began(made, report, cluster.now)
-        cluster.dispatcher.let_go(made, cluster.now, complete=True)
+        cluster.dispatcher.release(made, cluster.now, complete=True)
     last = list(cluster.dispatcher.dispatches)[-20:]
     assert all(made.pair.prefill is not slow for made in last)
 
@@ -171,7 +172,7 @@ def test_tokens_are_estimated_from_what_workers_report() -> None:
     for seed in range(80):
         made = cluster.send(text(seed))
         cluster.dispatcher.began(made, cluster.report(made, 0, 0.1, tokens=10_000), cluster.now)
-        cluster.dispatcher.let_go(made, cluster.now, complete=True)
+        cluster.dispatcher.release(made, cluster.now, complete=True)
     assert cluster.send(text(99)).tokens == pytest.approx(10_000, rel=0.02)
 
 
@@ -196,11 +197,11 @@ def test_none_is_left_when_all_were_tried_and_all_down_is_said() -> None:
 def test_what_a_worker_holds_counts_half_while_its_events_do_not_come() -> None:
     cluster = Cluster(decodes=1, prefills=0)
     cluster.serve(text(1))
-    known = cluster.dispatcher.knowledge.of(cluster.decodes[0])
+    known = cluster.dispatcher.worker_states.of(cluster.decodes[0])
     known.degraded = True
-    assert cluster.serve(text(1)).way.cached == 2_500
+    assert cluster.serve(text(1)).option.cached == 2_500
     known.degraded = False
-    assert cluster.serve(text(1)).way.cached == 4_999
+    assert cluster.serve(text(1)).option.cached == 4_999
 
 
 def test_a_worker_that_never_holds_what_it_should_is_chosen_by_load_until_it_does(
@@ -212,8 +213,8 @@ def test_a_worker_that_never_holds_what_it_should_is_chosen_by_load_until_it_doe
     for actual, counted in ((0, 4_999), (4_999, 0)):
         for number in range(ACCURACY_REQUESTS):
             made = cluster.serve(text(1), cached=actual)
-            assert made.expected == 4_999 and (number or made.way.cached == counted)
-        assert cluster.serve(text(1)).way.cached == actual
+            assert made.expected_cached == 4_999 and (number or made.option.cached == counted)
+        assert cluster.serve(text(1)).option.cached == actual
     (worse, better) = caplog.records
     assert (worse.levelname, better.levelname) == ("WARNING", "INFO")
     assert all(cluster.decodes[0].name in record.getMessage() for record in caplog.records)
@@ -225,7 +226,9 @@ def test_a_wrong_guess_of_the_tokens_is_no_wrong_guess_of_the_cache() -> None:
     made = cluster.send(text(1))
     report = cluster.report(made, 2_499, 0.1, tokens=2_500)
     cluster.dispatcher.began(made, report, cluster.now)
-    assert cluster.dispatcher.knowledge.of(cluster.decodes[0]).parity.ratio == pytest.approx(1, abs=0.01)
+    assert cluster.dispatcher.worker_states.of(cluster.decodes[0]).accuracy.ratio == pytest.approx(
+        1, abs=0.01
+    )
 
 
 def test_a_prompt_that_another_worker_computed_judges_nobody() -> None:
@@ -233,22 +236,24 @@ def test_a_prompt_that_another_worker_computed_judges_nobody() -> None:
     cluster.serve(text(1))
     for _ in range(ACCURACY_REQUESTS):
         made = cluster.send(text(1))
-        assert made.pair.prefill is not None and made.expected
+        assert made.pair.prefill is not None and made.expected_cached
         other = cluster.report(made, 0, 0.1, remote=False)
         cluster.dispatcher.began(made, other, cluster.now)
-        cluster.dispatcher.let_go(made, cluster.now, complete=True)
-    known = [cluster.dispatcher.knowledge.of(one) for one in (*cluster.decodes, *cluster.prefills)]
-    assert not any(one.parity.requests for one in known)
+        cluster.dispatcher.release(made, cluster.now, complete=True)
+    known = [cluster.dispatcher.worker_states.of(one) for one in (*cluster.decodes, *cluster.prefills)]
+    assert not any(one.accuracy.requests for one in known)
 
 
 def test_what_a_worker_drops_is_not_expected_there() -> None:
     cluster = Cluster(decodes=1, prefills=0)
-    held = cluster.dispatcher.knowledge.blocks.open(cluster.dispatcher.knowledge.of(cluster.decodes[0]).slot)
+    held = cluster.dispatcher.worker_states.blocks.open(
+        cluster.dispatcher.worker_states.of(cluster.decodes[0]).slot
+    )
     blocks = list(range(1, 313))  # 5,000 tokens
     made = cluster.send(text(1))
     cluster.dispatcher.began(made, cluster.report(made, 0, 0.1, tail=f"{blocks[-1]:016x}"), 1.0)
     held.apply([BlockStored(blocks, None, [], 16), BlockRemoved(blocks[100:])])
-    assert cluster.send(text(1)).way.cached == 12 * 512 // 4  # 1,600 tokens, but for a part of a chunk
+    assert cluster.send(text(1)).option.cached == 12 * 512 // 4  # 1,600 tokens, but for a part of a chunk
 
 
 def test_a_decision_is_explained() -> None:
@@ -273,15 +278,15 @@ def test_nothing_stays_booked_on_any_way_out(seed: int) -> None:
                 report = cluster.report(made, rng.randrange(made.tokens), rng.random())
                 cluster.dispatcher.began(made, report if rng.random() < 0.8 else None, cluster.now)
             for _ in range(rng.randint(1, 2)):
-                cluster.dispatcher.let_go(made, cluster.now, complete=rng.random() < 0.5)
+                cluster.dispatcher.release(made, cluster.now, complete=rng.random() < 0.5)
         elif rng.random() < 0.05:
             one = rng.choice(cluster.decodes)
             one.answered(Load(role=Role.DECODE, model="tiny", epoch=str(rng.random()), compatibility="c"))
         else:
             live.append(cluster.send(text(rng.randrange(30), rng.randrange(1, 30_000))))
-        assert all(made.way.first_token_s > 0 for made in live)
+        assert all(made.option.first_token_s > 0 for made in live)
     for made in live:
-        cluster.dispatcher.let_go(made, cluster.now, complete=False)
+        cluster.dispatcher.release(made, cluster.now, complete=False)
     assert cluster.booked == 0
 
 
@@ -290,8 +295,8 @@ def test_how_long_answers_are_is_learned_from_those_that_were_counted() -> None:
     for seed in range(200):
         made = cluster.send(text(seed))
         cluster.dispatcher.began(made, None, cluster.now)
-        cluster.dispatcher.let_go(made, cluster.now, complete=True, tokens=20 if seed % 2 else None)
-    cluster.dispatcher.let_go(cluster.send(text(500)), cluster.now, complete=False, tokens=100_000)
+        cluster.dispatcher.release(made, cluster.now, complete=True, tokens=20 if seed % 2 else None)
+    cluster.dispatcher.release(cluster.send(text(500)), cluster.now, complete=False, tokens=100_000)
     assert cluster.dispatcher.answer_tokens == pytest.approx(20, abs=1)
 
 
@@ -301,10 +306,12 @@ def test_ended_request_keeps_the_size_of_its_prompt_only(ending: str) -> None:
     cluster = Cluster()
     prompt = text(1)
     made = cluster.send(prompt)
-    assert made.prompt is prompt and made.hoped
+    assert made.prompt is prompt and made.assumed_chunks
     if ending != "lost":
         cluster.dispatcher.began(made, None, 1.0)
-    cluster.dispatcher.let_go(made, 2.0, complete=ending == "whole")
+    cluster.dispatcher.release(made, 2.0, complete=ending == "whole")
     assert made in cluster.dispatcher.dispatches
-    assert not made.prompt.names and len(made.prompt.sizes) == 1 and not made.hoped and not made.matched
+    assert (
+        not made.prompt.names and len(made.prompt.sizes) == 1 and not made.assumed_chunks and not made.matched
+    )
     assert explain(made)["prompt_bytes"] == prompt.bytes

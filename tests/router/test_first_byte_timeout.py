@@ -23,7 +23,7 @@ def test_a_worker_has_several_times_what_was_predicted(predicted: float, seconds
 
 
 def grant(patience: float, step_s: float = 0.01) -> Grant:
-    return Grant(1, "127.0.0.1:1", "", "", b"", patience, step_s, spare=True)
+    return Grant(1, "127.0.0.1:1", "", "", b"", patience, step_s, has_alternative=True)
 
 
 TOKENS: dict[str, tuple[Grant, int | None, float]] = {

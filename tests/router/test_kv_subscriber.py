@@ -100,32 +100,36 @@ class Following:
         self.now = 0.0
         self.worker = Worker(Upstream("127.0.0.1", http.port, CONNECT_S), Role.DECODE)
         self.worker.answered(http.load)
-        self.knowledge = WorkerStates()
+        self.worker_states = WorkerStates()
         self.background = BackgroundTasks()
-        self.feeds = KvSubscribers(
-            Workers((self.worker,), ()), self.knowledge, RouterSettings(), lambda: self.now, self.background
+        self.kv_subscribers = KvSubscribers(
+            Workers((self.worker,), ()),
+            self.worker_states,
+            RouterSettings(),
+            lambda: self.now,
+            self.background,
         )
 
     @property
     def tree(self) -> Tree:
-        follower = self.feeds.followed.get(self.worker.name)
-        return follower._blocks.tree if follower is not None else {}
+        subscriber = self.kv_subscribers.subscribers.get(self.worker.name)
+        return subscriber._blocks.tree if subscriber is not None else {}
 
     @property
     def heard(self) -> bool:
         """Whether a batch has come, be it an empty one."""
-        follower = self.feeds.followed.get(self.worker.name)
-        return follower is not None and follower.lag_s > 0
+        subscriber = self.kv_subscribers.subscribers.get(self.worker.name)
+        return subscriber is not None and subscriber.lag_s > 0
 
     @property
     def gaps(self) -> int:
-        return self.feeds.followed[self.worker.name].feed.gaps
+        return self.kv_subscribers.subscribers[self.worker.name].feed.gaps
 
 
 @asynccontextmanager
 async def following(http: FakeWorker) -> AsyncIterator[Following]:
     made = Following(http)
-    watching = asyncio.create_task(made.feeds.watch())
+    watching = asyncio.create_task(made.kv_subscribers.watch())
     try:
         yield made
     finally:
@@ -226,13 +230,13 @@ async def test_a_snapshot_of_another_process_is_not_taken() -> None:
 
 async def test_a_worker_of_which_nothing_comes_counts_half_until_it_does() -> None:
     async with FakeWorker() as http, telling(http, heartbeat_s=60) as worker, following(http) as router:
-        known = router.knowledge.of(router.worker)
+        known = router.worker_states.of(router.worker)
         await until(lambda: worker.asked)
-        await until(lambda: router.feeds.followed[router.worker.name].feed.whole)
-        assert known.credence == 1.0
+        await until(lambda: router.kv_subscribers.subscribers[router.worker.name].feed.whole)
+        assert known.cache_weight == 1.0
         router.now += SILENCE_S + 1
         await until(lambda: known.degraded)
-        assert known.credence == 0.5
+        assert known.cache_weight == 0.5
 
         def recovered() -> bool:
             worker.publish([])
@@ -247,7 +251,7 @@ async def test_an_address_that_makes_no_sense_is_said_once_and_counts_half(
     async with FakeWorker() as http:
         http.load = msgspec.structs.replace(http.load, kv_events="nonsense")
         async with following(http) as router:
-            await until(lambda: router.knowledge.of(router.worker).degraded)
+            await until(lambda: router.worker_states.of(router.worker).degraded)
             assert ["nonsense" in record.message for record in caplog.records] == [True]
 
 
@@ -277,13 +281,13 @@ async def test_what_a_worker_drops_is_not_looked_for_there() -> None:
 
     async with FakeWorker(answer) as http, telling(http) as worker, running_router([http]) as running:
         router = running.router
-        name, feeds = router.workers.all[0].name, router.scheduler.feeds
-        await until(lambda: name in feeds.followed and feeds.followed[name].feed.whole)
+        name, feeds = router.workers.all[0].name, router.scheduler.kv_subscribers
+        await until(lambda: name in feeds.subscribers and feeds.subscribers[name].feed.whole)
         worker.publish(storing(names))
         body = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 5120}]}
         assert (await running.post(body)).status_code == 200
         prompt = chunk_messages([PromptMessage("user", "x" * 5120)], None, root_name("", "tiny"))
-        knowledge = router.scheduler.dispatcher.knowledge
+        knowledge = router.scheduler.dispatcher.worker_states
         await until(lambda: len(knowledge.blocks) == 10)
         assert list(knowledge.held(prompt, knowledge.match(prompt)).values()) == [5120]
         worker.publish([Removed(name) for name in reversed(names[10:])])

@@ -77,7 +77,7 @@ class FakePicker:
         assert self.granted[grant.number] == grant
         self.heard.append(("full",))
 
-    def let_go(self, grant: Grant, *, complete: bool, tokens: int | None = None) -> None:
+    def release(self, grant: Grant, *, complete: bool, tokens: int | None = None) -> None:
         assert self.granted.pop(grant.number) == grant
         self.heard.append(("let go", complete))
 
@@ -126,7 +126,7 @@ class Linked:
 async def linked(patience_s: float = 60.0, requests: int = 1000) -> AsyncIterator[Linked]:
     with tempfile.TemporaryDirectory() as folder:
         made = Linked(Path(folder), patience_s, requests)
-        await until(lambda: made.front.connected and made.service.figures())
+        await until(lambda: made.front.connected and made.service.metrics())
         try:
             yield made
         finally:
@@ -143,7 +143,7 @@ async def test_a_grant_comes_over_and_what_becomes_of_it_goes_back() -> None:
         )  # fmt: skip
         both.front.began(grant, REPORT)
         both.front.failed(grant, crashed=True)
-        both.front.let_go(grant, complete=True)
+        both.front.release(grant, complete=True)
         await until(lambda: not both.picker.granted)
         assert both.picker.heard == [("began", REPORT), ("failed", True), ("let go", True)]
         assert not both.unasked
@@ -171,7 +171,7 @@ async def test_who_waits_with_the_scheduler_is_not_late() -> None:
         await asyncio.sleep(0.2)  # much longer than its patience with a silent scheduler
         assert not waiting.done()
         both.picker.open.set()
-        both.front.let_go(await waiting, complete=True)
+        both.front.release(await waiting, complete=True)
         await until(lambda: both.picker.heard)
         assert not both.picker.granted and not both.unasked
 
@@ -217,7 +217,7 @@ async def test_a_remote_picker_waits_for_a_busy_scheduler() -> None:
         await asyncio.sleep(0.01)
         assert not both.picker.asked and not waiting.done()
         both.hear()
-        both.front.let_go(await waiting, complete=True)
+        both.front.release(await waiting, complete=True)
         await until(lambda: both.picker.heard)
         assert both.picker.asked == [ASK] and not both.unasked
 
@@ -240,7 +240,7 @@ async def test_a_remote_picker_bounds_what_waits_by_tenant() -> None:
         both.hear()
         both.picker.open.set()
         for one in (*held, late, *(one for one in tenants if one not in refused)):
-            both.front.let_go(await one, complete=True)
+            both.front.release(await one, complete=True)
         assert not both.places
 
 
@@ -269,9 +269,9 @@ async def test_a_remote_picker_sends_again_what_was_not_granted() -> None:
         assert [replace(ask, waited_s=0.0) for ask in again] == [ASK, ASK]
         assert again[0].waited_s > again[1].waited_s > 0
         both.front.began(old, REPORT)  # the scheduler that granted it is gone: nobody is told
-        both.front.let_go(old, complete=True)
+        both.front.release(old, complete=True)
         for grant in grants:
-            both.front.let_go(grant, complete=True)
+            both.front.release(grant, complete=True)
         await until(lambda: not both.picker.granted)
         assert both.picker.heard == [("let go", False), ("let go", True), ("let go", True)]
         assert not both.unasked
@@ -295,7 +295,7 @@ async def test_connections_to_who_has_gone_are_let_go_once_nothing_runs_there() 
         both.workers = ()  # perhaps the scheduler began anew, and knows nobody yet
         await until(lambda: not both.front.workers)
         assert (len(both.upstreams), both.front.busy[grant.decode]) == (1, 1)
-        both.front.let_go(grant, complete=True)
+        both.front.release(grant, complete=True)
         assert (len(both.upstreams), grant.decode in both.front.busy) == (0, False)
         both.workers = (both.worker,)
         await until(lambda: both.front.workers)
@@ -323,8 +323,8 @@ async def test_the_service_knows_what_fronts_counted() -> None:
     async with linked() as both:
         family = MetricFamily("requests", "Requests.", "counter", [("requests_total", {"code": "200"}, 3.0)])
         both.front.measured([family])
-        await until(lambda: any(both.service.figures().values()))
-        assert list(both.service.figures().values()) == [[family]]
+        await until(lambda: any(both.service.metrics().values()))
+        assert list(both.service.metrics().values()) == [[family]]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -342,7 +342,7 @@ async def test_whatever_happens_nothing_stays_granted(seed: int) -> None:
                 both.front.failed(grant)
             await asyncio.sleep(rng.random() * 0.01)
         finally:
-            both.front.let_go(grant, complete=rng.random() < 0.5)
+            both.front.release(grant, complete=rng.random() < 0.5)
 
     async with linked() as both:
         both.ready()

@@ -40,8 +40,8 @@ class Court:
 
     def __init__(self, revision: str = "") -> None:
         self.pair = WorkerPair(worker(Role.DECODE, 1, revision), worker(Role.PREFILL, 2, revision))
-        self.knowledge = WorkerStates()
-        self.verdicts = OutcomeAttribution(self.knowledge.transfer)
+        self.worker_states = WorkerStates()
+        self.outcomes = OutcomeAttribution(self.worker_states.transfer)
         self.now = 100.0
         self.number = 0
 
@@ -51,19 +51,19 @@ class Court:
         return self.pair.prefill
 
     @property
-    def generations(self) -> dict[tuple[str, str], float]:
+    def revision_requests(self) -> dict[tuple[str, str], float]:
         """Requests by generation and result."""
-        (family,) = self.verdicts.generations.collect()
+        (family,) = self.outcomes.revision_requests.collect()
         return {(one.labels["revision"], one.labels["result"]): one.value for one in family.samples}
 
     def request(self, told: PromptReport | None = None, *, lost: bool = False) -> None:
         self.number += 1
-        self.verdicts.sent(self.number, self.pair, self.now)
+        self.outcomes.sent(self.number, self.pair, self.now)
         if lost:
-            self.verdicts.failed(self.number, self.pair, self.now)
+            self.outcomes.failed(self.number, self.pair, self.now)
         else:
-            self.verdicts.answered(self.number, self.pair, told, self.now)
-        self.verdicts.let_go(self.number, self.pair)
+            self.outcomes.answered(self.number, self.pair, told, self.now)
+        self.outcomes.release(self.number, self.pair)
 
     @property
     def states(self) -> tuple[WorkerStatus, WorkerStatus]:
@@ -71,7 +71,7 @@ class Court:
 
     @property
     def apart(self) -> bool:
-        cost = self.knowledge.transfer(self.prefill.name, self.pair.decode.name)
+        cost = self.worker_states.transfer(self.prefill.name, self.pair.decode.name)
         return self.now < cost.apart_until
 
 
@@ -122,7 +122,7 @@ def test_a_pair_is_kept_apart_for_a_while_only() -> None:
 
 def test_a_worker_that_has_no_room_is_passed_over_for_a_moment_and_is_well() -> None:
     court = Court()
-    court.verdicts.full(court.pair, court.now)
+    court.outcomes.full(court.pair, court.now)
     assert court.states == (WorkerStatus.FULL, WorkerStatus.READY)
     court.now += FULL_S
     assert court.states == (WorkerStatus.READY, WorkerStatus.READY)
@@ -154,22 +154,22 @@ def test_what_became_of_requests_is_counted_by_generation() -> None:
     court = Court("6f1c2ab9")
     for lost in (False, True, False, True, True):
         court.request(report(), lost=lost)
-    assert court.generations == {("6f1c2ab9", "passed"): 2, ("6f1c2ab9", "failed"): 3}
+    assert court.revision_requests == {("6f1c2ab9", "passed"): 2, ("6f1c2ab9", "failed"): 3}
     nobodys = Court()
     nobodys.request(report())
-    assert not nobodys.generations
+    assert not nobodys.revision_requests
 
 
 def test_how_long_first_tokens_took_is_counted_by_generation() -> None:
     court, nobodys = Court("6f1c2ab9"), Court()
     for seconds in (0.4, 2.0, 2.4):
-        court.verdicts.waited(court.pair, seconds)
-        nobodys.verdicts.waited(nobodys.pair, seconds)
-    (family,) = court.verdicts.first_tokens.collect()
+        court.outcomes.first_byte(court.pair, seconds)
+        nobodys.outcomes.first_byte(nobodys.pair, seconds)
+    (family,) = court.outcomes.revision_first_tokens.collect()
     within = {one.labels["le"]: one.value for one in family.samples if "le" in one.labels}
     assert [within[bound] for bound in ("0.3", "0.4", "1.5", "2.0", "2.5", "+Inf")] == [0, 1, 1, 2, 3, 3]
     assert {one.labels["revision"] for one in family.samples} == {"6f1c2ab9"}
-    (family,) = nobodys.verdicts.first_tokens.collect()
+    (family,) = nobodys.outcomes.revision_first_tokens.collect()
     assert not family.samples
 
 
@@ -180,25 +180,25 @@ def test_law_whatever_requests_come_to_no_trial_is_left_open(seed: int) -> None:
     open_: list[int] = []
     for number in range(1, 400):
         court.now += rng.expovariate(2.0)
-        court.verdicts.sent(number, court.pair, court.now)
+        court.outcomes.sent(number, court.pair, court.now)
         open_.append(number)
         while open_ and rng.random() < 0.55:
             ended = open_.pop(rng.randrange(len(open_)))
             match rng.randrange(4):
                 case 0:
-                    court.verdicts.failed(ended, court.pair, court.now)
+                    court.outcomes.failed(ended, court.pair, court.now)
                 case 1:
                     told = report(rng.choice(list(Fallback)), remote=rng.random() < 0.5)
-                    court.verdicts.answered(ended, court.pair, told, court.now)
+                    court.outcomes.answered(ended, court.pair, told, court.now)
                 case 2:  # began, and broke off
-                    court.verdicts.answered(ended, court.pair, report(remote=True), court.now)
-                    court.verdicts.failed(ended, court.pair, court.now)
+                    court.outcomes.answered(ended, court.pair, report(remote=True), court.now)
+                    court.outcomes.failed(ended, court.pair, court.now)
                 case _:  # the client left, or the worker was full
                     pass
-            court.verdicts.let_go(ended, court.pair)
+            court.outcomes.release(ended, court.pair)
         for one in (court.pair.decode, court.prefill):
             assert one.health.breaker.probe in (0, *open_)
     for ended in open_:
-        court.verdicts.let_go(ended, court.pair)
+        court.outcomes.release(ended, court.pair)
     assert not court.pair.decode.health.breaker.probe
     assert not court.prefill.health.breaker.probe

@@ -17,7 +17,8 @@ from baton_api.reports import PromptReport
 from baton_api.workers import Load, Role
 from baton_http.upstream import Upstream
 from baton_router.cache.prompt_chunks import chunk_text
-from baton_router.scheduling.dispatcher import Dispatch, Dispatcher
+from baton_router.scheduling.dispatch import Dispatch
+from baton_router.scheduling.dispatcher import Dispatcher
 from baton_router.scheduling.picker import PickRequest
 from baton_router.scheduling.queue import LEAST_TICK_S, TICK_S, Queue
 from baton_router.scheduling.queued_request import BATCHED_PROMPTS_S, NEARLY_DONE_S, REPLAN_S
@@ -69,7 +70,7 @@ class Cluster:
         self._now = value
 
     def teach(self, worker: Worker) -> None:
-        cost = self.dispatcher.knowledge.of(worker).prefill_cost
+        cost = self.dispatcher.worker_states.of(worker).prefill_cost
         for size in range(100, 12_000, 100):
             cost.learn(size, size, 4 * size * SECONDS_PER_BYTE)
 
@@ -81,14 +82,14 @@ class Cluster:
         made.answered(Load(role=role, control=control, compatibility="c", **report))
         return made
 
-    def ask(self, size: int = SHORT, model: str = "tiny", **fields: Any) -> PickRequest:
+    def request(self, size: int = SHORT, model: str = "tiny", **fields: Any) -> PickRequest:
         return PickRequest(model, chunk_text(self.rng.randbytes(size), 7), size=size, **fields)
 
     async def send(self, name: str, size: int = SHORT, **fields: Any) -> asyncio.Task[Dispatch]:
         """A request, as far as it comes by itself."""
 
         async def go() -> Dispatch:
-            made = await self.queue.dispatch(self.ask(size, **fields))
+            made = await self.queue.dispatch(self.request(size, **fields))
             self.gone.append(name)
             return made
 
@@ -117,14 +118,14 @@ class Cluster:
     async def finish(self, task: asyncio.Task[Dispatch]) -> None:
         made = task.result()
         await self.computed(made)
-        self.dispatcher.let_go(made, self.now, complete=True)
+        self.dispatcher.release(made, self.now, complete=True)
         self.queue.changed()
         await self.settle()
 
     @property
     def booked(self) -> int:
-        known = [self.dispatcher.knowledge.of(one) for one in self.workers.all]
-        return sum(one.computing.waiting + one.streams.count for one in known)
+        known = [self.dispatcher.worker_states.of(one) for one in self.workers.all]
+        return sum(one.prefills.waiting + one.streams.count for one in known)
 
 
 @asynccontextmanager
@@ -142,17 +143,17 @@ async def cluster_of(*args: int, **settings: Any) -> AsyncIterator[Cluster]:
     assert not any(cluster.queue.count(level) for level in range(4))
     for task in cluster.tasks.values():
         if not task.cancelled() and task.exception() is None:
-            cluster.dispatcher.let_go(task.result(), cluster.now, complete=False)
+            cluster.dispatcher.release(task.result(), cluster.now, complete=False)
     assert cluster.booked == 0
 
 
 async def test_where_a_worker_is_free_nobody_waits_for_as_much_as_a_turn_of_the_loop() -> None:
     async with cluster_of(1, 2) as cluster:
         for _ in range(2):
-            waiting = cluster.queue.dispatch(cluster.ask(LONG))
+            waiting = cluster.queue.dispatch(cluster.request(LONG))
             with pytest.raises(StopIteration) as stopped:
                 waiting.send(None)
-            cluster.dispatcher.let_go(stopped.value.value, cluster.now, complete=True)
+            cluster.dispatcher.release(stopped.value.value, cluster.now, complete=True)
 
 
 async def test_a_busy_worker_gets_its_next_prompt_with_the_first_token_of_the_one_before() -> None:
@@ -178,7 +179,7 @@ async def test_a_worker_that_is_nearly_done_gets_the_next_one() -> None:
 async def test_many_short_prompts_are_computed_together() -> None:
     async with cluster_of() as cluster:
         for one in cluster.workers.all:  # an engine that takes the same for any short prompt
-            cost = cluster.dispatcher.knowledge.of(one).prefill_cost = WorkerKind().newcomer()
+            cost = cluster.dispatcher.worker_states.of(one).prefill_cost = WorkerKind().newcomer()
             for size in range(50, 200):
                 cost.learn(size, size, 0.025)
         for number in range(40):
@@ -287,12 +288,12 @@ async def test_beside_a_batch_a_request_goes_at_once_and_is_planned_once() -> No
         await cluster.send("batch", SHORT, kind="batch")
         assert cluster.gone == ["one", "two"] and len(cluster.queue) == 1
         before = cluster.dispatcher.plan("tiny", chunk_text(b"a question", 7), (), cluster.now)
-        sending = cluster.queue.dispatch(cluster.ask(SHORT, kind="interactive"))
+        sending = cluster.queue.dispatch(cluster.request(SHORT, kind="interactive"))
         with pytest.raises(StopIteration) as stopped:
             sending.send(None)
         made = stopped.value.value
         assert before is not None and made.number == before.number + 1
-        cluster.dispatcher.let_go(made, cluster.now, complete=True)
+        cluster.dispatcher.release(made, cluster.now, complete=True)
 
 
 async def test_a_queue_of_one_model_delays_no_other() -> None:
@@ -301,10 +302,10 @@ async def test_a_queue_of_one_model_delays_no_other() -> None:
         for name in ("first", "second"):
             await cluster.send(name, LONG)
         assert cluster.gone == ["first"] and len(cluster.queue) == 1
-        sending = cluster.queue.dispatch(cluster.ask(LONG, model="other"))
+        sending = cluster.queue.dispatch(cluster.request(LONG, model="other"))
         with pytest.raises(StopIteration) as stopped:
             sending.send(None)
-        cluster.dispatcher.let_go(stopped.value.value, cluster.now, complete=True)
+        cluster.dispatcher.release(stopped.value.value, cluster.now, complete=True)
 
 
 async def test_who_waits_for_a_shared_worker_is_not_overtaken() -> None:
@@ -422,7 +423,7 @@ async def test_one_that_leaves_in_the_moment_in_which_it_goes_is_let_go() -> Non
     async with cluster_of() as cluster:
         first = await cluster.send("first", LONG)
         waiting = await cluster.send("waiting", LONG)
-        cluster.dispatcher.let_go(first.result(), cluster.now, complete=True)
+        cluster.dispatcher.release(first.result(), cluster.now, complete=True)
         cluster.queue.changed()
         loop = asyncio.get_running_loop()
         loop.call_later(0, waiting.cancel)  # behind the look that gives it a worker, before it hears of that

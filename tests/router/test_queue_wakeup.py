@@ -18,7 +18,7 @@ def known(*booked: int, seconds: float = 1.0) -> WorkerState:
     for _ in range(RELIABLE_AFTER):
         made.prefill_cost.learn(10, 10, 0.001)
     for number, tokens in enumerate(booked):
-        made.computing.book(number, seconds, tokens, now=0.0)
+        made.prefills.book(number, seconds, tokens, now=0.0)
     return made
 
 
@@ -42,21 +42,21 @@ def test_whom_no_worker_suits_is_asked() -> None:
         ("a smaller one came later", wishes_of((known(60, seconds=0.01), 41), (known(), 1)), True),
         ("time to look for another worker", wishes_of((busy, 1), again=0.5), True),
     ]
-    assert [(name, wishes.could_go(MOST, now=0.5)) for name, wishes, _ in cases] == [
+    assert [(name, wishes.may_go(MOST, now=0.5)) for name, wishes, _ in cases] == [
         (name, expected) for name, _, expected in cases
     ]
     wishes = wishes_of((busy, 1))
-    wishes.anywhere()
-    assert wishes.could_go(MOST, now=0.0), "one who has no worker looks for one at every chance"
+    wishes.add_unplanned()
+    assert wishes.may_go(MOST, now=0.0), "one who has no worker looks for one at every chance"
 
 
 def test_the_next_look_is_when_the_first_busy_worker_is_nearly_done() -> None:
     soon, late = known(50, seconds=0.5), known(50, seconds=2.0)
     wishes = wishes_of((late, 1), (soon, 1))
-    first = wishes.free_in(0.0)
+    first = wishes.seconds_until_free(0.0)
     assert 0 < first < 0.5
-    assert first < wishes_of((late, 1)).free_in(0.0) < 2.0
-    assert wishes_of((known(), 1)).free_in(0.0) == math.inf
+    assert first < wishes_of((late, 1)).seconds_until_free(0.0) < 2.0
+    assert wishes_of((known(), 1)).seconds_until_free(0.0) == math.inf
 
 
 def test_nobody_who_could_go_is_ever_kept() -> None:
@@ -69,4 +69,4 @@ def test_nobody_who_could_go_is_ever_kept() -> None:
         waiting = [(chance.choice(workers), chance.randrange(1, 120)) for _ in range(chance.randrange(6))]
         wishes, now = wishes_of(*waiting), chance.random()
         for worker, tokens in waiting:
-            assert wishes.could_go(MOST, now) or not has_capacity(worker, tokens, MOST, now)
+            assert wishes.may_go(MOST, now) or not has_capacity(worker, tokens, MOST, now)

@@ -134,7 +134,7 @@ def test_what_is_reserved_is_guessed_and_settled() -> None:
     first.settle(100, 745, 0.0)
     with pytest.raises(RateLimited):
         quotas.reserve(ask, 0.0)
-    again = quotas.reserve(PickRequest("m", ask.prompt, tenant="t", limits=limits, again=True), 0.0)
+    again = quotas.reserve(PickRequest("m", ask.prompt, tenant="t", limits=limits, retried=True), 0.0)
     assert quotas.open("t") == 2 and rejects == {"tokens": 1}
     again.cancel(0.0)
     short.cancel(0.0)

@@ -30,16 +30,16 @@ class Router:
 
     def __init__(self, *listed: ListedWorker) -> None:
         self.workers = Workers()
-        self.knowledge = WorkerStates()
+        self.worker_states = WorkerStates()
         self.upstreams = UpstreamPool(1.0)
         self.now = 0.0
-        self.enrolment = WorkerRegistration(
-            self.workers, self.knowledge, self.upstreams, DRAIN_S, lambda: self.now
+        self.registration = WorkerRegistration(
+            self.workers, self.worker_states, self.upstreams, DRAIN_S, lambda: self.now
         )
         self.lists(*listed)
 
     def lists(self, *listed: ListedWorker, source: str = "test") -> None:
-        self.enrolment.told(source, listed)
+        self.registration.on_workers(source, listed)
         for worker in self.workers.listed:
             if worker.health.load is None:
                 self.answer(worker)
@@ -51,7 +51,7 @@ class Router:
 
     def passes(self, seconds: float) -> None:
         self.now += seconds
-        self.enrolment.tend()
+        self.registration.tend()
 
     def worker(self, one: ListedWorker) -> Worker:
         return next(worker for worker in self.workers.all if worker.name == one.name)
@@ -120,11 +120,11 @@ def test_who_is_listed_again_before_it_has_gone_has_never_been_away() -> None:
     router = Router(A)
     worker = router.worker(A)
     worker.in_flight = 1
-    known = router.knowledge.of(worker)
+    known = router.worker_states.of(worker)
     router.lists()
     router.lists(A)
     assert router.workers.decode == (worker,) and not router.workers.leaving
-    assert worker.ready(router.now) and router.knowledge.of(worker) is known
+    assert worker.ready(router.now) and router.worker_states.of(worker) is known
     router.passes(2 * DRAIN_S)  # its time does not run any more
     assert not worker.gone and not worker.expired
 
@@ -133,7 +133,7 @@ def test_an_address_that_is_given_to_another_is_another_worker_at_once() -> None
     router = Router(A)
     before = router.worker(A)
     before.in_flight = 1
-    router.knowledge.of(before)
+    router.worker_states.of(before)
     router.lists(ListedWorker(A.host, A.port, Role.PREFILL, "next"))
     assert before.gone and not router.workers.leaving and not router.workers.decode
     (after,) = router.workers.prefill
@@ -145,22 +145,22 @@ def test_of_who_has_gone_the_index_knows_nothing_and_another_has_its_slot() -> N
     router = Router(A, B)
     gone, stays = router.worker(A), router.worker(B)
     prompt = chunk_text(b"x" * 5_000, 7)
-    known, other = router.knowledge.of(gone), router.knowledge.of(stays)
-    sent = router.knowledge.sent(prompt, known, 0)
-    router.knowledge.answered(prompt, known)
-    blocks = router.knowledge.blocks.open(known.slot)
-    assert router.knowledge.match(prompt) == {known.slot: len(prompt.names)}
+    known, other = router.worker_states.of(gone), router.worker_states.of(stays)
+    sent = router.worker_states.sent(prompt, known, 0)
+    router.worker_states.answered(prompt, known)
+    blocks = router.worker_states.blocks.open(known.slot)
+    assert router.worker_states.match(prompt) == {known.slot: len(prompt.names)}
     slot = known.slot
     router.lists(B, PREFILL)
     router.passes(0.5)
-    assert (known.slot, blocks.closed, len(router.knowledge)) == (NO_SLOT, True, 0)
-    third = router.knowledge.of(router.worker(PREFILL))
+    assert (known.slot, blocks.closed, len(router.worker_states)) == (NO_SLOT, True, 0)
+    third = router.worker_states.of(router.worker(PREFILL))
     assert (third.slot, other.slot) == (slot, 1 - slot)
     # What is still said of it, after it has gone, is nobody's.
-    router.knowledge.lost(sent, known)
-    router.knowledge.answered(prompt, known)
-    assert router.knowledge.match(prompt) == {}
-    assert router.knowledge.of(gone).slot == NO_SLOT
+    router.worker_states.lost(sent, known)
+    router.worker_states.answered(prompt, known)
+    assert router.worker_states.match(prompt) == {}
+    assert router.worker_states.of(gone).slot == NO_SLOT
 
 
 def test_a_model_whose_last_worker_went_is_missed_for_a_while_and_then_unknown() -> None:
@@ -224,12 +224,12 @@ def test_whatever_is_listed_slots_are_few_and_in_the_end_nothing_is_left(seed: i
         there = router.workers.all
         most = max(most, len(there))
         assert len({worker.name for worker in there}) == len(there)
-        slots = [router.knowledge.of(worker).slot for worker in there]
+        slots = [router.worker_states.of(worker).slot for worker in there]
         assert len(set(slots)) == len(slots) and all(0 <= slot < most for slot in slots)
         assert all(not worker.gone for worker in there)
     for worker in running:
         worker.in_flight -= 1
     router.lists()
     router.passes(0.5)
-    assert router.workers.all == () and len(router.knowledge) == 0
+    assert router.workers.all == () and len(router.worker_states) == 0
     assert len(router.upstreams) == 0

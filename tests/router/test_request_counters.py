@@ -136,7 +136,7 @@ async def test_each_figure_of_the_list_is_shown(tmp_path: Path) -> None:
     async with FakeWorker() as worker, running_router([worker], tenants_file=str(file)) as router:
         families = {
             name
-            for family in router.router.figures.registry.collect()
+            for family in router.router.metrics.registry.collect()
             for name in (family.name, f"{family.name}_total")
         }
     listed = {one.name for name, one in vars(metrics).items() if name.startswith("ROUTER_")}

@@ -12,7 +12,8 @@ import pytest
 from baton_api.workers import Load, Role
 from baton_http.upstream import Upstream
 from baton_router.cache.prompt_chunks import PromptChunks, chunk_text
-from baton_router.scheduling.dispatcher import Dispatch, Dispatcher
+from baton_router.scheduling.dispatch import Dispatch
+from baton_router.scheduling.dispatcher import Dispatcher
 from baton_router.scheduling.revision_weights import AHEAD_LIMIT
 from baton_router.workers.discovery.listed import ListedStatus
 from baton_router.workers.worker import Worker, Workers
@@ -45,7 +46,7 @@ class Cluster:
         self.dispatcher.book(made, self.now)
         self.now += 0.1
         self.dispatcher.began(made, None, self.now)
-        self.dispatcher.let_go(made, self.now, complete=True)
+        self.dispatcher.release(made, self.now, complete=True)
         return made
 
     def generations(self, count: int, seed: int = 0) -> Counter[str]:

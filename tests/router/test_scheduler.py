@@ -51,7 +51,7 @@ class Cluster:
 
     def told(self) -> None:
         """What is listed now; who is new says how it is."""
-        self.scheduler.enrolment.told("test", self.listed)
+        self.scheduler.registration.on_workers("test", self.listed)
         for worker in self.scheduler.workers.all:
             if worker not in self.known:
                 self.known.append(worker)
@@ -65,7 +65,7 @@ class Cluster:
         )  # fmt: skip
         worker.answered(load)
 
-    def ask(self) -> None:
+    def request(self) -> None:
         rng = self.rng
         tried = tuple(rng.sample([one.name for one in self.listed], rng.randrange(2))) if self.listed else ()
         ask = PickRequest(
@@ -83,7 +83,7 @@ class Cluster:
 
     async def settle(self) -> None:
         """What can happen now has happened."""
-        self.scheduler.enrolment.tend()
+        self.scheduler.registration.tend()
         self.scheduler.queue.changed()
         for _ in range(6):
             await asyncio.sleep(0)
@@ -104,7 +104,7 @@ class Cluster:
             scheduler.failed(grant)
         if way == "whole" and not begun:
             self.begin(grant)
-        scheduler.let_go(grant, complete=way == "whole")
+        scheduler.release(grant, complete=way == "whole")
 
     def begin(self, grant: Grant) -> None:
         tokens = self.rng.randrange(1, 3_000)
@@ -118,11 +118,11 @@ class Cluster:
     def left(self) -> dict[str, int]:
         """What is there of requests, by where; all 0 if none is."""
         scheduler = self.scheduler
-        knowledge = scheduler.dispatcher.knowledge
+        knowledge = scheduler.dispatcher.worker_states
         known = [knowledge.of(worker) for worker in scheduler.workers.all]
         return {
-            "computing": sum(one.computing.waiting for one in known),
-            "seconds": sum(one.computing.backlog_s(self.now) > 0 for one in known),
+            "computing": sum(one.prefills.waiting for one in known),
+            "seconds": sum(one.prefills.backlog_s(self.now) > 0 for one in known),
             "streams": sum(one.streams.count + one.streams.tokens for one in known),
             "in flight": sum(abs(worker.in_flight) for worker in self.known),
             "waiting": len(scheduler.queue),
@@ -140,7 +140,7 @@ async def test_nothing_stays_behind_whichever_way_requests_end(seed: int) -> Non
     for _ in range(300):
         match rng.randrange(12):
             case 0 | 1 | 2 | 3:
-                cluster.ask()
+                cluster.request()
             case 4 if cluster.picking:
                 if cluster.granted:
                     cluster.end(*cluster.granted.pop())
@@ -178,7 +178,7 @@ async def test_nothing_stays_behind_whichever_way_requests_end(seed: int) -> Non
             break
     assert not cluster.picking
     assert cluster.left() == dict.fromkeys(cluster.left(), 0)
-    index = cluster.scheduler.dispatcher.knowledge
+    index = cluster.scheduler.dispatcher.worker_states
     for one in LISTED:
         cluster.listed.discard(one)
     cluster.told()
@@ -190,12 +190,12 @@ async def test_nothing_stays_behind_whichever_way_requests_end(seed: int) -> Non
 async def test_a_client_that_leaves_while_its_request_waits_leaves_nothing() -> None:
     cluster = Cluster(random.Random(0))
     for _ in range(20):
-        cluster.ask()
+        cluster.request()
     await cluster.settle()
     for task in cluster.picking:
         task.cancel()
     for grant, _ in cluster.granted:
-        cluster.scheduler.let_go(grant, complete=False)
+        cluster.scheduler.release(grant, complete=False)
     cluster.granted.clear()
     await cluster.settle()
     assert cluster.left() == dict.fromkeys(cluster.left(), 0)
@@ -211,7 +211,7 @@ async def test_only_of_streams_the_first_bytes_time_is_counted_for_their_generat
         )
         cluster.now += took
         cluster.scheduler.began(grant, None)
-        cluster.scheduler.let_go(grant, complete=True)
-    (family,) = cluster.scheduler.verdicts.first_tokens.collect()
+        cluster.scheduler.release(grant, complete=True)
+    (family,) = cluster.scheduler.outcomes.revision_first_tokens.collect()
     (total,) = (one.value for one in family.samples if one.name.endswith("_sum"))
     assert total == pytest.approx(2.8)

@@ -32,7 +32,7 @@ ORDERS: dict[str, tuple[float, list[QueueEntry]]] = {
     "a deadline that cannot be met": (9, [entry(SHORT, 9), entry(50, 9), entry(2, 0, objective_s=10)]),
     "one that can be met in the last moment": (7.5, [entry(50, 7), entry(2, 0, objective_s=10)]),
     "the nearest deadline": (7, [entry(2, 0, objective_s=10), entry(1.9, 0.4, objective_s=10)]),
-    "who was sent before": (1, [entry(LONG, 0, again=True), entry(1, 0, objective_s=2.5), entry(SHORT)]),
+    "who was sent before": (1, [entry(LONG, 0, retried=True), entry(1, 0, objective_s=2.5), entry(SHORT)]),
     "who starves, the oldest first": (50, [entry(9, 1, starved=True), entry(1, 2, starved=True), entry(0)]),
 }  # fmt: skip
 
@@ -54,8 +54,8 @@ def test_seconds_before_count_what_goes_first() -> None:
     assert line.seconds == 15
     assert line.seconds_before(entry(3)) == 8 + 1 + 2
     assert line.seconds_before(entry(100)) == 15
-    assert line.seconds_before(entry(1, 0, again=True)) == 8
-    assert line.seconds_before(entry(1, -1, again=True)) == 0
+    assert line.seconds_before(entry(1, 0, retried=True)) == 8
+    assert line.seconds_before(entry(1, -1, retried=True)) == 0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -119,6 +119,6 @@ def test_a_ranking_is_a_sorted_list(seed: int) -> None:
             assert ranking.remove(*one)
             assert not ranking.remove(*one)
         plain.sort()
-        assert list(ranking.walk()) == [str(number) for _, number in plain]
-        assert ranking.until(0.0) == [str(number) for key, number in plain if key <= 0]
+        assert list(ranking.ascending()) == [str(number) for _, number in plain]
+        assert ranking.up_to(0.0) == [str(number) for key, number in plain if key <= 0]
         assert ranking.first == ((plain[0][0], str(plain[0][1])) if plain else None)

@@ -13,7 +13,7 @@ from baton_router.scheduling.tenant_queue import QueueEntry
 from baton_router.scheduling.waiting_room import (
     LEVELS,
     LOWEST,
-    PATIENCE_SHARE,
+    MAX_WAIT_SHARE,
     STARVED_S,
     WINDOW,
     WaitingRoom,
@@ -79,8 +79,8 @@ BEFORE: dict[str, tuple[list[int], int, bool, bool]] = {
 @pytest.mark.parametrize(("waiting", "level", "young", "old"), BEFORE.values(), ids=BEFORE.keys())
 def test_goes_before_says_who_is_asked_first(waiting: list[int], level: int, young: bool, old: bool) -> None:
     room = room_of(*(entry(1, 0, level=one) for one in waiting))
-    assert room.goes_before(level, 1.0) is young
-    assert room.goes_before(level, STARVED_S) is old
+    assert room.precedes(level, 1.0) is young
+    assert room.precedes(level, STARVED_S) is old
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -93,7 +93,7 @@ def test_law_goes_before_agrees_with_the_order(seed: int) -> None:
             *(entry(1, now * rng.random(), level=rng.randrange(4)) for _ in range(rng.randrange(5)))
         )
         level = rng.randrange(4)
-        if not room.goes_before(level, now):
+        if not room.precedes(level, now):
             comer = entry(1, now, level=level)
             room.add(comer)
             assert served(room, now)[0] is comer
@@ -124,7 +124,7 @@ def test_batch_cannot_starve() -> None:
     batch = entry(1, level=BATCH)
     high = [entry(1, 1e9, level=INTERACTIVE) for _ in range(20)]
     room = room_of(batch, *high)
-    assert room.pass_time(1e9) == []
+    assert room.expire(1e9) == []
     assert served(room, 1e9) == [*high, batch]
 
 
@@ -141,35 +141,35 @@ def test_whose_client_sits_and_waits_goes_first_after_half_a_minute(level: int) 
     old, young = entry(20, 0, level=level), entry(0.1, STARVED_S - 0.2, level=level)
     room = room_of(old, young)
     assert room.alarm == STARVED_S
-    room.pass_time(STARVED_S - 0.1)
+    room.expire(STARVED_S - 0.1)
     assert served(room_of(old, young), STARVED_S - 0.1) == [young, old]
-    room.pass_time(STARVED_S)
+    room.expire(STARVED_S)
     assert served(room, STARVED_S) == [old, young]
 
 
 def test_default_is_promoted_before_its_patience_ends() -> None:
     """Short ones that come later pass it for four fifths of its patience, and then no more."""
-    old, patience_s = entry(200, 0, level=DEFAULT, patience_s=300), 300
-    room, now = room_of(old), PATIENCE_SHARE * patience_s
-    young = entry(0.1, now - 1, level=DEFAULT, patience_s=300)
+    old, max_wait_s = entry(200, 0, level=DEFAULT, max_wait_s=300), 300
+    room, now = room_of(old), MAX_WAIT_SHARE * max_wait_s
+    young = entry(0.1, now - 1, level=DEFAULT, max_wait_s=300)
     room.add(young)
     assert room.alarm == now
-    assert room.pass_time(now - 0.1) == []
+    assert room.expire(now - 0.1) == []
     assert served(room_of(old, young), now - 0.1) == [young, old]
-    assert room.pass_time(now) == []
+    assert room.expire(now) == []
     assert served(room, now) == [old, young]
 
 
 def test_a_short_patience_ends_before_a_promotion() -> None:
-    room = room_of(entry(1, 0, level=DEFAULT, patience_s=5))
+    room = room_of(entry(1, 0, level=DEFAULT, max_wait_s=5))
     assert room.alarm == 5
-    assert len(room.pass_time(5)) == 1
+    assert len(room.expire(5)) == 1
 
 
 def test_others_go_by_length_however_long_they_wait() -> None:
     old, young = entry(20, 0, level=DEFAULT), entry(0.1, STARVED_S, level=DEFAULT)
     room = room_of(old, young)
-    room.pass_time(STARVED_S)
+    room.expire(STARVED_S)
     assert served(room, STARVED_S) == [young, old]
 
 
@@ -184,7 +184,7 @@ def test_to_starve_is_not_to_pass_other_tenants() -> None:
     flood = [entry(1, 0, tenant="flood", level=INTERACTIVE, cost=QUANTUM) for _ in range(100)]
     other = [entry(1, STARVED_S, tenant="other", level=INTERACTIVE, cost=QUANTUM) for _ in range(10)]
     room = room_of(*flood, *other)
-    room.pass_time(STARVED_S)
+    room.expire(STARVED_S)
     assert Counter(one.tenant for one in served(room, STARVED_S)[:20])["other"] == 10
 
 
@@ -201,12 +201,12 @@ def test_no_more_are_asked_than_the_window_has() -> None:
 
 
 def test_patience_ends() -> None:
-    short, long = entry(1, 0, patience_s=5), entry(1, 0, patience_s=50)
+    short, long = entry(1, 0, max_wait_s=5), entry(1, 0, max_wait_s=50)
     room = room_of(short, long)
-    assert room.pass_time(4.9) == []
-    assert room.pass_time(5) == [short]
+    assert room.expire(4.9) == []
+    assert room.expire(5) == [short]
     assert short not in room and long in room
-    assert room.pass_time(50) == [long] and not room
+    assert room.expire(50) == [long] and not room
 
 
 def test_what_is_computed_before_a_request() -> None:
@@ -240,7 +240,7 @@ def test_everybody_leaves_exactly_once(seed: int) -> None:
             one = entry(
                 rng.uniform(0, 3), now - rng.random(), tenant=f"t{rng.randrange(6)}", level=rng.randrange(4),
                 cost=rng.uniform(1, 500), objective_s=rng.choice([math.inf, rng.uniform(0, 40)]),
-                patience_s=rng.choice([math.inf, rng.uniform(0, 60)]), again=rng.random() < 0.1,
+                max_wait_s=rng.choice([math.inf, rng.uniform(0, 60)]), retried=rng.random() < 0.1,
             )  # fmt: skip
             room.add(one)
             there.add(one)
@@ -250,10 +250,10 @@ def test_everybody_leaves_exactly_once(seed: int) -> None:
             assert not room.discard(one)
             leave(one)
         elif action < 0.7:
-            for one in room.pass_time(now):
-                assert now >= one.arrived + one.patience_s
+            for one in room.expire(now):
+                assert now >= one.arrived + one.max_wait_s
                 leave(one)
-            assert all(now < one.arrived + one.patience_s for one in room)
+            assert all(now < one.arrived + one.max_wait_s for one in room)
             waited = [now - one.arrived for one in room if one.level <= INTERACTIVE and not one.starved]
             assert max(waited, default=0) < STARVED_S
         else:
@@ -297,7 +297,7 @@ def test_a_flood_takes_no_more_than_its_share(seed: int) -> None:
         if rng.random() < 0.75:
             for _ in range(2):
                 room.add(entry(0.5, now, tenant="flood", level=DEFAULT, cost=1000))
-        room.pass_time(now)
+        room.expire(now)
         for one in served(room, now, most=1):
             waits[one.tenant.split()[0]].append(now - one.arrived)
     calm = waits["calm"]

@@ -68,9 +68,11 @@ class Cluster:
         listed = set(self.slices)
         tasks = (task.get_name() for task in asyncio.all_tasks())
         watched = {name.rpartition(" ")[2] for name in tasks if name.startswith(("watch ", "KV events of "))}
-        lines = self.router.figures.text().decode().splitlines()
+        lines = self.router.metrics.text().decode().splitlines()
         measured = {line.partition('worker="')[2].partition('"')[0] for line in lines} - {""}
-        slots = [self.router.scheduler.dispatcher.knowledge.of(one).slot for one in self.router.workers.all]
+        slots = [
+            self.router.scheduler.dispatcher.worker_states.of(one).slot for one in self.router.workers.all
+        ]
         found = [f"{name} is looked at" for name in watched - listed]
         found += [f"{name} is measured" for name in measured - listed]
         found += [f"slot {slot}" for slot in slots if slot >= self._most]
@@ -132,7 +134,7 @@ async def test_scaling_and_replacing_workers_under_load_fails_no_request_and_lea
         assert min(counts) > 5
         await there.end(prefills[0])
         await until(lambda: not there.leftovers())
-        figures = there.router.figures
+        figures = there.router.metrics
         assert figures.registry.get_sample_value(metrics.ROUTER_IN_FLIGHT.name) == 0
         assert not figures.registry.get_sample_value(metrics.ROUTER_CUT.name)
 
@@ -180,7 +182,7 @@ async def test_the_feed_of_a_worker_that_leaves_ends(tmp_path: Path) -> None:
     async with FakeWorker() as http, telling(http), cluster(tmp_path) as there:
         there.slices[http.name] = "telling"
         there.put(http)
-        followed = there.router.scheduler.feeds.followed
+        followed = there.router.scheduler.kv_subscribers.subscribers
         await until(lambda: followed and next(iter(followed.values())).feed.whole)
         there.api.delete(there.slices.pop(http.name))
         await until(lambda: not followed and not there.leftovers())

@@ -106,7 +106,7 @@ class BlockMap:
         held = self._held.pop(slot, None)
         if held is not None:
             held.closed = True
-            self._let_go([block for block in self._chunks if block in held.tree])
+            self._release([block for block in self._chunks if block in held.tree])
 
     def place(self, prompt: PromptChunks, tail: int, blocks: int, known: int, slots: Collection[int]) -> None:
         """
@@ -144,7 +144,7 @@ class BlockMap:
         for block in blocks:
             if block in self._chunks:
                 self._index.remove(slot, self._chunks[block])
-        self._let_go(blocks)
+        self._release(blocks)
 
     def replaced(self, held: WorkerBlocks, slot: int, before: Tree) -> None:
         """The worker holds something else than `before`; most of it has no chunks, and is not looked at."""
@@ -154,7 +154,7 @@ class BlockMap:
         came += [tail for tail in self._awaited if tail in tree]
         self.came(held, slot, came)
 
-    def _let_go(self, blocks: Iterable[int]) -> None:
+    def _release(self, blocks: Iterable[int]) -> None:
         """One worker less holds these; where none is left, the chunks are nowhere."""
         for block in blocks:
             if block in self._chunks and not any(block in held.tree for held in self._held.values()):

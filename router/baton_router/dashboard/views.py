@@ -19,7 +19,7 @@ from typing import Any
 
 from baton_api import __version__
 from baton_router.metrics.tracing import RequestTimes, request_phases
-from baton_router.scheduling.dispatcher import Dispatch, explain
+from baton_router.scheduling.dispatch import Dispatch, explain
 from baton_router.scheduling.queue import Queue
 from baton_router.scheduling.waiting_room import LEVELS
 from baton_router.tenants.tenants import Tenant
@@ -39,8 +39,8 @@ def service_view(
     draining: bool,
 ) -> dict[str, Any]:
     """The page's `service`; `now` is of the router's clock."""
-    own = [made for made in dispatches if visible(made, tenant)]
-    running = [made for made in own if made.ended is None]
+    own = [dispatch for dispatch in dispatches if visible(dispatch, tenant)]
+    running = [dispatch for dispatch in own if dispatch.ended is None]
     shown = [one for one in workers.all if not one.names or any(map(tenant.may_use, one.names))]
     return {
         "version": __version__,
@@ -75,7 +75,7 @@ def _waiting(queue: Queue, now: float) -> list[dict[str, Any]]:
 
 def _worker(worker: Worker, running: list[Dispatch], tenant: Tenant, now: float) -> dict[str, Any]:
     load = worker.health.load if tenant.admin else None
-    mine = [made for made in running if worker in (made.pair.decode, made.pair.prefill)]
+    mine = [dispatch for dispatch in running if worker in (dispatch.pair.decode, dispatch.pair.prefill)]
     prefills = worker.listed == "prefill"
     return {
         "name": display_name(worker.name, tenant),
@@ -84,8 +84,10 @@ def _worker(worker: Worker, running: list[Dispatch], tenant: Tenant, now: float)
         "revision": worker.revision,
         "state": worker.state(now),
         "reason": worker.reason if tenant.admin else "",
-        "computing": sum(made.first_byte is None and made.computer is worker for made in mine),
-        "generating": 0 if prefills else sum(made.first_byte is not None for made in mine),
+        "computing": sum(
+            dispatch.first_byte is None and dispatch.computing_worker is worker for dispatch in mine
+        ),
+        "generating": 0 if prefills else sum(dispatch.first_byte is not None for dispatch in mine),
         "load": None
         if load is None
         else {
@@ -126,37 +128,41 @@ def service_rates(dispatches: Iterable[Dispatch], now: float) -> ServiceRates:
     requests = prompt = cached = 0
     firsts: list[float] = []
     tokens = 0.0
-    for made in dispatches:
-        if made.ended is not None and made.ended < now - WINDOW_S and made.decided < now - WINDOW_S:
+    for dispatch in dispatches:
+        if (
+            dispatch.ended is not None
+            and dispatch.ended < now - WINDOW_S
+            and dispatch.decided < now - WINDOW_S
+        ):
             continue
-        requests += made.decided >= now - WINDOW_S
-        tokens += _tokens(made, now)
-        if made.first_byte is None or made.first_byte < now - WINDOW_S:
+        requests += dispatch.decided >= now - WINDOW_S
+        tokens += _tokens(dispatch, now)
+        if dispatch.first_byte is None or dispatch.first_byte < now - WINDOW_S:
             continue
-        if made.streams:
-            firsts.append(made.first_byte - made.arrived)
-        if made.report is not None:
-            prompt += made.report.tokens
-            cached += made.report.cached
+        if dispatch.streams:
+            firsts.append(dispatch.first_byte - dispatch.arrived)
+        if dispatch.report is not None:
+            prompt += dispatch.report.tokens
+            cached += dispatch.report.cached
     return ServiceRates(
         requests, median(firsts) if firsts else None, tokens / TOKENS_WINDOW_S, prompt, cached
     )
 
 
-def _tokens(made: Dispatch, now: float) -> float:
+def _tokens(dispatch: Dispatch, now: float) -> float:
     """How many tokens of the answer came in the window."""
-    if made.first_byte is None or not made.streams:
+    if dispatch.first_byte is None or not dispatch.streams:
         return 0.0
     since = now - TOKENS_WINDOW_S
-    end = now if made.ended is None else made.ended
-    inside = end - max(since, made.first_byte)
+    end = now if dispatch.ended is None else dispatch.ended
+    inside = end - max(since, dispatch.first_byte)
     if inside < 0 or end < since:
         return 0.0
-    if made.ended is None:
-        load = made.pair.decode.health.load
+    if dispatch.ended is None:
+        load = dispatch.pair.decode.health.load
         return inside / load.step_s if load is not None and load.step_s else 0.0
-    whole = made.ended - made.first_byte
-    return (made.answered or 0) * (inside / whole if whole > 0 else 1.0)
+    whole = dispatch.ended - dispatch.first_byte
+    return (dispatch.answered or 0) * (inside / whole if whole > 0 else 1.0)
 
 
 _SECRET = secrets.token_bytes(16)
@@ -166,9 +172,9 @@ Epoch = Callable[[float], float]
 """Milliseconds since 1970 of a time of the router's clock."""
 
 
-def visible(made: Dispatch, tenant: Tenant) -> bool:
+def visible(dispatch: Dispatch, tenant: Tenant) -> bool:
     """Whether this tenant may see that there was such a request."""
-    return tenant.admin or made.tenant == tenant.id
+    return tenant.admin or dispatch.tenant == tenant.id
 
 
 def display_name(worker: str, tenant: Tenant) -> str:
@@ -178,48 +184,50 @@ def display_name(worker: str, tenant: Tenant) -> str:
     return f"worker-{hashlib.blake2s(worker.encode(), key=_SECRET, digest_size=4).hexdigest()}"
 
 
-def times_of(made: Dispatch) -> RequestTimes:
-    return RequestTimes(made.arrived, made.decided, made.first_byte, made.ended, made.streams)
+def times_of(dispatch: Dispatch) -> RequestTimes:
+    return RequestTimes(
+        dispatch.arrived, dispatch.decided, dispatch.first_byte, dispatch.ended, dispatch.streams
+    )
 
 
-def outcome(made: Dispatch) -> str:
+def outcome(dispatch: Dispatch) -> str:
     """
     `running`; `whole`; `lost` if its worker gave no answer that was passed on, so that maybe another one did;
     `refused` if the worker would not compute its prompt, and said so; `cut` if the answer ended early, mostly
     because its client left.
     """
-    if made.ended is None:
+    if dispatch.ended is None:
         return "running"
-    if made.first_byte is None:
+    if dispatch.first_byte is None:
         return "lost"
-    if made.complete:
+    if dispatch.complete:
         return "whole"
-    return "refused" if made.report is None else "cut"
+    return "refused" if dispatch.report is None else "cut"
 
 
-def request_view(made: Dispatch, tenant: Tenant, epoch: Epoch) -> dict[str, Any]:
+def request_view(dispatch: Dispatch, tenant: Tenant, epoch: Epoch) -> dict[str, Any]:
     """
     One record of the page's `requests`; times are milliseconds since 1970.
 
     What other ways would have cost tells how busy others are, so it is for admins.
     """
-    report = made.report
-    decision = explain(made)
-    prefill = made.pair.prefill
-    size = made.generating.block_size
+    report = dispatch.report
+    decision = explain(dispatch)
+    prefill = dispatch.pair.prefill
+    size = dispatch.decode_state.block_size
     moved = report.tokens - report.held if report is not None and report.remote else 0
     return {
-        "number": made.number if tenant.admin else round(1000 * epoch(made.decided)),
-        "tenant": made.tenant.partition(":")[2],
-        "class": made.kind,
-        "model": made.pair.decode.model,
-        "decode": display_name(made.pair.decode.name, tenant),
+        "number": dispatch.number if tenant.admin else round(1000 * epoch(dispatch.decided)),
+        "tenant": dispatch.tenant.partition(":")[2],
+        "class": dispatch.kind,
+        "model": dispatch.pair.decode.model,
+        "decode": display_name(dispatch.pair.decode.name, tenant),
         "prefill": display_name(prefill.name, tenant) if prefill else None,
-        "outcome": outcome(made),
-        "streams": made.streams,
+        "outcome": outcome(dispatch),
+        "streams": dispatch.streams,
         "phases": [
             {"name": one.name, "start": epoch(one.start), "end": None if one.end is None else epoch(one.end)}
-            for one in request_phases(times_of(made), report)
+            for one in request_phases(times_of(dispatch), report)
         ],
         "prompt_tokens": report.tokens if report else None,
         "cached_tokens": report.cached if report else None,
@@ -227,13 +235,13 @@ def request_view(made: Dispatch, tenant: Tenant, epoch: Epoch) -> dict[str, Any]
         "remote": report.remote if report else None,
         "fallback": report.fallback if report else "",
         "blocks_moved": -(-moved // size) if size else 0,
-        "answer_tokens": made.answered,
+        "answer_tokens": dispatch.answered,
         "decision": {
-            "estimated_tokens": made.tokens,
-            "expected_cached": made.way.cached,
+            "estimated_tokens": dispatch.tokens,
+            "expected_cached": dispatch.option.cached,
             "price_s": decision["price_s"],
             "predicted_first_token_s": decision["predicted_first_token_s"],
-            "first_token_s": decision["first_byte_s"] if made.streams else None,
+            "first_token_s": decision["first_byte_s"] if dispatch.streams else None,
             "others": decision["others"] if tenant.admin else [],
         },
     }
@@ -260,34 +268,34 @@ class RequestWatch:
 
     def news(self, dispatches: deque[Dispatch], epoch: Epoch) -> list[dict[str, Any]]:
         """The records of what has changed since the last call, the oldest first."""
-        changed = [made for made in self._running.values() if self._has_changed(made)]
+        changed = [dispatch for dispatch in self._running.values() if self._has_changed(dispatch)]
         changed += self._new(dispatches)
-        for made in changed:
-            self._follow(made)
-        return [request_view(made, self.tenant, epoch) for made in changed[-REQUESTS_LIMIT:]]
+        for dispatch in changed:
+            self._follow(dispatch)
+        return [request_view(dispatch, self.tenant, epoch) for dispatch in changed[-REQUESTS_LIMIT:]]
 
-    def _has_changed(self, made: Dispatch) -> bool:
-        return made.ended is not None or made.first_byte != self._told[made.number]
+    def _has_changed(self, dispatch: Dispatch) -> bool:
+        return dispatch.ended is not None or dispatch.first_byte != self._told[dispatch.number]
 
     def _new(self, dispatches: deque[Dispatch]) -> list[Dispatch]:
         found: list[Dispatch] = []
         newest = self._last
-        for made in reversed(dispatches):
-            if made.number <= self._last or len(found) == REQUESTS_LIMIT:
+        for dispatch in reversed(dispatches):
+            if dispatch.number <= self._last or len(found) == REQUESTS_LIMIT:
                 break
-            newest = max(newest, made.number)
-            if visible(made, self.tenant):
-                found.append(made)
+            newest = max(newest, dispatch.number)
+            if visible(dispatch, self.tenant):
+                found.append(dispatch)
         self._last = newest
         return found[::-1]
 
-    def _follow(self, made: Dispatch) -> None:
-        if made.ended is not None:
-            self._running.pop(made.number, None)
-            self._told.pop(made.number, None)
+    def _follow(self, dispatch: Dispatch) -> None:
+        if dispatch.ended is not None:
+            self._running.pop(dispatch.number, None)
+            self._told.pop(dispatch.number, None)
             return
-        self._running[made.number] = made
-        self._told[made.number] = made.first_byte
+        self._running[dispatch.number] = dispatch
+        self._told[dispatch.number] = dispatch.first_byte
         if len(self._running) > FOLLOWED_LIMIT:
             oldest = next(iter(self._running))
             del self._running[oldest], self._told[oldest]

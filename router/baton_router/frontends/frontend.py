@@ -52,7 +52,7 @@ class Frontend:
         self.access = Authenticator(settings)
         tls = mutual_tls.client(settings.tls_folder, settings.tls_name)
         self.upstreams = UpstreamPool(settings.connect_s, tls)
-        self.figures = RouterMetrics()
+        self.metrics = RouterMetrics()
         self._picker = RemotePicker(
             scheduler,
             self.upstreams,
@@ -60,11 +60,11 @@ class Frontend:
             QueueCapacity(settings.queue_requests, settings.queue_bytes),
             self._unasked,
         )
-        self.figures.gauge(metrics.ROUTER_ROSTER_WORKERS, self._choosable)
+        self.metrics.gauge(metrics.ROUTER_ROSTER_WORKERS, self._choosable)
         self._tracing = open_tracing(settings)
         self._background = BackgroundTasks()
-        self.figures.registry.register(self._background.errors)
-        self._proxy = Proxy(settings, self._picker, self.upstreams, self.figures, self._tracing)
+        self.metrics.registry.register(self._background.errors)
+        self._proxy = Proxy(settings, self._picker, self.upstreams, self.metrics, self._tracing)
         self._control = ControlProxy(control)
         self._keeps = bool(settings.responses_kept and settings.responses_memory and settings.responses_ttl_s)
 
@@ -77,7 +77,7 @@ class Frontend:
             try:
                 await self.access.enter(scope)
             except BatonError as error:
-                self.figures.accounts.refused(path, error.status)
+                self.metrics.counters.refused(path, error.status)
                 await send_error(send, error, request_id(scope["headers"]))
             else:
                 await (self._response if path == responses.PATH else self._proxy)(scope, receive, send)
@@ -94,7 +94,7 @@ class Frontend:
         except ClientDisconnected:
             return
         except BatonError as error:
-            self.figures.accounts.refused(scope["path"], error.status)
+            self.metrics.counters.refused(scope["path"], error.status)
             await send_error(send, error, request_id(scope["headers"]), close=not client.read)
             return
         unread = [{"type": "http.request", "body": body, "more_body": False}]
@@ -124,13 +124,13 @@ class Frontend:
         return sum(one.ready for one in self._picker.workers)
 
     def _unasked(self, reason: str) -> None:
-        self.figures.unasked.labels(reason).inc()
+        self.metrics.unasked.labels(reason).inc()
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
         self._background.start(BackgroundTask.SCHEDULER_LINK, self._picker.keep)
         self._background.start(BackgroundTask.FRONTEND_METRICS, self._tell)
-        self._background.start(BackgroundTask.LOOP_LAG, self.figures.lag.watch)
+        self._background.start(BackgroundTask.LOOP_LAG, self.metrics.lag.watch)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._picker.met_scheduler.wait(), SCHEDULER_WAIT_S)
         await send({"type": "lifespan.startup.complete"})
@@ -146,4 +146,4 @@ class Frontend:
     async def _tell(self) -> None:
         while True:
             await asyncio.sleep(METRICS_S)
-            self._picker.measured(export_families(self.figures.registry))
+            self._picker.measured(export_families(self.metrics.registry))

@@ -28,7 +28,7 @@ class LinkMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 class PickMessage(LinkMessage, frozen=True):
     number: int
-    ask: PickRequest
+    request: PickRequest
 
 
 class AnswerBegan(LinkMessage, frozen=True):

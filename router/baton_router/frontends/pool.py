@@ -73,7 +73,7 @@ async def _serve_scheduler(
     router = create_app(settings)
     router.execution.url = url
     service = SchedulerService(router.scheduler, lambda: router.workers.all, time.monotonic)
-    router.fronts = service.figures
+    router.fronts = service.metrics
     server = RouterServer(router, settings)
     server.listening = started
     server.ending = router.execution.close

@@ -68,7 +68,7 @@ class RemotePicker:
         self._path = path
         self._upstreams = upstreams
         self._patience_s = patience_s
-        self._places = places
+        self._capacity = places
         self._unasked = unasked
         self._numbers = itertools.count(1)
         self._wire: _SchedulerConnection | None = None
@@ -121,17 +121,17 @@ class RemotePicker:
 
     # What `picker.Picker` wants.
 
-    async def pick(self, ask: PickRequest) -> Grant:
-        waiting = _PendingPick(next(self._numbers), ask)
+    async def pick(self, request: PickRequest) -> Grant:
+        waiting = _PendingPick(next(self._numbers), request)
         try:
-            self._places.refuse(waiting)
+            self._capacity.refuse(waiting)
         except Overloaded:
             self._unasked("full")
             raise
         self._waiting[waiting.number] = waiting
         self._take_place(waiting)
         if self._wire is not None:
-            self._send(waiting.number, ask, self._wire)
+            self._send(waiting.number, request, self._wire)
         try:
             grant = await waiting.outcome
         except BaseException:
@@ -156,7 +156,7 @@ class RemotePicker:
         if grant.number in self._granted:
             self._tell(WorkerFull(grant.number))
 
-    def let_go(self, grant: Grant, *, complete: bool, tokens: int | None = None) -> None:
+    def release(self, grant: Grant, *, complete: bool, tokens: int | None = None) -> None:
         self.busy[grant.decode] -= 1
         if grant.prefill:
             self.busy[grant.prefill] -= 1
@@ -173,8 +173,8 @@ class RemotePicker:
         now = asyncio.get_running_loop().time()
         for number, waiting in self._waiting.items():
             if not waiting.outcome.done():
-                waited_s = waiting.ask.waited_s + now - waiting.since
-                self._send(number, msgspec.structs.replace(waiting.ask, waited_s=waited_s), wire)
+                waited_s = waiting.request.waited_s + now - waiting.since
+                self._send(number, msgspec.structs.replace(waiting.request, waited_s=waited_s), wire)
 
     def left(self, wire: _SchedulerConnection) -> None:
         """Whatever it had granted or held, another one will not know of it."""
@@ -223,19 +223,19 @@ class RemotePicker:
             del self.busy[name]
             self._upstreams.drop(name)
 
-    def _send(self, number: int, ask: PickRequest, wire: LinkProtocol) -> None:
+    def _send(self, number: int, request: PickRequest, wire: LinkProtocol) -> None:
         self._granted.add(number)
-        wire.send(PickMessage(number, ask))
+        wire.send(PickMessage(number, request))
 
     def _take_place(self, waiting: _PendingPick) -> None:
-        self._places.take(waiting)
+        self._capacity.take(waiting)
         waiting.timer = asyncio.get_running_loop().call_later(self._patience_s, self._give_up, waiting)
 
     def _leave_place(self, waiting: _PendingPick) -> None:
         if waiting.timer is not None:
             waiting.timer.cancel()
             waiting.timer = None
-            self._places.leave(waiting)
+            self._capacity.leave(waiting)
 
     def _give_up(self, waiting: _PendingPick) -> None:
         if not waiting.outcome.done():
@@ -264,14 +264,14 @@ class RemotePicker:
 class _PendingPick:
     """One request that was not granted yet."""
 
-    __slots__ = ("ask", "number", "outcome", "since", "size", "tenant", "timer")
+    __slots__ = ("number", "outcome", "request", "since", "size", "tenant", "timer")
 
-    def __init__(self, number: int, ask: PickRequest) -> None:
+    def __init__(self, number: int, request: PickRequest) -> None:
         loop = asyncio.get_running_loop()
         self.number = number
-        self.ask = ask
-        self.tenant = ask.tenant
-        self.size = ask.size + ENTRY_BYTES
+        self.request = request
+        self.tenant = request.tenant
+        self.size = request.size + ENTRY_BYTES
         self.since = loop.time()
         self.outcome: asyncio.Future[Grant] = loop.create_future()
         self.timer: asyncio.TimerHandle | None = None

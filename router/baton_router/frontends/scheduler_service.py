@@ -74,7 +74,7 @@ class SchedulerService:
             for front in list(self._fronts):
                 front.transport.abort()
 
-    def figures(self) -> dict[str, list[MetricFamily]]:
+    def metrics(self) -> dict[str, list[MetricFamily]]:
         """What each front last said that it has counted."""
         return {
             f"front-{number}": front.families
@@ -147,7 +147,7 @@ class _FrontendConnection(LinkProtocol):
             case WorkerFull():
                 picker.full(self._granted[message.number])
             case RequestReleased():
-                self._let_go(message)
+                self._release(message)
             case FrontendMetrics():
                 self.families = message.families
 
@@ -156,13 +156,13 @@ class _FrontendConnection(LinkProtocol):
         for task in self._picks.values():
             task.cancel()
         for grant in self._granted.values():
-            self._service.picker.let_go(grant, complete=False)
+            self._service.picker.release(grant, complete=False)
         self._granted.clear()
 
     async def _pick(self, message: PickMessage) -> None:
         number = message.number
         try:
-            grant = await self._service.picker.pick(message.ask)
+            grant = await self._service.picker.pick(message.request)
         except BatonError as error:
             self.send(link.rejection_of(number, error))
         except Exception:
@@ -178,10 +178,10 @@ class _FrontendConnection(LinkProtocol):
         if number in self._picks:
             self.send(PickQueued(number))
 
-    def _let_go(self, message: RequestReleased) -> None:
+    def _release(self, message: RequestReleased) -> None:
         task = self._picks.get(message.number)
         if task is not None:
             task.cancel()
         grant = self._granted.pop(message.number, None)
         if grant is not None:
-            self._service.picker.let_go(grant, complete=message.complete, tokens=message.tokens)
+            self._service.picker.release(grant, complete=message.complete, tokens=message.tokens)

@@ -23,23 +23,23 @@ class CacheMetrics(Collector):
 
     def __init__(self, workers: Workers, knowledge: WorkerStates, feeds: KvSubscribers) -> None:
         self._workers = workers
-        self._knowledge = knowledge
+        self._worker_states = knowledge
         self._feeds = feeds
 
     def collect(self) -> Iterator[Family]:
         chunks = _gauge(metrics.ROUTER_INDEX_CHUNKS)
-        chunks.add_metric([], len(self._knowledge))
+        chunks.add_metric([], len(self._worker_states))
         yield chunks
         memory = _gauge(metrics.ROUTER_INDEX_BYTES)
-        memory.add_metric([], self._knowledge.bytes)
+        memory.add_metric([], self._worker_states.bytes)
         yield memory
         parity, ignored = _gauge(metrics.ROUTER_CACHE_PARITY), _gauge(metrics.ROUTER_CACHE_IGNORED)
         for worker in self._workers.all:
             if worker.health.load is None:
                 continue
-            known = self._knowledge.of(worker)
-            parity.add_metric([worker.name], known.parity.ratio)
-            ignored.add_metric([worker.name], float(known.parity.broken))
+            known = self._worker_states.of(worker)
+            parity.add_metric([worker.name], known.accuracy.ratio)
+            ignored.add_metric([worker.name], float(known.accuracy.broken))
         yield parity
         yield ignored
         yield from self._of_feeds()
@@ -47,11 +47,11 @@ class CacheMetrics(Collector):
     def _of_feeds(self) -> Iterator[Family]:
         events, gaps = _counter(metrics.ROUTER_KV_EVENTS), _counter(metrics.ROUTER_KV_GAPS)
         lag, degraded = _gauge(metrics.ROUTER_KV_LAG), _gauge(metrics.ROUTER_KV_DEGRADED)
-        for name, follower in self._feeds.followed.items():
-            events.add_metric([name], follower.events)
-            gaps.add_metric([name], follower.feed.gaps)
-            lag.add_metric([name], follower.lag_s)
-            degraded.add_metric([name], float(follower.known.degraded))
+        for name, subscriber in self._feeds.subscribers.items():
+            events.add_metric([name], subscriber.events)
+            gaps.add_metric([name], subscriber.feed.gaps)
+            lag.add_metric([name], subscriber.lag_s)
+            degraded.add_metric([name], float(subscriber.known.degraded))
         yield events
         yield gaps
         yield lag

@@ -30,7 +30,7 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.accounts = RequestCounters()
+        self.counters = RequestCounters()
         """Of whole requests."""
         self.lag = LoopLag()
         self.cut = self._counter(metrics.ROUTER_CUT)
@@ -41,7 +41,7 @@ class RouterMetrics:
         """Requests that are being served."""
         self.overhead = Spread(metrics.ROUTER_OVERHEAD)
         self.first_byte = Spread(metrics.ROUTER_FIRST_BYTE)
-        for tally in (self.accounts, self.lag, self.overhead, self.first_byte):
+        for tally in (self.counters, self.lag, self.overhead, self.first_byte):
             self.registry.register(tally)
         self.gauge(metrics.ROUTER_IN_FLIGHT, lambda: self.in_flight)
         self.registry.register(BuildInfo())

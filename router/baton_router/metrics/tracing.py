@@ -85,12 +85,12 @@ class RequestTrace:
 
     __slots__ = (
         "_began",
-        "_below",
         "_epoch_ns",
         "_events",
         "_here",
         "_parent",
         "_path",
+        "_place",
         "_resumed",
         "_take",
         "recorded",
@@ -104,7 +104,7 @@ class RequestTrace:
         """Whether anything of it is kept; its trace is passed on in any case."""
         if self.recorded:
             self._path = path
-            self._below = otlp.place(here.trace, here.span)
+            self._place = otlp.place(here.trace, here.span)
             self._began = time.perf_counter()
             self._epoch_ns = time.time_ns() - int(self._began * 1e9)
             self._events = b""
@@ -123,86 +123,86 @@ class RequestTrace:
     def resumed(self, worker: str, tokens: int) -> None:
         """Another worker goes on after so many tokens."""
         if self.recorded:
-            about: Attributes = {"baton.worker.decode": worker, "baton.tokens.before": tokens}
-            self._resumed.append((time.perf_counter(), about))
+            attributes: Attributes = {"baton.worker.decode": worker, "baton.tokens.before": tokens}
+            self._resumed.append((time.perf_counter(), attributes))
 
-    def end(self, request: ProxiedRequest) -> None:
+    def end(self, proxied: ProxiedRequest) -> None:
         """The request has ended, one way or another."""
         if not self.recorded:
             return
         now = time.perf_counter()
-        attempt = request.attempt
-        failed = request.status >= FAILED or (attempt is not None and not attempt.ended)
+        attempt = proxied.attempt
+        failed = proxied.status >= FAILED or (attempt is not None and not attempt.ended)
         here = self._here
         above = otlp.place(here.trace, self._parent)
-        told = b"".join((*_attributes(request, self._path), self._events))
+        attributes = b"".join((*_attributes(proxied, self._path), self._events))
         start, end = self._ns(self._began), self._ns(now)
-        route = otlp.span(above, here.span, "route", otlp.SERVER, start, end, told, failed=failed)
-        self._take(b"".join((route, *self._children(request, now))))
+        route = otlp.span(above, here.span, "route", otlp.SERVER, start, end, attributes, failed=failed)
+        self._take(b"".join((route, *self._children(proxied, now))))
 
-    def _children(self, request: ProxiedRequest, now: float) -> list[bytes]:
-        attempt = request.attempt
-        if not request.granted:
+    def _children(self, proxied: ProxiedRequest, now: float) -> list[bytes]:
+        attempt = proxied.attempt
+        if not proxied.granted:
             return []
         if attempt is None or attempt.exchange is None:
-            return [self._span("queue", self._began, request.granted)]
+            return [self._span("queue", self._began, proxied.granted)]
         ends = [at for at, _ in self._resumed] + [now]
-        first_byte = request.opened or (now if request.status == OK else None)
-        seen = RequestTimes(self._began, request.sent, first_byte, ends[0], streams=bool(request.opened))
-        silent = not request.opened and not attempt.tokens  # vectors, or a refusal: no token comes
-        found = request_phases(seen, attempt.report)
-        made = [self._phase(one, attempt, now) for one in found if one.name != "decode" or not silent]
-        for (at, about), until in zip(self._resumed, ends[1:], strict=True):
-            made.append(self._span("continuation", at, until, otlp.attributes(about)))
-        return made
+        first_byte = proxied.opened or (now if proxied.status == OK else None)
+        times = RequestTimes(self._began, proxied.sent, first_byte, ends[0], streams=bool(proxied.opened))
+        no_tokens = not proxied.opened and not attempt.tokens  # vectors, or a refusal: no token comes
+        phases = request_phases(times, attempt.report)
+        spans = [self._phase(one, attempt, now) for one in phases if one.name != "decode" or not no_tokens]
+        for (at, attributes), until in zip(self._resumed, ends[1:], strict=True):
+            spans.append(self._span("continuation", at, until, otlp.attributes(attributes)))
+        return spans
 
     def _phase(self, one: RequestPhase, attempt: Attempt, now: float) -> bytes:
-        name, told = one.name, b""
+        name, attributes = one.name, b""
         report = attempt.report
         if name == "prefill" and report is not None:
-            who = attempt.grant.prefill if report.remote else attempt.grant.decode
-            told = otlp.known(PROMPT, report.tokens, report.cached, who)
-            told += otlp.attribute("baton.queue_s", report.queue_s)
+            worker = attempt.grant.prefill if report.remote else attempt.grant.decode
+            attributes = otlp.known(PROMPT, report.tokens, report.cached, worker)
+            attributes += otlp.attribute("baton.queue_s", report.queue_s)
         elif name == "transfer" and report is not None:
-            name, told = "kv_transfer", otlp.known(("baton.tokens.held",), report.held)
+            name, attributes = "kv_transfer", otlp.known(("baton.tokens.held",), report.held)
         elif name == "decode":
-            told = otlp.known(("baton.tokens.answer",), attempt.tokens)
-        return self._span(name, one.start, now if one.end is None else one.end, told)
+            attributes = otlp.known(("baton.tokens.answer",), attempt.tokens)
+        return self._span(name, one.start, now if one.end is None else one.end, attributes)
 
-    def _span(self, name: str, start: float, end: float, told: bytes = b"") -> bytes:
+    def _span(self, name: str, start: float, end: float, attributes: bytes = b"") -> bytes:
         return otlp.span(
-            self._below,
+            self._place,
             random.getrandbits(64) or 1,
             name,
             otlp.INTERNAL,
             self._ns(start),
             self._ns(end),
-            told,
+            attributes,
         )
 
     def _ns(self, seconds: float) -> int:
         return self._epoch_ns + int(seconds * 1e9)
 
 
-def _attributes(request: ProxiedRequest, path: str) -> list[bytes]:
-    """What is said of the whole request."""
-    about = [
-        otlp.attribute("baton.request_id", request.id.decode()),
-        otlp.known(OUTCOME, path, request.status, request.resumes),
+def _attributes(proxied: ProxiedRequest, path: str) -> list[bytes]:
+    """What is said of the whole proxied."""
+    attributes = [
+        otlp.attribute("baton.request_id", proxied.id.decode()),
+        otlp.known(OUTCOME, path, proxied.status, proxied.resumes),
     ]
-    if request.asked is not None:
-        asked = request.asked
-        model = (asked.model or "")[:MODEL_LIMIT]
-        about.append(otlp.attribute(MODEL, model))  # a client's word, which no cache may keep
-        about.append(otlp.known(REQUEST, asked.tenant.name, asked.urgency[0]))
-    if request.attempt is not None:
-        grant = request.attempt.grant
-        about += [
+    if proxied.request is not None:
+        request = proxied.request
+        model = (request.model or "")[:MODEL_LIMIT]
+        attributes.append(otlp.attribute(MODEL, model))  # a client's word, which no cache may keep
+        attributes.append(otlp.known(REQUEST, request.tenant.name, request.urgency[0]))
+    if proxied.attempt is not None:
+        grant = proxied.attempt.grant
+        attributes += [
             otlp.known(GRANTED, grant.decode, grant.prefill),
             otlp.attribute("baton.decision", grant.summary.decode()),
             otlp.attribute("baton.costs", grant.costs),
         ]
-    return about
+    return attributes
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,36 +227,39 @@ class RequestPhase:
     """None while it goes on."""
 
 
-def request_phases(seen: RequestTimes, report: PromptReport | None) -> tuple[RequestPhase, ...]:
+def request_phases(times: RequestTimes, report: PromptReport | None) -> tuple[RequestPhase, ...]:
     """In their order; none ends before it starts, and none starts before the request arrived."""
-    if seen.first_byte is None:
-        queue = RequestPhase("queue", seen.arrived, seen.decided)
-        return queue, RequestPhase("prefill", seen.decided, seen.ended)
-    latest = seen.first_byte
-    start = seen.decided if report is None else min(seen.decided + report.queue_s, latest)
+    if times.first_byte is None:
+        queue = RequestPhase("queue", times.arrived, times.decided)
+        return queue, RequestPhase("prefill", times.decided, times.ended)
+    latest = times.first_byte
+    start = times.decided if report is None else min(times.decided + report.queue_s, latest)
     computed = latest if report is None else min(start + report.compute_s, latest)
-    begins = latest if seen.streams else computed
-    found = [RequestPhase("queue", seen.arrived, start), RequestPhase("prefill", start, computed)]
+    begins = latest if times.streams else computed
+    phases = [RequestPhase("queue", times.arrived, start), RequestPhase("prefill", start, computed)]
     if report is not None and report.remote:
-        found.append(RequestPhase("transfer", max(start, begins - report.transfer_s), begins))
-    return *found, RequestPhase("decode", begins, seen.ended)
+        phases.append(RequestPhase("transfer", max(start, begins - report.transfer_s), begins))
+    return *phases, RequestPhase("decode", begins, times.ended)
 
 
-def request_line(path: str, ended: ProxiedRequest, now: float) -> str:
-    parts = [f"{path} {ended.status}", f"request={ended.id.decode()}"]
-    asked, attempt = ended.asked, ended.attempt
-    if asked is not None:
-        parts += [f"tenant={asked.tenant.name}" if asked.tenant.name else "", f"class={asked.urgency[0]}"]
+def request_line(path: str, proxied: ProxiedRequest, now: float) -> str:
+    parts = [f"{path} {proxied.status}", f"request={proxied.id.decode()}"]
+    request, attempt = proxied.request, proxied.attempt
+    if request is not None:
+        parts += [
+            f"tenant={request.tenant.name}" if request.tenant.name else "",
+            f"class={request.urgency[0]}",
+        ]
     if attempt is not None:
         grant, report = attempt.grant, attempt.report
         parts += [f"decode={grant.decode}", f"prefill={grant.prefill}" if grant.prefill else ""]
         if report is not None:
             parts += [f"prompt={report.tokens}", f"cached={report.cached}"]
-        parts += [f"completion={attempt.tokens}", f"resumes={ended.resumes}" if ended.resumes else ""]
-    if ended.granted:
-        parts.append(f"queue={ended.granted - ended.arrived:.3f}s")
-    if ended.opened:
-        parts.append(f"ttft={ended.opened - ended.arrived:.3f}s")
-    if ended.arrived:
-        parts.append(f"total={now - ended.arrived:.3f}s")
+        parts += [f"completion={attempt.tokens}", f"resumes={proxied.resumes}" if proxied.resumes else ""]
+    if proxied.granted:
+        parts.append(f"queue={proxied.granted - proxied.arrived:.3f}s")
+    if proxied.opened:
+        parts.append(f"ttft={proxied.opened - proxied.arrived:.3f}s")
+    if proxied.arrived:
+        parts.append(f"total={now - proxied.arrived:.3f}s")
     return " ".join(filter(None, parts))

@@ -127,7 +127,7 @@ class Attempt:
             self.exchange.close()
         whole = self.ended and self.exchange is not None and self.status == OK
         tokens = self.events.generated if isinstance(self.events, ResumableStream) else None
-        self._picker.let_go(self.grant, complete=whole, tokens=tokens)
+        self._picker.release(self.grant, complete=whole, tokens=tokens)
 
     def _report(self) -> PromptReport | None:
         for name, value in self.headers:
@@ -141,7 +141,6 @@ class ProxiedRequest:
 
     __slots__ = (
         "arrived",
-        "asked",
         "attempt",
         "client",
         "crashes",
@@ -149,6 +148,7 @@ class ProxiedRequest:
         "id",
         "lost",
         "opened",
+        "request",
         "resumes",
         "sent",
         "status",
@@ -158,7 +158,7 @@ class ProxiedRequest:
     def __init__(self, client: ClientConnection, identity: bytes) -> None:
         self.client = client
         self.id = identity
-        self.asked: RoutedRequest | None = None
+        self.request: RoutedRequest | None = None
         """Once its body was read."""
         self.attempt: Attempt | None = None
         self.lost: list[str] = []

@@ -73,74 +73,76 @@ class Proxy:
         self._budget = RetryBudget(settings.retry_ratio, time.monotonic)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        relay = ProxiedRequest(ClientConnection(scope, receive, send), request_id(scope["headers"]))
-        logs.about(request_id=relay.id.decode())
+        proxied = ProxiedRequest(ClientConnection(scope, receive, send), request_id(scope["headers"]))
+        logs.about(request_id=proxied.id.decode())
         if self._tracing is not None:
-            relay.trace = self._tracing.begin(scope["headers"], scope["path"])
+            proxied.trace = self._tracing.begin(scope["headers"], scope["path"])
         self._figures.in_flight += 1
         try:
-            await self._serve(scope, relay)
+            await self._serve(scope, proxied)
         except ClientDisconnected:
-            relay.status = relay.status or CLIENT_CLOSED_REQUEST
+            proxied.status = proxied.status or CLIENT_CLOSED_REQUEST
         except BatonError as error:
-            await self._fail(relay, error, scope, send)
+            await self._fail(proxied, error, scope, send)
         except asyncio.CancelledError:  # the server has waited for us as long as it will
-            await self._fail(relay, NotReady("The router is stopping."), scope, send)
+            await self._fail(proxied, NotReady("The router is stopping."), scope, send)
         except Exception:
-            log.exception("Request %s failed inside the router.", relay.id.decode())
-            await self._fail(relay, InternalError(), scope, send)
+            log.exception("Request %s failed inside the router.", proxied.id.decode())
+            await self._fail(proxied, InternalError(), scope, send)
         finally:
-            if relay.attempt is not None:
-                relay.attempt.close()
+            if proxied.attempt is not None:
+                proxied.attempt.close()
             self._figures.in_flight -= 1
-            self._account(scope["path"], relay)
+            self._count(scope["path"], proxied)
             if self._settings.log_requests:
-                log.info("%s", request_line(scope["path"], relay, time.perf_counter()))
-            if relay.trace is not None:
-                relay.trace.end(relay)
+                log.info("%s", request_line(scope["path"], proxied, time.perf_counter()))
+            if proxied.trace is not None:
+                proxied.trace.end(proxied)
 
-    def _account(self, path: str, relay: ProxiedRequest) -> None:
+    def _count(self, path: str, proxied: ProxiedRequest) -> None:
         """Count a request that has ended."""
-        asked, attempt, accounts = relay.asked, relay.attempt, self._figures.accounts
-        if asked is None:
-            accounts.refused(path, relay.status)
+        request, attempt, accounts = proxied.request, proxied.attempt, self._figures.counters
+        if request is None:
+            accounts.refused(path, proxied.status)
             return
-        accounts.ended(path, asked.model, asked.urgency[0], relay.status, granted=attempt is not None)
-        if attempt is not None and relay.status == OK:
-            accounts.used(asked.tenant.name, attempt.report, attempt.tokens)
-            now, urgency = time.perf_counter(), asked.urgency[0]
+        accounts.ended(path, request.model, request.urgency[0], proxied.status, granted=attempt is not None)
+        if attempt is not None and proxied.status == OK:
+            accounts.used(request.tenant.name, attempt.report, attempt.tokens)
+            now, urgency = time.perf_counter(), request.urgency[0]
             if attempt.ended:
-                accounts.served(now - relay.arrived, urgency)
-                if relay.opened and not relay.resumes:
-                    accounts.streamed(attempt.tokens, now - relay.opened, urgency)
+                accounts.served(now - proxied.arrived, urgency)
+                if proxied.opened and not proxied.resumes:
+                    accounts.streamed(attempt.tokens, now - proxied.opened, urgency)
 
-    async def _serve(self, scope: Scope, relay: ProxiedRequest) -> None:
+    async def _serve(self, scope: Scope, proxied: ProxiedRequest) -> None:
         settings = self._settings
-        client = relay.client
+        client = proxied.client
         body = await client.body(settings.max_body, settings.body_s)
-        arrived = relay.arrived = time.perf_counter()
-        relay.asked = asked = RoutedRequest(scope, body, tenant_of(scope))
-        asked.explain = relay.trace is not None and relay.trace.recorded
+        arrived = proxied.arrived = time.perf_counter()
+        proxied.request = request = RoutedRequest(scope, body, tenant_of(scope))
+        request.explain = proxied.trace is not None and proxied.trace.recorded
         with client:
-            opening = await self._open(asked, relay, arrived)
-            await self._pass_on(asked, relay, opening, arrived)
+            opening = await self._open(request, proxied, arrived)
+            await self._pass_on(request, proxied, opening, arrived)
 
-    async def _open(self, asked: RoutedRequest, relay: ProxiedRequest, arrived: float) -> bytes:
-        """Find a worker that answers: `relay.attempt` is its, and the answer's first part is given."""
+    async def _open(self, request: RoutedRequest, proxied: ProxiedRequest, arrived: float) -> bytes:
+        """Find a worker that answers: `proxied.attempt` is its, and the answer's first part is given."""
         self._budget.earn()
-        grant = await self._picker.pick(asked.ask())
-        relay.granted = relay.sent = time.perf_counter()
-        self._figures.overhead.observe(relay.granted - arrived)
+        grant = await self._picker.pick(request.pick_request())
+        proxied.granted = proxied.sent = time.perf_counter()
+        self._figures.overhead.observe(proxied.granted - arrived)
         until = asyncio.get_running_loop().time() + self._settings.answer_s
         tried: list[str] = []
         tries = 0
         while True:
-            relay.attempt = attempt = self._attempt(grant)
+            proxied.attempt = attempt = self._attempt(grant)
             opening = b""
             lost: UpstreamLost | None = None
-            slow_s = 0.0 if tries == self._settings.retries else first_byte_s(grant, asked.tokens_ahead)
+            slow_s = 0.0 if tries == self._settings.retries else first_byte_s(grant, request.tokens_ahead)
             try:
-                opening = await self._try(asked, relay, attempt, asked.body, asked.events, slow_s, until)
+                opening = await self._try(
+                    request, proxied, attempt, request.body, request.events, slow_s, until
+                )
             except UpstreamLost as error:
                 lost = error
             else:
@@ -152,23 +154,23 @@ class Proxy:
             if lost is not None or attempt.status not in BUSY:
                 tried.append(grant.decode)  # one that is full is well, and may have room the next time
             waited_s = time.perf_counter() - arrived
-            another = await self._another(asked.ask(tuple(tried), waited_s), tries, attempt, lost)
+            another = await self._another(request.pick_request(tuple(tried), waited_s), tries, attempt, lost)
             if another is not None:
                 attempt.close()
                 grant = another
-                relay.sent = time.perf_counter()
-                if relay.trace is not None:
-                    relay.trace.note("retry", cause=lost.cause if lost else "refused", worker=grant.decode)
+                proxied.sent = time.perf_counter()
+                if proxied.trace is not None:
+                    proxied.trace.note("retry", cause=lost.cause if lost else "refused", worker=grant.decode)
                 self._figures.retries.labels(lost.cause if lost else "refused").inc()
             elif lost is not None:
-                raise self._final(relay, lost)
+                raise self._final(proxied, lost)
             else:
                 return opening
 
     async def _try(
         self,
-        asked: RoutedRequest,
-        relay: ProxiedRequest,
+        request: RoutedRequest,
+        proxied: ProxiedRequest,
         attempt: Attempt,
         body: bytes,
         events: Callable[[], EventStream] | None,
@@ -183,9 +185,9 @@ class Proxy:
         """
         timeout = FirstByteTimeout(attempt, slow_s, until, self._budget.spend)
         try:
-            return await attempt.open(self._head(asked, relay, attempt.grant, len(body)), body, events)
+            return await attempt.open(self._head(request, proxied, attempt.grant, len(body)), body, events)
         except UpstreamLost as lost:
-            self._lost(relay, attempt.grant, lost)
+            self._lost(proxied, attempt.grant, lost)
             attempt.close()
             raise
         except BaseException:
@@ -197,24 +199,24 @@ class Proxy:
     def _attempt(self, grant: Grant) -> Attempt:
         return Attempt(grant, self._picker, self._upstreams.of(grant.decode))
 
-    def _head(self, asked: RoutedRequest, relay: ProxiedRequest, grant: Grant, length: int) -> bytes:
+    def _head(self, request: RoutedRequest, proxied: ProxiedRequest, grant: Grant, length: int) -> bytes:
         return request_head(
-            asked.target,
-            asked.headers,
+            request.target,
+            request.headers,
             length,
-            relay.id,
+            proxied.id,
             grant.decode,
             grant.control,
             self._trust,
             time.time(),
-            follow=asked.followed,
-            salt=asked.tenant.salt,
-            patient=asked.urgency[0] == headers.PATIENT_CLASS,
-            trace=b"" if relay.trace is None else relay.trace.lines,
+            follow=request.resumable,
+            salt=request.tenant.salt,
+            patient=request.urgency[0] == headers.PATIENT_CLASS,
+            trace=b"" if proxied.trace is None else proxied.trace.lines,
         )
 
     async def _another(
-        self, ask: PickRequest, tries: int, attempt: Attempt, lost: UpstreamLost | None
+        self, pick_request: PickRequest, tries: int, attempt: Attempt, lost: UpstreamLost | None
     ) -> Grant | None:
         """
         Who is asked next; None if the last one's answer, or its loss, is the client's.
@@ -227,44 +229,44 @@ class Proxy:
             affordable = attempt.status not in BUSY or self._budget.spend()
         elif lost.cause in CRASH_CAUSES:
             # A batch runner sends its lines again by its own rules, which find what kills workers.
-            runs_in_batch = ask.kind == headers.PATIENT_CLASS
+            runs_in_batch = pick_request.kind == headers.PATIENT_CLASS
             affordable = not runs_in_batch and self._budget.spend_after_crash(attempt.grant.decode)
         else:
             affordable = True
         if not affordable:
             return None
         try:
-            return await self._picker.pick(ask)
+            return await self._picker.pick(pick_request)
         except PoisonRequest:
             raise
         except BatonError:
             return None
 
     async def _pass_on(
-        self, asked: RoutedRequest, relay: ProxiedRequest, opening: bytes, arrived: float
+        self, request: RoutedRequest, proxied: ProxiedRequest, opening: bytes, arrived: float
     ) -> None:
-        client, attempt = relay.client, relay.attempt
+        client, attempt = proxied.client, proxied.attempt
         assert attempt is not None
-        relay.status = attempt.status
-        queued_s = relay.granted - arrived
-        grant = attempt.grant if asked.tenant.admin else None
-        told = response_headers(attempt.headers, relay.id, grant, attempt.report, queued_s)
+        proxied.status = attempt.status
+        queued_s = proxied.granted - arrived
+        grant = attempt.grant if request.tenant.admin else None
+        told = response_headers(attempt.headers, proxied.id, grant, attempt.report, queued_s)
         await client.start(attempt.status, told)
         if attempt.ended:
             await client.send(opening, more=False)
             return
-        relay.opened = time.perf_counter()
-        self._figures.first_byte.observe(relay.opened - arrived, asked.urgency[0])
+        proxied.opened = time.perf_counter()
+        self._figures.first_byte.observe(proxied.opened - arrived, request.urgency[0])
         if attempt.grant.first_token_s and attempt.events is not None:
-            self._figures.accounts.began(attempt.grant.first_token_s, relay.opened - relay.sent)
+            self._figures.counters.began(attempt.grant.first_token_s, proxied.opened - proxied.sent)
         piece = opening
         while True:
             try:
                 await self._copy(client, attempt, piece)
                 return
             except UpstreamLost as lost:
-                self._lost(relay, attempt.grant, lost)
-                attempt, piece = await self._resume(asked, relay, attempt, lost)
+                self._lost(proxied, attempt.grant, lost)
+                attempt, piece = await self._resume(request, proxied, attempt, lost)
 
     async def _copy(self, client: ClientConnection, attempt: Attempt, piece: bytes) -> None:
         """Give the client what comes, to the end. Raises Lost."""
@@ -272,9 +274,9 @@ class Proxy:
         settings, grant, events = self._settings, attempt.grant, attempt.events
         silent_s = max(settings.idle_s, IDLE_STEPS * grant.step_s)
         # Where nobody could go on, a worker that says that it lives is waited for.
-        elsewhere = grant.spare and isinstance(events, ResumableStream)
-        tokens_s = silent_s if elsewhere else max(silent_s, settings.answer_s)
-        stall = IdleTimeout(client, attempt.exchange, events, silent_s, tokens_s)
+        can_resume = grant.has_alternative and isinstance(events, ResumableStream)
+        tokens_s = silent_s if can_resume else max(silent_s, settings.answer_s)
+        idle_timeout = IdleTimeout(client, attempt.exchange, events, silent_s, tokens_s)
         try:
             while not attempt.ended:
                 if piece:
@@ -282,78 +284,78 @@ class Proxy:
                 piece = await attempt.next()
             await client.send(piece, more=False)
         finally:
-            stall.close()
+            idle_timeout.close()
 
     async def _resume(
-        self, asked: RoutedRequest, relay: ProxiedRequest, broken: Attempt, lost: UpstreamLost
+        self, request: RoutedRequest, proxied: ProxiedRequest, broken: Attempt, lost: UpstreamLost
     ) -> tuple[Attempt, bytes]:
         """Another worker's attempt that goes on where this one broke off. Raises `lost` if there is none."""
         events = broken.events
         resumption = events.resumption if isinstance(events, ResumableStream) else None
         if resumption is None:
             raise lost
-        tried = relay.lost
+        tried = proxied.lost
         tried.append(broken.grant.decode)
         broken.close()
-        body = with_resumption(asked.body, resumption)
+        body = with_resumption(request.body, resumption)
         loop = asyncio.get_running_loop()
-        while relay.resumes < RESUMES_LIMIT and relay.crashes <= LOSSES_LIMIT:
-            relay.resumes += 1
+        while proxied.resumes < RESUMES_LIMIT and proxied.crashes <= LOSSES_LIMIT:
+            proxied.resumes += 1
             try:
-                grant = await self._picker.pick(asked.ask(tuple(tried), 0.0, resumed=True))
+                grant = await self._picker.pick(request.pick_request(tuple(tried), 0.0, resumed=True))
             except BatonError:
                 break
             tried.append(grant.decode)
             attempt = self._attempt(grant)
-            slow_s = 0.0 if relay.resumes == RESUMES_LIMIT else first_byte_s(grant, 1)
+            slow_s = 0.0 if proxied.resumes == RESUMES_LIMIT else first_byte_s(grant, 1)
             until = loop.time() + self._settings.answer_s
             try:
                 opening = await self._try(
-                    asked, relay, attempt, body, lambda: ResumableStream(resumption), slow_s, until
+                    request, proxied, attempt, body, lambda: ResumableStream(resumption), slow_s, until
                 )
             except UpstreamLost:
                 continue
             if attempt.status != OK:
                 attempt.close()
                 continue
-            relay.attempt = attempt
-            if relay.trace is not None:
-                relay.trace.resumed(grant.decode, len(resumption.tokens))
+            proxied.attempt = attempt
+            if proxied.trace is not None:
+                proxied.trace.resumed(grant.decode, len(resumption.tokens))
             self._figures.resumes.labels("resumed").inc()
             log.warning(
                 "The answer to request %s goes on at %s after %d tokens, because %s",
-                relay.id.decode(),
+                proxied.id.decode(),
                 grant.decode,
                 len(resumption.tokens),
                 lost,
             )
             return attempt, RESUMED_COMMENT + opening
         self._figures.resumes.labels("failed").inc()
-        raise self._final(relay, lost)
+        raise self._final(proxied, lost)
 
-    def _lost(self, relay: ProxiedRequest, grant: Grant, lost: UpstreamLost) -> None:
+    def _lost(self, proxied: ProxiedRequest, grant: Grant, lost: UpstreamLost) -> None:
         """A worker was lost while it had the request."""
         crashed = lost.cause in CRASH_CAUSES
-        relay.crashes += crashed
+        proxied.crashes += crashed
         self._picker.failed(grant, crashed=crashed)
 
-    def _final(self, relay: ProxiedRequest, lost: UpstreamLost) -> BatonError:
+    def _final(self, proxied: ProxiedRequest, lost: UpstreamLost) -> BatonError:
         """What the client is told of a loss after which no other worker is asked."""
-        if relay.crashes < LOSSES_LIMIT:
+        if proxied.crashes < LOSSES_LIMIT:
             return lost
-        poison = PoisonRequest(relay.crashes)
+        poison = PoisonRequest(proxied.crashes)
         poison.__cause__ = lost
         return poison
 
-    async def _fail(self, relay: ProxiedRequest, error: BatonError, scope: Scope, send: Send) -> None:
+    async def _fail(self, proxied: ProxiedRequest, error: BatonError, scope: Scope, send: Send) -> None:
         """Tell the client what went wrong, as far as it can still be told."""
-        client, tenant = relay.client, tenant_of(scope)
+        client, tenant = proxied.client, tenant_of(scope)
         if not client.started:
-            relay.status = error.status
-            await send_error(send, error_for(error, tenant), relay.id, close=not client.read)
+            proxied.status = error.status
+            await send_error(send, error_for(error, tenant), proxied.id, close=not client.read)
             return
         cause = error.cause if isinstance(error, UpstreamLost) else "router"
         self._figures.cut.labels(cause).inc()
-        log.warning("The answer to request %s was cut: %s (%s)", relay.id.decode(), error, cause)
-        events = relay.attempt.events if relay.attempt else None
+        log.warning("The answer to request %s was cut: %s (%s)", proxied.id.decode(), error, cause)
+        events = proxied.attempt.events if proxied.attempt else None
         await client.cut(events.error(error_for(error, tenant)) if events else b"")

@@ -84,16 +84,16 @@ class ResponsesProxy:
         self,
         settings: RouterSettings,
         store: ResponseStore,
-        whose: Callable[[Scope], bytes],
+        owner_of: Callable[[Scope], bytes],
         proxy: Callable[[Scope, Receive, Send], Awaitable[None]],
     ) -> None:
         self._settings = settings
         self._store = store
-        self._whose = whose
+        self._owner_of = owner_of
         self._proxy = proxy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        visit = ResponseExchange(self._store, self._whose(scope))
+        visit = ResponseExchange(self._store, self._owner_of(scope))
         given = [header for header in scope["headers"] if header[0] != STATE]
         inner = {**scope, "headers": given}
 

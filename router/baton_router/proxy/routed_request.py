@@ -67,8 +67,8 @@ class AnswerOptions(msgspec.Struct):
     @property
     def answer_tokens(self) -> int | None:
         """The most that the answer may have; None if it does not say."""
-        given = self.max_completion_tokens or self.max_tokens or self.max_output_tokens
-        return given if type(given) is int and given > 0 else None
+        raw = self.max_completion_tokens or self.max_tokens or self.max_output_tokens
+        return raw if type(raw) is int and raw > 0 else None
 
 
 class RequestBody(AnswerOptions):
@@ -124,8 +124,8 @@ class RoutedRequest:
         self._digest = digest(body)
         path = scope["path"]
         salt = tenant.salt
-        self.model, self.prompt, wishes = _parse_chat(body, salt) if path == CHAT else _parse_any(body, salt)
-        if wishes.resumption:
+        self.model, self.prompt, options = _parse_chat(body, salt) if path == CHAT else _parse_any(body, salt)
+        if options.resumption:
             raise InvalidRequest(
                 f"Unsupported parameter: {RESUMPTION!r}. Only a router may say where an answer goes on.",
                 param=RESUMPTION,
@@ -135,15 +135,15 @@ class RoutedRequest:
             _check_model(tenant.models, self.model)
         self.tenant = tenant
         self.events = STREAMS.get(path)
-        self.tokens_ahead = wishes.tokens_ahead
+        self.tokens_ahead = options.tokens_ahead
         """With which token of the answer its first byte comes, at the latest; None if nobody can tell."""
-        self.streams = wishes.stream is True
-        self.answer_tokens = wishes.answer_tokens
+        self.streams = options.stream is True
+        self.answer_tokens = options.answer_tokens
         self.urgency = request_class(self.headers, tenant)
         self.explain = False
         """Whether the scheduler is to say what the ways cost."""
 
-    def ask(
+    def pick_request(
         self, tried: tuple[str, ...] = (), waited_s: float | None = None, *, resumed: bool = False
     ) -> PickRequest:
         """What a scheduler is asked, if the request comes back after `waited_s`: without one it is new."""
@@ -169,7 +169,7 @@ class RoutedRequest:
         )
 
     @property
-    def followed(self) -> bool:
+    def resumable(self) -> bool:
         """Whether the worker is to say what another one would need to go on with the answer."""
         return self.events is ResumableStream
 
@@ -219,16 +219,16 @@ def _prompt(body: RequestBody, root: int) -> PromptChunks:
             return prompt_chunks.chunk_messages(_messages.decode(body.messages), body.tools, root)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return prompt_chunks.chunk_text(bytes(body.messages), root)
-    given = body.prompt or body.input
-    return prompt_chunks.chunk_text(_text(given), root) if given else NO_CHUNKS
+    raw = body.prompt or body.input
+    return prompt_chunks.chunk_text(_text(raw), root) if raw else NO_CHUNKS
 
 
-def _text(given: msgspec.Raw) -> bytes:
+def _text(raw: msgspec.Raw) -> bytes:
     """A prompt's text; of several the first one's, since the others share no prefix with what follows it."""
     try:
-        prompt: Any = msgspec.json.decode(given)
+        prompt: Any = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return bytes(given)
+        return bytes(raw)
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str):
@@ -236,21 +236,21 @@ def _text(given: msgspec.Raw) -> bytes:
     try:
         return array.array("I", prompt).tobytes()  # token ids: four bytes each, as text has on average
     except (TypeError, OverflowError, ValueError):
-        return bytes(given)
+        return bytes(raw)
 
 
 CLASS = headers.CLASS.encode()
 OBJECTIVE = headers.OBJECTIVE.encode()
 
 
-def request_class(given: Headers, tenant: Tenant) -> tuple[str, float | None]:
+def request_class(raw: Headers, tenant: Tenant) -> tuple[str, float | None]:
     """
     The class, and the seconds within which the first token is wanted, or None if that was not said.
 
     Raises InvalidRequest for what is none, and Forbidden for a class that is not the tenant's to use.
     """
     kind, objective_s = tenant.default_class, None
-    for name, value in given:
+    for name, value in raw:
         if name == CLASS:
             kind = value.decode("latin-1").strip().lower()
             _check_class(kind, tenant)

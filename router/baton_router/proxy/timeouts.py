@@ -47,9 +47,9 @@ def first_token_timeout_s(predicted_s: float, least_s: float) -> float:
 
 def first_byte_s(grant: Grant, tokens: int | None) -> float:
     """Seconds until another worker is asked, if the first byte comes with token `tokens`; 0 for never."""
-    if not grant.patience_s or tokens is None:
+    if not grant.first_token_timeout_s or tokens is None:
         return 0.0
-    return grant.patience_s + STEP_FACTOR * grant.step_s * (tokens - 1)
+    return grant.first_token_timeout_s + STEP_FACTOR * grant.step_s * (tokens - 1)
 
 
 class FirstByteTimeout:

@@ -39,7 +39,7 @@ class WaitLimits:
 
     objective_s: float
     """To the first token; infinite if it has none."""
-    patience_s: float
+    max_wait_s: float
     """After which it gives up."""
 
 
@@ -71,7 +71,7 @@ def too_late(kind: str, on: WaitLimits, predicted_s: float, room_s: float, toler
     """
     if kind == "interactive":
         return predicted_s > tolerance * on.objective_s
-    return room_s > on.patience_s
+    return room_s > on.max_wait_s
 
 
 class PredictionTolerance:
@@ -134,20 +134,20 @@ class QueueCapacity:
         """Room for so many `requests` of together `size` bytes."""
         self._requests = requests
         self._size = size
-        self._taken = 0
+        self._count_total = 0
         self._bytes = 0
-        self._counts: Counter[str] = Counter()
+        self._counts_by_tenant: Counter[str] = Counter()
         """How many wait, by tenant."""
-        self._held: Counter[str] = Counter()
+        self._bytes_by_tenant: Counter[str] = Counter()
         """Bytes of those who wait, by tenant."""
 
     def __len__(self) -> int:
-        return self._taken
+        return self._count_total
 
     def refuse(self, entry: HasSize) -> None:
         """Raises Overloaded if its tenant has no place left."""
-        count, held = self._counts[entry.tenant], self._held[entry.tenant]
-        places = self._requests - self._taken + count
+        count, held = self._counts_by_tenant[entry.tenant], self._bytes_by_tenant[entry.tenant]
+        places = self._requests - self._count_total + count
         room = self._size - self._bytes + held
         if count + 1 > TENANT_SHARE * places:
             raise Overloaded(count, int(TENANT_SHARE * places))
@@ -161,9 +161,9 @@ class QueueCapacity:
         self._count(entry, -1)
 
     def _count(self, entry: HasSize, by: int) -> None:
-        self._taken += by
+        self._count_total += by
         self._bytes += by * entry.size
-        self._counts[entry.tenant] += by
-        self._held[entry.tenant] += by * entry.size
-        if not self._counts[entry.tenant]:
-            del self._counts[entry.tenant], self._held[entry.tenant]
+        self._counts_by_tenant[entry.tenant] += by
+        self._bytes_by_tenant[entry.tenant] += by * entry.size
+        if not self._counts_by_tenant[entry.tenant]:
+            del self._counts_by_tenant[entry.tenant], self._bytes_by_tenant[entry.tenant]

@@ -27,44 +27,44 @@ class Candidates:
         "_pairs",
         "by_revision",
         "bytes_per_token",
+        "decode_states",
         "decodes",
         "groups",
-        "known_decodes",
-        "known_prefills",
+        "prefill_states",
         "prefills",
         "transfers",
     )
 
     def __init__(
-        self, decodes: Sequence[Worker], prefills: Sequence[Worker], knowledge: WorkerStates
+        self, decodes: Sequence[Worker], prefills: Sequence[Worker], worker_states: WorkerStates
     ) -> None:
         self.decodes, self.prefills = decodes, prefills
-        self.known_decodes: list[WorkerState] = [knowledge.of(worker) for worker in decodes]
-        self.known_prefills: list[WorkerState] = [knowledge.of(worker) for worker in prefills]
+        self.decode_states: list[WorkerState] = [worker_states.of(worker) for worker in decodes]
+        self.prefill_states: list[WorkerState] = [worker_states.of(worker) for worker in prefills]
         self.transfers: list[list[TransferCost]] = [
-            [knowledge.transfer(source.name, target.name) for target in decodes] for source in prefills
+            [worker_states.transfer(source.name, target.name) for target in decodes] for source in prefills
         ]
         self.groups: list[WorkerGroup] = [
             WorkerGroup(_workers_of(decodes, name), _workers_of(prefills, name))
             for name in {worker.group for worker in decodes}
         ]
-        self.bytes_per_token: RunningAverage = knowledge.bytes_per_token(decodes[0].model)
+        self.bytes_per_token: RunningAverage = worker_states.bytes_per_token(decodes[0].model)
         self._pairs: dict[tuple[int, int], WorkerPair] = {}
         self.by_revision: dict[str, Candidates] = {}
         """Those of each generation, if they are of several."""
         revisions = {worker.revision for worker in decodes}
         if len(revisions) > 1:
             for revision in sorted(revisions):
-                own = [worker for worker in decodes if worker.revision == revision]
-                computing = [worker for worker in prefills if worker.revision == revision]
-                self.by_revision[revision] = Candidates(own, computing, knowledge)
+                of_revision = [worker for worker in decodes if worker.revision == revision]
+                prefills_of_revision = [worker for worker in prefills if worker.revision == revision]
+                self.by_revision[revision] = Candidates(of_revision, prefills_of_revision, worker_states)
 
     def holder(self, matched: Mapping[int, int]) -> str:
         """The generation that holds most of a prompt; of several that do, or if none does, any."""
         most, holder = 0, ""
-        for revision, own in self.by_revision.items():
-            for known in (*own.known_decodes, *own.known_prefills):
-                if (count := matched.get(known.slot, 0)) > most:
+        for revision, of_revision in self.by_revision.items():
+            for state in (*of_revision.decode_states, *of_revision.prefill_states):
+                if (count := matched.get(state.slot, 0)) > most:
                     most, holder = count, revision
         return holder
 
@@ -80,41 +80,41 @@ class Candidates:
 class CandidateCache:
     """Finds the candidates for a request."""
 
-    def __init__(self, workers: Workers, knowledge: WorkerStates) -> None:
+    def __init__(self, workers: Workers, worker_states: WorkerStates) -> None:
         self._workers = workers
-        self._knowledge = knowledge
-        self._states: list[WorkerHealth] = []
+        self._worker_states = worker_states
+        self._healths: list[WorkerHealth] = []
         self._expires = 0.0
-        self._found: dict[str | None, Candidates] = {}
-        """By the model, as long as `_states` are those of the workers."""
+        self._cached: dict[str | None, Candidates] = {}
+        """By the model, as long as `_healths` are those of the workers."""
 
     def candidates(self, model: str | None, tried: Collection[str], now: float) -> Candidates | None:
         """None if all were tried. Raises what `Workers.serving` raises."""
         if tried:
-            return self._find(model, tried, now)
+            return self._compute(model, tried, now)
         decode, prefill = self._workers.decode, self._workers.prefill
-        states: list[WorkerHealth] = [worker.health for worker in decode]
-        states += [worker.health for worker in prefill]
-        if states != self._states or now >= self._expires:
-            self._found.clear()
-            self._states = states
-            aside = any(
+        healths: list[WorkerHealth] = [worker.health for worker in decode]
+        healths += [worker.health for worker in prefill]
+        if healths != self._healths or now >= self._expires:
+            self._cached.clear()
+            self._healths = healths
+            ejected = any(
                 worker.state(now) in (WorkerStatus.EJECTED, WorkerStatus.FULL) for worker in decode + prefill
             )
-            self._expires = now + EJECTED_CACHE_S if aside else math.inf
-        found = self._found.get(model)
-        if found is None:
-            found = self._find(model, (), now)
-            if found is not None:
-                self._found[model] = found
-        return found
+            self._expires = now + EJECTED_CACHE_S if ejected else math.inf
+        candidates = self._cached.get(model)
+        if candidates is None:
+            candidates = self._compute(model, (), now)
+            if candidates is not None:
+                self._cached[model] = candidates
+        return candidates
 
-    def _find(self, model: str | None, tried: Collection[str], now: float) -> Candidates | None:
+    def _compute(self, model: str | None, tried: Collection[str], now: float) -> Candidates | None:
         decodes = self._workers.serving(model, tried, now)
         if not decodes:
             return None
         prefills = [one for one in usable(self._workers.prefill, now) if one.name not in tried]
-        return Candidates(decodes, prefills, self._knowledge)
+        return Candidates(decodes, prefills, self._worker_states)
 
 
 def _workers_of(workers: Sequence[Worker], group: str) -> list[int]:

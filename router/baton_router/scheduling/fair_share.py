@@ -26,7 +26,7 @@ class DeficitRoundRobin:
         self._quantum = quantum
         self._credit: OrderedDict[str, float] = OrderedDict()
         """Of those who wait, in the order in which they are served when all have some."""
-        self._given = 0.0
+        self._granted = 0.0
         """What everybody was given in all rounds."""
         self._debts: OrderedDict[str, float] = OrderedDict()
         """Who left with a debt -> it, as if no round had ever been."""
@@ -40,7 +40,7 @@ class DeficitRoundRobin:
     def join(self, tenant: str) -> None:
         """The tenant waits from now on, and is the last in the round."""
         debt = self._debts.pop(tenant, -math.inf)
-        self._credit[tenant] = 0.0 if debt == -math.inf else min(0.0, debt + self._given)
+        self._credit[tenant] = 0.0 if debt == -math.inf else min(0.0, debt + self._granted)
 
     def leave(self, tenant: str) -> None:
         """It has nothing left that waits. Credit is lost, a debt is not, unless nobody waits any more."""
@@ -48,15 +48,15 @@ class DeficitRoundRobin:
         if not self._credit:
             self._debts.clear()
         elif credit < 0:
-            self._debts[tenant] = credit - self._given
+            self._debts[tenant] = credit - self._granted
             if len(self._debts) > DEBTS_LIMIT:
                 self._debts.popitem(last=False)
 
-    def next(self, passed: Collection[str] = ()) -> str | None:
-        """Whose turn it is, of all but `passed`; None if there is nobody. To ask changes nothing."""
+    def next(self, skipped: Collection[str] = ()) -> str | None:
+        """Whose turn it is, of all but `skipped`; None if there is nobody. To ask changes nothing."""
         best, least = None, math.inf
         for tenant, credit in self._credit.items():
-            if tenant in passed:
+            if tenant in skipped:
                 continue
             rounds = self._rounds_until_served(credit)
             if not rounds:
@@ -78,7 +78,7 @@ class DeficitRoundRobin:
         return 0 if credit > 0 else math.floor(-credit / self._quantum) + 1
 
     def _give(self, amount: float) -> None:
-        self._given += amount
+        self._granted += amount
         for tenant, credit in self._credit.items():
             # Who was passed over, because its workers are busy, saves no more than a round.
             self._credit[tenant] = max(credit, min(credit + amount, self._quantum))

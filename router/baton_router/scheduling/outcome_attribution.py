@@ -36,8 +36,8 @@ class OutcomeAttribution:
         self._transfer = transfer
         self._failed: set[int] = set()
         """Requests on which their decode workers have failed, until they are let go."""
-        self.generations = Tally(metrics.ROUTER_GENERATION_REQUESTS)
-        self.first_tokens = Spread(metrics.ROUTER_GENERATION_FIRST_TOKEN)
+        self.revision_requests = Tally(metrics.ROUTER_GENERATION_REQUESTS)
+        self.revision_first_tokens = Spread(metrics.ROUTER_GENERATION_FIRST_TOKEN)
 
     def sent(self, number: int, pair: WorkerPair, now: float) -> None:
         for worker in (pair.decode, pair.prefill):
@@ -57,10 +57,10 @@ class OutcomeAttribution:
         elif report.fallback in _PAIR_FAULTS:
             self._transfer(prefill.name, decode.name).apart_until = now + BAD_PAIR_S
 
-    def waited(self, pair: WorkerPair, seconds: float) -> None:
+    def first_byte(self, pair: WorkerPair, seconds: float) -> None:
         """A stream's first byte is there, so long after the pair was chosen for it."""
         if pair.decode.revision:
-            self.first_tokens.observe(seconds, pair.decode.revision)
+            self.revision_first_tokens.observe(seconds, pair.decode.revision)
 
     def failed(self, number: int, pair: WorkerPair, now: float) -> None:
         """The decode worker is to blame for an answer that did not come, or not to its end."""
@@ -71,14 +71,14 @@ class OutcomeAttribution:
         """The decode worker had no room for the request."""
         pair.decode.health = pair.decode.health.full(now)
 
-    def let_go(self, number: int, pair: WorkerPair) -> None:
+    def release(self, number: int, pair: WorkerPair) -> None:
         failed = number in self._failed
         self._failed.discard(number)
         if pair.decode.revision:
-            self.generations.add(pair.decode.revision, "failed" if failed else "passed")
+            self.revision_requests.add(pair.decode.revision, "failed" if failed else "passed")
         for worker in (pair.decode, pair.prefill):
             if worker is not None and worker.health.breaker.probe == number:
-                _update(worker, worker.health.breaker.let_go(number))
+                _update(worker, worker.health.breaker.release(number))
 
 
 def _update(worker: Worker, breaker: CircuitBreaker) -> None:

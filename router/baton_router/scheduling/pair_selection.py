@@ -129,11 +129,11 @@ def pair_options(
     a prefill and a decode worker. A decode worker that would compute more than `local_prefill_limit` of the
     `context` tokens beside its streams is asked to only if nobody else can.
     """
-    found: list[PlainOption] = []
+    options: list[PlainOption] = []
     paired: set[int] = set()
     for group in groups:
         if group.prefills:
-            before = len(found)
+            count = len(options)
             targets = _cheapest(group.decodes, decodes)
             for source in _cheapest(group.prefills, prefills):
                 price, computed, cached, waiting = prefills[source]
@@ -144,30 +144,30 @@ def pair_options(
                         continue
                     first = computed + moving + room
                     way = (price + moving + generating, first, cached, streams + waiting, target, source)
-                    found.append(way)
-            if len(found) > before:
+                    options.append(way)
+            if len(options) > count:
                 paired.update(group.decodes)
     for target, (_, price, first, _, cached, streams, waiting) in enumerate(decodes):
         if context - cached <= local_prefill_limit or target not in paired:
-            found.append((price, first, cached, streams + waiting, target, LOCAL_PREFILL))
-    found.sort()
-    return found
+            options.append((price, first, cached, streams + waiting, target, LOCAL_PREFILL))
+    options.sort()
+    return options
 
 
-def choose_option(found: Sequence[PlainOption], rng: random.Random) -> PairOption:
+def choose_option(options: Sequence[PlainOption], rng: random.Random) -> PairOption:
     """The cheapest way; among those that cost about the same, the one with most cached, least busy."""
-    limit = found[0][0] + CLOSE_S
-    best = [found[0]]
-    _, _, most, least, _, _ = found[0]
-    for way in found[1:]:
+    limit = options[0][0] + CLOSE_S
+    tied = [options[0]]
+    _, _, most, least, _, _ = options[0]
+    for way in options[1:]:
         price, _, cached, busy, _, _ = way
         if price > limit:
             break
         if cached > most or (cached == most and busy < least):
-            best, most, least = [way], cached, busy
+            tied, most, least = [way], cached, busy
         elif cached == most and busy == least:
-            best.append(way)
-    return PairOption._make(best[0] if len(best) == 1 else rng.choice(best))
+            tied.append(way)
+    return PairOption._make(tied[0] if len(tied) == 1 else rng.choice(tied))
 
 
 def _cheapest(

@@ -38,7 +38,7 @@ class PickRequest(msgspec.Struct, frozen=True):
     """It wants at most so many; None if it does not say."""
     size: int = 0
     """Bytes of its body."""
-    again: bool = False
+    retried: bool = False
     """Whether it was given to a worker before: then it goes first, and is let in in any case."""
     resumed: bool = False
     """Whether a stream goes on that broke off."""
@@ -63,12 +63,12 @@ class Grant(msgspec.Struct, frozen=True):
     """That one's control address, for the decode worker."""
     summary: bytes
     """The decision, for a header of the answer."""
-    patience_s: float = 0.0
+    first_token_timeout_s: float = 0.0
     """Seconds for the first token after which another worker may be asked; 0 if there is none, or nobody can
     tell."""
     step_s: float = 0.0
     """Seconds from one token to the next, as the worker says; 0 if it does not."""
-    spare: bool = False
+    has_alternative: bool = False
     """Whether another worker could have had the request."""
     first_token_s: float = 0.0
     """Seconds from the decision to the first token, predicted; 0 if nobody did."""
@@ -81,11 +81,11 @@ class Picker(Protocol):
     Gives requests to workers, and wants to hear what becomes of each.
 
     After `pick` come, in this order and at most once each: `began` or `full`, then perhaps `failed`, and in
-    any case `let_go`.
+    any case `release`.
     Only `pick` may wait; the others tell, and what they tell may arrive later.
     """
 
-    async def pick(self, ask: PickRequest) -> Grant:
+    async def pick(self, request: PickRequest) -> Grant:
         """
         The worker that has the request from now on.
 
@@ -110,7 +110,7 @@ class Picker(Protocol):
         """The worker is well, but has no room for the request."""
         ...
 
-    def let_go(self, grant: Grant, *, complete: bool, tokens: int | None = None) -> None:
+    def release(self, grant: Grant, *, complete: bool, tokens: int | None = None) -> None:
         """
         Nobody waits for the worker any more; `complete` if its answer was whole and good.
 

@@ -20,7 +20,8 @@ from typing import cast
 
 from baton_api.errors import BatonError, NotInTime, NotReady, Overloaded
 from baton_router.scheduling.admission import QueueCapacity, WaitLimits, too_late, wait_limits
-from baton_router.scheduling.dispatcher import Dispatch, Dispatcher
+from baton_router.scheduling.dispatch import Dispatch
+from baton_router.scheduling.dispatcher import Dispatcher
 from baton_router.scheduling.picker import PickRequest
 from baton_router.scheduling.queued_request import (
     NEARLY_DONE_S,
@@ -60,8 +61,8 @@ class Queue:
         self._numbers = itertools.count()
         self._pools: dict[Hashable, RequestPool] = {}
         """By the decode workers that they can go to; by the model for those who can go to none."""
-        self._places = QueueCapacity(settings.queue_requests, settings.queue_bytes)
-        self._silent: list[tuple[float, int, Dispatch]] = []
+        self._capacity = QueueCapacity(settings.queue_requests, settings.queue_bytes)
+        self._unreported: list[tuple[float, int, Dispatch]] = []
         """Requests of whose prompt nobody says when it is computed, by when that should be; a heap."""
         self._timer: asyncio.Handle | None = None
         self._due = 0.0
@@ -72,7 +73,7 @@ class Queue:
         """Tokens that requests asked for when they came, by kind."""
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._capacity)
 
     def count(self, level: int) -> int:
         """How many of one class wait."""
@@ -86,18 +87,18 @@ class Queue:
     @property
     def held(self) -> int:
         """Requests that wait and could go nowhere when that was asked last."""
-        return sum(entry.plan is None for entry in self._all())
+        return sum(entry.plan is None for entry in self._entries())
 
     @property
     def queued_tokens(self) -> int:
         """Of the prompts that wait, not cached as far as one can tell."""
-        return sum(entry.prompt_tokens for entry in self._all())
+        return sum(entry.prompt_tokens for entry in self._entries())
 
-    def _all(self) -> Iterator[QueuedRequest]:
+    def _entries(self) -> Iterator[QueuedRequest]:
         for pool in self._pools.values():
             yield from (cast(QueuedRequest, entry) for entry in pool.room)
 
-    async def dispatch(self, ask: PickRequest) -> Dispatch:
+    async def dispatch(self, request: PickRequest) -> Dispatch:
         """
         Give the request to a worker, as soon as one is free and nobody goes before it.
 
@@ -105,78 +106,79 @@ class Queue:
         who did not have it yet.
         """
         now = self._clock()
-        if self._silent:
-            self._presume(now)
+        if self._unreported:
+            self._assume_computed(now)
         try:
-            made = self._dispatcher.plan(ask.model, ask.prompt, ask.tried, now)
+            dispatch = self._dispatcher.plan(request.model, request.prompt, request.tried, now)
         except NotReady:
             if not self._settings.recovery_s and not self._settings.hold_s:
-                self._asked_for(ask, None)
+                self._count_demand(request, None)
                 raise
-            made = None
-            self._asked_for(ask, made)
+            dispatch = None
+            self._count_demand(request, dispatch)
         else:
-            self._asked_for(ask, made)
-            if made is None:
+            self._count_demand(request, dispatch)
+            if dispatch is None:
                 raise NotReady("Every worker that serves this model was tried for this request.")
-            if not self._competes(ask, made, now) and self._may_go(ask, made, now):
-                self._book(ask, made, now)
-                return made
-        return await self._wait(ask, made, now)
+            if not self._must_wait(request, dispatch, now) and self._can_go(request, dispatch, now):
+                self._book(request, dispatch, now)
+                return dispatch
+        return await self._wait(request, dispatch, now)
 
-    def _competes(self, ask: PickRequest, made: Dispatch, now: float) -> bool:
+    def _must_wait(self, request: PickRequest, dispatch: Dispatch, now: float) -> bool:
         """Whether somebody waits who is to be asked before a request that comes now."""
-        if not self._places:
+        if not self._capacity:
             return False
-        slots = {known.slot for known in made.among.known_decodes}
-        level = LEVELS[ask.kind]
+        slots = {state.slot for state in dispatch.candidates.decode_states}
+        level = LEVELS[request.kind]
         return any(
-            pool.room.goes_before(level, now)
+            pool.room.precedes(level, now)
             for key, pool in self._pools.items()
-            if pool.room and (not slots.isdisjoint(key) if isinstance(key, frozenset) else key == ask.model)
+            if pool.room
+            and (not slots.isdisjoint(key) if isinstance(key, frozenset) else key == request.model)
         )
 
-    def _asked_for(self, ask: PickRequest, plan: Dispatch | None) -> None:
+    def _count_demand(self, request: PickRequest, plan: Dispatch | None) -> None:
         """Count what a request wants when it comes for the first time, whatever becomes of it."""
-        if ask.again or ask.tried:
+        if request.retried or request.tried:
             return
-        self.demand["prompt"] += prompt_tokens(ask, plan)
+        self.demand["prompt"] += prompt_tokens(request, plan)
         # Without any prefill worker all prompts are local, and none of them because that is cheaper.
-        if plan is not None and plan.pair.prefill is None and plan.among.prefills:
+        if plan is not None and plan.pair.prefill is None and plan.candidates.prefills:
             self.demand["local"] += plan.uncached
-        self.demand["answer"] += round(self._answer_tokens(ask))
+        self.demand["answer"] += round(self._answer_tokens(request))
 
-    def _answer_tokens(self, ask: PickRequest) -> float:
+    def _answer_tokens(self, request: PickRequest) -> float:
         """That its answer is expected to have."""
         expected = self._dispatcher.answer_tokens
-        return expected if ask.answer_tokens is None else min(ask.answer_tokens, expected)
+        return expected if request.answer_tokens is None else min(request.answer_tokens, expected)
 
     def changed(self) -> None:
         """A worker may be free now that was not."""
-        if self._places:
-            self._look_in(0.0)
+        if self._capacity:
+            self._check_in(0.0)
 
-    async def _wait(self, ask: PickRequest, plan: Dispatch | None, now: float) -> Dispatch:
-        among = self._dispatcher.candidates(ask.model, now) if plan else None
-        pool = self._pool(frozenset(known.slot for known in among.known_decodes) if among else ask.model)
-        entry = self._entry(ask, plan, now)
-        if not entry.again:
+    async def _wait(self, request: PickRequest, plan: Dispatch | None, now: float) -> Dispatch:
+        among = self._dispatcher.candidates(request.model, now) if plan else None
+        pool = self._pool(frozenset(state.slot for state in among.decode_states) if among else request.model)
+        entry = self._entry(request, plan, now)
+        if not entry.retried:
             self._admit(entry, pool, now)
         pool.room.add(entry)
-        entry.wish(pool.wishes)
-        self._places.take(entry)
-        self._look_in(0.0)
+        entry.register_wakeup(pool.wakeup)
+        self._capacity.take(entry)
+        self._check_in(0.0)
         try:
             return await entry.future
         except asyncio.CancelledError:
             if entry.future.done() and not entry.future.cancelled() and not entry.future.exception():
                 # It went in the same moment in which its client left.
-                self._dispatcher.let_go(entry.future.result(), self._clock(), complete=False)
+                self._dispatcher.release(entry.future.result(), self._clock(), complete=False)
                 self.changed()
             raise
         finally:
             pool.room.discard(entry)
-            self._places.leave(entry)
+            self._capacity.leave(entry)
 
     def _pool(self, key: Hashable) -> RequestPool:
         pool = self._pools.get(key)
@@ -185,55 +187,55 @@ class Queue:
             pool = self._pools[key] = RequestPool()
         return pool
 
-    def _entry(self, ask: PickRequest, plan: Dispatch | None, now: float) -> QueuedRequest:
+    def _entry(self, request: PickRequest, plan: Dispatch | None, now: float) -> QueuedRequest:
         settings = self._settings
-        on = wait_limits(ask.kind, ask.objective_s, settings.interactive_s, settings.wait_s)
-        answer = self._answer_tokens(ask)
+        limits = wait_limits(request.kind, request.objective_s, settings.interactive_s, settings.wait_s)
+        answer = self._answer_tokens(request)
         return QueuedRequest(
             number=next(self._numbers),
-            tenant=ask.tenant,
-            level=LEVELS[ask.kind],
-            arrived=now - ask.waited_s,
+            tenant=request.tenant,
+            level=LEVELS[request.kind],
+            arrived=now - request.waited_s,
             best_s=plan.compute_s if plan else 0.0,
             cost=(plan.uncached if plan else 1) + ANSWER_COST * answer,
-            size=ask.size + ENTRY_BYTES,
-            objective_s=on.objective_s,
-            patience_s=on.patience_s if plan else self._patience_s(ask, on),
-            again=ask.again,
-            ask=ask,
+            size=request.size + ENTRY_BYTES,
+            objective_s=limits.objective_s,
+            max_wait_s=limits.max_wait_s if plan else self._max_wait_s(request, limits),
+            retried=request.retried,
+            request=request,
             future=asyncio.get_running_loop().create_future(),
             plan=plan,
             planned=now,
         )
 
-    def _patience_s(self, ask: PickRequest, on: WaitLimits) -> float:
+    def _max_wait_s(self, request: PickRequest, limits: WaitLimits) -> float:
         """For how long a request waits that can go nowhere."""
         settings = self._settings
         if not settings.hold_s:
-            return min(on.patience_s, settings.recovery_s)
+            return min(limits.max_wait_s, settings.recovery_s)
         # Workers take as long to start for one class as for another; only who says so wants it sooner.
-        return settings.hold_s if ask.objective_s is None else min(on.patience_s, settings.hold_s)
+        return settings.hold_s if request.objective_s is None else min(limits.max_wait_s, settings.hold_s)
 
     def _admit(self, entry: QueuedRequest, pool: RequestPool, now: float) -> None:
         """Raise what tells the client that to wait is no use."""
         try:
-            self._places.refuse(entry)
+            self._capacity.refuse(entry)
         except Overloaded:
             self.rejects["full"] += 1
             raise
         if entry.plan is None:
             return
-        computers = entry.plan.among.known_prefills or entry.plan.among.known_decodes
-        soonest = min(known.computing.backlog_s(now) for known in computers)
-        entry.predicted_s = soonest + pool.room.seconds_before(entry) / len(computers)
-        room_s = self._dispatcher.room_s(entry.plan)
+        states = entry.plan.candidates.prefill_states or entry.plan.candidates.decode_states
+        soonest = min(state.prefills.backlog_s(now) for state in states)
+        entry.predicted_s = soonest + pool.room.seconds_before(entry) / len(states)
+        room_s = self._dispatcher.blocks_free_s(entry.plan)
         predicted = pool.pace.corrected(entry.predicted_s) + room_s + entry.best_s
-        on = WaitLimits(entry.objective_s, entry.patience_s)
-        if too_late(entry.ask.kind, on, predicted, room_s, pool.tolerance.times):
+        limits = WaitLimits(entry.objective_s, entry.max_wait_s)
+        if too_late(entry.request.kind, limits, predicted, room_s, pool.tolerance.times):
             self.rejects["late"] += 1
-            raise NotInTime(predicted, min(entry.objective_s, entry.patience_s))
+            raise NotInTime(predicted, min(entry.objective_s, entry.max_wait_s))
 
-    def _look_in(self, seconds: float) -> None:
+    def _check_in(self, seconds: float) -> None:
         """Look who can go, in so many seconds or before."""
         loop = asyncio.get_running_loop()
         due = loop.time() + seconds
@@ -242,29 +244,29 @@ class Queue:
                 return
             self._timer.cancel()
         self._due = due
-        self._timer = loop.call_at(due, self._look)
+        self._timer = loop.call_at(due, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer = None
         now = self._clock()
-        self._presume(now)
+        self._assume_computed(now)
         soonest = TICK_S
         for pool in list(self._pools.values()):
-            for entry in pool.room.pass_time(now):
+            for entry in pool.room.expire(now):
                 self._give_up(cast(QueuedRequest, entry), pool, now)
             if not pool.room:
                 continue
-            if pool.wishes.could_go(self._settings.prefill_tokens, now):
-                self._offer(pool, now)
-            soonest = min(soonest, pool.wishes.free_in(now), pool.room.alarm - now)
-        if self._places:
-            due = self._silent[0][0] - now if self._silent else TICK_S
-            self._look_in(max(LEAST_TICK_S, min(soonest, due)))
+            if pool.wakeup.may_go(self._settings.prefill_tokens, now):
+                self._offer_to_waiting(pool, now)
+            soonest = min(soonest, pool.wakeup.seconds_until_free(now), pool.room.alarm - now)
+        if self._capacity:
+            due = self._unreported[0][0] - now if self._unreported else TICK_S
+            self._check_in(max(LEAST_TICK_S, min(soonest, due)))
 
-    def _offer(self, pool: RequestPool, now: float) -> None:
+    def _offer_to_waiting(self, pool: RequestPool, now: float) -> None:
         """Ask those who wait whether they go, for as long as there is one who could."""
         ahead: dict[int, float] = {}
-        wishes, all_asked, most = QueueWakeup(), True, self._settings.prefill_tokens
+        wakeup, all_checked, most = QueueWakeup(), True, self._settings.prefill_tokens
 
         def take(entry: QueueEntry) -> bool:
             """Whether it goes; if not, what it is to take is in the way of those behind it."""
@@ -273,46 +275,46 @@ class Queue:
             if (
                 plan is None
                 or now >= entry.replan_at
-                or has_capacity(plan.computing, plan.uncached, most, now)
+                or has_capacity(plan.prefill_state, plan.uncached, most, now)
             ):
                 if self._take(entry, pool, ahead, now):
                     return True
             else:
-                slot = plan.computing.slot
+                slot = plan.prefill_state.slot
                 ahead[slot] = ahead.get(slot, 0.0) + entry.best_s
-            entry.wish(wishes)
+            entry.register_wakeup(wakeup)
             return False
 
         def more() -> bool:
-            nonlocal all_asked
-            all_asked = pool.wishes.could_go(most, now)
-            return all_asked
+            nonlocal all_checked
+            all_checked = pool.wakeup.may_go(most, now)
+            return all_checked
 
         pool.room.offer(take, more, now)
-        if all_asked:
-            pool.wishes = wishes
+        if all_checked:
+            pool.wakeup = wakeup
 
     def _take(self, entry: QueuedRequest, pool: RequestPool, ahead: dict[int, float], now: float) -> bool:
         if entry.future.done():  # its client has left
             return True
-        plan = self._planned(entry, ahead, now)
+        plan = self._replan(entry, ahead, now)
         if plan is None:
             return entry.future.done()
-        if not self._may_go(entry.ask, plan, now):
-            slot = plan.computing.slot
+        if not self._can_go(entry.request, plan, now):
+            slot = plan.prefill_state.slot
             ahead[slot] = ahead.get(slot, 0.0) + plan.compute_s
             return False
         self._learn(pool, entry, now)
-        self._book(entry.ask, plan, now)
+        self._book(entry.request, plan, now)
         entry.future.set_result(plan)
         return True
 
-    def _planned(self, entry: QueuedRequest, ahead: dict[int, float], now: float) -> Dispatch | None:
+    def _replan(self, entry: QueuedRequest, ahead: dict[int, float], now: float) -> Dispatch | None:
         """Where it would go now; None if nowhere, and then it may have been told so."""
-        ask = entry.ask
+        request = entry.request
         entry.plan, entry.planned = None, now
         try:
-            entry.plan = self._dispatcher.plan(ask.model, ask.prompt, ask.tried, now, ahead)
+            entry.plan = self._dispatcher.plan(request.model, request.prompt, request.tried, now, ahead)
         except NotReady:
             return None
         except BatonError as error:
@@ -328,35 +330,35 @@ class Queue:
         """It has waited for so long. Those who gave up count too, or all would seem to wait for less."""
         if entry.predicted_s > NEARLY_DONE_S:
             pool.pace.learn(entry.predicted_s, now - entry.arrived)
-        if entry.ask.kind == INTERACTIVE:
+        if entry.request.kind == INTERACTIVE:
             pool.tolerance.waited(in_vain=in_vain)
 
     def _give_up(self, entry: QueuedRequest, pool: RequestPool, now: float) -> None:
         if entry.future.done():
             return
         waited = now - entry.arrived
-        if self._planned(entry, {}, now) is None:
+        if self._replan(entry, {}, now) is None:
             self.rejects["unready"] += 1
             if not entry.future.done():
                 entry.future.set_exception(NotReady(f"No worker became ready within {waited:.1f} s."))
         else:
             self.rejects["waited"] += 1
             self._learn(pool, entry, now, in_vain=True)
-            entry.future.set_exception(NotInTime(waited, entry.patience_s, waited=True))
+            entry.future.set_exception(NotInTime(waited, entry.max_wait_s, waited=True))
 
-    def _book(self, ask: PickRequest, made: Dispatch, now: float) -> None:
-        self._dispatcher.book(made, now)
-        if not ask.streams:
-            heappush(self._silent, (now + made.way.first_token_s, made.number, made))
+    def _book(self, request: PickRequest, dispatch: Dispatch, now: float) -> None:
+        self._dispatcher.book(dispatch, now)
+        if not request.streams:
+            heappush(self._unreported, (now + dispatch.option.first_token_s, dispatch.number, dispatch))
 
-    def _presume(self, now: float) -> None:
+    def _assume_computed(self, now: float) -> None:
         """Nobody says when the prompt of an answer that comes whole is computed: it is when it should be."""
-        while self._silent and self._silent[0][0] <= now:
-            self._dispatcher.computed(heappop(self._silent)[2], now)
+        while self._unreported and self._unreported[0][0] <= now:
+            self._dispatcher.computed(heappop(self._unreported)[2], now)
 
-    def _may_go(self, ask: PickRequest, made: Dispatch, now: float) -> bool:
-        if not has_capacity(made.computing, made.uncached, self._settings.prefill_tokens, now):
+    def _can_go(self, request: PickRequest, dispatch: Dispatch, now: float) -> bool:
+        if not has_capacity(dispatch.prefill_state, dispatch.uncached, self._settings.prefill_tokens, now):
             return False
-        if ask.again and made.pair.decode.health.full_until > now:
+        if request.retried and dispatch.pair.decode.health.full_until > now:
             return False  # to ask it again at once would be no use
-        return ask.kind != BATCH or has_spare_blocks(made.generating)
+        return request.kind != BATCH or has_spare_blocks(dispatch.decode_state)

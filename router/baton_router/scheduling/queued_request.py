@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from baton_router.scheduling.admission import PredictionTolerance, WaitCorrection
-from baton_router.scheduling.dispatcher import Dispatch
+from baton_router.scheduling.dispatch import Dispatch
 from baton_router.scheduling.picker import PickRequest
 from baton_router.scheduling.tenant_queue import QueueEntry
 from baton_router.scheduling.waiting_room import WaitingRoom
@@ -31,59 +31,59 @@ BATCH_FREE_SHARE = 0.1
 """Share of a decode worker's KV blocks that work which nobody waits for leaves free."""
 
 
-def has_capacity(known: WorkerState, tokens: int, most: int, now: float) -> bool:
+def has_capacity(state: WorkerState, tokens: int, most: int, now: float) -> bool:
     """Whether it can be given a prompt with so many tokens to compute, where `most` are given at a time."""
-    booked = known.computing
-    if not booked.waiting:
+    prefills = state.prefills
+    if not prefills.waiting:
         return True
-    return booked.tokens + tokens <= most and busy_s(known, now) <= 0
+    return prefills.tokens + tokens <= most and busy_s(state, now) <= 0
 
 
-def busy_s(known: WorkerState, now: float) -> float:
+def busy_s(state: WorkerState, now: float) -> float:
     """Seconds until it has so little left that it can be given more; 0 or less if it can be now."""
-    booked = known.computing
-    if not booked.waiting or not known.prefill_cost.taught:
+    prefills = state.prefills
+    if not prefills.waiting or not state.prefill_cost.taught:
         return 0.0  # of one that has said nothing yet, or never will, only the tokens are counted
-    left = booked.backlog_s(now)
+    left = prefills.backlog_s(now)
     # What a prompt takes whatever its length is taken once by those that are computed together.
-    constant = max(0.0, known.prefill_cost.line.coefficients[0])
-    return max(left - booked.waiting * constant - NEARLY_DONE_S, left - BATCHED_PROMPTS_S)
+    constant = max(0.0, state.prefill_cost.line.coefficients[0])
+    return max(left - prefills.waiting * constant - NEARLY_DONE_S, left - BATCHED_PROMPTS_S)
 
 
-def has_spare_blocks(known: WorkerState) -> bool:
+def has_spare_blocks(state: WorkerState) -> bool:
     """Whether work that nobody waits for may be generated there."""
-    return not known.streams.count or known.free_blocks >= BATCH_FREE_SHARE * known.total_blocks
+    return not state.streams.count or state.free_blocks >= BATCH_FREE_SHARE * state.total_blocks
 
 
 class QueueWakeup:
     """Of the requests that wait for the same workers."""
 
-    __slots__ = ("_again", "_least")
+    __slots__ = ("_least", "_replan_at")
 
     def __init__(self) -> None:
         self._least: dict[WorkerState, int] = {}
         """Tokens to compute of the smallest prompt that was meant for it."""
-        self._again = math.inf
+        self._replan_at = math.inf
         """When the first of them may want another."""
 
-    def add(self, known: WorkerState, tokens: int, again: float) -> None:
-        """One more with so many tokens to compute, who may want another worker from `again` on."""
-        self._least[known] = min(tokens, self._least.get(known, tokens))
-        self._again = min(again, self._again)
+    def add(self, state: WorkerState, tokens: int, replan_at: float) -> None:
+        """One more with so many tokens to compute, who may want another worker from `replan_at` on."""
+        self._least[state] = min(tokens, self._least.get(state, tokens))
+        self._replan_at = min(replan_at, self._replan_at)
 
-    def anywhere(self) -> None:
+    def add_unplanned(self) -> None:
         """One more for whom there was no worker, and for whom one has to be looked for."""
-        self._again = -math.inf
+        self._replan_at = -math.inf
 
-    def could_go(self, most: int, now: float) -> bool:
+    def may_go(self, most: int, now: float) -> bool:
         """Whether one of them might be taken, by workers that are given `most` tokens at a time."""
-        if now >= self._again:
+        if now >= self._replan_at:
             return True
-        return any(has_capacity(known, tokens, most, now) for known, tokens in self._least.items())
+        return any(has_capacity(state, tokens, most, now) for state, tokens in self._least.items())
 
-    def free_in(self, now: float) -> float:
+    def seconds_until_free(self, now: float) -> float:
         """Seconds until the first of these workers that has too much left has not."""
-        return min((left for known in self._least if (left := busy_s(known, now)) > 0), default=math.inf)
+        return min((left for state in self._least if (left := busy_s(state, now)) > 0), default=math.inf)
 
 
 REPLAN_S = 0.25
@@ -97,7 +97,7 @@ BYTES_PER_TOKEN = 4
 class QueuedRequest(QueueEntry):
     """One request that waits, and who waits for it."""
 
-    ask: PickRequest
+    request: PickRequest
     future: asyncio.Future[Dispatch]
     plan: Dispatch | None
     """Where it would have gone when that was asked last; None if nowhere."""
@@ -112,28 +112,28 @@ class QueuedRequest(QueueEntry):
 
     @property
     def prompt_tokens(self) -> int:
-        return prompt_tokens(self.ask, self.plan)
+        return prompt_tokens(self.request, self.plan)
 
-    def wish(self, wishes: QueueWakeup) -> None:
+    def register_wakeup(self, wakeup: QueueWakeup) -> None:
         """Leave word of where it is going to go."""
         if self.plan is None:
-            wishes.anywhere()
+            wakeup.add_unplanned()
         else:
-            wishes.add(self.plan.computing, self.plan.uncached, self.replan_at)
+            wakeup.add(self.plan.prefill_state, self.plan.uncached, self.replan_at)
 
 
 class RequestPool:
     """Those who wait for the same workers."""
 
-    __slots__ = ("pace", "room", "tolerance", "wishes")
+    __slots__ = ("pace", "room", "tolerance", "wakeup")
 
     def __init__(self) -> None:
         self.room = WaitingRoom()
-        self.wishes = QueueWakeup()
+        self.wakeup = QueueWakeup()
         self.pace = WaitCorrection()
         self.tolerance = PredictionTolerance()
 
 
-def prompt_tokens(ask: PickRequest, plan: Dispatch | None) -> int:
+def prompt_tokens(request: PickRequest, plan: Dispatch | None) -> int:
     """Tokens to compute, as far as one can tell."""
-    return plan.uncached if plan else max(1, ask.prompt.bytes // BYTES_PER_TOKEN)
+    return plan.uncached if plan else max(1, request.prompt.bytes // BYTES_PER_TOKEN)

@@ -59,23 +59,23 @@ class Quotas:
         quota = self._quotas.get(tenant)
         return quota.open if quota else 0
 
-    def reserve(self, ask: PickRequest, now: float) -> QuotaReservation:
+    def reserve(self, request: PickRequest, now: float) -> QuotaReservation:
         """Raises RateLimited."""
-        assert ask.limits is not None
-        quota = self._quotas.get(ask.tenant)
+        assert request.limits is not None
+        quota = self._quotas.get(request.tenant)
         if quota is None:
-            quota = self._quotas[ask.tenant] = TenantQuota(ask.limits, now)
-        elif quota.limits != ask.limits:
-            quota.limited(ask.limits, now)
-        prompt = math.ceil(ask.prompt.bytes / BYTES_PER_TOKEN)
+            quota = self._quotas[request.tenant] = TenantQuota(request.limits, now)
+        elif quota.limits != request.limits:
+            quota.limited(request.limits, now)
+        prompt = math.ceil(request.prompt.bytes / BYTES_PER_TOKEN)
         expected = math.ceil(self._answer_tokens())
-        answer = expected if ask.answer_tokens is None else min(expected, ask.answer_tokens)
-        if ask.again:
+        answer = expected if request.answer_tokens is None else min(expected, request.answer_tokens)
+        if request.retried:
             quota.reopen(prompt + answer, now)
         elif refusal := quota.admit(prompt + answer, now):
             self._rejects[refusal.limit] += 1
             raise RateLimited(refusal.limit, refusal.most, math.ceil(refusal.wait_s))
-        return QuotaReservation(quota, prompt, answer, not ask.again)
+        return QuotaReservation(quota, prompt, answer, not request.retried)
 
 
 MINUTE_S = 60.0

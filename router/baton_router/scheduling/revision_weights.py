@@ -22,13 +22,13 @@ class RevisionWeights:
     """The weights of now, by revision; empty if there are none, and then generations compete."""
 
     def __init__(
-        self, given: Iterable[str] = (), file: str = "", clock: Callable[[], float] = time.monotonic
+        self, flags: Iterable[str] = (), file: str = "", clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """What the file says of a generation goes before `given`. Raises SetupError if it cannot be read."""
-        self._given = dict(map(parse_weight, given))
+        """What the file says of a generation goes before `flags`. Raises SetupError if it cannot be read."""
+        self._from_flags = dict(map(parse_weight, flags))
         self._file = WatchedFile(file, clock) if file else None
         self._weights = (
-            self._given if self._file is None else {**self._given, **read_weights(self._file.path)}
+            self._from_flags if self._file is None else {**self._from_flags, **read_weights(self._file.path)}
         )
 
     def __call__(self) -> Mapping[str, float]:
@@ -38,12 +38,12 @@ class RevisionWeights:
 
     def _read_again(self, path: Path) -> None:
         try:
-            self._weights = {**self._given, **read_weights(path)}
+            self._weights = {**self._from_flags, **read_weights(path)}
         except SetupError as error:
             log.error("%s The weights stay as they were.", error.message)
         else:
-            told = ", ".join(f"{revision} {weight:g}" for revision, weight in self._weights.items())
-            log.info("%s was read again: %s", path, told or "no weights")
+            text = ", ".join(f"{revision} {weight:g}" for revision, weight in self._weights.items())
+            log.info("%s was read again: %s", path, text or "no weights")
 
 
 def parse_weight(text: str) -> tuple[str, float]:
@@ -67,7 +67,7 @@ def read_weights(path: Path) -> Mapping[str, float]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SetupError(f"--revision-weights-file {path} cannot be read: {error}.") from error
-    found: dict[str, float] = {}
+    weights: dict[str, float] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
@@ -75,8 +75,8 @@ def read_weights(path: Path) -> Mapping[str, float]:
             revision, weight = parse_weight(line)
         except ValueError as error:
             raise SetupError(f"--revision-weights-file {path}, line {number}: {error}.") from error
-        found[revision] = weight
-    return found
+        weights[revision] = weight
+    return weights
 
 
 AHEAD_LIMIT = 8.0

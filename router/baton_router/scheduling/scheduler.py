@@ -22,7 +22,8 @@ from baton_api.reports import PromptReport
 from baton_http.http_client import UpstreamPool
 from baton_router.proxy.retries import CrashHistory
 from baton_router.proxy.timeouts import first_token_timeout_s
-from baton_router.scheduling.dispatcher import Dispatch, Dispatcher
+from baton_router.scheduling.dispatch import Dispatch
+from baton_router.scheduling.dispatcher import Dispatcher
 from baton_router.scheduling.outcome_attribution import OutcomeAttribution
 from baton_router.scheduling.picker import Grant, PickRequest
 from baton_router.scheduling.queue import BATCH, Queue
@@ -58,18 +59,20 @@ class RequestScheduler:
         weights = RevisionWeights(settings.revision_weight, settings.revision_weights_file)
         measured = [profiles.read(one) for one in settings.profile]
         self.dispatcher = Dispatcher(workers, rng, settings.local_prefill_max_tokens, weights, measured)
-        self.feeds = KvSubscribers(workers, self.dispatcher.knowledge, settings, clock, self.background)
-        self.verdicts = OutcomeAttribution(self.dispatcher.knowledge.transfer)
+        self.kv_subscribers = KvSubscribers(
+            workers, self.dispatcher.worker_states, settings, clock, self.background
+        )
+        self.outcomes = OutcomeAttribution(self.dispatcher.worker_states.transfer)
         self.queue = Queue(settings, self.dispatcher, clock)
         self._quotas = Quotas(self.queue.rejects, lambda: self.dispatcher.answer_tokens)
         self._crashes = CrashHistory()
         self._reserved: dict[int, QuotaReservation] = {}
         self._granted: dict[int, Dispatch] = {}
         self._sources = WorkerSources(settings, rng)
-        self.enrolment = WorkerRegistration(
-            workers, self.dispatcher.knowledge, upstreams, settings.worker_drain_s, clock
+        self.registration = WorkerRegistration(
+            workers, self.dispatcher.worker_states, upstreams, settings.worker_drain_s, clock
         )
-        self.enrolment.told(FLAGS_SOURCE, self._sources.flags)
+        self.registration.on_workers(FLAGS_SOURCE, self._sources.flags)
         workers.unlisted = self._sources.why_none
         workers.complete = self._sources.complete
         workers.holding = settings.hold_s > 0
@@ -80,105 +83,109 @@ class RequestScheduler:
         background = self.background
         looking = partial(health_checks.watch, self.workers, self._settings, self._clock, background)
         background.start(BackgroundTask.HEALTH_CHECKS, looking)
-        background.start(BackgroundTask.KV_EVENTS, self.feeds.watch)
+        background.start(BackgroundTask.KV_EVENTS, self.kv_subscribers.watch)
         background.start(
-            BackgroundTask.DISCOVERY, partial(self._sources.follow, self.enrolment.told, background)
+            BackgroundTask.DISCOVERY, partial(self._sources.follow, self.registration.on_workers, background)
         )
         background.start(BackgroundTask.DRAINING, self._drain)
 
     async def _drain(self) -> None:
         while True:
             with self.background.guard(BackgroundTask.DRAINING):
-                self.enrolment.tend()
+                self.registration.tend()
             await asyncio.sleep(DRAIN_CHECK_S)
 
-    async def pick(self, ask: PickRequest) -> Grant:
+    async def pick(self, request: PickRequest) -> Grant:
         now = self._clock()
-        if ask.kind != BATCH:
+        if request.kind != BATCH:
             self.wanted_at = now
-        self._check_poison(ask, now)
-        reserved = self._quotas.reserve(ask, now) if ask.limits is not None else None
+        self._check_poison(request, now)
+        reserved = self._quotas.reserve(request, now) if request.limits is not None else None
         try:
-            made = await self.queue.dispatch(ask)
+            dispatch = await self.queue.dispatch(request)
         except BaseException:
             if reserved is not None:
                 reserved.cancel(self._clock())
             raise
         if reserved is not None:
-            self._reserved[made.number] = reserved
-        made.arrived, made.tenant, made.digest = now - ask.waited_s, ask.tenant, ask.digest
-        made.kind, made.streams = ask.kind, ask.streams
-        decode, prefill = made.pair.decode, made.pair.prefill
+            self._reserved[dispatch.number] = reserved
+        dispatch.arrived, dispatch.tenant, dispatch.digest = (
+            now - request.waited_s,
+            request.tenant,
+            request.digest,
+        )
+        dispatch.kind, dispatch.streams = request.kind, request.streams
+        decode, prefill = dispatch.pair.decode, dispatch.pair.prefill
         decode.in_flight += 1
         if prefill is not None:
             prefill.in_flight += 1
-        self._granted[made.number] = made
-        self.verdicts.sent(made.number, made.pair, made.decided)
+        self._granted[dispatch.number] = dispatch
+        self.outcomes.sent(dispatch.number, dispatch.pair, dispatch.decided)
         return Grant(
-            made.number,
+            dispatch.number,
             decode.name,
             prefill.name if prefill else "",
             prefill.control if prefill else "",
-            made.summary.encode(),
-            self._patience_s(made),
+            dispatch.summary.encode(),
+            self._first_token_timeout_s(dispatch),
             decode.health.load.step_s if decode.health.load else 0.0,
-            len(made.among.decodes) > 1,
-            made.way.first_token_s,
-            made.costs if ask.explain else "",
+            len(dispatch.candidates.decodes) > 1,
+            dispatch.option.first_token_s,
+            dispatch.costs if request.explain else "",
         )
 
     def began(self, grant: Grant, report: PromptReport | None) -> None:
-        made, now = self._granted[grant.number], self._clock()
-        self.verdicts.answered(made.number, made.pair, report, now)
-        if made.streams and made.first_byte is None:
-            self.verdicts.waited(made.pair, now - made.decided)
-        self._computed(made)
-        self.dispatcher.began(made, report, now)
+        dispatch, now = self._granted[grant.number], self._clock()
+        self.outcomes.answered(dispatch.number, dispatch.pair, report, now)
+        if dispatch.streams and dispatch.first_byte is None:
+            self.outcomes.first_byte(dispatch.pair, now - dispatch.decided)
+        self._computed(dispatch)
+        self.dispatcher.began(dispatch, report, now)
         self.queue.changed()
 
     def failed(self, grant: Grant, *, crashed: bool = False) -> None:
-        made, now = self._granted[grant.number], self._clock()
-        self.verdicts.failed(made.number, made.pair, now)
+        dispatch, now = self._granted[grant.number], self._clock()
+        self.outcomes.failed(dispatch.number, dispatch.pair, now)
         if crashed:
-            decode = made.pair.decode
+            decode = dispatch.pair.decode
             epoch = decode.health.load.epoch if decode.health.load else ""
-            self._crashes.lost((made.tenant, made.digest), decode.name, epoch, now)
+            self._crashes.lost((dispatch.tenant, dispatch.digest), decode.name, epoch, now)
 
     def full(self, grant: Grant) -> None:
-        self.verdicts.full(self._granted[grant.number].pair, self._clock())
+        self.outcomes.full(self._granted[grant.number].pair, self._clock())
 
-    def let_go(self, grant: Grant, *, complete: bool, tokens: int | None = None) -> None:
-        made = self._granted.pop(grant.number)
-        self.verdicts.let_go(made.number, made.pair)
-        made.pair.decode.in_flight -= 1
+    def release(self, grant: Grant, *, complete: bool, tokens: int | None = None) -> None:
+        dispatch = self._granted.pop(grant.number)
+        self.outcomes.release(dispatch.number, dispatch.pair)
+        dispatch.pair.decode.in_flight -= 1
         if complete:
-            self._crashes.answered((made.tenant, made.digest))
-        self._computed(made)
+            self._crashes.answered((dispatch.tenant, dispatch.digest))
+        self._computed(dispatch)
         now = self._clock()
-        if made.first_byte is None:
+        if dispatch.first_byte is None:
             self.queue.changed()
-        self.dispatcher.let_go(made, now, complete=complete, tokens=tokens)
-        if self._reserved and (reserved := self._reserved.pop(made.number, None)) is not None:
-            prompt = made.report.tokens if made.report else made.tokens
+        self.dispatcher.release(dispatch, now, complete=complete, tokens=tokens)
+        if self._reserved and (reserved := self._reserved.pop(dispatch.number, None)) is not None:
+            prompt = dispatch.report.tokens if dispatch.report else dispatch.tokens
             if tokens is None and not complete:
                 tokens = 0  # as far as anybody knows
-            reserved.settle(0 if made.first_byte is None else prompt, tokens, now)
+            reserved.settle(0 if dispatch.first_byte is None else prompt, tokens, now)
 
-    def _check_poison(self, ask: PickRequest, now: float) -> None:
-        if ask.resumed:
+    def _check_poison(self, request: PickRequest, now: float) -> None:
+        if request.resumed:
             return
         try:
-            self._crashes.check((ask.tenant, ask.digest), ask.kind, now)
+            self._crashes.check((request.tenant, request.digest), request.kind, now)
         except PoisonRequest:
             self.queue.rejects["poison"] += 1
             raise
 
-    def _patience_s(self, made: Dispatch) -> float:
-        if len(made.among.decodes) < 2 or not made.computing.prefill_cost.taught:
+    def _first_token_timeout_s(self, dispatch: Dispatch) -> float:
+        if len(dispatch.candidates.decodes) < 2 or not dispatch.prefill_state.prefill_cost.taught:
             return 0.0
-        return first_token_timeout_s(made.way.first_token_s, self._settings.first_byte_s)
+        return first_token_timeout_s(dispatch.option.first_token_s, self._settings.first_byte_s)
 
-    def _computed(self, made: Dispatch) -> None:
+    def _computed(self, dispatch: Dispatch) -> None:
         """The prefill worker has done its part, or will not."""
-        if made.pair.prefill is not None and made.first_byte is None and made.ended is None:
-            made.pair.prefill.in_flight -= 1
+        if dispatch.pair.prefill is not None and dispatch.first_byte is None and dispatch.ended is None:
+            dispatch.pair.prefill.in_flight -= 1

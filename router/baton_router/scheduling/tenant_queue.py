@@ -43,9 +43,9 @@ class QueueEntry:
     """Bytes of memory."""
     objective_s: float = math.inf
     """To the first token, from its arrival."""
-    patience_s: float = math.inf
+    max_wait_s: float = math.inf
     """After which it gives up, from its arrival."""
-    again: bool = False
+    retried: bool = False
     """Whether it was sent before and came back."""
     missed: bool = False
     """Whether it cannot meet its objective any more."""
@@ -60,7 +60,7 @@ class QueueEntry:
     @property
     def first(self) -> bool:
         """Whether it goes before its tenant's others."""
-        return self.again or self.starved
+        return self.retried or self.starved
 
     @property
     def rank(self) -> float:
@@ -115,27 +115,27 @@ class TenantQueue:
 
     def ordered(self, now: float) -> Iterator[QueueEntry]:
         """Each once, in the order in which they go; they may leave meanwhile."""
-        yield from self._first.walk()
+        yield from self._first.ascending()
         urgent = self._urgent_ones(now)
         yield from urgent
-        given = {entry.number for entry in urgent}
-        for entry in self._ranked.walk():
-            if entry.number not in given:
+        served = {entry.number for entry in urgent}
+        for entry in self._ranked.ascending():
+            if entry.number not in served:
                 yield entry
-        yield from self._last.walk()
+        yield from self._last.ascending()
 
     def seconds_before(self, entry: QueueEntry) -> float:
         """What those would take that go before `entry`, were it added; urgency aside."""
         total = 0.0
-        for other in self._first.walk():
+        for other in self._first.ascending():
             if entry.first and other.arrived > entry.arrived:
                 return total
             total += other.best_s
-        return total + (0.0 if entry.first else sum(one.best_s for one in self._ranked.until(entry.rank)))
+        return total + (0.0 if entry.first else sum(one.best_s for one in self._ranked.up_to(entry.rank)))
 
     def _urgent_ones(self, now: float) -> list[QueueEntry]:
         urgent = []
-        for entry in self._urgent.until(now):
+        for entry in self._urgent.up_to(now):
             if now + entry.best_s <= entry.deadline:
                 urgent.append(entry)
             else:
@@ -151,41 +151,41 @@ Item = TypeVar("Item")
 class SortedList(Generic[Item]):
     """Things by a key and a number; two of the same key are told apart, and ordered, by their numbers."""
 
-    __slots__ = ("_keys", "_things")
+    __slots__ = ("_items", "_keys")
 
     def __init__(self) -> None:
         self._keys: list[tuple[float, int]] = []
-        self._things: list[Item] = []
+        self._items: list[Item] = []
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    def add(self, key: float, number: int, thing: Item) -> None:
+    def add(self, key: float, number: int, item: Item) -> None:
         place = bisect_left(self._keys, (key, number))
         self._keys.insert(place, (key, number))
-        self._things.insert(place, thing)
+        self._items.insert(place, item)
 
     def remove(self, key: float, number: int) -> bool:
         """Whether it was there."""
         place = bisect_left(self._keys, (key, number))
         if place == len(self._keys) or self._keys[place] != (key, number):
             return False
-        del self._keys[place], self._things[place]
+        del self._keys[place], self._items[place]
         return True
 
-    def walk(self) -> Iterator[Item]:
+    def ascending(self) -> Iterator[Item]:
         """The smallest key first. What comes and goes meanwhile, before or behind, disturbs nothing."""
         place = 0
         while place < len(self._keys):
             key, number = self._keys[place]
-            yield self._things[place]
+            yield self._items[place]
             place = bisect_left(self._keys, (key, number + 1))
 
-    def until(self, key: float) -> list[Item]:
+    def up_to(self, key: float) -> list[Item]:
         """All with this key or a smaller one."""
-        return self._things[: bisect_left(self._keys, (key, 1 << 62))]
+        return self._items[: bisect_left(self._keys, (key, 1 << 62))]
 
     @property
     def first(self) -> tuple[float, Item] | None:
         """The smallest key and what has it."""
-        return (self._keys[0][0], self._things[0]) if self._keys else None
+        return (self._keys[0][0], self._items[0]) if self._keys else None

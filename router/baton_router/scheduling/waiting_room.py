@@ -26,7 +26,7 @@ INTERACTIVE = LEVELS["interactive"]
 STARVED_S = 30.0
 """Of waiting, after which a class starves; and a request, if it is of one whose clients sit and wait."""
 
-PATIENCE_SHARE = 0.8
+MAX_WAIT_SHARE = 0.8
 """Of its patience, after which a request of another class starves: it would soon have waited in vain. Sooner
 promotion turns an overload into first come, first served, which makes everybody wait."""
 
@@ -44,19 +44,19 @@ class WaitingRoom:
         self._classes = tuple(_ClassQueues(quantum) for _ in CLASSES)
         self._alarms: SortedList[QueueEntry] = SortedList()
         """By the time at which something is to happen to them."""
-        self._alarm_of: dict[QueueEntry, float] = {}
+        self._alarms_by_entry: dict[QueueEntry, float] = {}
         """Of all that are here."""
         self._strict_turns = 0
         """Since a class that starves had one."""
 
     def __len__(self) -> int:
-        return len(self._alarm_of)
+        return len(self._alarms_by_entry)
 
     def __contains__(self, entry: QueueEntry) -> bool:
-        return entry in self._alarm_of
+        return entry in self._alarms_by_entry
 
     def __iter__(self) -> Iterator[QueueEntry]:
-        return iter(self._alarm_of)
+        return iter(self._alarms_by_entry)
 
     def count(self, level: int) -> int:
         return self._classes[level].count
@@ -67,9 +67,9 @@ class WaitingRoom:
 
     def discard(self, entry: QueueEntry) -> bool:
         """It goes, for whatever reason; whether it was here."""
-        if entry not in self._alarm_of:
+        if entry not in self._alarms_by_entry:
             return False
-        self._alarms.remove(self._alarm_of.pop(entry), entry.number)
+        self._alarms.remove(self._alarms_by_entry.pop(entry), entry.number)
         self._classes[entry.level].remove(entry)
         return True
 
@@ -78,7 +78,7 @@ class WaitingRoom:
         first = self._classes[level].arrivals.first
         return first and first[0]
 
-    def goes_before(self, level: int, now: float) -> bool:
+    def precedes(self, level: int, now: float) -> bool:
         """Whether one of those who wait is to be asked before a request of this class that comes now."""
         for number, one in enumerate(self._classes):
             if one.count and (number <= level or self._starves(number, now)):
@@ -104,32 +104,32 @@ class WaitingRoom:
                 order.pop(0)
                 continue
             most -= 1
-            went = take(entry)
-            if went:
+            accepted = take(entry)
+            if accepted:
                 taken += 1
                 self._strict_turns = 0 if self._starves(level, now) else self._strict_turns + 1
-                self._classes[level].turns.charge(entry.tenant, entry.cost)
+                self._classes[level].fair_share.charge(entry.tenant, entry.cost)
                 self.discard(entry)
                 if not more():
                     break
                 order = self._order(now)
             try:
-                heads[level] = walks[level].send(went)
+                heads[level] = walks[level].send(accepted)
             except StopIteration:
                 heads[level] = None
         return taken
 
-    def pass_time(self, now: float) -> list[QueueEntry]:
+    def expire(self, now: float) -> list[QueueEntry]:
         """Let time change what it does; gives those whose patience has ended, who are gone."""
-        gone = []
-        for entry in self._alarms.until(now):
+        expired = []
+        for entry in self._alarms.up_to(now):
             self.discard(entry)
-            if now >= entry.arrived + entry.patience_s:
-                gone.append(entry)
+            if now >= entry.arrived + entry.max_wait_s:
+                expired.append(entry)
             else:
                 entry.starved = True
                 self.add(entry)
-        return gone
+        return expired
 
     @property
     def alarm(self) -> float:
@@ -142,15 +142,15 @@ class WaitingRoom:
         classes, and of its own what its tenant's turns allow the others until then.
         """
         own_class = self._classes[entry.level]
-        own = own_class.lines.get(entry.tenant)
-        mine = own.seconds_before(entry) if own else 0.0
-        higher = sum(line.seconds for one in self._classes[: entry.level] for line in one.lines.values())
+        own = own_class.queues.get(entry.tenant)
+        own_s = own.seconds_before(entry) if own else 0.0
+        higher = sum(queue.seconds for one in self._classes[: entry.level] for queue in one.queues.values())
         others = sum(
-            min(line.seconds, mine + entry.best_s)
-            for tenant, line in own_class.lines.items()
+            min(queue.seconds, own_s + entry.best_s)
+            for tenant, queue in own_class.queues.items()
             if tenant != entry.tenant
         )
-        return higher + mine + others
+        return higher + own_s + others
 
     def _order(self, now: float) -> list[int]:
         """The classes that may go now, in which order."""
@@ -166,22 +166,22 @@ class WaitingRoom:
         return level != LOWEST and oldest is not None and now >= oldest + STARVED_S
 
     def _set_alarm(self, entry: QueueEntry) -> None:
-        alarm = entry.arrived + entry.patience_s
+        alarm = entry.arrived + entry.max_wait_s
         if entry.level != LOWEST and not entry.starved:
-            share = 0.0 if entry.level <= INTERACTIVE else PATIENCE_SHARE
-            alarm = min(alarm, entry.arrived + max(STARVED_S, share * entry.patience_s))
-        self._alarm_of[entry] = alarm
+            share = 0.0 if entry.level <= INTERACTIVE else MAX_WAIT_SHARE
+            alarm = min(alarm, entry.arrived + max(STARVED_S, share * entry.max_wait_s))
+        self._alarms_by_entry[entry] = alarm
         self._alarms.add(alarm, entry.number, entry)
 
 
 class _ClassQueues:
     """The lines of one class, one for each tenant that has something in it."""
 
-    __slots__ = ("arrivals", "lines", "turns")
+    __slots__ = ("arrivals", "fair_share", "queues")
 
     def __init__(self, quantum: float) -> None:
-        self.lines: dict[str, TenantQueue] = {}
-        self.turns = DeficitRoundRobin(quantum)
+        self.queues: dict[str, TenantQueue] = {}
+        self.fair_share = DeficitRoundRobin(quantum)
         self.arrivals: SortedList[QueueEntry] = SortedList()
 
     @property
@@ -189,28 +189,28 @@ class _ClassQueues:
         return len(self.arrivals)
 
     def add(self, entry: QueueEntry) -> None:
-        line = self.lines.get(entry.tenant)
-        if line is None:
-            line = self.lines[entry.tenant] = TenantQueue()
-            self.turns.join(entry.tenant)
-        line.add(entry)
+        queue = self.queues.get(entry.tenant)
+        if queue is None:
+            queue = self.queues[entry.tenant] = TenantQueue()
+            self.fair_share.join(entry.tenant)
+        queue.add(entry)
         self.arrivals.add(entry.arrived, entry.number, entry)
 
     def remove(self, entry: QueueEntry) -> None:
         self.arrivals.remove(entry.arrived, entry.number)
-        line = self.lines[entry.tenant]
-        line.remove(entry)
-        if not line:
-            del self.lines[entry.tenant]
-            self.turns.leave(entry.tenant)
+        queue = self.queues[entry.tenant]
+        queue.remove(entry)
+        if not queue:
+            del self.queues[entry.tenant]
+            self.fair_share.leave(entry.tenant)
 
     def walk(self, now: float) -> Generator[QueueEntry, bool, None]:
         """All of them as turns have it; it wants to be told of each, by `send`, whether it went."""
-        lines = {tenant: line.ordered(now) for tenant, line in self.lines.items()}
-        passed: set[str] = set()
-        while (tenant := self.turns.next(passed)) is not None:
-            for entry in lines[tenant]:
+        queues = {tenant: queue.ordered(now) for tenant, queue in self.queues.items()}
+        skipped: set[str] = set()
+        while (tenant := self.fair_share.next(skipped)) is not None:
+            for entry in queues[tenant]:
                 if (yield entry):
                     break
             else:
-                passed.add(tenant)
+                skipped.add(tenant)

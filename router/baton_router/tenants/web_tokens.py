@@ -102,7 +102,7 @@ class WebTokens:
         if key is None:
             raise Unauthorized(token="is signed with a key that its issuer does not show")
         claims = self._claims(token, header, key)
-        tenant = self._whose(claims)
+        tenant = self._tenant_of(claims)
         self.known(sha256)  # forgets, if the keys have changed
         self._remembered[sha256] = tenant, float(claims["exp"]) + self._rules.leeway_s
         if len(self._remembered) > self._limit:
@@ -130,7 +130,7 @@ class WebTokens:
             raise Unauthorized(token=wrong) from error
         return claims
 
-    def _whose(self, claims: Mapping[str, Any]) -> Tenant:
+    def _tenant_of(self, claims: Mapping[str, Any]) -> Tenant:
         rules = self._rules
         name = claims.get(rules.tenant_claim)
         if not isinstance(name, str) or not 0 < len(name) <= NAME_LIMIT or not name.isprintable():

@@ -81,7 +81,7 @@ class CircuitBreaker:
             return self._open(now)
         return replace(self, failures=self.failures + 1, recent=recent)
 
-    def let_go(self, number: int) -> CircuitBreaker:
+    def release(self, number: int) -> CircuitBreaker:
         """A request has ended; if it was to decide and did not, another one may."""
         return replace(self, probe=0) if number and number == self.probe else self
 

@@ -63,11 +63,11 @@ class KvSubscribers:
         background: BackgroundTasks,
     ) -> None:
         self._workers = workers
-        self._knowledge = knowledge
+        self._worker_states = knowledge
         self._trust = WorkerCredentials.of(settings)
         self._clock = clock
         self._background = background
-        self.followed: dict[str, KvSubscriber] = {}
+        self.subscribers: dict[str, KvSubscriber] = {}
         """By the worker's name."""
 
     async def watch(self) -> None:
@@ -78,26 +78,26 @@ class KvSubscribers:
                     self._tend(context)
                 await asyncio.sleep(CHECK_S)
         finally:
-            await asyncio.gather(*(one.end() for one in self.followed.values()))
-            self.followed.clear()
+            await asyncio.gather(*(one.end() for one in self.subscribers.values()))
+            self.subscribers.clear()
             context.destroy(linger=0)
 
     def _tend(self, context: zmq.asyncio.Context) -> None:
         workers = {worker.name: worker for worker in self._workers.listed}
-        for name, follower in list(self.followed.items()):
+        for name, subscriber in list(self.subscribers.items()):
             worker = workers.get(name)
-            if worker is None or not follower.follows(worker, self._knowledge):
-                follower.cancel()
-                del self.followed[name]
+            if worker is None or not subscriber.follows(worker, self._worker_states):
+                subscriber.cancel()
+                del self.subscribers[name]
         for name, worker in workers.items():
             load = worker.health.load
-            if load is not None and load.kv_events and name not in self.followed:
+            if load is not None and load.kv_events and name not in self.subscribers:
                 with self._background.guard(BackgroundTask.KV_EVENTS, name):
-                    follower = KvSubscriber(
-                        worker, load, self._knowledge, self._trust, self._clock, self._background
+                    subscriber = KvSubscriber(
+                        worker, load, self._worker_states, self._trust, self._clock, self._background
                     )
-                    self.followed[name] = follower
-                    follower.start(context)
+                    self.subscribers[name] = subscriber
+                    subscriber.start(context)
 
 
 class KvSubscriber:

@@ -36,11 +36,11 @@ class WorkerRegistration:
     ) -> None:
         """`drain_s`: what a worker that is to end has for the requests that it has."""
         self._workers = workers
-        self._knowledge = knowledge
+        self._worker_states = knowledge
         self._upstreams = upstreams
         self._drain_s = drain_s
         self._clock = clock
-        self._told: dict[str, frozenset[ListedWorker]] = {}
+        self._lists: dict[str, frozenset[ListedWorker]] = {}
         """By source."""
         self._present: dict[str, ListedWorker] = {}
         self._named: dict[str, Worker] = {}
@@ -48,10 +48,10 @@ class WorkerRegistration:
         self._ends: dict[Worker, float] = {}
         """When those that are to end have had their time."""
 
-    def told(self, source: str, listed: Iterable[ListedWorker]) -> None:
+    def on_workers(self, source: str, listed: Iterable[ListedWorker]) -> None:
         """All workers that this source knows of, now."""
-        self._told[source] = frozenset(listed)
-        desired = merge_lists(itertools.chain.from_iterable(self._told.values()))
+        self._lists[source] = frozenset(listed)
+        desired = merge_lists(itertools.chain.from_iterable(self._lists.values()))
         change = list_changes(self._present, desired)
         self._present = desired
         for name in change.gone:
@@ -108,5 +108,5 @@ class WorkerRegistration:
     def _forget(self, worker: Worker) -> None:
         del self._named[worker.name], self._ends[worker]
         self._workers.gone(worker)
-        self._knowledge.forget(worker)
+        self._worker_states.forget(worker)
         self._upstreams.drop(worker.name)

@@ -89,13 +89,13 @@ class WorkerState:
 
     __slots__ = (
         "_load",
+        "accuracy",
         "block_size",
-        "computing",
         "degraded",
         "epoch",
         "free_blocks",
-        "parity",
         "prefill_cost",
+        "prefills",
         "slot",
         "step_cost",
         "streams",
@@ -110,9 +110,9 @@ class WorkerState:
         self.epoch = epoch
         self.prefill_cost = prefill_cost
         self.step_cost = StepCost(LeastSquares(prior.step))
-        self.computing = PrefillBookings()
+        self.prefills = PrefillBookings()
         self.streams = StreamBookings()
-        self.parity = CacheAccuracy()
+        self.accuracy = CacheAccuracy()
         self.degraded = False
         """Whether it should tell what it holds, and nothing comes."""
         self.block_size = 0
@@ -122,9 +122,9 @@ class WorkerState:
         self._load: Load | None = None
 
     @property
-    def credence(self) -> float:
+    def cache_weight(self) -> float:
         """How much of what it is believed to hold one may count on."""
-        if self.parity.broken:
+        if self.accuracy.broken:
             return 0.0
         return DEGRADED_WEIGHT if self.degraded else 1.0
 
@@ -146,7 +146,7 @@ class WorkerStates:
     def __init__(self, profiles: Iterable[Profile] = ()) -> None:
         """`profiles`: of the models of which anything is known beforehand."""
         self._priors = {profile.model: CostPrior.of(profile) for profile in profiles}
-        self._known: dict[Worker, WorkerState] = {}
+        self._states: dict[Worker, WorkerState] = {}
         self._free: list[int] = []
         """Slots of workers that were forgotten, the lowest first: a set of workers has a bit for each."""
         self._index = PrefixIndex()
@@ -171,14 +171,14 @@ class WorkerStates:
         """What is known of the process that the worker now is."""
         load = worker.health.load
         epoch = load.epoch if load else ""
-        known = self._known.get(worker)
-        if known is None or (known.epoch != epoch and epoch):
+        state = self._states.get(worker)
+        if state is None or (state.epoch != epoch and epoch):
             if worker.gone:
                 return WorkerState(NO_SLOT, epoch, WorkerKind().newcomer())
-            known = self._meet(worker, epoch, known, load)
+            state = self._register(worker, epoch, state, load)
         if load is not None:
-            known.reported(load)
-        return known
+            state.reported(load)
+        return state
 
     def transfer(self, source: str, target: str) -> TransferCost:
         """Between two workers of these names."""
@@ -218,35 +218,35 @@ class WorkerStates:
         sizes = prompt.sizes
         return {slot: sizes[count - 1] for slot, count in chunks.items()}
 
-    def sent(self, prompt: PromptChunks, known: WorkerState, matched: int) -> list[int]:
+    def sent(self, prompt: PromptChunks, state: WorkerState, matched: int) -> list[int]:
         """
         The worker will hold the whole prompt. Gives the chunks that are new to it.
 
         `matched` is what `match` has just said of it.
         """
-        if known.slot == NO_SLOT:
+        if state.slot == NO_SLOT:
             return []
-        return self._index.insert(known.slot, prompt.names, matched)
+        return self._index.insert(state.slot, prompt.names, matched)
 
-    def lost(self, chunks: Iterable[int], known: WorkerState) -> None:
+    def lost(self, chunks: Iterable[int], state: WorkerState) -> None:
         """The worker does not hold these chunks after all."""
-        self._index.remove(known.slot, chunks)
+        self._index.remove(state.slot, chunks)
 
     def computed(
-        self, prompt: PromptChunks, report: PromptReport, hoped: Sequence[tuple[WorkerState, list[int]]]
+        self, prompt: PromptChunks, report: PromptReport, assumed: Sequence[tuple[WorkerState, list[int]]]
     ) -> None:
         """A prompt that was sent, with chunks that were new to its workers, has been computed."""
-        new = max((len(chunks) for _, chunks in hoped), default=0)
+        new = max((len(chunks) for _, chunks in assumed), default=0)
         if not new or not report.tail:
             return
-        size = hoped[0][0].block_size
+        size = assumed[0][0].block_size
         blocks = report.tokens // size if size else 0
-        slots = [known.slot for known, _ in hoped]
+        slots = [state.slot for state, _ in assumed]
         self.blocks.place(prompt, int(report.tail, 16), blocks, len(prompt.names) - new, slots)
 
-    def answered(self, prompt: PromptChunks, known: WorkerState) -> None:
+    def answered(self, prompt: PromptChunks, state: WorkerState) -> None:
         """The worker has generated a whole answer to the prompt, and holds that too."""
-        slot = known.slot
+        slot = state.slot
         if not prompt.names or slot == NO_SLOT:
             return
         last = prompt.names[-1]
@@ -256,29 +256,31 @@ class WorkerStates:
 
     def forget(self, worker: Worker) -> None:
         """It is gone, and what it was known for with it: another one may have its slot."""
-        known = self._known.pop(worker, None)
-        if known is None:
+        state = self._states.pop(worker, None)
+        if state is None:
             return
-        self._empty(known.slot)
-        heapq.heappush(self._free, known.slot)
-        known.slot = NO_SLOT
+        self._empty(state.slot)
+        heapq.heappush(self._free, state.slot)
+        state.slot = NO_SLOT
         for pair in [pair for pair in self._transfers if worker.name in pair]:
             del self._transfers[pair]
 
-    def _meet(self, worker: Worker, epoch: str, before: WorkerState | None, load: Load | None) -> WorkerState:
+    def _register(
+        self, worker: Worker, epoch: str, before: WorkerState | None, load: Load | None
+    ) -> WorkerState:
         if before is not None:
             slot, before.slot = before.slot, NO_SLOT
             self._empty(slot)
         else:
-            slot = heapq.heappop(self._free) if self._free else len(self._known)
+            slot = heapq.heappop(self._free) if self._free else len(self._states)
         key = (worker.listed, worker.model)
         kind = self._kinds.get(key)
         if kind is None:
             kind = self._kinds[key] = WorkerKind(self._priors.get(worker.model, DEFAULT_PRIOR))
-        known = self._known[worker] = WorkerState(slot, epoch, kind.newcomer(), kind.prior)
+        state = self._states[worker] = WorkerState(slot, epoch, kind.newcomer(), kind.prior)
         tokens = load.total_blocks * load.block_size if load else 0
         self._index.register(slot, max(64, int(CAPACITY_FACTOR * tokens * BYTES_PER_TOKEN / CHUNK_BYTES)))
-        return known
+        return state
 
     def _empty(self, slot: int) -> None:
         """Another process has the slot from now on, and holds and generated nothing of what this one did."""

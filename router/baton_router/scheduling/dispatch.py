@@ -1,0 +1,132 @@
+"""
+The record of one request: which pair of workers was chosen for it, why, and what came of it.
+
+The dispatcher makes it, the dashboard and `GET /debug/decisions` show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from baton_api.reports import PromptReport
+from baton_router.cache.prompt_chunks import PromptChunks
+from baton_router.scheduling.candidates import Candidates
+from baton_router.scheduling.fallback_policy import WorkerPair
+from baton_router.scheduling.pair_selection import PairOption, PlainOption
+from baton_router.workers.worker import Worker
+from baton_router.workers.worker_state import WorkerState
+
+ALTERNATIVES_SHOWN = 3
+
+
+class Dispatch(msgspec.Struct, eq=False):
+    """Where one request was sent, why there, and what came of it. Times are of the router's clock."""
+
+    number: int
+    pair: WorkerPair
+    option: PairOption
+    candidates: Candidates
+    options: list[PlainOption]
+    """The cheapest ways."""
+    prompt: PromptChunks
+    """Once the request has ended, its size alone."""
+    tokens: int
+    """Of the prompt, estimated."""
+    expected_cached: int
+    """How many of them whoever computes it is believed to hold, whether or not one counts on it."""
+    decided: float
+    prefill_state: WorkerState
+    """What is state of whoever computes the prompt."""
+    decode_state: WorkerState
+    compute_s: float
+    """What it takes to compute the prompt there."""
+    matched: list[tuple[WorkerState, int]]
+    """How many of its chunks those two held when it was planned."""
+    weights: Mapping[str, float]
+    """Of the generations that could have had it, if there were several."""
+    assumed_chunks: list[tuple[WorkerState, list[int]]] = []
+    """The chunks of the prompt that a worker is believed to hold since it was sent there."""
+    first_byte: float | None = None
+    ended: float | None = None
+    report: PromptReport | None = None
+    arrived: float = 0.0
+    """When the request came to the router."""
+    tenant: str = ""
+    """Its id."""
+    digest: int = 0
+    """Of the request's body."""
+    kind: str = ""
+    """The request's class."""
+    streams: bool = True
+    complete: bool = False
+    """Whether all of the answer was passed on."""
+    answered: int | None = None
+    """Tokens of the answer, if they were counted."""
+
+    def drop_prompt(self) -> None:
+        """Drop what only a request that runs needs: of a long prompt, chunks take more than all the rest."""
+        self.prompt = PromptChunks((), self.prompt.sizes[-1:])
+        self.assumed_chunks, self.matched = [], []
+
+    @property
+    def computing_worker(self) -> Worker:
+        """Who was to compute the prompt."""
+        return self.pair.prefill or self.pair.decode
+
+    @property
+    def uncached(self) -> int:
+        """Tokens to compute, as far as was state."""
+        return max(1, self.tokens - self.option.cached)
+
+    @property
+    def costs(self) -> str:
+        """The cheapest ways and their prices in seconds: `decode` alone, or `prefill>decode`."""
+        shown = []
+        for option in map(PairOption._make, self.options[:ALTERNATIVES_SHOWN]):
+            pair = self.candidates.pair(option)
+            name = f"{pair.prefill.name}>{pair.decode.name}" if pair.prefill else pair.decode.name
+            shown.append(f"{name}={option.price_s:.6f}")
+        return ";".join(shown)
+
+    @property
+    def summary(self) -> str:
+        """For a header of the answer."""
+        return (
+            f"number={self.number};computed_by={self.computing_worker.name};tokens={self.tokens};"
+            f"cached={self.option.cached};first_token_s={self.option.first_token_s:.6f}"
+        )
+
+
+def explain(dispatch: Dispatch) -> dict[str, object]:
+    """A dispatch as `GET /debug/decisions` shows it."""
+    options = [option for option in dispatch.options if option != dispatch.option][:ALTERNATIVES_SHOWN]
+    return {
+        "number": dispatch.number,
+        "decode": dispatch.pair.decode.name,
+        "prefill": dispatch.pair.prefill.name if dispatch.pair.prefill else None,
+        "prompt_bytes": dispatch.prompt.bytes,
+        "tokens": dispatch.tokens,
+        "cached": dispatch.option.cached,
+        "price_s": round(dispatch.option.price_s, 6),
+        "predicted_first_token_s": round(dispatch.option.first_token_s, 6),
+        "first_byte_s": None
+        if dispatch.first_byte is None
+        else round(dispatch.first_byte - dispatch.decided, 6),
+        "actual_tokens": dispatch.report.tokens if dispatch.report else None,
+        "actual_cached": dispatch.report.cached if dispatch.report else None,
+        "others": [
+            _option_json(dispatch.candidates.pair(PairOption._make(option)), PairOption._make(option))
+            for option in options
+        ],
+    }
+
+
+def _option_json(pair: WorkerPair, option: PairOption) -> dict[str, object]:
+    return {
+        "decode": pair.decode.name,
+        "prefill": pair.prefill.name if pair.prefill else None,
+        "cached": option.cached,
+        "price_s": round(option.price_s, 6),
+    }
