@@ -25,6 +25,7 @@ from baton_api import batch_jobs, labels
 from baton_api.errors import BatonError
 from baton_batches.storage import Storage
 from baton_batches.values import BatchRecord
+from baton_http.http_client import Reply, fetch
 from baton_http.kubernetes import ApiServerError, KubernetesAccess
 
 REQUEST_TIMEOUT_S = 15.0
@@ -49,50 +50,37 @@ class BatchJobApi:
         except ApiServerError as error:
             raise OSError(str(error)) from error
 
-    async def make(self, manifest: object) -> int:
-        """Make a BatchJob; gives the status of the answer."""
-        status, _ = await self._ask("POST", self._jobs(), "application/json", manifest)
-        return status
+    async def create(self, manifest: object) -> int:
+        """Create a BatchJob. Returns the status of the reply."""
+        return (await self._request("POST", self._jobs(), "application/json", manifest)).status
 
-    async def tell(self, name: str, status: object) -> int:
-        """Merge into the status of a BatchJob; gives the status of the answer."""
-        where = f"{self._jobs()}/{quote(name, safe='')}/status"
-        answered, _ = await self._ask("PATCH", where, "application/merge-patch+json", {"status": status})
-        return answered
+    async def patch_status(self, name: str, status: object) -> int:
+        """Merge into the status of a BatchJob. Returns the status of the reply."""
+        path = f"{self._jobs()}/{quote(name, safe='')}/status"
+        return (await self._request("PATCH", path, "application/merge-patch+json", {"status": status})).status
 
     async def keys(self) -> bytes:
-        """The keys (JWKS) that tokens of accounts are signed with."""
-        status, body = await self._ask("GET", KEYS_PATH)
-        if status != 200:
-            raise OSError(f"The API server answers with status {status} when asked for its keys.")
-        return body
+        """The public keys (JWKS) of ServiceAccount tokens."""
+        reply = await self._request("GET", KEYS_PATH)
+        if reply.status != 200:
+            raise OSError(f"The API server rejected the request for its keys: status {reply.status}.")
+        return reply.body
 
     def _jobs(self) -> str:
         return BATCH_JOBS_PATH.format(quote(self.namespace(), safe=""))
 
-    async def _ask(self, method: str, where: str, kind: str = "", body: object = None) -> tuple[int, bytes]:
-        content = msgspec.json.encode(body) if kind else b""
+    async def _request(self, method: str, path: str, content_type: str = "", body: object = None) -> Reply:
+        content = msgspec.json.encode(body) if content_type else b""
         try:
-            connected = self._access.open()
+            connection = self._access.open()
             try:
+                headers = connection.headers + ([("content-type", content_type)] if content_type else [])
                 async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                    lines = [f"{method} {where} HTTP/1.1", f"host: {connected.upstream.name}"]
-                    lines += ["user-agent: baton-router", "accept: */*"]
-                    lines += [f"content-type: {kind}"] if kind else []
-                    lines += [f"content-length: {len(content)}"] if kind else []
-                    lines += [f"authorization: Bearer {connected.token}"] if connected.token else []
-                    head = "\r\n".join(lines) + "\r\n\r\n"
-                    exchange = await connected.upstream.request(head.encode(), content)
-                    answer = bytearray()
-                    while piece := await exchange.read():
-                        answer += piece
-                        if len(answer) > REPLY_LIMIT:
-                            raise ApiServerError(f"its answer has more than {REPLY_LIMIT} bytes")
-                    return exchange.status, bytes(answer)
+                    return await fetch(connection.upstream, method, path, headers, content, limit=REPLY_LIMIT)
             finally:
-                connected.upstream.close()
+                connection.upstream.close()
         except (ApiServerError, BatonError) as error:  # TimeoutError is an OSError
-            raise OSError(f"The API server was not asked: {error}") from error
+            raise OSError(f"The request to the API server failed: {error}") from error
 
 
 log = logging.getLogger(__name__)
@@ -148,10 +136,10 @@ class BatchJobReporter:
     """One router's. `clock` is monotonic."""
 
     def __init__(
-        self, storage: Storage, cluster: BatchJobApi, service: str, uid: str, clock: Callable[[], float]
+        self, storage: Storage, api: BatchJobApi, service: str, uid: str, clock: Callable[[], float]
     ) -> None:
         self._storage = storage
-        self._cluster = cluster
+        self._api = api
         self._service = service
         self._uid = uid
         self._clock = clock
@@ -209,7 +197,7 @@ class BatchJobReporter:
     async def _make(self, batch: BatchRecord) -> None:
         made = batch_job_manifest(batch, self._service, self._uid)
         name = made["metadata"]["name"]
-        answer = await self._cluster.make(made)
+        answer = await self._api.create(made)
         if answer not in (CREATED, CONFLICT):
             raise BatchJobRejected(f"The API server refused to create the BatchJob {name}: status {answer}.")
         await self._storage.run(partial(self._storage.jobs.claim, batch.id, name))
@@ -222,7 +210,7 @@ class BatchJobReporter:
         news = wanted != said and (now - when >= UPDATE_S or wanted["phase"] != said.get("phase"))
         last = batch.status.ended and wanted == said and now - when >= FINAL_UPDATE_S
         if news or last:
-            answer = await self._cluster.tell(batch.job, wanted)
+            answer = await self._api.patch_status(batch.job, wanted)
             if answer == NOT_FOUND:
                 log.info("The BatchJob %s of %s is gone.", batch.job, batch.id)
                 await self._storage.run(partial(self._storage.jobs.disown, batch.id, batch.job))

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from baton_api import headers
-from baton_api.errors import NotReady, SetupError
+from baton_api.errors import NotReady, SetupError, WorkerLost
 from baton_batches import retries, wire
 from baton_batches.retries import TryOutcome
 from baton_batches.values import LineResult
@@ -28,7 +28,8 @@ from baton_batches.wire import (
     RunnerLease,
     RunnerProgress,
 )
-from baton_http.upstream import Headers, Upstream, UpstreamExchange, UpstreamLost
+from baton_http.http_client import Reply, ReplyTooLarge, fetch
+from baton_http.upstream import Headers, Upstream, UpstreamLost
 
 CONNECT_S = 5.0
 REQUEST_TIMEOUT_S = 60.0
@@ -52,6 +53,13 @@ class BatchMissing(LeaseLost):
 
 class TokenRejected(Exception):
     """The token is not good (any more)."""
+
+
+REJECTIONS: dict[int, type[Exception]] = {
+    UNAUTHORIZED: TokenRejected,
+    NOT_FOUND: BatchMissing,
+    CONFLICT: LeaseLost,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +103,7 @@ class RunnerGateway:
 
     async def lease(self, runner: str) -> RunnerLease | None:
         """The right to work; None if there is nothing (left) to run."""
-        body = await self._ask("POST", "/lease", wire.encode(LeaseRequest(runner)))
+        body = await self._call("POST", "/lease", wire.encode(LeaseRequest(runner)))
         if not body:
             return None
         lease = wire.decode_lease(body)
@@ -103,84 +111,67 @@ class RunnerGateway:
         return lease
 
     async def renew(self, progress: RunnerProgress) -> LeaseRenewal:
-        renewal = wire.decode_renewal(await self._ask("POST", "/renew", wire.encode(progress)))
+        renewal = wire.decode_renewal(await self._call("POST", "/renew", wire.encode(progress)))
         self._token = renewal.token
         return renewal
 
     async def lines(self, cursor: str) -> InputSlice:
-        return wire.decode_slice(await self._ask("GET", f"/lines?after={cursor}"))
+        return wire.decode_slice(await self._call("GET", f"/lines?after={cursor}"))
 
     async def record(self, results: list[LineResult]) -> ResultReceipt:
-        return wire.decode_receipt(await self._ask("POST", "/results", wire.encode(results)))
+        return wire.decode_receipt(await self._call("POST", "/results", wire.encode(results)))
 
     async def release(self) -> None:
-        await self._ask("POST", "/release")
+        await self._call("POST", "/release")
 
-    async def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
+    async def _call(self, method: str, path: str, body: bytes = b"") -> bytes:
+        """Repeat the call until the router answers. Raises LeaseLost and TokenRejected."""
         tries = 0
         while True:
             try:
                 async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                    exchange = await self._upstream.request(
-                        self._head(method, self._path + path, len(body), wire.MSGPACK), body
-                    )
-                    try:
-                        answer = await whole(exchange)
-                    finally:
-                        exchange.close()
-            except (UpstreamLost, NotReady, TimeoutError):
+                    reply = await self._fetch(method, self._path + path, wire.MSGPACK, body)
+            except (WorkerLost, NotReady, TimeoutError):
                 pass
             else:
-                if exchange.status in (OK, NO_CONTENT):
-                    return answer
-                if exchange.status == UNAUTHORIZED:
-                    raise TokenRejected(answer.decode(errors="replace"))
-                if exchange.status == NOT_FOUND:
-                    raise BatchMissing(answer.decode(errors="replace"))
-                if exchange.status == CONFLICT:
-                    raise LeaseLost(answer.decode(errors="replace"))
+                if reply.status in (OK, NO_CONTENT):
+                    return reply.body
+                if reply.status in REJECTIONS:
+                    raise REJECTIONS[reply.status](reply.body.decode(errors="replace"))
             await asyncio.sleep(retries.backoff_s(tries, self._rng) / 5)
             tries += 1
+
+    async def _fetch(
+        self, method: str, path: str, content_type: str, body: bytes, *headers: tuple[str, str]
+    ) -> Reply:
+        authorization = ("authorization", f"Bearer {self._token}")
+        every = (("content-type", content_type), authorization, *headers)
+        return await fetch(self._upstream, method, path, every, body, limit=REPLY_LIMIT)
 
     # --- Lines ---
 
     async def send(self, path: str, body: bytes, request_id: str, seconds: float) -> LineReply:
         """One try at a line. To cancel it closes its connection, which ends it at the worker too."""
-        head = self._head("POST", path, len(body), "application/json", request_id)
+        names = (headers.REQUEST_ID, request_id), (headers.CLASS, "batch")
         try:
             async with asyncio.timeout(seconds):
-                exchange = await self._upstream.request(head, body)
-                try:
-                    answer = await whole(exchange)
-                finally:
-                    exchange.close()
+                reply = await self._fetch("POST", path, "application/json", body, *names)
         except TimeoutError:
             return LineReply(TryOutcome.SLOW)
         except NotReady:  # no file descriptor is left
             return LineReply(TryOutcome.AWAY)
         except UpstreamLost as lost:
             return LineReply(TryOutcome.AWAY if lost.cause == "connect" else TryOutcome.LOST)
-        status = exchange.status
-        code = _code(answer) if status >= retries.SERVER_ERRORS else None
+        except ReplyTooLarge:
+            return LineReply(TryOutcome.LOST)
+        code = _code(reply.body) if reply.status >= retries.SERVER_ERRORS else None
         return LineReply(
-            retries.outcome_of(status, code),
-            status,
-            answer,
-            _retry_s(exchange.headers),
-            _events(exchange.headers),
+            outcome=retries.outcome_of(reply.status, code),
+            status=reply.status,
+            body=reply.body,
+            retry_s=_retry_s(reply.headers),
+            events=_events(reply.headers),
         )
-
-    def _head(self, method: str, path: str, length: int, kind: str, request_id: str = "") -> bytes:
-        lines = [
-            f"{method} {path} HTTP/1.1",
-            f"host: {self._upstream.name}",
-            f"content-type: {kind}",
-            f"content-length: {length}",
-            f"authorization: Bearer {self._token}",
-        ]
-        if request_id:
-            lines += [f"{headers.REQUEST_ID}: {request_id}", f"{headers.CLASS}: batch"]
-        return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
 def upstream_of(url: str) -> Upstream:
@@ -189,18 +180,6 @@ def upstream_of(url: str) -> Upstream:
     if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
         raise SetupError(f"{url!r} is no router's address; one looks like http://127.0.0.1:8080.")
     return Upstream(parts.hostname, parts.port or 80, CONNECT_S)
-
-
-async def whole(exchange: UpstreamExchange) -> bytes:
-    """The body of an answer. Raises Lost."""
-    pieces = []
-    size = 0
-    while piece := await exchange.read():
-        pieces.append(piece)
-        size += len(piece)
-        if size > REPLY_LIMIT:
-            raise UpstreamLost("the router", "malformed")
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def _code(body: bytes) -> str | None:

@@ -11,10 +11,10 @@ from urllib.parse import quote
 import msgspec
 
 from baton_api import batch_jobs
-from baton_api.errors import NotReady
+from baton_api.errors import NotReady, WorkerLost
 from baton_batches import api_objects, retries
-from baton_batches.runner_gateway import OK, REQUEST_TIMEOUT_S, upstream_of, whole
-from baton_http.upstream import UpstreamLost
+from baton_batches.runner_gateway import OK, REPLY_LIMIT, REQUEST_TIMEOUT_S, upstream_of
+from baton_http.http_client import fetch
 
 BATCHES = "/v1/batches"
 PAGE = 100
@@ -70,7 +70,7 @@ class BatchSubmission:
         after = ""
         while True:
             more = f"&after={quote(after, safe='')}" if after else ""
-            page = msgspec.json.decode(await self._ask("GET", f"?limit={PAGE}{more}"), type=_BatchPage)
+            page = msgspec.json.decode(await self._request("GET", f"?limit={PAGE}{more}"), type=_BatchPage)
             for one in page.data:
                 if (one.metadata or {}).get(batch_jobs.METADATA) == self._job:
                     return one.id
@@ -86,29 +86,27 @@ class BatchSubmission:
             "metadata": {batch_jobs.METADATA: self._job},
         }
         return msgspec.json.decode(
-            await self._ask("POST", "", msgspec.json.encode(body)), type=_SubmittedBatch
+            await self._request("POST", "", msgspec.json.encode(body)), type=_SubmittedBatch
         ).id
 
-    async def _ask(self, method: str, query: str, body: bytes = b"") -> bytes:
-        """Until it is answered. Raises Unfit."""
-        lines = [f"{method} {BATCHES}{query} HTTP/1.1", f"host: {self._upstream.name}"]
-        lines += ["content-type: application/json", f"content-length: {len(body)}"]
-        lines += [f"authorization: Bearer {self._key}"] if self._key else []
-        head = ("\r\n".join(lines) + "\r\n\r\n").encode()
+    async def _request(self, method: str, query: str, body: bytes = b"") -> bytes:
+        """Repeat the request until the router answers. Raises SubmissionRejected."""
+        headers = [("content-type", "application/json")]
+        headers += [("authorization", f"Bearer {self._key}")] if self._key else []
         tries = 0
         while True:
             try:
                 async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                    exchange = await self._upstream.request(head, body)
-                    answer = await whole(exchange)
-            except (UpstreamLost, NotReady, TimeoutError):
+                    target = f"{BATCHES}{query}"
+                    reply = await fetch(self._upstream, method, target, headers, body, limit=REPLY_LIMIT)
+            except (WorkerLost, NotReady, TimeoutError):
                 pass
             else:
-                if exchange.status == OK:
-                    return answer
-                if exchange.status not in RETRY_STATUSES:
-                    raise SubmissionRejected(answer.decode(errors="replace"))
+                if reply.status == OK:
+                    return reply.body
+                if reply.status not in RETRY_STATUSES:
+                    raise SubmissionRejected(reply.body.decode(errors="replace"))
             await asyncio.sleep(retries.backoff_s(tries, self._rng) / 5)
             tries += 1
-            if body and (found := await self._find()):  # nobody heard of it, and it was made all the same
-                return msgspec.json.encode({"id": found})
+            if body and (id := await self._find()):  # the batch was created, but the reply was lost
+                return msgspec.json.encode({"id": id})

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from baton_http.http_client import request_head
 from baton_http.upstream import Upstream, UpstreamExchange
 
 CONNECT_S = 5.0
@@ -70,12 +71,15 @@ class ApiServerConnection:
     upstream: Upstream
     token: str
 
+    @property
+    def headers(self) -> list[tuple[str, str]]:
+        headers = [("accept", "application/json"), ("user-agent", "baton-router")]
+        return [*headers, ("authorization", f"Bearer {self.token}")] if self.token else headers
+
     async def get(self, target: str) -> UpstreamExchange:
-        """Raises Lost, Expired and Unanswered."""
-        head = f"GET {target} HTTP/1.1\r\nhost: {self.upstream.name}\r\naccept: application/json\r\n"
-        if self.token:
-            head += f"authorization: Bearer {self.token}\r\n"
-        exchange = await self.upstream.request(f"{head}user-agent: baton-router\r\n\r\n".encode())
+        """Raises UpstreamLost, WatchExpired and ApiServerError."""
+        head = request_head("GET", target, [("host", self.upstream.name), *self.headers])
+        exchange = await self.upstream.request(head)
         if exchange.status == 200:
             return exchange
         exchange.close()

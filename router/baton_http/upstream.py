@@ -203,6 +203,10 @@ class UpstreamExchange:
         self._waiter: asyncio.Future[None] | None = None
 
     @property
+    def server(self) -> str:
+        return self._connection.upstream.name
+
+    @property
     def begun(self) -> bool:
         """Whether anything of the answer has come."""
         return self.status != 0 or bool(self.headers)

@@ -134,10 +134,10 @@ class Late(BatchJobApi):
         super().__init__(kubernetes_access(router.router.settings))
         self.told, self.comes = asyncio.Event(), asyncio.Event()
 
-    async def tell(self, name: str, status: object) -> int:
+    async def patch_status(self, name: str, status: object) -> int:
         self.told.set()
         await self.comes.wait()
-        return await super().tell(name, status)
+        return await super().patch_status(name, status)
 
 
 async def test_a_word_that_comes_after_another_routers_word_of_the_end_is_made_good(

@@ -244,10 +244,10 @@ async def test_a_router_may_make_batch_jobs_and_tell_of_them_and_no_more(
         id = "batch_0a1b"
 
     made = batch_job_manifest(Named, "chat", service["metadata"]["uid"])  # type: ignore[arg-type]
-    assert await router.make(made) == 201 and await router.make(made) == 409
+    assert await router.create(made) == 201 and await router.create(made) == 409
     status = {"phase": "in_progress", "batchId": Named.id, "progress": "1/3", "completed": 1, "total": 3}
-    assert await router.tell("batch-0a1b", status) == 200
-    assert await router.tell("batch-none", status) == 404
+    assert await router.patch_status("batch-0a1b", status) == 200
+    assert await router.patch_status("batch-none", status) == 404
     there = await get(cluster, WHERE, "batch-0a1b")
     assert there is not None and there["status"]["progress"] == "1/3"
     token = (tmp_path / "token").read_text()

@@ -88,7 +88,7 @@ class Linked:
     def __init__(self, folder: Path, patience_s: float, requests: int) -> None:
         self.path = str(folder / "scheduler")
         self.picker = FakePicker()
-        self.worker = Worker(UpstreamPool(1.0).of("127.0.0.1:1"), Role.DECODE)
+        self.worker = Worker(UpstreamPool(1.0).get("127.0.0.1:1"), Role.DECODE)
         self.workers: tuple[Worker, ...] = (self.worker,)
         self.unasked: Counter[str] = Counter()
         self.upstreams = UpstreamPool(1.0)
@@ -291,7 +291,7 @@ async def test_connections_to_who_has_gone_are_let_go_once_nothing_runs_there() 
         both.ready()
         await until(lambda: any(one.ready for one in both.front.workers))
         grant = await both.front.pick(ASK)
-        both.upstreams.of(grant.decode)
+        both.upstreams.get(grant.decode)
         both.workers = ()  # perhaps the scheduler began anew, and knows nobody yet
         await until(lambda: not both.front.workers)
         assert (len(both.upstreams), both.front.busy[grant.decode]) == (1, 1)
@@ -299,19 +299,19 @@ async def test_connections_to_who_has_gone_are_let_go_once_nothing_runs_there() 
         assert (len(both.upstreams), grant.decode in both.front.busy) == (0, False)
         both.workers = (both.worker,)
         await until(lambda: both.front.workers)
-        both.upstreams.of(grant.decode)
+        both.upstreams.get(grant.decode)
         both.workers = ()
         await until(lambda: not len(both.upstreams))
 
 
 async def test_who_has_had_its_time_loses_what_it_has_in_the_fronts_too() -> None:
     async with FakeWorker(hang) as worker, linked() as both:
-        both.worker = Worker(both.upstreams.of(worker.name), Role.DECODE)
+        both.worker = Worker(both.upstreams.get(worker.name), Role.DECODE)
         both.workers = (both.worker,)
         both.ready()
         await until(lambda: [one.name for one in both.front.workers if one.ready] == [worker.name])
         head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
-        asking = asyncio.create_task(both.upstreams.of(worker.name).request(head))
+        asking = asyncio.create_task(both.upstreams.get(worker.name).request(head))
         await worker.arrived.wait()
         both.worker.expired = True
         with pytest.raises(UpstreamLost) as lost:

@@ -231,7 +231,7 @@ async def test_who_comes_back_goes_first() -> None:
     async with cluster_of(2) as cluster:
         first = await cluster.send("first", LONG)
         await cluster.send("critical", SHORT, kind="critical")
-        await cluster.send("again", LONG, kind="critical", tried=(cluster.decodes[0].name,), again=True)
+        await cluster.send("again", LONG, kind="critical", tried=(cluster.decodes[0].name,), retried=True)
         await cluster.finish(first)
         assert cluster.gone == ["first", "again"]
         assert cluster.tasks["again"].result().pair.decode is cluster.decodes[1]
@@ -256,7 +256,7 @@ async def test_a_worker_that_was_full_is_not_asked_again_at_once() -> None:
     async with cluster_of(1, 0) as cluster:
         worker = cluster.decodes[0]
         worker.health = worker.health.full(cluster.now)
-        await cluster.send("again", again=True)
+        await cluster.send("again", retried=True)
         await cluster.pass_time(FULL_S - 0.1)
         assert cluster.gone == []
         await cluster.pass_time(0.2)
@@ -531,7 +531,7 @@ async def test_what_is_asked_for_counts_once_and_also_when_it_is_refused() -> No
         assert cluster.queue.demand["answer"] == 20
         before = cluster.queue.demand["prompt"]
         assert before > LONG / 4
-        await cluster.send("again", LONG, again=True)
+        await cluster.send("again", LONG, retried=True)
         assert cluster.queue.demand["prompt"] == before
         assert cluster.queue.demand["local"] == 0
 

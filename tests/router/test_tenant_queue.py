@@ -20,7 +20,7 @@ def entry(best_s: float, arrived: float = 0.0, **fields: Any) -> QueueEntry:
 
 
 SHORT, LONG = 0.1, 10.0
-STATES: list[dict[str, bool]] = [*[{}] * 8, {"again": True}, {"starved": True}]
+STATES: list[dict[str, bool]] = [*[{}] * 8, {"retried": True}, {"starved": True}]
 
 ORDERS: dict[str, tuple[float, list[QueueEntry]]] = {
     "the shortest first": (0, [entry(SHORT), entry(1), entry(LONG)]),

@@ -16,19 +16,19 @@ WORKER = "10.0.0.1:8000"
 def test_each_worker_is_spoken_to_as_it_was_told(tmp_path: Path) -> None:
     folder = Authority().fill(tmp_path / "mtls", "chat.models")
     upstreams = UpstreamPool(1.0, mutual_tls.client(str(folder), "chat.models"))
-    upstreams.meet(WORKER, True)
-    upstreams.meet("10.0.0.2:8000", False)
-    assert upstreams.of(WORKER).secure
-    assert not upstreams.of("10.0.0.2:8000").secure
-    same = upstreams.of(WORKER)
-    upstreams.meet(WORKER, True)
-    assert upstreams.of(WORKER) is same
-    upstreams.meet(WORKER, False)
-    assert not upstreams.of(WORKER).secure, "its address is another pod's now"
+    upstreams.set_tls(WORKER, True)
+    upstreams.set_tls("10.0.0.2:8000", False)
+    assert upstreams.get(WORKER).secure
+    assert not upstreams.get("10.0.0.2:8000").secure
+    same = upstreams.get(WORKER)
+    upstreams.set_tls(WORKER, True)
+    assert upstreams.get(WORKER) is same
+    upstreams.set_tls(WORKER, False)
+    assert not upstreams.get(WORKER).secure, "its address is another pod's now"
 
 
 def test_a_worker_that_wants_tls_of_a_router_without_a_certificate_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    UpstreamPool(1.0).meet(WORKER, True)
-    assert f"{WORKER} wants TLS" in caplog.text
+    UpstreamPool(1.0).set_tls(WORKER, True)
+    assert f"{WORKER} requires TLS" in caplog.text

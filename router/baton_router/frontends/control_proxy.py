@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import httptools
 
 from baton_api.errors import NotReady
+from baton_http.http_client import request_head
 from baton_http.replies import Receive, Scope, Send, request_id, send_error
 from baton_router.proxy.forwarding import CONNECTION_HEADERS
 
@@ -113,11 +114,10 @@ def _chunk(piece: bytes, more: bool) -> bytes:
 def _head(scope: Scope, chunked: bool) -> bytes:
     query = scope["query_string"]
     target = scope["raw_path"] + (b"?" + query if query else b"")
-    lines = [b"%b %b HTTP/1.1\r\n" % (scope["method"].encode(), target)]
-    lines += [b"%b: %b\r\n" % one for one in _forwarded(scope["headers"])]
+    headers = _forwarded(scope["headers"])
     if chunked:
-        lines.append(b"transfer-encoding: chunked\r\n")
-    return b"".join([*lines, b"connection: close\r\n\r\n"])
+        headers.append((b"transfer-encoding", b"chunked"))
+    return request_head(scope["method"], target, [*headers, (b"connection", b"close")])
 
 
 def _forwarded(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -207,11 +207,11 @@ class RemotePicker:
         self.met_scheduler.set()
         for one in workers:
             known = before.pop(one.name, None)
-            self._upstreams.meet(one.name, one.secure)
+            self._upstreams.set_tls(one.name, one.secure)
             if one.down_since and not (known and known.down_since):
-                self._upstreams.of(one.name).fail_silent(one.down_since)
+                self._upstreams.get(one.name).fail_silent(one.down_since)
             if one.expired and not (known and known.expired):
-                self._upstreams.of(one.name).fail_all("drained")
+                self._upstreams.get(one.name).fail_all("drained")
         self._left.update(before)
         self._left.difference_update(one.name for one in workers)
         self._forget_left()

@@ -19,6 +19,7 @@ import msgspec
 
 from baton_api.errors import BatonError, WorkerLost
 from baton_http.client_connection import ClientConnection, ClientDisconnected
+from baton_http.http_client import read_body
 from baton_http.replies import Receive, Scope, Send, request_id, send_error, send_json
 from baton_http.upstream import Headers, UpstreamLost
 from baton_router.proxy.forwarding import WorkerCredentials, request_head
@@ -130,12 +131,6 @@ async def _ask(worker: Worker, head: bytes, body: bytes = b"") -> tuple[int, byt
     try:
         async with asyncio.timeout(REPLY_TIMEOUT_S):
             exchange = await worker.upstream.request(head, body)
-            try:
-                answer = b""
-                while (piece := await exchange.read()) and len(answer) <= REPLY_LIMIT:
-                    answer += piece
-                return exchange.status, answer
-            finally:
-                exchange.close()
+            return exchange.status, await read_body(exchange, REPLY_LIMIT)
     except TimeoutError as error:
         raise WorkerLost(worker.name) from error

@@ -105,6 +105,10 @@ class WorkerCredentials:
         """The header that carries the key; nothing without one."""
         return b"%b: Bearer %b\r\n" % (AUTHORIZATION, self.key) if self.key else b""
 
+    @property
+    def headers(self) -> Headers:
+        return [(AUTHORIZATION, b"Bearer %b" % self.key)] if self.key else []
+
 
 def request_head(
     target: bytes,

@@ -197,7 +197,7 @@ class Proxy:
             timeout.close()
 
     def _attempt(self, grant: Grant) -> Attempt:
-        return Attempt(grant, self._picker, self._upstreams.of(grant.decode))
+        return Attempt(grant, self._picker, self._upstreams.get(grant.decode))
 
     def _head(self, request: RoutedRequest, proxied: ProxiedRequest, grant: Grant, length: int) -> bytes:
         return request_head(

@@ -16,7 +16,8 @@ import msgspec
 from baton_api.background import BackgroundTasks
 from baton_api.metrics import BackgroundTask
 from baton_api.workers import Load
-from baton_http.upstream import UpstreamExchange, UpstreamLost
+from baton_http.http_client import ReplyTooLarge, fetch
+from baton_http.upstream import UpstreamLost
 from baton_router.proxy.forwarding import WorkerCredentials
 from baton_router.settings import RouterSettings
 from baton_router.workers.worker import Worker, Workers, WorkerStatus
@@ -31,7 +32,7 @@ UNAUTHORIZED = 401
 REPLY_LIMIT = 64 * 1024
 """Bytes of an answer that are read; more is no answer to these questions."""
 
-INVALID_REPLY_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+INVALID_REPLY_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ReplyTooLarge)
 """What reading an answer raises that is not a worker's load."""
 
 _decoder = msgspec.json.Decoder(Load)
@@ -97,34 +98,16 @@ async def fetch_load(worker: Worker, trust: WorkerCredentials) -> tuple[Load, st
 
     Raises Lost if it does not answer, and one of NONSENSE if it answers something else.
     """
-    status, body = await _get(worker, "/load", trust)
-    if status == UNAUTHORIZED:
+    reply = await fetch(worker.upstream, "GET", "/load", trust.headers, limit=REPLY_LIMIT)
+    if reply.status == UNAUTHORIZED:
         raise msgspec.DecodeError(
             "it wants another API key: give the workers' key to the router as BATON_ROUTER_WORKER_API_KEY"
         )
-    if status != 200:
-        raise msgspec.DecodeError(f"GET /load was answered with {status}")
-    load = _decoder.decode(body)
-    status, body = await _get(worker, "/ready", trust)
-    return load, "" if status == 200 else f"GET /ready was answered with {status}"
-
-
-async def _get(worker: Worker, path: str, trust: WorkerCredentials) -> tuple[int, bytes]:
-    head = f"GET {path} HTTP/1.1\r\nhost: {worker.name}\r\n".encode() + trust.line + b"\r\n"
-    exchange = await worker.upstream.request(head)
-    try:
-        return exchange.status, await _whole(exchange)
-    finally:
-        exchange.close()
-
-
-async def _whole(exchange: UpstreamExchange) -> bytes:
-    body = b""
-    while piece := await exchange.read():
-        body += piece
-        if len(body) > REPLY_LIMIT:
-            raise msgspec.DecodeError(f"more than {REPLY_LIMIT} bytes")
-    return body
+    if reply.status != 200:
+        raise msgspec.DecodeError(f"GET /load was answered with {reply.status}")
+    load = _decoder.decode(reply.body)
+    reply = await fetch(worker.upstream, "GET", "/ready", trust.headers, limit=REPLY_LIMIT)
+    return load, "" if reply.status == 200 else f"GET /ready was answered with {reply.status}"
 
 
 def _why(error: Exception) -> str:

@@ -21,6 +21,7 @@ from baton_api.errors import BatonError
 from baton_api.kv_events import REPLAY_END, EventBatch, Frames, SnapshotFrame, sequence_bytes
 from baton_api.metrics import BackgroundTask
 from baton_api.workers import Load
+from baton_http.http_client import request_head
 from baton_router.cache.block_map import Tree
 from baton_router.cache.kv_feed import FeedRequest, KvEventFeed
 from baton_router.proxy.forwarding import WorkerCredentials
@@ -227,7 +228,7 @@ class KvSubscriber:
     async def _fetch(self) -> tuple[int, Tree]:
         """All blocks, and the number of the last batch that is in. Raises what `_snapshot` catches."""
         worker, tree = self.worker, Tree()
-        head = f"GET /kv/snapshot HTTP/1.1\r\nhost: {worker.name}\r\n".encode() + self._trust.line + b"\r\n"
+        head = request_head("GET", "/kv/snapshot", [("host", worker.name), *self._trust.headers])
         exchange = await worker.upstream.request(head)
         try:
             if exchange.status != 200:

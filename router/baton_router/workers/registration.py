@@ -81,8 +81,8 @@ class WorkerRegistration:
             return
         if worker is not None:  # its address is another pod's now: nobody there will answer what it had
             self._forget(worker)
-        self._upstreams.meet(one.name, one.secure)
-        worker = Worker(self._upstreams.of(one.name), one.role, one.revision)
+        self._upstreams.set_tls(one.name, one.secure)
+        worker = Worker(self._upstreams.get(one.name), one.role, one.revision)
         self._named[one.name] = worker
         self._stand(worker, one.standing)
         self._workers.come(worker)

@@ -23,6 +23,7 @@ import msgspec
 from baton_api import labels as label_names
 from baton_api.errors import BatonError
 from baton_api.workers import Role
+from baton_http.http_client import read_body
 from baton_http.kubernetes import GONE, ApiServerConnection, ApiServerError, KubernetesAccess, WatchExpired
 from baton_http.upstream import UpstreamExchange, UpstreamLost
 from baton_router.workers.discovery.listed import ListedStatus, ListedWorker
@@ -243,14 +244,7 @@ class KubernetesWorkers:
     async def _list(self, connected: ApiServerConnection, path: str) -> WatchedSlices:
         async with asyncio.timeout(self._list_s):
             exchange = await connected.get(path)
-            try:
-                body = bytearray()
-                while piece := await exchange.read():
-                    body += piece
-                    if len(body) > LIST_LIMIT:
-                        raise ApiServerError(f"its list has more than {LIST_LIMIT} bytes")
-            finally:
-                exchange.close()
+            body = await read_body(exchange, LIST_LIMIT)
         slices = WatchedSlices(msgspec.json.decode(body, type=EndpointSliceList))
         if self.trouble:
             log.info("Kubernetes lists the workers again.")
