@@ -76,27 +76,27 @@ async def lease(router: RunningRouter, batch: str, token: str) -> httpx.Response
 
 async def test_a_batch_gets_its_batch_job_and_its_end_is_told_there(cluster: BatchCluster) -> None:
     async with in_a_pod(cluster) as router:
-        telling = announcer(router)
+        reporter = announcer(router)
         id = await created(router, THREE)
         await reaching(router, id, "in_progress")
         name = batch_jobs.name_of(id)
-        await telling.round()
+        await reporter.round()
         made = cluster.jobs[name]
         assert made["spec"] == {"serviceName": SERVICE, "batchId": id}
         assert made["metadata"]["ownerReferences"][0]["uid"] == "uid-of-the-service"
         assert (made["status"]["phase"], made["status"]["progress"]) == ("in_progress", "0/3")
         ledger = router.router.storage.ledger
         run_lines(ledger, id, [answered(1), answered(2)], time.time())
-        await telling.round()
+        await reporter.round()
         assert made["status"]["progress"] == "2/3"
         run_lines(ledger, id, [answered(3)], time.time())
         shown = await reaching(router, id, "completed")
-        await telling.round()
+        await reporter.round()
         assert (made["status"]["phase"], made["status"]["completed"]) == ("completed", 3)
         assert made["status"]["outputFileId"] == shown["output_file_id"]
-        await telling.round()
+        await reporter.round()
         asked = len(cluster.asked)
-        await telling.round()
+        await reporter.round()
         assert len(cluster.asked) == asked, "an end is told once more, and then never again"
         assert not router.router.storage.jobs.there()
 
@@ -105,15 +105,15 @@ async def test_one_that_was_deleted_is_made_anew_while_there_is_something_to_run
     cluster: BatchCluster,
 ) -> None:
     async with in_a_pod(cluster) as router:
-        telling = announcer(router)
+        reporter = announcer(router)
         id = await created(router, THREE)
         await reaching(router, id, "in_progress")
-        await telling.round()
+        await reporter.round()
         cluster.jobs.clear()
         run_lines(router.router.storage.ledger, id, [answered(1)], time.time())
-        await telling.round()
+        await reporter.round()
         assert not cluster.jobs
-        await telling.round()
+        await reporter.round()
         assert cluster.jobs[batch_jobs.name_of(id)]["status"]["progress"] == "1/3"
 
 
@@ -151,14 +151,14 @@ async def test_a_word_that_comes_after_another_routers_word_of_the_end_is_made_g
         await reaching(router, id, "in_progress")
         await other.round()
         told = cluster.jobs[batch_jobs.name_of(id)]["status"]
-        telling = asyncio.create_task(one.round())
+        reporter = asyncio.create_task(one.round())
         await late.told.wait()
         run_lines(storage.ledger, id, [answered(number) for number in (1, 2, 3)], time.time())
         await reaching(router, id, "completed")
         await other.round()
         assert told["phase"] == "completed"
         late.comes.set()
-        await telling
+        await reporter
         assert told["phase"] == "in_progress", "as it was when that was said"
         await one.round()
         assert told["phase"] == "completed"
@@ -170,15 +170,15 @@ async def test_announcer_refused_batch_job_is_tried_again(
     cluster: BatchCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with in_a_pod(cluster) as router:
-        telling = announcer(router)
+        reporter = announcer(router)
         id = await created(router, THREE)
         await reaching(router, id, "in_progress")
         for status in (403, 500, 404):
             cluster.status = status
-            await telling.round()
+            await reporter.round()
             assert f"{batch_jobs.name_of(id)}: status {status}" in caplog.text
         cluster.status = 0
-        await telling.round()
+        await reporter.round()
         assert batch_jobs.name_of(id) in cluster.jobs
 
 
@@ -187,31 +187,31 @@ async def test_announcer_refused_batch_job_delays_no_other(cluster: BatchCluster
     async with in_a_pod(cluster) as router:
         access = BatchJobApi(kubernetes_access(router.router.settings))
         now = [0.0]
-        telling = BatchJobReporter(
+        reporter = BatchJobReporter(
             router.router.storage, access, SERVICE, "uid-of-the-service", lambda: now[0]
         )
         first, second = [await created(router, THREE) for _ in range(2)]
         for id in (first, second):
             await reaching(router, id, "in_progress")
         cluster.refused = batch_jobs.name_of(first)
-        await telling.round()
+        await reporter.round()
         assert list(cluster.jobs) == [batch_jobs.name_of(second)]
         run_lines(router.router.storage.ledger, second, [answered(1)], time.time())
         attempts = len(cluster.asked)
         now[0] += 0.9
-        await telling.round()
+        await reporter.round()
         assert len(cluster.asked) == attempts
         now[0] += 10.0
-        await telling.round()
+        await reporter.round()
         assert cluster.jobs[batch_jobs.name_of(second)]["status"]["progress"] == "1/3"
         cluster.refused = ""
         now[0] += 10.0
-        await telling.round()
+        await reporter.round()
         cluster.refused = batch_jobs.name_of(first)
         for id in (first, second):
             run_lines(router.router.storage.ledger, id, [answered(2)], time.time())
         now[0] += 10.0
-        await telling.round()
+        await reporter.round()
         shown = [cluster.jobs[batch_jobs.name_of(id)]["status"]["progress"] for id in (first, second)]
         assert shown == ["0/3", "2/3"]
 
@@ -219,10 +219,10 @@ async def test_announcer_refused_batch_job_delays_no_other(cluster: BatchCluster
 async def test_announcer_without_an_api_server_raises(cluster: BatchCluster) -> None:
     """Then there is no use in the other batches of the round."""
     async with in_a_pod(cluster, kubernetes_api="http://127.0.0.1:9") as router:
-        telling = announcer(router)
+        reporter = announcer(router)
         await reaching(router, await created(router, THREE), "in_progress")
-        with pytest.raises(OSError, match="not asked"):
-            await telling.round()
+        with pytest.raises(OSError, match="API server failed"):
+            await reporter.round()
 
 
 async def test_a_batch_that_a_batch_job_has_made_waits_for_its_pod(cluster: BatchCluster) -> None:
@@ -242,11 +242,11 @@ async def test_a_batch_that_a_batch_job_has_made_waits_for_its_pod(cluster: Batc
 
 async def test_a_pod_gets_its_own_batchs_lease_and_nothing_else(cluster: BatchCluster) -> None:
     async with in_a_pod(cluster) as router:
-        telling = announcer(router)
+        reporter = announcer(router)
         ids = [await created(router, THREE) for _ in range(2)]
         for id in ids:
             await reaching(router, id, "in_progress")
-        await telling.round()
+        await reporter.round()
         mine, other = ids
         token = cluster.token(f"{batch_jobs.name_of(mine)}-0-abcde")
         assert (await lease(router, other, token)).status_code == 401

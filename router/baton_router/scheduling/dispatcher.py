@@ -53,10 +53,8 @@ class Dispatcher:
         profiles: Iterable[Profile] = (),
     ) -> None:
         """
-        `local_prefill_limit`: tokens that a decode worker computes beside its streams, at most. `profiles`: of models
-        of which something is state beforehand.
-
-        `weights`: of requests, by generation; without any, generations compete.
+        `local_prefill_limit`: maximum tokens that a decode worker computes beside its streams. `profiles`: by
+        model, measured in advance. `weights`: share of requests by revision; if empty, revisions compete.
         """
         self._weights = weights
         self._shares = RevisionShares()
