@@ -597,7 +597,7 @@ async def test_queue_prompt_without_a_stream_ends_in_time() -> None:
         cluster.decodes[0].answered(Load(role=Role.DECODE, model="tiny", epoch="2"))
         first = await cluster.send("first", LONG, streams=False)
         waiting = await cluster.send("second", LONG)
-        expected = first.result().way.first_token_s
+        expected = first.result().option.first_token_s
         assert expected > LEAST_TICK_S
         assert await seconds_until(waiting) == pytest.approx(expected, abs=LEAST_TICK_S)
 
@@ -696,10 +696,10 @@ async def test_queue_held_requests_go_before_one_that_comes() -> None:
         held = await cluster.send("held", LONG)
         cluster.workers.come(cluster.worker(Role.DECODE, 8100))
         cluster.workers.come(cluster.worker(Role.DECODE, 8300, model="other"))
-        other = cluster.queue.dispatch(cluster.ask(LONG, model="other"))
+        other = cluster.queue.dispatch(cluster.request(LONG, model="other"))
         with pytest.raises(StopIteration) as stopped:
             other.send(None)
-        cluster.dispatcher.let_go(stopped.value.value, cluster.now, complete=True)
+        cluster.dispatcher.release(stopped.value.value, cluster.now, complete=True)
         await cluster.send("late", LONG)
         assert held.done() and cluster.gone == ["held", "late"]
 
@@ -746,7 +746,7 @@ async def test_queue_client_leaving_as_it_goes_lets_go_unfinished() -> None:
     async with cluster_of(1, 0) as cluster:
         first = await cluster.send("first", LONG)
         waiting = await cluster.send("waiting", LONG)
-        cluster.dispatcher.let_go(first.result(), cluster.now, complete=True)
+        cluster.dispatcher.release(first.result(), cluster.now, complete=True)
         cluster.queue.changed()
         asyncio.get_running_loop().call_later(0, waiting.cancel)
         await cluster.settle()
