@@ -274,6 +274,49 @@ def test_from_validation_to_the_end(database: Database) -> None:
     )
 
 
+def test_validated_batch_is_in_progress_and_free(database: Database) -> None:
+    ledger, id = Ledger(database), new_batch(database).id
+    batch = ledger.validated(id, leased(ledger, id), NOW + 5, total=7, model="tiny")
+    assert (batch.status, batch.in_progress_at) == (BatchStatus.IN_PROGRESS, NOW + 5)
+    assert (batch.total, batch.model, batch.runner, batch.leased_until) == (7, "tiny", "", 0.0)
+    assert (batch.failed_at, batch.finalizing_at, batch.errors) == (None, None, ())
+    assert ledger.find(id) == batch
+
+
+def test_validated_cancelled_batch_stays_cancelled(database: Database) -> None:
+    """Its lines are known all the same, and whoever renders its files can lease it at once."""
+    ledger, id = Ledger(database), new_batch(database).id
+    epoch = leased(ledger, id)
+    ledger.request_cancel("a", id, NOW + 1)
+    batch = ledger.validated(id, epoch, NOW + 5, total=7, model="tiny")
+    assert (batch.status, batch.cancelling_at) == (BatchStatus.CANCELLING, NOW + 1)
+    assert (batch.in_progress_at, batch.failed_at) == (None, None)
+    assert (batch.total, batch.model, batch.runner, batch.leased_until) == (7, "tiny", "", 0.0)
+    assert ledger.lease(id, "renderer", NOW + 5, 30) == epoch + 1
+
+
+def test_validated_with_errors_is_failed_and_never_leased(database: Database) -> None:
+    ledger, id = Ledger(database), new_batch(database).id
+    errors = (LineError("invalid_json_line", "Line 1 is no JSON."), LineError("empty_file", "No lines."))
+    batch = ledger.validated(id, leased(ledger, id), NOW + 5, total=0, model=None, errors=errors)
+    assert (batch.status, batch.failed_at, batch.errors) == (BatchStatus.FAILED, NOW + 5, errors)
+    assert (batch.in_progress_at, batch.runner, batch.leased_until) == (None, "", 0.0)
+    assert ledger.lease(id, "runner", NOW + 99, 30) is None
+    assert ledger.take(id, "runner", NOW + 99, 30) is None
+
+
+def test_results_are_those_of_one_batch_page_by_page(database: Database) -> None:
+    ledger, id, epoch = running(database, total=600)
+    _, other, other_epoch = running(database, total=600)
+    ledger.record(other, other_epoch, [good(line, "other") for line in range(1, 9)], NOW)
+    lines = [bad(line) if line % 3 == 0 else good(line) for line in range(1, 520)]
+    ledger.record(id, epoch, lines[::-1], NOW)
+    batch = ledger.find(id)
+    assert ledger.results(batch, after=2, limit=3) == lines[2:5]
+    assert ledger.results(batch, after=517) == lines[517:]
+    assert ledger.results(batch) == lines[:500]
+
+
 def test_a_file_that_is_no_batch_fails_with_its_errors(database: Database) -> None:
     ledger = Ledger(database)
     id = new_batch(database).id

@@ -14,7 +14,7 @@ from baton_api import labels
 from baton_operator.cluster.api_resources import PRUNED
 from baton_operator.cluster.state import ClusterState
 from baton_operator.kinds.inference_service import InferenceServiceSpec
-from baton_operator.manifests.exposure import GATEWAY_API
+from baton_operator.manifests.exposure import CERTIFICATE_API, GATEWAY_API
 from baton_operator.manifests.objects import key
 from baton_operator.manifests.revision import Blueprint
 from baton_operator.reconcilers.plan import OperatorDefaults, plan_service
@@ -378,6 +378,50 @@ def test_a_generation_can_be_gone_back_to_by_name() -> None:
     cluster.change(changed(changed(PAIR, "engine.maxModelLen", 1024), "rollout.rollbackTo", first))
     cluster.settle()
     assert cluster.service["status"]["currentRevision"] == first
+
+
+def test_plan_paused_canary_keeps_its_weights() -> None:
+    """The weights of the status are those from which a rollout goes on; it is looked at again in time."""
+    policy = {"canary": {"steps": [{"weight": 10, "pause": "100s"}]}}
+    cluster = settled(changed(PAIR, "rollout", policy))
+    old = cluster.service["status"]["currentRevision"]
+    next_one = changed(changed(PAIR, "engine.maxModelLen", 1024), "rollout", policy)
+    for spec in (next_one, changed(next_one, "rollout.paused", True)):
+        cluster.change(spec)
+        cluster.settle()
+        plan = cluster.plan()
+        assert plan.state is not None
+        weights = {name: fate.weight for name, fate in plan.state.fates.items()}
+        assert weights == {old: 90, plan.state.wanted.revision: 10}
+        assert {one.revision: one.weight for one in plan.state.seen} == weights
+        assert plan.again_s is not None and 0 < plan.again_s <= 100
+
+
+@pytest.mark.parametrize("revisions", [0, 1, 2])
+def test_plan_unknown_rollback_names_the_known_revisions(revisions: int) -> None:
+    cluster, names = FakeCluster(PAIR), []
+    for number in range(revisions):
+        cluster.change(changed(PAIR, "engine.maxModelLen", 1024 + number))
+        cluster.settle()
+        names.append(cluster.service["status"]["currentRevision"])
+    cluster.change(changed(PAIR, "rollout.rollbackTo", "00000000"))
+    with pytest.raises(ValueError, match=rf": {', '.join(sorted(names)) or 'none'}\)\.$"):
+        cluster.plan()
+
+
+def test_plan_ingress_certificate_needs_cert_manager() -> None:
+    exposure = {"type": "Ingress", "hosts": ["chat.example.org"], "tls": {"issuerRef": {"name": "issuer"}}}
+    cluster = settled(changed(PAIR, "exposure", exposure))
+    assert cluster.condition("SpecSupported") == ("False", "ApiMissing")
+    assert CERTIFICATE_API in cluster.message("SpecSupported") and cluster.names("Certificate") == []
+    cluster.apis = frozenset({CERTIFICATE_API})
+    cluster.settle()
+    assert cluster.condition("SpecSupported")[0] == "True" and cluster.names("Certificate") == ["chat"]
+    route = {**exposure, "type": "HTTPRoute", "gatewayRefs": [{"name": "gateway"}]}
+    other = FakeCluster(changed(PAIR, "exposure", route))
+    other.apis = frozenset({GATEWAY_API})
+    other.settle()
+    assert other.condition("SpecSupported")[0] == "True", "a Certificate of a route is its Gateway's"
 
 
 def test_one_to_go_back_to_that_is_not_remembered_is_named() -> None:
