@@ -45,10 +45,10 @@ BEFORE = {"metrics": "bare", "logs": "metrics", "sampled": "metrics", "traced": 
 
 BARE = """
 import sys
-from baton_router import tallies
-for name, nothing in (("Tally", ("add", "more")), ("Spread", ("observe",))):
+from baton_api.metrics import counters
+for name, nothing in (("LabeledCounter", ("add", "more")), ("LabeledHistogram", ("observe",))):
     for one in nothing:
-        setattr(getattr(tallies, name), one, lambda self, *ignored: None)
+        setattr(getattr(counters, name), one, lambda self, *ignored: None)
 from baton_cli.main import main
 sys.argv = ["baton", *sys.argv[1:]]
 main()

@@ -17,7 +17,7 @@ from typing import Any
 
 from baton_api.errors import BatonError
 from baton_api.metrics import ROUTER_BACKGROUND_ERRORS, BackgroundTask
-from baton_api.metrics.counters import Tally
+from baton_api.metrics.counters import LabeledCounter
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class BackgroundTasks:
     """The loops of one process. Belongs to one event loop."""
 
     def __init__(self, restart_s: float = RESTART_S, clock: Callable[[], float] = time.monotonic) -> None:
-        self.errors = Tally(ROUTER_BACKGROUND_ERRORS)
+        self.errors = LabeledCounter(ROUTER_BACKGROUND_ERRORS)
         self._restart_s = restart_s
         self._clock = clock
         self._tasks: dict[BackgroundTask, asyncio.Task[None]] = {}

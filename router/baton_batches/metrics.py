@@ -17,7 +17,7 @@ from sqlalchemy import and_, func, select
 
 from baton_api import metrics
 from baton_api.errors import BatonError, StorageFull, StorageUnavailable
-from baton_api.metrics.counters import Tally
+from baton_api.metrics.counters import LabeledCounter
 from baton_batches.database import Database
 from baton_batches.tables import batches
 from baton_batches.values import BatchStatus
@@ -30,9 +30,9 @@ class BatchMetrics(Collector):
         self.summary = LedgerSummary()
         """The last one that was had."""
         self._lock = threading.Lock()
-        self._lines = Tally(metrics.BATCH_LINES)
-        self._retries = Tally(metrics.BATCH_RETRIES)
-        self._errors = Tally(metrics.BATCH_STORAGE_ERRORS)
+        self._lines = LabeledCounter(metrics.BATCH_LINES)
+        self._retries = LabeledCounter(metrics.BATCH_RETRIES)
+        self._errors = LabeledCounter(metrics.BATCH_STORAGE_ERRORS)
 
     def recorded(self, completed: int, failed: int) -> None:
         """So many lines have their result in the ledger now."""

@@ -100,7 +100,7 @@ def test_router_exposes_exactly_its_metrics(telemetry: Telemetry) -> None:
     agree(several, contract)
     agree(one, contract)
     assert several.keys() | one.keys() == contract.keys()
-    fronts = {metrics.ROUTER_ROSTER_WORKERS.name, metrics.ROUTER_UNASKED.name.removesuffix("_total")}
+    fronts = {metrics.ROUTER_REGISTERED_WORKERS.name, metrics.ROUTER_UNASKED.name.removesuffix("_total")}
     assert several.keys() - one.keys() <= fronts, "but for what only fronts have, one process shows it all"
 
 

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from baton_api import metrics
-from baton_api.metrics.counters import Spread
+from baton_api.metrics.counters import LabeledHistogram
 from baton_operator.rollout.rollout_health import WINDOW_S, RolloutHealth, RouterHealthSource
 
 NAME = metrics.ROUTER_GENERATION_REQUESTS.name
@@ -22,8 +22,8 @@ class Routers:
     def __init__(self) -> None:
         self.now = 0.0
         self.counts: dict[str, dict[tuple[str, str], int]] = {}
-        self.first_tokens: dict[str, Spread] = defaultdict(
-            lambda: Spread(metrics.ROUTER_GENERATION_FIRST_TOKEN)
+        self.first_tokens: dict[str, LabeledHistogram] = defaultdict(
+            lambda: LabeledHistogram(metrics.ROUTER_GENERATION_FIRST_TOKEN)
         )
         self.tries = RouterHealthSource(self.read, lambda: self.now)
 

@@ -80,7 +80,7 @@ class Fronts:
 
     async def know_the_workers(self, workers: int) -> None:
         """Return when both frontend processes know the workers."""
-        while [*(await self.figure(metrics.ROUTER_ROSTER_WORKERS.name)).values()] != [workers] * 2:  # noqa: ASYNC110
+        while [*(await self.figure(metrics.ROUTER_REGISTERED_WORKERS.name)).values()] != [workers] * 2:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 
     async def ready(self) -> bool:

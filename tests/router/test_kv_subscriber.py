@@ -299,6 +299,6 @@ async def test_what_a_worker_drops_is_not_looked_for_there() -> None:
         assert running.metric(metrics.ROUTER_INDEX_CHUNKS.name) == 2
         assert running.metric(metrics.ROUTER_KV_EVENTS.name, worker=name) >= 2
         assert running.metric(metrics.ROUTER_KV_DEGRADED.name, worker=name) == 0
-        assert running.metric(metrics.ROUTER_CACHE_PARITY.name, worker=name) == 1
+        assert running.metric(metrics.ROUTER_CACHE_ACCURACY.name, worker=name) == 1
         assert 0 <= running.metric(metrics.ROUTER_KV_LAG.name, worker=name) < 60
     assert not [one for one in threading.enumerate() if one.name == "baton-kv-events"]

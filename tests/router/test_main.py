@@ -9,7 +9,7 @@ import sys
 from prometheus_client import CollectorRegistry
 
 from baton_api import metrics
-from baton_api.metrics.counters import Spread, Tally
+from baton_api.metrics.counters import LabeledCounter, LabeledHistogram
 
 PROGRAM = """
 import resource
@@ -29,7 +29,7 @@ def test_a_process_may_open_as_many_files_as_the_system_lets_it() -> None:
 def test_requests_are_counted_by_their_labels() -> None:
     registry = CollectorRegistry()
     metric = metrics.ROUTER_REQUESTS
-    tally = Tally(metric)
+    tally = LabeledCounter(metric)
     registry.register(tally)
     others = ["other"] * (len(metric.labels) - 1)
     for status in (200, 200, 503):
@@ -45,7 +45,7 @@ def test_requests_are_counted_by_their_labels() -> None:
 
 def test_a_spread_is_a_histogram() -> None:
     registry = CollectorRegistry()
-    spread = Spread(metrics.ROUTER_FIRST_BYTE)
+    spread = LabeledHistogram(metrics.ROUTER_FIRST_BYTE)
     registry.register(spread)
     rng = random.Random(1)
     values = [*metrics.ROUTER_FIRST_BYTE.buckets, *(rng.uniform(0, 400) for _ in range(200)), 1e6]

@@ -140,7 +140,7 @@ async def test_each_figure_of_the_list_is_shown(tmp_path: Path) -> None:
             for name in (family.name, f"{family.name}_total")
         }
     listed = {one.name for name, one in vars(metrics).items() if name.startswith("ROUTER_")}
-    assert listed - families == {metrics.ROUTER_ROSTER_WORKERS.name}, "and that one is a front's"
+    assert listed - families == {metrics.ROUTER_REGISTERED_WORKERS.name}, "and that one is a front's"
 
 
 async def test_a_client_makes_no_new_series() -> None:

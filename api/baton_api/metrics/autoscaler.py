@@ -1,4 +1,4 @@
-"""Metrics of the autoscaler, which runs in the operator: what it decided, why, and on what it relied."""
+"""Metrics of the operator's autoscaler: decisions, reasons and inputs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from baton_api.metrics.operator import SERVICE
 SCALED = (*SERVICE, Label("role", ("prefill", "decode")))
 
 AUTOSCALER_DESIRED = Metric(
-    "baton_autoscaler_desired_replicas", "gauge", "pods", "Replicas that a role is to have.", SCALED
+    "baton_autoscaler_desired_replicas", "gauge", "pods", "Desired replicas of a role.", SCALED
 )
 AUTOSCALER_RECOMMENDED = Metric(
     "baton_autoscaler_recommended_replicas",
     "gauge",
     "pods",
-    "Replicas that the load alone would ask for, before limits, budget and all that holds a role.",
+    "Replicas that the load requires, before limits, the GPU budget and holds.",
     SCALED,
 )
 AUTOSCALER_DECIDED_BY = Metric(
@@ -22,50 +22,49 @@ AUTOSCALER_DECIDED_BY = Metric(
     "gauge",
     "yes or no",
     "1 for the reason of the last decision.",
-    (*SCALED, Label("reason", bound="the autoscaler's reasons, some twenty")),
+    (*SCALED, Label("reason", bound="about 20 reasons")),
 )
 AUTOSCALER_DECISIONS = Metric(
     "baton_autoscaler_decisions_total",
     "counter",
     "events",
-    "Times that the number of replicas was changed, by direction.",
+    "Changes of the number of replicas, by direction.",
     (*SCALED, Label("direction", ("up", "down"))),
 )
 AUTOSCALER_UNKNOWN = Metric(
     "baton_autoscaler_inputs_unknown",
     "gauge",
     "yes or no",
-    "1 for each input that could not be had, 0 for those that could.",
-    (*SCALED, Label("input", bound="the autoscaler's inputs, some ten")),
+    "1 for each unavailable input, 0 for available ones.",
+    (*SCALED, Label("input", bound="about 10 inputs")),
 )
 AUTOSCALER_HELD = Metric(
     "baton_autoscaler_held_down",
     "gauge",
     "yes or no",
-    "1 for each reason for which a role is not made smaller although its load would allow it.",
-    (*SCALED, Label("reason", bound="the autoscaler's reasons to hold, some ten")),
+    "1 for each reason that prevents scaling a role down although its load allows it.",
+    (*SCALED, Label("reason", bound="about 10 reasons")),
 )
 AUTOSCALER_METRICS_AGE = Metric(
     "baton_autoscaler_metrics_age_seconds",
     "gauge",
     "seconds",
-    "Time since the metrics of a service were last had.",
+    "Time since the last successful read of a service's metrics.",
     SERVICE,
 )
 AUTOSCALER_INPUT = Metric(
     "baton_autoscaler_input",
     "gauge",
     "events",
-    "What decisions are made from, as far as it is known: demand and rate in tokens a second, backlog in "
-    "tokens, latency and first_token in seconds, utilisation as a share and above 1 with what is queued, "
-    "requests, queued and held in requests.",
-    (*SCALED, Label("input", bound="the autoscaler's inputs, some ten")),
+    "Inputs of the decision, as far as they are available. Tokens per second: `demand`, `rate`. Tokens: "
+    "`backlog`. Seconds: `latency`, `first_token`. Ratio, above 1 with queued requests: `utilisation`. "
+    "Requests: `requests`, `queued`, `held`.",
+    (*SCALED, Label("input", bound="about 10 inputs")),
 )
 AUTOSCALER_CAPACITY = Metric(
     "baton_autoscaler_capacity_tokens_per_second",
     "gauge",
     "tokens per second",
-    "What one worker of a role can do, as far as was learned: prompt tokens of prefill, generated tokens "
-    "of decode.",
+    "Learned capacity of one worker of a role: prompt tokens for prefill, generated tokens for decode.",
     SCALED,
 )

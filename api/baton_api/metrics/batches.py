@@ -1,8 +1,8 @@
 """
-Metrics of batches, as routers show them.
+Metrics of batches, which routers expose.
 
-What stands in the ledger is the same at every router that shares it, so panels take the largest of them;
-what was counted is each router's own, so panels add it up.
+Gauges of the ledger are equal on all routers that share it, so panels take their maximum. Counters are of one
+router, so panels add them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ BATCHES = Metric(
     "baton_batches",
     "gauge",
     "batches",
-    "Batches in the ledger by status; the same at every router that shares it.",
+    "Batches by status. All routers that share a ledger report the same value.",
     (
         Label(
             "status",
@@ -28,32 +28,32 @@ BATCHES_LATE = Metric(
     "baton_batches_late",
     "gauge",
     "batches",
-    "Batches of which nine tenths of the time have passed and less than nine tenths of the lines are done.",
+    "Batches with less than 90% of their lines done after 90% of their completion window.",
 )
 BATCH_LINES_LEFT = Metric(
-    "baton_batch_lines_left", "gauge", "lines", "Lines of batches in progress that have no result yet."
+    "baton_batch_lines_left", "gauge", "lines", "Lines without a result in batches in progress."
 )
 BATCH_RUNNERS = Metric(
-    "baton_batch_runners", "gauge", "batches", "Batches in progress that a runner holds a lease of."
+    "baton_batch_runners", "gauge", "batches", "Batches in progress whose lease a runner holds."
 )
 BATCH_LINES = Metric(
     "baton_batch_lines_total",
     "counter",
     "lines",
-    "Lines whose result this router wrote into the ledger.",
+    "Lines whose result this router recorded, by result.",
     (Label("result", ("completed", "failed")),),
 )
 BATCH_RETRIES = Metric(
     "baton_batch_retries_total",
     "counter",
     "lines",
-    "Times that a runner tried a line again, by how the try before ended, as runners told this router.",
+    "Retries of lines by runners, by the outcome of the previous attempt.",
     (Label("outcome", ("busy", "fault", "outage", "lost", "slow", "away")),),
 )
 BATCH_STORAGE_ERRORS = Metric(
     "baton_batch_storage_errors_total",
     "counter",
     "events",
-    "Calls to the ledger or the store of files that failed: it was unavailable, or full.",
+    "Failed calls to the database or the object store, by error.",
     (Label("error", ("unavailable", "full")),),
 )

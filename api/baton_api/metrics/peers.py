@@ -1,9 +1,8 @@
 """
-Names under which dashboards for vLLM and SGLang look for what workers measure here: a table, theirs to ours.
+Aliases of worker metrics for dashboards that were made for vLLM and SGLang.
 
-Whoever brings such a dashboard along has workers show these names too (`--metrics-names`). Ours are meant to
-be read; these are read off them when somebody asks, and cost nothing otherwise. Routers show none: each of
-these is of one engine, and the same request would be counted twice.
+`--metrics-names` exposes the aliases beside Baton's names. They are derived at each scrape. Routers have no
+aliases: these metrics belong to one engine, and a request would be counted twice.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from baton_api.metrics.metric import Metric
 Peer = Literal["vllm", "sglang"]
 
 MODEL = "model_name"
-"""The label by which their dashboards tell models apart; all of these have it."""
+"""The label for the model, on every alias."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerName:
-    """One of theirs. What has more labels here than `labels` keeps is added up."""
+    """An alias. Series that differ only in labels outside `labels` are added up."""
 
     name: str
     metric: Metric
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels that are kept, and what they are called there."""
+    """Labels of the metric, and their names on the alias."""
     over: Metric | None = None
-    """With it, the quotient of the two is meant, 0 while this one is."""
+    """Divisor of the metric. The alias is 0 while the divisor is 0."""
 
 
 def _vllm(name: str, metric: Metric, **labels: str) -> PeerName:
@@ -51,7 +50,7 @@ PEER_NAMES: Mapping[Peer, tuple[PeerName, ...]] = {
         _vllm("request_decode_time_seconds", worker.WORKER_DECODE_TIME),
         _vllm("request_prompt_tokens", worker.WORKER_PROMPT_LENGTH),
         _vllm("request_generation_tokens", worker.WORKER_GENERATION_LENGTH),
-        # Of several choices of one request theirs takes the longest.
+        # vLLM takes the longest of several choices.
         _vllm("request_max_num_generation_tokens", worker.WORKER_GENERATION_LENGTH),
         _vllm("request_success_total", worker.WORKER_REQUESTS, finish_reason="finished_reason"),
         _vllm("prompt_tokens_total", worker.WORKER_PROMPT_TOKENS),

@@ -1,4 +1,4 @@
-"""A router's metrics: the requests of its clients, its queue, its decisions and what it knows of workers."""
+"""Metrics of a router: requests, queue, decisions, and the state of workers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from baton_api.reports import Fallback
 
 CLASSES = ("critical", "interactive", "default", "batch")
 CLASS = Label("class", CLASSES)
-WORKER = Label("worker", bound="the workers that are listed now")
+WORKER = Label("worker", bound="current workers")
 ROLE = Label("role", ("prefill", "decode"))
 LOSSES = ("connect", "reset", "hung", "malformed", "incomplete", "idle", "slow", "overdue")
-"""How a worker is lost to a request."""
+"""Causes by which a request loses its worker."""
 STALE = "stale"
 
 # --- Requests ---
@@ -30,20 +30,21 @@ ROUTER_REQUESTS = Metric(
     "baton_router_requests_total",
     "counter",
     "requests",
-    "Requests to generate that ended, by path, model, class and status; 499 if the client went away. The "
-    "model is other if nobody served it, or the request was refused before it was read.",
+    "Finished generation requests by path, model, class and HTTP status. Status 499: the client closed "
+    "the connection. Model `other`: the model is not served, or the request was rejected before it was "
+    "parsed.",
     (
-        Label("path", bound="paths that are forwarded: 9"),
-        Label("model", bound="models that were served: 100, and other"),
+        Label("path", bound="9 forwarded paths"),
+        Label("model", bound="100 served models, and other"),
         Label("class", (*CLASSES, "other")),
-        Label("code", bound="statuses of HTTP, some twenty"),
+        Label("code", bound="about 20 HTTP statuses"),
     ),
 )
 ROUTER_REQUEST_TIME = Metric(
     "baton_router_request_seconds",
     "histogram",
     "seconds",
-    "From the last byte of a request that was served to the last byte of its answer.",
+    "Time from the last byte of a successful request to the last byte of its response.",
     (CLASS,),
     REQUEST_BUCKETS,
 )
@@ -51,7 +52,7 @@ ROUTER_FIRST_BYTE = Metric(
     "baton_router_time_to_first_byte_seconds",
     "histogram",
     "seconds",
-    "From a request's last byte to the first byte of its answer, of streams.",
+    "Time from the last byte of a streaming request to the first byte of its response.",
     (CLASS,),
     FIRST_TOKEN_BUCKETS,
 )
@@ -59,7 +60,7 @@ ROUTER_OUTPUT_TOKEN = Metric(
     "baton_router_time_per_output_token_seconds",
     "histogram",
     "seconds",
-    "Of each whole stream, the mean time from one token to the next.",
+    "Mean time between tokens of a complete stream.",
     (CLASS,),
     TOKEN_BUCKETS,
 )
@@ -67,41 +68,42 @@ ROUTER_OVERHEAD = Metric(
     "baton_router_overhead_seconds",
     "histogram",
     "seconds",
-    "From a request's last byte to the choice of its first worker.",
+    "Time from the last byte of a request to the selection of its first worker.",
     buckets=(0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1, 1.0),
 )
 ROUTER_IN_FLIGHT = Metric(
-    "baton_router_requests_in_flight", "gauge", "requests", "Requests to generate that run now."
+    "baton_router_requests_in_flight", "gauge", "requests", "Generation requests in progress."
 )
 ROUTER_CUT = Metric(
     "baton_router_answers_cut_total",
     "counter",
     "requests",
-    "Answers that ended before they were complete although the client was there, by cause.",
+    "Responses that ended before they were complete while the client was connected, by cause.",
     (Label("cause", (*LOSSES, "router")),),
 )
 ROUTER_RESUMES = Metric(
     "baton_router_resumes_total",
     "counter",
     "requests",
-    "Streams whose worker was lost: gone on with by another one, or failed.",
+    "Streams whose worker was lost, by result: another worker resumed them, or they failed.",
     (Label("result", ("resumed", "failed")),),
 )
 ROUTER_RETRIES = Metric(
     "baton_router_retries_total",
     "counter",
     "requests",
-    "Requests given to another worker, by cause; stale: sent again to the same one, because it had just "
-    "closed the kept connection.",
+    "Requests sent to another worker, by cause. Cause `stale`: sent again to the same worker, because it "
+    "had just closed the idle connection.",
     (Label("cause", (*LOSSES, "refused", STALE)),),
 )
 ROUTER_GENERATION_REQUESTS = Metric(
     "baton_router_generation_requests_total",
     "counter",
     "requests",
-    "Requests given to the workers of a generation: passed, or failed there, whoever answered them then.",
+    "Requests sent to the workers of a revision, by result. A request that failed there counts as failed,"
+    " even if another revision served it later.",
     (
-        Label("revision", bound="generations that were served: two or three at a time"),
+        Label("revision", bound="two or three revisions at a time"),
         Label("result", ("passed", "failed")),
     ),
 )
@@ -109,21 +111,21 @@ ROUTER_GENERATION_FIRST_TOKEN = Metric(
     "baton_router_generation_first_token_seconds",
     "histogram",
     "seconds",
-    "From the choice of a generation's workers for a stream to the first byte of its answer.",
-    (Label("revision", bound="generations that were served: two or three at a time"),),
+    "Time from the selection of a revision's workers for a stream to the first byte of the response.",
+    (Label("revision", bound="two or three revisions at a time"),),
     LIMIT_BUCKETS,
 )
 ROUTER_LOOP_LAG = Metric(
     "baton_router_loop_lag_seconds",
     "histogram",
     "seconds",
-    "How late the event loop came to what was due, looked at ten times a second.",
+    "Delay of the event loop, sampled ten times per second.",
     buckets=STEP_BUCKETS,
 )
 
 
 class BackgroundTask(enum.StrEnum):
-    """A loop that a router runs beside its requests."""
+    """A background loop of a router."""
 
     HEALTH_CHECKS = "health_checks"
     KV_EVENTS = "kv_events"
@@ -142,7 +144,7 @@ ROUTER_BACKGROUND_ERRORS = Metric(
     "baton_router_background_errors_total",
     "counter",
     "events",
-    "Exceptions in the loops that run beside requests, by loop. The loop goes on; the log has the cause.",
+    "Exceptions in background loops, by loop. The loop continues; the log has the cause.",
     (Label("task", tuple(BackgroundTask)),),
 )
 
@@ -152,16 +154,16 @@ ROUTER_TENANT_TOKENS = Metric(
     "baton_router_tenant_tokens_total",
     "counter",
     "tokens",
-    "Tokens of prompts, how many of those were cached, and tokens generated, as far as workers say. A "
-    "hundred tenants have names, all others are other.",
-    (Label("tenant", bound="tenants: 100, and other"), Label("kind", ("prompt", "cached", "generated"))),
+    "Tokens per tenant: prompt tokens, cached prompt tokens, and generated tokens, as workers report "
+    "them. Tenants after the first 100 count as `other`.",
+    (Label("tenant", bound="100 tenants, and other"), Label("kind", ("prompt", "cached", "generated"))),
 )
-ROUTER_TENANTS = Metric("baton_router_tenants", "gauge", "tenants", "Tenants in the file of tenants.")
+ROUTER_TENANTS = Metric("baton_router_tenants", "gauge", "tenants", "Tenants in the tenants file.")
 ROUTER_TENANTS_STALE = Metric(
     "baton_router_tenants_stale",
     "gauge",
     "yes or no",
-    "1 if the file of tenants was not taken as it is now, because it is wrong: then an older one counts.",
+    "1 if the tenants file is invalid and the router uses an older version of it.",
 )
 
 # --- The queue ---
@@ -170,44 +172,44 @@ ROUTER_QUEUE_DEPTH = Metric(
     "baton_router_queue_depth",
     "gauge",
     "requests",
-    "Requests that wait in the router for a free worker.",
+    "Requests in the router's queue.",
     (CLASS,),
 )
 ROUTER_QUEUE_AGE = Metric(
     "baton_router_queue_age_seconds",
     "gauge",
     "seconds",
-    "Since the oldest of them arrived; 0 if nobody waits.",
+    "Age of the oldest queued request. 0: the queue is empty.",
     (CLASS,),
 )
 ROUTER_HELD = Metric(
     "baton_router_requests_held",
     "gauge",
     "requests",
-    "Those that wait although there is no worker that could ever have them: one has to be started.",
+    "Queued requests that no current worker can serve. They wait for a worker to start.",
 )
 ROUTER_QUEUED_TOKENS = Metric(
     "baton_router_queued_tokens",
     "gauge",
     "tokens",
-    "Tokens of the prompts that wait, as far as they are not expected to be cached.",
+    "Prompt tokens of queued requests that are not expected to be cached.",
 )
 ROUTER_DEMAND = Metric(
     "baton_router_demand_tokens_total",
     "counter",
     "tokens",
-    "What requests asked for when they came, those too that were refused: prompt tokens that are not "
-    "expected to be cached; local, those of them that a decode worker computes by itself although there are "
-    "prefill workers; and tokens that their answers are expected to have.",
+    "Tokens of all arriving requests, including rejected ones. Kind `prompt`: prompt tokens that are not "
+    "expected to be cached. Kind `local`: those of them that a decode worker computes although prefill "
+    "workers exist. Kind `answer`: expected output tokens.",
     (Label("kind", ("prompt", "local", "answer")),),
 )
 ROUTER_REJECTS = Metric(
     "baton_router_admission_rejects_total",
     "counter",
     "requests",
-    "Requests that were not served: their tenant has used its requests, tokens or streams; the queue is "
-    "full; they would be too late, have waited for too long, or no worker became ready; or workers were lost "
-    "with them (poison).",
+    "Rejected requests by reason. `requests`, `tokens`, `streams`: a limit of the tenant. `full`: the "
+    "queue is full. `late`: the first token would miss its deadline. `waited`: the queue time ran out. "
+    "`unready`: no worker became ready. `poison`: several workers were lost with the request.",
     (Label("reason", ("requests", "tokens", "streams", "full", "late", "waited", "unready", "poison")),),
 )
 
@@ -217,9 +219,9 @@ ROUTER_DECISIONS = Metric(
     "baton_router_decisions_total",
     "counter",
     "requests",
-    "Where prompts were to be computed: remote, by a prefill worker; local, by the decode worker, because "
-    "that was cheaper or there is no prefill worker; and fallback, of those that were to be remote, the ones "
-    "that the decode worker computed after all, by what went wrong.",
+    "Prompts by the worker that computes them. Path `remote`: a prefill worker. Path `local`: the decode "
+    "worker, because that is cheaper or no prefill worker exists. Path `fallback`: remote prompts that "
+    "the decode worker computed after a failure; the reason names it.",
     (
         Label("path", ("remote", "local", "fallback")),
         Label("reason", ("cheaper", "no_prefill", *(one.value for one in Fallback))),
@@ -229,45 +231,48 @@ ROUTER_PREDICTION = Metric(
     "baton_router_predicted_first_token_ratio",
     "histogram",
     "ratio",
-    "Time to the first token of a stream as predicted, against what it was: 1 is right, more was too long.",
+    "Predicted time to first token of a stream, divided by the measured one. 1 is exact; above 1 the "
+    "prediction was too long.",
     buckets=(0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0),
 )
 ROUTER_PREFIX_TOKENS = Metric(
     "baton_router_prefix_tokens_total",
     "counter",
     "tokens",
-    "Tokens of prompts, how many of them were expected to be cached, and how many were.",
+    "Prompt tokens: all, expected to be cached, and cached.",
     (Label("kind", ("prompt", "expected", "cached")),),
 )
 ROUTER_TRANSFER = Metric(
     "baton_router_transfer_seconds",
     "histogram",
     "seconds",
-    "Time in which a prompt's blocks were moved from a prefill to a decode worker, as that one says.",
+    "Time of moving a prompt's KV blocks from the prefill to the decode worker, as the decode worker "
+    "reports it.",
     buckets=TRANSFER_BUCKETS,
 )
 ROUTER_UNASKED = Metric(
     "baton_router_unasked_total",
     "counter",
     "requests",
-    "Requests that a frontend process rejected with 503 because its scheduler process was away or late to "
-    "acknowledge them, or because too many were waiting for it (full).",
+    "Requests that a frontend process rejected with 503, by reason. `away`: it has no connection to the "
+    "scheduler process. `late`: the scheduler process did not acknowledge in time. `full`: too many "
+    "requests were waiting for it.",
     (Label("reason", ("away", "late", "full")),),
 )
 
-# --- What it knows of workers ---
+# --- Workers ---
 
-ROUTER_ROSTER_WORKERS = Metric(
+ROUTER_REGISTERED_WORKERS = Metric(
     "baton_router_roster_workers",
     "gauge",
     "workers",
-    "Ready workers of which a frontend process knows from its scheduler process.",
+    "Ready workers that the scheduler process has reported to this frontend process.",
 )
 ROUTER_WORKER_STATE = Metric(
     "baton_router_worker_state",
     "gauge",
     "yes or no",
-    "1 for the state that the router sees a worker in, 0 for the others.",
+    "1 for the current state of a worker, as the router sees it; 0 for other states.",
     (
         WORKER,
         ROLE,
@@ -281,72 +286,75 @@ ROUTER_WORKER_IN_FLIGHT = Metric(
     "baton_router_worker_requests_in_flight",
     "gauge",
     "requests",
-    "Requests of this router that a worker has now.",
+    "Requests of this router in progress on a worker.",
     (WORKER, ROLE),
 )
 ROUTER_INDEX_CHUNKS = Metric(
     "baton_router_index_chunks",
     "gauge",
     "chunks",
-    "Different chunks of prompts that any worker is believed to hold.",
+    "Distinct prompt chunks in the prefix index, over all workers.",
 )
 ROUTER_INDEX_BYTES = Metric(
-    "baton_router_index_bytes", "gauge", "bytes", "Memory of what workers are believed to hold, estimated."
+    "baton_router_index_bytes", "gauge", "bytes", "Estimated memory of the prefix index."
 )
-ROUTER_CACHE_PARITY = Metric(
+ROUTER_CACHE_ACCURACY = Metric(
     "baton_router_cache_parity_ratio",
     "gauge",
     "ratio",
-    "Prompt tokens that were cached against those believed to be, over about the last 200 requests.",
+    "Cached prompt tokens divided by the prompt tokens that the prefix index expected to be cached, over "
+    "about 200 requests.",
     (WORKER,),
 )
 ROUTER_CACHE_IGNORED = Metric(
     "baton_router_cache_ignored",
     "gauge",
     "yes or no",
-    "1 for a worker that is chosen by its load alone, because too little of what it should hold is there.",
+    "1 for a worker that is selected by load alone, because too few of the expected blocks were cached.",
     (WORKER,),
 )
 ROUTER_KV_EVENTS = Metric(
     "baton_router_kv_events_total",
     "counter",
     "events",
-    "KV events that came from a worker's process.",
+    "KV events received from a worker.",
     (WORKER,),
 )
 ROUTER_KV_GAPS = Metric(
     "baton_router_kv_event_gaps_total",
     "counter",
     "events",
-    "Times that batches of KV events were missing and were asked for again.",
+    "Gaps in a worker's KV event batches, each with a replay request.",
     (WORKER,),
 )
 ROUTER_KV_LAG = Metric(
     "baton_router_kv_events_lag_seconds",
     "gauge",
     "seconds",
-    "From the making of the last batch of KV events to its arrival; right if the clocks are.",
+    "Delay from the creation of the last KV event batch to its arrival. Accurate only with synchronized "
+    "clocks.",
     (WORKER,),
 )
 ROUTER_KV_DEGRADED = Metric(
     "baton_router_kv_events_degraded",
     "gauge",
     "yes or no",
-    "1 for a worker whose KV events do not come: what it is believed to hold counts half.",
+    "1 for a worker whose KV events do not arrive. Its expected cache hits count half.",
     (WORKER,),
 )
 
-# --- Its certificate ---
+# --- Certificate ---
 
 ROUTER_CERTIFICATE_END = Metric(
     "baton_router_certificate_end_timestamp_seconds",
     "gauge",
     "seconds",
-    "Unix time at which the certificate ends that this process shows to workers; nothing without one.",
+    "Expiry of the certificate that this process presents to workers, in Unix seconds. Absent without a "
+    "certificate.",
 )
 ROUTER_CERTIFICATE_LIFE = Metric(
     "baton_router_certificate_life_seconds",
     "gauge",
     "seconds",
-    "From the begin to the end of that certificate.",
+    "Validity period of that certificate, from its start to its expiry.",
 )

@@ -1,4 +1,4 @@
-"""A worker's metrics: what its clients saw, what its engine does, its cache, and blocks that come over."""
+"""Metrics of a worker: requests, engine, KV cache, and transfers of KV blocks."""
 
 from __future__ import annotations
 
@@ -14,206 +14,206 @@ from baton_api.metrics.metric import (
 )
 from baton_api.reports import Fallback
 
-TRANSPORT = Label(
-    "transport", bound="ways by which a read can go, such as nixl/ucx shm; none before the first read: 8"
-)
+TRANSPORT = Label("transport", bound="8 transports, such as nixl/ucx shm; empty before the first read")
 FAILURES = tuple(one.value for one in Fallback)
 CHOSEN = ("no_prefill_worker", "reads_prompt", "short", "cached")
-"""Why a prompt is computed where it is wanted, without anything having failed."""
+"""Reasons other than failures for which a decode worker computes a prompt."""
 
 WORKER_INFO = Metric(
     "baton_worker_info",
     "gauge",
     "yes or no",
-    "Always 1: what this worker is called, its role, and the model that it serves.",
+    "Always 1. The labels are the worker's name, its role and its model.",
     (
-        Label("worker", bound="this worker's name, one"),
+        Label("worker", bound="one"),
         Label("role", ("both", "prefill", "decode")),
-        Label("model", bound="the name that stands in answers, one"),
+        Label("model", bound="one, as in responses"),
     ),
 )
 
-# --- What its clients saw ---
+# --- Requests ---
 
 WORKER_REQUESTS = Metric(
     "baton_worker_requests_total",
     "counter",
     "requests",
-    "Choices of requests that ended, by how: stop, length, abort (the client went away) or error.",
+    "Finished choices by finish reason. `abort`: the client closed the connection.",
     (Label("finish_reason", ("stop", "length", "abort", "error")),),
 )
 WORKER_PROMPT_TOKENS = Metric(
     "baton_worker_prompt_tokens_total",
     "counter",
     "tokens",
-    "Prompt tokens by where their KV came from: computed here, remote (by a prefill worker), cached.",
+    "Prompt tokens by the source of their KV blocks: computed by this worker, by a prefill worker "
+    "(`remote`), or cached.",
     (Label("source", ("computed", "remote", "cached")),),
 )
 WORKER_GENERATION_TOKENS = Metric(
-    "baton_worker_generation_tokens_total", "counter", "tokens", "Tokens generated for clients."
+    "baton_worker_generation_tokens_total", "counter", "tokens", "Generated tokens."
 )
 WORKER_PROMPT_LENGTH = Metric(
     "baton_worker_request_prompt_tokens",
     "histogram",
     "tokens",
-    "Lengths of the prompts of requests that ended.",
+    "Prompt length of finished requests.",
     buckets=LENGTH_BUCKETS,
 )
 WORKER_GENERATION_LENGTH = Metric(
     "baton_worker_request_generation_tokens",
     "histogram",
     "tokens",
-    "Lengths of the answers of requests that ended, one for each choice.",
+    "Output length of finished requests, per choice.",
     buckets=LENGTH_BUCKETS,
 )
 WORKER_FIRST_TOKEN = Metric(
     "baton_worker_time_to_first_token_seconds",
     "histogram",
     "seconds",
-    "From a request's arrival to its first token.",
+    "Time from a request's arrival to its first token.",
     buckets=FIRST_TOKEN_BUCKETS,
 )
 WORKER_TOKEN = Metric(
     "baton_worker_inter_token_latency_seconds",
     "histogram",
     "seconds",
-    "Between two tokens of one sequence.",
+    "Time between two tokens of a sequence.",
     buckets=TOKEN_BUCKETS,
 )
 WORKER_REQUEST_TIME = Metric(
     "baton_worker_request_seconds",
     "histogram",
     "seconds",
-    "From a request's arrival to its last token.",
+    "Time from a request's arrival to its last token.",
     buckets=REQUEST_BUCKETS,
 )
 WORKER_DECODE_TIME = Metric(
     "baton_worker_decode_seconds",
     "histogram",
     "seconds",
-    "From a request's first token to its last one.",
+    "Time from a request's first token to its last token.",
     buckets=REQUEST_BUCKETS,
 )
 
-# --- Its engine ---
+# --- Engine ---
 
 WORKER_RUNNING = Metric("baton_worker_requests_running", "gauge", "requests", "Sequences in the batch.")
 WORKER_RUNNING_LIMIT = Metric(
-    "baton_worker_requests_running_limit", "gauge", "requests", "Most sequences that the batch can have."
+    "baton_worker_requests_running_limit", "gauge", "requests", "Maximum sequences in the batch."
 )
-WORKER_QUEUED = Metric(
-    "baton_worker_requests_queued", "gauge", "requests", "Sequences that wait to be in the batch."
-)
+WORKER_QUEUED = Metric("baton_worker_requests_queued", "gauge", "requests", "Sequences in the queue.")
 WORKER_FETCHING = Metric(
     "baton_worker_requests_fetching",
     "gauge",
     "requests",
-    "Sequences whose prompt is being brought from a prefill worker.",
+    "Sequences whose prompt a prefill worker is computing or transferring.",
 )
 WORKER_HELD = Metric(
     "baton_worker_requests_held",
     "gauge",
     "requests",
-    "Computed prompts whose blocks wait to be pulled by a decode worker.",
+    "Computed prompts whose blocks wait for the reads of a decode worker.",
 )
 WORKER_QUEUED_TOKENS = Metric(
-    "baton_worker_queued_tokens", "gauge", "tokens", "Prompt tokens that have still to be computed."
+    "baton_worker_queued_tokens", "gauge", "tokens", "Prompt tokens left to compute."
 )
 WORKER_QUEUE_TIME = Metric(
     "baton_worker_queue_seconds",
     "histogram",
     "seconds",
-    "From a prompt's arrival at the engine that computes it to its first pass.",
+    "Time from a prompt's arrival at the engine that computes it to its first forward pass.",
     buckets=FIRST_TOKEN_BUCKETS,
 )
 WORKER_PREFILL_TIME = Metric(
     "baton_worker_prefill_seconds",
     "histogram",
     "seconds",
-    "From a prompt's first pass in the engine that computes it to its first token.",
+    "Time from a prompt's first forward pass to its first token, in the engine that computes it.",
     buckets=FIRST_TOKEN_BUCKETS,
 )
 WORKER_GENERATION_RATE = Metric(
     "baton_worker_generation_tokens_per_second",
     "gauge",
     "tokens per second",
-    "Tokens drawn, averaged over about the last ten seconds.",
+    "Generated tokens per second, averaged over about ten seconds.",
 )
 WORKER_PROMPT_RATE = Metric(
     "baton_worker_prompt_tokens_per_second",
     "gauge",
     "tokens per second",
-    "Prompt tokens computed, averaged over about the last ten seconds.",
+    "Computed prompt tokens per second, averaged over about ten seconds.",
 )
 WORKER_RETRACTIONS = Metric(
     "baton_worker_retractions_total",
     "counter",
     "requests",
-    "Times a sequence gave its blocks back to go on later.",
+    "Sequences that released their blocks and were queued again, because the KV cache was full.",
 )
 WORKER_STEP = Metric(
     "baton_worker_step_seconds",
     "histogram",
     "seconds",
-    "Time of one engine step, the forward pass included.",
+    "Time of one engine step, including the forward pass.",
     buckets=STEP_BUCKETS,
 )
 WORKER_FORWARD = Metric(
     "baton_worker_forward_seconds",
     "histogram",
     "seconds",
-    "Time of one forward pass; what a step takes beyond it is the engine's own.",
+    "Time of one forward pass. The rest of a step is overhead of the engine.",
     buckets=STEP_BUCKETS,
 )
 
-# --- Its KV cache ---
+# --- KV cache ---
 
 WORKER_BLOCKS = Metric(
     "baton_worker_kv_blocks",
     "gauge",
     "blocks",
-    "KV blocks by state: free, cached, owned, pinned, quarantined.",
+    "KV blocks by state.",
     (Label("state", ("free", "cached", "owned", "pinned", "quarantined")),),
 )
 WORKER_KV_USAGE = Metric(
-    "baton_worker_kv_usage_ratio", "gauge", "ratio", "Share of the KV blocks that a new request cannot have."
+    "baton_worker_kv_usage_ratio",
+    "gauge",
+    "ratio",
+    "Share of KV blocks that is not available to a new request.",
 )
 WORKER_CACHE_QUERIES = Metric(
     "baton_worker_prefix_cache_queries_total",
     "counter",
     "tokens",
-    "Prompt tokens that were looked for in the prefix cache.",
+    "Prompt tokens looked up in the prefix cache.",
 )
 WORKER_CACHE_HITS = Metric(
-    "baton_worker_prefix_cache_hits_total", "counter", "tokens", "Those of them that were found."
+    "baton_worker_prefix_cache_hits_total", "counter", "tokens", "Prompt tokens found in the prefix cache."
 )
 WORKER_CACHE_EVICTIONS = Metric(
     "baton_worker_prefix_cache_evictions_total",
     "counter",
     "blocks",
-    "Blocks of known content that were dropped to make room.",
+    "Cached blocks evicted to free memory.",
 )
 WORKER_KV_BATCHES = Metric(
     "baton_worker_kv_event_batches_total",
     "counter",
     "events",
-    "Batches of KV events published, empty ones included.",
+    "Published KV event batches, including empty ones.",
 )
 
-# --- KV blocks that come from a prefill worker ---
+# --- Transfers of KV blocks from prefill workers ---
 
 WORKER_TRANSFER_BYTES = Metric(
     "baton_worker_transfer_bytes_total",
     "counter",
     "bytes",
-    "Bytes of KV blocks pulled from prefill workers.",
+    "Bytes of KV blocks read from prefill workers.",
     (TRANSPORT,),
 )
 WORKER_TRANSFER_SECONDS = Metric(
     "baton_worker_transfer_seconds",
     "histogram",
     "seconds",
-    "Time in which at least one read of a prompt's blocks was under way; one for each prompt that came over.",
+    "Time with at least one read of a prompt's blocks in progress, per transferred prompt.",
     (TRANSPORT,),
     TRANSFER_BUCKETS,
 )
@@ -221,35 +221,36 @@ WORKER_TRANSFER_FAILURES = Metric(
     "baton_worker_transfer_failures_total",
     "counter",
     "requests",
-    "Prompts that did not come over whole, by reason; the rest was computed here.",
+    "Prompts whose transfer failed, by reason. The decode worker computed the rest.",
     (TRANSPORT, Label("reason", FAILURES)),
 )
 WORKER_QUARANTINES = Metric(
     "baton_worker_quarantined_blocks_total",
     "counter",
     "blocks",
-    "Blocks set aside because a read of them was given up before it had ended.",
+    "Blocks quarantined because a read of them was abandoned before it ended.",
     (TRANSPORT,),
 )
 WORKER_LOCAL_PREFILLS = Metric(
     "baton_worker_local_prefills_total",
     "counter",
     "requests",
-    "Prompts that a decode worker computed itself, by reason: chosen so, or because a transfer failed.",
+    "Prompts that a decode worker computed itself, by reason: by choice, or after a failed transfer.",
     (Label("reason", (*CHOSEN, *FAILURES)),),
 )
 
-# --- Its certificate ---
+# --- Certificate ---
 
 WORKER_CERTIFICATE_END = Metric(
     "baton_worker_certificate_end_timestamp_seconds",
     "gauge",
     "seconds",
-    "Unix time at which the certificate ends that this process shows to routers; nothing without one.",
+    "Expiry of the certificate that this process presents to routers, in Unix seconds. Absent without a "
+    "certificate.",
 )
 WORKER_CERTIFICATE_LIFE = Metric(
     "baton_worker_certificate_life_seconds",
     "gauge",
     "seconds",
-    "From the begin to the end of that certificate.",
+    "Validity period of that certificate, from its start to its expiry.",
 )

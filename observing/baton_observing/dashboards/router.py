@@ -125,7 +125,9 @@ CACHE_STATE = Row(
             description="Cached prompt tokens divided by the expected ones, by worker. Below 50 % the router "
             "chooses the worker by load alone.",
             unit=PERCENT,
-            queries=(Query(SELECTED.gauge(metrics.ROUTER_CACHE_PARITY, "worker", how="min"), "{{worker}}"),),
+            queries=(
+                Query(SELECTED.gauge(metrics.ROUTER_CACHE_ACCURACY, "worker", how="min"), "{{worker}}"),
+            ),
             runbook="BatonCacheStateStale",
         ),
         Panel(

@@ -60,7 +60,7 @@ class Frontend:
             QueueCapacity(settings.queue_requests, settings.queue_bytes),
             self._unasked,
         )
-        self.metrics.gauge(metrics.ROUTER_ROSTER_WORKERS, self._choosable)
+        self.metrics.gauge(metrics.ROUTER_REGISTERED_WORKERS, self._choosable)
         self._tracing = open_tracing(settings)
         self._background = BackgroundTasks()
         self.metrics.registry.register(self._background.errors)

@@ -33,7 +33,7 @@ class CacheMetrics(Collector):
         memory = _gauge(metrics.ROUTER_INDEX_BYTES)
         memory.add_metric([], self._worker_states.bytes)
         yield memory
-        parity, ignored = _gauge(metrics.ROUTER_CACHE_PARITY), _gauge(metrics.ROUTER_CACHE_IGNORED)
+        parity, ignored = _gauge(metrics.ROUTER_CACHE_ACCURACY), _gauge(metrics.ROUTER_CACHE_IGNORED)
         for worker in self._workers.all:
             if worker.health.load is None:
                 continue

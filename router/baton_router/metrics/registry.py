@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from baton_api import __version__, metrics
 from baton_api.metrics import Metric
-from baton_api.metrics.counters import Spread
+from baton_api.metrics.counters import LabeledHistogram
 from baton_api.mutual_tls import CertificateValidity
 from baton_router.metrics.request_counters import RequestCounters
 from baton_router.workers.worker import Workers, WorkerStatus
@@ -39,10 +39,10 @@ class RouterMetrics:
         self.unasked = self._counter(metrics.ROUTER_UNASKED)
         self.in_flight = 0
         """Requests that are being served."""
-        self.overhead = Spread(metrics.ROUTER_OVERHEAD)
-        self.first_byte = Spread(metrics.ROUTER_FIRST_BYTE)
-        for tally in (self.counters, self.lag, self.overhead, self.first_byte):
-            self.registry.register(tally)
+        self.overhead = LabeledHistogram(metrics.ROUTER_OVERHEAD)
+        self.first_byte = LabeledHistogram(metrics.ROUTER_FIRST_BYTE)
+        for collector in (self.counters, self.lag, self.overhead, self.first_byte):
+            self.registry.register(collector)
         self.gauge(metrics.ROUTER_IN_FLIGHT, lambda: self.in_flight)
         self.registry.register(BuildInfo())
 
@@ -120,7 +120,7 @@ class LoopLag(Collector):
     """Looks while its `watch` runs."""
 
     def __init__(self) -> None:
-        self._lag = Spread(metrics.ROUTER_LOOP_LAG)
+        self._lag = LabeledHistogram(metrics.ROUTER_LOOP_LAG)
 
     async def watch(self) -> None:
         """Look until cancelled."""

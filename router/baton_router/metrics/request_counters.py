@@ -14,7 +14,7 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from baton_api import metrics
-from baton_api.metrics.counters import Spread, Tally
+from baton_api.metrics.counters import LabeledCounter, LabeledHistogram
 from baton_api.reports import PromptReport
 
 TENANT_LABELS = 100
@@ -25,11 +25,11 @@ class RequestCounters(Collector):
     """Belongs to one process that holds clients' connections."""
 
     def __init__(self) -> None:
-        self._requests = Tally(metrics.ROUTER_REQUESTS)
-        self._tokens = Tally(metrics.ROUTER_TENANT_TOKENS)
-        self._time = Spread(metrics.ROUTER_REQUEST_TIME)
-        self._per_token = Spread(metrics.ROUTER_OUTPUT_TOKEN)
-        self._prediction = Spread(metrics.ROUTER_PREDICTION)
+        self._requests = LabeledCounter(metrics.ROUTER_REQUESTS)
+        self._tokens = LabeledCounter(metrics.ROUTER_TENANT_TOKENS)
+        self._time = LabeledHistogram(metrics.ROUTER_REQUEST_TIME)
+        self._per_token = LabeledHistogram(metrics.ROUTER_OUTPUT_TOKEN)
+        self._prediction = LabeledHistogram(metrics.ROUTER_PREDICTION)
         self._models = BoundedLabels(MODEL_LABELS)
         self._tenants = BoundedLabels(TENANT_LABELS)
 
@@ -102,9 +102,9 @@ class DecisionCounters(Collector):
     """Counted as decisions are made and as answers begin."""
 
     def __init__(self) -> None:
-        self._decisions = Tally(metrics.ROUTER_DECISIONS)
-        self._tokens = Tally(metrics.ROUTER_PREFIX_TOKENS)
-        self._transfer = Spread(metrics.ROUTER_TRANSFER)
+        self._decisions = LabeledCounter(metrics.ROUTER_DECISIONS)
+        self._tokens = LabeledCounter(metrics.ROUTER_PREFIX_TOKENS)
+        self._transfer = LabeledHistogram(metrics.ROUTER_TRANSFER)
 
     def decided(self, *, remote: bool, prefills: bool) -> None:
         """`prefills`: whether a prefill worker could have been chosen."""

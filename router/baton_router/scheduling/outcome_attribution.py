@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton_api import metrics
-from baton_api.metrics.counters import Spread, Tally
+from baton_api.metrics.counters import LabeledCounter, LabeledHistogram
 from baton_api.reports import Fallback, PromptReport
 from baton_router.scheduling.fallback_policy import WorkerPair
 from baton_router.workers.circuit_breaker import CircuitBreaker
@@ -36,8 +36,8 @@ class OutcomeAttribution:
         self._transfer = transfer
         self._failed: set[int] = set()
         """Requests on which their decode workers have failed, until they are let go."""
-        self.revision_requests = Tally(metrics.ROUTER_GENERATION_REQUESTS)
-        self.revision_first_tokens = Spread(metrics.ROUTER_GENERATION_FIRST_TOKEN)
+        self.revision_requests = LabeledCounter(metrics.ROUTER_GENERATION_REQUESTS)
+        self.revision_first_tokens = LabeledHistogram(metrics.ROUTER_GENERATION_FIRST_TOKEN)
 
     def sent(self, number: int, pair: WorkerPair, now: float) -> None:
         for worker in (pair.decode, pair.prefill):
