@@ -26,7 +26,7 @@ START_S = 120.0
 PROCESSES = {Role.PREFILL: prefill.run, Role.DECODE: decode.run}
 
 
-BESIDE = ("baton_api.background", "baton_batches")
+BESIDE = ("baton_api.background", "baton_batches.")
 """Background loops, and batches, which sweep their storage at times."""
 
 
