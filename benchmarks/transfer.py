@@ -25,8 +25,9 @@ import torch
 
 from baton_engine.kv.cache import KVCache
 from baton_engine.model.spec import ModelSpec
-from baton_engine.transfer import Transfer, create_transfer
+from baton_engine.transfer import Transfer
 from baton_engine.transfer.integrity import block_checksums
+from baton_engine.transfer.kinds import create_transfer
 from baton_engine.transfer.loopback import LoopbackTransfer
 
 BLOCK_BYTES = (4 * 1024, 32 * 1024, 256 * 1024, 2 * 1024 * 1024)

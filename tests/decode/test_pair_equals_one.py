@@ -25,7 +25,7 @@ import pytest
 from baton_api.sampling import SamplingParams
 from baton_decode.prefill_workers import PrefillWorkers
 from baton_engine.requests import FinishReason, Output, Request
-from baton_engine.transfer import create_transfer
+from baton_engine.transfer.kinds import create_transfer
 from tests.decode.pair import Side, ask, eventually, open_pair, tokens
 from tests.decode.real_model import real_side
 from tests.engine.models import VOCAB, make_model

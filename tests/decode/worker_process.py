@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from baton_engine.transfer import create_transfer
+from baton_engine.transfer.kinds import create_transfer
 from tests.decode.pair import Side, serve
 from tests.decode.real_model import real_side
 

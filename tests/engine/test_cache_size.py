@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from baton_api.errors import SetupError
-from baton_engine.kv.cache import BLOCK_SIZE
-from baton_engine.kv.cache_size import LEAST_BLOCKS, MOST_BLOCKS, RESERVED_BLOCKS, Memory, cache_blocks
+from baton_engine.kv.cache import BLOCK_SIZE, LEAST_BLOCKS, MOST_BLOCKS, RESERVED_BLOCKS, Memory, cache_blocks
 from baton_engine.settings import WorkerSettings
 
 BLOCK = 1000

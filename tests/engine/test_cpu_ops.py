@@ -19,10 +19,9 @@ from baton_engine.kv.cache import KVCache
 from baton_engine.model.decoder import Decoder
 from baton_engine.model.native import NativeDecoder, native_decoder
 from baton_engine.model.spec import ModelSpec
-from baton_engine.ops.cpu import CpuOps
-from baton_engine.ops.native import library, targets
+from baton_engine.ops.cpu import CpuOps, preferred_dtype
+from baton_engine.ops.native import library
 from baton_engine.ops.plain import PlainOps
-from baton_engine.ops.processor import preferred_dtype
 from tests.engine.random_weights import random_weights, tiny_spec
 
 CPU = torch.device("cpu")
@@ -302,12 +301,12 @@ def test_preferred_dtype_by_capabilities(
     assert preferred_dtype(capabilities, native) == expected
 
 
-@pytest.mark.parametrize("target", targets.TARGETS, ids=lambda target: target.name)
-def test_kernels_of_every_target_agree_with_plain(tmp_path: Path, target: targets.Target) -> None:
+@pytest.mark.parametrize("target", library.TARGETS, ids=lambda target: target.name)
+def test_kernels_of_every_target_agree_with_plain(tmp_path: Path, target: library.Target) -> None:
     """Vectors are 8 lanes wide with AVX2 and 16 with AVX-512; the shapes that fit neither come out alike."""
     if not target.instructions <= library.instructions():
         pytest.skip(f"the processor has not all of {target.name}'s instructions")
-    targets.build(tmp_path, [target])
+    library.build(tmp_path, [target])
     environment = {"PATH": "", "BATON_BUNDLED": str(tmp_path)}
     for changes, dtype in itertools.product(SHAPES.values(), TOLERANCE):
         spec = tiny_spec(**changes)

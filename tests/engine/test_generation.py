@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from baton_api.errors import SetupError
-from baton_engine.model.checkpoint import Checkpoint
-from baton_engine.model.generation import SamplingDefaults, sampling_defaults
+from baton_engine.model.checkpoint import Checkpoint, SamplingDefaults, sampling_defaults
 
 OPENAI = SamplingDefaults(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
 

@@ -16,7 +16,7 @@ import torch
 
 from baton_engine.model.decoder import Decoder, create_model
 from baton_engine.model.native import native_decoder
-from baton_engine.ops.native import library, targets
+from baton_engine.ops.native import library
 from tests.engine.random_weights import random_weights, tiny_spec
 
 CPU = torch.device("cpu")
@@ -136,7 +136,7 @@ def test_kernels_compile_without_warnings(environment: dict[str, str], tmp_path:
     strict = ("-O1", "-Wall", "-Wextra", "-Werror")
     kinds: list[tuple[str, ...]] = [(library.NATIVE,)]
     if platform.machine() in ("x86_64", "AMD64") and "ziglang" not in compiler:
-        kinds += [target.flags for target in targets.TARGETS]
+        kinds += [target.flags for target in library.TARGETS]
     for number, flags in enumerate(kinds):
         others = (flag for flag in library.FLAGS if flag != library.NATIVE)
         library.compile_to(tmp_path / f"{number}.so", compiler, (*flags, *others, *strict), environment)
@@ -189,37 +189,37 @@ BASIC = frozenset({"sse", "sse2"})
     ("instructions", "names"),
     [
         pytest.param(BASIC, [], id="an old one"),
-        pytest.param(BASIC | targets.V3, ["avx2"], id="AVX2"),
-        pytest.param(BASIC | targets.V4, ["avx512", "avx2"], id="AVX-512"),
-        pytest.param(BASIC | targets.BF16, ["avx512-bf16", "avx512", "avx2"], id="bfloat16"),
+        pytest.param(BASIC | library.V3, ["avx2"], id="AVX2"),
+        pytest.param(BASIC | library.V4, ["avx512", "avx2"], id="AVX-512"),
+        pytest.param(BASIC | library.BF16, ["avx512-bf16", "avx512", "avx2"], id="bfloat16"),
         pytest.param(
-            BASIC | targets.BF16 | {"amx_tile", "amx_bf16"},
+            BASIC | library.BF16 | {"amx_tile", "amx_bf16"},
             ["amx", "avx512-bf16", "avx512", "avx2"],
             id="AMX",
         ),
-        pytest.param(BASIC | targets.V3 | {"amx_tile", "amx_bf16"}, ["avx2"], id="AMX without the rest"),
+        pytest.param(BASIC | library.V3 | {"amx_tile", "amx_bf16"}, ["avx2"], id="AMX without the rest"),
         pytest.param(frozenset(), [], id="nobody says"),
     ],
 )
 def test_a_processor_is_offered_what_it_promises_to_run(
     tmp_path: Path, instructions: frozenset[str], names: list[str]
 ) -> None:
-    for target in targets.TARGETS:
+    for target in library.TARGETS:
         (tmp_path / target.file).write_bytes(b"")
     (tmp_path / "kernels-avx2-of-other-sources.so").write_bytes(b"")
-    offered = [path.name for path in targets.found(tmp_path, instructions)]
-    assert offered == [target.file for name in names for target in targets.TARGETS if target.name == name]
+    offered = [path.name for path in library.found(tmp_path, instructions)]
+    assert offered == [target.file for name in names for target in library.TARGETS if target.name == name]
 
 
 def test_what_came_with_the_image_is_taken_and_nothing_compiled(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    (avx2,) = [target for target in targets.TARGETS if target.name == "avx2"]
+    (avx2,) = [target for target in library.TARGETS if target.name == "avx2"]
     if not avx2.instructions <= library.instructions():
         pytest.skip("the processor has no AVX2")
     folder = tmp_path / "bundled"
-    targets.build(folder, [avx2])
-    (folder / targets.TARGETS[0].file).write_bytes(b"no library at all")
+    library.build(folder, [avx2])
+    (folder / library.TARGETS[0].file).write_bytes(b"no library at all")
     alone = {"PATH": "", "CC": "no-such-compiler", "BATON_BUNDLED": str(folder)}
     assert library.load(alone).baton_create
     (folder / avx2.file).unlink()

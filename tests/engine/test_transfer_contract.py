@@ -11,7 +11,8 @@ from torch import Tensor
 
 from baton_api.errors import IncompatiblePeer, TransferFailed
 from baton_engine.kv.cache import KVCache
-from baton_engine.transfer import Transfer, create_transfer
+from baton_engine.transfer import Transfer
+from baton_engine.transfer.kinds import create_transfer
 from baton_engine.transfer.loopback import LoopbackTransfer
 from tests.engine.transfer_links import Link, PeerProcess, ucx_tls
 from tests.engine.transfer_pools import pattern, pool, rows

@@ -26,12 +26,11 @@ from baton_api.errors import BatonError, NotReady
 from baton_api.keys import Keys
 from baton_api.workers import Load, Role
 from baton_engine.api.app import Served, create_app
-from baton_engine.api.edge import Edge
+from baton_engine.api.edge import Edge, Probes
 from baton_engine.api.http import Drain, HttpServer
 from baton_engine.api.parameters import Defaults
-from baton_engine.api.probes import Probes
 from baton_engine.metrics.exposition import Whose, WorkerMetrics
-from baton_engine.model.generation import SamplingDefaults, sampling_defaults
+from baton_engine.model.checkpoint import SamplingDefaults, sampling_defaults
 from baton_engine.model.progress import Progress
 from baton_engine.requests import RemotePrefill
 from baton_engine.settings import WorkerSettings

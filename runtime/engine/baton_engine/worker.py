@@ -26,8 +26,7 @@ from baton_engine import machine
 from baton_engine.client import AsyncEngine
 from baton_engine.engine import Engine
 from baton_engine.grammar.grammars import Grammars
-from baton_engine.kv.cache import BLOCK_SIZE, KVCache, block_bytes
-from baton_engine.kv.cache_size import RESERVED_BLOCKS, Memory, cache_blocks
+from baton_engine.kv.cache import BLOCK_SIZE, RESERVED_BLOCKS, KVCache, Memory, block_bytes, cache_blocks
 from baton_engine.kv.events import KvEvents
 from baton_engine.kv.publisher import KvPublisher
 from baton_engine.metrics.tracing import WorkerTracing, tracing_of
@@ -39,13 +38,14 @@ from baton_engine.model.progress import SILENT, Progress
 from baton_engine.model.resolve import resolve, served_names
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.tokenizer import Tokenizer, load_tokenizer
-from baton_engine.ops.processor import preferred_dtype
+from baton_engine.ops.cpu import preferred_dtype
 from baton_engine.requests import Request
 from baton_engine.scheduling.limits import EngineLimits
 from baton_engine.settings import WorkerSettings
-from baton_engine.transfer import Transfer, create_transfer
+from baton_engine.transfer import Transfer
 from baton_engine.transfer.compatibility import Compatibility, weights_digest
 from baton_engine.transfer.handshake import Identity
+from baton_engine.transfer.kinds import create_transfer
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import pytest
 
 from baton_api.errors import CONTEXT_LENGTH_EXCEEDED
 from baton_engine.api.parameters import Defaults
-from baton_engine.model.generation import SamplingDefaults
+from baton_engine.model.checkpoint import SamplingDefaults
 from baton_engine.settings import WorkerSettings
 from tests.engine.api.api import CONTEXT, Api, events, open_api
 

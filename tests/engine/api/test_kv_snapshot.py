@@ -12,7 +12,7 @@ from baton_api import headers
 from baton_api.hashing import block_hashes, root_hash
 from baton_api.kv_events import FRAME_ENTRIES, Frames, SnapshotFrame, block_number
 from baton_api.workers import Load, Role
-from baton_engine.api import kv_snapshot
+from baton_engine.api import operations
 from baton_engine.client import AsyncEngine
 from baton_engine.kv.cache import KVCache
 from baton_engine.kv.events import Change, KvEvents, KvSnapshot
@@ -77,7 +77,7 @@ async def test_the_answer_names_the_last_block_of_the_prompt(api: Api) -> None:
 async def test_a_large_cache_comes_in_parts() -> None:
     names = [number.to_bytes(16) for number in range(FRAME_ENTRIES + 1)]
     taken = KvSnapshot(7, {name: index for index, name in enumerate(names)}, names[-1:] + names[:-1])
-    body = b"".join([part async for part in kv_snapshot.frames(taken, "first", 16)])
+    body = b"".join([part async for part in operations.frames(taken, "first", 16)])
     first, last = (msgspec.msgpack.decode(one, type=SnapshotFrame) for one in Frames().push(body))
     assert (len(first.blocks), len(last.blocks), first.last, last.last) == (FRAME_ENTRIES, 1, False, True)
     assert last.blocks == [(FRAME_ENTRIES, FRAME_ENTRIES - 1)] and last.seq == 7

@@ -14,8 +14,8 @@ from baton_api.errors import Overloaded
 from baton_api.keys import KeyDigest, Keys
 from baton_api.messages import TokenChoice
 from baton_api.workers import Role
+from baton_engine.api.operations import SECRETS
 from baton_engine.api.served import Served
-from baton_engine.api.server_info import SECRETS
 from baton_engine.requests import Fetch, FetchResult, RelayRecord
 from baton_engine.settings import WorkerSettings
 from tests.engine.api.api import CONTEXT, MODEL, TOKENIZER, Api, eventually, open_api

@@ -8,7 +8,7 @@ import pytest
 
 from baton_api.errors import ConstraintBroken
 from baton_api.sampling import Thinking
-from baton_engine.grammar.thinking import matched
+from baton_engine.grammar.matchers import matched
 from baton_engine.requests import GrammarMatcher
 from tests.engine.grammar.tokenizers import END, GRAMMARS, SPEAK, STOP, THINK, allowed, ids, matcher_of
 

@@ -8,7 +8,6 @@ The routes of one worker.
     POST /v1/responses           the same with items and a memory; GET and DELETE /v1/responses/{id}
     POST /tokenize, /detokenize  text to token ids and back; also under /v1
     POST /generate               a completion in SGLang's own form
-    GET  /kv/snapshot            the blocks in the prefix cache, for routers
 
 and those of `baton_engine.api.operations`.
 """
@@ -22,16 +21,15 @@ from starlette.types import ASGIApp
 
 from baton_api import exposure
 from baton_api.errors import ModelNotFound
-from baton_engine.api import completions, kv_snapshot, operations, sglang_generate, tokens
+from baton_engine.api import completions, operations, sglang_generate, tokens
 from baton_engine.api.bodies import Call
 from baton_engine.api.chat import endpoint
 from baton_engine.api.edge import Edge
 from baton_engine.api.embeddings import Embeddings
 from baton_engine.api.generate import Generate
-from baton_engine.api.operations import as_json
+from baton_engine.api.operations import as_json, model_card
 from baton_engine.api.responses import endpoint as responses
 from baton_engine.api.served import Served
-from baton_engine.api.server_info import model_card
 
 __all__ = ["Served", "create_app"]
 
@@ -65,7 +63,6 @@ def create_app(served: Served) -> ASGIApp:
             Route("/detokenize", detokenizing, methods=["POST"]),
             Route("/v1/detokenize", detokenizing, methods=["POST"]),
             *operations.routes(served),
-            *kv_snapshot.routes(served),
         ],
         redirect_slashes=False,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -11,7 +12,6 @@ from starlette.types import Receive, Scope, Send
 
 from baton_api import limits
 from baton_api.errors import BodyTooLarge, InvalidRequest
-from baton_engine.api.disconnect import ClientGone, until_disconnect
 from baton_engine.api.fields import Fields
 from baton_engine.api.served import Served
 
@@ -100,3 +100,39 @@ async def send_json(encoded: bytes, send: Send) -> None:
     fields = [(b"content-type", b"application/json"), (b"content-length", str(len(encoded)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": fields})
     await send({"type": "http.response.body", "body": encoded})
+
+
+class ClientGone(Exception):
+    """The client closed the connection; there is nobody to answer."""
+
+
+class until_disconnect:
+    """
+    Cancels the body of the `async with` when the client disconnects, and raises ClientGone.
+
+    The body must not send the last part of the answer: a server reports a finished answer as a
+    disconnect too.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._gone = False
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._watch = asyncio.create_task(self._wait())
+
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        self._task.cancel()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watch.cancel()
+        if self._gone and self._task.uncancel() == 0 and isinstance(error, asyncio.CancelledError):
+            raise ClientGone from error

@@ -26,8 +26,8 @@ from baton_api.errors import (
     NotReady,
     RouteNotFound,
 )
-from baton_api.keys import Keys
-from baton_engine.api.disconnect import ClientGone
+from baton_api.keys import OPEN_PATHS, Keys
+from baton_engine.api.bodies import ClientGone
 from baton_engine.api.exchange import Exchange, open_exchange
 from baton_engine.api.streaming import FAILURE, error_event
 
@@ -119,3 +119,19 @@ async def _answer(error: BatonError, exchange: Exchange, scope: Scope, reply: Se
     fields.append((b"content-length", str(len(body)).encode()))
     await reply({"type": "http.response.start", "status": error.status, "headers": fields})
     await reply({"type": "http.response.body", "body": body})
+
+
+class Probes:
+    """Of an app, the paths that want no key either."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._nothing = Edge(_not_here)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        open_to_all = scope["type"] != "http" or (scope["method"] == "GET" and scope["path"] in OPEN_PATHS)
+        await (self._app if open_to_all else self._nothing)(scope, receive, send)
+
+
+async def _not_here(scope: Scope, receive: Receive, send: Send) -> None:
+    raise RouteNotFound(scope["method"], scope["path"])

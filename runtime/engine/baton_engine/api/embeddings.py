@@ -32,8 +32,7 @@ from baton_api.errors import (
 from baton_api.hashing import client_salt
 from baton_api.sampling import SamplingParams
 from baton_engine.api import bodies
-from baton_engine.api.bodies import send_json
-from baton_engine.api.disconnect import ClientGone, until_disconnect
+from baton_engine.api.bodies import ClientGone, send_json, until_disconnect
 from baton_engine.api.exchange import Exchange, exchange_of
 from baton_engine.api.fields import Fields
 from baton_engine.api.generate import check_model, is_patient, salt_of, told

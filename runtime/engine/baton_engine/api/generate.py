@@ -21,11 +21,10 @@ from baton_api.errors import InvalidRequest, ModelNotFound, RequestAborted
 from baton_api.hashing import client_salt
 from baton_api.otlp import Attributes
 from baton_engine.api import bodies
+from baton_engine.api.bodies import ClientGone, until_disconnect
 from baton_engine.api.choices import Choices
-from baton_engine.api.disconnect import ClientGone, until_disconnect
 from baton_engine.api.exchange import Exchange, exchange_of
 from baton_engine.api.fields import Fields
-from baton_engine.api.guided import guided, named
 from baton_engine.api.parameters import read_cache_salt
 from baton_engine.api.request_log import RequestLog
 from baton_engine.api.resuming import beginning, behind, read_resumption, resumable, resumed
@@ -33,7 +32,7 @@ from baton_engine.api.running import read_names
 from baton_engine.api.served import Served
 from baton_engine.api.streaming import FAILURE, KEEP_ALIVE
 from baton_engine.api.transcript import Piece
-from baton_engine.api.work import Work
+from baton_engine.api.work import Work, guided, named
 from baton_engine.requests import FinishReason, RemotePrefill
 
 KEEP_ALIVE_S = 15.0

@@ -1,16 +1,17 @@
 """
 Operational routes of a worker: health, load, metrics, identity, and ending requests.
 
-    GET  /health, /ping                    the process lives
-    GET  /ready                            200, or 503 with the reason why it wants no requests
-    GET  /health_generate                  200 after one token came through all that requests pass
+    GET  /health, /ping                    200 while the process lives
+    GET  /ready                            200, or 503 with the reason
+    GET  /health_generate                  200 after the engine generated one token
     GET  /load                             `baton_api.workers.Load`, for routers
     GET  /metrics                          Prometheus
     GET  /debug/requests                   the last requests with their timeline, without their text
     GET  /version, /model_info, /server_info
-    GET  /openapi.json                     all of this, for programs
+    GET  /openapi.json                     the description of all routes
+    GET  /kv/snapshot                      all blocks in the prefix cache, for a router that missed KV events
     POST /abort_request                    end requests by their ids
-    POST /flush_cache                      empty the prefix cache, but for what requests use
+    POST /flush_cache                      empty the prefix cache, except for blocks in use
 """
 
 from __future__ import annotations
@@ -19,94 +20,126 @@ import asyncio
 import contextlib
 import secrets
 import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from baton_api import openapi
+from baton_api import __version__, openapi
 from baton_api.errors import MISSING_REQUIRED_PARAMETER, InvalidRequest, NotReady
+from baton_api.kv_events import FRAME_ENTRIES, SnapshotFrame, frame
 from baton_api.sampling import SamplingParams
+from baton_api.workers import Role
 from baton_engine import requests
 from baton_engine.api import bodies
-from baton_engine.api import server_info as about
 from baton_engine.api.exchange import exchange_of
 from baton_engine.api.fields import Fields
 from baton_engine.api.generate import named_remote
 from baton_engine.api.running import Running, read_names
 from baton_engine.api.served import Served
+from baton_engine.kv.events import KvSnapshot
 from baton_engine.metrics.exposition import CONTENT_TYPE
 from baton_engine.requests import RemotePrefill
 
+Handler = Callable[[Served, Request], Awaitable[Response]]
+
+STEP_TIMEOUT_S = 30.0
+"""Of `GET /kv/snapshot`: seconds until the engine is between two steps."""
+
 
 def routes(served: Served) -> list[Route]:
-    """All of them, some under the names that other servers gave them too."""
-
-    async def health(request: Request) -> Response:
-        return Response()
-
-    async def ready(request: Request) -> Response:
-        reason = served.not_ready()
-        if reason is not None:
-            raise NotReady(f"Not ready: {reason}.")
-        return Response()
-
-    async def health_generate(request: Request) -> Response:
-        with served.drain.request():
-            name = exchange_of(request.scope).request_id
-            await generate_one(served, named_remote(request.scope, served, name))
-        return Response()
-
-    async def load(request: Request) -> Response:
-        now = served.load()
-        return as_json(msgspec.structs.replace(now, draining=now.draining or served.drain.draining))
-
-    async def metrics(request: Request) -> Response:
-        return Response(served.metrics.text(), headers={"content-type": CONTENT_TYPE})
-
-    async def latest_requests(request: Request) -> Response:
-        return as_json({"data": [exchange.body() for exchange in reversed(served.history)]})
-
-    async def version(request: Request) -> Response:
-        return as_json(about.version())
-
-    async def model_info(request: Request) -> Response:
-        return as_json(about.model_info(served))
-
-    async def server_info(request: Request) -> Response:
-        return as_json(about.server_info(served))
-
-    async def description(request: Request) -> Response:
-        return as_json(openapi.document(served.names, "worker", keyed=served.keys.required))
-
-    async def abort(request: Request) -> Response:
-        fields = bodies.parse(await bodies.read(request.scope, request.receive))
-        return as_json(abort_request(fields, served.running))
-
-    async def flush(request: Request) -> Response:
-        cached = served.engine.snapshot().cached_blocks
-        served.engine.clear_cache()
-        return as_json({"flushed_blocks": cached})
-
-    return [
-        Route("/health", health),
-        Route("/ping", health),
-        Route("/ready", ready),
-        Route("/health_generate", health_generate),
-        Route("/load", load),
-        Route("/metrics", metrics),
-        Route("/debug/requests", latest_requests),
-        Route("/version", version),
-        Route("/model_info", model_info),
-        Route("/get_model_info", model_info),
-        Route("/server_info", server_info),
-        Route("/get_server_info", server_info),
-        Route("/openapi.json", description),
-        Route("/abort_request", abort, methods=["POST"]),
-        Route("/flush_cache", flush, methods=["POST"]),
+    """All operational routes, some also under the names that other servers use."""
+    handlers: list[tuple[str, str, Handler]] = [
+        ("GET", "/health", _health),
+        ("GET", "/ping", _health),
+        ("GET", "/ready", _ready),
+        ("GET", "/health_generate", _health_generate),
+        ("GET", "/load", _load),
+        ("GET", "/metrics", _metrics),
+        ("GET", "/debug/requests", _latest_requests),
+        ("GET", "/version", _version),
+        ("GET", "/model_info", _model_info),
+        ("GET", "/get_model_info", _model_info),
+        ("GET", "/server_info", _server_info),
+        ("GET", "/get_server_info", _server_info),
+        ("GET", "/openapi.json", _description),
+        ("POST", "/abort_request", _abort),
+        ("POST", "/flush_cache", _flush),
+        ("GET", "/kv/snapshot", _kv_snapshot),
     ]
+    return [Route(path, partial(handler, served), methods=[method]) for method, path, handler in handlers]
+
+
+async def _health(served: Served, request: Request) -> Response:
+    return Response()
+
+
+async def _ready(served: Served, request: Request) -> Response:
+    reason = served.not_ready()
+    if reason is not None:
+        raise NotReady(f"Not ready: {reason}.")
+    return Response()
+
+
+async def _health_generate(served: Served, request: Request) -> Response:
+    with served.drain.request():
+        name = exchange_of(request.scope).request_id
+        await generate_one(served, named_remote(request.scope, served, name))
+    return Response()
+
+
+async def _load(served: Served, request: Request) -> Response:
+    now = served.load()
+    return as_json(msgspec.structs.replace(now, draining=now.draining or served.drain.draining))
+
+
+async def _metrics(served: Served, request: Request) -> Response:
+    return Response(served.metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+
+async def _latest_requests(served: Served, request: Request) -> Response:
+    return as_json({"data": [exchange.body() for exchange in reversed(served.history)]})
+
+
+async def _version(served: Served, request: Request) -> Response:
+    return as_json(version())
+
+
+async def _model_info(served: Served, request: Request) -> Response:
+    return as_json(model_info(served))
+
+
+async def _server_info(served: Served, request: Request) -> Response:
+    return as_json(server_info(served))
+
+
+async def _description(served: Served, request: Request) -> Response:
+    return as_json(openapi.document(served.names, "worker", keyed=served.keys.required))
+
+
+async def _abort(served: Served, request: Request) -> Response:
+    fields = bodies.parse(await bodies.read(request.scope, request.receive))
+    return as_json(abort_request(fields, served.running))
+
+
+async def _flush(served: Served, request: Request) -> Response:
+    cached = served.engine.snapshot().cached_blocks
+    served.engine.clear_cache()
+    return as_json({"flushed_blocks": cached})
+
+
+async def _kv_snapshot(served: Served, request: Request) -> Response:
+    try:
+        async with asyncio.timeout(STEP_TIMEOUT_S):
+            taken = await served.engine.kv_snapshot()
+    except TimeoutError as error:
+        raise NotReady(f"The engine has not ended its step within {STEP_TIMEOUT_S:g} s.") from error
+    load = served.load()
+    return StreamingResponse(frames(taken, load.epoch, load.block_size), media_type="application/msgpack")
 
 
 def as_json(body: Any) -> Response:
@@ -115,9 +148,9 @@ def as_json(body: Any) -> Response:
 
 def abort_request(fields: Fields, running: Running) -> dict[str, int]:
     """
-    How many requests ended: none is no error, since they may have ended on their own.
+    Return how many requests ended. 0 is no error, since requests may have ended on their own.
 
-    For the event loop, to which the running requests belong.
+    Call it on the event loop.
     """
     if fields.boolean("abort_all"):
         return {"aborted": running.abort_all()}
@@ -131,8 +164,8 @@ def abort_request(fields: Fields, running: Running) -> dict[str, int]:
     return {"aborted": sum(running.abort(name) for name in dict.fromkeys(names))}
 
 
-PATIENCE_S = 20.0
-"""Seconds that the token may take."""
+TOKEN_TIMEOUT_S = 20.0
+"""Of `GET /health_generate`."""
 
 
 async def generate_one(served: Served, remote: RemotePrefill | None = None) -> None:
@@ -145,7 +178,7 @@ async def generate_one(served: Served, remote: RemotePrefill | None = None) -> N
     request = _request(served, remote)
     try:
         async with (
-            asyncio.timeout(PATIENCE_S),
+            asyncio.timeout(TOKEN_TIMEOUT_S),
             contextlib.aclosing(served.engine.generate(request)) as outputs,
         ):
             async for output in outputs:
@@ -153,7 +186,7 @@ async def generate_one(served: Served, remote: RemotePrefill | None = None) -> N
                     raise output.error
                 relayed = relayed or output.relay is not None
     except TimeoutError as error:
-        raise NotReady(f"No token was generated within {PATIENCE_S:.0f} s.") from error
+        raise NotReady(f"No token was generated within {TOKEN_TIMEOUT_S:.0f} s.") from error
     if remote is not None and not relayed:
         raise NotReady("The prefill worker did not bring the prompt; it was computed by the decode worker.")
 
@@ -167,3 +200,76 @@ def _request(served: Served, remote: RemotePrefill | None) -> requests.Request:
     name = f"health-{uuid.uuid4().hex}"
     greedy = SamplingParams(temperature=0.0, max_tokens=1)
     return requests.Request(name, prompt, greedy, salt=name, remote=remote)
+
+
+async def frames(taken: KvSnapshot, epoch: str, block_size: int) -> AsyncIterator[bytes]:
+    def encoded(start: int) -> bytes:
+        stop = start + FRAME_ENTRIES
+        blocks = taken.part(start, stop)
+        return msgspec.msgpack.encode(SnapshotFrame(epoch, taken.seq, block_size, blocks, stop >= len(taken)))
+
+    for start in range(0, len(taken) or 1, FRAME_ENTRIES):
+        yield frame(await asyncio.to_thread(encoded, start))
+
+
+SECRETS = frozenset({"api_key", "api_key_file", "ticket_secret"})
+"""Settings that are not shown."""
+
+_SNAPSHOT_FIELDS = (
+    "running", "queued", "fetching", "held", "queued_tokens", "block_size", "total_blocks", "free_blocks",
+    "cached_blocks", "owned_blocks", "pinned_blocks", "quarantined_blocks", "generated_per_s",
+    "computed_per_s",
+)  # fmt: skip
+
+
+def model_card(served: Served, name: str) -> dict[str, Any]:
+    """One model of `/v1/models`."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "baton",
+        "root": served.name,
+        "parent": None,
+        "max_model_len": served.max_model_len,
+    }
+
+
+def version() -> dict[str, Any]:
+    return {"version": __version__, "server": "baton"}
+
+
+def model_info(served: Served) -> dict[str, Any]:
+    settings, vocabulary = served.settings, served.vocabulary
+    return {
+        "model_path": settings.model,
+        "served_model_name": served.name,
+        "served_model_names": served.names,
+        "tokenizer_path": settings.model,
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "weight_version": "default",
+        "max_model_len": served.max_model_len,
+        "vocab_size": vocabulary.size,
+        "eos_token_ids": vocabulary.eos_ids,
+        "has_chat_template": bool(settings.chat_template or served.tokenizer.chat_template),
+        "reasoning_parser": settings.reasoning_parser or None,
+        "tool_call_parser": settings.tool_call_parser or None,
+        "disaggregation_mode": "null" if settings.role is Role.BOTH else settings.role,
+    }
+
+
+def server_info(served: Served) -> dict[str, Any]:
+    """Settings, and the engine's current metrics. Includes the names that tools of other servers look for."""
+    settings = served.settings.model_dump(mode="json", exclude=set(SECRETS))
+    snapshot = served.engine.snapshot()
+    return {
+        **version(),
+        "status": served.not_ready() or "ready",
+        "started": served.created,
+        **model_info(served),
+        "max_total_num_tokens": snapshot.total_blocks * snapshot.block_size,
+        "settings": settings,
+        "figures": {name: getattr(snapshot, name) for name in _SNAPSHOT_FIELDS}
+        | {"totals": msgspec.to_builtins(snapshot.totals)},
+    }

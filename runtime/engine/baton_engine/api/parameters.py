@@ -19,7 +19,7 @@ from baton_api.sampling import SamplingParams
 from baton_engine.api.fields import Fields, integer, number, shown, wrong_type
 from baton_engine.api.streaming import Streaming
 from baton_engine.api.structured_output import read_constraint
-from baton_engine.model.generation import SamplingDefaults
+from baton_engine.model.checkpoint import SamplingDefaults
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them overflows."""

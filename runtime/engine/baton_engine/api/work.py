@@ -1,17 +1,21 @@
-"""A checked request, ready for the engine: prompts as tokens, parameters, and the shape of the answer."""
+"""A validated request, ready for the engine: prompts as tokens, parameters, grammar matchers, the form of the
+answer."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton_api.errors import BatonError, ContextTooLong
+from baton_api.errors import BatonError, ContextTooLong, InvalidRequest
 from baton_api.resuming import Resumption
+from baton_engine.api import structured_output
 from baton_engine.api.answer_shape import Shape
 from baton_engine.api.fields import Fields
 from baton_engine.api.parameters import Parameters
 from baton_engine.api.parsing.parts import PlainReader, Reader
 from baton_engine.api.streaming import DONE, error_event
+from baton_engine.grammar.grammars import Grammars
 from baton_engine.requests import GrammarMatcher
 
 
@@ -92,3 +96,23 @@ def read_max_tokens(fields: Fields, *names: str, low: int = 1) -> tuple[int | No
     """The first of `names` that is given, and its name; the others are checked all the same."""
     values = [(fields.integer(name, low, 2**31 - 1), name) for name in names]
     return next(((value, name) for value, name in values if value is not None), (None, names[0]))
+
+
+def named(work: Work, fields: Fields) -> Work:
+    """`work` with the field of the request noted that an error of its constraint names."""
+    param = structured_output.constrained_by(fields)
+    if param is None and fields.given("tools"):
+        param = "tools"
+    return dataclasses.replace(work, constrained_by=param)
+
+
+async def guided(work: Work, grammars: Grammars) -> Work:
+    """`work` with its constraint compiled. Raises InvalidRequest for one that cannot be kept to."""
+    sampling = work.parameters.sampling
+    if sampling.constraint is None and sampling.thinking is None:
+        return work
+    try:
+        matchers = await grammars.prepare(sampling.constraint, sampling.thinking)
+    except InvalidRequest as error:
+        raise InvalidRequest(str(error), param=work.constrained_by, code=error.code) from error
+    return dataclasses.replace(work, matchers=matchers)

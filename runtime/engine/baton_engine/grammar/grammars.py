@@ -25,11 +25,10 @@ from llguidance import LLMatcher, LLTokenizer
 from baton_api import limits
 from baton_api.errors import INVALID_VALUE, BatonError, InternalError, InvalidRequest, Overloaded
 from baton_api.sampling import Constraint, Thinking
-from baton_engine.grammar import trial
-from baton_engine.grammar.matcher import LLGuidanceMatcher
-from baton_engine.grammar.thinking import ThinkingMatcher
-from baton_engine.grammar.trial import Words
-from baton_engine.grammar.trials import QUEUE_S, Trials
+from baton_engine.grammar import validator_process
+from baton_engine.grammar.matchers import LLGuidanceMatcher, ThinkingMatcher
+from baton_engine.grammar.validator import QUEUE_S, Trials
+from baton_engine.grammar.validator_process import Words
 from baton_engine.model.tokenizer import Tokenizer
 from baton_engine.requests import GrammarMatcher
 
@@ -175,7 +174,7 @@ class Grammars:
         if verdict.reason:
             log.info("A constraint of kind %s was refused: %s", constraint.kind, _short(verdict.reason))
             raise InvalidRequest(_short(verdict.reason))
-        matcher = LLMatcher(tokenizer, verdict.grammar, log_level=0, limits=trial.LIMITS)
+        matcher = LLMatcher(tokenizer, verdict.grammar, log_level=0, limits=validator_process.LIMITS)
         if matcher.is_error():
             raise InvalidRequest(_short(matcher.get_error()))
         # The first mask takes a millisecond more than others; its traces are copied with the matcher.
@@ -188,7 +187,7 @@ class Grammars:
         with self._loading:
             if self._loaded is None:
                 began = time.monotonic()
-                self._loaded = trial.make_tokenizer(self._words())
+                self._loaded = validator_process.make_tokenizer(self._words())
                 log.info("The tokenizer for constraints took %.1f s.", time.monotonic() - began)
             return self._loaded
 

@@ -21,7 +21,9 @@ from baton_engine.model.native import native_decoder
 from baton_engine.model.rope import Rotary
 from baton_engine.model.spec import ModelSpec
 from baton_engine.model.weights import LayerWeights, Weights
-from baton_engine.ops import Linear, Ops, create_ops
+from baton_engine.ops import Linear, Ops
+from baton_engine.ops.cpu import CpuOps
+from baton_engine.ops.plain import PlainOps
 
 
 class Model(Protocol):
@@ -55,7 +57,7 @@ def create_model(
 ) -> Model:
     """The fastest model for `device` that is to be had here. Weights are in `dtype` already."""
     native = native_decoder(spec, weights, dtype, environment) if device.type == "cpu" else None
-    return native or Decoder(spec, weights, create_ops(spec, device, dtype), device)
+    return native or Decoder(spec, weights, _ops(spec, device, dtype), device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,3 +146,8 @@ def _laid_out(layer: LayerWeights, window: int | None, ops: Ops, device: torch.d
         down=ops.prepare(layer.down.to(device), there(layer.down_bias)),
         window=window,
     )
+
+
+def _ops(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Ops:
+    """The fastest operations for `device`."""
+    return CpuOps(spec, dtype) if device.type == "cpu" else PlainOps(spec)

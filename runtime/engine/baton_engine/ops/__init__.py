@@ -1,21 +1,18 @@
 """
-The operations of a decoder, behind one seam.
+The operations of a decoder, as an interface.
 
-The decoder is written once against `Ops`; how an operation is computed is decided here and nowhere
-else: plain torch (`plain`, the oracle, and what a CUDA device runs), or prepacked weights and native
-kernels on a CPU (`cpu`). Triton kernels and CUDA graphs will come in behind the same names.
+The decoder is written once against `Ops`. `plain` computes them with torch (the reference, and what a CUDA
+device runs); `cpu` uses prepacked weights.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from baton_engine.batch import Batch
 from baton_engine.kv.cache import KVCache
-from baton_engine.model.spec import ModelSpec
 
 
 class Linear(Protocol):
@@ -76,14 +73,3 @@ class Ops(Protocol):
         window - 1 tokens before it.
         """
         ...
-
-
-def create_ops(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Ops:
-    """The fastest operations for `device` that are to be had here."""
-    if device.type == "cpu":
-        from baton_engine.ops.cpu import CpuOps
-
-        return CpuOps(spec, dtype)
-    from baton_engine.ops.plain import PlainOps
-
-    return PlainOps(spec)

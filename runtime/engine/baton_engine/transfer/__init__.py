@@ -1,15 +1,13 @@
 """
-Moves KV blocks from a prefill worker's cache into a decode worker's.
+Moves KV blocks from a prefill worker's cache into a decode worker's: the interface.
 
-The decode worker pulls. The process whose memory is written owns the transfer handle, so its own
-state is the proof that writing has ended; a prefill worker that dies leaves nothing half written
-unnoticed. Which means is used is a setting; nothing outside knows their names.
+The decode worker pulls. The process whose memory is written owns the transfer handle, so its own state proves
+that writing has ended, and a prefill worker that dies leaves no unnoticed half-written block.
 
-What was learned by measuring NIXL over UCX shapes the contract: releasing a transfer does not cancel
-it (bytes went on landing for 0.2 s), there is no deadline inside, `check` may stay in progress for
-ever if the peer hangs, and a transfer over shared memory completes inside the call that posts it. So
-one thread owns the agent, the deadline is ours, and destination blocks of an unfinished read are
-quarantined until its state leaves "in progress".
+Measurements of NIXL over UCX shaped the interface. Releasing a transfer does not cancel it: bytes arrived for
+another 0.2 s. NIXL has no deadline, and a transfer may stay in progress forever if the peer hangs. A transfer
+over shared memory completes inside the call that posts it. Therefore one thread owns the agent, the caller
+has a deadline of its own, and destination blocks of an unfinished read are quarantined.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton_api.messages import PoolLayout
-from baton_engine.kv.cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,22 +99,3 @@ class Transfer(Protocol):
         ...
 
     async def close(self) -> None: ...
-
-
-async def create_transfer(kind: str, cache: KVCache, worker: str) -> Transfer:
-    """
-    The means named `kind`, with `cache` registered. Raises SetupError if it is not to be had here.
-
-    `loopback` works between workers of one process only; it never stands in for `nixl` silently.
-    """
-    match kind:
-        case "nixl":
-            from baton_engine.transfer.nixl import NixlTransfer
-
-            return await NixlTransfer.create(cache, worker)
-        case "loopback":
-            from baton_engine.transfer.loopback import LoopbackTransfer
-
-            return LoopbackTransfer(cache, worker)
-        case _:
-            raise ValueError(f"no transfer is called {kind!r}")

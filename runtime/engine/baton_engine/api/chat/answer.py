@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ from baton_api import __version__
 from baton_engine.api.answer_shape import Choice
 from baton_engine.api.logprobs import Name, chat_logprobs, prompt_logprobs
 from baton_engine.api.parsing.parts import Arguments, Call, Part, Thought, Words, merged
-from baton_engine.api.parsing.tools import output
 from baton_engine.api.parsing.tools.toolbox import Toolbox
 from baton_engine.api.streaming import Streaming, Usage
 from baton_engine.api.transcript import Piece, Transcript
@@ -32,7 +31,7 @@ class Told:
     """What the stream of one choice has said."""
 
     def __init__(self, toolbox: Toolbox | None) -> None:
-        self._calls = None if toolbox is None else output.CallDeltas(toolbox)
+        self._calls = None if toolbox is None else CallDeltas(toolbox)
         self.called = False
 
     def delta(self, part: Part) -> dict[str, Any]:
@@ -121,7 +120,7 @@ class ChatShape:
         return [*opening, {"content": self.echo}] if self.echo else opening
 
     def _choice(self, choice: Choice, whole: Piece) -> dict[str, Any]:
-        calls = {} if self.toolbox is None else output.message_calls(whole.parts, self.toolbox)
+        calls = {} if self.toolbox is None else message_calls(whole.parts, self.toolbox)
         said = self.echo + "".join(part.text for part in whole.parts if isinstance(part, Words))
         thought = "".join(part.text for part in whole.parts if isinstance(part, Thought))
         message: dict[str, Any] = {
@@ -156,7 +155,7 @@ class ChatShape:
     def _end(self, transcript: Transcript, called: bool) -> dict[str, Any]:
         reason: str | None = transcript.finish
         if called and self.toolbox is not None and transcript.finish is FinishReason.STOP:
-            reason = output.finish_reason(self.toolbox)
+            reason = finish_reason(self.toolbox)
         return {
             "finish_reason": reason,
             "matched_stop": transcript.matched,
@@ -167,3 +166,65 @@ class ChatShape:
 def _thought(text: str | None) -> dict[str, Any]:
     """By the names that clients of SGLang and of vLLM read."""
     return {"reasoning_content": text, "reasoning": text}
+
+
+def message_calls(parts: Iterable[Part], toolbox: Toolbox) -> dict[str, Any]:
+    """What the calls in `parts` add to a message: `tool_calls` or `function_call`, or nothing."""
+    calls: dict[int, tuple[Call, list[str]]] = {}
+    for part in parts:
+        if isinstance(part, Call):
+            calls[part.index] = part, []
+        elif isinstance(part, Arguments):
+            calls[part.index][1].append(part.text)
+    if not calls:
+        return {}
+    if toolbox.legacy:
+        call, texts = calls[0]
+        return {"function_call": {"name": call.name, "arguments": "".join(texts)}}
+    return {
+        "tool_calls": [
+            {"id": call.id} | _opened(call.name, "".join(texts), _is_custom(call, toolbox))
+            for call, texts in calls.values()
+        ]
+    }
+
+
+class CallDeltas:
+    """The deltas of one choice's calls: index always, id, type and name once, then pieces of arguments."""
+
+    def __init__(self, toolbox: Toolbox) -> None:
+        self._toolbox = toolbox
+        self._custom: set[int] = set()
+
+    def delta(self, part: Call | Arguments) -> dict[str, Any]:
+        """What `part` adds to a chunk's `delta`."""
+        if self._toolbox.legacy:
+            named = (
+                {"name": part.name, "arguments": ""} if isinstance(part, Call) else {"arguments": part.text}
+            )
+            return {"function_call": named}
+        if isinstance(part, Call):
+            custom = _is_custom(part, self._toolbox)
+            if custom:
+                self._custom.add(part.index)
+            entry = {"index": part.index, "id": part.id} | _opened(part.name, "", custom)
+        elif part.index in self._custom:
+            entry = {"index": part.index, "custom": {"input": part.text}}
+        else:
+            entry = {"index": part.index, "function": {"arguments": part.text}}
+        return {"tool_calls": [entry]}
+
+
+def finish_reason(toolbox: Toolbox) -> str:
+    """Of an answer with calls that the model ended itself."""
+    return "function_call" if toolbox.legacy else "tool_calls"
+
+
+def _opened(name: str, text: str, custom: bool) -> dict[str, Any]:
+    if custom:
+        return {"type": "custom", "custom": {"name": name, "input": text}}
+    return {"type": "function", "function": {"name": name, "arguments": text}}
+
+
+def _is_custom(call: Call, toolbox: Toolbox) -> bool:
+    return toolbox.callable[call.name].custom

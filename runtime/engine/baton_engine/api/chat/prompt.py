@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from baton_api.errors import EMPTY_ARRAY, InvalidRequest
 from baton_engine.api.chat.messages import Message, read_messages
 from baton_engine.api.chat.template.prompt import Conversation, read_template, read_variables
 from baton_engine.api.fields import Fields, wrong_type
-from baton_engine.api.parsing.tools.prompt import tell
+from baton_engine.api.parsing.tools.hermes import END, START
 from baton_engine.api.parsing.tools.request import read_tools
 from baton_engine.api.parsing.tools.toolbox import Toolbox
 from baton_engine.api.prompts import read_ids
@@ -118,3 +119,54 @@ def _documents(fields: Fields) -> list[dict[str, Any]] | None:
         if not isinstance(document, dict):
             raise wrong_type(f"documents[{position}]", "an object", document)
     return documents
+
+
+RESULT, RESULT_END = "<tool_response>", "</tool_response>"
+
+
+def tell(messages: Sequence[Mapping[str, Any]], toolbox: Toolbox | None) -> list[dict[str, Any]]:
+    """The same conversation in the roles and texts that every template knows; see `server.messages`."""
+    told: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "tool":
+            result = f"{RESULT}\n{_text(message.get('content'))}\n{RESULT_END}"
+            if told and told[-1].get("results"):
+                told[-1]["content"] += f"\n{result}"
+            else:
+                told.append({"role": "user", "content": result, "results": True})
+        elif message.get("tool_calls"):
+            said = _text(message.get("content"))
+            calls = [_call(call["function"]) for call in message["tool_calls"]]
+            kept = {key: value for key, value in message.items() if key != "tool_calls"}
+            told.append(kept | {"content": "\n".join([*([said] if said else []), *calls])})
+        elif message["role"] == "user" and told and told[-1].get("results"):
+            results = told.pop()["content"]  # many templates want roles to alternate
+            told.append(dict(message) | {"content": f"{results}\n{_text(message['content'])}"})
+        else:
+            told.append(dict(message))
+    for message in told:
+        message.pop("results", None)
+    if toolbox is None or not toolbox.callable:
+        return told
+    words = _words(toolbox)
+    if told and told[0]["role"] in ("system", "developer"):
+        return [told[0] | {"content": f"{_text(told[0]['content'])}\n\n{words}"}, *told[1:]]
+    return [{"role": "system", "content": words}, *told]
+
+
+def _words(toolbox: Toolbox) -> str:
+    example = _call({"name": "the name of the tool", "arguments": {"parameter": "value"}})
+    definitions = [tool.definition["function"] for tool in toolbox.callable.values()]
+    tools = [json.dumps(definition, ensure_ascii=False) for definition in definitions]
+    wish = "To answer, call" if toolbox.forced else "If it helps to answer, call"
+    many = "one of these tools, or several of them" if toolbox.parallel else "one of these tools"
+    return "\n".join([f"{wish} {many}:", *tools, "A call is written like this:", example])
+
+
+def _call(function: Mapping[str, Any]) -> str:
+    call = {"name": function["name"], "arguments": function["arguments"]}
+    return f"{START}\n{json.dumps(call, ensure_ascii=False)}\n{END}"
+
+
+def _text(content: str | Sequence[str] | None) -> str:
+    return content if isinstance(content, str) else "\n".join(content or ())

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 from functools import partial
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from baton_api import headers, response_store
+from baton_api import headers, limits, response_items, response_store
+from baton_api.errors import CONTEXT_LENGTH_EXCEEDED, EMPTY_ARRAY, InvalidRequest
 from baton_api.response_store import ResponseStore, StoreLimits, owner
+from baton_engine.api.chat import endpoint
+from baton_engine.api.fields import Fields
 from baton_engine.api.generate import Generate
-from baton_engine.api.responses.prepare import prepare
-from baton_engine.api.responses.store import Memory, OwnMemory, RoutersMemory
+from baton_engine.api.responses import request
+from baton_engine.api.responses.output import Events, MessageLogprobs, Output, ResponseShape
+from baton_engine.api.responses.request import Asked
+from baton_engine.api.responses.store import Memory, OwnMemory, RoutersMemory, forget
 from baton_engine.api.served import Served
+from baton_engine.api.work import Work, named
 
 _STATE = headers.STATE.encode()
 
@@ -74,3 +83,81 @@ class Create:
 
 def _json(body: bytes) -> Response:
     return Response(body, media_type="application/json")
+
+
+def prepare(fields: Fields, served: Served, memory: Memory) -> Work:
+    """Takes a while for long conversations: not for the event loop."""
+    given = _input(fields)
+    recalled = memory.recall(fields.text("previous_response_id"), given)
+    if not recalled.items:
+        raise InvalidRequest(
+            "Invalid 'input': empty array. Expected at least 1 item.", param="input", code=EMPTY_ARRAY
+        )
+    asked = request.read(fields, recalled.items, recalled.earlier)
+    with request.renamed(asked.conversation.sources):
+        work = _fitted(asked, served) if asked.truncate else _chat(asked, served, 0)
+    constrained_by = work.constrained_by and request.here(work.constrained_by, asked.conversation.sources)
+    sampling = served.defaults.sampling
+    drawn = {
+        "temperature": fields.number("temperature", sampling.temperature, *limits.TEMPERATURE.range),
+        "top_p": fields.number("top_p", sampling.top_p, *limits.TOP_P.range),
+    }
+    streams = work.parameters.streaming.wanted
+    events = Events(streams)
+    logprobs = (
+        MessageLogprobs(served.tokenizer, asked.options.get("top_logprobs", 0)) if asked.logprobs else None
+    )
+    shape = ResponseShape(
+        model=served.name,
+        echo=asked.echo | drawn,
+        events_of=events,
+        output=Output(events, asked.custom, logprobs),
+        logprobs=logprobs,
+        keep=recalled.keep if asked.echo["store"] else forget,
+    )
+    return dataclasses.replace(
+        work, shape=shape, failure=shape.failure, done=b"", constrained_by=constrained_by
+    )
+
+
+def _input(fields: Fields) -> list[Any]:
+    """The request's own items."""
+    if fields.get("previous_response_id") is None:
+        fields.require("input")
+    value = fields.get("input")
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return response_items.listed(value)
+    if not isinstance(value, list):
+        fields.wrong_type("input", "a string or an array of items", value)
+    return value
+
+
+def _chat(asked: Asked, served: Served, start: int) -> Work:
+    """As chat reads it, without the messages before `start` that are not the instructions."""
+    talk = asked.conversation
+    head = talk.messages[: talk.sources[:1] == ["instructions"]]
+    messages = [*head, *talk.messages[max(start, len(head)) :]]
+    fields = Fields(asked.options | {"messages": messages})
+    return named(endpoint.prepare(fields, served), fields)
+
+
+def _fitted(asked: Asked, served: Served) -> Work:
+    """With as much of the conversation's end as the context takes: it begins with a message of the user."""
+    roles = [message["role"] for message in asked.conversation.messages]
+    starts = [0, *(position for position, role in enumerate(roles) if role == "user" and position)]
+    works: dict[int, Work] = {}
+
+    def fits(start: int) -> bool:
+        try:
+            works[start] = _chat(asked, served, start)
+        except InvalidRequest as error:
+            if error.code != CONTEXT_LENGTH_EXCEEDED or start == starts[-1]:
+                raise
+            return False
+        return True
+
+    # All of it fits as a rule; else as much as does, found in a few tries.
+    found = 0 if fits(starts[0]) else bisect.bisect_left(starts, True, lo=1, key=fits)
+    return works[starts[min(found, len(starts) - 1)]]

@@ -1,11 +1,16 @@
 """
-The native library: compiled at first use for this very processor, kept in the user's cache.
+The native library of kernels: compiled on first use for this processor, and kept in the user's cache.
 
-Any C compiler will do: `$CC`, the system's, or the clang in the `ziglang` wheel (`pip install
-'baton[kernels]'`). The file's name is a digest of the sources, the compiler and the processor, so a
-change of any of them makes another file and processes that start together can only write the same one.
-Where there is no compiler, `Unavailable` says what to do; torch serves instead. A container's image brings
-libraries for kinds of processors along (`targets`).
+Any C compiler works: `$CC`, the system's, or the clang in the `ziglang` wheel (`pip install
+'baton[kernels]'`). The file's name is a digest of sources, compiler and processor, so a change of any of them
+creates another file, and processes that start together write the same one. Without a compiler, `Unavailable`
+says what to do, and torch serves instead.
+
+A container image contains libraries for kinds of processors, so that nothing is compiled in a pod:
+
+    python -m baton_engine.ops.native.library FOLDER    builds one library for each kind
+
+A worker loads the first one whose instructions its processor has, and whose self-test passes.
 """
 
 from __future__ import annotations
@@ -21,7 +26,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from baton_engine.machine import bundled_folder, cache_folder, owned
@@ -63,9 +69,7 @@ def load(environment: Mapping[str, str]) -> ctypes.CDLL:
     if sys.platform not in ("linux", "darwin"):
         raise Unavailable(f"they are not made for {sys.platform}")
     if (folder := bundled_folder(environment)) is not None:
-        from baton_engine.ops.native import targets
-
-        for path in targets.found(folder, instructions()):
+        for path in found(folder, instructions()):
             if _is_sound(path):
                 return ctypes.CDLL(str(path))
     compiler = find_compiler(environment)
@@ -191,3 +195,69 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> str:
     if done.returncode:
         raise Unavailable(f"`{shlex.join(command)}` failed: {done.stderr.strip()[-1000:]}")
     return done.stdout
+
+
+V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
+V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+BF16 = V4 | {"avx512_bf16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A kind of processor."""
+
+    name: str
+    flags: tuple[str, ...]
+    """What tells a compiler of it."""
+    instructions: frozenset[str]
+    """What Linux says of such a processor."""
+
+    @property
+    def file(self) -> str:
+        """Of its library: other sources have another name."""
+        return f"kernels-{self.name}-{_sources()}.so"
+
+
+TARGETS = (
+    Target(
+        "amx",
+        ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        BF16 | {"amx_tile", "amx_bf16"},
+    ),
+    Target("avx512-bf16", ("-march=x86-64-v4", "-mavx512bf16"), BF16),
+    Target("avx512", ("-march=x86-64-v4",), V4),
+    Target("avx2", ("-march=x86-64-v3",), V3),
+)
+"""The best first. Others are served by what is compiled for them, or by torch."""
+
+
+def found(folder: Path, instructions: frozenset[str]) -> Iterator[Path]:
+    """The libraries in `folder` that a processor with these instructions promises to run, the best first."""
+    for target in TARGETS:
+        path = folder / target.file
+        if target.instructions <= instructions and path.is_file():
+            yield path
+
+
+def build(folder: Path, targets: Sequence[Target] = TARGETS) -> None:
+    """Build one library for each kind. Raises Unavailable."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return
+    compiler = find_compiler(os.environ)
+    folder.mkdir(parents=True, exist_ok=True)
+    for target in targets:
+        # zig reads a hyphen as "without"
+        told = [f.replace("x86-64-", "x86_64_") if "ziglang" in compiler else f for f in target.flags]
+        flags = (*told, *(flag for flag in FLAGS if flag != NATIVE))
+        compile_to(folder / target.file, compiler, flags, os.environ)
+
+
+def _sources() -> str:
+    digest = hashlib.sha256()
+    for name in SOURCES:
+        digest.update((Path(__file__).parent / name).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    build(Path(sys.argv[1]))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from baton_engine.api.chat.answer import CallDeltas, finish_reason, message_calls
 from baton_engine.api.parsing.parts import Arguments, Call, Part, Words
-from baton_engine.api.parsing.tools.output import CallDeltas, finish_reason, message_calls
 from tests.engine.api.parsing.tools.answers import BOX
 
 PARTS: list[Part] = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton_engine.api.parsing.tools.prompt import tell
+from baton_engine.api.chat.prompt import tell
 from baton_engine.api.parsing.tools.toolbox import Toolbox
 from tests.engine.api.parsing.tools.answers import BOX, calls_of, read, words_of
 

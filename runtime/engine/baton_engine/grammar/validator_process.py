@@ -1,5 +1,6 @@
 """
-The process that tries constraints out: `python -m baton_engine.grammar.trial`, frames on stdin and stdout.
+The process that tries constraints out: `python -m baton_engine.grammar.validator_process`, frames on stdin
+and stdout.
 
 Compiling cannot be interrupted, and what a hostile constraint costs is not known beforehand: a JSON schema
 of 1,400 bytes takes llguidance 7 minutes. A process can be ended at any time, by the kernel too: each trial

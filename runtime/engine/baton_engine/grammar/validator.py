@@ -21,7 +21,7 @@ from collections.abc import Callable
 import msgspec
 
 from baton_api.errors import NotReady, Overloaded
-from baton_engine.grammar.trial import LENGTH_BYTES, Trial, Verdict, Words, write_frame
+from baton_engine.grammar.validator_process import LENGTH_BYTES, Trial, Verdict, Words, write_frame
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class Trials:
     def _start(self) -> subprocess.Popen[bytes]:
         if self._closed:
             raise NotReady("The worker is shutting down.")
-        command = [sys.executable, "-P", "-m", "baton_engine.grammar.trial"]
+        command = [sys.executable, "-P", "-m", "baton_engine.grammar.validator_process"]
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
