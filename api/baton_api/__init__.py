@@ -1,3 +1,3 @@
-"""What Baton's processes must agree on: errors, messages, hashes, names. It imports nothing of ours."""
+"""The contract between Baton's processes: errors, messages, hashes, names. It imports no other package."""
 
 __version__ = "0.1.0"

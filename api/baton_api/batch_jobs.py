@@ -1,8 +1,8 @@
 """
-What router, operator and runners agree on about batches that are run by Jobs of Kubernetes.
+Names that the router, the operator and runners share for batches that run as Kubernetes Jobs.
 
-A Job is called like its BatchJob, and its pods like their Job: Kubernetes signs a pod's name into the token
-that it gives the pod, and from the name follows for which BatchJob the pod works.
+A Job has the name of its BatchJob, and its pods have names that start with it. Kubernetes signs the pod's
+name into the pod's token, so the token identifies the BatchJob.
 """
 
 from __future__ import annotations
@@ -10,36 +10,37 @@ from __future__ import annotations
 import re
 
 LABEL = "baton.dev/batch-job"
-"""On a Job and its pods: the name of their BatchJob."""
+"""Label of a Job and its pods: the name of their BatchJob."""
 
 METADATA = "baton.dev/batch-job"
-"""In the metadata of a batch that was made by a BatchJob: the BatchJob's name and uid, as `name/uid`."""
+"""Metadata key of a batch that a BatchJob created: `name/uid` of the BatchJob."""
 
 ROLE = "batch"
-"""The role of runners, in labels."""
+"""Role label of runners."""
 
 NAME_LIMIT = 50
-"""Characters of a BatchJob's name: a pod's has up to 13 more."""
+"""Maximum characters of a BatchJob's name. The name of a pod has up to 13 more."""
 
 ROUTER = "baton-router"
-"""Who manages a BatchJob that a router has made, in labels: it is deleted some time after its end."""
+"""Value of the managed-by label of a BatchJob that a router created. It is deleted some time after its
+end."""
 
 _POD = re.compile(r"(?P<job>.+)-[0-9]+-[a-z0-9]{5}")
 
 
 def account(service: str) -> str:
-    """The ServiceAccount of all runners of a service, which has no rights."""
+    """Return the ServiceAccount of a service's runners, which has no permissions."""
     return f"{service}-batches"
 
 
 def audience(namespace: str, service: str) -> str:
-    """For whom tokens of a service's runners are: its routers, and no API server."""
+    """Return the audience of the tokens of a service's runners: its routers, not the API server."""
     return f"baton-batches:{namespace}:{service}"
 
 
 def name_of(batch: str) -> str:
     """
-    The BatchJob that routers make for a batch.
+    Return the name of the BatchJob that routers create for a batch.
 
     >>> name_of("batch_0a1b")
     'batch-0a1b'
@@ -49,10 +50,10 @@ def name_of(batch: str) -> str:
 
 def job_of(pod: str) -> str:
     """
-    The BatchJob for which a pod works; empty for a pod that is of no Indexed Job.
+    Return the BatchJob of a runner's pod, or "" for other pods.
 
     >>> job_of("batch-0a1b-0-x7k2p"), job_of("chat-router-7d9f")
     ('batch-0a1b', '')
     """
-    found = _POD.fullmatch(pod)
-    return found["job"] if found else ""
+    match = _POD.fullmatch(pod)
+    return match["job"] if match else ""

@@ -1,8 +1,7 @@
 """
-Files that are made from code and kept beside it: written anew, or held against what would be written.
+Files that are generated from code: written, or compared with what would be written.
 
-Nothing reads them back into the code that makes them, so whoever changes that code has to have them written
-(`make fix`), and a check finds who has not.
+`make fix` writes them, and `make check` finds files that are not current.
 """
 
 from __future__ import annotations
@@ -12,16 +11,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 
-def settle(texts: Mapping[Path, str], there: Iterable[Path], *, check: bool) -> int:
+def settle(texts: Mapping[Path, str], existing: Iterable[Path], *, check: bool) -> int:
     """
-    Write these files, and delete those of `there` that are none of them; with `check` only say which would
-    change. Gives the process's exit status: 1 if something would.
+    Write these files and delete those of `existing` that are not among them.
+
+    With `check`, only report which files would change. Returns the exit status: 1 if any would.
     """
     stale = [path for path, text in texts.items() if not path.is_file() or path.read_text() != text]
-    gone = sorted(set(there) - set(texts))
+    gone = sorted(set(existing) - set(texts))
     if check:
         for path in (*stale, *gone):
-            print(f"{path} is not what would be written: run `make fix`.", file=sys.stderr)
+            print(f"{path} is not current. Run `make fix`.", file=sys.stderr)
         return int(bool(stale or gone))
     for path in gone:
         path.unlink()

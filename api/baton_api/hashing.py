@@ -1,10 +1,10 @@
 """
-The name of a KV block, on which every worker and the router agree.
+Hashes of KV blocks, which every worker and the router compute alike.
 
-A block's hash covers its own tokens and, through its parent, all tokens before it, so equal hashes
-mean equal prefixes and a lookup needs no tree. The root is the hash of what else decides the
-content of the cache: the tenant's salt and the adapter. SHA-256 cut to 16 bytes: nobody can craft
-a prompt that collides with another tenant's.
+The hash of a block covers its tokens and, through its parent, all tokens before it. Equal hashes mean equal
+prefixes, so a lookup needs no tree. The root hash covers the tenant's salt and the adapter, which also
+determine the content of the cache. Hashes are SHA-256 truncated to 16 bytes, so no client can craft a prompt
+that collides with another tenant's.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ HASH_BYTES = 16
 
 
 def root_hash(salt: str = "", adapter: str = "") -> bytes:
-    """The parent of a request's first block."""
+    """Return the parent hash of a request's first block."""
     fields = b"".join(len(field.encode()).to_bytes(4) + field.encode() for field in (salt, adapter))
     return hashlib.sha256(b"baton-block-root" + fields).digest()[:HASH_BYTES]
 
 
 def client_salt(salt: str, cache_salt: str) -> str:
     """
-    The salt of a prompt whose request has a `cache_salt`, inside the cache of `salt`.
+    Return the salt of a request with a `cache_salt`, within the cache of `salt`.
 
-    An HMAC under the tenant's salt, which no client knows: so a client splits its own cache and cannot name
-    a part of another tenant's. Without tenants `salt` is empty, and whoever knows a `cache_salt` shares it.
+    It is an HMAC with the tenant's salt, which clients do not know. So clients partition only their own
+    cache. Without tenants `salt` is empty, and clients with the same `cache_salt` share a cache.
     """
     if not cache_salt:
         return salt

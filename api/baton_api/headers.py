@@ -1,52 +1,53 @@
-"""The HTTP headers that pass between client, router and workers, each named once (in lower case)."""
+"""HTTP headers between client, router and workers, in lower case."""
 
 REQUEST_ID = "x-request-id"
-"""On every answer. A client's own is kept if it is at most 128 visible ASCII characters."""
+"""On every response. The id of a client is used if it has at most 128 visible ASCII characters."""
 
 PREFILL = "x-baton-prefill"
-"""Router to decode worker: `host:port` of the control server of the prefill worker to ask."""
+"""Router to decode worker: `host:port` of the prefill worker's control server."""
 
 TICKET = "x-baton-ticket"
-"""Router to decode worker, carried on to the prefill worker: see `baton_api.tickets`."""
+"""Router to decode worker, which forwards it to the prefill worker. See `baton_api.tickets`."""
 
 SALT = "x-baton-salt"
-"""Router to decode worker, carried on to the prefill worker: whose KV blocks a prompt may share."""
+"""Router to decode worker, which forwards it to the prefill worker: the cache salt. Prompts share KV blocks
+only with prompts of the same salt."""
 
 OBJECTIVE = "x-slo-ttft-ms"
-"""Client to router: milliseconds within which the first token is wanted."""
+"""Client to router: deadline of the first token in milliseconds."""
 
 PREDICTED = "x-predicted-ttft-ms"
-"""Router to client, where that cannot be: milliseconds after which the first token was to be expected."""
+"""Router to client, when the deadline cannot be met: predicted time to first token in milliseconds."""
 
 CLASS = "x-baton-class"
-"""Client to router: how urgent a request is: critical, interactive, default or batch. Router to worker:
-batch, if it is that."""
+"""Client to router: priority class of the request: critical, interactive, default or batch. Router to
+worker: batch only."""
 
 PATIENT_CLASS = "batch"
-"""The class of requests whose answers nobody waits for."""
+"""The class of requests without an interactive client."""
 
 WORKER = "x-baton-worker"
-"""Router to client: the name of the worker that answered."""
+"""Router to client: name of the worker that served the request."""
 
 FOLLOW = "x-baton-follow"
-"""Router to worker: say beside the stream what another worker would need to go on with it."""
+"""Router to worker: send the resume state beside the stream. See `baton_api.resuming`."""
 
 PROMPT = "x-baton-prompt"
-"""Worker to router and client: see `baton_api.reports`."""
+"""Worker to router and client: report of the prompt. See `baton_api.reports`."""
 
 DECISION = "x-baton-decision"
-"""Router to client: where the prompt was to be computed, and what was expected of that."""
+"""Router to client: where the router planned to compute the prompt, and its prediction."""
 
 CACHED = "x-cached-tokens"
-"""Router to client: tokens of the prompt that were in a cache."""
+"""Router to client: cached tokens of the prompt."""
 
 TIMING = "server-timing"
-"""Router to client, as browsers show it: milliseconds in which the prompt waited, was computed, and in which
-its blocks were moved, if they were: mostly while it was computed."""
+"""Router to client, shown by browsers: milliseconds of queueing, of computing the prompt, and of
+transferring its blocks, which mostly overlaps with computing."""
 
 SHOULD_RETRY = "x-should-retry"
-"""Server to client: false where sending the request again cannot help; OpenAI's clients read it."""
+"""Server to client: false when a retry does not help. OpenAI's clients read it."""
 
 STATE = "x-baton-state"
-"""Router to worker, with `/v1/responses`: the router keeps responses. The number says how many items at the
-start of `input` it took from earlier ones."""
+"""Router to worker, on `/v1/responses`: the router stores responses. The value is the number of items at the
+start of `input` that come from previous responses."""

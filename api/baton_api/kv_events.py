@@ -1,13 +1,13 @@
 """
-What a worker tells of its prefix cache, as bytes: which blocks it keeps, which it has dropped.
+KV events: the changes of a worker's prefix cache, for routers.
 
-The form is vLLM's, so that routers made for vLLM read our workers: ZMQ messages of three frames, [topic,
-sequence number as 8 bytes, batch as msgpack]. Sequence numbers begin at 0 with each process; a number that
-is missing is asked for again at the replay socket, and if that has forgotten it, `GET /kv/snapshot` tells
-all blocks at once, with the number of the last batch that is in it.
+The format is vLLM's, so that routers made for vLLM can read it: ZMQ messages of three frames, [topic,
+sequence number as 8 bytes, batch as msgpack]. Sequence numbers start at 0 with each process. A missing
+number is requested again at the replay socket. When the replay has expired, `GET /kv/snapshot` returns all
+blocks and the number of the last batch in it.
 
-Here blocks are named by 64 bits, the last 8 bytes of the 16 that `baton_api.hashing` gives them: that is
-what vLLM's events hold, and enough to choose a worker by. Nobody's memory is read by these names.
+Blocks are named by 64 bits: the last 8 of the 16 bytes of `baton_api.hashing`, as in vLLM's events. That is
+enough to select a worker. These names give no access to memory.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ import msgspec
 
 SEQUENCE_BYTES = 8
 REPLAY_END = (-1).to_bytes(SEQUENCE_BYTES, signed=True)
-"""In place of a sequence number: the replay is over."""
+"""In place of a sequence number: the end of the replay."""
 
 IN_USE = "GPU"
-"""vLLM's word for the memory that the model computes in, whatever it is; the others are further away."""
+"""vLLM's name for the memory in which the model computes, of any kind."""
 
 FRAME_ENTRIES = 16_384
-"""Blocks in one frame of a snapshot: reading one takes a few milliseconds."""
+"""Blocks per frame of a snapshot. Parsing a frame takes a few milliseconds."""
 
 _LENGTH_BYTES = 4
 _FRAME_LIMIT = 1024**2
 
 
 class BlockStored(msgspec.Struct, tag=True):
-    """Blocks that are known from now on, each the child of the one before it."""
+    """Blocks that were cached, each the child of the previous one."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
-    """Of the first of them; None at the beginning of a prompt. Under a tenant's salt a prompt begins with a
-    parent that nobody else has."""
+    """Parent of the first block. None at the start of a prompt without a salt; a tenant's salt gives a
+    parent of its own."""
     token_ids: list[int]
-    """Of all of them; empty if the worker keeps prompts to itself."""
+    """Tokens of all blocks. Empty: the worker does not publish prompts."""
     block_size: int
     lora_id: int | None = None
     medium: str | None = None
@@ -46,45 +46,45 @@ class BlockStored(msgspec.Struct, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, tag=True):
-    """Blocks that are not known any more."""
+    """Blocks that were evicted."""
 
     block_hashes: list[int]
     medium: str | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True):
-    """Nothing is known any more."""
+    """All blocks were evicted."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True):
-    """What one step has changed. An empty one says that the worker lives and nothing was missed."""
+    """Changes of one engine step. An empty batch is a heartbeat."""
 
     ts: float
-    """Seconds since 1970, by the worker's clock."""
+    """Unix time in seconds, of the worker's clock."""
     events: list[Event]
     data_parallel_rank: int | None = None
 
 
 class SnapshotFrame(msgspec.Struct, frozen=True):
-    """A part of a snapshot; its frames differ in `blocks` and `last`."""
+    """A part of a snapshot. Frames differ in `blocks` and `last`."""
 
     epoch: str
-    """The process's: see `baton_api.workers.Load`."""
+    """Epoch of the process. See `baton_api.workers.Load`."""
     seq: int
-    """Of the last batch whose changes are in; -1 if there was none."""
+    """Sequence number of the last included batch. -1: none."""
     block_size: int
     blocks: list[tuple[int, int | None]]
-    """(hash, parent's hash) of each."""
+    """Hash and parent hash of each block."""
     last: bool
-    """Whether that is all."""
+    """Whether this is the last frame."""
 
 
 def block_number(name: bytes) -> int:
     """
-    A block's name in events.
+    Return the name of a block in events.
 
     >>> block_number(bytes(15) + b"*")
     42
@@ -93,23 +93,23 @@ def block_number(name: bytes) -> int:
 
 
 def frame(message: bytes) -> bytes:
-    """One part of a snapshot's body: its length as 4 bytes, then itself as msgpack."""
+    """Frame a part of a snapshot: its length as 4 bytes, then the message."""
     return len(message).to_bytes(_LENGTH_BYTES) + message
 
 
 class Frames:
-    """Bytes of a snapshot's body going in, whole messages coming out."""
+    """Splits the body of a snapshot into messages."""
 
     def __init__(self) -> None:
         self._left = bytearray()
 
     def push(self, piece: bytes) -> Iterator[bytes]:
-        """Raises ValueError for what is no snapshot."""
+        """Add bytes and yield complete messages. Raises ValueError if a frame is too long."""
         self._left += piece
         while len(self._left) >= _LENGTH_BYTES:
             end = _LENGTH_BYTES + int.from_bytes(self._left[:_LENGTH_BYTES])
             if end > _FRAME_LIMIT:
-                raise ValueError(f"a frame of {end} bytes")
+                raise ValueError(f"the frame has {end} bytes, more than {_FRAME_LIMIT}")
             if len(self._left) < end:
                 return
             yield bytes(self._left[_LENGTH_BYTES:end])

@@ -9,8 +9,8 @@ ROLE = "baton.dev/role"
 """prefill, decode, both or router."""
 
 REVISION = "baton.dev/revision"
-"""The generation of workers: only workers of one generation can be a pair."""
+"""Revision of the workers. Only workers of the same revision form a pair."""
 
 MANAGED_BY = "app.kubernetes.io/managed-by"
 OPERATOR = "baton"
-"""The value of MANAGED_BY on everything that the operator has made."""
+"""Value of MANAGED_BY on every object that the operator created."""

@@ -1,9 +1,8 @@
 """
-What a request may bring: each size, count and range that is checked, in one table.
+Limits of requests: every checked size, count and range, in one table.
 
-Workers, the router, the OpenAPI description and the page of limits all read it, so that a bound stands
-once. Both ends of a row are accepted; what is beyond them is refused with the row's code, and a test
-tries every row on both sides.
+Workers, the router, the OpenAPI description and the reference of limits read it. Both ends of a range are
+valid. Values outside are rejected with the row's code. A test tries every row on both sides.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from baton_api.errors import (
 
 
 class Kind(enum.StrEnum):
-    """What of a value is bounded, which decides the code of the error."""
+    """The measure of a value that is limited. It determines the error code."""
 
     BYTES = "bytes"
     LEVELS = "levels"
@@ -58,21 +57,21 @@ _BELOW = {
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One row: from `least` to `most`, both included."""
+    """One row: `least` to `most`, both inclusive."""
 
     field: str
-    """What is bounded, as the `param` of an error names it."""
+    """The field, as in `param` of the error."""
     kind: Kind
     most: int
     least: int = 0
     paths: str = "chat, completions"
-    """Where it is checked."""
+    """Endpoints that check it."""
     note: str = ""
     status: int = 400
     open_below: bool = False
-    """Whether `least` itself is refused."""
+    """Whether `least` itself is invalid."""
     other_code: str | None = ""
-    """The code beyond `most`, where it is not the one of the kind."""
+    """Code for values above `most`, if it differs from the code of the kind."""
 
     @property
     def range(self) -> tuple[int, int]:
@@ -80,19 +79,19 @@ class Limit:
 
     @property
     def code(self) -> str | None:
-        """Of the error for more than `most`."""
+        """Error code for values above `most`."""
         return _ABOVE[self.kind] if self.other_code == "" else self.other_code
 
     @property
     def code_below(self) -> str | None:
-        """Of the error for less than `least`; None where nothing can be less."""
+        """Error code for values below `least`. None: no value can be below."""
         return _BELOW.get(self.kind) if self.least or self.kind in _NUMBERS else None
 
 
 _NUMBERS = (Kind.INTEGER, Kind.DECIMAL)
 
 TOKENS = 2**31 - 1
-"""More tokens than any context has."""
+"""More tokens than any context length."""
 
 # --- The request as a whole ---
 
@@ -103,7 +102,7 @@ REQUEST_ID = Limit("rid, request_id", Kind.CHARACTERS, 128, paths="chat, complet
                    note="a longer `X-Request-Id` header is replaced by a new id")  # fmt: skip
 ABORTS = Limit("rid", Kind.ITEMS, 1024, paths="abort_request")
 
-# --- What is asked about ---
+# --- Input ---
 
 MESSAGES = Limit("messages", Kind.ITEMS, 2048, 1, paths="chat")
 PARTS = Limit("messages[].content", Kind.ITEMS, 2048, 1, paths="chat")
@@ -115,7 +114,7 @@ ALL_CHOICES = Limit("prompt, n", Kind.ITEMS, 4096, paths="completions, generate"
 INPUTS = Limit("input", Kind.ITEMS, 2048, 1, paths="embeddings")
 TOKEN_LISTS = Limit("tokens", Kind.ITEMS, 1024, paths="detokenize", note="where it is a list of lists")
 
-# --- How tokens are drawn ---
+# --- Sampling ---
 
 TEMPERATURE = Limit("temperature", Kind.DECIMAL, 2)
 TOP_P = Limit("top_p", Kind.DECIMAL, 1, note="0 is greedy")
@@ -129,7 +128,7 @@ SEED = Limit("seed", Kind.INTEGER, 2**63 - 1, -(2**63))
 LOGIT_BIAS = Limit("logit_bias", Kind.PAIRS, 300)
 BIAS = Limit("logit_bias.*", Kind.DECIMAL, 100, -100)
 
-# --- How many, and how long ---
+# --- Number and length of outputs ---
 
 N = Limit("n", Kind.INTEGER, 128, 1)
 BEST_OF = Limit("best_of", Kind.INTEGER, 20, paths="completions", note="not below n")
@@ -148,7 +147,7 @@ ALLOWED_IDS = Limit("allowed_token_ids", Kind.ITEMS, 16384, 1)
 BAD_WORDS = Limit("bad_words", Kind.ITEMS, 256)
 BAD_WORD = Limit("bad_words[]", Kind.CHARACTERS, 256, 1)
 
-# --- What form the answer has ---
+# --- Format of the output ---
 
 CONSTRAINT = Limit("response_format, regex, ebnf, json_schema, structural_tag, structured_outputs, guided_*",
                    Kind.BYTES, 256 * 1024, other_code=INVALID_VALUE,
@@ -157,7 +156,7 @@ SCHEMA_NAME = Limit("response_format.json_schema.name", Kind.CHARACTERS, 64, 1)
 CHOICES = Limit("structured_outputs.choice, guided_choice", Kind.ITEMS, 4096, 1)
 WHITE_SPACE = Limit("structured_outputs.whitespace_pattern, guided_whitespace_pattern", Kind.CHARACTERS, 256)
 
-# --- What is shown ---
+# --- Logprobs ---
 
 TOP_LOGPROBS = Limit("top_logprobs", Kind.INTEGER, 20, paths="chat")
 LOGPROBS = Limit("logprobs", Kind.INTEGER, 20, paths="completions")
@@ -195,12 +194,12 @@ TOOL_SCHEMA = Limit("tools[].function.parameters, functions[].parameters", Kind.
 
 
 def table() -> dict[str, Limit]:
-    """All rows by name, in the order in which they stand here."""
+    """Return all rows by name, in the order of this module."""
     return {name: value for name, value in globals().items() if isinstance(value, Limit)}
 
 
 def rows() -> Iterator[tuple[str, str, str, str, str]]:
-    """For people: what, where, from, to, and what is answered beyond."""
+    """Yield the columns of the reference: field, endpoints, minimum, maximum, error."""
     for limit in table().values():
         least = "" if not limit.least and limit.kind not in _NUMBERS else _shown(limit.least)
         beyond = " ".join(filter(None, (str(limit.status), limit.code and f"`{limit.code}`")))

@@ -1,9 +1,9 @@
 """
-A file that may change under a running process: looked at when somebody needs it, at most once a second.
+A file that may change while the process runs. It is checked on use, at most once per second.
 
-No thread and no notification, which mounted volumes do not give reliably: whoever is about to use what
-was read asks first whether it is still so. What to do with a file that has become unreadable is the asker's
-to say; it is told of each change once.
+There is no thread and no file notification, because notifications are unreliable on mounted volumes. Each
+user checks for a change before it uses the content, is notified of each change once, and handles an
+unreadable file itself.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 LOOK_S = 1.0
-"""Seconds between two looks, if somebody asks that often."""
+"""Minimum seconds between two checks."""
 
 
 class WatchedFile:
-    """One path."""
+    """A file that is checked for changes."""
 
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = Path(path).expanduser()
@@ -27,7 +27,7 @@ class WatchedFile:
         self._stamp = self._stamp_now()
 
     def changed(self) -> bool:
-        """Whether it is another file than at the last look."""
+        """Return whether the file differs from the last check."""
         now = self._clock()
         if now - self._looked < LOOK_S:
             return False
@@ -39,9 +39,9 @@ class WatchedFile:
         return True
 
     def _stamp_now(self) -> tuple[int, ...]:
-        """What differs between two versions of it; a mounted secret changes by its link."""
+        """Return the version of the file. A mounted Secret changes through its symbolic link."""
         try:
-            seen = os.stat(self.path)
+            status = os.stat(self.path)
         except OSError:
             return ()
-        return seen.st_mtime_ns, seen.st_size, seen.st_ino
+        return status.st_mtime_ns, status.st_size, status.st_ino

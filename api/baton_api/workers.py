@@ -1,4 +1,4 @@
-"""What a worker is to those who choose among workers: a role, an address, and the load it reports."""
+"""The role and the reported load of a worker, from which the router selects workers."""
 
 from __future__ import annotations
 
@@ -8,51 +8,52 @@ import msgspec
 
 
 class Role(enum.StrEnum):
-    """What a worker does with a prompt."""
+    """The work that a worker does."""
 
     BOTH = "both"
-    """Computes prompts and generates: a whole server by itself."""
+    """Computes prompts and generates, without other workers."""
     PREFILL = "prefill"
-    """Computes prompts for decode workers and keeps the blocks until they were pulled."""
+    """Computes prompts for decode workers and keeps their blocks until they are read."""
     DECODE = "decode"
-    """Generates; has prompts computed by a prefill worker, or computes them where that is better."""
+    """Generates. Prompts come from a prefill worker, or are computed here when that is cheaper."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """
-    What `GET /load` answers, and what a prefill worker's heartbeat carries.
+    The body of `GET /load`, also in the heartbeat of a prefill worker.
 
-    Counts are of this moment; rates are moving averages over about ten seconds.
+    Counts are current. Rates are moving averages over about ten seconds.
     """
 
     role: Role
     model: str
-    """The name that stands in answers."""
+    """The model name in responses."""
     names: tuple[str, ...] = ()
-    """Every name that requests may use, if there is more than `model`."""
+    """All names that requests may use, if there are others than `model`."""
     max_model_len: int = 0
-    """Most tokens of prompt and answer together; 0 if it does not say."""
+    """Maximum tokens of prompt and output together. 0: unknown."""
     running: int = 0
     """Requests in the batch."""
     queued: int = 0
     """Requests admitted by the API but not yet in the batch."""
     queued_tokens: int = 0
-    """Prompt tokens that have still to be computed, of all requests."""
+    """Prompt tokens left to compute, over all requests."""
     step_s: float = 0.0
-    """Seconds of a step in which requests generate, on average."""
+    """Mean seconds of a decode step."""
     free_blocks: int = 0
-    """KV blocks that a new request could have: free ones and cached ones that nobody uses."""
+    """KV blocks available to a new request: free ones, and cached ones that are not in use."""
     total_blocks: int = 0
     block_size: int = 16
     draining: bool = False
-    """No new work, please; what runs is being finished."""
+    """The worker finishes running requests and accepts no new ones."""
     control: str = ""
-    """`host:port` of the prefill control server; empty for a worker that has none."""
+    """`host:port` of the control server of a prefill worker, else empty."""
     epoch: str = ""
-    """New at every start of the process: what was known of an earlier epoch is void."""
+    """Random, new at every start of the process. State of an earlier epoch is invalid."""
     compatibility: str = ""
-    """The digest of `baton_api.messages.Hello`: only workers with equal ones can be a pair."""
+    """The digest of `baton_api.messages.Hello`. Only workers with equal digests form a pair."""
     kv_events: str = ""
-    """Where `baton_api.kv_events` are published, such as tcp://127.0.0.1:5557; empty if nowhere."""
+    """Endpoint of the KV events, such as tcp://127.0.0.1:5557. Empty: no events. See
+    `baton_api.kv_events`."""
     kv_replay: str = ""
-    """Where they can be asked for again."""
+    """Endpoint for replays of KV events."""

@@ -1,4 +1,4 @@
-"""A ticket opens one room at one prefill worker for a minute, and nothing else."""
+"""A ticket opens one session at one prefill worker for a minute, and nothing else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def refusal(ticket: str, **changes: object) -> str | None:
     asked: dict[str, object] = {
         "secret": SECRET,
         "ticket": ticket,
-        "room": ROOM,
+        "session": ROOM,
         "prefill": PREFILL,
         "now": NOW,
         **changes,
@@ -45,7 +45,7 @@ def test_a_ticket_lives_for_its_time_and_the_skew_of_the_clocks() -> None:
 
 REFUSED: dict[str, tuple[str, dict[str, object], str]] = {
     "no ticket": ("", {}, "was not signed for 10.0.0.7:7000"),
-    "another room": (GOOD, {"room": "other"}, "not for room other"),
+    "another session": (GOOD, {"session": "other"}, "not for session other"),
     "another prefill worker": (GOOD, {"prefill": "10.0.0.8:7000"}, "was not signed for 10.0.0.8:7000"),
     "another secret": (GOOD, {"secret": b"other"}, "was not signed"),
     "a later expiry": (GOOD.replace("v1.17", "v1.27"), {}, "was not signed"),

@@ -18,7 +18,7 @@ def test_check_names_stale_page(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert reference.main(["--check"], tmp_path / "new") == 0
     (tmp_path / "new" / "settings.md").write_text("old")
     assert reference.main(["--check"], tmp_path / "new") == 1
-    assert "settings.md is not what would be written: run `make fix`." in capsys.readouterr().err
+    assert "settings.md is not current. Run `make fix`." in capsys.readouterr().err
 
 
 def test_setting_has_flag_default_and_variable() -> None:

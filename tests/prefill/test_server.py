@@ -488,7 +488,7 @@ async def test_a_ticket_admits_its_own_request_here_and_nothing_else() -> None:
             peer.send(Done(session="r", epoch=1))
             peer.send(prefill("s", ticket=good))
             failed = await hear(peer, Failed)
-            assert failed.reason == "the ticket is not for room s"
+            assert failed.reason == "the ticket is not for session s"
 
 
 @pytest.mark.parametrize("case", ["none", "of another prefill worker", "expired", "of another secret", "odd"])
