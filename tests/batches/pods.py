@@ -12,7 +12,7 @@ from typing import Any
 
 from baton_cli.batch_service import BatchService
 from baton_operator.kinds.inference_service import InferenceServiceSpec
-from baton_operator.manifests import batch_job as manifests
+from baton_operator.manifests import batches as manifests
 from tests.batches import chaos
 from tests.batches.batch_cluster import NAMESPACE, SERVICE, BatchCluster
 from tests.batches.chaos import Program, Router

@@ -14,7 +14,7 @@ import pytest
 
 from baton_api import batch_jobs
 from baton_batches.runner_process import ExitStatus
-from baton_operator.manifests import batch_job as manifests
+from baton_operator.manifests import batches as manifests
 from tests.batches import chaos
 from tests.batches.batch_cluster import NAMESPACE, SERVICE
 from tests.batches.pods import LINES, Story, story_of
@@ -71,7 +71,7 @@ def test_one_that_is_told_to_end_records_what_is_done(story: Story) -> None:
     first = story.pod(job, f"{name}-0-aaaaa")
     story.some_done(id, 20)
     first.terminate()
-    assert story.ended(first) == manifests.TOLD_TO
+    assert story.ended(first) == manifests.TERMINATED
     assert story.ended(story.pod(job, f"{name}-0-bbbbb")) == ExitStatus.THROUGH
     story.check(id)
 
@@ -139,7 +139,7 @@ def test_what_cannot_be_run_ends_with_the_status_that_fails_its_job(
         "metadata": {"name": "gone", "namespace": NAMESPACE, "uid": "uid-3"},
         "spec": {"serviceName": SERVICE, **spec},
     }
-    assert story.ended(story.pod(job, pod)) == manifests.REFUSED == ExitStatus.REFUSED
+    assert story.ended(story.pod(job, pod)) == manifests.PERMANENT_FAILURE == ExitStatus.REFUSED
     assert said in (story.folder / f"{pod}.log").read_text()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from baton_api import batch_jobs, labels
 from baton_operator.kinds.inference_service import InferenceServiceSpec
-from baton_operator.manifests import batch_job as manifests
+from baton_operator.manifests import batches as manifests
 from baton_operator.manifests.objects import Manifest
 from baton_operator.manifests.pods import USER
 from baton_operator.reconcilers.batch_job import JOB_GRACE_S, needs_attention

@@ -9,7 +9,7 @@ import pytest
 
 from baton_api import labels as label_names
 from baton_operator.kinds.inference_service import InferenceServiceSpec
-from baton_operator.manifests import ports, routers
+from baton_operator.manifests import routers, workers
 from baton_operator.manifests.mutual_tls import Shown
 from baton_operator.manifests.objects import Manifest, Owner
 from baton_operator.manifests.revision import Blueprint, Revision
@@ -181,7 +181,7 @@ def test_workers_in_the_nodes_network_share_no_port(tls: bool) -> None:
     assert len(there) == 4
     taken = [port for one in there.values() for port in one.values()]
     assert len(taken) == len(set(taken))
-    assert all(ports.FIRST <= port <= ports.LAST for port in taken)
+    assert all(workers.FIRST_PORT <= port <= workers.LAST_PORT for port in taken)
 
 
 def test_worker_in_the_nodes_network_is_told_its_ports() -> None:
@@ -217,10 +217,10 @@ def test_ports_of_a_revisions_roles_differ_in_every_service() -> None:
     generation = Revision(blueprint=blueprint, image="worker:1", created=0.0, revision="6f1c2ab9")
     for number in range(5000):
         owner = Owner(f"service-{number}", "models", "uid")
-        both = [ports.ports(owner, generation, role) for role in blueprint.roles]
+        both = [workers.ports(owner, generation, role) for role in blueprint.roles]
         taken = [port for one in both for port in astuple(one)]
-        assert len(set(taken)) == 2 * ports.OF_ONE_ROLE
-        assert min(taken) >= ports.FIRST and max(taken) <= ports.LAST
+        assert len(set(taken)) == 2 * workers.PORTS_OF_ROLE
+        assert min(taken) >= workers.FIRST_PORT and max(taken) <= workers.LAST_PORT
 
 
 SEPARATE: Manifest = {**MINIMAL, "prefill": {}}

@@ -1,18 +1,27 @@
 """
-Batches in a service's objects: where its routers keep them, and who may speak to routers for them.
+Batches of a service: storage and permissions of its routers, and the Job that runs a BatchJob.
 
-Runners have an account without any right. What Kubernetes signs for them is a token that is meant for the
-routers of their service, so that neither the operator nor a router ever has a Secret to make or to read.
+The Job has one index and one pod at a time. A batch is not cut into shards: one runner keeps as many lines in
+flight as the service admits. The ledger, not the Job, records where the next pod continues.
+
+Runners use a ServiceAccount without permissions. Kubernetes signs a token for them whose audience is the
+routers of their service, so neither the operator nor a router creates or reads a Secret for it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+
 from baton_api import batch_jobs
 from baton_operator import names
-from baton_operator.crd import GROUP
+from baton_operator.crd import GROUP, VERSION
+from baton_operator.kinds.batch_job import BatchJobSpec
+from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.router_spec import BatchSettings
 from baton_operator.manifests.network import DNS
-from baton_operator.manifests.objects import Manifest, Owner, made
+from baton_operator.manifests.objects import Manifest, Owner, given, made, merged
+from baton_operator.manifests.pods import container_security, pod_security, scratch
 
 FILES_FOLDER = "/var/lib/baton-files"
 FILES = "files"
@@ -21,15 +30,16 @@ RULES: list[Manifest] = [
     {"apiGroups": [GROUP], "resources": ["batchjobs"], "verbs": ["create"]},
     {"apiGroups": [GROUP], "resources": ["batchjobs/status"], "verbs": ["patch"]},
 ]
-"""What a router may do besides, if Jobs run its batches."""
+"""Additional permissions of routers whose batches run in Jobs."""
 
 
 def by_jobs(batches: BatchSettings) -> bool:
+    """Whether Jobs run the batches."""
     return batches.execution == "Jobs"
 
 
 def flags(owner: Owner, batches: BatchSettings) -> list[str]:
-    """Of the routers."""
+    """Return the routers' flags for batches."""
     given = []
     if by_jobs(batches):
         given += ["--batch-execution=external", f"--batch-jobs={owner.name}", f"--batch-jobs-uid={owner.uid}"]
@@ -41,7 +51,7 @@ def flags(owner: Owner, batches: BatchSettings) -> list[str]:
 
 
 def environment(batches: BatchSettings) -> list[Manifest]:
-    """Of the routers: what kubelets read of Secrets for them."""
+    """Return the routers' variables, which kubelets read from Secrets."""
     secret = batches.database_secret_ref
     if secret is None:
         return []
@@ -52,7 +62,7 @@ def environment(batches: BatchSettings) -> list[Manifest]:
 
 
 def environment_sources(batches: BatchSettings) -> list[Manifest]:
-    """Secrets of which the routers' environment has all."""
+    """Return the Secrets whose keys all become variables of the routers."""
     secret = batches.files.credentials_secret_ref if batches.files else None
     return [{"secretRef": {"name": secret.name}}] if secret else []
 
@@ -67,7 +77,7 @@ def mounts(batches: BatchSettings) -> list[Manifest]:
 
 
 def of_runners(owner: Owner, policy: bool) -> list[Manifest]:
-    """What a service has for its runners: their account, and with `policy` who they may speak to."""
+    """Return the runners' ServiceAccount and, with `policy`, their NetworkPolicy."""
     name = batch_jobs.account(owner.name)
     account = made(owner, "v1", "ServiceAccount", name, {"automountServiceAccountToken": False})
     routers = [{"podSelector": {"matchLabels": names.selecting(owner.name, names.ROUTER)}}]
@@ -84,3 +94,151 @@ def of_runners(owner: Owner, policy: bool) -> list[Manifest]:
 def _from_secret(name: str, secret: str, key: str, optional: bool = False) -> Manifest:
     reference = {"name": secret, "key": key, **({"optional": True} if optional else {})}
     return {"name": name, "valueFrom": {"secretKeyRef": reference}}
+
+
+TOKEN_FOLDER, TOKEN_FILE = "/var/run/secrets/baton", "token"
+TOKEN_S = 3600
+"""Lifetime of a pod's token in seconds. Kubelets replace it before it expires."""
+
+PERMANENT_FAILURE, TERMINATED = 43, 76
+"""Exit statuses of a runner: a retry would fail again, and a signal ended it."""
+
+END_S = 30
+"""Seconds after SIGTERM to record finished lines."""
+
+DAY_S = 86_400
+"""Default completion window in seconds."""
+
+LATE_S = 600
+"""Seconds after the completion window until Kubernetes ends a Job. Routers end a batch, and with it the Job,
+at the window itself; but a batch that no pod could create has no router to end it."""
+
+TEMPLATE = "baton.dev/pod-template"
+"""Annotation of a Job: hash of the BatchJob's podTemplate at its creation."""
+
+QUEUE = "kueue.x-k8s.io/queue-name"
+
+
+def job(batch_job: Manifest, service: InferenceServiceSpec, image: str) -> Manifest:
+    """Return the Job at its creation. `image`: default image of routers."""
+    spec = BatchJobSpec.model_validate(batch_job["spec"])
+    metadata = batch_job["metadata"]
+    name = metadata["name"]
+    job_labels = {
+        **names.of_role(spec.service_name, batch_jobs.ROLE),
+        batch_jobs.LABEL: name,
+        **({QUEUE: spec.queue_name} if spec.queue_name else {}),
+    }
+    owner = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "BatchJob", "name": name, "uid": metadata["uid"]}
+    template = {"metadata": {"labels": job_labels}, "spec": _pod(batch_job, spec, service, image)}
+    body = {
+        "completionMode": "Indexed",
+        "completions": 1,
+        "parallelism": 1,
+        "backoffLimitPerIndex": spec.max_retries,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {
+            "rules": [
+                _on_exit("FailJob", PERMANENT_FAILURE),
+                {
+                    "action": "Ignore",
+                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                },
+                _on_exit("Ignore", TERMINATED),
+            ]
+        },
+        **given(activeDeadlineSeconds=_deadline_s(spec)),
+        **changeable(spec),
+        # Kueue admits Jobs that are suspended at their creation.
+        "suspend": spec.suspend or spec.queue_name is not None,
+        "template": merged(template, spec.pod_template),
+    }
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {
+            "name": name,
+            "namespace": metadata["namespace"],
+            "labels": job_labels,
+            "annotations": {TEMPLATE: template_hash(spec)},
+            "ownerReferences": [{**owner, "controller": True}],
+        },
+        "spec": body,
+    }
+
+
+def changeable(spec: BatchJobSpec) -> Manifest:
+    """Return the fields of a Job's spec that can change after its creation."""
+    fields: Manifest = {"ttlSecondsAfterFinished": spec.ttl_after_finished.whole_seconds}
+    if spec.queue_name is None or spec.suspend:
+        fields["suspend"] = spec.suspend
+    return fields
+
+
+def template_hash(spec: BatchJobSpec) -> str:
+    """Return the hash of podTemplate. The template of a Job has defaults and cannot be compared with it."""
+    text = json.dumps(spec.pod_template, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _deadline_s(spec: BatchJobSpec) -> int | None:
+    """Return the deadline of a Job that has to create its batch; None for an existing batch."""
+    window_s = spec.completion_window.whole_seconds if spec.completion_window else DAY_S
+    return window_s + LATE_S if spec.input_file_id else None
+
+
+def _pod(batch_job: Manifest, spec: BatchJobSpec, service: InferenceServiceSpec, image: str) -> Manifest:
+    volumes, mounts = scratch("/tmp")
+    audience = batch_jobs.audience(batch_job["metadata"]["namespace"], spec.service_name)
+    token = {"path": TOKEN_FILE, "audience": audience, "expirationSeconds": TOKEN_S}
+    projected = {"sources": [{"serviceAccountToken": token}]}
+    environment: list[Manifest] = [{"name": "HOME", "value": "/tmp"}]
+    if (secret := spec.api_key_secret_ref) is not None:
+        reference = {"secretKeyRef": {"name": secret.name, "key": "key"}}
+        environment.append({"name": "BATON_API_KEY", "valueFrom": reference})
+    pull = service.security.image_pull_secrets
+    return {
+        "restartPolicy": "Never",
+        "serviceAccountName": batch_jobs.account(spec.service_name),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": END_S,
+        "securityContext": pod_security(),
+        **given(imagePullSecrets=[{"name": name} for name in pull]),
+        "containers": [
+            {
+                "name": names.MAIN,
+                "image": service.router.image or image,
+                "args": _arguments(batch_job, spec),
+                "env": environment,
+                "resources": {
+                    "requests": {"cpu": "250m", "memory": "256Mi"},
+                    "limits": {"memory": "1Gi"},
+                },
+                "securityContext": container_security(),
+                "terminationMessagePolicy": "FallbackToLogsOnError",
+                "volumeMounts": [
+                    {"name": "token", "mountPath": TOKEN_FOLDER, "readOnly": True},
+                    *mounts,
+                ],
+            }
+        ],
+        "volumes": [{"name": "token", "projected": projected}, *volumes],
+    }
+
+
+def _arguments(batch_job: Manifest, spec: BatchJobSpec) -> list[str]:
+    metadata = batch_job["metadata"]
+    flags = ["batch", "run", f"--router=http://{spec.service_name}"]
+    flags += [f"--token-file={TOKEN_FOLDER}/{TOKEN_FILE}", f"--concurrency={spec.concurrency}"]
+    if spec.batch_id:
+        return [*flags, f"--batch={spec.batch_id}"]
+    identity = f"--batch-job={metadata['name']}/{metadata['uid']}"
+    flags += [f"--input-file={spec.input_file_id}", f"--endpoint={spec.endpoint}", identity]
+    window = spec.completion_window
+    return [*flags, f"--completion-window={window.whole_seconds}s"] if window else flags
+
+
+def _on_exit(action: str, status: int) -> Manifest:
+    codes = {"containerName": names.MAIN, "operator": "In", "values": [status]}
+    return {"action": action, "onExitCodes": codes}

@@ -2,7 +2,7 @@
 Comparison of desired objects with existing ones, so that the operator writes only what differs.
 
 An annotation holds the hash of the manifest that an object was created from. Without it, a field that is no
-longer desired would look like one that somebody else added. The operator restores desired fields that
+longer desired would look like one that another client added. The operator restores desired fields that
 others changed.
 """
 
@@ -115,7 +115,7 @@ def amount(quantity: str) -> Decimal:
 
 def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """
-    What makes `after` of `before`. A field that vanishes is None; a list is written whole.
+    Return the patch from `before` to `after`. A removed field has the value null; lists are replaced.
 
     >>> merge_patch({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1}, "d": 3, "e": [4]})
     {'a': {'c': None}, 'e': [4]}

@@ -21,21 +21,21 @@ STREAMING = {
     "nginx.ingress.kubernetes.io/proxy-send-timeout": "3600",
     "nginx.ingress.kubernetes.io/proxy-body-size": "512m",
 }
-"""Tokens arrive one by one, long answers are not cut, files of batches are let in. Others ignore these."""
+"""Streams are not buffered or cut, and batch files fit. Other controllers ignore these annotations."""
 
 
 def exposed(owner: Owner, exposure: Exposure) -> list[Manifest]:
-    """All that it takes; nothing for a service that is reached inside of the cluster only."""
+    """Return the objects that expose a service; empty for a service inside of the cluster only."""
     match exposure.type:
         case "Ingress":
             return [_ingress(owner, exposure), *_certificate(owner, exposure)]
         case "HTTPRoute":
-            return [_route(owner, exposure)]  # certificates are the listener's
+            return [_route(owner, exposure)]  # the Gateway's listener has the certificate
     return []
 
 
 def service_url(owner: Owner, exposure: Exposure) -> str:
-    """Where clients find the API, by its Service or by an Ingress."""
+    """Return the URL of the API through the Service or an Ingress."""
     if exposure.type == "None":
         return f"http://{owner.name}.{owner.namespace}.svc.cluster.local"
     return f"{'https' if exposure.tls else 'http'}://{exposure.hosts[0]}"
@@ -95,27 +95,27 @@ def gateways(service: Manifest) -> list[GatewayName]:
 
 
 EXPOSED = "ExposureReady"
-"""The condition that says whether the HTTPRoute is served."""
+"""Condition: whether all Gateways serve the HTTPRoute."""
 
 PORTS = {"https": 443, "http": 80}
 
 
-def route_url(owner: Owner, exposure: Exposure, known: Mapping[GatewayName, Manifest]) -> str:
-    """Where clients find the API: as a listener has it, one with TLS if there are several."""
+def route_url(owner: Owner, exposure: Exposure, gateways: Mapping[GatewayName, Manifest]) -> str:
+    """Return the URL of the API through a listener, preferably one with TLS."""
     host = exposure.hosts[0]
     served = [
         ("http" if listener["protocol"] == "HTTP" else "https", listener["port"])
         for one in exposure.gateway_refs or ()
-        for listener in _listeners(owner, one, known)
+        for listener in _listeners(owner, one, gateways)
         if _serves(listener, host)
     ]
-    # A Gateway that cannot be read is taken to have TLS at its usual port.
+    # Assume TLS at its usual port for a Gateway that cannot be read.
     scheme, port = min(served, key=lambda one: one[0] == "http", default=("https", PORTS["https"]))
     return f"{scheme}://{host}" + ("" if port == PORTS[scheme] else f":{port}")
 
 
 def route_fact(owner: Owner, exposure: Exposure, route: Manifest | None) -> Fact:
-    """Whether each Gateway serves the route, by what its controller has written into the route's status."""
+    """Return the condition ExposureReady from the route's status, which Gateway controllers write."""
     for one in exposure.gateway_refs or ():
         conditions = list(_conditions(owner, one, route or {}))
         name = f"Gateway {one.namespace or owner.namespace}/{one.name}"
@@ -132,15 +132,15 @@ def route_fact(owner: Owner, exposure: Exposure, route: Manifest | None) -> Fact
 
 
 def _listeners(
-    owner: Owner, reference: GatewayReference, known: Mapping[GatewayName, Manifest]
+    owner: Owner, reference: GatewayReference, gateways: Mapping[GatewayName, Manifest]
 ) -> Sequence[Manifest]:
-    gateway = known.get((reference.namespace or owner.namespace, reference.name), {})
+    gateway = gateways.get((reference.namespace or owner.namespace, reference.name), {})
     listeners: list[Manifest] = gateway.get("spec", {}).get("listeners", [])
     return [one for one in listeners if reference.section_name in (None, one["name"])]
 
 
 def _serves(listener: Manifest, host: str) -> bool:
-    """Whether requests for the host come to the listener; one without a host name serves all."""
+    """Whether the listener serves the host. A listener without a host name serves all."""
     if listener["protocol"] not in ("HTTP", "HTTPS"):
         return False
     pattern: str = listener.get("hostname", "")
@@ -148,11 +148,11 @@ def _serves(listener: Manifest, host: str) -> bool:
 
 
 def _conditions(owner: Owner, reference: GatewayReference, route: Manifest) -> Iterator[Mapping[str, Any]]:
-    """`Accepted` and `ResolvedRefs` for one Gateway, of the route as it is now."""
+    """Yield the current conditions `Accepted` and `ResolvedRefs` of the route for one Gateway."""
     wanted = (reference.namespace or owner.namespace, reference.name, reference.section_name)
     for parent in route.get("status", {}).get("parents", ()):
-        there = parent["parentRef"]
-        if (there.get("namespace", owner.namespace), there["name"], there.get("sectionName")) != wanted:
+        gateway = parent["parentRef"]
+        if (gateway.get("namespace", owner.namespace), gateway["name"], gateway.get("sectionName")) != wanted:
             continue
         for condition in parent.get("conditions", ()):
             current = condition.get("observedGeneration", 0) >= route["metadata"].get("generation", 0)

@@ -1,9 +1,9 @@
 """
-How a model's files come into a pod: in the image, on a volume, or fetched before the worker starts.
+How pods get the files of a model: from the image, from a volume, or downloaded before the worker starts.
 
-Fetching is the same program everywhere, `baton fetch`: in a Job into a claim that all pods share, or in
-each pod before its worker. In a folder of the node the first pod fetches and the others wait for it. Only
-who fetches may write; its marker says what is there, so that whoever comes later has nothing to do.
+`baton fetch` downloads them: in a Job into a claim that all pods share, or in an init container of each pod.
+In a folder of the node, the first pod downloads and the others wait for it. Only the download mounts the
+volume writable. It leaves a marker, so a later download of the same files ends at once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ FOLDER = "/models"
 
 VOLUME = "model"
 CLAIM = "baton.dev/claim"
-"""Annotation of a Job: the UID of the claim that it fills, because another claim may get the same name."""
+"""Annotation of a Job: UID of the claim that it fills. A later claim may have the same name."""
 
 MEMORY_LIMIT = "4Gi"
-"""Of what fetches; files of any size pass through it piece by piece."""
+"""Memory limit of a download, which streams files of any size."""
 
 PIN_KEY = "revision"
 """Key of the ConfigMap that names the commit which all pods of a revision fetch."""
@@ -40,7 +40,7 @@ JOB_RETRIES = 6
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """One model, as the pods of a service see it."""
+    """The files of one model in the pods of a service."""
 
     service: str
     model: Model
@@ -50,7 +50,7 @@ class ModelFiles:
 
     @property
     def pinned(self) -> bool:
-        """Whether each pod would otherwise look for the newest commit by itself."""
+        """Whether pods download the commit that the operator pinned, instead of the newest one each."""
         return self.scheme == "hf" and not self.model.revision and not self.job_needed
 
     @property
@@ -59,35 +59,35 @@ class ModelFiles:
 
     @property
     def fetched(self) -> bool:
-        """Whether the files have to be fetched from somewhere."""
+        """Whether the files are downloaded."""
         return self.scheme in ("hf", "s3", "gs")
 
     @property
     def job_needed(self) -> bool:
-        """Whether a Job fetches them for all pods."""
+        """Whether a Job downloads them for all pods."""
         return self.fetched and self.model.cache.type == "PVC"
 
     @property
     def key(self) -> str:
-        """Names the files: others have another key."""
+        """Hash of source, revision and patterns: the folder of the files."""
         wanted = [self.model.uri, self.model.revision or "", *self.model.allow_patterns]
         return hashlib.sha256("\0".join(wanted).encode()).hexdigest()[:8]
 
     @property
     def place(self) -> tuple[str, str]:
-        """Where the files lie: the claim, and the folder in it."""
+        """The claim with the files, and the folder in it."""
         return self.claim, self.key
 
     @property
     def job_name(self) -> str:
-        """Of the Job that fetches them. Those in another claim have another Job."""
+        """Name of the Job that downloads them. Another claim has another Job."""
         named = self.model.cache.claim_name
         place = hashlib.sha256(f"{self.key}/{named}".encode()).hexdigest()[:8] if named else self.key
         return names.model_job(self.service, place)
 
     @property
     def claim(self) -> str:
-        """The PersistentVolumeClaim that holds them, if one does."""
+        """Name of the PersistentVolumeClaim that holds them; empty without one."""
         if self.scheme == "pvc":
             return self._rest.partition("/")[0]
         if self.model.cache.type != "PVC":
@@ -96,12 +96,12 @@ class ModelFiles:
 
     @property
     def makes_claim(self) -> bool:
-        """Whether the claim is the operator's to make."""
+        """Whether the operator creates the claim."""
         return self.model.cache.type == "PVC" and not self.model.cache.claim_name
 
     @property
     def path(self) -> str:
-        """What a worker is given as its model."""
+        """The argument MODEL of a worker."""
         match self.scheme:
             case "builtin":
                 return self._rest
@@ -115,7 +115,7 @@ class ModelFiles:
 
     @property
     def volumes(self) -> list[Manifest]:
-        """Of the workers' pods."""
+        """Volumes of the workers' pods."""
         if self.claim:
             return [_claimed(self.claim, readOnly=True)]
         if self.scheme == "oci":
@@ -133,24 +133,23 @@ class ModelFiles:
 
     @property
     def init_containers(self) -> list[Manifest]:
-        """What fetches the files in the pod itself."""
+        """Init container that downloads the files in the pod itself."""
         return [self._fetching("fetch")] if self.fetched and not self.job_needed else []
 
     def job(
         self, owner: Owner, *, pull_secrets: list[str], claim_uid: str, account: str, placement: Placement
     ) -> Manifest:
         """
-        The Job that fetches the files into the claim. Its name says which: it is never changed.
+        Return the Job that downloads the files into the claim. Its name identifies the files.
 
-        Its pod runs where `placement` puts those that read the files, so that both reach the volume, and
-        under their account, by which a cloud's store may know them. `claim_uid` is empty for a claim that
-        the operator did not make.
+        Its pod has the placement and the ServiceAccount of the workers, so that both reach the volume and the
+        cloud's storage. `claim_uid`: empty for a claim of the user.
         """
         volumes, _ = scratch("/tmp")
         near = placement.model_copy(update={"runtime_class_name": None, "topology_spread": []})
         pod = {
             **placed(near, {}),
-            "restartPolicy": "Never",  # a pod that failed stays, with its log and its last words
+            "restartPolicy": "Never",  # a failed pod stays, with its log and termination message
             "serviceAccountName": account,
             "automountServiceAccountToken": False,
             "securityContext": pod_security(),
@@ -168,7 +167,7 @@ class ModelFiles:
         return made(owner, "batch/v1", "Job", self.job_name, {"spec": spec}, labels, annotations)
 
     def persistent_volume_claim(self, owner: Owner) -> Manifest | None:
-        """The claim, if it is the operator's to make."""
+        """Return the claim; None if the operator does not create one."""
         cache = self.model.cache
         if not self.makes_claim or not cache.size:
             return None

@@ -1,9 +1,8 @@
 """
-Certificates of a service's workers and routers, if they are to show some to each other.
+Certificates for mutual TLS between the workers and routers of a service.
 
-One certificate for all pods of a service: whoever has it belongs to the service. Pods mount its Secret,
-which the operator never reads: cert-manager writes it, or whoever is named. A pod whose Secret is not there
-yet waits.
+All pods of a service share one certificate, which identifies the service. Pods mount its Secret, which
+cert-manager or the user creates and the operator never reads. A pod waits until its Secret exists.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ FOLDER = "/etc/baton/mtls"
 VOLUME = "mtls"
 
 READABLE = 0o440
-"""By the pod's user, who is in the group of its files."""
+"""File mode: readable by the group, to which the pod's user belongs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What pods need to show a certificate; nothing at all without one."""
+    """Flags, volumes and mounts of a pod with a certificate; empty without one."""
 
     flags: list[str]
     volumes: list[Manifest]
@@ -31,7 +30,7 @@ class Shown:
 
 
 def shown(owner: Owner, wanted: MutualTls | None) -> Shown:
-    """For a worker's or a router's container."""
+    """Return what the container of a worker or router needs."""
     if wanted is None:
         return Shown([], [], [])
     secret = {"secretName": _secret(owner, wanted), "defaultMode": READABLE}
@@ -44,7 +43,7 @@ def shown(owner: Owner, wanted: MutualTls | None) -> Shown:
 
 def by_issuer(issuer: str) -> MutualTls | None:
     """
-    Certificates by KIND/NAME, a text as `OperatorSettings.mutual_tls_issuer` is one; none if it is empty.
+    Return the settings for an issuer KIND/NAME, as in `OperatorSettings.mutual_tls_issuer`; None if empty.
 
     >>> by_issuer("ClusterIssuer/own").issuer_ref.name
     'own'
@@ -54,12 +53,12 @@ def by_issuer(issuer: str) -> MutualTls | None:
 
 
 def peer(owner: Owner) -> str:
-    """The name in the certificate: of the service, so that no other one's will do."""
+    """Return the DNS name in the certificate, which is unique for the service."""
     return f"{owner.name}.{owner.namespace}.svc.cluster.local"
 
 
 def certificate(owner: Owner, wanted: MutualTls | None) -> list[Manifest]:
-    """What cert-manager makes the Secret of, and renews when a third of its time is left."""
+    """Return the Certificate from which cert-manager creates the Secret, renewed 30 days before its end."""
     if wanted is None or wanted.issuer_ref is None:
         return []
     body = {

@@ -1,8 +1,8 @@
 """
-Who may speak to whom: clients to routers, routers to workers, and workers to those of their own revision.
+NetworkPolicies: clients reach routers, routers reach workers, and workers reach those of their own revision.
 
-Workers have no keys of their own here, so this is the border. What moves by RDMA passes beside it: there,
-the border is the fabric's partition.
+Workers do not check API keys, so these policies are their protection. RDMA traffic bypasses them: there, the
+partition of the fabric separates services.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ OPERATORS: Manifest = {
     "namespaceSelector": {},
     "podSelector": {"matchLabels": {labels.ROLE: names.OPERATOR}},
 }
-"""The operator's pods: they read routers' metrics."""
+"""The operator's pods, which read the metrics of routers."""
 
 TRACING_FLAG, TRACING_VARIABLE = "--tracing-endpoint", "BATON_TRACING_ENDPOINT"
-"""How `args` and `env` give workers the address of a tracing collector."""
+"""Flag and variable with which `args` and `env` set the address of a tracing collector."""
 
 
 def _namespace(name: str) -> Manifest:
-    """All pods of one."""
+    """Select all pods of a namespace."""
     return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
 
 
@@ -37,8 +37,10 @@ DNS = {"ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53
 
 def routers(owner: Owner, spec: InferenceServiceSpec) -> Manifest:
     """
-    Routers are reached from the namespaces that the spec names, or from all, by their runners, and by who
-    reads metrics.
+    Return the policy of routers.
+
+    They accept connections from the namespaces in the spec (default: all), from batch runners, from the
+    operator and from Prometheus.
     """
     port: Manifest = {"ports": [{"protocol": "TCP", "port": names.ROUTER_PORT}]}
     allowed = spec.security.ingress_namespace_labels
@@ -62,16 +64,15 @@ def routers(owner: Owner, spec: InferenceServiceSpec) -> Manifest:
 
 def workers(owner: Owner, generation: Revision, metrics_namespace: str = "") -> Manifest:
     """
-    Workers of one revision are reached by routers at their three ports, and by one another at all; by
-    `metrics_namespace` where their metrics are.
+    Return the policy of the workers of one revision.
 
-    Between workers the ports are UCX's to choose. Outwards they reach one another, DNS, and the port of the
-    tracing collector that their `args` or `env` name; any address only if they fetch their model
-    themselves.
+    Ingress: routers at three ports, workers of the revision at all ports (UCX chooses them), and
+    `metrics_namespace` at the port with metrics. Egress: workers of the revision, DNS, and the port of the
+    tracing collector in `args` or `env`; any address if the pods download their model themselves.
     """
     revision = generation.revision
-    of_generation = {labels.SERVICE: owner.name, labels.REVISION: revision}
-    each_other = [{"podSelector": {"matchLabels": of_generation}}]
+    of_revision = {labels.SERVICE: owner.name, labels.REVISION: revision}
+    each_other = [{"podSelector": {"matchLabels": of_revision}}]
     routers = [{"podSelector": {"matchLabels": names.selecting(owner.name, names.ROUTER)}}]
     health = {"protocol": "TCP", "port": names.HEALTH_PORT}  # has nothing but health and metrics
     ports = (names.HTTP_PORT, names.KV_EVENTS_PORT, names.KV_REPLAY_PORT)
@@ -80,7 +81,7 @@ def workers(owner: Owner, generation: Revision, metrics_namespace: str = "") -> 
         http = {"protocol": "TCP", "port": names.HTTP_PORT}
         probed = [{"from": [_namespace(metrics_namespace)], "ports": [http]}]
     body = {
-        "podSelector": {"matchLabels": of_generation},
+        "podSelector": {"matchLabels": of_revision},
         "policyTypes": ["Ingress", "Egress"],
         "ingress": [
             {"from": routers, "ports": [{"protocol": "TCP", "port": port} for port in ports]},
@@ -92,12 +93,12 @@ def workers(owner: Owner, generation: Revision, metrics_namespace: str = "") -> 
         else [{"to": each_other}, DNS, *_tracing(generation)],
     }
     name = f"{owner.name}-workers-{revision}"
-    there = {**names.of_service(owner.name), labels.REVISION: revision}
-    return made(owner, "networking.k8s.io/v1", "NetworkPolicy", name, {"spec": body}, there)
+    policy_labels = {**names.of_service(owner.name), labels.REVISION: revision}
+    return made(owner, "networking.k8s.io/v1", "NetworkPolicy", name, {"spec": body}, policy_labels)
 
 
 def _tracing(generation: Revision) -> list[Manifest]:
-    """The ports of tracing collectors, at any address: a policy knows no host names."""
+    """Return the ports of tracing collectors, at any address: a policy cannot contain host names."""
     ports = sorted({port for url in _endpoints(generation) if (port := _port(url))})
     return [{"ports": [{"protocol": "TCP", "port": port} for port in ports]}] if ports else []
 
@@ -116,7 +117,7 @@ def _endpoints(generation: Revision) -> Iterable[str]:
 
 
 def _port(url: str) -> int | None:
-    """The port of an HTTP URL; None if it has none, or is no URL."""
+    """Return the port of an HTTP URL; None if the URL is invalid or has another scheme."""
     try:
         parts = urlsplit(url)
         return parts.port or {"http": 80, "https": 443}.get(parts.scheme)

@@ -30,7 +30,7 @@ class Owner:
 
     @property
     def reference(self) -> Manifest:
-        """With it, Kubernetes itself deletes what belongs to a service that is deleted."""
+        """Return the owner reference with which Kubernetes deletes the objects of a deleted service."""
         return {
             "apiVersion": f"{GROUP}/{VERSION}",
             "kind": "InferenceService",
@@ -50,7 +50,7 @@ def made(
     labels: names.Labels | None = None,
     annotations: names.Labels | None = None,
 ) -> Manifest:
-    """An object of the service, with `body` beside its metadata."""
+    """Return an object of the service: metadata and `body`."""
     return {
         "apiVersion": api,
         "kind": kind,

@@ -1,4 +1,4 @@
-"""What every pod has: no rights and no way to more, files that it cannot change, and a place."""
+"""Parts that all pods share: security contexts, environment, placement, and disruption budgets."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from baton_api import labels
 from baton_operator import names
 from baton_operator.kinds.engine import Variable
 from baton_operator.kinds.worker_role import Placement
-from baton_operator.manifests.objects import Manifest, given
+from baton_operator.manifests.objects import Manifest, Owner, given, made
 
 USER = 65532
-"""Nobody in particular, as in distroless images."""
+"""The user of distroless images, without rights on the node."""
 
 
 def pod_security() -> Manifest:
-    """Of a pod, as the Pod Security Standard `restricted` wants it."""
+    """Return the security context of a pod, as the Pod Security Standard `restricted` requires."""
     return {
         "runAsNonRoot": True,
         "runAsUser": USER,
@@ -28,6 +28,7 @@ def pod_security() -> Manifest:
 
 
 def container_security() -> Manifest:
+    """Return the security context of a container, as `restricted` requires."""
     return {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
@@ -36,7 +37,7 @@ def container_security() -> Manifest:
 
 
 def environment(*groups: Sequence[Variable]) -> list[Manifest]:
-    """The variables of all groups; of two with one name the later one."""
+    """Return the variables of all groups. A later variable replaces an earlier one of the same name."""
     chosen = {variable.name: variable for group in groups for variable in group}
     return [
         given(name=one.name, value=one.value, valueFrom=one.value_from)
@@ -47,12 +48,16 @@ def environment(*groups: Sequence[Variable]) -> list[Manifest]:
 
 
 def field(name: str, path: str) -> Manifest:
-    """A variable with what Kubernetes knows of the pod."""
+    """Return a variable that Kubernetes sets from a field of the pod."""
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
 def placed(placement: Placement, selector: names.Labels, revision: str = labels.REVISION) -> Manifest:
-    """Where a pod is placed. `selector` tells whose pods are spread, apart for each value of `revision`."""
+    """
+    Return the scheduling fields of a pod.
+
+    `selector`: labels of the pods to spread, separately for each value of the label `revision`.
+    """
     return given(
         nodeSelector=dict(placement.node_selector),
         tolerations=list(placement.tolerations),
@@ -74,7 +79,18 @@ def placed(placement: Placement, selector: names.Labels, revision: str = labels.
 
 
 def scratch(*paths: str) -> tuple[list[Manifest], list[Manifest]]:
-    """Volumes and mounts for folders that are written to."""
+    """Return volumes and mounts for folders that the container writes to."""
     volumes = [{"name": f"scratch-{number}", "emptyDir": {}} for number, _ in enumerate(paths)]
     mounts = [{"name": f"scratch-{number}", "mountPath": path} for number, path in enumerate(paths)]
     return volumes, mounts
+
+
+def disruption_budget(owner: Owner, role: str, max_unavailable: int) -> Manifest:
+    """Return the PodDisruptionBudget of a role, over all revisions."""
+    body = {
+        "maxUnavailable": max_unavailable,
+        "selector": {"matchLabels": names.selecting(owner.name, role)},
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",  # a pod that never gets ready must not hold up a drain
+    }
+    name, pod_labels = names.role(owner.name, role), names.of_role(owner.name, role)
+    return made(owner, "policy/v1", "PodDisruptionBudget", name, {"spec": body}, pod_labels)

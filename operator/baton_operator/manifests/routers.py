@@ -1,4 +1,4 @@
-"""The routers of a service, the Service in front of them, and the little that they may read."""
+"""The routers of a service, their Service, and their permissions."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ TENANTS_FOLDER, TENANTS_FILE = "/etc/baton/tenants", "tenants.yaml"
 STATE_FOLDER = "/var/lib/baton"
 
 END_S = 15
-"""Seconds beyond those to drain that a pod gets before it is killed."""
+"""Seconds after the drain timeout until Kubernetes kills the pod."""
 
 SPEC_GENERATION = "baton.dev/spec-generation"
-"""On the Deployment: metadata.generation of the InferenceService that it was made from."""
+"""Annotation of the Deployment: metadata.generation of its InferenceService."""
 
 SPREAD = [
     TopologySpread(topology_key=key) for key in ("kubernetes.io/hostname", "topology.kubernetes.io/zone")
 ]
-"""How routers are spread unless the service says otherwise."""
+"""Default spread of routers."""
 
 REVISION = "pod-template-hash"
-"""The label by which Kubernetes tells the pods of a Deployment's revisions apart."""
+"""Label with which Kubernetes distinguishes the pods of a Deployment's revisions."""
 
 
 def router(
     owner: Owner, spec: InferenceServiceSpec, image: str, replicas: int, shown: Shown, generation: int
 ) -> Manifest:
-    """The routers' Deployment; `shown` is their certificate, `generation` that of the service's spec."""
+    """Return the Deployment. `shown`: their certificate; `generation`: metadata.generation of the service."""
     wanted = spec.router
-    there = names.of_role(owner.name, names.ROUTER)
-    template = {"metadata": {"labels": there}, "spec": _pod(owner, spec, image, shown)}
+    pod_labels = names.of_role(owner.name, names.ROUTER)
+    template = {"metadata": {"labels": pod_labels}, "spec": _pod(owner, spec, image, shown)}
     body = {
         "replicas": replicas,
         "revisionHistoryLimit": 2,
@@ -57,29 +57,30 @@ def router(
     }
     annotations = {SPEC_GENERATION: str(generation)}
     name = names.router(owner.name)
-    return made(owner, "apps/v1", "Deployment", name, {"spec": body}, there, annotations)
+    return made(owner, "apps/v1", "Deployment", name, {"spec": body}, pod_labels, annotations)
 
 
 def service(owner: Owner) -> Manifest:
-    """What clients inside of the cluster speak to, under the service's own name."""
+    """Return the Service of the service's name, through which clients reach the routers."""
     body = {
         "selector": names.selecting(owner.name, names.ROUTER),
         "ports": [{"name": "http", "port": 80, "targetPort": "http"}],
     }
-    there = names.of_role(owner.name, names.ROUTER)
-    return made(owner, "v1", "Service", owner.name, {"spec": body}, there)
+    return made(owner, "v1", "Service", owner.name, {"spec": body}, names.of_role(owner.name, names.ROUTER))
 
 
 def weights(owner: Owner, by_revision: Mapping[str, int]) -> Manifest:
-    """How many of a hundred requests go to each revision."""
+    """Return the ConfigMap with the percentage of requests for each revision."""
     lines = "".join(f"{revision}={weight}\n" for revision, weight in sorted(by_revision.items()))
     return made(owner, "v1", "ConfigMap", names.router(owner.name), {"data": {WEIGHTS_FILE: lines}})
 
 
 def account(owner: Owner, spec: InferenceServiceSpec) -> list[Manifest]:
     """
-    A ServiceAccount that may list and watch EndpointSlices in its namespace, and nothing else; where Jobs
-    run batches, make BatchJobs and say how far they are, too.
+    Return the ServiceAccount of routers and its Role.
+
+    Routers list and watch EndpointSlices in their namespace. Where Jobs run batches, they also create
+    BatchJobs and update their status.
     """
     name = names.router(owner.name)
     rule = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}
@@ -136,7 +137,9 @@ def _pod(owner: Owner, spec: InferenceServiceSpec, image: str, shown: Shown) -> 
                     *shown.mounts,
                 ],
                 "startupProbe": _probe("/health", period=2, failures=60),
-                "readinessProbe": _probe("/ready", period=2, failures=3),  # one slow answer is no reason
+                "readinessProbe": _probe(
+                    "/ready", period=2, failures=3
+                ),  # one slow answer does not remove the router
                 "livenessProbe": _probe("/health", period=10, failures=6),
             }
         ],
@@ -179,14 +182,14 @@ def _arguments(owner: Owner, spec: InferenceServiceSpec, tls: list[str]) -> list
 
 
 def _secrets(auth: Authentication) -> tuple[list[Manifest], list[Manifest]]:
-    """Volumes and mounts of what the routers read of keys; the operator reads none of it."""
+    """Return volumes and mounts of the Secrets with keys. The operator does not read them."""
     wanted = [
         ("keys", auth.api_keys_secret_ref, KEYS_FOLDER),
         ("tenants", auth.tenants_secret_ref, TENANTS_FOLDER),
     ]
-    there = [(name, secret, folder) for name, secret, folder in wanted if secret is not None]
-    volumes = [{"name": name, "secret": {"secretName": secret.name}} for name, secret, _ in there]
-    mounts = [{"name": name, "mountPath": folder, "readOnly": True} for name, _, folder in there]
+    mounted = [(name, secret, folder) for name, secret, folder in wanted if secret is not None]
+    volumes = [{"name": name, "secret": {"secretName": secret.name}} for name, secret, _ in mounted]
+    mounts = [{"name": name, "mountPath": folder, "readOnly": True} for name, _, folder in mounted]
     return volumes, mounts
 
 

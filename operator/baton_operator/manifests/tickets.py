@@ -22,7 +22,7 @@ ROUTER_VARIABLE, WORKER_VARIABLE = "BATON_ROUTER_TICKET_SECRET", "BATON_TICKET_S
 
 
 def secret(owner: Owner, value: str) -> Manifest:
-    """The Secret, which nobody can change: to rotate it, delete it."""
+    """Return the Secret. It is immutable: delete it to rotate the value."""
     data = {KEY: base64.b64encode(value.encode()).decode()}
     body = {"type": "Opaque", "immutable": True, "data": data}
     return made(owner, "v1", "Secret", names.tickets(owner.name), body)

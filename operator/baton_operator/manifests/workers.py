@@ -1,6 +1,16 @@
-"""The workers of one revision: for each role a Deployment, and a Service by which routers find them."""
+"""
+The workers of one revision: a Deployment for each role, and a Service through which routers discover them.
+
+Ports are fixed in the network of a pod. With `hostNetwork`, all pods of a node share its ports, and
+Kubernetes places a pod only where its ports are free. Each role of each revision therefore has its own
+ports: prefill and decode workers, old and new revisions, and several services fit on one node. Two workers of
+the same role and revision still need two nodes.
+"""
 
 from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
 
 from baton_api import labels
 from baton_api.workers import Role
@@ -18,48 +28,47 @@ from baton_operator.manifests.pods import (
     pod_security,
     scratch,
 )
-from baton_operator.manifests.ports import Ports, in_node_network, ports
 from baton_operator.manifests.revision import Revision
 
 STARTUP_PERIOD_S = 10
 END_S = 15
-"""Seconds beyond those to drain that a pod gets before it is killed."""
+"""Seconds after the drain timeout until Kubernetes kills the pod."""
 
 COMMANDS = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.BOTH: "serve"}
 
 
 def files(owner: Owner, generation: Revision) -> ModelFiles:
-    """The model's files of a revision."""
+    """Return the model files of a revision."""
     blueprint = generation.blueprint
     image = blueprint.engine.image or generation.image
     return ModelFiles(owner.name, blueprint.model, image, names.model_pin(owner.name, generation.revision))
 
 
 def deployment(owner: Owner, generation: Revision, role: Role, replicas: int) -> Manifest:
-    """The workers of `role`. Only `replicas` ever changes: another template is another revision."""
+    """Return the Deployment of a role. Only `replicas` changes: another template is another revision."""
     blueprint = generation.blueprint
     spec, revision = blueprint.roles[role], generation.revision
-    there = names.of_role(owner.name, role, revision)
+    pod_labels = names.of_role(owner.name, role, revision)
     template = {
         "metadata": {
-            "labels": {**spec.pod_labels, **there},
+            "labels": {**spec.pod_labels, **pod_labels},
             **given(annotations=dict(spec.pod_annotations)),
         },
         "spec": _pod(owner, generation, role, spec),
     }
     body = {
         "replicas": replicas,
-        "revisionHistoryLimit": 0,  # revisions are remembered elsewhere
+        "revisionHistoryLimit": 0,  # ConfigMaps hold the history of revisions
         "progressDeadlineSeconds": spec.startup_timeout.whole_seconds + 60,
         "selector": {"matchLabels": names.selecting(owner.name, role, revision)},
         "template": merged(template, spec.pod_template),
     }
     name = names.worker(owner.name, role, revision)
-    return made(owner, "apps/v1", "Deployment", name, {"spec": body}, there)
+    return made(owner, "apps/v1", "Deployment", name, {"spec": body}, pod_labels)
 
 
 def service(owner: Owner, generation: Revision, role: Role) -> Manifest:
-    """Headless: its EndpointSlices tell routers of each worker, whether it is ready or ends."""
+    """Return the headless Service whose EndpointSlices list the workers and their readiness."""
     revision = generation.revision
     body = {
         "clusterIP": "None",
@@ -70,8 +79,8 @@ def service(owner: Owner, generation: Revision, role: Role) -> Manifest:
             else {"name": "http", "port": names.HTTP_PORT, "targetPort": "http"}
         ],
     }
-    there = names.of_role(owner.name, role, revision)
-    return made(owner, "v1", "Service", names.worker(owner.name, role, revision), {"spec": body}, there)
+    name, pod_labels = names.worker(owner.name, role, revision), names.of_role(owner.name, role, revision)
+    return made(owner, "v1", "Service", name, {"spec": body}, pod_labels)
 
 
 def _pod(owner: Owner, generation: Revision, role: Role, spec: WorkerRole) -> Manifest:
@@ -84,7 +93,7 @@ def _pod(owner: Owner, generation: Revision, role: Role, spec: WorkerRole) -> Ma
     placement = placed(spec.placement, names.selecting(owner.name, role))
     return {
         **placement,
-        **given(affinity=merged(_near(owner, generation), placement.get("affinity"))),
+        **given(affinity=merged(_domain_affinity(owner, generation), placement.get("affinity"))),
         "serviceAccountName": blueprint.service_account_name or names.workers_account(owner.name),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -128,7 +137,7 @@ def _pod(owner: Owner, generation: Revision, role: Role, spec: WorkerRole) -> Ma
                     *shown.mounts,
                 ],
                 **_probes(spec),
-                **_before_the_end(spec),
+                **_pre_stop(spec),
             }
         ],
         "volumes": [{"name": "shm", "emptyDir": memory}, *volumes, *model.volumes, *shown.volumes],
@@ -167,14 +176,14 @@ def _arguments(
 
 
 def _tickets(owner: Owner, role: Role, spec: WorkerRole) -> list[Variable]:
-    """What verifies tickets; a worker of both roles gets none."""
+    """Return the key that verifies tickets. Workers of both roles do not use tickets."""
     if role is Role.BOTH:
         return []
     return tickets.variable(tickets.WORKER_VARIABLE, owner.name, spec.pod_template)
 
 
 def _network(generation: Revision) -> list[Variable]:
-    """What UCX may use; it takes the fastest of all if nobody says otherwise."""
+    """Return the transports that UCX may use. Default: all, and UCX chooses the fastest."""
     tcp = generation.blueprint.transfer.backend == "TCP"
     return [Variable(name="UCX_TLS", value="tcp,self")] if tcp else []
 
@@ -191,7 +200,7 @@ def _ports(generation: Revision, role: Role, listening: Ports) -> list[Manifest]
 
 
 def _http_ports(generation: Revision, listening: Ports) -> list[Manifest]:
-    """Whoever probes or measures shows no certificate, and asks at the port `http` of any worker."""
+    """Return the ports of API and health. Probes and Prometheus use `http`, which needs no certificate."""
     if generation.blueprint.mutual_tls is None:
         return [{"name": "http", "containerPort": listening.http}]
     return [
@@ -216,7 +225,7 @@ def _resources(role: WorkerRole) -> Manifest:
 
 
 def _probes(spec: WorkerRole) -> Manifest:
-    """Ready is who takes requests. Alive is whose process answers: a slow step must not end it."""
+    """Return the probes. Liveness has a long timeout: a slow step must not restart a worker."""
     return {
         "startupProbe": {
             "httpGet": {"path": "/ready", "port": "http"},
@@ -239,14 +248,14 @@ def _probes(spec: WorkerRole) -> Manifest:
     }
 
 
-def _before_the_end(spec: WorkerRole) -> Manifest:
-    """The word that a pod ends takes a while to reach all routers; until then it serves as before."""
+def _pre_stop(spec: WorkerRole) -> Manifest:
+    """Return the preStop hook: the worker serves until all routers know of its deletion."""
     seconds = spec.drain.pre_stop_delay.whole_seconds
     return {"lifecycle": {"preStop": {"sleep": {"seconds": seconds}}}} if seconds else {}
 
 
-def _near(owner: Owner, generation: Revision) -> Manifest:
-    """Workers of one revision where the network between them is fast."""
+def _domain_affinity(owner: Owner, generation: Revision) -> Manifest:
+    """Return the affinity of the workers of one revision to one network domain."""
     topology = generation.blueprint.transfer.topology
     if topology.key is None:
         return {}
@@ -256,3 +265,38 @@ def _near(owner: Owner, generation: Revision) -> Manifest:
         return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
     weighted = [{"weight": 100, "podAffinityTerm": term}]
     return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": weighted}}
+
+
+FIRST_PORT, LAST_PORT = 20_000, 29_999
+"""Ports for `hostNetwork`: below NodePorts and the ephemeral ports of Linux."""
+
+PORTS_OF_ROLE = 5
+PORTS_OF_REVISION = 2 * PORTS_OF_ROLE
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Ports on which one worker listens."""
+
+    http: int
+    health: int
+    kv_events: int
+    kv_replay: int
+    control: int
+
+
+def ports(owner: Owner, generation: Revision, role: Role) -> Ports:
+    """Return the ports of the workers of a role and revision."""
+    control = generation.blueprint.transfer.control_port
+    if not in_node_network(generation.blueprint.roles[role]):
+        return Ports(names.HTTP_PORT, names.HEALTH_PORT, names.KV_EVENTS_PORT, names.KV_REPLAY_PORT, control)
+    name = f"{owner.namespace}/{owner.name}/{generation.revision}"
+    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
+    blocks = (LAST_PORT + 1 - FIRST_PORT) // PORTS_OF_REVISION
+    first = FIRST_PORT + number % blocks * PORTS_OF_REVISION + (0 if role is Role.PREFILL else PORTS_OF_ROLE)
+    return Ports(*range(first, first + PORTS_OF_ROLE))
+
+
+def in_node_network(role: WorkerRole) -> bool:
+    """Whether the role's podTemplate sets `hostNetwork`."""
+    return ((role.pod_template or {}).get("spec") or {}).get("hostNetwork") is True

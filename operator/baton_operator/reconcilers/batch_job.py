@@ -19,7 +19,7 @@ from baton_operator.cluster.api_server import ApiServer
 from baton_operator.cluster.cache import ObjectCache
 from baton_operator.kinds.batch_job import BatchJobSpec
 from baton_operator.kinds.inference_service import InferenceServiceSpec
-from baton_operator.manifests import batch_job as manifests
+from baton_operator.manifests import batches as manifests
 from baton_operator.manifests.conditions import Fact, written
 from baton_operator.manifests.drift import merge_patch
 from baton_operator.manifests.objects import Manifest, seconds

@@ -17,16 +17,7 @@ from baton_operator.cluster.api_resources import PRUNED
 from baton_operator.cluster.state import ClusterState
 from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.kinds.service_policies import MutualTls
-from baton_operator.manifests import (
-    batches,
-    disruption,
-    exposure,
-    mutual_tls,
-    network,
-    routers,
-    tickets,
-    workers,
-)
+from baton_operator.manifests import batches, exposure, mutual_tls, network, pods, routers, tickets, workers
 from baton_operator.manifests.drift import amount, is_current, keep_template, with_hash
 from baton_operator.manifests.exposure import CERTIFICATE_API, GATEWAY_API
 from baton_operator.manifests.model_files import ModelFiles
@@ -221,11 +212,11 @@ def _shared(cluster: ClusterState, state: ServiceState, images: OperatorDefaults
     if batches.by_jobs(spec.router.batches):
         wished += batches.of_runners(owner, spec.security.network_policy)
     if replicas > 1:
-        wished.append(disruption.budget(owner, names.ROUTER, 1))
+        wished.append(pods.disruption_budget(owner, names.ROUTER, 1))
     for name, role in role_scalers.roles(spec).items():
         if role.pod_disruption_budget.enabled:
             label = "both" if name == "decode" and spec.prefill is None else name
-            wished.append(disruption.budget(owner, label, role.pod_disruption_budget.max_unavailable))
+            wished.append(pods.disruption_budget(owner, label, role.pod_disruption_budget.max_unavailable))
     if spec.security.network_policy:
         wished.append(network.routers(owner, spec))
     optional = [*exposure.exposed(owner, spec.exposure), *mutual_tls.certificate(owner, shown)]
