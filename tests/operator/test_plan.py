@@ -17,6 +17,7 @@ from baton_operator.kinds.inference_service import InferenceServiceSpec
 from baton_operator.manifests.exposure import CERTIFICATE_API, GATEWAY_API
 from baton_operator.manifests.objects import key
 from baton_operator.manifests.revision import Blueprint
+from baton_operator.manifests.routers import SPEC_GENERATION
 from baton_operator.reconcilers.plan import OperatorDefaults, plan_service
 from tests.operator.fake_cluster import IMAGES, FakeCluster
 
@@ -395,6 +396,21 @@ def test_plan_paused_canary_keeps_its_weights() -> None:
         assert weights == {old: 90, plan.state.wanted.revision: 10}
         assert {one.revision: one.weight for one in plan.state.seen} == weights
         assert plan.again_s is not None and 0 < plan.again_s <= 100
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_plan_routers_are_as_many_as_the_spec_says(replicas: int) -> None:
+    """Two or more have a budget, of which one may be disrupted; workers get no token of the API server."""
+    cluster = settled(changed(PAIR, "router.replicas", replicas))
+    router = cluster.objects["apps/v1", "Deployment", "chat-router"]
+    assert router["spec"]["replicas"] == replicas
+    assert router["spec"]["template"]["spec"]["containers"][0]["image"] == IMAGES.router
+    assert router["metadata"]["annotations"][SPEC_GENERATION] == "1"
+    budget = cluster.objects.get(("policy/v1", "PodDisruptionBudget", "chat-router"))
+    assert (budget is not None) is (replicas > 1)
+    assert budget is None or budget["spec"]["maxUnavailable"] == 1
+    account = cluster.objects["v1", "ServiceAccount", "chat-workers"]
+    assert account["automountServiceAccountToken"] is False
 
 
 @pytest.mark.parametrize("revisions", [0, 1, 2])
