@@ -126,7 +126,7 @@ def test_service_after_a_rollback_is_ready_and_degraded() -> None:
     cluster.change(CHANGED)
     state = cluster.reconcile().state
     assert state is not None
-    cluster.broken.add(state.wanted.revision)
+    cluster.broken.add(state.target.revision)
     cluster.settle()
     assert cluster.condition("Ready") == cluster.condition("Available") == ("True", "RolledBack")
     assert cluster.condition("Degraded") == ("True", "RolledBack")

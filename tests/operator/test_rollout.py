@@ -68,12 +68,12 @@ HELD = wanted(held=True)
 CANARY = {"steps": [{"weight": 10, "pause": "1m"}, {"weight": 50, "pause": "1m"}]}
 
 
-def shown(fates: Mapping[str, RevisionPlan]) -> dict[str, str]:
+def shown(revision_plans: Mapping[str, RevisionPlan]) -> dict[str, str]:
     """`prefill decode weight phase` of each generation."""
-    assert all(one.revision == name for name, one in fates.items())
+    assert all(one.revision == name for name, one in revision_plans.items())
     return {
         name: f"{one.replicas.get('prefill', '-')} {one.replicas['decode']} {one.weight} {one.phase}"
-        for name, one in fates.items()
+        for name, one in revision_plans.items()
     }
 
 
@@ -234,20 +234,20 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("want", "there", "fates"), CASES)
+@pytest.mark.parametrize(("want", "there", "revision_plans"), CASES)
 def test_what_becomes_of_each_generation(
-    want: RolloutTarget, there: list[str], fates: dict[str, str]
+    want: RolloutTarget, there: list[str], revision_plans: dict[str, str]
 ) -> None:
-    assert shown(decide(want, [revisions(one) for one in there], 1.0)) == fates
+    assert shown(decide(want, [revisions(one) for one in there], 1.0)) == revision_plans
 
 
 def test_pause_every_generation_keeps_what_it_has() -> None:
     standing = replace(revisions("z 1/1 1/2 10"), step=1, step_since=5.0)
     failed = replace(revisions("b 0/0 0/0"), failed=True)
     there = [standing, failed, revisions("c 0/1 0/1"), revisions("d 0/0 0/0"), revisions("a 2/2 4/4 90")]
-    fates = decide(wanted(canary=CANARY, paused=True), there, 1.0)
-    assert fates["z"] == RevisionPlan("z", "Serving", {"prefill": 1, "decode": 2}, 10, 1, 5.0)
-    assert shown(fates) == {
+    revision_plans = decide(wanted(canary=CANARY, paused=True), there, 1.0)
+    assert revision_plans["z"] == RevisionPlan("z", "Serving", {"prefill": 1, "decode": 2}, 10, 1, 5.0)
+    assert shown(revision_plans) == {
         "z": "1 2 10 Serving",
         "b": "0 0 0 Failed",
         "c": "1 1 0 Warming",
@@ -268,8 +268,8 @@ def test_generation_that_failed_before_is_named_so(held: bool) -> None:
 
 
 def test_generation_that_crashes_says_how_often_it_started() -> None:
-    fates = decide(wanted(), [revisions("z 1/1 0/1!"), revisions("a 2/2 4/4 100")], 1.0)
-    assert fates["z"].reason == f"a worker of it was started {CRASHES + 1} times"
+    revision_plans = decide(wanted(), [revisions("z 1/1 0/1!"), revisions("a 2/2 4/4 100")], 1.0)
+    assert revision_plans["z"].reason == f"a worker started {CRASHES + 1} times"
 
 
 LAST = [
@@ -286,14 +286,14 @@ def test_of_old_generations_the_one_that_serves_most_stays(
 ) -> None:
     new = replace(revisions("z 0/0 0/0"), failed=not policy)
     old = [revisions(f"{name} {roles} {weight}") for name, weight, roles in olds]
-    fates = decide(wanted(**policy), [new, *old], 1.0)
-    assert [name for name, _, _ in olds if fates[name].phase != "Draining"] == [last]
+    revision_plans = decide(wanted(**policy), [new, *old], 1.0)
+    assert [name for name, _, _ in olds if revision_plans[name].phase != "Draining"] == [last]
 
 
 def test_a_suspended_service_has_nobody() -> None:
     want = replace(wanted(), suspended=True)
-    fates = decide(want, [revisions("z 1/1 1/1"), revisions("a 2/2 4/4 100")], 1.0)
-    assert all(not any(one.replicas.values()) for one in fates.values())
+    revision_plans = decide(want, [revisions("z 1/1 1/1"), revisions("a 2/2 4/4 100")], 1.0)
+    assert all(not any(one.replicas.values()) for one in revision_plans.values())
 
 
 def test_no_progress_for_too_long_is_a_failure_and_asked_for_in_time() -> None:
@@ -302,7 +302,7 @@ def test_no_progress_for_too_long_is_a_failure_and_asked_for_in_time() -> None:
     assert decide(want, there, 599.0)["z"].phase == "Warming"
     assert decide(want, there, 600.0)["z"].phase == "Warming"
     failed = decide(want, there, 601.0)["z"]
-    assert (failed.phase, failed.reason) == ("Failed", "it made no progress for 10m")
+    assert (failed.phase, failed.reason) == ("Failed", "no progress for 10m")
     later = [replace(there[0], progressed=50.0), there[1]]
     assert (seconds_until_change(want, later, 100.0), seconds_until_change(want, later, 650.0)) == (
         550.0,
@@ -337,10 +337,10 @@ def test_requests_that_fail_on_the_new_one_alone_take_it_back(
     of_new: RolloutHealth, of_old: RolloutHealth, failed: bool
 ) -> None:
     new, old = revisions("z 1/1 1/1 25"), revisions("a 2/2 3/3 75")
-    fates = decide(wanted(), [replace(new, health=of_new), replace(old, health=of_old)], 1.0)
-    assert (fates["z"].phase == "Failed") == failed
-    assert not failed or fates["z"].reason == f"{of_new.failed} of {of_new.requests} requests failed"
-    assert not failed or shown(fates)["a"] == "2 4 100 Serving"
+    revision_plans = decide(wanted(), [replace(new, health=of_new), replace(old, health=of_old)], 1.0)
+    assert (revision_plans["z"].phase == "Failed") == failed
+    assert not failed or revision_plans["z"].reason == f"{of_new.failed} of {of_new.requests} requests failed"
+    assert not failed or shown(revision_plans)["a"] == "2 4 100 Serving"
 
 
 def test_how_many_requests_may_fail_can_be_said() -> None:
@@ -378,14 +378,14 @@ def test_streams_that_wait_long_on_the_new_one_alone_take_it_back(
         replace(revisions("z 1/1 1/1 25"), health=of_new),
         replace(revisions("a 2/2 3/3 75"), health=of_old),
     )
-    fates = decide(wanted(maxTimeToFirstToken=limit), [new, old], 1.0)
-    assert (fates["z"].phase == "Failed") == failed
+    revision_plans = decide(wanted(maxTimeToFirstToken=limit), [new, old], 1.0)
+    assert (revision_plans["z"].phase == "Failed") == failed
     if failed:
         slow = of_new.slow(2.0)
-        assert fates["z"].reason == (
+        assert revision_plans["z"].reason == (
             f"{slow} of {of_new.streams} streams took longer than {limit} to their first token"
         )
-        assert shown(fates)["a"] == "2 4 100 Serving"
+        assert shown(revision_plans)["a"] == "2 4 100 Serving"
         told = decide(wanted(maxTimeToFirstToken=limit, autoRollback=False), [new, old], 1.0)
         assert told["z"].phase == "Warming"
 
@@ -421,8 +421,8 @@ def test_while_requests_go_to_two_generations_somebody_looks_often() -> None:
 
 def test_what_failed_stays_failed() -> None:
     new = replace(revisions("z 0/0 0/0"), failed=True)
-    fates = decide(wanted(), [new, revisions("a 2/2 4/4 100")], 1.0)
-    assert shown(fates) == {"z": "0 0 0 Failed", "a": "2 4 100 Serving"}
+    revision_plans = decide(wanted(), [new, revisions("a 2/2 4/4 100")], 1.0)
+    assert shown(revision_plans) == {"z": "0 0 0 Failed", "a": "2 4 100 Serving"}
 
 
 def test_a_canary_goes_step_by_step_and_the_old_one_stays_whole() -> None:
@@ -461,9 +461,9 @@ class Cluster:
 
     def turn(self) -> bool:
         """One decision and one thing that happens; whether anything is left to happen."""
-        fates = decide(self.want, self.seen, self.now)
-        self.check(fates)
-        self.seen = [self._told(one, fates[one.revision]) for one in self.seen]
+        revision_plans = decide(self.want, self.seen, self.now)
+        self.check(revision_plans)
+        self.seen = [self._told(one, revision_plans[one.revision]) for one in self.seen]
         moves = [
             (number, name)
             for number, one in enumerate(self.seen)
@@ -474,11 +474,11 @@ class Cluster:
             number, name = self.rng.choice(moves)
             self.seen[number] = self._moved(self.seen[number], name)
         self.now += 1.0
-        return bool(moves) or decide(self.want, self.seen, self.now) != fates
+        return bool(moves) or decide(self.want, self.seen, self.now) != revision_plans
 
-    def check(self, fates: Mapping[str, RevisionPlan]) -> None:
+    def check(self, revision_plans: Mapping[str, RevisionPlan]) -> None:
         targets = self.want.targets
-        weights = {name: one.weight for name, one in fates.items()}
+        weights = {name: one.weight for name, one in revision_plans.items()}
         assert sum(weights.values()) == ALL and min(weights.values()) >= 0, weights
         carried = sum(one.share(targets) for one in self.seen)
         for one in self.seen:
@@ -486,7 +486,7 @@ class Cluster:
                 assert one.share(targets) > 0, "requests go only where both roles are ready"
         for name, target in targets.items():
             bounds = self.want.bounds[name]
-            asked = sum(one.replicas.get(name, 0) for one in fates.values())
+            asked = sum(one.replicas.get(name, 0) for one in revision_plans.values())
             most = target + max(1, bounds.surge) + (len(self.seen) > 2)
             assert asked <= most, "no more than the surge, and the first worker of yet another generation"
 

@@ -56,7 +56,7 @@ def test_operator_in_an_unkind_cluster_keeps_its_law(seed: int) -> None:
         made = check(cluster)
         if rng.random() < 0.3:
             assert made.state is not None
-            cluster.broken.add(made.state.wanted.revision)
+            cluster.broken.add(made.state.target.revision)
         for _ in range(rng.randint(1, 80)):
             cluster.happen()
             check(cluster)
@@ -79,17 +79,19 @@ def check(cluster: FakeCluster) -> ServicePlan:
 
 def serves_on(state: ServiceState) -> None:
     """No ready worker is given up before another one has taken over, beyond what may be unavailable."""
-    carried = [one for one in state.seen if state.fates[one.revision].phase != "Failed"]
+    carried = [one for one in state.seen if state.revision_plans[one.revision].phase != "Failed"]
     asked = {one.revision: {name: role.replicas for name, role in one.roles.items()} for one in carried}
     before = sum(left(one, asked[one.revision]).share(state.targets) for one in carried)
-    after = sum(left(one, state.fates[one.revision].replicas).share(state.targets) for one in carried)
+    after = sum(
+        left(one, state.revision_plans[one.revision].replicas).share(state.targets) for one in carried
+    )
     missing = [
         role.update_strategy.max_unavailable / state.targets[name]
         for name, role in role_scalers.roles(state.spec).items()
         if state.targets[name]
     ]
     lost = max(missing, default=0.0)
-    assert after >= min(before, 1 - lost) - EPSILON, (before, after, state.fates)
+    assert after >= min(before, 1 - lost) - EPSILON, (before, after, state.revision_plans)
 
 
 def left(one: RevisionState, replicas: Mapping[RoleName, int]) -> RevisionState:
@@ -100,9 +102,9 @@ def left(one: RevisionState, replicas: Mapping[RoleName, int]) -> RevisionState:
 
 def weighs_what_serves(state: ServiceState) -> None:
     """All requests go somewhere, and only to generations that can serve as long as there is one."""
-    weights = {name: fate.weight for name, fate in state.fates.items()}
+    weights = {name: fate.weight for name, fate in state.revision_plans.items()}
     serving = {one.revision for one in state.seen if one.share(state.targets) > 0}
-    good = {name for name in serving if state.fates[name].phase != "Failed"}
+    good = {name for name in serving if state.revision_plans[name].phase != "Failed"}
     assert sum(weights.values()) == ALL or not good, weights
     if good:
         assert {name for name, weight in weights.items() if weight} <= serving, (weights, serving)
@@ -136,7 +138,7 @@ def says_what_is(cluster: FakeCluster, state: ServiceState) -> None:
 
 
 def is_of(deployment: Any, state: ServiceState) -> bool:
-    of_it: bool = deployment["metadata"]["labels"].get(labels.REVISION) == state.wanted.revision
+    of_it: bool = deployment["metadata"]["labels"].get(labels.REVISION) == state.target.revision
     return of_it
 
 

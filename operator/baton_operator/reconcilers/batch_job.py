@@ -26,59 +26,63 @@ from baton_operator.manifests.objects import Manifest, seconds
 from baton_operator.reconcilers.reconciler import REJECTED_STATUSES, ReportTransition
 
 FINAL_PHASES = {
-    "completed": ("Completed", "Every request has its answer or its error."),
-    "failed": ("InvalidInput", "The file is no batch; the batch's errors name the lines."),
-    "expired": ("Expired", "The batch's time was over. What was answered before can be fetched."),
-    "cancelled": ("Cancelled", "It was cancelled by the API. What was answered before can be fetched."),
+    "completed": ("Completed", "Every request has a response or an error."),
+    "failed": ("InvalidInput", "The input file is invalid. The errors of the batch name the lines."),
+    "expired": ("Expired", "The completion window ended. Results until then are available."),
+    "cancelled": ("Cancelled", "A client cancelled the batch. Results until then are available."),
 }
-"""Phases after which nothing is run any more, with their reason."""
+"""Final phases of a batch, each with reason and message."""
 
 JOB_GRACE_S = 30.0
-"""Seconds from the end of a batch until a Job that has not noticed is deleted."""
+"""Seconds from the end of a batch until the operator deletes a Job that still runs."""
 
 SERVICE_S = 30.0
-"""Seconds until it is looked again whether the service can have it run."""
+"""Seconds until the next check whether the service runs batches by Jobs."""
 
 HINTS = {
-    "PodFailurePolicy": "The log of its pod says why: kubectl logs job/{name}. ",
+    "PodFailurePolicy": "See the log of its pod: kubectl logs job/{name}. ",
     "FailedIndexes": "Its pod failed {failures} times: kubectl logs job/{name}. ",
-    "DeadlineExceeded": "Its batch's time is over, and no router has ended it: kubectl describe job/{name}. ",
+    "DeadlineExceeded": (
+        "The completion window ended, but no router ended the batch: kubectl describe job/{name}. "
+    ),
 }
-"""What to look at, by the reason for which a Job has failed."""
+"""Hints by the reason of a failed Job."""
 
 
 PROGRESS_DELAY_S = 30.0
-"""Seconds for which a BatchJob is left alone of which a router has only said how far it is."""
+"""Delay in seconds after a router updated only the progress of a BatchJob."""
 
 
 def needs_attention(batch_job: Mapping[str, Any]) -> bool:
-    """Whether something may be to be done at once: its spec has changed, or its batch has ended."""
+    """Return whether to reconcile without delay: the spec changed, or the batch ended."""
     status = batch_job.get("status", {})
-    observed = status.get("observedGeneration") == batch_job["metadata"].get("generation")
-    return not observed or status.get("phase") in FINAL_PHASES
+    is_current = status.get("observedGeneration") == batch_job["metadata"].get("generation")
+    return not is_current or status.get("phase") in FINAL_PHASES
 
 
 @dataclass(frozen=True, slots=True)
 class BatchDecision:
-    """What is to be done, and what is so."""
+    """Conditions of a BatchJob, and the operations on its Job."""
 
     facts: Sequence[Fact]
     create: Manifest | None = None
     patch: Manifest | None = None
-    """To be merged into the Job."""
+    """Patch of the Job."""
     delete_job: bool = False
     forget: bool = False
-    """Delete the BatchJob itself."""
+    """Whether to delete the BatchJob itself."""
     again_s: float | None = None
-    """Seconds after which to decide again although nothing has changed."""
+    """Seconds after which to decide again without a change."""
 
 
 def decide(
     batch_job: Manifest, job: Manifest | None, service: Manifest | None, image: str, now: float
 ) -> BatchDecision:
     """
-    `job`: what there is of the BatchJob's name, whoever has made it. `service`: its InferenceService.
-    `now`: Unix seconds. Raises ValueError if the spec cannot be carried out.
+    Return the decision for a BatchJob. Raises ValueError if its spec is invalid.
+
+    `job`: the Job with its name, even if somebody else created it. `service`: its InferenceService. `now`:
+    Unix seconds.
     """
     status = batch_job.get("status", {})
     before = {one["type"]: one for one in status.get("conditions", ())}
@@ -86,7 +90,9 @@ def decide(
     if status.get("phase") in FINAL_PHASES:
         return _ended(batch_job, job if ours else None, before, now)
     if not ours:
-        return BatchDecision(_failed("NameTaken", "There is a Job of that name that is not this BatchJob's."))
+        return BatchDecision(
+            _failed("NameTaken", "A Job with this name exists and does not belong to this BatchJob.")
+        )
     if job is None:
         return _begin(batch_job, before, service, image)
     return _going_on(batch_job, job)
@@ -98,19 +104,19 @@ def _begin(
     spec = BatchJobSpec.model_validate(batch_job["spec"])
     failed = before.get("Failed")
     if failed is not None and failed["status"] == "True" and failed["reason"] != "NameTaken":
-        # Its Job was, and is deleted.
+        # The failed Job was deleted.
         return BatchDecision(_failed(failed["reason"], failed.get("message", "")))
     name = spec.service_name
     if service is None:
-        message = f"There is no InferenceService {name}."
+        message = f"The InferenceService {name} does not exist."
         return BatchDecision(_open("NoService", message), again_s=SERVICE_S)
     serving = InferenceServiceSpec.model_validate(service["spec"])
     if serving.router.batches.execution != "Jobs":
-        message = f"Routers of {name} run batches themselves: its spec.router.batches.execution is not Jobs."
+        message = f"{name} does not run batches by Jobs. Set its spec.router.batches.execution to Jobs."
         return BatchDecision(_open("NotByJobs", message), again_s=SERVICE_S)
-    made = manifests.job(batch_job, serving, image)
-    facts = _open("Suspended" if made["spec"]["suspend"] else "Waiting")
-    return BatchDecision([*facts, _currency(made, spec)], create=made)
+    job_ = manifests.job(batch_job, serving, image)
+    facts = _open("Suspended" if job_["spec"]["suspend"] else "Waiting")
+    return BatchDecision([*facts, _currency(job_, spec)], create=job_)
 
 
 def _going_on(batch_job: Manifest, job: Manifest) -> BatchDecision:
@@ -123,7 +129,7 @@ def _going_on(batch_job: Manifest, job: Manifest) -> BatchDecision:
         hint = HINTS.get(why, "").format(name=job["metadata"]["name"], failures=failures)
         return BatchDecision(_failed(why, hint + ended["Failed"].get("message", "")))
     if "Complete" in ended:
-        return BatchDecision(_open("Finishing", "All requests are through, and the files are being written."))
+        return BatchDecision(_open("Finishing", "All requests are done; the router is writing the files."))
     changes = merge_patch(
         {name: job["spec"].get(name) for name in manifests.changeable(spec)}, manifests.changeable(spec)
     )
@@ -134,14 +140,14 @@ def _going_on(batch_job: Manifest, job: Manifest) -> BatchDecision:
 
 
 def _currency(job: Manifest, spec: BatchJobSpec) -> Fact:
-    """Whether the Job is by the template that is asked for now."""
+    """Return whether the Job has the current pod template."""
     made_by = job["metadata"].get("annotations", {}).get(manifests.TEMPLATE)
     if made_by in (None, manifests.template_hash(spec)):
         return Fact("UpToDate", True, "AsMade")
     name = job["metadata"]["name"]
     message = (
-        "spec.podTemplate has changed, and the template of a Job cannot: it goes on as it was made. To have "
-        f"it made anew: kubectl delete job/{name}; the batch goes on after the last recorded request."
+        "spec.podTemplate changed, but the template of a Job is immutable. To apply the change, run "
+        f"kubectl delete job/{name}; the batch resumes after the last recorded request."
     )
     return Fact("UpToDate", False, "TemplateChanged", message)
 
@@ -155,9 +161,9 @@ def _ended(batch_job: Manifest, job: Manifest | None, before: Mapping[str, Any],
         Fact("Failed", not good, reason, "" if good else message),
         Fact("Suspended", False, reason),
     ]
-    told = before.get("Complete" if good else "Failed")
-    known = told is not None and told["status"] == "True"
-    since = seconds(told["lastTransitionTime"]) if told is not None and known else now
+    condition = before.get("Complete" if good else "Failed")
+    is_recorded = condition is not None and condition["status"] == "True"
+    since = seconds(condition["lastTransitionTime"]) if condition is not None and is_recorded else now
     waits = []
     unaware = job is not None and not _is_finished(job)
     if unaware:
@@ -175,7 +181,7 @@ def _ended(batch_job: Manifest, job: Manifest | None, before: Mapping[str, Any],
 
 
 def _open(reason: str, message: str = "") -> list[Fact]:
-    """It is to be run, or would be."""
+    """Return the conditions of a BatchJob that has not ended."""
     return [
         Fact("Complete", False, reason, message),
         Fact("Failed", False, reason),
@@ -206,7 +212,7 @@ JOB = ("batch/v1", "Job")
 
 
 class BatchJobReconciler:
-    """For all BatchJobs. `image` is the routers'; `clock` gives Unix seconds."""
+    """Reconciles BatchJobs. `image`: default image of routers; `clock` returns Unix seconds."""
 
     def __init__(
         self,
@@ -225,59 +231,59 @@ class BatchJobReconciler:
         self._resync_s = resync_s
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
-        there = self._cache.get(KIND, namespace, name)
-        if there is None or "deletionTimestamp" in there["metadata"]:
+        batch_job = self._cache.get(KIND, namespace, name)
+        if batch_job is None or "deletionTimestamp" in batch_job["metadata"]:
             return None
         job = self._cache.get("Job", namespace, name)
-        verdict = self._decide(there, job)
+        decision = self._decide(batch_job, job)
         try:
-            if verdict.create is not None and not await self._api.create(verdict.create):
-                # A Job of that name is there, which may be anybody's: the cache has only the operator's.
-                found = await self._api.list(*JOB, namespace, field=f"metadata.name={name}")
-                job = found[0] if found else None
-                verdict = replace(self._decide(there, job), create=None)
-            await self._carry_out(verdict, there, job)
+            if decision.create is not None and not await self._api.create(decision.create):
+                # The existing Job may have another creator: the cache holds only the operator's Jobs.
+                jobs = await self._api.list(*JOB, namespace, field=f"metadata.name={name}")
+                job = jobs[0] if jobs else None
+                decision = replace(self._decide(batch_job, job), create=None)
+            await self._apply(decision, batch_job, job)
         except ApiException as error:
             if error.status in REJECTED_STATUSES:
                 why = f"Job {name}: {error.reason}"
                 facts = [Fact("Complete", False, "Refused", why), Fact("Failed", False, "Refused", why)]
-                await self._say(there, BatchDecision(facts))
+                await self._write_status(batch_job, BatchDecision(facts))
             raise
-        if verdict.forget:
+        if decision.forget:
             return None
-        await self._say(there, verdict)
-        return min(self._resync_s, verdict.again_s if verdict.again_s is not None else self._resync_s)
+        await self._write_status(batch_job, decision)
+        return min(self._resync_s, decision.again_s if decision.again_s is not None else self._resync_s)
 
-    def _decide(self, there: Manifest, job: Manifest | None) -> BatchDecision:
-        namespace = there["metadata"]["namespace"]
-        service = self._cache.get("InferenceService", namespace, there["spec"]["serviceName"])
+    def _decide(self, batch_job: Manifest, job: Manifest | None) -> BatchDecision:
+        namespace = batch_job["metadata"]["namespace"]
+        service = self._cache.get("InferenceService", namespace, batch_job["spec"]["serviceName"])
         if service is not None and "deletionTimestamp" in service["metadata"]:
             service = None
         try:
-            return decide(there, job, service, self._image, self._clock())
+            return decide(batch_job, job, service, self._image, self._clock())
         except ValueError as error:
             return BatchDecision(
                 [Fact("Complete", False, "Invalid", str(error)), Fact("Failed", True, "Invalid")]
             )
 
-    async def _carry_out(self, verdict: BatchDecision, there: Manifest, job: Manifest | None) -> None:
-        metadata = there["metadata"]
-        if verdict.patch is not None:
-            await self._api.merge(*JOB, metadata["namespace"], metadata["name"], verdict.patch)
-        if verdict.delete_job and job is not None and "deletionTimestamp" not in job["metadata"]:
+    async def _apply(self, decision: BatchDecision, batch_job: Manifest, job: Manifest | None) -> None:
+        metadata = batch_job["metadata"]
+        if decision.patch is not None:
+            await self._api.merge(*JOB, metadata["namespace"], metadata["name"], decision.patch)
+        if decision.delete_job and job is not None and "deletionTimestamp" not in job["metadata"]:
             await self._api.delete(job)
-        if verdict.forget:
-            await self._api.delete(there)
+        if decision.forget:
+            await self._api.delete(batch_job)
 
-    async def _say(self, there: Manifest, verdict: BatchDecision) -> None:
-        """What is the operator's to say; the rest of the status is a router's."""
-        before = there.get("status", {})
-        generation = int(there["metadata"].get("generation", 0))
+    async def _write_status(self, batch_job: Manifest, decision: BatchDecision) -> None:
+        """Write the fields of the status that belong to the operator. Routers write the others."""
+        before = batch_job.get("status", {})
+        generation = int(batch_job["metadata"].get("generation", 0))
         conditions, transitions = written(
-            verdict.facts, before.get("conditions", ()), generation, self._clock()
+            decision.facts, before.get("conditions", ()), generation, self._clock()
         )
         ours = {name: before[name] for name in ("observedGeneration", "conditions") if name in before}
         if patch := merge_patch(ours, {"observedGeneration": generation, "conditions": conditions}):
-            await self._api.write_status(there, patch)
+            await self._api.write_status(batch_job, patch)
         for transition in transitions:
-            self._tell(there, transition)
+            self._tell(batch_job, transition)

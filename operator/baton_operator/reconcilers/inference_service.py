@@ -1,8 +1,8 @@
 """
-One InferenceService brought to what it should be: read, plan, carry out, say so.
+The reconciler of InferenceServices: it reads the state, plans, executes the plan, and writes status.
 
-Nothing is remembered between two times: whatever was interrupted anywhere is planned again from what there
-is. What the API server refuses for good, such as a pod template that is none, is said in status.
+It keeps no memory between reconciliations, so an interrupted one is planned again from the new state.
+Permanent rejections by the API server, such as an invalid pod template, are written to status.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from baton_operator.reconcilers.reconciler import REJECTED_STATUSES, ReportTrans
 from baton_operator.reconcilers.router_rollouts import RouterRollouts
 
 PublishStatus = Callable[[str, str, "report.Status | None", Objectives | None], None]
-"""Takes the status and the objectives of a service, by its namespace and name; None if there are none."""
+"""Publishes the status and the objectives of a service as metrics; None removes them."""
 
 
 class InferenceServiceReconciler:
-    """For all InferenceServices. `clock` gives Unix seconds."""
+    """Reconciles InferenceServices. `clock` returns Unix seconds."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class InferenceServiceReconciler:
         self._api = api
         self._reader = reader
         self._images = images
-        self._tell = tell
-        self._stands = stands
+        self._report_transition = tell
+        self._publish_status = stands
         self._clock = clock
         self._resync_s = resync_s
         self._rollouts = rollouts
@@ -58,36 +58,38 @@ class InferenceServiceReconciler:
         scalers = self._reader.scalers(namespace, name)
         if service is None:
             self._rollouts.forget(namespace, name)
-            self._stands(namespace, name, None, None)
-            await self._bind(scalers, None)
+            self._publish_status(namespace, name, None, None)
+            await self._write_scaler_status(scalers, None)
             return None
         cluster = await self._reader.state_of(service, scalers)
         now = self._clock()
         try:
-            made = plan_service(cluster, self._images, now)
+            plan = plan_service(cluster, self._images, now)
         except ValueError as error:
-            await self._say(cluster, *report.rejected_status(cluster, error, now))
-            await self._bind(scalers, None)
+            await self._write_status(cluster, *report.rejected_status(cluster, error, now))
+            await self._write_scaler_status(scalers, None)
             return self._resync_s
-        made = self._rollouts.admit(made, cluster)
-        assert made.state is not None
+        plan = self._rollouts.admit(plan, cluster)
+        assert plan.state is not None
         try:
-            unmet = await self._carry_out(made, cluster)
-        except ObjectRejected as refusal:
-            await self._say(cluster, *report.rejected_status(cluster, refusal, now))
-            raise refusal.answer from refusal
-        status, transitions = report.service_status(cluster, made.state, now, unmet)
-        # The API server fills in defaults; without them there would always be a difference.
+            rejected_claim = await self._apply(plan, cluster)
+        except ObjectRejected as rejection:
+            await self._write_status(cluster, *report.rejected_status(cluster, rejection, now))
+            raise rejection.answer from rejection
+        status, transitions = report.service_status(cluster, plan.state, now, rejected_claim)
+        # The API server adds defaults; without them the status would always differ.
         whole = InferenceServiceStatus.model_validate(status)
-        await self._say(cluster, whole.model_dump(mode="json", by_alias=True, exclude_none=True), transitions)
-        await self._bind(scalers, made.state)
-        return min(self._resync_s, made.again_s if made.again_s is not None else self._resync_s)
+        await self._write_status(
+            cluster, whole.model_dump(mode="json", by_alias=True, exclude_none=True), transitions
+        )
+        await self._write_scaler_status(scalers, plan.state)
+        return min(self._resync_s, plan.again_s if plan.again_s is not None else self._resync_s)
 
-    async def _carry_out(self, made: ServicePlan, cluster: ClusterState) -> str:
-        """What was refused although the service does well without it; empty if nothing was."""
-        unmet = ""
-        create = list(made.create)
-        if made.ticket_secret:
+    async def _apply(self, plan: ServicePlan, cluster: ClusterState) -> str:
+        """Execute the plan. Return why the API server rejected a larger claim, or an empty string."""
+        rejected_claim = ""
+        create = list(plan.create)
+        if plan.ticket_secret:
             create.insert(0, tickets.secret(cluster.owner, secrets.token_hex(32)))
         for manifest in create:
             try:
@@ -96,35 +98,35 @@ class InferenceServiceReconciler:
                 if error.status in REJECTED_STATUSES:
                     raise ObjectRejected(manifest, error) from error
                 raise
-        for manifest in made.apply:
+        for manifest in plan.apply:
             ours = key(manifest) in cluster.objects
             try:
                 await self._api.apply(manifest, ours=ours)
             except ApiException as error:
                 if error.status in REJECTED_STATUSES and manifest["kind"] == "PersistentVolumeClaim":
-                    unmet = str(ObjectRejected(manifest, error))  # it stays as large as it is
+                    rejected_claim = str(ObjectRejected(manifest, error))  # the claim keeps its size
                     continue
                 if error.status in REJECTED_STATUSES or (error.status == CONFLICT and not ours):
                     raise ObjectRejected(manifest, error) from error
                 raise
-        for gone in made.prune:
-            there = cluster.objects[gone]
-            if "deletionTimestamp" not in there["metadata"]:
-                await self._api.delete(there)
-        return unmet
+        for pruned in plan.prune:
+            existing = cluster.objects[pruned]
+            if "deletionTimestamp" not in existing["metadata"]:
+                await self._api.delete(existing)
+        return rejected_claim
 
-    async def _say(
+    async def _write_status(
         self, cluster: ClusterState, status: report.Status, transitions: Sequence[Transition]
     ) -> None:
         if patch := merge_patch(cluster.status, status):
             await self._api.write_status(cluster.service, patch)
-        # Once it is written down: who is interrupted before tells it again, and nobody tells it twice.
+        # Only after the write: an interrupted reconciliation reports it next time, so it is reported once.
         for transition in transitions:
-            self._tell(cluster.service, transition)
+            self._report_transition(cluster.service, transition)
         owner = cluster.owner
-        self._stands(owner.namespace, owner.name, status, _objectives(cluster.service))
+        self._publish_status(owner.namespace, owner.name, status, _objectives(cluster.service))
 
-    async def _bind(self, scalers: Sequence[Manifest], state: ServiceState | None) -> None:
+    async def _write_scaler_status(self, scalers: Sequence[Manifest], state: ServiceState | None) -> None:
         now = self._clock()
         for scaler in scalers:
             if "deletionTimestamp" in scaler["metadata"]:
@@ -141,7 +143,7 @@ def _objectives(service: Manifest) -> Objectives | None:
 
 
 class ObjectRejected(ValueError):
-    """The API server does not take an object, and will not the next time."""
+    """The API server rejected an object permanently."""
 
     def __init__(self, manifest: Manifest, answer: ApiException) -> None:
         super().__init__(f"{manifest['kind']} {manifest['metadata']['name']}: {answer.reason}")

@@ -1,9 +1,9 @@
 """
-What is to be done for one InferenceService, decided from what is there: a pure function.
+The plan for one InferenceService: a pure function of its state in the cluster.
 
-The same observation gives the same plan, a plan that was carried out gives an empty one, and nothing that
-serves is ever pruned. Carrying it out is somebody else's work, who may be interrupted anywhere: the next
-plan is made from what there is then.
+Equal states give equal plans, an executed plan leads to an empty one, and no plan prunes objects that
+serve. The reconciler executes plans and may be interrupted anywhere: the next plan starts from the new
+state.
 """
 
 from __future__ import annotations
@@ -39,66 +39,70 @@ from baton_operator.scaling import role_scalers
 
 @dataclass(frozen=True, slots=True)
 class OperatorDefaults:
-    """The operator's defaults."""
+    """Defaults from OperatorSettings."""
 
     worker: str
     router: str
     mutual_tls: MutualTls | None = None
-    """Of services that say nothing of it."""
+    """Default of spec.security.mutualTls."""
     metrics_namespace: str = ""
-    """Likewise: whose pods may read metrics; nobody's if it is empty."""
+    """Default of spec.security.metricsNamespace; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServicePlan:
-    """What is to be done."""
+    """The operations for one service, in order: create, apply, prune."""
 
     apply: Sequence[Manifest]
-    """To be as they stand here, after what is to be created."""
+    """Objects to apply."""
     create: Sequence[Manifest] = ()
-    """To be made if they are not there, and left alone otherwise."""
+    """Objects to create once; existing ones stay unchanged."""
     prune: Sequence[Key] = ()
     ticket_secret: bool = False
-    """Whether to create the Secret for tickets, before all else, unless it exists."""
+    """Whether to create the Secret for tickets first, unless it exists."""
     again_s: float | None = None
-    """Seconds after which to plan again although nothing has changed."""
+    """Seconds after which to plan again without a change; None: not needed."""
     state: ServiceState | None = field(default=None, repr=False)
-    """What status is written from."""
+    """Decisions that the status is derived from."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceState:
-    """Where the service stands."""
+    """Decisions about a service and its revisions."""
 
     spec: InferenceServiceSpec
-    wanted: Revision
+    target: Revision
     targets: Mapping[RoleName, int]
     seen: Sequence[RevisionState]
-    fates: Mapping[str, RevisionPlan]
-    generations: Mapping[str, Revision]
+    revision_plans: Mapping[str, RevisionPlan]
+    revisions: Mapping[str, Revision]
     models: Mapping[str, ModelFetch]
-    """Where the files of each revision's model stand."""
+    """Progress of fetching the model, by revision."""
     unsupported: Sequence[str]
-    """Optional APIs that the spec needs and the cluster has not."""
+    """Optional APIs that the spec needs and the cluster lacks."""
 
     @property
     def model(self) -> ModelFetch:
-        """Of the wanted revision."""
-        return self.models[self.wanted.revision]
+        """Progress of the target revision."""
+        return self.models[self.target.revision]
 
 
 def plan_service(cluster: ClusterState, images: OperatorDefaults, now: float) -> ServicePlan:
-    """`now`: Unix seconds. Raises ValueError if the spec cannot be carried out."""
+    """Return the plan. `now`: Unix seconds. Raises ValueError if the spec is invalid."""
     spec = _with_defaults(InferenceServiceSpec.model_validate(cluster.service["spec"]), images)
-    state, again_s = _decided(cluster, spec, images, now)
-    wanted = (*_shared(cluster, state, images), *_workers(cluster, state), *_grown_claim(cluster, state))
-    wished = [with_hash(one) for one in wanted]
-    create = _created(cluster, state)
-    apply = [one for one in wished if not is_current(cluster.objects.get(key(one)), one)]
+    state, again_s = _plan_revisions(cluster, spec, images, now)
+    wanted = (
+        *_service_objects(cluster, state, images),
+        *_revision_objects(cluster, state),
+        *_grown_claim(cluster, state),
+    )
+    desired = [with_hash(one) for one in wanted]
+    create = _objects_to_create(cluster, state)
+    apply = [one for one in desired if not is_current(cluster.objects.get(key(one)), one)]
     return ServicePlan(
         apply=apply,
         create=[one for one in create if key(one) not in cluster.objects],
-        prune=_pruned(cluster, state, [*wished, *create]),
+        prune=_objects_to_prune(cluster, state, [*desired, *create]),
         ticket_secret=tickets.missing(
             cluster.owner.name, cluster.objects, apply, [pod.trouble for pod in cluster.pods]
         ),
@@ -107,20 +111,20 @@ def plan_service(cluster: ClusterState, images: OperatorDefaults, now: float) ->
     )
 
 
-def _decided(
+def _plan_revisions(
     cluster: ClusterState, spec: InferenceServiceSpec, images: OperatorDefaults, now: float
 ) -> tuple[ServiceState, float | None]:
-    """What is to become of each revision, and seconds until that may be decided otherwise."""
-    remembered = revision_history.known_revisions(cluster)
-    revision = _wanted(cluster, spec, remembered, images, now)
-    known = {**remembered, revision.revision: revision}
+    """Return the decisions, and the seconds until they may change without another event."""
+    stored = revision_history.known_revisions(cluster)
+    revision = _target_revision(cluster, spec, stored, images, now)
+    revisions = {**stored, revision.revision: revision}
     weights = {one["name"]: one.get("weight", 0) for one in cluster.status.get("revisions", ())}
     seen = [
         revision_history.revision_state(cluster, one, weights.get(name, 0), now)
-        for name, one in known.items()
+        for name, one in revisions.items()
     ]
     targets = role_scalers.targets(cluster, spec)
-    models = model_fetches(cluster, known)
+    models = model_fetches(cluster, revisions)
     want = RolloutTarget(
         revision=revision.revision,
         targets=targets,
@@ -129,32 +133,33 @@ def _decided(
         suspended=spec.suspend,
         held=not models[revision.revision].present,
     )
-    fates = decide(want, seen, now)
-    kept = _kept(spec, known, seen, fates, revision.revision)
-    state = ServiceState(spec, revision, targets, seen, fates, kept, models, _unsupported(cluster, spec))
+    revision_plans = decide(want, seen, now)
+    kept = _retained_revisions(spec, revisions, seen, revision_plans, revision.revision)
+    state = ServiceState(
+        spec, revision, targets, seen, revision_plans, kept, models, _missing_apis(cluster, spec)
+    )
     return state, seconds_until_change(want, seen, now)
 
 
-def _wanted(
+def _target_revision(
     cluster: ClusterState,
     spec: InferenceServiceSpec,
-    remembered: Mapping[str, Revision],
+    stored: Mapping[str, Revision],
     images: OperatorDefaults,
     now: float,
 ) -> Revision:
     try:
-        return revision_history.wanted_revision(cluster, spec, remembered, images.worker, now)
+        return revision_history.wanted_revision(cluster, spec, stored, images.worker, now)
     except KeyError as error:
-        there = ", ".join(sorted(remembered)) or "none"
+        there = ", ".join(sorted(stored)) or "none"
         raise ValueError(
-            f"spec.rollout.rollbackTo names the revision {error.args[0]}, which is not remembered "
-            f"(those that are: {there})."
+            f"Invalid spec.rollout.rollbackTo: {error.args[0]}. Stored revisions: {there}."
         ) from error
 
 
 def _with_defaults(spec: InferenceServiceSpec, images: OperatorDefaults) -> InferenceServiceSpec:
-    known = {"mutual_tls": images.mutual_tls, "metrics_namespace": images.metrics_namespace}
-    missing = {name: value for name, value in known.items() if getattr(spec.security, name) is None}
+    revisions = {"mutual_tls": images.mutual_tls, "metrics_namespace": images.metrics_namespace}
+    missing = {name: value for name, value in revisions.items() if getattr(spec.security, name) is None}
     return spec.model_copy(update={"security": spec.security.model_copy(update=missing)})
 
 
@@ -167,22 +172,24 @@ def _bounds(spec: InferenceServiceSpec) -> dict[RoleName, RolloutBounds]:
     }
 
 
-def _kept(
+def _retained_revisions(
     spec: InferenceServiceSpec,
-    known: Mapping[str, Revision],
+    revisions: Mapping[str, Revision],
     seen: Sequence[RevisionState],
-    fates: Mapping[str, RevisionPlan],
+    revision_plans: Mapping[str, RevisionPlan],
     wanted: str,
 ) -> dict[str, Revision]:
-    """The revisions that are remembered: all that are there or wanted, and the newest of the others."""
-    there = {one.revision for one in seen if one.exists or one.weight or fates[one.revision].weight}
-    there |= {wanted} | {name for name, fate in fates.items() if any(fate.replicas.values())}
-    past = sorted(known.keys() - there, key=lambda name: known[name].created, reverse=True)
+    """Return the revisions to keep: existing and target ones, and the newest of the others."""
+    there = {one.revision for one in seen if one.exists or one.weight or revision_plans[one.revision].weight}
+    there |= {wanted} | {
+        name for name, revision_plan in revision_plans.items() if any(revision_plan.replicas.values())
+    }
+    past = sorted(revisions.keys() - there, key=lambda name: revisions[name].created, reverse=True)
     chosen = there | set(past[: spec.rollout.revision_history_limit])
-    return {name: one for name, one in known.items() if name in chosen}
+    return {name: one for name, one in revisions.items() if name in chosen}
 
 
-def _unsupported(cluster: ClusterState, spec: InferenceServiceSpec) -> list[str]:
+def _missing_apis(cluster: ClusterState, spec: InferenceServiceSpec) -> list[str]:
     needed = []
     if spec.exposure.type == "HTTPRoute":
         needed.append(GATEWAY_API)
@@ -192,13 +199,17 @@ def _unsupported(cluster: ClusterState, spec: InferenceServiceSpec) -> list[str]
     return [api for api in needed if api not in cluster.apis]
 
 
-def _shared(cluster: ClusterState, state: ServiceState, images: OperatorDefaults) -> list[Manifest]:
-    """What a service has once, whatever revisions there are."""
+def _service_objects(cluster: ClusterState, state: ServiceState, images: OperatorDefaults) -> list[Manifest]:
+    """Return the objects that a service has once."""
     owner, spec = cluster.owner, state.spec
     replicas = 0 if spec.suspend else spec.router.replicas
-    weights = {name: fate.weight for name, fate in state.fates.items() if fate.weight}
+    weights = {
+        name: revision_plan.weight
+        for name, revision_plan in state.revision_plans.items()
+        if revision_plan.weight
+    }
     shown = _mutual_tls(state)
-    wished = [
+    desired = [
         *routers.account(owner, spec),
         routers.weights(owner, weights),
         routers.service(owner),
@@ -208,62 +219,62 @@ def _shared(cluster: ClusterState, state: ServiceState, images: OperatorDefaults
     ]
     if not spec.security.service_account_name:
         body = {"automountServiceAccountToken": False}
-        wished.append(made(owner, "v1", "ServiceAccount", names.workers_account(owner.name), body))
+        desired.append(made(owner, "v1", "ServiceAccount", names.workers_account(owner.name), body))
     if batches.by_jobs(spec.router.batches):
-        wished += batches.of_runners(owner, spec.security.network_policy)
+        desired += batches.of_runners(owner, spec.security.network_policy)
     if replicas > 1:
-        wished.append(pods.disruption_budget(owner, names.ROUTER, 1))
+        desired.append(pods.disruption_budget(owner, names.ROUTER, 1))
     for name, role in role_scalers.roles(spec).items():
         if role.pod_disruption_budget.enabled:
             label = "both" if name == "decode" and spec.prefill is None else name
-            wished.append(pods.disruption_budget(owner, label, role.pod_disruption_budget.max_unavailable))
+            desired.append(pods.disruption_budget(owner, label, role.pod_disruption_budget.max_unavailable))
     if spec.security.network_policy:
-        wished.append(network.routers(owner, spec))
+        desired.append(network.routers(owner, spec))
     optional = [*exposure.exposed(owner, spec.exposure), *mutual_tls.certificate(owner, shown)]
-    wished += [one for one in optional if one["apiVersion"] not in state.unsupported]
-    return wished
+    desired += [one for one in optional if one["apiVersion"] not in state.unsupported]
+    return desired
 
 
 def _mutual_tls(state: ServiceState) -> MutualTls | None:
-    """What routers show: the spec's certificate, or that of a revision which still wants one."""
+    """Return the certificate of routers: that of the spec, or of an existing revision."""
     there = {one.revision for one in state.seen if one.exists}
-    old = [one.blueprint.mutual_tls for name, one in state.generations.items() if name in there]
+    old = [one.blueprint.mutual_tls for name, one in state.revisions.items() if name in there]
     return next((one for one in (state.spec.security.mutual_tls, *old) if one is not None), None)
 
 
-def _workers(cluster: ClusterState, state: ServiceState) -> list[Manifest]:
-    """What the revisions have: those that are there, and what is remembered of the others."""
+def _revision_objects(cluster: ClusterState, state: ServiceState) -> list[Manifest]:
+    """Return the objects of existing revisions, and the ConfigMaps of the others."""
     owner = cluster.owner
     there = {one.revision: one.exists for one in state.seen}
-    wished = []
-    for name, revision in state.generations.items():
-        wished.append(revision_history.revision_config_map(cluster, revision, state.models[name].proof))
+    desired = []
+    for name, revision in state.revisions.items():
+        desired.append(revision_history.revision_config_map(cluster, revision, state.models[name].proof))
         if commit := state.models[name].pin:
-            wished.append(revision_history.model_pin(owner, revision, commit))
-        fate = state.fates[name]
-        if not there[name] and not any(fate.replicas.values()):
+            desired.append(revision_history.model_pin(owner, revision, commit))
+        revision_plan = state.revision_plans[name]
+        if not there[name] and not any(revision_plan.replicas.values()):
             continue
         if state.spec.security.network_policy:
-            wished.append(network.workers(owner, revision, state.spec.security.metrics_namespace or ""))
+            desired.append(network.workers(owner, revision, state.spec.security.metrics_namespace or ""))
         for part, role in revision_history.role_names(revision).items():
-            wished.append(workers.service(owner, revision, role))
-            deployment = workers.deployment(owner, revision, role, fate.replicas[part])
-            wished.append(keep_template(cluster.find(*key(deployment)), deployment))
-    return wished
+            desired.append(workers.service(owner, revision, role))
+            deployment = workers.deployment(owner, revision, role, revision_plan.replicas[part])
+            desired.append(keep_template(cluster.find(*key(deployment)), deployment))
+    return desired
 
 
-def _created(cluster: ClusterState, state: ServiceState) -> list[Manifest]:
-    """What is made once and not changed any more."""
+def _objects_to_create(cluster: ClusterState, state: ServiceState) -> list[Manifest]:
+    """Return the objects that are created once and then left alone."""
     owner, spec = cluster.owner, state.spec
-    files = workers.files(owner, state.wanted)
-    wished = []
+    files = workers.files(owner, state.target)
+    desired = []
     claim = ModelFiles(owner.name, spec.model, "").persistent_volume_claim(owner)
     if claim is not None:
-        wished.append(claim)
+        desired.append(claim)
     there = cluster.find("v1", "PersistentVolumeClaim", files.claim)
     if files.job_needed and not state.model.present and (there or not files.makes_claim):
         uid = there["metadata"].get("uid", "") if there else ""
-        blueprint = state.wanted.blueprint
+        blueprint = state.target.blueprint
         job = files.job(
             owner,
             pull_secrets=list(spec.security.image_pull_secrets),
@@ -271,36 +282,36 @@ def _created(cluster: ClusterState, state: ServiceState) -> list[Manifest]:
             account=blueprint.service_account_name or names.workers_account(owner.name),
             placement=blueprint.decode.placement,
         )
-        wished.append(job)
+        desired.append(job)
     for name, role in role_scalers.roles(spec).items():
         if role.scaling is not None:
-            wished.append(role_scalers.scaler(cluster, name, _current(state, name, state.targets[name])))
-    return wished
+            desired.append(role_scalers.scaler(cluster, name, _current(state, name, state.targets[name])))
+    return desired
 
 
 def _grown_claim(cluster: ClusterState, state: ServiceState) -> list[Manifest]:
-    """The model's claim, if it is to be larger than it is. Its storage class may refuse that."""
+    """Return the claim of the model if its size grew. Its storage class may reject that."""
     owner = cluster.owner
-    wished = ModelFiles(owner.name, state.spec.model, "").persistent_volume_claim(owner)
-    there = cluster.find(*key(wished)) if wished is not None else None
-    if wished is None or there is None or there.get("status", {}).get("phase") != "Bound":
-        return []  # Kubernetes lets no claim grow before it is bound
-    sizes = [one["spec"]["resources"]["requests"]["storage"] for one in (there, wished)]
+    desired = ModelFiles(owner.name, state.spec.model, "").persistent_volume_claim(owner)
+    there = cluster.find(*key(desired)) if desired is not None else None
+    if desired is None or there is None or there.get("status", {}).get("phase") != "Bound":
+        return []  # Kubernetes resizes only bound claims
+    sizes = [one["spec"]["resources"]["requests"]["storage"] for one in (there, desired)]
     if amount(sizes[1]) <= amount(sizes[0]):
         return []
-    return [{**wished, "spec": {"resources": {"requests": {"storage": sizes[1]}}}}]
+    return [{**desired, "spec": {"resources": {"requests": {"storage": sizes[1]}}}}]
 
 
 def _current(state: ServiceState, name: RoleName, otherwise: int) -> int:
-    """How many workers a role has now."""
+    """Return the current number of workers of a role."""
     there = sum(one.roles[name].replicas for one in state.seen if name in one.roles)
     role = role_scalers.roles(state.spec)[name]
     return role_scalers.scaled(role, there or otherwise)
 
 
-def _pruned(cluster: ClusterState, state: ServiceState, wished: Sequence[Manifest]) -> list[Key]:
-    """What was made and is not wanted any more, but nothing of a revision that has pods."""
-    wanted = {key(one) for one in wished}
+def _objects_to_prune(cluster: ClusterState, state: ServiceState, desired: Sequence[Manifest]) -> list[Key]:
+    """Return objects that are no longer desired, except those of revisions with pods."""
+    wanted = {key(one) for one in desired}
     alive = {pod.revision for pod in cluster.pods if not pod.finished}
     gone = [
         there
@@ -309,5 +320,5 @@ def _pruned(cluster: ClusterState, state: ServiceState, wished: Sequence[Manifes
         and there[1] in PRUNED
         and manifest["metadata"].get("labels", {}).get(labels.REVISION) not in alive
     ]
-    job = ("batch/v1", "Job", workers.files(cluster.owner, state.wanted).job_name)
+    job = ("batch/v1", "Job", workers.files(cluster.owner, state.target).job_name)
     return [*gone, job] if state.model.outdated_job else gone

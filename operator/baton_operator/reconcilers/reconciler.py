@@ -1,5 +1,5 @@
 """
-What all reconcilers share, and the reconciler of LoraAdapters.
+The interface of reconcilers, and the reconciler of LoraAdapters.
 
 The engine of this release does not load LoraAdapters. Their status says so.
 """
@@ -16,28 +16,28 @@ from baton_operator.manifests.drift import merge_patch
 from baton_operator.manifests.objects import Manifest
 
 REJECTED_STATUSES = frozenset({400, FORBIDDEN, 422})
-"""Answers that the same request would get again: no such right, or a field that is none."""
+"""Statuses of permanent rejections: missing permission or invalid field."""
 
 
 class Reconciler(Protocol):
-    """Brings one object of a kind to what it should be."""
+    """Brings objects of one kind to the state that their spec asks for."""
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
         """
-        Seconds after which to look again even if nothing changes; None for an object that is gone.
+        Return the seconds until the next reconciliation without a change; None for a deleted object.
 
-        Raises ApiException if it cannot be done now, and NotLeader if somebody else does it.
+        Raises ApiException to be retried, and NotLeader if another operator holds the Lease.
         """
 
 
 ReportTransition = Callable[[Manifest, Transition], None]
-"""Tells people what has happened to an object; returns at once, and never raises."""
+"""Reports a transition of an object as an Event and in metrics. Does not wait and never raises."""
 
 NOT_ACTIVE = Fact("Active", False, "NotImplemented", "This release does not load adapters.")
 
 
 class LoraAdapterReconciler:
-    """For all LoraAdapters. `clock` gives Unix seconds."""
+    """Reconciles LoraAdapters. `clock` returns Unix seconds."""
 
     def __init__(
         self, api: ApiServer, cache: ObjectCache, clock: Callable[[], float], resync_s: float
@@ -48,12 +48,12 @@ class LoraAdapterReconciler:
         self._resync_s = resync_s
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
-        there = self._cache.get("LoraAdapter", namespace, name)
-        if there is None or "deletionTimestamp" in there["metadata"]:
+        adapter = self._cache.get("LoraAdapter", namespace, name)
+        if adapter is None or "deletionTimestamp" in adapter["metadata"]:
             return None
-        before = there.get("status", {})
-        generation = int(there["metadata"].get("generation", 0))
+        before = adapter.get("status", {})
+        generation = int(adapter["metadata"].get("generation", 0))
         conditions, _ = written([NOT_ACTIVE], before.get("conditions", ()), generation, self._clock())
         if patch := merge_patch(before, {"observedGeneration": generation, "conditions": conditions}):
-            await self._api.write_status(there, patch)
+            await self._api.write_status(adapter, patch)
         return self._resync_s

@@ -35,15 +35,15 @@ def service_status(
     conditions, transitions = written(facts, before, cluster.generation, now)
     roles: Status = {name: _role(cluster, state, name) for name in role_scalers.roles(spec)}
     roles["router"] = _router(cluster, state)
-    files = workers.files(owner, state.wanted)
+    files = workers.files(owner, state.target)
     status = {
         "observedGeneration": cluster.generation,
         "url": _url(cluster, state),
-        "modelName": state.wanted.blueprint.served_names[0],
+        "modelName": state.target.blueprint.served_names[0],
         "conditions": conditions,
         **roles,
         "currentRevision": _current(state),
-        "updateRevision": state.wanted.revision,
+        "updateRevision": state.target.revision,
         "revisions": _revisions(cluster, state),
         "model": {
             "cacheClaim": files.claim,
@@ -87,7 +87,7 @@ def _still_serving(cluster: ClusterState) -> bool:
 def _facts(cluster: ClusterState, state: ServiceState, unmet: str) -> list[Fact]:
     ready = {name: _ready(state, name) for name in role_scalers.roles(state.spec)}
     routers = sum(pod.ready for pod in cluster.pods if pod.role == names.ROUTER)
-    failed = [fate for fate in state.fates.values() if fate.phase == "Failed"]
+    failed = [fate for fate in state.revision_plans.values() if fate.phase == "Failed"]
     facts = [
         *_readiness(state, routers),
         _progress(cluster, state),
@@ -147,11 +147,11 @@ def _availability(state: ServiceState, routers: int) -> Fact:
         return Fact("Available", False, "ScaledToZero", "The desired number of workers is 0.")
     if not routers:
         return Fact("Available", False, "NoRouter", "No router is ready.")
-    wanted, serving = state.wanted.revision, _current(state)
+    wanted, serving = state.target.revision, _current(state)
     if serving == wanted:
         return Fact("Available", True, "Serving", f"Revision {serving} serves requests.")
     if serving:
-        failed = state.fates[wanted].phase == "Failed"
+        failed = state.revision_plans[wanted].phase == "Failed"
         message = (
             f"Revision {serving} serves requests; {wanted} {'failed' if failed else 'is not ready yet'}."
         )
@@ -172,7 +172,7 @@ def _lacking(state: ServiceState, revision: str) -> RoleName | None:
 
 
 def _progress(cluster: ClusterState, state: ServiceState) -> Fact:
-    fate = state.fates[state.wanted.revision]
+    fate = state.revision_plans[state.target.revision]
     if fate.phase == "Failed":
         return Fact("Progressing", False, "RolloutFailed", f"Revision {fate.revision} failed.")
     if state.spec.rollout.paused and fate.phase != "Serving":
@@ -184,7 +184,7 @@ def _progress(cluster: ClusterState, state: ServiceState) -> Fact:
     whole = all(_ready(state, name) >= count for name, count in state.targets.items() if count)
     if fate.phase == "Serving" and whole:
         return Fact("Progressing", False, "Complete", "All workers of the current revision are ready.")
-    of_it = [names.worker(cluster.owner.name, role, fate.revision) for role in state.wanted.blueprint.roles]
+    of_it = [names.worker(cluster.owner.name, role, fate.revision) for role in state.target.blueprint.roles]
     if refused := _refused(cluster, of_it):
         return Fact("Progressing", True, "PodsRefused", refused[0])
     if trouble := _trouble([pod for pod in cluster.pods if pod.revision == fate.revision]):
@@ -196,8 +196,8 @@ def _progress(cluster: ClusterState, state: ServiceState) -> Fact:
 
 
 def _degradation(cluster: ClusterState, state: ServiceState, failed: Sequence[RevisionPlan]) -> Fact:
-    if state.wanted.revision in {fate.revision for fate in failed}:
-        fate = state.fates[state.wanted.revision]
+    if state.target.revision in {fate.revision for fate in failed}:
+        fate = state.revision_plans[state.target.revision]
         cause = fate.reason or revision_history.failure_reason(cluster, fate.revision)
         why = f": {cause}" if cause else ""
         message = f"Revision {fate.revision} failed{why}. Change the spec to start another rollout."
@@ -269,11 +269,11 @@ def _ready(state: ServiceState, name: RoleName) -> int:
 
 def _role(cluster: ClusterState, state: ServiceState, name: RoleName) -> Status:
     existing = [one.roles[name] for one in state.seen if name in one.roles]
-    new = next(one for one in state.seen if one.revision == state.wanted.revision)
+    new = next(one for one in state.seen if one.revision == state.target.revision)
     labels = {"decode": ("decode", "both")}.get(name, (name,))
     deployments = [
         names.worker(cluster.owner.name, role, revision)
-        for revision, one in state.generations.items()
+        for revision, one in state.revisions.items()
         for role in one.blueprint.roles
         if role in labels
     ]
@@ -314,16 +314,16 @@ def _router(cluster: ClusterState, state: ServiceState) -> Status:
 
 def _current(state: ServiceState) -> str:
     """The revision that receives most requests and can serve them; empty if no revision can."""
-    weights = {name: fate.weight for name, fate in state.fates.items() if fate.weight}
+    weights = {name: fate.weight for name, fate in state.revision_plans.items() if fate.weight}
     serving = [one for one in state.seen if one.revision in weights and one.share(state.targets) > 0]
     return max(serving, key=lambda one: weights[one.revision]).revision if serving else ""
 
 
 def _revisions(cluster: ClusterState, state: ServiceState) -> list[Status]:
     """Running revisions, and those kept for a rollback, newest first."""
-    kept = [one for one in state.seen if one.revision in state.generations]
+    kept = [one for one in state.seen if one.revision in state.revisions]
     newest = sorted(kept, key=lambda one: (one.created, one.revision), reverse=True)
-    return [_revision(cluster, one, state.fates[one.revision]) for one in newest]
+    return [_revision(cluster, one, state.revision_plans[one.revision]) for one in newest]
 
 
 def _revision(cluster: ClusterState, one: RevisionState, fate: RevisionPlan) -> Status:

@@ -32,56 +32,54 @@ Name = tuple[str, str]
 
 
 class RouterRollouts:
-    """The services whose routers an upgrade is replacing now: at most `limit`."""
+    """Limits how many services replace their routers at once after an upgrade of the operator."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit
-        self._turns: set[Name] = set()
+        self._rolling: set[Name] = set()
         self._waiting: set[Name] = set()
 
-    def admit(self, made: ServicePlan, cluster: ClusterState) -> ServicePlan:
-        """The plan; without the routers' Deployment if that has to wait for other services."""
+    def admit(self, plan: ServicePlan, cluster: ClusterState) -> ServicePlan:
+        """Return the plan, without the Deployment of routers if it has to wait for other services."""
         owner = cluster.owner
         service: Name = (owner.namespace, owner.name)
         routers: Key = ("apps/v1", "Deployment", names.router(owner.name))
-        there = cluster.objects.get(routers)
-        wished = next((one for one in made.apply if key(one) == routers), None)
-        if not is_upgrade(there, wished):
+        existing = cluster.objects.get(routers)
+        desired = next((one for one in plan.apply if key(one) == routers), None)
+        if not is_upgrade(existing, desired):
             self._waiting.discard(service)
-            if is_settled(there):
-                self._turns.discard(service)
-            return made
-        if service in self._turns or len(self._turns) < self._limit:
-            self._turns.add(service)
-            return made
+            if is_settled(existing):
+                self._rolling.discard(service)
+            return plan
+        if service in self._rolling or len(self._rolling) < self._limit:
+            self._rolling.add(service)
+            return plan
         if service not in self._waiting:
             self._waiting.add(service)
-            log.info(
-                "The routers keep their template until those of %d other services are ready.", self._limit
-            )
-        rest = [one for one in made.apply if key(one) != routers]
-        return replace(made, apply=rest, again_s=min(made.again_s or WAIT_S, WAIT_S))
+            log.info("The routers keep their template while %d other services replace theirs.", self._limit)
+        rest = [one for one in plan.apply if key(one) != routers]
+        return replace(plan, apply=rest, again_s=min(plan.again_s or WAIT_S, WAIT_S))
 
     def forget(self, namespace: str, name: str) -> None:
-        """The service is gone."""
-        self._turns.discard((namespace, name))
+        """Forget a deleted service."""
+        self._rolling.discard((namespace, name))
         self._waiting.discard((namespace, name))
 
 
-def is_upgrade(there: Manifest | None, wished: Manifest | None) -> bool:
-    """Whether routers would be replaced although the service's spec is the one that they were made from."""
-    if there is None or wished is None or not there["spec"].get("replicas", 1):
+def is_upgrade(existing: Manifest | None, desired: Manifest | None) -> bool:
+    """Return whether routers would be replaced without a change of the spec."""
+    if existing is None or desired is None or not existing["spec"].get("replicas", 1):
         return False
-    made_from, asked = (
-        one["metadata"].get("annotations", {}).get(SPEC_GENERATION) for one in (there, wished)
+    old_generation, new_generation = (
+        one["metadata"].get("annotations", {}).get(SPEC_GENERATION) for one in (existing, desired)
     )
-    # Version 0.1.0 did not write down the spec's generation.
-    same = made_from in (None, asked)
-    return same and not contains(there["spec"]["template"], wished["spec"]["template"])
+    # Version 0.1.0 did not record the generation of the spec.
+    same = old_generation in (None, new_generation)
+    return same and not contains(existing["spec"]["template"], desired["spec"]["template"])
 
 
 def is_settled(deployment: Manifest | None) -> bool:
-    """Whether all routers are of the newest template, and ready; also where nothing is reported of them."""
+    """Return whether all routers have the newest template and are ready, or no status exists."""
     status = (deployment or {}).get("status", {})
     if deployment is None or "observedGeneration" not in status:
         return True

@@ -63,10 +63,10 @@ class ModelFetch:
         return self.phase == "Present"
 
 
-def model_fetches(cluster: ClusterState, known: Mapping[str, Revision]) -> dict[str, ModelFetch]:
+def model_fetches(cluster: ClusterState, revisions: Mapping[str, Revision]) -> dict[str, ModelFetch]:
     """Return the progress for each revision."""
-    files = {revision: workers.files(cluster.owner, one) for revision, one in known.items()}
-    return {revision: _fetch(cluster, files, revision) for revision in known}
+    files = {revision: workers.files(cluster.owner, one) for revision, one in revisions.items()}
+    return {revision: _fetch(cluster, files, revision) for revision in revisions}
 
 
 def _fetch(cluster: ClusterState, files: Mapping[str, ModelFiles], revision: str) -> ModelFetch:
@@ -81,8 +81,8 @@ def _fetch(cluster: ClusterState, files: Mapping[str, ModelFiles], revision: str
     proofs = [_proof(cluster, name) for name in same]
     proof = next((one for one in proofs if one is not None and one.claim == uid), None)
     if _condition(job, "Complete") and not outdated:
-        said = next((pod.note for pod in cluster.pods if pod.job == wanted.job_name and pod.note), "")
-        proof = Proof(uid, said or (proof.revision if proof else ""))
+        reported = next((pod.note for pod in cluster.pods if pod.job == wanted.job_name and pod.note), "")
+        proof = Proof(uid, reported or (proof.revision if proof else ""))
     elif proof is None and any(pod.revision in same and pod.ready for pod in cluster.pods):
         proof = Proof(uid, "")
     if proof is not None:
@@ -94,8 +94,8 @@ def _fetch(cluster: ClusterState, files: Mapping[str, ModelFiles], revision: str
 
 
 def _proof(cluster: ClusterState, revision: str) -> Proof | None:
-    there = cluster.find("v1", "ConfigMap", names.revision_config_map(cluster.owner.name, revision))
-    text = (there or {}).get("metadata", {}).get("annotations", {}).get(PROOF)
+    existing = cluster.find("v1", "ConfigMap", names.revision_config_map(cluster.owner.name, revision))
+    text = (existing or {}).get("metadata", {}).get("annotations", {}).get(PROOF)
     try:
         noted = json.loads(text or "")
         return Proof(str(noted["claim"]), str(noted["revision"]))
@@ -104,8 +104,8 @@ def _proof(cluster: ClusterState, revision: str) -> Proof | None:
 
 
 def _condition(job: Manifest | None, type: str) -> dict[str, Any]:
-    there = (job or {}).get("status", {}).get("conditions") or ()
-    return next((one for one in there if one["type"] == type and one["status"] == "True"), {})
+    existing = (job or {}).get("status", {}).get("conditions") or ()
+    return next((one for one in existing if one["type"] == type and one["status"] == "True"), {})
 
 
 def _progress(cluster: ClusterState, name: str, job: Manifest | None) -> tuple[bool, str]:
@@ -134,8 +134,8 @@ def _last_trouble(pods: list[Pod]) -> str:
 def _fetched_by_pods(cluster: ClusterState, files: ModelFiles, revision: str) -> ModelFetch:
     """Return the progress if each pod fetches by itself. The first one pins the commit for the others."""
     pods = [pod for pod in cluster.pods if files.fetched and pod.revision == revision and pod.note]
-    there = cluster.find("v1", "ConfigMap", files.pin)
+    existing = cluster.find("v1", "ConfigMap", files.pin)
     first = min(pods, key=lambda pod: (pod.created, pod.name)).note if pods else ""
-    pin: str = there["data"][PIN_KEY] if there else first
+    pin: str = existing["data"][PIN_KEY] if existing else first
     fetched = sorted({pod.note for pod in pods} | ({pin} if pin else set()))
     return ModelFetch("Present", revision=", ".join(fetched), pin=pin if files.pinned else "")

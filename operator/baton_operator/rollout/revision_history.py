@@ -24,73 +24,77 @@ REVISION_KEY = "generation.json"
 
 def known_revisions(cluster: ClusterState) -> dict[str, Revision]:
     """Return the revisions that have a ConfigMap, by name."""
-    found = [
+    stored = [
         Revision.model_validate(
             {**json.loads(one["data"][REVISION_KEY]), "revision": one["metadata"]["labels"][labels.REVISION]}
         )
         for one in cluster.of_kind("ConfigMap")
         if REVISION_KEY in one.get("data", {})
     ]
-    return {one.revision: one for one in found}
+    return {one.revision: one for one in stored}
 
 
 def wanted_revision(
-    cluster: ClusterState, spec: InferenceServiceSpec, known: Mapping[str, Revision], image: str, now: float
+    cluster: ClusterState,
+    spec: InferenceServiceSpec,
+    revisions: Mapping[str, Revision],
+    image: str,
+    now: float,
 ) -> Revision:
     """Return the existing or new revision of the spec. Raises KeyError if rollbackTo names an unknown one."""
     if spec.rollout.rollback_to is not None:
-        return known[spec.rollout.rollback_to]
+        return revisions[spec.rollout.rollback_to]
     blueprint = Blueprint.of(cluster.owner.name, spec)
     digest = blueprint.digest
-    same = [one for one in known.values() if one.blueprint.digest == digest]
+    same = [one for one in revisions.values() if one.blueprint.digest == digest]
     if not same:
         return Revision(blueprint=blueprint, image=image, created=now, revision=digest)
     # Operators with other hashes may have created equal revisions. Keep the one that serves.
     return max(same, key=lambda one: (_note(cluster, one.revision).get("weight", 0), one.created))
 
 
-def revision_config_map(cluster: ClusterState, generation: Revision, proof: Proof | None) -> Manifest:
+def revision_config_map(cluster: ClusterState, revision_: Revision, proof: Proof | None) -> Manifest:
     """Return the ConfigMap that stores a revision and the proof that its model was fetched."""
-    owner, revision = cluster.owner, generation.revision
+    owner, revision = cluster.owner, revision_.revision
     name = names.revision_config_map(owner.name, revision)
     before = cluster.find("v1", "ConfigMap", name)
     # The data is immutable, and another version of the operator might serialize it differently.
     data = (
         before["data"]
         if before
-        else {REVISION_KEY: generation.model_dump_json(by_alias=True, exclude_defaults=True)}
+        else {REVISION_KEY: revision_.model_dump_json(by_alias=True, exclude_defaults=True)}
     )
-    there = {**names.of_service(owner.name), labels.REVISION: revision}
+    existing = {**names.of_service(owner.name), labels.REVISION: revision}
     annotations = {PROOF: proof.text} if proof else None
-    return made(owner, "v1", "ConfigMap", name, {"data": data, "immutable": True}, there, annotations)
+    return made(owner, "v1", "ConfigMap", name, {"data": data, "immutable": True}, existing, annotations)
 
 
-def model_pin(owner: Owner, generation: Revision, commit: str) -> Manifest:
+def model_pin(owner: Owner, revision_: Revision, commit: str) -> Manifest:
     """Return the ConfigMap with the commit that all pods of a revision fetch."""
-    revision = generation.revision
-    there = {**names.of_service(owner.name), labels.REVISION: revision}
+    revision = revision_.revision
+    existing = {**names.of_service(owner.name), labels.REVISION: revision}
     return made(
-        owner, "v1", "ConfigMap", names.model_pin(owner.name, revision), {"data": {PIN_KEY: commit}}, there
+        owner, "v1", "ConfigMap", names.model_pin(owner.name, revision), {"data": {PIN_KEY: commit}}, existing
     )
 
 
-def role_names(generation: Revision) -> dict[RoleName, Role]:
+def role_names(revision_: Revision) -> dict[RoleName, Role]:
     """Return the roles of a revision by their names in the spec."""
-    return {"prefill" if role is Role.PREFILL else "decode": role for role in generation.blueprint.roles}
+    return {"prefill" if role is Role.PREFILL else "decode": role for role in revision_.blueprint.roles}
 
 
-def revision_state(cluster: ClusterState, generation: Revision, weight: int, now: float) -> RevisionState:
+def revision_state(cluster: ClusterState, revision_: Revision, weight: int, now: float) -> RevisionState:
     """Return the state of a revision, from its objects and its entry in the last status."""
-    revision = generation.revision
+    revision = revision_.revision
     note = _note(cluster, revision)
     pods = [pod for pod in cluster.pods if pod.revision == revision and not pod.finished]
     roles: dict[RoleName, RoleState] = {}
-    for name, role in role_names(generation).items():
-        there = cluster.find("apps/v1", "Deployment", names.worker(cluster.owner.name, role, revision))
-        replicas = there["spec"].get("replicas", 1) if there else 0
+    for name, role in role_names(revision_).items():
+        existing = cluster.find("apps/v1", "Deployment", names.worker(cluster.owner.name, role, revision))
+        replicas = existing["spec"].get("replicas", 1) if existing else 0
         of_role = [pod for pod in pods if pod.role == role]
         roles[name] = RoleState(replicas, _ready(of_role), len(of_role))
-    one = RevisionState(revision, generation.created, roles, weight)
+    one = RevisionState(revision, revision_.created, roles, weight)
     ready = sum(role.ready for role in roles.values())
     begins = one.waiting and note.get("settled", True)
     goes_on = begins or ready > note.get("peak", 0) or not note

@@ -128,8 +128,8 @@ class RouterHealthSource:
         self._seen: defaultdict[str, deque[tuple[float, RouterCounters]]] = defaultdict(deque)
 
     async def recent(self, service: str, routers: Mapping[str, str]) -> Mapping[str, RolloutHealth]:
-        said = await asyncio.gather(*map(self._counts, routers.values()))
-        counts = {pod: one for pod, one in zip(routers, said, strict=True) if one is not None}
+        replies = await asyncio.gather(*map(self._counts, routers.values()))
+        counts = {pod: one for pod, one in zip(routers, replies, strict=True) if one is not None}
         now, seen = self._clock(), self._seen[service]
         while seen and now - seen[0][0] > WINDOW_S:
             seen.popleft()
@@ -170,27 +170,27 @@ def parse_counters(text: str) -> Counter[CounterKey]:
     """
     requests = metrics.ROUTER_GENERATION_REQUESTS.name
     streams = f"{metrics.ROUTER_GENERATION_FIRST_TOKEN.name}_bucket"
-    found: Counter[CounterKey] = Counter()
+    counters: Counter[CounterKey] = Counter()
     for family in text_string_to_metric_families(text):
         for one in family.samples:
             if one.name == requests:
-                found[one.labels["revision"], one.labels["result"]] += one.value  # type: ignore[assignment]
+                counters[one.labels["revision"], one.labels["result"]] += one.value  # type: ignore[assignment]
             elif one.name == streams:
-                found[one.labels["revision"], float(one.labels["le"])] += one.value  # type: ignore[assignment]
-    return found
+                counters[one.labels["revision"], float(one.labels["le"])] += one.value  # type: ignore[assignment]
+    return counters
 
 
-def _added(readings: Sequence[RouterCounters]) -> dict[str, RolloutHealth]:
+def _added(samples: Sequence[RouterCounters]) -> dict[str, RolloutHealth]:
     """Return the increase of the counters of each router since its first reading in the window."""
     added: Counter[CounterKey] = Counter()
-    for pod, latest in readings[-1].items():
-        first = next(one[pod] for one in readings if pod in one)
+    for pod, latest in samples[-1].items():
+        first = next(one[pod] for one in samples if pod in one)
         for which, count in latest.items():
             added[which] += round(max(0.0, count - first.get(which, 0.0)))
-    return {revision: _tried(revision, added) for revision, _ in added}
+    return {revision: _health(revision, added) for revision, _ in added}
 
 
-def _tried(revision: str, added: Counter[CounterKey]) -> RolloutHealth:
+def _health(revision: str, added: Counter[CounterKey]) -> RolloutHealth:
     failed = added[revision, "failed"]
     first_tokens = {
         what: added[one, what] for one, what in added if one == revision and isinstance(what, float)

@@ -326,7 +326,7 @@ def _growth(
     window = policy.up.stabilization_window.seconds
     lasting = memory.windows.lasting_rise
     if lasting <= replicas:
-        return ScalingDecision(replicas, target, "Stabilizing", f"{message} That must last for {window} s.")
+        return ScalingDecision(replicas, target, "Stabilizing", f"{message} That must last for {window:g} s.")
     # The minimum recommendation of the whole window.
     step_left = policy.up.max_step - _moved(memory.grown, now, policy.up.period.seconds)
     target = min(target, lasting, replicas + max(0, step_left))
@@ -351,7 +351,9 @@ def _shrinkage(
     window = policy.down.stabilization_window.seconds
     lasting = memory.windows.lasting_fall(now, window)
     if lasting is None or lasting >= replicas:
-        return ScalingDecision(replicas, replicas, "Stabilizing", f"{message} That must last for {window} s.")
+        return ScalingDecision(
+            replicas, replicas, "Stabilizing", f"{message} That must last for {window:g} s."
+        )
     # Checked at the time of the change only: over a whole window some request always queues.
     if not sample.queued.zero:
         what = (
