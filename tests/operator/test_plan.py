@@ -392,8 +392,8 @@ def test_plan_paused_canary_keeps_its_weights() -> None:
         cluster.settle()
         plan = cluster.plan()
         assert plan.state is not None
-        weights = {name: fate.weight for name, fate in plan.state.fates.items()}
-        assert weights == {old: 90, plan.state.wanted.revision: 10}
+        weights = {name: fate.weight for name, fate in plan.state.revision_plans.items()}
+        assert weights == {old: 90, plan.state.target.revision: 10}
         assert {one.revision: one.weight for one in plan.state.seen} == weights
         assert plan.again_s is not None and 0 < plan.again_s <= 100
 
