@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import yaml
 from baton_api.openapi.document import document
 
 Schema = Mapping[str, Any]
+
+BETWEEN = "must be between "
+"""Start of the message of the rule that bounds a duration."""
 
 HTTP_API = """\
 # HTTP API
@@ -100,10 +104,19 @@ def _fields(path: str, schema: Schema) -> Iterator[str]:
         here = f"{path}.{name}"
         value = field.get("default", "")
         default = "" if value == "" or isinstance(value, dict | list) else f"`{_shown(value)}`"
-        text = " ".join(field.get("description", "").split()).replace("|", "\\|")
+        text = _description(field)
+        if text.startswith("Deprecated:"):
+            continue
         yield f"| `{here}` | {_type(field)} | {default} | {_range(field)} | {text} |"
         yield from _fields(here, field)
         yield from _fields(f"{here}[]", field.get("items", {}))
+
+
+def _description(field: Schema) -> str:
+    """Return the description without default and range, which have columns of their own."""
+    text = " ".join(field.get("description", "").split()).replace("|", "\\|")
+    text = re.sub(r"( Range: [^.]+\.)?( At most \d+ items\.)?$", "", text)
+    return text.removesuffix(f" Default: {_shown(field['default'])}.") if "default" in field else text
 
 
 def _without_null(schema: Schema) -> Schema:
@@ -127,6 +140,9 @@ def _range(schema: Schema) -> str:
     """Return the allowed values, or the limits of a number, a text or an array."""
     if values := schema.get("enum"):
         return ", ".join(f"`{_shown(value)}`" for value in values if value != "")
+    for rule in schema.get("x-kubernetes-validations", ()):
+        if rule["message"].startswith(BETWEEN):  # a duration
+            return str(rule["message"].removeprefix(BETWEEN).replace(" and ", " to "))
     least = next((schema[key] for key in ("minimum", "minLength", "minItems") if key in schema), None)
     most = next((schema[key] for key in ("maximum", "maxLength", "maxItems") if key in schema), None)
     if "exclusiveMinimum" in schema:
