@@ -123,7 +123,9 @@ def run(
     if token_file is not None:
         asked = (router, api_key, input_file, endpoint, batch_job, completion_window)
         made = BatchSubmission(*asked) if input_file else None
-        work = JobOptions(router=router, token=token_file, batch=batch, submission=made, widest=concurrency)
+        work = JobOptions(
+            router=router, token=token_file, batch=batch, submission=made, max_in_flight=concurrency
+        )
         raise typer.Exit(run_job(work))
     if not token or not batch:
         raise SetupError("A runner needs --batch and the router's token: set BATON_BATCH_TOKEN.")

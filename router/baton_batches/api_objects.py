@@ -48,8 +48,8 @@ class NewBatch:
 
 def parse_page(query: Mapping[str, str], most: Limit, default: int) -> PageQuery:
     """Raises InvalidRequest."""
-    given = query.get("limit", "")
-    limit = _integer(given, "limit", most) if given else default
+    raw = query.get("limit", "")
+    limit = _integer(raw, "limit", most) if raw else default
     order = query.get("order") or ORDERS[0]
     if order not in ORDERS:
         raise _invalid_choice("order", ORDERS)
@@ -91,8 +91,10 @@ def parse_new_batch(body: bytes) -> NewBatch:
         raise _invalid_choice("endpoint", ENDPOINTS)
     window = _text(fields, "completion_window")
     if window_seconds(window) is None:
-        told = f"completion_window must be a time from 60s to 30d, such as 24h or 90m, not {window[:100]!r}."
-        raise InvalidRequest(told, param="completion_window", code=INVALID_VALUE)
+        message = (
+            f"completion_window must be a time from 60s to 30d, such as 24h or 90m, not {window[:100]!r}."
+        )
+        raise InvalidRequest(message, param="completion_window", code=INVALID_VALUE)
     return NewBatch(
         file,
         endpoint,
@@ -110,10 +112,10 @@ def parse_byte_range(header: str, size: int) -> tuple[int, int] | None:
     >>> parse_byte_range("bytes=2-3", 10), parse_byte_range("bytes=-3", 10), parse_byte_range("bytes=10-", 10)
     ((2, 4), (7, 10), None)
     """
-    found = _RANGE.fullmatch(header.strip())
-    if found is None or found[0] == "bytes=-":
+    match = _RANGE.fullmatch(header.strip())
+    if match is None or match[0] == "bytes=-":
         return 0, size
-    first, last = found[1], found[2]
+    first, last = match[1], match[2]
     if not first:
         return (max(0, size - int(last)), size) if int(last) and size else None
     if last and int(last) < int(first):
@@ -137,16 +139,16 @@ def _metadata(value: Any) -> dict[str, str] | None:
     if not isinstance(value, dict):
         raise InvalidRequest("metadata must be an object.", param="metadata", code=INVALID_TYPE)
     if len(value) > limits.METADATA.most:
-        told = f"metadata has {len(value)} members and may have {limits.METADATA.most}."
-        raise InvalidRequest(told, param="metadata", code=limits.METADATA.code)
+        message = f"metadata has {len(value)} members and may have {limits.METADATA.most}."
+        raise InvalidRequest(message, param="metadata", code=limits.METADATA.code)
     for key, one in value.items():
         where = f"metadata.{key[:100]}"
         if not isinstance(one, str):
             raise InvalidRequest(f"{where} must be a string.", param=where, code=INVALID_TYPE)
         for text, limit in ((key, limits.METADATA_KEY), (one, limits.METADATA_VALUE)):
             if len(text) > limit.most:
-                told = f"{where} has {len(text)} characters and may have {limit.most}."
-                raise InvalidRequest(told, param=where, code=limit.code)
+                message = f"{where} has {len(text)} characters and may have {limit.most}."
+                raise InvalidRequest(message, param=where, code=limit.code)
     return value
 
 
@@ -191,8 +193,8 @@ def _missing(name: str) -> InvalidRequest:
 
 
 def _invalid_choice(name: str, values: tuple[str, ...]) -> InvalidRequest:
-    told = f"{name} must be one of {', '.join(values)}."
-    return InvalidRequest(told, param=name, code=INVALID_VALUE)
+    message = f"{name} must be one of {', '.join(values)}."
+    return InvalidRequest(message, param=name, code=INVALID_VALUE)
 
 
 DEFAULT_WINDOW = "24h"
@@ -210,10 +212,10 @@ def window_seconds(window: str) -> int | None:
     >>> [window_seconds(text) for text in ("24h", "90s", "30d", "59s", "soon")]
     [86400, 90, 2592000, None, None]
     """
-    found = re.fullmatch(r"([1-9][0-9]{0,6})([smhd])", window)
-    if found is None:
+    match = re.fullmatch(r"([1-9][0-9]{0,6})([smhd])", window)
+    if match is None:
         return None
-    whole = int(found[1]) * _UNITS[found[2]]
+    whole = int(match[1]) * _UNITS[match[2]]
     return whole if MIN_WINDOW_S <= whole <= MAX_WINDOW_S else None
 
 
@@ -238,34 +240,34 @@ def render_deleted(id: str) -> JsonObject:
     return {"id": id, "object": "file", "deleted": True}
 
 
-def render_batch(kept: BatchRecord) -> JsonObject:
+def render_batch(batch_record: BatchRecord) -> JsonObject:
     # What was answered while the file was still being read counts once it is known to be a batch.
-    known = kept.in_progress_at is not None
-    counts = {"total": kept.total, "completed": kept.completed, "failed": kept.failed}
-    errors = [msgspec.to_builtins(error) for error in kept.errors]
+    validated = batch_record.in_progress_at is not None
+    counts = {"total": batch_record.total, "completed": batch_record.completed, "failed": batch_record.failed}
+    errors = [msgspec.to_builtins(error) for error in batch_record.errors]
     return {
-        "id": kept.id,
+        "id": batch_record.id,
         "object": "batch",
-        "endpoint": kept.endpoint,
-        "model": kept.model,
+        "endpoint": batch_record.endpoint,
+        "model": batch_record.model,
         "errors": {"object": "list", "data": errors} if errors else None,
-        "input_file_id": kept.input_file,
-        "completion_window": kept.completion_window,
-        "status": kept.status.value,
-        "output_file_id": kept.output_file,
-        "error_file_id": kept.error_file,
-        "created_at": kept.created_at,
-        "in_progress_at": kept.in_progress_at,
-        "expires_at": kept.expires_at,
-        "finalizing_at": kept.finalizing_at,
-        "completed_at": kept.completed_at,
-        "failed_at": kept.failed_at,
-        "expired_at": kept.expired_at,
-        "cancelling_at": kept.cancelling_at,
-        "cancelled_at": kept.cancelled_at,
-        "request_counts": counts if known else dict.fromkeys(counts, 0),
-        "usage": kept.usage and _usage(kept.usage),
-        "metadata": kept.metadata,
+        "input_file_id": batch_record.input_file,
+        "completion_window": batch_record.completion_window,
+        "status": batch_record.status.value,
+        "output_file_id": batch_record.output_file,
+        "error_file_id": batch_record.error_file,
+        "created_at": batch_record.created_at,
+        "in_progress_at": batch_record.in_progress_at,
+        "expires_at": batch_record.expires_at,
+        "finalizing_at": batch_record.finalizing_at,
+        "completed_at": batch_record.completed_at,
+        "failed_at": batch_record.failed_at,
+        "expired_at": batch_record.expired_at,
+        "cancelling_at": batch_record.cancelling_at,
+        "cancelled_at": batch_record.cancelled_at,
+        "request_counts": counts if validated else dict.fromkeys(counts, 0),
+        "usage": batch_record.usage and _usage(batch_record.usage),
+        "metadata": batch_record.metadata,
     }
 
 

@@ -104,7 +104,7 @@ class BatchController:
                     try:
                         await self._round()
                         await self._stop_refused()
-                        await self._storage.look(self._now())
+                        await self._storage.refresh_metrics(self._now())
                         if self._now() - swept >= SWEEP_S and (sweeping is None or sweeping.done()):
                             sweeping, swept = asyncio.create_task(self._swept()), self._now()
                         failed_s = 0.0
@@ -125,11 +125,11 @@ class BatchController:
     async def _round(self) -> None:
         """Begin what there is to do, as far as there is room."""
         now = self._now()
-        without = {*self._busy, *(id for id, setback in self._setbacks.items() if now < setback.until)}
-        found = await self._storage.run(partial(self._found, now, without))
+        excluded = {*self._busy, *(id for id, setback in self._setbacks.items() if now < setback.until)}
+        work = await self._storage.run(partial(self._find_work, now, excluded))
         busy = [batch for batch, _ in self._busy.values()]
-        for batch in choose_batches([batch for batch, _ in found.values()], busy, PARALLEL_BATCHES):
-            task = asyncio.create_task(self._work(*found[batch.id]), name=f"keep {batch.id}")
+        for batch in choose_batches([batch for batch, _ in work.values()], busy, PARALLEL_BATCHES):
+            task = asyncio.create_task(self._work(*work[batch.id]), name=f"keep {batch.id}")
             self._busy[batch.id] = batch, task
 
     async def _stop_refused(self) -> None:
@@ -145,7 +145,7 @@ class BatchController:
 
     async def _work(self, batch: BatchRecord, work: Callable[[], object]) -> None:
         try:
-            await self._storage.keep(work)
+            await self._storage.run_controller(work)
         except (StaleLease, ControllerStopped):
             pass  # whoever took it goes on
         except BatonError as error:
@@ -165,7 +165,7 @@ class BatchController:
 
     async def _swept(self) -> None:
         try:
-            await self._storage.keep(self._sweep)
+            await self._storage.run_controller(self._sweep)
         except BatonError as error:
             log.warning("Files that nobody wants could not be removed: %s", error)
 
@@ -181,18 +181,18 @@ class BatchController:
                 except Exception:
                     log.exception("A lease could not be renewed.")
 
-    def _found(
-        self, now: float, without: Collection[str]
+    def _find_work(
+        self, now: float, excluded: Collection[str]
     ) -> dict[str, tuple[BatchRecord, Callable[[], object]]]:
         """What can be done for which batch."""
         ledger = self._storage.ledger
-        free = partial(ledger.unfinished, now, without=without)
-        works: list[tuple[Callable[[BatchRecord], None], list[BatchRecord]]] = [
-            (partial(self._end, expired=True), ledger.overdue(now, without=without)),
+        free = partial(ledger.unfinished, now, without=excluded)
+        steps: list[tuple[Callable[[BatchRecord], None], list[BatchRecord]]] = [
+            (partial(self._end, expired=True), ledger.overdue(now, without=excluded)),
             (self._end, [*free(BatchStatus.CANCELLING), *free(BatchStatus.FINALIZING)]),
             (self._validate, free(BatchStatus.VALIDATING)),
         ]
-        return {batch.id: (batch, partial(work, batch)) for work, found in works for batch in found}
+        return {batch.id: (batch, partial(step, batch)) for step, ready in steps for batch in ready}
 
     # --- In threads ---
 
@@ -222,22 +222,22 @@ class BatchController:
             if lease is None:
                 return
             bounds = FileLimits(settings.batch_file_limit, settings.batch_lines, settings.batch_line_limit)
-            verdict = validate(
+            result = validate(
                 lambda: lease.watched(self._storage.objects.read(batch.input_object, 0, batch.input_bytes)),
                 batch.input_bytes,
                 batch.endpoint,
                 bounds,
-                lambda found: self._storage.ledger.record(batch.id, lease.epoch, found, int(self._now())),
+                lambda work: self._storage.ledger.record(batch.id, lease.epoch, work, int(self._now())),
             )
             ended = self._storage.ledger.validated(
                 batch.id,
                 lease.epoch,
                 int(self._now()),
-                total=verdict.total,
-                model=verdict.model,
-                errors=verdict.errors,
+                total=result.total,
+                model=result.model,
+                errors=result.errors,
             )
-        log.info("%s has %d requests and is %s.", batch.id, verdict.total, ended.status)
+        log.info("%s has %d requests and is %s.", batch.id, result.total, ended.status)
 
     def _end(self, batch: BatchRecord, expired: bool = False) -> None:
         """Render what there is, and end the batch with it; the files of a second renderer are dropped."""
@@ -281,8 +281,8 @@ class BatchController:
         try:
             yield both[0], both[1]
         except BaseException:
-            for one in both:
-                one.drop()
+            for output in both:
+                output.drop()
             raise
 
     def _sweep(self) -> None:
@@ -336,7 +336,7 @@ class _ControllerLease:
     def results(self, batch: BatchRecord) -> Iterator[LineResult]:
         """All that were recorded, in the order of lines."""
         last = 0
-        while found := self._storage.ledger.results(batch, last, RESULTS_PER_READ):
+        while work := self._storage.ledger.results(batch, last, RESULTS_PER_READ):
             time.sleep(PAUSE_S)
-            yield from found
-            last = found[-1].line
+            yield from work
+            last = work[-1].line

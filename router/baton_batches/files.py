@@ -75,9 +75,9 @@ class FileLedger:
 
     def broken(self, now: int, limit: int = 100) -> list[str]:
         """Keys at which nothing belongs: the bytes may go, and then the promise."""
-        wanted = select(promises.c.object).where(promises.c.made_at < now - PROMISE_S).limit(limit)
+        query = select(promises.c.object).where(promises.c.made_at < now - PROMISE_S).limit(limit)
         with self._database.reading() as connection:
-            return list(connection.scalars(wanted))
+            return list(connection.scalars(query))
 
     def add(self, file: NewFile, now: int, quota: FileQuota = FileQuota()) -> StoredFile:
         """Raises QuotaExceeded."""
@@ -112,9 +112,9 @@ class FileLedger:
         newest_first: bool = True,
     ) -> tuple[list[StoredFile], bool]:
         """A page, and whether there is more after it. Raises InvalidRequest for an `after` that never was."""
-        wanted = select(files).where(_seen(owner, now))
+        query = select(files).where(_seen(owner, now))
         if purpose:
-            wanted = wanted.where(files.c.purpose == bindable(purpose))
+            query = query.where(files.c.purpose == bindable(purpose))
         with self._database.reading() as connection:
             if after:
                 seq = connection.scalar(
@@ -126,18 +126,18 @@ class FileLedger:
                         param="after",
                         code=INVALID_VALUE,
                     )
-                wanted = wanted.where(files.c.seq < seq if newest_first else files.c.seq > seq)
+                query = query.where(files.c.seq < seq if newest_first else files.c.seq > seq)
             order = files.c.seq.desc() if newest_first else files.c.seq.asc()
-            rows = connection.execute(wanted.order_by(order).limit(limit + 1)).all()
+            rows = connection.execute(query.order_by(order).limit(limit + 1)).all()
         return [_file(row) for row in rows[:limit]], len(rows) > limit
 
     def delete(self, owner: str, id: str, now: int) -> None:
         """Raises FileNotFound, so also the second time."""
         with self._database.writing() as connection:
-            found = connection.execute(
+            updated = connection.execute(
                 update(files).where(_seen(owner, now), files.c.id == bindable(id)).values(deleted_at=now)
             )
-        if found.rowcount == 0:
+        if updated.rowcount == 0:
             raise FileNotFound(id)
 
     def purge(self, now: int, limit: int = 100) -> int:
@@ -146,20 +146,22 @@ class FileLedger:
 
         Returns of how many; their bytes are among `broken` from then on.
         """
-        going_on = select(batches.c.input_object).where(batches.c.status.not_in([str(one) for one in ENDED]))
+        going_on = select(batches.c.input_object).where(
+            batches.c.status.not_in([str(object_key) for object_key in ENDED])
+        )
         gone = or_(files.c.deleted_at.is_not(None), files.c.expires_at <= now)
         unused = files.c.object.not_in(going_on)
-        wanted = select(files.c.seq, files.c.object).where(gone, files.c.object != "", unused)
+        query = select(files.c.seq, files.c.object).where(gone, files.c.object != "", unused)
         with self._database.writing() as connection:
             # Once the rows are locked no new batch can want them, but one may have come just before.
-            locked = {
-                object: seq for seq, object in connection.execute(wanted.limit(limit).with_for_update())
-            }
+            locked = {object: seq for seq, object in connection.execute(query.limit(limit).with_for_update())}
             again = going_on.where(batches.c.input_object.in_(locked))
             for object in connection.scalars(again).all():
                 del locked[object]
             if locked:
-                connection.execute(insert(promises), [{"object": one, "made_at": 0} for one in locked])
+                connection.execute(
+                    insert(promises), [{"object": object_key, "made_at": 0} for object_key in locked]
+                )
                 connection.execute(
                     update(files)
                     .where(files.c.seq.in_(locked.values()))

@@ -84,17 +84,17 @@ def _stripped(line: bytes | bytearray, number: int, limit: int) -> bytes:
 def parse_line(number: int, line: bytes, endpoint: str) -> RequestLine | LineError:
     """What the line asks for, or why it is no request of a batch for this endpoint."""
     try:
-        found = _line.decode(line)
+        parsed = _line.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _form_error(number, line)
-    if found.method != METHOD:
+    if parsed.method != METHOD:
         return LineError(
-            "invalid_method", f"The method must be POST, not {found.method[:20]!r}.", "method", number
+            "invalid_method", f"The method must be POST, not {parsed.method[:20]!r}.", "method", number
         )
-    if found.url not in (endpoint, endpoint.removeprefix("/v1")):
-        told = f"The url {found.url[:100]!r} is not the batch's endpoint, {endpoint}."
-        return LineError("invalid_url", told, "url", number)
-    return found
+    if parsed.url not in (endpoint, endpoint.removeprefix("/v1")):
+        message = f"The url {parsed.url[:100]!r} is not the batch's endpoint, {endpoint}."
+        return LineError("invalid_url", message, "url", number)
+    return parsed
 
 
 def _form_error(number: int, line: bytes) -> LineError:

@@ -43,16 +43,16 @@ class BatchJobAssignments:
     def missing(self, limit: int = 100) -> list[BatchRecord]:
         """Batches with lines to run and no BatchJob that would, the oldest first."""
         meant = f'%"{batch_jobs.METADATA}"%'
-        wanted = select(batches).where(
+        query = select(batches).where(
             batches.c.status == BatchStatus.IN_PROGRESS.value,
             batches.c.job == "",
             or_(batches.c.metadata.is_(None), batches.c.metadata.not_like(meant)),
         )
         with self._database.reading() as connection:
-            return [batch_of(row) for row in connection.execute(wanted.order_by(batches.c.seq).limit(limit))]
+            return [batch_of(row) for row in connection.execute(query.order_by(batches.c.seq).limit(limit))]
 
-    def there(self) -> list[BatchRecord]:
+    def assigned(self) -> list[BatchRecord]:
         """Batches whose BatchJob is to hear of them."""
-        wanted = select(batches).where(batches.c.job != "").order_by(batches.c.seq)
+        query = select(batches).where(batches.c.job != "").order_by(batches.c.seq)
         with self._database.reading() as connection:
-            return [batch_of(row) for row in connection.execute(wanted)]
+            return [batch_of(row) for row in connection.execute(query)]

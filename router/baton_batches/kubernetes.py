@@ -143,7 +143,7 @@ class BatchJobReporter:
         self._service = service
         self._uid = uid
         self._clock = clock
-        self._told: dict[str, tuple[dict[str, Any], float]] = {}
+        self._reported: dict[str, tuple[dict[str, Any], float]] = {}
         """What was last said of a batch, and when."""
         self._refused: dict[str, tuple[float, float]] = {}
         """By batch: when to try its BatchJob again, and the pause in seconds before that."""
@@ -170,12 +170,12 @@ class BatchJobReporter:
         """
         jobs = self._storage.jobs
         missing = await self._storage.run(jobs.missing)
-        await self._each(missing, self._make)
-        there = await self._storage.run(jobs.there)
-        await self._each(there, self._tell)
-        for id in self._told.keys() - {batch.id for batch in there}:
-            del self._told[id]
-        for id in self._refused.keys() - {batch.id for batch in (*missing, *there)}:
+        await self._each(missing, self._create)
+        assigned = await self._storage.run(jobs.assigned)
+        await self._each(assigned, self._report)
+        for id in self._reported.keys() - {batch.id for batch in assigned}:
+            del self._reported[id]
+        for id in self._refused.keys() - {batch.id for batch in (*missing, *assigned)}:
             del self._refused[id]
 
     async def _each(
@@ -194,31 +194,33 @@ class BatchJobReporter:
             else:
                 self._refused.pop(batch.id, None)
 
-    async def _make(self, batch: BatchRecord) -> None:
-        made = batch_job_manifest(batch, self._service, self._uid)
-        name = made["metadata"]["name"]
-        answer = await self._api.create(made)
-        if answer not in (CREATED, CONFLICT):
-            raise BatchJobRejected(f"The API server refused to create the BatchJob {name}: status {answer}.")
+    async def _create(self, batch: BatchRecord) -> None:
+        manifest = batch_job_manifest(batch, self._service, self._uid)
+        name = manifest["metadata"]["name"]
+        status = await self._api.create(manifest)
+        if status not in (CREATED, CONFLICT):
+            raise BatchJobRejected(f"The API server refused to create the BatchJob {name}: status {status}.")
         await self._storage.run(partial(self._storage.jobs.claim, batch.id, name))
-        if answer == CREATED:
+        if status == CREATED:
             log.info("%s is run by the BatchJob %s.", batch.id, name)
 
-    async def _tell(self, batch: BatchRecord) -> None:
-        wanted, now = batch_job_status(batch), self._clock()
-        said, when = self._told.get(batch.id, ({}, 0.0))
-        news = wanted != said and (now - when >= UPDATE_S or wanted["phase"] != said.get("phase"))
-        last = batch.status.ended and wanted == said and now - when >= FINAL_UPDATE_S
-        if news or last:
-            answer = await self._api.patch_status(batch.job, wanted)
-            if answer == NOT_FOUND:
+    async def _report(self, batch: BatchRecord) -> None:
+        desired, now = batch_job_status(batch), self._clock()
+        reported, when = self._reported.get(batch.id, ({}, 0.0))
+        changed = desired != reported and (
+            now - when >= UPDATE_S or desired["phase"] != reported.get("phase")
+        )
+        final = batch.status.ended and desired == reported and now - when >= FINAL_UPDATE_S
+        if changed or final:
+            status = await self._api.patch_status(batch.job, desired)
+            if status == NOT_FOUND:
                 log.info("The BatchJob %s of %s is gone.", batch.job, batch.id)
                 await self._storage.run(partial(self._storage.jobs.disown, batch.id, batch.job))
                 return
-            if answer != 200:
+            if status != 200:
                 raise BatchJobRejected(
-                    f"The API server refused the status of the BatchJob {batch.job}: status {answer}."
+                    f"The API server refused the status of the BatchJob {batch.job}: status {status}."
                 )
-            self._told[batch.id] = wanted, now
-        if last:
+            self._reported[batch.id] = desired, now
+        if final:
             await self._storage.run(partial(self._storage.jobs.disown, batch.id, batch.job))

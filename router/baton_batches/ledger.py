@@ -154,7 +154,7 @@ class Ledger:
 
     def page(self, owner: str, *, limit: int, after: str = "") -> tuple[list[BatchRecord], bool]:
         """A page, newest first, and whether there is more. Raises InvalidRequest for an unknown `after`."""
-        wanted = select(batches).where(batches.c.owner == owner)
+        query = select(batches).where(batches.c.owner == owner)
         with self._database.reading() as connection:
             if after:
                 seq = connection.scalar(
@@ -166,8 +166,8 @@ class Ledger:
                         param="after",
                         code=INVALID_VALUE,
                     )
-                wanted = wanted.where(batches.c.seq < seq)
-            rows = connection.execute(wanted.order_by(batches.c.seq.desc()).limit(limit + 1)).all()
+                query = query.where(batches.c.seq < seq)
+            rows = connection.execute(query.order_by(batches.c.seq.desc()).limit(limit + 1)).all()
         return [batch_of(row) for row in rows[:limit]], len(rows) > limit
 
     def request_cancel(self, owner: str, id: str, now: int) -> BatchRecord:
@@ -189,17 +189,17 @@ class Ledger:
     def reassign(self, owner: str, other: str) -> tuple[int, int]:
         """Give all files and batches of `owner` to `other`. Returns how many files and batches those were."""
         with self._database.writing() as connection:
-            given = [
+            counts = [
                 connection.execute(update(table).where(table.c.owner == owner).values(owner=other)).rowcount
                 for table in (files, batches)
             ]
-        return given[0], given[1]
+        return counts[0], counts[1]
 
     def owners_under_way(self) -> list[str]:
         """Whose batches have lines to validate or to run."""
-        wanted = select(batches.c.owner).where(batches.c.status.in_(UNDER_WAY)).distinct()
+        query = select(batches.c.owner).where(batches.c.status.in_(UNDER_WAY)).distinct()
         with self._database.reading() as connection:
-            return list(connection.scalars(wanted))
+            return list(connection.scalars(query))
 
     def cancel_refused(self, owner: str, reason: str, now: int) -> int:
         """Cancel all batches of `owner` that are under way, with `reason` as their error; gives how many."""
@@ -297,9 +297,9 @@ class Ledger:
             if batch.status is not BatchStatus.VALIDATING:
                 return change_batch(connection, batch, total=total, model=model, **free)
             if errors:
-                told = as_json(tuple(errors))
+                encoded = as_json(tuple(errors))
                 return change_batch(
-                    connection, batch, status=BatchStatus.FAILED, failed_at=now, errors=told, **free
+                    connection, batch, status=BatchStatus.FAILED, failed_at=now, errors=encoded, **free
                 )
             batch = change_batch(
                 connection,
@@ -312,14 +312,14 @@ class Ledger:
             )
             return finalize_if_done(connection, batch, now)
 
-    def record(self, id: str, epoch: int, found: Iterable[LineResult], now: int) -> RecordOutcome:
+    def record(self, id: str, epoch: int, new_results: Iterable[LineResult], now: int) -> RecordOutcome:
         """
         Keep results, all or none; of a line that has one already the first stands.
 
         Raises StaleLease: none of them was kept.
         """
         first: dict[int, LineResult] = {}
-        for result in found:
+        for result in new_results:
             first.setdefault(result.line, result)
         with self._database.writing() as connection:
             batch = fetch_held_batch(connection, id, epoch)
@@ -361,16 +361,16 @@ class Ledger:
         good = func.count().filter(results.c.status.between(200, 299))
         with self._database.reading() as connection:
             batch = fetch_batch(connection, id, lock=False)
-            wanted = select(func.count(), good).where(results.c.batch == batch.seq)
-            every, completed = connection.execute(wanted).one()
+            query = select(func.count(), good).where(results.c.batch == batch.seq)
+            every, completed = connection.execute(query).one()
         return int(completed), int(every) - int(completed)
 
     def results(self, batch: BatchRecord, after: int = 0, limit: int = 500) -> list[LineResult]:
         """Results in the order of lines, those after line `after`."""
-        wanted = select(results.c.line, results.c.status, results.c.body, results.c.request_id)
-        wanted = wanted.where(results.c.batch == batch.seq, results.c.line > after)
+        query = select(results.c.line, results.c.status, results.c.body, results.c.request_id)
+        query = query.where(results.c.batch == batch.seq, results.c.line > after)
         with self._database.reading() as connection:
-            rows = connection.execute(wanted.order_by(results.c.line).limit(limit))
+            rows = connection.execute(query.order_by(results.c.line).limit(limit))
             return [LineResult(line, status, bytes(body), request) for line, status, body, request in rows]
 
     # --- The end ---
@@ -401,10 +401,10 @@ class Ledger:
                 name: None if file is None else add(connection, file, now).id
                 for name, file in (("output_file", output), ("error_file", errors))
             }
-            told = None if usage is None else as_json(usage)
+            encoded = None if usage is None else as_json(usage)
             times = {f"{end}_at": now}
             return change_batch(
-                connection, batch, status=end, usage=told, runner="", leased_until=0.0, **ids, **times
+                connection, batch, status=end, usage=encoded, runner="", leased_until=0.0, **ids, **times
             )
 
     def forget(self, now: int, kept_s: int, limit: int = 5000) -> int:

@@ -40,10 +40,10 @@ class BatchMetrics(Collector):
             self._lines.more(completed, "completed")
             self._lines.more(failed, "failed")
 
-    def retried(self, told: Mapping[str, int]) -> None:
+    def retried(self, by_outcome: Mapping[str, int]) -> None:
         """A runner has tried lines again, by how the tries before ended."""
         with self._lock:
-            for outcome, count in told.items():
+            for outcome, count in by_outcome.items():
                 if outcome in metrics.BATCH_RETRIES.by[0].values:
                     self._retries.more(count, outcome)
 
@@ -68,8 +68,8 @@ class BatchMetrics(Collector):
             (metrics.BATCHES_LATE, summary.late),
         ):
             yield GaugeMetricFamily(metric.name, metric.help, value=value)
-        for tally in (self._lines, self._retries, self._errors):
-            yield from tally.collect()
+        for counter in (self._lines, self._retries, self._errors):
+            yield from counter.collect()
 
 
 LATE = 0.9
@@ -96,7 +96,7 @@ def summarize(database: Database, now: float) -> LedgerSummary:
     done = columns.completed + columns.failed
     passed = columns.created_at + LATE * (columns.expires_at - columns.created_at)
     behind = and_(passed < now, done < LATE * columns.total)
-    wanted = select(
+    query = select(
         columns.status,
         func.count(),
         func.sum(columns.total - done),
@@ -104,6 +104,6 @@ def summarize(database: Database, now: float) -> LedgerSummary:
         func.count().filter(behind),
     ).group_by(columns.status)
     with database.reading() as connection:
-        rows = {BatchStatus(status): tuple(map(int, rest)) for status, *rest in connection.execute(wanted)}
+        rows = {BatchStatus(status): tuple(map(int, rest)) for status, *rest in connection.execute(query)}
     _, left, runners, late = rows.get(BatchStatus.IN_PROGRESS, (0, 0, 0, 0))
     return LedgerSummary({status: counts[0] for status, counts in rows.items()}, left, runners, late)

@@ -79,13 +79,13 @@ class BatchUsage:
             return
         if usage is None:
             return
-        given = usage.prompt_tokens_details or usage.input_tokens_details or _TokenDetails()
-        made = usage.completion_tokens_details or usage.output_tokens_details or _TokenDetails()
+        input_details = usage.prompt_tokens_details or usage.input_tokens_details or _TokenDetails()
+        output_details = usage.completion_tokens_details or usage.output_tokens_details or _TokenDetails()
         self.input_tokens += (usage.prompt_tokens or 0) + (usage.input_tokens or 0)
         self.output_tokens += (usage.completion_tokens or 0) + (usage.output_tokens or 0)
         self.total_tokens += usage.total_tokens or 0
-        self.cached_tokens += given.cached_tokens or 0
-        self.reasoning_tokens += made.reasoning_tokens or 0
+        self.cached_tokens += input_details.cached_tokens or 0
+        self.reasoning_tokens += output_details.reasoning_tokens or 0
 
     def counts(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -166,21 +166,21 @@ class OutputFile:
         self._kind = kind
         self._expires_at = expires_at
         self._now = now
-        self._tally = FileDigest()
+        self._digest = FileDigest()
         self._rows = bytearray()
         self._key = ""
         self._writer: ObjectWriter | None = None
         self._committed = False
 
     def add(self, row: bytes) -> None:
-        self._tally.add(row)
+        self._digest.add(row)
         self._rows += row
         if len(self._rows) >= WRITE_BYTES:
             self._write()
 
     def finished(self) -> NewFile | None:
         """The file in its place; None if it would be empty."""
-        if not self._tally.lines:
+        if not self._digest.lines:
             return None
         self._write().commit()
         self._committed = True
@@ -188,8 +188,8 @@ class OutputFile:
             owner=self._batch.owner,
             purpose=OUTPUT,
             filename=f"{self._batch.id}_{self._kind}.jsonl",
-            bytes=self._tally.size,
-            sha256=self._tally.hash.hexdigest(),
+            bytes=self._digest.size,
+            sha256=self._digest.hash.hexdigest(),
             object=self._key,
             expires_at=self._expires_at,
         )

@@ -36,7 +36,7 @@ CLIENT_CLOSED_REQUEST = 499
 
 def routes(
     storage: Storage,
-    keeper: BatchController,
+    controller: BatchController,
     owner_of: Callable[[Scope], bytes],
     models_of: Callable[[Scope], frozenset[str] | None],
     body_s: float,
@@ -73,8 +73,8 @@ def routes(
             purpose=part.purpose,
             newest_first=part.newest_first,
         )
-        found, has_more = await storage.run(listed)
-        return JSONResponse(api_objects.render_page(map(api_objects.render_file, found), has_more))
+        objects, has_more = await storage.run(listed)
+        return JSONResponse(api_objects.render_page(map(api_objects.render_file, objects), has_more))
 
     @api.get(FILES + "/{id}")
     async def file(id: str, request: Request) -> Response:
@@ -95,37 +95,37 @@ def routes(
 
     @api.post(BATCHES)
     async def new_batch(request: Request) -> Response:
-        wanted = api_objects.parse_new_batch(await _body(request, body_s))
+        query = api_objects.parse_new_batch(await _body(request, body_s))
         models = models_of(request.scope)
-        kept = await storage.run(partial(_create, storage, owner(request), wanted, now(), models))
-        keeper.wake()
-        return JSONResponse(api_objects.render_batch(kept))
+        record = await storage.run(partial(_create, storage, owner(request), query, now(), models))
+        controller.wake()
+        return JSONResponse(api_objects.render_batch(record))
 
     @api.get(BATCHES)
     async def list_batches(request: Request) -> Response:
         part = api_objects.parse_page(request.query_params, limits.BATCHES_PAGE, 20)
         listed = partial(storage.ledger.page, owner(request), limit=part.limit, after=part.after)
-        found, has_more = await storage.run(listed)
-        return JSONResponse(api_objects.render_page(map(api_objects.render_batch, found), has_more))
+        objects, has_more = await storage.run(listed)
+        return JSONResponse(api_objects.render_page(map(api_objects.render_batch, objects), has_more))
 
     @api.get(BATCHES + "/{id}")
     async def batch(id: str, request: Request) -> Response:
-        kept = await storage.run(partial(storage.ledger.get, owner(request), id))
-        return JSONResponse(api_objects.render_batch(kept))
+        record = await storage.run(partial(storage.ledger.get, owner(request), id))
+        return JSONResponse(api_objects.render_batch(record))
 
     @api.post(BATCHES + "/{id}/cancel")
     async def cancel(id: str, request: Request) -> Response:
-        kept = await storage.run(partial(storage.ledger.request_cancel, owner(request), id, now()))
-        keeper.wake()
-        return JSONResponse(api_objects.render_batch(kept))
+        record = await storage.run(partial(storage.ledger.request_cancel, owner(request), id, now()))
+        controller.wake()
+        return JSONResponse(api_objects.render_batch(record))
 
     return api
 
 
 def _create(
-    storage: Storage, owner: str, wanted: NewBatch, now: int, models: frozenset[str] | None
+    storage: Storage, owner: str, query: NewBatch, now: int, models: frozenset[str] | None
 ) -> BatchRecord:
-    file = storage.files.get(owner, wanted.input_file_id, now, param="input_file_id")
+    file = storage.files.get(owner, query.input_file_id, now, param="input_file_id")
     if file.purpose != "batch":
         raise InvalidRequest(
             f"The file {file.id} has the purpose {file.purpose!r}; a batch's input has 'batch'.",
@@ -134,12 +134,12 @@ def _create(
         )
     return storage.ledger.create(
         owner,
-        wanted.endpoint,
+        query.endpoint,
         file,
         now,
-        window=wanted.completion_window,
-        metadata=wanted.metadata,
-        output_seconds=wanted.output_seconds,
+        window=query.completion_window,
+        metadata=query.metadata,
+        output_seconds=query.output_seconds,
         models=models,
     )
 
@@ -170,8 +170,8 @@ async def _content(storage: Storage, stored: StoredFile, request: Request) -> Re
         "content-disposition": f"attachment; filename*=utf-8''{quote(stored.filename)}",
         "x-content-type-options": "nosniff",
     }
-    wanted = request.headers.get("range", "") if request.headers.get("if-range", tag) == tag else ""
-    part = api_objects.parse_byte_range(wanted, stored.bytes)
+    query = request.headers.get("range", "") if request.headers.get("if-range", tag) == tag else ""
+    part = api_objects.parse_byte_range(query, stored.bytes)
     if part is None:
         raise RangeNotSatisfiable(stored.bytes)
     start, end = part

@@ -41,21 +41,21 @@ class BatchRunner:
     def __init__(
         self,
         batch: str,
-        door: RunnerGateway,
+        gateway: RunnerGateway,
         lease: RunnerLease,
         rng: random.Random,
-        widest: int | None = None,
+        max_in_flight: int | None = None,
     ) -> None:
-        """`widest`: lines under way at once, at most, whatever the router would allow."""
+        """`max_in_flight`: lines under way at once, at most, whatever the router would allow."""
         self._batch = batch
-        self._door = door
+        self._gateway = gateway
         self._lease = lease
         self._rng = rng
         self._clock = asyncio.get_running_loop().time
-        self._widest = widest
+        self._max_in_flight = max_in_flight
         self._window = SendWindow(self._clock(), most=self._bounded(lease.window))
         self._waiting = PendingLines()
-        self._outbox = ResultOutbox(door.record)
+        self._outbox = ResultOutbox(gateway.record)
         self._answered_at = -math.inf
         """When a line last came back well."""
         self._under_way: set[asyncio.Task[None]] = set()
@@ -81,8 +81,8 @@ class BatchRunner:
         """
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                beside = [
-                    self._tasks.create_task(self._beat()),
+                tasks = [
+                    self._tasks.create_task(self._send_heartbeats()),
                     self._tasks.create_task(self._fetch()),
                     self._tasks.create_task(self._outbox.run(self._posted)),
                 ]
@@ -90,7 +90,7 @@ class BatchRunner:
                 for task in self._under_way:
                     task.cancel()
                 await self._outbox.emptied()
-                for task in beside:
+                for task in tasks:
                     task.cancel()
         except ExceptionGroup as group:
             for error in group.exceptions:
@@ -98,18 +98,18 @@ class BatchRunner:
                     raise error from None
             raise
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
             await asyncio.sleep(min(HEARTBEAT_S, self._lease.lease_s / 3))
-            told, self._retried = self._retried, Counter()
-            renewal = await self._door.renew(RunnerProgress(dict(told)))
+            retried, self._retried = self._retried, Counter()
+            renewal = await self._gateway.renew(RunnerProgress(dict(retried)))
             self._window.bound(self._bounded(renewal.window))
             self._obey(renewal.order)
 
     async def _fetch(self) -> None:
         cursor = ""
         while not self._waiting.whole:
-            part = await self._door.lines(cursor)
+            part = await self._gateway.lines(cursor)
             cursor = part.cursor
             self._held += sum(len(line.text) for line in part.lines)
             self._waiting.add(part.lines, part.last)
@@ -127,7 +127,7 @@ class BatchRunner:
             elif (pending := self._next(now)) is not None:
                 task = self._tasks.create_task(self._try(pending))
                 self._under_way.add(task)
-                task.add_done_callback(self._back)
+                task.add_done_callback(self._on_try_done)
             else:
                 due = self._waiting.due()
                 await _wait_for(self._to_send, None if due is None else due - now)
@@ -140,8 +140,10 @@ class BatchRunner:
         name = values.request_id(self._batch, number)
         body = values.body_of(pending.line.text)
         sent = self._clock()
-        mark = f"{name}-{self._lease.epoch}-{next(self._sends)}"  # at a worker no two tries have one name
-        answer = await self._door.send(self._lease.endpoint, body, mark, self._lease.line_s)
+        request_id = (
+            f"{name}-{self._lease.epoch}-{next(self._sends)}"  # at a worker no two tries have one name
+        )
+        answer = await self._gateway.send(self._lease.endpoint, body, request_id, self._lease.line_s)
         outcome, result = answer.outcome, None
         if answer.events:
             result = values.stream_result(number, name)
@@ -160,13 +162,13 @@ class BatchRunner:
                 self._window.answered(now)
             self._done(pending, result)
         else:
-            self._again(replace(pending, tries=tries, failed_at=now), outcome, sent, answer.retry_s)
+            self._retry_later(replace(pending, tries=tries, failed_at=now), outcome, sent, answer.retry_s)
 
     def _done(self, pending: PendingLine, result: LineResult) -> None:
         self._held -= len(pending.line.text)
         self._outbox.put(result)
 
-    def _again(self, pending: PendingLine, outcome: TryOutcome, sent: float, retry_s: float) -> None:
+    def _retry_later(self, pending: PendingLine, outcome: TryOutcome, sent: float, retry_s: float) -> None:
         now, tries = pending.failed_at, pending.tries
         self._retried[outcome.value] += 1
         if outcome in (TryOutcome.BUSY, TryOutcome.AWAY):
@@ -176,7 +178,7 @@ class BatchRunner:
             wait = retries.backoff_s(tries.failures - 1, self._rng)
         self._waiting.again(pending, now + wait)
 
-    def _back(self, task: asyncio.Task[None]) -> None:
+    def _on_try_done(self, task: asyncio.Task[None]) -> None:
         self._under_way.discard(task)
         self._wake()
 
@@ -186,7 +188,7 @@ class BatchRunner:
         self._wake()
 
     def _bounded(self, window: int) -> int:
-        return window if self._widest is None else min(window, self._widest)
+        return window if self._max_in_flight is None else min(window, self._max_in_flight)
 
     def _obey(self, order: RunnerOrder) -> None:
         if order is RunnerOrder.STOP:

@@ -91,10 +91,12 @@ class RunnerApi:
         client = ClientConnection(scope, receive, send)
         try:
             batch, _, call = scope["path"].removeprefix(wire.PATH).partition("/")
-            given = _bearer(scope)
+            token_text = _bearer(scope)
             await self._secret.get()
-            job = await self._pods.job(given) if self._pods and _is_pod_token(given) else ""
-            token = self._token(given, batch) if not job else RunnerToken(batch, runner_tokens.START, "", 0)
+            job = await self._pods.job(token_text) if self._pods and _is_pod_token(token_text) else ""
+            token = (
+                self._token(token_text, batch) if not job else RunnerToken(batch, runner_tokens.START, "", 0)
+            )
             method = METHODS.get(call)
             if method is None:
                 raise RouteNotFound(scope["method"], scope["path"])
@@ -119,9 +121,9 @@ class RunnerApi:
         else:
             await _send(send, answer, name)
 
-    def _token(self, given: str, batch: str) -> RunnerToken:
+    def _token(self, token_text: str, batch: str) -> RunnerToken:
         """Raises Unauthorized, also for a token of another batch."""
-        token = runner_tokens.read(self._secret.value, given, self._clock())
+        token = runner_tokens.read(self._secret.value, token_text, self._clock())
         if token is None or token.batch != batch:
             raise Unauthorized
         return token
@@ -158,8 +160,8 @@ class RunnerApi:
         if _order(batch, now) is RunnerOrder.STOP:
             return None
         # A supervisor takes the lease in its runner's name before it starts it.
-        way = ledger.take if batch.runner == runner else ledger.lease
-        epoch = way(batch.id, runner, now, terms.lease_s)
+        acquire = ledger.take if batch.runner == runner else ledger.lease
+        epoch = acquire(batch.id, runner, now, terms.lease_s)
         if epoch is None:
             raise StaleLease(batch.id, token.epoch, batch.epoch, batch.status)
         return RunnerLease(
@@ -180,8 +182,8 @@ class RunnerApi:
         batch = ledger.renew(token.batch, token.epoch, now, self._terms.lease_s, in_window=True)
         return LeaseRenewal(self._issue(batch, token.epoch), _order(batch, now), self._terms.window())
 
-    def _record(self, token: RunnerToken, found: list[LineResult]) -> ResultReceipt:
-        kept = self._storage.ledger.record(token.batch, token.epoch, found, int(self._clock()))
+    def _record(self, token: RunnerToken, line_results: list[LineResult]) -> ResultReceipt:
+        kept = self._storage.ledger.record(token.batch, token.epoch, line_results, int(self._clock()))
         self._storage.metrics.recorded(kept.completed, kept.new - kept.completed)
         order = RunnerOrder.GO_ON if kept.status is BatchStatus.IN_PROGRESS else RunnerOrder.STOP
         return ResultReceipt(kept.new, order, self._terms.window())
@@ -237,8 +239,8 @@ METHODS = {"lease": "POST", "renew": "POST", "lines": "GET", "results": "POST", 
 
 def _bearer(scope: Scope) -> str:
     """The token that a call comes with; empty if there is none."""
-    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-    scheme, _, text = given.decode("latin-1").partition(" ")
+    token_text = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    scheme, _, text = token_text.decode("latin-1").partition(" ")
     return text.strip() if scheme.lower() == "bearer" else ""
 
 

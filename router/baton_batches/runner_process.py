@@ -37,21 +37,21 @@ STOP_S = 5.0
 class ExitStatus(enum.IntEnum):
     """Exit statuses: which ends mean that another runner is to be started."""
 
-    THROUGH = 0
+    DONE = 0
     """Nothing is left to run."""
-    REFUSED = 43
+    REJECTED = 43
     """The token is not good: to start again with the same one is of no use."""
-    DISMISSED = 75
+    LEASE_LOST = 75
     """Another runner has the batch."""
-    TOLD_TO = 76
+    TERMINATED = 76
     """Somebody asked it to end before the batch was through."""
 
 
 def run(url: str, batch: str, token: str, name: str = "", leashed: bool = False) -> ExitStatus:
     """Run what is left of a batch. Raises SetupError if `url` is no router's."""
     rng = random.Random()
-    door = RunnerGateway(url, batch, token, rng)
-    return run_in_event_loop(_leashed(_run(door, batch, name or default_name(), rng), leashed))
+    gateway = RunnerGateway(url, batch, token, rng)
+    return run_in_event_loop(_leashed(_run(gateway, batch, name or default_name(), rng), leashed))
 
 
 def run_in_event_loop(work: Coroutine[Any, Any, ExitStatus]) -> ExitStatus:
@@ -85,76 +85,76 @@ async def _leashed(work: Coroutine[Any, Any, ExitStatus], leashed: bool) -> Exit
         return working.result()
     working.cancel()
     await asyncio.wait((working,))
-    return ExitStatus.TOLD_TO
+    return ExitStatus.TERMINATED
 
 
-async def _run(door: RunnerGateway, batch: str, name: str, rng: random.Random) -> ExitStatus:
-    told = stop_event()
+async def _run(gateway: RunnerGateway, batch: str, name: str, rng: random.Random) -> ExitStatus:
+    stop = stop_event()
     # A Ctrl-C in the terminal is for the router, who ends its runners.
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)
     try:
-        return await run_lease(door, batch, name, rng, told)
+        return await run_lease(gateway, batch, name, rng, stop)
     except LeaseLost as error:
         log.info("%s lets go of %s: %s", name, batch, error)
-        return ExitStatus.DISMISSED
+        return ExitStatus.LEASE_LOST
     except TokenRejected as error:
         log.error("%s may not work on %s: %s", name, batch, error)
-        return ExitStatus.REFUSED
+        return ExitStatus.REJECTED
     finally:
-        door.close()
+        gateway.close()
 
 
 def stop_event() -> asyncio.Event:
     """Set once somebody asks this process to end."""
-    told = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
-    return told
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    return stop
 
 
 async def run_lease(
-    door: RunnerGateway,
+    gateway: RunnerGateway,
     batch: str,
     name: str,
     rng: random.Random,
-    told: asyncio.Event,
-    widest: int | None = None,
+    stop: asyncio.Event,
+    max_in_flight: int | None = None,
 ) -> ExitStatus:
     """
-    One lease's work, until the batch needs no runner or until `told`. Raises Dismissed and Refused.
+    One lease's work, until the batch needs no runner or until `stop`. Raises Dismissed and Refused.
 
-    `widest`: lines under way at once, at most.
+    `max_in_flight`: lines under way at once, at most.
     """
-    leasing = asyncio.ensure_future(door.lease(name))
-    if not await finished_before_stop(leasing, told):
-        return ExitStatus.TOLD_TO
+    leasing = asyncio.ensure_future(gateway.lease(name))
+    if not await finished_before_stop(leasing, stop):
+        return ExitStatus.TERMINATED
     lease = leasing.result()
     if lease is None:
-        return ExitStatus.THROUGH
+        return ExitStatus.DONE
     log.info("%s runs %s: %d of %d lines are done.", name, batch, lease.done, lease.total)
-    runner = BatchRunner(batch, door, lease, rng, widest)
+    runner = BatchRunner(batch, gateway, lease, rng, max_in_flight)
     running = asyncio.ensure_future(runner.run())
-    telling = asyncio.ensure_future(told.wait())
-    await asyncio.wait((running, telling), return_when=asyncio.FIRST_COMPLETED)
-    telling.cancel()
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
     if running.done():
         running.result()
-        await door.release()
-        return ExitStatus.THROUGH
+        await gateway.release()
+        return ExitStatus.DONE
     runner.stop()
     try:
         async with asyncio.timeout(STOP_S):
             await running
-            await door.release()
+            await gateway.release()
     except TimeoutError:
         pass
-    return ExitStatus.TOLD_TO
+    return ExitStatus.TERMINATED
 
 
-async def finished_before_stop(work: asyncio.Future[Any], told: asyncio.Event) -> bool:
+async def finished_before_stop(work: asyncio.Future[Any], stop: asyncio.Event) -> bool:
     """Whether it is done before somebody asks this process to end; else it is broken off."""
-    telling = asyncio.ensure_future(told.wait())
-    await asyncio.wait((work, telling), return_when=asyncio.FIRST_COMPLETED)
-    telling.cancel()
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((work, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
     if not work.done():
         work.cancel()
     return work.done()
@@ -174,7 +174,7 @@ class JobOptions:
     batch: str = ""
     submission: BatchSubmission | None = None
     """What the batch is to be made of, if there is none yet."""
-    widest: int | None = None
+    max_in_flight: int | None = None
     """Lines under way at once, at most; None: as many as the router allows."""
 
 
@@ -186,40 +186,40 @@ def run_job(work: JobOptions) -> ExitStatus:
 
 
 async def _run_job(work: JobOptions, rng: random.Random) -> ExitStatus:
-    told = stop_event()
+    stop = stop_event()
     try:
         batch = work.batch
         if work.submission is not None:
             submitting = asyncio.ensure_future(work.submission.batch())
-            if not await finished_before_stop(submitting, told):
-                return ExitStatus.TOLD_TO
+            if not await finished_before_stop(submitting, stop):
+                return ExitStatus.TERMINATED
             batch = submitting.result()
-        return await _run_leases(work, batch, rng, told)
+        return await _run_leases(work, batch, rng, stop)
     except (TokenRejected, BatchMissing, SubmissionRejected) as error:
         log.error("This cannot be run: %s", error)
-        return ExitStatus.REFUSED
+        return ExitStatus.REJECTED
 
 
-async def _run_leases(work: JobOptions, batch: str, rng: random.Random, told: asyncio.Event) -> ExitStatus:
+async def _run_leases(work: JobOptions, batch: str, rng: random.Random, stop: asyncio.Event) -> ExitStatus:
     """Lease after lease. Raises Refused and Missing."""
     name = default_name()
     while True:
-        door = LeasedGateway(work.router, batch, _read(work.token), rng)
+        gateway = LeasedGateway(work.router, batch, _read(work.token), rng)
         try:
-            return await run_lease(door, batch, name, rng, told, work.widest)
+            return await run_lease(gateway, batch, name, rng, stop, work.max_in_flight)
         except BatchMissing:
             raise
         except TokenRejected:
-            if not door.leased:
+            if not gateway.leased:
                 raise
             # It was believed before: the router's secret has changed, or this process stood still for long.
             log.info("%s asks for %s anew.", name, batch)
         except LeaseLost as error:
             log.info("%s waits for %s: %s", name, batch, error)
         finally:
-            door.close()
-        if not await finished_before_stop(asyncio.ensure_future(asyncio.sleep(LEASE_RETRY_S)), told):
-            return ExitStatus.TOLD_TO
+            gateway.close()
+        if not await finished_before_stop(asyncio.ensure_future(asyncio.sleep(LEASE_RETRY_S)), stop):
+            return ExitStatus.TERMINATED
 
 
 class LeasedGateway(RunnerGateway):

@@ -53,13 +53,13 @@ class S3ObjectStore:
     def read(self, key: str, start: int, end: int) -> Iterator[bytes]:
         while start < end:
             with _translated():
-                found = obstore.get_range(
+                data = obstore.get_range(
                     self._store, key, start=start, end=min(end, start + READ_REQUEST_BYTES)
                 )
-            if not len(found):
+            if not len(data):
                 raise StorageUnavailable("A stored file is shorter than it was when it was stored.")
-            start += len(found)
-            whole = memoryview(found)
+            start += len(data)
+            whole = memoryview(data)
             for place in range(0, len(whole), READ_BYTES):
                 yield bytes(whole[place : place + READ_BYTES])
 

@@ -30,7 +30,7 @@ from baton_batches.settings import BatchSettings
 Answer = TypeVar("Answer")
 
 LEDGER_THREADS = 5
-KEEPER_THREADS = 3
+CONTROLLER_THREADS = 3
 """Together as many as the connections of a database: no other thread holds one for long."""
 
 TRANSFERS = 16
@@ -58,7 +58,7 @@ class Storage:
         self.jobs = BatchJobAssignments(self._database)
         self.objects = self._objects()
         self._ledger_threads = ThreadPoolExecutor(LEDGER_THREADS, thread_name_prefix="ledger")
-        self._keeper_threads = ThreadPoolExecutor(KEEPER_THREADS, thread_name_prefix="keeper")
+        self._controller_threads = ThreadPoolExecutor(CONTROLLER_THREADS, thread_name_prefix="keeper")
         self._transfers = ThreadPoolExecutor(TRANSFERS, thread_name_prefix="transfer")
 
     @property
@@ -74,9 +74,9 @@ class Storage:
         """The same for a call of the store of objects."""
         return await self._run(self._transfers, call)
 
-    async def keep(self, call: Callable[[], Answer]) -> Answer:
+    async def run_controller(self, call: Callable[[], Answer]) -> Answer:
         """The same for the keeper's long work with both."""
-        return await self._run(self._keeper_threads, call)
+        return await self._run(self._controller_threads, call)
 
     async def _run(self, threads: ThreadPoolExecutor, call: Callable[[], Answer]) -> Answer:
         try:
@@ -85,12 +85,12 @@ class Storage:
             self.metrics.failed(error)
             raise
 
-    async def look(self, now: float) -> None:
+    async def refresh_metrics(self, now: float) -> None:
         """See how many batches there are and how far, for the figures. Raises StorageUnavailable."""
         self.metrics.summary = await self.run(lambda: summarize(self._database, now))
 
     def close(self) -> None:
-        for threads in (self._transfers, self._keeper_threads, self._ledger_threads):
+        for threads in (self._transfers, self._controller_threads, self._ledger_threads):
             threads.shutdown(wait=True)
         self._database.close()
         if self._temporary:

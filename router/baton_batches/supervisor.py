@@ -60,18 +60,20 @@ class Backoff:
 
 
 def choose_batches(
-    waiting: Sequence[BatchRecord], running: Collection[BatchRecord], places: int
+    waiting: Sequence[BatchRecord], running: Collection[BatchRecord], slots: int
 ) -> list[BatchRecord]:
     """Who of `waiting` gets the free places: of the owner with the fewest running, the oldest."""
-    held = Counter(batch.owner for batch in running)
-    left = sorted(waiting, key=lambda batch: batch.seq)
-    begun: list[BatchRecord] = []
-    while left and len(running) + len(begun) < places:
-        batch = min(left, key=lambda one: held[one.owner])  # the first of several: the oldest
-        left.remove(batch)
-        held[batch.owner] += 1
-        begun.append(batch)
-    return begun
+    running_by_owner = Counter(batch.owner for batch in running)
+    remaining = sorted(waiting, key=lambda batch: batch.seq)
+    chosen: list[BatchRecord] = []
+    while remaining and len(running) + len(chosen) < slots:
+        batch = min(
+            remaining, key=lambda one: running_by_owner[one.owner]
+        )  # the first of several: the oldest
+        remaining.remove(batch)
+        running_by_owner[batch.owner] += 1
+        chosen.append(batch)
+    return chosen
 
 
 class RunnerSupervisor:
@@ -81,19 +83,19 @@ class RunnerSupervisor:
         self,
         storage: Storage,
         secret: RunnerSecret,
-        places: int,
+        slots: int,
         lease_s: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """At most `places` run at a time. `clock` gives seconds of the Unix epoch."""
+        """At most `slots` run at a time. `clock` gives seconds of the Unix epoch."""
         self._lease_s = lease_s
         self._storage = storage
         self._secret = secret
-        self._capacity = places
+        self._capacity = slots
         self._clock = clock
         self._running: dict[str, tuple[BatchRecord, asyncio.Task[None]]] = {}
         self._setbacks: dict[str, Backoff] = {}
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     async def run(self, url: str) -> None:
         """Keep runners that speak to the router at `url`, until cancelled; then none is left."""
@@ -105,8 +107,8 @@ class RunnerSupervisor:
                     log.warning("No batch can be started now: %s", error.message)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(POLL_S):
-                        await self._news.wait()
-                self._news.clear()
+                        await self._changed.wait()
+                self._changed.clear()
         finally:
             tasks = [task for _, task in self._running.values()]
             for task in tasks:
@@ -135,15 +137,15 @@ class RunnerSupervisor:
                 try:
                     status = await self._child(batch, url, name, secret)
                 except asyncio.CancelledError:
-                    await self._gone(batch, name, ExitStatus.TOLD_TO)
+                    await self._on_exit(batch, name, ExitStatus.TERMINATED)
                     raise
-                await self._gone(batch, name, status)
+                await self._on_exit(batch, name, status)
         except BatonError as error:
             log.warning("%s is not run for now: %s", batch.id, error.message)
             self._set_back(batch)
         finally:
             del self._running[batch.id]
-            self._news.set()
+            self._changed.set()
 
     async def _child(self, batch: BatchRecord, url: str, name: str, secret: bytes) -> int:
         token = runner_tokens.issue(secret, batch.id, runner_tokens.START, batch.owner, batch.expires_at)
@@ -167,14 +169,14 @@ class RunnerSupervisor:
                 await child.wait()
             raise
 
-    async def _gone(self, batch: BatchRecord, name: str, status: int) -> None:
+    async def _on_exit(self, batch: BatchRecord, name: str, status: int) -> None:
         """The runner has ended: let another have the batch, after a while if this one got nothing done."""
         batch = await self._storage.run(partial(self._release, batch.id, name))
-        if status in (ExitStatus.THROUGH, ExitStatus.TOLD_TO) or batch.status.ended:
+        if status in (ExitStatus.DONE, ExitStatus.TERMINATED) or batch.status.ended:
             self._setbacks.pop(batch.id, None)
             return
         self._set_back(batch)
-        if status != ExitStatus.DISMISSED:
+        if status != ExitStatus.LEASE_LOST:
             done = f"{batch.done} of {batch.total} lines are done"
             log.warning("A runner of %s ended with status %d; %s.", batch.id, status, done)
 

@@ -98,18 +98,18 @@ def migrate(connection: Connection) -> None:
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": MIGRATION_LOCK})
     connection.execute(text("CREATE TABLE IF NOT EXISTS baton_schema (version BIGINT NOT NULL)"))
-    found = connection.execute(text("SELECT version FROM baton_schema")).scalar()
-    if found is not None and found > SCHEMA_VERSION:
+    query = connection.execute(text("SELECT version FROM baton_schema")).scalar()
+    if query is not None and query > SCHEMA_VERSION:
         raise SetupError(
-            f"The database of files and batches has schema {found}, and this version of Baton knows "
+            f"The database of files and batches has schema {query}, and this version of Baton knows "
             f"{SCHEMA_VERSION}. Start the version that wrote it, or a newer one."
         )
-    for step in MIGRATIONS[found or 0 :]:
+    for step in MIGRATIONS[query or 0 :]:
         for statement in step:
             connection.execute(text(statement.format(**TYPES[connection.dialect.name])))
-    if found is None:
+    if query is None:
         connection.execute(text("INSERT INTO baton_schema VALUES (:version)"), {"version": SCHEMA_VERSION})
-    elif found < SCHEMA_VERSION:
+    elif query < SCHEMA_VERSION:
         connection.execute(text("UPDATE baton_schema SET version = :version"), {"version": SCHEMA_VERSION})
 
 
@@ -236,13 +236,13 @@ def free_batches(
     However many batches one owner has, the oldest of every other owner is among the first.
     """
     of_owner = func.row_number().over(partition_by=batches.c.owner, order_by=batches.c.seq)
-    found = select(batches.c.seq, of_owner.label("place")).where(
+    query = select(batches.c.seq, of_owner.label("place")).where(
         batches.c.status.in_([str(status) for status in statuses]),
         batches.c.leased_until <= now,
         batches.c.id.not_in(without),
         *more,
     )
-    ranked = found.subquery()
+    ranked = query.subquery()
     wanted = select(batches).join(ranked, ranked.c.seq == batches.c.seq)
     rows = connection.execute(wanted.order_by(ranked.c.place, batches.c.seq).limit(limit))
     return [batch_of(row) for row in rows]
@@ -270,11 +270,11 @@ def as_json(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def insert_results(connection: Connection, seq: int, found: Iterable[LineResult]) -> Sequence[int]:
+def insert_results(connection: Connection, seq: int, query: Iterable[LineResult]) -> Sequence[int]:
     """The HTTP statuses of those lines that had no result before."""
     rows = [
         {"batch": seq, "line": one.line, "status": one.status, "request_id": one.request_id, "body": one.body}
-        for one in found
+        for one in query
     ]
     if not rows:
         return ()

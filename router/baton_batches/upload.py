@@ -204,7 +204,7 @@ class _FileUpload:
         self._quota = quota
         self._key = new_key(owner)
         self._hash = hashlib.sha256()
-        self._alone = threading.Lock()
+        self._writer_lock = threading.Lock()
         """One thread at a time has the writer: a call goes on after its request was cancelled."""
         self._undone = False
         self._writer: ObjectWriter | None = None
@@ -254,18 +254,18 @@ class _FileUpload:
     # --- In threads ---
 
     def _begin(self) -> None:
-        with self._alone:
+        with self._writer_lock:
             if not self._undone:
                 self._writer = self._storage.objects.writer(self._key)
 
     def _write(self, data: bytes) -> None:
-        with self._alone:
+        with self._writer_lock:
             if self._writer is not None and not self._undone:
                 self._hash.update(data)
                 self._writer.write(data)
 
     def _commit(self) -> None:
-        with self._alone:
+        with self._writer_lock:
             if self._writer is not None and not self._undone:
                 self._writer.commit()
 
@@ -277,7 +277,7 @@ class _FileUpload:
             raise  # after any other error there may be a row all the same: what has none is swept up
 
     def _undo(self) -> None:
-        with self._alone, suppress(BatonError):
+        with self._writer_lock, suppress(BatonError):
             self._undone = True
             if self._writer is not None:
                 self._writer.abort()

@@ -41,10 +41,10 @@ class CustomIds:
         }  # fmt: skip
 
 
-def repeated(named: Iterable[tuple[int, str]], suspects: set[int]) -> Iterator[tuple[int, str]]:
+def repeated(names: Iterable[tuple[int, str]], suspects: set[int]) -> Iterator[tuple[int, str]]:
     """Of numbered names, those that came before. Only names with a suspect hash are remembered."""
     seen: set[str] = set()
-    for number, name in named:
+    for number, name in names:
         if xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass")) in suspects:
             if name in seen:
                 yield number, name
@@ -81,20 +81,20 @@ def validate(
 ) -> ValidationResult:
     """`read` begins at the file's first byte each time; `keep` takes results that lines have already."""
     if size > bounds.bytes:
-        told = f"The file has {size} bytes; a batch may have {bounds.bytes}."
-        return ValidationResult(0, None, (LineError("file_too_large", told),))
-    examined = _Validation(endpoint, bounds, keep)
+        message = f"The file has {size} bytes; a batch may have {bounds.bytes}."
+        return ValidationResult(0, None, (LineError("file_too_large", message),))
+    validation = _Validation(endpoint, bounds, keep)
     try:
-        examined.run(input_file.split_lines(read(), bounds.line))
+        validation.run(input_file.split_lines(read(), bounds.line))
     except input_file.LineTooLong as fault:
-        told = f"The line is over the limit of {bounds.line} bytes; what follows it was not read."
-        examined.errors.append(LineError("line_too_long", told, None, fault.args[0]))
-    if not examined.total and not examined.errors:
-        examined.errors.append(LineError("empty_file", "The file has no requests."))
-    if suspects := examined.names.suspects():
-        examined.errors += _duplicates(input_file.split_lines(read(), bounds.line), suspects, endpoint)
-    errors = sorted(examined.errors, key=lambda error: error.line or 0)
-    return ValidationResult(examined.total, examined.model, tuple(errors[:VALIDATION_LIMIT]))
+        message = f"The line is over the limit of {bounds.line} bytes; what follows it was not read."
+        validation.errors.append(LineError("line_too_long", message, None, fault.args[0]))
+    if not validation.total and not validation.errors:
+        validation.errors.append(LineError("empty_file", "The file has no requests."))
+    if suspects := validation.names.suspects():
+        validation.errors += _duplicates(input_file.split_lines(read(), bounds.line), suspects, endpoint)
+    errors = sorted(validation.errors, key=lambda error: error.line or 0)
+    return ValidationResult(validation.total, validation.model, tuple(errors[:VALIDATION_LIMIT]))
 
 
 class _Validation:
@@ -114,8 +114,8 @@ class _Validation:
         for number, text in numbered:
             self.total += 1
             if self.total > self._bounds.lines:
-                told = f"The file has more than {self._bounds.lines} requests; what follows was not read."
-                self.errors.append(LineError("too_many_lines", told, None, number))
+                message = f"The file has more than {self._bounds.lines} requests; what follows was not read."
+                self.errors.append(LineError("too_many_lines", message, None, number))
                 return
             line = input_file.parse_line(number, text, self._endpoint)
             if isinstance(line, LineError):
@@ -138,19 +138,19 @@ class _Validation:
 def _duplicates(
     numbered: Iterable[tuple[int, bytes]], suspects: set[int], endpoint: str
 ) -> Iterator[LineError]:
-    def named() -> Iterator[tuple[int, str]]:
+    def names() -> Iterator[tuple[int, str]]:
         for number, text in numbered:
             line = input_file.parse_line(number, text, endpoint)
             if not isinstance(line, LineError):
                 yield number, line.custom_id
 
-    found = 0
+    count = 0
     try:
-        for number, name in repeated(named(), suspects):
-            told = f"The custom_id {name[:100]!r} came before."
-            yield LineError("duplicate_custom_id", told, "custom_id", number)
-            found += 1
-            if found >= VALIDATION_LIMIT:
+        for number, name in repeated(names(), suspects):
+            message = f"The custom_id {name[:100]!r} came before."
+            yield LineError("duplicate_custom_id", message, "custom_id", number)
+            count += 1
+            if count >= VALIDATION_LIMIT:
                 return
     except input_file.LineTooLong:
         return  # said already, by the pass before

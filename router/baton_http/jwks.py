@@ -56,7 +56,7 @@ class IssuerKeys:
         self._clock = clock
         self._keys: Mapping[str, jwt.PyJWK] | None = None
         self._text = b""
-        self._asked = float("-inf")
+        self._fetched_at = float("-inf")
         self._fetching: asyncio.Task[None] | None = None
         self.changes = 0
         """Times that the keys became others: what was judged by them has to be judged again."""
@@ -67,19 +67,19 @@ class IssuerKeys:
 
         Raises NotReady if no keys could be had so far.
         """
-        found = self._known(name)
-        if found is None and self._clock() - self._asked >= (UNKNOWN_KEY_S if self._keys else RETRY_S):
+        keys = self._cached(name)
+        if keys is None and self._clock() - self._fetched_at >= (UNKNOWN_KEY_S if self._keys else RETRY_S):
             self._begin()
-        if found is None and self._fetching is not None:
+        if keys is None and self._fetching is not None:
             await asyncio.shield(self._fetching)
-            found = self._known(name)
+            keys = self._cached(name)
         if self._keys is None:
             raise NotReady("The keys that tokens are signed with cannot be had from their issuer.")
-        return found
+        return keys
 
     def refresh(self) -> None:
         """Ask again, beside everything else, if the keys are old."""
-        if self._clock() - self._asked >= REFRESH_S:
+        if self._clock() - self._fetched_at >= REFRESH_S:
             self._begin()
 
     async def close(self) -> None:
@@ -88,7 +88,7 @@ class IssuerKeys:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._fetching
 
-    def _known(self, name: str) -> jwt.PyJWK | None:
+    def _cached(self, name: str) -> jwt.PyJWK | None:
         keys = self._keys or {}
         if not name and len(keys) == 1:
             return next(iter(keys.values()))
@@ -96,7 +96,7 @@ class IssuerKeys:
 
     def _begin(self) -> None:
         if self._fetching is None:
-            self._asked = self._clock()
+            self._fetched_at = self._clock()
             self._fetching = asyncio.create_task(self._renew())
             self._fetching.add_done_callback(self._ended)
 
@@ -127,7 +127,7 @@ def read_key_set(text: bytes, algorithms: frozenset[str]) -> dict[str, jwt.PyJWK
         listed = msgspec.json.decode(text, type=KeySet).keys
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SetupError(f"This is no set of keys (JWKS): {error}.") from error
-    found: dict[str, jwt.PyJWK] = {}
+    keys: dict[str, jwt.PyJWK] = {}
     for body in listed:
         if body.get("use", "sig") != "sig" or body.get("kty") == "oct":
             continue
@@ -138,8 +138,8 @@ def read_key_set(text: bytes, algorithms: frozenset[str]) -> dict[str, jwt.PyJWK
         except jwt.PyJWTError:
             continue
         if key.algorithm_name in algorithms:
-            found[str(key.key_id or "")] = key
-    return found
+            keys[str(key.key_id or "")] = key
+    return keys
 
 
 def key_source(where: str) -> Fetch:
@@ -154,8 +154,8 @@ def key_source(where: str) -> Fetch:
 
 def _from_url(url: str) -> bytes:
     """Raises OSError, of which urllib's errors are some."""
-    asked = urllib.request.Request(url, headers={"accept": "application/json"})
-    with urllib.request.urlopen(asked, timeout=FETCH_TIMEOUT_S) as answer:
+    request = urllib.request.Request(url, headers={"accept": "application/json"})
+    with urllib.request.urlopen(request, timeout=FETCH_TIMEOUT_S) as answer:
         text: bytes = answer.read(SIZE_LIMIT + 1)
     if len(text) > SIZE_LIMIT:
         raise urllib.error.URLError(f"{url} has more than {SIZE_LIMIT} bytes.")

@@ -107,8 +107,8 @@ class ResponseStream(EventStream):
 
     def error(self, error: BatonError) -> bytes:
         """OpenAI's event for this stream, with the object in it by which clients know any error."""
-        said = _error_fields(error)
-        event = {**said, "type": "error", "sequence_number": self._count, "error": said}
+        fields = _error_fields(error)
+        event = {**fields, "type": "error", "sequence_number": self._count, "error": fields}
         return self._apart() + b"event: error\ndata: " + json.dumps(event).encode() + b"\n\n"
 
 

@@ -79,7 +79,7 @@ class RouterApp:
         self.workers = self.scheduler.workers
         self.background = self.scheduler.background
         self.metrics = RouterMetrics()
-        self.fronts: Callable[[], dict[str, list[MetricFamily]]] | None = None
+        self.frontend_metrics: Callable[[], dict[str, list[MetricFamily]]] | None = None
         """What the fronts of this router have counted, if they are processes of their own."""
         self.access = Authenticator(settings)
         self.tracing = open_tracing(settings)
@@ -170,10 +170,10 @@ class RouterApp:
 
     def measured(self) -> bytes:
         """All figures in Prometheus' text format."""
-        if self.fronts is None:
+        if self.frontend_metrics is None:
             return self.metrics.text()
         own = front_figures.export_families(self.metrics.registry)
-        return front_figures.merged_text({"scheduler": own, **self.fronts()})
+        return front_figures.merged_text({"scheduler": own, **self.frontend_metrics()})
 
     def refusal(self) -> str | None:
         """Why no new request should come here now; None if it may."""

@@ -34,7 +34,7 @@ def test_one_batch_job_is_made_and_its_pod_works_for_both(story: Story) -> None:
     id = story.submit()
     name = batch_jobs.name_of(id)
     job = story.batch_job(name)
-    assert story.ended(story.pod(job, f"{name}-0-aaaaa")) == ExitStatus.THROUGH
+    assert story.ended(story.pod(job, f"{name}-0-aaaaa")) == ExitStatus.DONE
     story.check(id)
     story.told(name, "completed")
     assert set(story.cluster.jobs) - before == {name}
@@ -53,7 +53,7 @@ def test_a_router_dies_and_its_pod_goes_on_with_the_other(story: Story) -> None:
     router = story.routers[0]
     router.program.kill()
     try:
-        assert story.ended(pod) == ExitStatus.THROUGH
+        assert story.ended(pod) == ExitStatus.DONE
         story.check(id)
         story.told(name, "completed")
     finally:
@@ -69,7 +69,7 @@ def test_a_pod_that_follows_a_killed_one_is_let_in_by_either(story: Story) -> No
     story.some_done(id, 20)
     killed.kill()
     killed.wait()
-    assert story.ended(story.pod(job, f"{name}-0-bbbbb")) == ExitStatus.THROUGH
+    assert story.ended(story.pod(job, f"{name}-0-bbbbb")) == ExitStatus.DONE
     story.check(id)
 
 
@@ -80,7 +80,7 @@ def test_what_one_router_cancels_ends_the_pod_that_was_let_in_by_any(story: Stor
     story.some_done(id, 20)
     url = f"{story.routers[1].url}/v1/batches/{id}/cancel"
     assert httpx.post(url, trust_env=False).is_success
-    assert story.ended(pod) == ExitStatus.THROUGH
+    assert story.ended(pod) == ExitStatus.DONE
     assert chaos.ended(story.service, id)["status"] == "cancelled"
     story.told(name, "cancelled")
 
@@ -96,7 +96,7 @@ def test_a_file_is_made_one_batch_of_with_the_time_that_its_batch_job_says(story
     story.cluster.put(job)
     made = len([one for one in story.cluster.asked if one == f"POST {JOBS}"])
     for pod in ("mine-0-aaaaa", "mine-0-bbbbb"):
-        assert story.ended(story.pod(job, pod)) == ExitStatus.THROUGH
+        assert story.ended(story.pod(job, pod)) == ExitStatus.DONE
     (batch,) = (one for one in story.service.batches(100) if one["input_file_id"] == file)
     assert batch["expires_at"] == batch["created_at"] + 3600
     story.check(batch["id"])

@@ -41,7 +41,7 @@ def test_a_killed_pod_is_followed_by_the_next_and_each_line_is_answered_once(sto
     second = story.pod(job, f"{name}-0-bbbbb")
     # Two at once, as after a node that was taken for dead: one has the lease, the other waits.
     third = story.pod(job, f"{name}-0-ccccc")
-    assert story.ended(second) == story.ended(third) == ExitStatus.THROUGH
+    assert story.ended(second) == story.ended(third) == ExitStatus.DONE
     story.check(id)
     story.told(name, "completed")
 
@@ -57,7 +57,7 @@ def test_a_router_that_is_killed_and_knows_nobody_any_more_lets_the_same_pod_in_
     router.program.kill()
     router.program.start()
     router.await_ready()
-    assert story.ended(pod) == ExitStatus.THROUGH
+    assert story.ended(pod) == ExitStatus.DONE
     story.check(id)
     story.told(name, "completed")
 
@@ -72,7 +72,7 @@ def test_one_that_is_told_to_end_records_what_is_done(story: Story) -> None:
     story.some_done(id, 20)
     first.terminate()
     assert story.ended(first) == manifests.TERMINATED
-    assert story.ended(story.pod(job, f"{name}-0-bbbbb")) == ExitStatus.THROUGH
+    assert story.ended(story.pod(job, f"{name}-0-bbbbb")) == ExitStatus.DONE
     story.check(id)
 
 
@@ -83,7 +83,7 @@ def test_a_batch_that_is_cancelled_ends_its_pod(story: Story) -> None:
     pod = story.pod(story.batch_job(name), f"{name}-0-aaaaa")
     story.some_done(id, 20)
     assert httpx.post(f"{story.url}/v1/batches/{id}/cancel", trust_env=False).is_success
-    assert story.ended(pod) == ExitStatus.THROUGH
+    assert story.ended(pod) == ExitStatus.DONE
     assert chaos.ended(story.service, id)["status"] == "cancelled"
     story.told(name, "cancelled")
 
@@ -110,7 +110,7 @@ def test_a_file_is_made_a_batch_of_once_however_often_its_pod_starts(story: Stor
     chaos.await_true(lambda: len(_batches(story)) > len(before), chaos.END_S, "there is a batch")
     first.kill()
     first.wait()
-    assert story.ended(story.pod(job, "mine-0-bbbbb")) == ExitStatus.THROUGH
+    assert story.ended(story.pod(job, "mine-0-bbbbb")) == ExitStatus.DONE
     (id,) = {one["id"] for one in _batches(story)} - before
     story.check(id)
     story.told("mine", "completed")
@@ -139,7 +139,7 @@ def test_what_cannot_be_run_ends_with_the_status_that_fails_its_job(
         "metadata": {"name": "gone", "namespace": NAMESPACE, "uid": "uid-3"},
         "spec": {"serviceName": SERVICE, **spec},
     }
-    assert story.ended(story.pod(job, pod)) == manifests.PERMANENT_FAILURE == ExitStatus.REFUSED
+    assert story.ended(story.pod(job, pod)) == manifests.PERMANENT_FAILURE == ExitStatus.REJECTED
     assert said in (story.folder / f"{pod}.log").read_text()
 
 

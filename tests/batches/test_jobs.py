@@ -98,7 +98,7 @@ async def test_a_batch_gets_its_batch_job_and_its_end_is_told_there(cluster: Bat
         asked = len(cluster.asked)
         await reporter.round()
         assert len(cluster.asked) == asked, "an end is told once more, and then never again"
-        assert not router.router.storage.jobs.there()
+        assert not router.router.storage.jobs.assigned()
 
 
 async def test_one_that_was_deleted_is_made_anew_while_there_is_something_to_run(
@@ -163,7 +163,7 @@ async def test_a_word_that_comes_after_another_routers_word_of_the_end_is_made_g
         await one.round()
         assert told["phase"] == "completed"
         await other.round()
-        assert not storage.jobs.there()
+        assert not storage.jobs.assigned()
 
 
 async def test_announcer_refused_batch_job_is_tried_again(
@@ -334,11 +334,11 @@ def test_the_first_who_claims_a_batch_keeps_it(database: Database) -> None:
     assert jobs.claim(batch.id, "one").job == "one" == jobs.claim(batch.id, "one").job
     with pytest.raises(Unauthorized, match="BatchJob one"):
         jobs.claim(batch.id, "two")
-    assert not jobs.missing() and [one.job for one in jobs.there()] == ["one"]
+    assert not jobs.missing() and [one.job for one in jobs.assigned()] == ["one"]
     jobs.disown(batch.id, "two")
-    assert jobs.there()
+    assert jobs.assigned()
     jobs.disown(batch.id, "one")
-    assert not jobs.there() and jobs.claim(batch.id, "two").job == "two"
+    assert not jobs.assigned() and jobs.claim(batch.id, "two").job == "two"
 
 
 def test_whose_it_is_may_stand_in_its_metadata(database: Database) -> None:

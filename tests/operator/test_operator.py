@@ -274,7 +274,7 @@ async def test_a_routers_account_may_do_what_routers_do_and_nothing_else(
     access = KubernetesAccess(cluster.api.url, account)
     found: list[frozenset[ListedWorker]] = []
     workers = KubernetesWorkers(access, "baton.dev/service=routed", "http", random.Random(0), retry_s=0.1)
-    following = asyncio.create_task(workers.follow(found.append))
+    following = asyncio.create_task(workers.watch(found.append))
     try:
         await cluster.until(lambda: found)
         await cluster.api.post(path("discovery.k8s.io/v1", "EndpointSlice", "models"), SLICE)

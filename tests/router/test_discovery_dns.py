@@ -81,7 +81,7 @@ class Follower:
 @asynccontextmanager
 async def following(server: FakeDns, name: str) -> AsyncIterator[Follower]:
     follower = Follower(DnsWorkers(DnsName.parse(name), Role.PREFILL, 0.005, resolver=server.resolver))
-    task = asyncio.create_task(follower.source.follow(follower.lists.append))
+    task = asyncio.create_task(follower.source.watch(follower.lists.append))
     try:
         yield follower
     finally:

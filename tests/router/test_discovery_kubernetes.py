@@ -49,7 +49,7 @@ async def following(
     access = KubernetesAccess(api.url, api.account)
     source = KubernetesWorkers(access, SELECTOR, "http", random.Random(0), list_every_s, 0.005, list_s)
     follower = Follower(source)
-    task = asyncio.create_task(source.follow(follower.took))
+    task = asyncio.create_task(source.watch(follower.took))
     try:
         yield follower
     finally:

@@ -42,14 +42,22 @@ def test_what_several_say_is_one_list(said: list[ListedWorker], together: list[L
 
 STEPS: dict[str, tuple[list[ListedWorker], list[ListedWorker], ListChanges]] = {
     "the same": ([A, B], [B, A], ListChanges()),
-    "one comes": ([A], [A, B], ListChanges(came=(B,))),
-    "one goes": ([A, B], [B], ListChanges(gone=(A.name,))),
-    "all go": ([A, B], [], ListChanges(gone=(A.name, B.name))),
-    "one takes another's place": ([A, B], [C, B], ListChanges(came=(C,), gone=(A.name,))),
-    "one is about to end": ([A, B], [ENDING, B], ListChanges(stand=(ENDING,))),
-    "one is well again": ([UNREADY], [A], ListChanges(stand=(A,))),
-    "an address is given to the next generation": ([A], [NEXT], ListChanges(came=(NEXT,), gone=(A.name,))),
-    "an address is given to the other role": ([A], [PREFILL], ListChanges(came=(PREFILL,), gone=(A.name,))),
+    "one comes": ([A], [A, B], ListChanges(added=(B,))),
+    "one goes": ([A, B], [B], ListChanges(removed=(A.name,))),
+    "all go": ([A, B], [], ListChanges(removed=(A.name, B.name))),
+    "one takes another's place": ([A, B], [C, B], ListChanges(added=(C,), removed=(A.name,))),
+    "one is about to end": ([A, B], [ENDING, B], ListChanges(status_changed=(ENDING,))),
+    "one is well again": ([UNREADY], [A], ListChanges(status_changed=(A,))),
+    "an address is given to the next generation": (
+        [A],
+        [NEXT],
+        ListChanges(added=(NEXT,), removed=(A.name,)),
+    ),
+    "an address is given to the other role": (
+        [A],
+        [PREFILL],
+        ListChanges(added=(PREFILL,), removed=(A.name,)),
+    ),
 }
 
 
@@ -83,12 +91,12 @@ def test_whatever_is_listed_the_order_does_not_matter_and_changes_lead_there_and
             == desired
         )
         change = list_changes(present, desired)
-        for name in change.gone:
+        for name in change.removed:
             del present[name]
-        for one in change.came:
+        for one in change.added:
             assert one.name not in present  # nobody takes a place that is not free
             present[one.name] = one
-        for one in change.stand:
+        for one in change.status_changed:
             assert present[one.name].same(one)
             present[one.name] = one
         assert present == desired

@@ -106,11 +106,11 @@ class Linked:
 
     def deafen(self) -> None:
         """The scheduler's process is busy with something else: what it is sent stays in the socket."""
-        for front in self.service._fronts:
+        for front in self.service._frontends:
             front.transport.pause_reading()
 
     def hear(self) -> None:
-        for front in self.service._fronts:
+        for front in self.service._frontends:
             front.transport.resume_reading()
 
     async def stop(self, task: asyncio.Task[None]) -> None:
@@ -322,7 +322,7 @@ async def test_who_has_had_its_time_loses_what_it_has_in_the_fronts_too() -> Non
 async def test_the_service_knows_what_fronts_counted() -> None:
     async with linked() as both:
         family = MetricFamily("requests", "Requests.", "counter", [("requests_total", {"code": "200"}, 3.0)])
-        both.front.measured([family])
+        both.front.send_metrics([family])
         await until(lambda: any(both.service.metrics().values()))
         assert list(both.service.metrics().values()) == [[family]]
 

@@ -53,7 +53,7 @@ class Decode:
     backlog_s: float = 0.0
     waiting: int = 0
     streams: int = 0
-    room_s: float = 0.0
+    blocks_free_s: float = 0.0
     slowdown_s: float = 0.0
 
     @property
@@ -62,7 +62,7 @@ class Decode:
 
     @property
     def price_s(self) -> float:
-        return self.room_s + self.slowdown_s
+        return self.blocks_free_s + self.slowdown_s
 
     @property
     def alone_s(self) -> float:
@@ -86,7 +86,7 @@ def found_ways(
     return pair_options(
         [
             pair_selection.decode_offer(
-                d.cached, d.backlog_s, d.waiting, d.compute_s, d.streams, d.room_s, d.slowdown_s
+                d.cached, d.backlog_s, d.waiting, d.compute_s, d.streams, d.blocks_free_s, d.slowdown_s
             )
             for d in decodes
         ],
@@ -141,7 +141,7 @@ CASES = {
         ("d", "p1"),
     ),
     "the decode worker with room": (
-        [Decode("d0", room_s=2.0), Decode("d1", streams=3, slowdown_s=0.2)],
+        [Decode("d0", blocks_free_s=2.0), Decode("d1", streams=3, slowdown_s=0.2)],
         [Prefill("p")],
         ("d1", "p"),
     ),
@@ -168,7 +168,7 @@ def test_ways_without_a_link_leave_the_decode_worker_alone() -> None:
     """A worker that can be no pair computes by itself, however long the prompt is and whoever else is one."""
     apart = {("p", "d"): NEVER}
     assert chosen([Decode("d")], [Prefill("p")], moving=apart) == ("d", None)
-    busy = Decode("busy", group="other", room_s=60.0)
+    busy = Decode("busy", group="other", blocks_free_s=60.0)
     prefills = [Prefill("p"), Prefill("q", group="other")]
     assert chosen([Decode("d"), busy], prefills, moving=apart) == ("d", None)
 
@@ -210,7 +210,7 @@ def test_the_choice_is_that_of_the_plain_formulation(seed: int) -> None:
         }
 
     decodes = [
-        Decode(f"d{n}", streams=rng.randrange(9), room_s=rng.choice([0.0, rng.random()]),
+        Decode(f"d{n}", streams=rng.randrange(9), blocks_free_s=rng.choice([0.0, rng.random()]),
                slowdown_s=rng.random() / 10, **busy())  # type: ignore[arg-type]
         for n in range(rng.randint(1, size))
     ]  # fmt: skip
@@ -237,7 +237,9 @@ def test_the_choice_is_that_of_the_plain_formulation(seed: int) -> None:
         assert way.price_s == pytest.approx(prices[d.name, source.name if source else None])
         computer = source or d
         moved = moving[source.name, d.name] if source else 0.0
-        assert way.first_token_s == pytest.approx(computer.backlog_s + computer.compute_s + moved + d.room_s)
+        assert way.first_token_s == pytest.approx(
+            computer.backlog_s + computer.compute_s + moved + d.blocks_free_s
+        )
         assert way.cached == computer.cached and way.busy == d.streams + computer.waiting
         assert way.first_token_s <= way.price_s + 1e-9
 

@@ -51,7 +51,7 @@ class Router:
 
     def passes(self, seconds: float) -> None:
         self.now += seconds
-        self.registration.tend()
+        self.registration.release_expired()
 
     def worker(self, one: ListedWorker) -> Worker:
         return next(worker for worker in self.workers.all if worker.name == one.name)

@@ -83,7 +83,7 @@ class Cluster:
 
     async def settle(self) -> None:
         """What can happen now has happened."""
-        self.scheduler.registration.tend()
+        self.scheduler.registration.release_expired()
         self.scheduler.queue.changed()
         for _ in range(6):
             await asyncio.sleep(0)

@@ -45,10 +45,10 @@ class WorkerBlocks:
             if isinstance(event, BlockStored):
                 self._stored(event)
             elif isinstance(event, BlockRemoved):
-                gone = [block for block in event.block_hashes if block in self.tree]
-                for block in gone:
+                removed = [block for block in event.block_hashes if block in self.tree]
+                for block in removed:
                     del self.tree[block]
-                self._map.dropped(self._slot, gone)
+                self._map.dropped(self._slot, removed)
             else:
                 self.replace({})
 
@@ -64,7 +64,7 @@ class WorkerBlocks:
         for block in event.block_hashes:
             self.tree[block] = parent
             parent = block
-        self._map.came(self, self._slot, event.block_hashes)
+        self._map.added(self, self._slot, event.block_hashes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class _Placement:
     prompt: PromptChunks
     blocks: int
     """Full ones."""
-    known: int
+    known_chunks: int
     """Leading chunks that need not be looked at."""
     slots: Collection[int]
     """Workers that are believed to hold it all already."""
@@ -108,28 +108,30 @@ class BlockMap:
             held.closed = True
             self._release([block for block in self._chunks if block in held.tree])
 
-    def place(self, prompt: PromptChunks, tail: int, blocks: int, known: int, slots: Collection[int]) -> None:
+    def place(
+        self, prompt: PromptChunks, tail: int, blocks: int, known_chunks: int, slots: Collection[int]
+    ) -> None:
         """
         The prompt ends in `blocks` full blocks, the last of them `tail`, with the workers of `slots`.
 
-        Of the leading `known` chunks it is known already where they are.
+        Of the leading `known_chunks` chunks it is known already where they are.
         """
-        if not blocks or known >= len(prompt.names) or not prompt.bytes:
+        if not blocks or known_chunks >= len(prompt.names) or not prompt.bytes:
             return
-        told = [held for slot in slots if (held := self._held.get(slot)) is not None]
-        placement = _Placement(prompt, blocks, known, slots)
-        for held in told:
+        reporting = [held for slot in slots if (held := self._held.get(slot)) is not None]
+        placement = _Placement(prompt, blocks, known_chunks, slots)
+        for held in reporting:
             if tail in held.tree:
                 self._place(held.tree, tail, placement)
                 return
-        if told:
+        if reporting:
             self._awaited[tail] = placement
             if len(self._awaited) > PENDING_LIMIT:
                 self._awaited.popitem(last=False)
 
     # --- From HeldBlocks ---
 
-    def came(self, held: WorkerBlocks, slot: int, blocks: Sequence[int]) -> None:
+    def added(self, held: WorkerBlocks, slot: int, blocks: Sequence[int]) -> None:
         """The worker holds these blocks, parents before children."""
         chunks = [name for block in blocks for name in self._chunks.get(block, ())]
         if chunks:
@@ -150,9 +152,9 @@ class BlockMap:
         """The worker holds something else than `before`; most of it has no chunks, and is not looked at."""
         mapped, tree = list(self._chunks), held.tree
         self.dropped(slot, [block for block in mapped if block in before and block not in tree])
-        came = [block for block in reversed(mapped) if block in tree and block not in before]
-        came += [tail for tail in self._awaited if tail in tree]
-        self.came(held, slot, came)
+        added = [block for block in reversed(mapped) if block in tree and block not in before]
+        added += [tail for tail in self._awaited if tail in tree]
+        self.added(held, slot, added)
 
     def _release(self, blocks: Iterable[int]) -> None:
         """One worker less holds these; where none is left, the chunks are nowhere."""
@@ -161,27 +163,27 @@ class BlockMap:
                 del self._chunks[block]
 
     def _place(self, tree: Tree, tail: int, placement: _Placement) -> None:
-        names, chunks = placement.prompt.names[placement.known :], self._chunks
-        places = _end_blocks(tree, tail, placement)
-        for name, block in zip(reversed(names), places, strict=False):
-            there = chunks.get(block)
-            if there is None:
+        names, chunks = placement.prompt.names[placement.known_chunks :], self._chunks
+        end_blocks = _end_blocks(tree, tail, placement)
+        for name, block in zip(reversed(names), end_blocks, strict=False):
+            chunk_names = chunks.get(block)
+            if chunk_names is None:
                 chunks[block] = (name,)
-            elif name not in there:
-                chunks[block] = (*there[-NAMES_LIMIT + 1 :], name)
-        if len(places) == len(names):
-            self._share(placement, places[::-1])
+            elif name not in chunk_names:
+                chunks[block] = (*chunk_names[-NAMES_LIMIT + 1 :], name)
+        if len(end_blocks) == len(names):
+            self._share(placement, end_blocks[::-1])
 
-    def _share(self, placement: _Placement, places: Sequence[int]) -> None:
+    def _share(self, placement: _Placement, end_blocks: Sequence[int]) -> None:
         """Others may hold the same blocks, from another router or from before this one began."""
         for slot, held in self._held.items():
             if slot in placement.slots:
                 continue
             tree, count = held.tree, 0
-            while count < len(places) and places[count] in tree:
+            while count < len(end_blocks) and end_blocks[count] in tree:
                 count += 1
             if count:
-                self._index.insert(slot, placement.prompt.names[: placement.known + count])
+                self._index.insert(slot, placement.prompt.names[: placement.known_chunks + count])
 
 
 def _end_blocks(tree: Tree, tail: int, placement: _Placement) -> list[int]:
@@ -191,15 +193,15 @@ def _end_blocks(tree: Tree, tail: int, placement: _Placement) -> list[int]:
     The walk costs a dictionary lookup for each block of the prompt.
     """
     blocks, sizes, size = placement.blocks, placement.prompt.sizes, placement.prompt.bytes
-    places: list[int] = []
+    end_blocks: list[int] = []
     block: int | None = tail
     at = blocks
-    for index in range(len(sizes) - 1, placement.known - 1, -1):
+    for index in range(len(sizes) - 1, placement.known_chunks - 1, -1):
         wanted = -(-sizes[index] * blocks // size) or 1
         for _ in range(at - wanted):
             block = tree.get(block)  # type: ignore[arg-type]  # None, above a beginning, is in no tree
         if block not in tree:
             break
         at = wanted
-        places.append(block)
-    return places
+        end_blocks.append(block)
+    return end_blocks

@@ -57,11 +57,11 @@ class KvEventFeed:
         self.gaps = 0
         self._missing: FeedRequest | None = FeedRequest.SNAPSHOT
         """What would make it whole."""
-        self._asked_at: float | None = None
-        self._ask_from = now
+        self._requested_at: float | None = None
+        self._request_from = now
         self._pause = RETRY_S
-        self._held: dict[int, Sequence[Event]] = {}
-        self._heard = now
+        self._buffered: dict[int, Sequence[Event]] = {}
+        self._last_batch_at = now
 
     @property
     def whole(self) -> bool:
@@ -69,22 +69,22 @@ class KvEventFeed:
         return self._missing is None
 
     def degraded(self, now: float) -> bool:
-        return now - self._heard > SILENCE_S
+        return now - self._last_batch_at > SILENCE_S
 
     def due(self, now: float) -> FeedRequest | None:
         """What is to be asked for now; the caller does, and this is not said again meanwhile."""
-        asked_at = self._asked_at
-        if self._missing is FeedRequest.REPLAY and asked_at is not None and now - asked_at > REPLAY_S:
+        requested_at = self._requested_at
+        if self._missing is FeedRequest.REPLAY and requested_at is not None and now - requested_at > REPLAY_S:
             self._want(FeedRequest.SNAPSHOT, now)
-        if self._missing is None or self._asked_at is not None or now < self._ask_from:
+        if self._missing is None or self._requested_at is not None or now < self._request_from:
             return None
-        self._asked_at = now
+        self._requested_at = now
         return self._missing
 
     def batch(self, seq: int, events: Sequence[Event], now: float) -> None:
         """A batch came, by itself or in a replay."""
         if self._missing is FeedRequest.SNAPSHOT or seq > self.next:
-            self._hold(seq, events, now)
+            self._buffer(seq, events, now)
         elif seq == self.next:
             self._apply(events)
             self._catch_up(now)
@@ -99,7 +99,7 @@ class KvEventFeed:
         self._blocks.replace(tree)
         self.next = seq + 1
         self._pause = RETRY_S
-        self._held = {number: events for number, events in self._held.items() if number > seq}
+        self._buffered = {number: events for number, events in self._buffered.items() if number > seq}
         self._catch_up(now)
 
     def failed(self, now: float) -> None:
@@ -111,25 +111,25 @@ class KvEventFeed:
         self._blocks.apply(events)
         self.next += 1
 
-    def _hold(self, seq: int, events: Sequence[Event], now: float) -> None:
-        if len(self._held) >= BUFFER_LIMIT:
-            self._held.clear()  # whoever asks for a snapshot now is further than all of them
+    def _buffer(self, seq: int, events: Sequence[Event], now: float) -> None:
+        if len(self._buffered) >= BUFFER_LIMIT:
+            self._buffered.clear()  # whoever asks for a snapshot now is further than all of them
             if self._missing is FeedRequest.REPLAY:
                 self._want(FeedRequest.SNAPSHOT, now)
-        self._held[seq] = events
+        self._buffered[seq] = events
         if self._missing is None:
             self.gaps += 1
             self._want(FeedRequest.REPLAY, now)
 
     def _catch_up(self, now: float) -> None:
         """Apply what has waited, as far as nothing is missing."""
-        while (events := self._held.pop(self.next, None)) is not None:
+        while (events := self._buffered.pop(self.next, None)) is not None:
             self._apply(events)
-        if not self._held:
-            self._missing, self._heard = None, now
+        if not self._buffered:
+            self._missing, self._last_batch_at = None, now
         elif self._missing is not FeedRequest.REPLAY:
             self.gaps += 1
             self._want(FeedRequest.REPLAY, now)
 
     def _want(self, missing: FeedRequest, start: float) -> None:
-        self._missing, self._asked_at, self._ask_from = missing, None, start
+        self._missing, self._requested_at, self._request_from = missing, None, start

@@ -89,36 +89,36 @@ class LiveDashboard:
         if self.watched >= WATCHERS_LIMIT:
             raise NotReady(f"{self.watched} pages are open, and no more are told of events; close one.")
         self.watched += 1
-        leaving = asyncio.ensure_future(_wait_for_disconnect(receive))
+        disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
         try:
-            await self._tell(RequestWatch(tenant), leaving, send)
+            await self._stream(RequestWatch(tenant), disconnect, send)
         finally:
             self.watched -= 1
-            leaving.cancel()
+            disconnect.cancel()
             with suppress(asyncio.CancelledError):
-                await leaving
+                await disconnect
 
-    async def _tell(self, watch: RequestWatch, leaving: asyncio.Future[None], send: Send) -> None:
+    async def _stream(self, watch: RequestWatch, disconnect: asyncio.Future[None], send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no"), *HEADERS]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        told: dict[str, Any] = {}
-        looks = quiet = 0
-        while not self._draining() and not leaving.done():
-            said = b""
-            if looks % SERVICE_POLLS == 0:
+        sent: dict[str, Any] = {}
+        polls = idle_polls = 0
+        while not self._draining() and not disconnect.done():
+            events = b""
+            if polls % SERVICE_POLLS == 0:
                 service = self._service(watch.tenant)
-                if {**service, "now": 0} != told:
-                    told = {**service, "now": 0}
-                    said += _event(b"service", service)
+                if {**service, "now": 0} != sent:
+                    sent = {**service, "now": 0}
+                    events += _event(b"service", service)
             if news := self._news(watch):
-                said += _event(b"requests", {"now": self._epoch(self._clock()), "requests": news})
-            looks += 1
-            quiet = 0 if said else quiet + 1
-            if quiet >= KEEP_ALIVE_POLLS:
-                quiet, said = 0, b": the router lives\n\n"
-            if said:
-                await send({"type": "http.response.body", "body": said, "more_body": True})
-            await asyncio.wait([leaving], timeout=POLL_S)
+                events += _event(b"requests", {"now": self._epoch(self._clock()), "requests": news})
+            polls += 1
+            idle_polls = 0 if events else idle_polls + 1
+            if idle_polls >= KEEP_ALIVE_POLLS:
+                idle_polls, events = 0, b": the router lives\n\n"
+            if events:
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+            await asyncio.wait([disconnect], timeout=POLL_S)
         await send({"type": "http.response.body", "body": b""})
 
     def _service(self, tenant: Tenant) -> dict[str, Any]:
@@ -205,9 +205,9 @@ class StaticFile:
         tag = hashlib.sha256(body).hexdigest()[:32]
         return cls(body, f"{TYPES[path.suffix]}; charset=utf-8", f'"{tag}"'.encode())
 
-    async def send(self, send: Send, asked: list[tuple[bytes, bytes]], *, bodiless: bool) -> None:
+    async def send(self, send: Send, request_headers: list[tuple[bytes, bytes]], *, bodiless: bool) -> None:
         """Answer with it, or with nothing if the browser has these bytes already."""
-        same = any(name == b"if-none-match" and self.tag in value for name, value in asked)
+        same = any(name == b"if-none-match" and self.tag in value for name, value in request_headers)
         headers = [
             (b"content-type", self.type.encode()),
             (b"etag", self.tag),
@@ -220,6 +220,6 @@ class StaticFile:
 
 def static_files() -> dict[str, StaticFile]:
     """All of them, by their paths."""
-    found = {f"{PREFIX}{path.name}": StaticFile.of(path) for path in FOLDER.iterdir() if path.suffix in TYPES}
-    found["/"] = found.pop(f"{PREFIX}index.html")
-    return found
+    files = {f"{PREFIX}{path.name}": StaticFile.of(path) for path in FOLDER.iterdir() if path.suffix in TYPES}
+    files["/"] = files.pop(f"{PREFIX}index.html")
+    return files

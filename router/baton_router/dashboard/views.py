@@ -75,7 +75,7 @@ def _waiting(queue: Queue, now: float) -> list[dict[str, Any]]:
 
 def _worker(worker: Worker, running: list[Dispatch], tenant: Tenant, now: float) -> dict[str, Any]:
     load = worker.health.load if tenant.admin else None
-    mine = [dispatch for dispatch in running if worker in (dispatch.pair.decode, dispatch.pair.prefill)]
+    own = [dispatch for dispatch in running if worker in (dispatch.pair.decode, dispatch.pair.prefill)]
     prefills = worker.listed == "prefill"
     return {
         "name": display_name(worker.name, tenant),
@@ -85,9 +85,9 @@ def _worker(worker: Worker, running: list[Dispatch], tenant: Tenant, now: float)
         "state": worker.state(now),
         "reason": worker.reason if tenant.admin else "",
         "computing": sum(
-            dispatch.first_byte is None and dispatch.computing_worker is worker for dispatch in mine
+            dispatch.first_byte is None and dispatch.computing_worker is worker for dispatch in own
         ),
-        "generating": 0 if prefills else sum(dispatch.first_byte is not None for dispatch in mine),
+        "generating": 0 if prefills else sum(dispatch.first_byte is not None for dispatch in own),
         "load": None
         if load is None
         else {
@@ -263,7 +263,7 @@ class RequestWatch:
         """The number of the newest request that was told."""
         self._running: dict[int, Dispatch] = {}
         """Told, and to be told again; the oldest first."""
-        self._told: dict[int, float | None] = {}
+        self._first_bytes: dict[int, float | None] = {}
         """When those began to be answered, as far as was told."""
 
     def news(self, dispatches: deque[Dispatch], epoch: Epoch) -> list[dict[str, Any]]:
@@ -275,27 +275,27 @@ class RequestWatch:
         return [request_view(dispatch, self.tenant, epoch) for dispatch in changed[-REQUESTS_LIMIT:]]
 
     def _has_changed(self, dispatch: Dispatch) -> bool:
-        return dispatch.ended is not None or dispatch.first_byte != self._told[dispatch.number]
+        return dispatch.ended is not None or dispatch.first_byte != self._first_bytes[dispatch.number]
 
     def _new(self, dispatches: deque[Dispatch]) -> list[Dispatch]:
-        found: list[Dispatch] = []
+        dispatches_found: list[Dispatch] = []
         newest = self._last
         for dispatch in reversed(dispatches):
-            if dispatch.number <= self._last or len(found) == REQUESTS_LIMIT:
+            if dispatch.number <= self._last or len(dispatches_found) == REQUESTS_LIMIT:
                 break
             newest = max(newest, dispatch.number)
             if visible(dispatch, self.tenant):
-                found.append(dispatch)
+                dispatches_found.append(dispatch)
         self._last = newest
-        return found[::-1]
+        return dispatches_found[::-1]
 
     def _follow(self, dispatch: Dispatch) -> None:
         if dispatch.ended is not None:
             self._running.pop(dispatch.number, None)
-            self._told.pop(dispatch.number, None)
+            self._first_bytes.pop(dispatch.number, None)
             return
         self._running[dispatch.number] = dispatch
-        self._told[dispatch.number] = dispatch.first_byte
+        self._first_bytes[dispatch.number] = dispatch.first_byte
         if len(self._running) > FOLLOWED_LIMIT:
             oldest = next(iter(self._running))
-            del self._running[oldest], self._told[oldest]
+            del self._running[oldest], self._first_bytes[oldest]

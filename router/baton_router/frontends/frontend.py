@@ -58,15 +58,17 @@ class Frontend:
             self.upstreams,
             settings.scheduler_patience_s,
             QueueCapacity(settings.queue_requests, settings.queue_bytes),
-            self._unasked,
+            self._count_rejected,
         )
-        self.metrics.gauge(metrics.ROUTER_REGISTERED_WORKERS, self._choosable)
+        self.metrics.gauge(metrics.ROUTER_REGISTERED_WORKERS, self._ready_workers)
         self._tracing = open_tracing(settings)
         self._background = BackgroundTasks()
         self.metrics.registry.register(self._background.errors)
         self._proxy = Proxy(settings, self._picker, self.upstreams, self.metrics, self._tracing)
         self._control = ControlProxy(control)
-        self._keeps = bool(settings.responses_kept and settings.responses_memory and settings.responses_ttl_s)
+        self._stores_responses = bool(
+            settings.responses_kept and settings.responses_memory and settings.responses_ttl_s
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -81,7 +83,7 @@ class Frontend:
                 await send_error(send, error, request_id(scope["headers"]))
             else:
                 await (self._response if path == responses.PATH else self._proxy)(scope, receive, send)
-        elif path in OPEN_PATHS and (status := self._own(path)):
+        elif path in OPEN_PATHS and (status := self._own_status(path)):
             await send_json(send, status, b"", request_id(scope["headers"]))
         else:
             await self._control(scope, receive, send)
@@ -99,16 +101,16 @@ class Frontend:
             return
         unread = [{"type": "http.request", "body": body, "more_body": False}]
 
-        async def again() -> MutableMapping[str, Any]:
+        async def replayed() -> MutableMapping[str, Any]:
             return unread.pop() if unread else await receive()
 
-        if responses.needs_store(body, keeps=self._keeps):
-            await self._control(scope, again, send)
+        if responses.needs_store(body, keeps=self._stores_responses):
+            await self._control(scope, replayed, send)
         else:
             given = [header for header in scope["headers"] if header[0] != responses.STATE]
-            await self._proxy({**scope, "headers": [*given, (responses.STATE, b"0")]}, again, send)
+            await self._proxy({**scope, "headers": [*given, (responses.STATE, b"0")]}, replayed, send)
 
-    def _own(self, path: str) -> int:
+    def _own_status(self, path: str) -> int:
         """The status with which this process answers by itself; 0 if the scheduler's is to be asked."""
         if path == "/metrics":
             return 0
@@ -118,21 +120,21 @@ class Frontend:
             return 503
         if self._picker.connected:
             return 0
-        return 200 if self._picker.serving and self._choosable() else 503
+        return 200 if self._picker.serving and self._ready_workers() else 503
 
-    def _choosable(self) -> int:
+    def _ready_workers(self) -> int:
         return sum(one.ready for one in self._picker.workers)
 
-    def _unasked(self, reason: str) -> None:
+    def _count_rejected(self, reason: str) -> None:
         self.metrics.unasked.labels(reason).inc()
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
         self._background.start(BackgroundTask.SCHEDULER_LINK, self._picker.keep)
-        self._background.start(BackgroundTask.FRONTEND_METRICS, self._tell)
+        self._background.start(BackgroundTask.FRONTEND_METRICS, self._send_metrics)
         self._background.start(BackgroundTask.LOOP_LAG, self.metrics.lag.watch)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._picker.met_scheduler.wait(), SCHEDULER_WAIT_S)
+            await asyncio.wait_for(self._picker.scheduler_known.wait(), SCHEDULER_WAIT_S)
         await send({"type": "lifespan.startup.complete"})
         with suppress(asyncio.CancelledError):  # a second signal does not wait for the end
             await receive()
@@ -143,7 +145,7 @@ class Frontend:
             await self._tracing.close()
         await send({"type": "lifespan.shutdown.complete"})
 
-    async def _tell(self) -> None:
+    async def _send_metrics(self) -> None:
         while True:
             await asyncio.sleep(METRICS_S)
-            self._picker.measured(export_families(self.metrics.registry))
+            self._picker.send_metrics(export_families(self.metrics.registry))

@@ -118,11 +118,11 @@ class LinkProtocol(asyncio.Protocol):
         self._received = bytearray()
         self._sending = bytearray()
 
-    def took(self, frame: memoryview) -> None:
+    def on_frame(self, frame: memoryview) -> None:
         """One message has come."""
         raise NotImplementedError
 
-    def ended(self) -> None:
+    def on_closed(self) -> None:
         """The connection is closed."""
         raise NotImplementedError
 
@@ -155,11 +155,11 @@ class LinkProtocol(asyncio.Protocol):
                 if end - start - 4 < size:
                     break
                 start += 4 + size
-                self.took(view[start - size : start])
+                self.on_frame(view[start - size : start])
         del received[:start]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.ended()
+        self.on_closed()
 
 
 class RegisteredWorker(msgspec.Struct, frozen=True, array_like=True):

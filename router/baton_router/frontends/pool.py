@@ -42,18 +42,18 @@ def run(settings: RouterSettings, listening: socket.socket, ready: Callable[[str
     folder = Path(tempfile.mkdtemp(prefix="baton-router-"))
     scheduler, control = str(folder / "scheduler"), str(folder / "control")
 
-    def schedule(started: ReadySignal, life: int) -> None:
+    def schedule(started: ReadySignal, parent_pipe: int) -> None:
         logs.called("router-scheduler")
         listening.close()
-        _run_child(_serve_scheduler(settings, url, scheduler, control, started), life)
+        _run_child(_serve_scheduler(settings, url, scheduler, control, started), parent_pipe)
 
-    def front(name: str, started: ReadySignal, life: int) -> None:
+    def frontend(name: str, started: ReadySignal, parent_pipe: int) -> None:
         logs.called(f"router-{name}")
-        _run_child(_frontend(settings, listening, scheduler, control, started), life)
+        _run_child(_frontend(settings, listening, scheduler, control, started), parent_pipe)
 
     members = [ChildProcess("scheduler", schedule)]
     names = [f"front-{number}" for number in range(settings.processes)]
-    members += [ChildProcess(name, functools.partial(front, name)) for name in names]
+    members += [ChildProcess(name, functools.partial(frontend, name)) for name in names]
     url = address(listening)
     listening.listen(BACKLOG)
     try:
@@ -73,7 +73,7 @@ async def _serve_scheduler(
     router = create_app(settings)
     router.execution.url = url
     service = SchedulerService(router.scheduler, lambda: router.workers.all, time.monotonic)
-    router.fronts = service.metrics
+    router.frontend_metrics = service.metrics
     server = RouterServer(router, settings)
     server.listening = started
     server.ending = router.execution.close
@@ -90,16 +90,16 @@ async def _frontend(
     await server.serve(sockets=[listening])
 
 
-def _run_child(serving: Coroutine[Any, Any, None], life: int) -> None:
+def _run_child(serving: Coroutine[Any, Any, None], parent_pipe: int) -> None:
     """Run a child's event loop, and stop as if told to if the parent is gone."""
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         loop = runner.get_loop()
-        loop.add_reader(life, _on_parent_exit, loop, life)
+        loop.add_reader(parent_pipe, _on_parent_exit, loop, parent_pipe)
         runner.run(serving)
 
 
-def _on_parent_exit(loop: asyncio.AbstractEventLoop, life: int) -> None:
-    loop.remove_reader(life)
+def _on_parent_exit(loop: asyncio.AbstractEventLoop, parent_pipe: int) -> None:
+    loop.remove_reader(parent_pipe)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -107,7 +107,7 @@ def _bind_unix_socket(path: str) -> socket.socket:
     """A bound Unix socket; one of an earlier process is replaced."""
     if os.path.exists(path):
         os.unlink(path)
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    made.bind(path)
-    made.setblocking(False)
-    return made
+    unix_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    unix_socket.bind(path)
+    unix_socket.setblocking(False)
+    return unix_socket

@@ -52,9 +52,9 @@ class ReadySignal:
         """It cannot be started, and only a person can change that."""
         self._say(reason.encode())
 
-    def _say(self, word: bytes) -> None:
+    def _say(self, report: bytes) -> None:
         if self._descriptor >= 0:
-            os.write(self._descriptor, word)
+            os.write(self._descriptor, report)
             os.close(self._descriptor)
             self._descriptor = -1
 
@@ -73,7 +73,7 @@ class ChildProcess:
     """When it is to be started again, if it does not run."""
     started: bool = False
     """Whether it ever said so."""
-    words: int = field(default=-1)
+    report_pipe: int = field(default=-1)
     """The pipe on which it says it."""
 
     @property
@@ -88,17 +88,17 @@ class ChildProcess:
 class ProcessSupervisor:
     """The children, and the parent's part of their life."""
 
-    def __init__(self, members: Sequence[ChildProcess], stop_s: float) -> None:
+    def __init__(self, children: Sequence[ChildProcess], stop_s: float) -> None:
         """
-        The first of `members` is started before the others and stopped after them; one that does not stop
+        The first of `children` is started before the others and stopped after them; one that does not stop
         within `stop_s` seconds of being told to is killed.
         """
-        self._members = list(members)
+        self._children = list(children)
         self._stop_s = stop_s
         self._selector = selectors.DefaultSelector()
-        self._life = os.pipe()
+        self._parent_pipe = os.pipe()
         """Open for as long as this process lives."""
-        self._bell = os.pipe()
+        self._wakeup_pipe = os.pipe()
         self._stops = 0
 
     def run(self, ready: Callable[[], None], stopping: Callable[[], None]) -> None:
@@ -108,102 +108,102 @@ class ProcessSupervisor:
         `ready` is called when the last one has said that it serves, `stopping` before the first one is told
         to stop. Raises SetupError if a child cannot be started at all.
         """
-        os.set_blocking(self._bell[0], False)
-        os.set_blocking(self._bell[1], False)
-        self._selector.register(self._bell[0], selectors.EVENT_READ)
+        os.set_blocking(self._wakeup_pipe[0], False)
+        os.set_blocking(self._wakeup_pipe[1], False)
+        self._selector.register(self._wakeup_pipe[0], selectors.EVENT_READ)
         try:
             with self._signals():
-                for member in self._members:
-                    self._start(member)
-                    while not member.started and not self._stops:
-                        self._turn()
+                for child in self._children:
+                    self._start(child)
+                    while not child.started and not self._stops:
+                        self._run_once()
                 if not self._stops:
                     ready()
                 while not self._stops:
-                    self._turn()
+                    self._run_once()
                 stopping()
                 self._end()
         finally:
             self._kill()
             self._selector.close()
-            for descriptor in (*self._life, *self._bell):
+            for descriptor in (*self._parent_pipe, *self._wakeup_pipe):
                 os.close(descriptor)
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         """Wait for something to happen, and see to it."""
         now = time.monotonic()
-        due = [one.again for one in self._members if not one.pid and one.again]
+        due = [one.again for one in self._children if not one.pid and one.again]
         self._wait(max(0.0, min(due) - now) if due else None)
         self._reap()
         if self._stops:
             return
-        for member in self._members:
-            if not member.pid and member.again and member.again <= time.monotonic():
-                self._start(member)
+        for child in self._children:
+            if not child.pid and child.again and child.again <= time.monotonic():
+                self._start(child)
 
     def _wait(self, seconds: float | None) -> None:
         for key, _ in self._selector.select(seconds):
-            if key.fd == self._bell[0]:
-                os.read(self._bell[0], 4096)
+            if key.fd == self._wakeup_pipe[0]:
+                os.read(self._wakeup_pipe[0], 4096)
             else:
-                self._hear(key.data)
+                self._read_report(key.data)
 
-    def _hear(self, member: ChildProcess) -> None:
-        word = os.read(member.words, 65536)
-        self._selector.unregister(member.words)
-        os.close(member.words)
-        member.words = -1
-        if word == STARTED:
-            member.started = True
-        elif word and not member.started:
-            raise SetupError(word.decode())
+    def _read_report(self, child: ChildProcess) -> None:
+        report = os.read(child.report_pipe, 65536)
+        self._selector.unregister(child.report_pipe)
+        os.close(child.report_pipe)
+        child.report_pipe = -1
+        if report == STARTED:
+            child.started = True
+        elif report and not child.started:
+            raise SetupError(report.decode())
 
     def _reap(self) -> None:
-        for member in self._members:
-            if not member.pid:
+        for child in self._children:
+            if not child.pid:
                 continue
-            pid, status = os.waitpid(member.pid, os.WNOHANG)
+            pid, status = os.waitpid(child.pid, os.WNOHANG)
             if pid:
-                member.ended(time.monotonic())
+                child.ended(time.monotonic())
                 if not self._stops:
                     how = os.waitstatus_to_exitcode(status)
-                    log.error("The process %s ended with %d and is started again.", member.name, how)
+                    log.error("The process %s ended with %d and is started again.", child.name, how)
 
-    def _start(self, member: ChildProcess) -> None:
-        hearing, saying = os.pipe()
-        member.began = time.monotonic()
-        member.again = 0.0
+    def _start(self, child: ChildProcess) -> None:
+        read_end, write_end = os.pipe()
+        child.began = time.monotonic()
+        child.again = 0.0
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
         if pid == 0:
-            os.close(hearing)
-            self._become(member, saying)
-        os.close(saying)
-        member.pid, member.words = pid, hearing
-        self._selector.register(hearing, selectors.EVENT_READ, member)
+            os.close(read_end)
+            self._run_child(child, write_end)
+        os.close(write_end)
+        child.pid, child.report_pipe = pid, read_end
+        self._selector.register(read_end, selectors.EVENT_READ, child)
 
-    def _become(self, member: ChildProcess, saying: int) -> NoReturn:
+    def _run_child(self, child: ChildProcess, write_end: int) -> NoReturn:
         """In the child: do its work, and leave without what the parent would do at its end."""
         status = 1
-        started = ReadySignal(saying)
+        started = ReadySignal(write_end)
         try:
             os.setpgid(0, 0)  # a Ctrl-C is the parent's, which stops the children in order
             self._selector.close()
-            for descriptor in (self._life[1], *self._bell):
+            for descriptor in (self._parent_pipe[1], *self._wakeup_pipe):
                 os.close(descriptor)
-            for other in self._members:
-                if other.words >= 0:
-                    os.close(other.words)
+            for other in self._children:
+                if other.report_pipe >= 0:
+                    os.close(other.report_pipe)
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
-            member.body(started, self._life[0])
+            child.body(started, self._parent_pipe[0])
             status = 0
         except SetupError as error:
             started.refused(error.message)
         except BaseException:
-            log.exception("The process %s failed.", member.name)
+            log.exception("The process %s failed.", child.name)
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -211,18 +211,18 @@ class ProcessSupervisor:
 
     def _end(self) -> None:
         """Stop all but the first member at once, then the first; another signal hastens those that stop."""
-        self._stop(self._members[1:])
-        self._stop(self._members[:1])
+        self._stop(self._children[1:])
+        self._stop(self._children[:1])
 
-    def _stop(self, members: Sequence[ChildProcess]) -> None:
-        told, deadline = 0, time.monotonic() + self._stop_s
-        while running := [member for member in members if member.pid]:
-            if told < self._stops:
-                told = self._stops
+    def _stop(self, children: Sequence[ChildProcess]) -> None:
+        signals_sent, deadline = 0, time.monotonic() + self._stop_s
+        while running := [child for child in children if child.pid]:
+            if signals_sent < self._stops:
+                signals_sent = self._stops
                 _send_signal(running, signal.SIGTERM)
             left = deadline - time.monotonic()
             if left <= 0:
-                names = ", ".join(member.name for member in running)
+                names = ", ".join(child.name for child in running)
                 log.error("Not stopped in %g s, and killed: %s.", self._stop_s, names)
                 _send_signal(running, signal.SIGKILL)
                 deadline = math.inf
@@ -230,30 +230,30 @@ class ProcessSupervisor:
             self._reap()
 
     def _kill(self) -> None:
-        for member in self._members:
-            if member.pid:
-                os.kill(member.pid, signal.SIGKILL)
-                os.waitpid(member.pid, 0)
-                member.pid = 0
+        for child in self._children:
+            if child.pid:
+                os.kill(child.pid, signal.SIGKILL)
+                os.waitpid(child.pid, 0)
+                child.pid = 0
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
         """A signal rings the bell on which `_wait` waits."""
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
-        before = {number: signal.signal(number, self._note) for number in numbers}
-        bell = signal.set_wakeup_fd(self._bell[1], warn_on_full_buffer=False)
+        before = {number: signal.signal(number, self._on_signal) for number in numbers}
+        wakeup_pipe = signal.set_wakeup_fd(self._wakeup_pipe[1], warn_on_full_buffer=False)
         try:
             yield
         finally:
-            signal.set_wakeup_fd(bell)
+            signal.set_wakeup_fd(wakeup_pipe)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _note(self, number: int, frame: object) -> None:
+    def _on_signal(self, number: int, frame: object) -> None:
         if number != signal.SIGCHLD:
             self._stops += 1
 
 
-def _send_signal(members: Sequence[ChildProcess], number: int) -> None:
-    for member in members:
-        os.kill(member.pid, number)
+def _send_signal(children: Sequence[ChildProcess], number: int) -> None:
+    for child in children:
+        os.kill(child.pid, number)

@@ -56,20 +56,20 @@ class RemotePicker:
         self,
         path: str,
         upstreams: UpstreamPool,
-        patience_s: float,
-        places: QueueCapacity,
-        unasked: Callable[[str], None],
+        timeout_s: float,
+        capacity: QueueCapacity,
+        count_rejected: Callable[[str], None],
     ) -> None:
         """
-        `places` bounds what waits for a word of the scheduler, for `patience_s` each.
+        `capacity` bounds what waits for a word of the scheduler, for `timeout_s` each.
 
-        `unasked` counts what was rejected: the scheduler was "away" or "late", or `places` were "full".
+        `count_rejected` counts rejections by reason: scheduler "away" or "late", or `capacity` "full".
         """
         self._path = path
         self._upstreams = upstreams
-        self._patience_s = patience_s
-        self._capacity = places
-        self._unasked = unasked
+        self._timeout_s = timeout_s
+        self._capacity = capacity
+        self._count_rejected = count_rejected
         self._numbers = itertools.count(1)
         self._wire: _SchedulerConnection | None = None
         self._waiting: dict[int, _PendingPick] = {}
@@ -77,11 +77,11 @@ class RemotePicker:
         """Numbers of which the scheduler that we are connected with wants to hear."""
         self.busy: Counter[str] = Counter()
         """Requests with each worker, by name."""
-        self._left: set[str] = set()
+        self._removed: set[str] = set()
         """Names of workers that the scheduler does not tell of any more."""
         self.workers: tuple[RegisteredWorker, ...] = ()
         """As the scheduler last told them."""
-        self.met_scheduler = asyncio.Event()
+        self.scheduler_known = asyncio.Event()
         """Set once it has told them for the first time."""
 
         self._away_since = -math.inf
@@ -94,7 +94,7 @@ class RemotePicker:
     @property
     def serving(self) -> bool:
         """Whether a request that comes now can expect to be scheduled."""
-        return self.connected or asyncio.get_running_loop().time() - self._away_since < self._patience_s
+        return self.connected or asyncio.get_running_loop().time() - self._away_since < self._timeout_s
 
     async def keep(self) -> None:
         """Be connected with the scheduler, again and again, until cancelled."""
@@ -114,7 +114,7 @@ class RemotePicker:
                 wire.transport.abort()
             log.warning("The router's scheduler is away; requests wait until it is back.")
 
-    def measured(self, families: Sequence[MetricFamily]) -> None:
+    def send_metrics(self, families: Sequence[MetricFamily]) -> None:
         """Tell the scheduler what this front has counted."""
         if self._wire is not None:
             self._wire.send(FrontendMetrics(list(families)))
@@ -126,10 +126,10 @@ class RemotePicker:
         try:
             self._capacity.refuse(waiting)
         except Overloaded:
-            self._unasked("full")
+            self._count_rejected("full")
             raise
         self._waiting[waiting.number] = waiting
-        self._take_place(waiting)
+        self._occupy(waiting)
         if self._wire is not None:
             self._send(waiting.number, request, self._wire)
         try:
@@ -140,21 +140,21 @@ class RemotePicker:
                 waiting.outcome.exception()  # it may have come too late to be anybody's
             raise
         finally:
-            self._leave_place(waiting)
+            self._vacate(waiting)
             del self._waiting[waiting.number]
-        return self._gave(grant)
+        return self._count_grant(grant)
 
     def began(self, grant: Grant, report: PromptReport | None) -> None:
         if grant.number in self._granted:
-            self._tell(AnswerBegan(grant.number, report))
+            self._send_message(AnswerBegan(grant.number, report))
 
     def failed(self, grant: Grant, *, crashed: bool = False) -> None:
         if grant.number in self._granted:
-            self._tell(WorkerFailed(grant.number, crashed))
+            self._send_message(WorkerFailed(grant.number, crashed))
 
     def full(self, grant: Grant) -> None:
         if grant.number in self._granted:
-            self._tell(WorkerFull(grant.number))
+            self._send_message(WorkerFull(grant.number))
 
     def release(self, grant: Grant, *, complete: bool, tokens: int | None = None) -> None:
         self.busy[grant.decode] -= 1
@@ -162,13 +162,13 @@ class RemotePicker:
             self.busy[grant.prefill] -= 1
         if grant.number in self._granted:
             self._granted.discard(grant.number)
-            self._tell(RequestReleased(grant.number, complete, tokens))
-        if self._left:
-            self._forget_left()
+            self._send_message(RequestReleased(grant.number, complete, tokens))
+        if self._removed:
+            self._drop_removed()
 
     # What the connection calls.
 
-    def met(self, wire: _SchedulerConnection) -> None:
+    def on_connected(self, wire: _SchedulerConnection) -> None:
         self._wire = wire
         now = asyncio.get_running_loop().time()
         for number, waiting in self._waiting.items():
@@ -176,50 +176,50 @@ class RemotePicker:
                 waited_s = waiting.request.waited_s + now - waiting.since
                 self._send(number, msgspec.structs.replace(waiting.request, waited_s=waited_s), wire)
 
-    def left(self, wire: _SchedulerConnection) -> None:
+    def on_disconnected(self, wire: _SchedulerConnection) -> None:
         """Whatever it had granted or held, another one will not know of it."""
         self._wire = None
         self._away_since = asyncio.get_running_loop().time()
         self._granted.clear()
         for waiting in self._waiting.values():
             if waiting.timer is None and not waiting.outcome.done():
-                self._take_place(waiting)
+                self._occupy(waiting)
 
-    def heard(self, message: SchedulerMessage) -> None:
+    def on_message(self, message: SchedulerMessage) -> None:
         if isinstance(message, link.WorkerRegistry):
-            self._enrolled(message.workers)
+            self._on_workers(message.workers)
             return
         number = message.grant.number if isinstance(message, PickGranted) else message.number
         waiting = self._waiting.get(number)
         if waiting is None or waiting.outcome.done():
             return  # it was let go, and the scheduler will hear so
         if isinstance(message, PickQueued):
-            self._leave_place(waiting)
+            self._vacate(waiting)
         elif isinstance(message, PickGranted):
             waiting.outcome.set_result(message.grant)
         else:
             self._granted.discard(number)
             waiting.outcome.set_exception(link.error_of(message))
 
-    def _enrolled(self, workers: tuple[RegisteredWorker, ...]) -> None:
+    def _on_workers(self, workers: tuple[RegisteredWorker, ...]) -> None:
         before = {one.name: one for one in self.workers}
         self.workers = workers
-        self.met_scheduler.set()
+        self.scheduler_known.set()
         for one in workers:
-            known = before.pop(one.name, None)
+            previous = before.pop(one.name, None)
             self._upstreams.set_tls(one.name, one.secure)
-            if one.down_since and not (known and known.down_since):
+            if one.down_since and not (previous and previous.down_since):
                 self._upstreams.get(one.name).fail_silent(one.down_since)
-            if one.expired and not (known and known.expired):
+            if one.expired and not (previous and previous.expired):
                 self._upstreams.get(one.name).fail_all("drained")
-        self._left.update(before)
-        self._left.difference_update(one.name for one in workers)
-        self._forget_left()
+        self._removed.update(before)
+        self._removed.difference_update(one.name for one in workers)
+        self._drop_removed()
 
-    def _forget_left(self) -> None:
+    def _drop_removed(self) -> None:
         """Once nothing of theirs runs here: a scheduler that began anew may know of them in a moment."""
-        for name in [name for name in self._left if not self.busy[name]]:
-            self._left.discard(name)
+        for name in [name for name in self._removed if not self.busy[name]]:
+            self._removed.discard(name)
             del self.busy[name]
             self._upstreams.drop(name)
 
@@ -227,11 +227,11 @@ class RemotePicker:
         self._granted.add(number)
         wire.send(PickMessage(number, request))
 
-    def _take_place(self, waiting: _PendingPick) -> None:
+    def _occupy(self, waiting: _PendingPick) -> None:
         self._capacity.take(waiting)
-        waiting.timer = asyncio.get_running_loop().call_later(self._patience_s, self._give_up, waiting)
+        waiting.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._give_up, waiting)
 
-    def _leave_place(self, waiting: _PendingPick) -> None:
+    def _vacate(self, waiting: _PendingPick) -> None:
         if waiting.timer is not None:
             waiting.timer.cancel()
             waiting.timer = None
@@ -239,12 +239,12 @@ class RemotePicker:
 
     def _give_up(self, waiting: _PendingPick) -> None:
         if not waiting.outcome.done():
-            self._unasked("late" if self.connected else "away")
+            self._count_rejected("late" if self.connected else "away")
             waiting.outcome.set_exception(
-                NotReady(f"The router's scheduler did not answer within {self._patience_s:g} s.")
+                NotReady(f"The router's scheduler did not answer within {self._timeout_s:g} s.")
             )
 
-    def _gave(self, grant: Grant) -> Grant:
+    def _count_grant(self, grant: Grant) -> Grant:
         self.busy[grant.decode] += 1
         if grant.prefill:
             self.busy[grant.prefill] += 1
@@ -254,9 +254,9 @@ class RemotePicker:
         """The scheduler shall not keep what nobody waits for."""
         if number in self._granted:
             self._granted.discard(number)
-            self._tell(RequestReleased(number, False))
+            self._send_message(RequestReleased(number, False))
 
-    def _tell(self, message: link.FrontendMessage) -> None:
+    def _send_message(self, message: link.FrontendMessage) -> None:
         if self._wire is not None:
             self._wire.send(message)
 
@@ -288,12 +288,12 @@ class _SchedulerConnection(LinkProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._picker.met(self)
+        self._picker.on_connected(self)
 
-    def took(self, frame: memoryview) -> None:
-        self._picker.heard(_decoder.decode(frame))
+    def on_frame(self, frame: memoryview) -> None:
+        self._picker.on_message(_decoder.decode(frame))
 
-    def ended(self) -> None:
-        self._picker.left(self)
+    def on_closed(self) -> None:
+        self._picker.on_disconnected(self)
         if not self.closed.done():
             self.closed.set_result(None)

@@ -54,8 +54,8 @@ class SchedulerService:
         self._picker = picker
         self._workers = workers
         self._clock = clock
-        self._fronts: set[_FrontendConnection] = set()
-        self._roster: tuple[RegisteredWorker, ...] = ()
+        self._frontends: set[_FrontendConnection] = set()
+        self._registry: tuple[RegisteredWorker, ...] = ()
         self._down_since: dict[str, float] = {}
 
     async def serve(self, path: str, background: BackgroundTasks) -> None:
@@ -67,37 +67,37 @@ class SchedulerService:
         try:
             while True:
                 with background.guard(BackgroundTask.SCHEDULER_SERVICE):
-                    self._look(loop.time())
+                    self._publish_workers(loop.time())
                 await asyncio.sleep(POLL_S)
         finally:
             server.close()
-            for front in list(self._fronts):
-                front.transport.abort()
+            for frontend in list(self._frontends):
+                frontend.transport.abort()
 
     def metrics(self) -> dict[str, list[MetricFamily]]:
         """What each front last said that it has counted."""
         return {
-            f"front-{number}": front.families
-            for number, front in enumerate(sorted(self._fronts, key=lambda one: one.number))
+            f"front-{number}": frontend.families
+            for number, frontend in enumerate(sorted(self._frontends, key=lambda one: one.number))
         }
 
-    def met(self, front: _FrontendConnection) -> None:
-        self._fronts.add(front)
-        front.send(WorkerRegistry(self._roster))
+    def add(self, frontend: _FrontendConnection) -> None:
+        self._frontends.add(frontend)
+        frontend.send(WorkerRegistry(self._registry))
 
-    def left(self, front: _FrontendConnection) -> None:
-        self._fronts.discard(front)
+    def remove(self, frontend: _FrontendConnection) -> None:
+        self._frontends.discard(frontend)
 
     @property
     def picker(self) -> Picker:
         return self._picker
 
-    def _look(self, now: float) -> None:
-        roster = tuple(self._entry(worker, now) for worker in self._workers())
-        if roster != self._roster:
-            self._roster = roster
-            for front in self._fronts:
-                front.send(WorkerRegistry(roster))
+    def _publish_workers(self, now: float) -> None:
+        registry = tuple(self._entry(worker, now) for worker in self._workers())
+        if registry != self._registry:
+            self._registry = registry
+            for frontend in self._frontends:
+                frontend.send(WorkerRegistry(registry))
 
     def _entry(self, worker: Worker, now: float) -> RegisteredWorker:
         state = worker.state(self._clock())
@@ -131,15 +131,15 @@ class _FrontendConnection(LinkProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._service.met(self)
+        self._service.add(self)
 
-    def took(self, frame: memoryview) -> None:
+    def on_frame(self, frame: memoryview) -> None:
         message = _decoder.decode(frame)
         picker = self._service.picker
         match message:
             case PickMessage():
                 self._picks[message.number] = self._loop.create_task(self._pick(message))
-                self._loop.call_soon(self._hold, message.number)  # after the task's first step
+                self._loop.call_soon(self._send_queued, message.number)  # after the task's first step
             case AnswerBegan():
                 picker.began(self._granted[message.number], message.report)
             case WorkerFailed():
@@ -151,8 +151,8 @@ class _FrontendConnection(LinkProtocol):
             case FrontendMetrics():
                 self.families = message.families
 
-    def ended(self) -> None:
-        self._service.left(self)
+    def on_closed(self) -> None:
+        self._service.remove(self)
         for task in self._picks.values():
             task.cancel()
         for grant in self._granted.values():
@@ -174,7 +174,7 @@ class _FrontendConnection(LinkProtocol):
         finally:
             del self._picks[number]
 
-    def _hold(self, number: int) -> None:
+    def _send_queued(self, number: int) -> None:
         if number in self._picks:
             self.send(PickQueued(number))
 

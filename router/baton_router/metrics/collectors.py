@@ -21,9 +21,9 @@ from baton_router.workers.worker_state import WorkerStates
 class CacheMetrics(Collector):
     """The index, the feeds, and how right both were."""
 
-    def __init__(self, workers: Workers, knowledge: WorkerStates, feeds: KvSubscribers) -> None:
+    def __init__(self, workers: Workers, worker_states: WorkerStates, feeds: KvSubscribers) -> None:
         self._workers = workers
-        self._worker_states = knowledge
+        self._worker_states = worker_states
         self._feeds = feeds
 
     def collect(self) -> Iterator[Family]:
@@ -33,14 +33,14 @@ class CacheMetrics(Collector):
         memory = _gauge(metrics.ROUTER_INDEX_BYTES)
         memory.add_metric([], self._worker_states.bytes)
         yield memory
-        parity, ignored = _gauge(metrics.ROUTER_CACHE_ACCURACY), _gauge(metrics.ROUTER_CACHE_IGNORED)
+        accuracy, ignored = _gauge(metrics.ROUTER_CACHE_ACCURACY), _gauge(metrics.ROUTER_CACHE_IGNORED)
         for worker in self._workers.all:
             if worker.health.load is None:
                 continue
-            known = self._worker_states.of(worker)
-            parity.add_metric([worker.name], known.accuracy.ratio)
-            ignored.add_metric([worker.name], float(known.accuracy.broken))
-        yield parity
+            state = self._worker_states.of(worker)
+            accuracy.add_metric([worker.name], state.accuracy.ratio)
+            ignored.add_metric([worker.name], float(state.accuracy.broken))
+        yield accuracy
         yield ignored
         yield from self._of_feeds()
 
@@ -51,7 +51,7 @@ class CacheMetrics(Collector):
             events.add_metric([name], subscriber.events)
             gaps.add_metric([name], subscriber.feed.gaps)
             lag.add_metric([name], subscriber.lag_s)
-            degraded.add_metric([name], float(subscriber.known.degraded))
+            degraded.add_metric([name], float(subscriber.state.degraded))
         yield events
         yield gaps
         yield lag
@@ -110,7 +110,7 @@ class TenantMetrics(Collector):
         self._tenants = tenants
 
     def collect(self) -> Iterator[Family]:
-        self._tenants.look()
+        self._tenants.reload_if_changed()
         for metric, value in (
             (metrics.ROUTER_TENANTS, len(self._tenants)),
             (metrics.ROUTER_TENANTS_STALE, bool(self._tenants.problem)),

@@ -82,10 +82,10 @@ class BoundedLabels:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._known: set[str] = set()
+        self._names: set[str] = set()
 
     def label(self, name: str) -> str:
-        known = self._known
+        known = self._names
         if name in known:
             return name
         if len(known) >= self._limit:
@@ -95,7 +95,7 @@ class BoundedLabels:
 
     def known(self, name: str) -> str:
         """The same for a name that nobody vouches for: it becomes none of them."""
-        return name if name in self._known else OTHER
+        return name if name in self._names else OTHER
 
 
 class DecisionCounters(Collector):

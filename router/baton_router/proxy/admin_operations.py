@@ -80,13 +80,14 @@ class AdminOperations:
     async def _tell_all(self, path: str, given: Headers, body: bytes, name: bytes) -> tuple[int, bytes]:
         """The sums of what workers count in their answers; or what the first one that refuses says."""
         now = self._clock()
-        there = [one for one in self._workers.listed if one.state(now) is not WorkerStatus.DOWN]
-        heads = [self._head(b"POST", path, given, len(body), name, one) for one in there]
+        workers_up = [one for one in self._workers.listed if one.state(now) is not WorkerStatus.DOWN]
+        heads = [self._head(b"POST", path, given, len(body), name, one) for one in workers_up]
         answers = await asyncio.gather(
-            *(_ask(one, head, body) for one, head in zip(there, heads, strict=True)), return_exceptions=True
+            *(_ask(one, head, body) for one, head in zip(workers_up, heads, strict=True)),
+            return_exceptions=True,
         )
         sums: Counter[str] = Counter()
-        for worker, answer in zip(there, answers, strict=True):
+        for worker, answer in zip(workers_up, answers, strict=True):
             if isinstance(answer, UpstreamLost):
                 continue  # what it had is gone with it
             if isinstance(answer, BaseException):

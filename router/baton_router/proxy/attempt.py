@@ -47,7 +47,7 @@ class Attempt:
         """Whether the last piece that was given out is the answer's last."""
         self.report: PromptReport | None = None
         """What the worker says of the prompt, once the answer has begun."""
-        self._said = 0
+        self._usage_tokens = 0
         self._closed = False
 
     async def open(self, head: bytes, body: bytes, events: Callable[[], EventStream] | None) -> bytes:
@@ -62,7 +62,7 @@ class Attempt:
             if opening and stream:
                 break
         if events is not None and not stream and self.ended:
-            self._said = usage_tokens(opening)
+            self._usage_tokens = usage_tokens(opening)
         if self.taken:
             self.report = self._report()
             self._picker.began(self.grant, self.report)
@@ -106,7 +106,7 @@ class Attempt:
     @property
     def tokens(self) -> int:
         """Of the answer so far, as far as its worker says."""
-        return self._said if self.events is None else self.events.tokens
+        return self._usage_tokens if self.events is None else self.events.tokens
 
     @property
     def status(self) -> int:

@@ -178,16 +178,16 @@ def response_headers(
 
     With `grant` they name workers and number the decision: for clients that run the service.
     """
-    told: Headers = []
+    fields: Headers = []
     if report is not None:
         times = 1000 * (queued_s + report.queue_s), 1000 * report.compute_s
         took = b"queue;dur=%.1f, prefill;dur=%.1f" % times
         if report.transfer_s:
             took += b", transfer;dur=%.2f" % (1000 * report.transfer_s)
-        told = [(CACHED, b"%d" % report.cached), (TIMING, took)]
+        fields = [(CACHED, b"%d" % report.cached), (TIMING, took)]
     if grant is not None:
-        told = [(WORKER, grant.decode.encode()), (DECISION, grant.summary), *told]
-    return [*_forwarded(given, _RESPONSE_ONLY), (REQUEST_ID, request_id), *told]
+        fields = [(WORKER, grant.decode.encode()), (DECISION, grant.summary), *fields]
+    return [*_forwarded(given, _RESPONSE_ONLY), (REQUEST_ID, request_id), *fields]
 
 
 def is_event_stream(given: Headers) -> bool:

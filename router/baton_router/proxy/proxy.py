@@ -61,13 +61,13 @@ class Proxy:
         settings: RouterSettings,
         picker: Picker,
         upstreams: UpstreamPool,
-        figures: RouterMetrics,
+        metrics: RouterMetrics,
         tracing: Tracing | None = None,
     ) -> None:
         self._settings = settings
         self._picker = picker
         self._upstreams = upstreams
-        self._figures = figures
+        self._metrics = metrics
         self._tracing = tracing
         self._trust = WorkerCredentials.of(settings)
         self._budget = RetryBudget(settings.retry_ratio, time.monotonic)
@@ -77,7 +77,7 @@ class Proxy:
         logs.about(request_id=proxied.id.decode())
         if self._tracing is not None:
             proxied.trace = self._tracing.begin(scope["headers"], scope["path"])
-        self._figures.in_flight += 1
+        self._metrics.in_flight += 1
         try:
             await self._serve(scope, proxied)
         except ClientDisconnected:
@@ -92,7 +92,7 @@ class Proxy:
         finally:
             if proxied.attempt is not None:
                 proxied.attempt.close()
-            self._figures.in_flight -= 1
+            self._metrics.in_flight -= 1
             self._count(scope["path"], proxied)
             if self._settings.log_requests:
                 log.info("%s", request_line(scope["path"], proxied, time.perf_counter()))
@@ -101,7 +101,7 @@ class Proxy:
 
     def _count(self, path: str, proxied: ProxiedRequest) -> None:
         """Count a request that has ended."""
-        request, attempt, accounts = proxied.request, proxied.attempt, self._figures.counters
+        request, attempt, accounts = proxied.request, proxied.attempt, self._metrics.counters
         if request is None:
             accounts.refused(path, proxied.status)
             return
@@ -130,15 +130,15 @@ class Proxy:
         self._budget.earn()
         grant = await self._picker.pick(request.pick_request())
         proxied.granted = proxied.sent = time.perf_counter()
-        self._figures.overhead.observe(proxied.granted - arrived)
+        self._metrics.overhead.observe(proxied.granted - arrived)
         until = asyncio.get_running_loop().time() + self._settings.answer_s
         tried: list[str] = []
-        tries = 0
+        attempts = 0
         while True:
             proxied.attempt = attempt = self._attempt(grant)
             opening = b""
             lost: UpstreamLost | None = None
-            slow_s = 0.0 if tries == self._settings.retries else first_byte_s(grant, request.tokens_ahead)
+            slow_s = 0.0 if attempts == self._settings.retries else first_byte_s(grant, request.tokens_ahead)
             try:
                 opening = await self._try(
                     request, proxied, attempt, request.body, request.events, slow_s, until
@@ -147,21 +147,23 @@ class Proxy:
                 lost = error
             else:
                 if attempt.exchange is not None and attempt.exchange.resent:
-                    self._figures.retries.labels(STALE).inc()
+                    self._metrics.retries.labels(STALE).inc()
                 if attempt.taken:
                     return opening
-            tries += 1
+            attempts += 1
             if lost is not None or attempt.status not in BUSY:
                 tried.append(grant.decode)  # one that is full is well, and may have room the next time
             waited_s = time.perf_counter() - arrived
-            another = await self._another(request.pick_request(tuple(tried), waited_s), tries, attempt, lost)
-            if another is not None:
+            next_grant = await self._next_grant(
+                request.pick_request(tuple(tried), waited_s), attempts, attempt, lost
+            )
+            if next_grant is not None:
                 attempt.close()
-                grant = another
+                grant = next_grant
                 proxied.sent = time.perf_counter()
                 if proxied.trace is not None:
                     proxied.trace.note("retry", cause=lost.cause if lost else "refused", worker=grant.decode)
-                self._figures.retries.labels(lost.cause if lost else "refused").inc()
+                self._metrics.retries.labels(lost.cause if lost else "refused").inc()
             elif lost is not None:
                 raise self._final(proxied, lost)
             else:
@@ -215,15 +217,15 @@ class Proxy:
             trace=b"" if proxied.trace is None else proxied.trace.lines,
         )
 
-    async def _another(
-        self, pick_request: PickRequest, tries: int, attempt: Attempt, lost: UpstreamLost | None
+    async def _next_grant(
+        self, pick_request: PickRequest, attempts: int, attempt: Attempt, lost: UpstreamLost | None
     ) -> Grant | None:
         """
         Who is asked next; None if the last one's answer, or its loss, is the client's.
 
         Raises PoisonRequest if the request has lost as many workers as it may.
         """
-        if tries > self._settings.retries or (lost is not None and lost.cause == OVERDUE):
+        if attempts > self._settings.retries or (lost is not None and lost.cause == OVERDUE):
             return None
         if lost is None:
             affordable = attempt.status not in BUSY or self._budget.spend()
@@ -250,15 +252,15 @@ class Proxy:
         proxied.status = attempt.status
         queued_s = proxied.granted - arrived
         grant = attempt.grant if request.tenant.admin else None
-        told = response_headers(attempt.headers, proxied.id, grant, attempt.report, queued_s)
-        await client.start(attempt.status, told)
+        response_fields = response_headers(attempt.headers, proxied.id, grant, attempt.report, queued_s)
+        await client.start(attempt.status, response_fields)
         if attempt.ended:
             await client.send(opening, more=False)
             return
         proxied.opened = time.perf_counter()
-        self._figures.first_byte.observe(proxied.opened - arrived, request.urgency[0])
+        self._metrics.first_byte.observe(proxied.opened - arrived, request.urgency[0])
         if attempt.grant.first_token_s and attempt.events is not None:
-            self._figures.counters.began(attempt.grant.first_token_s, proxied.opened - proxied.sent)
+            self._metrics.counters.began(attempt.grant.first_token_s, proxied.opened - proxied.sent)
         piece = opening
         while True:
             try:
@@ -321,7 +323,7 @@ class Proxy:
             proxied.attempt = attempt
             if proxied.trace is not None:
                 proxied.trace.resumed(grant.decode, len(resumption.tokens))
-            self._figures.resumes.labels("resumed").inc()
+            self._metrics.resumes.labels("resumed").inc()
             log.warning(
                 "The answer to request %s goes on at %s after %d tokens, because %s",
                 proxied.id.decode(),
@@ -330,7 +332,7 @@ class Proxy:
                 lost,
             )
             return attempt, RESUMED_COMMENT + opening
-        self._figures.resumes.labels("failed").inc()
+        self._metrics.resumes.labels("failed").inc()
         raise self._final(proxied, lost)
 
     def _lost(self, proxied: ProxiedRequest, grant: Grant, lost: UpstreamLost) -> None:
@@ -355,7 +357,7 @@ class Proxy:
             await send_error(send, error_for(error, tenant), proxied.id, close=not client.read)
             return
         cause = error.cause if isinstance(error, UpstreamLost) else "router"
-        self._figures.cut.labels(cause).inc()
+        self._metrics.cut.labels(cause).inc()
         log.warning("The answer to request %s was cut: %s (%s)", proxied.id.decode(), error, cause)
         events = proxied.attempt.events if proxied.attempt else None
         await client.cut(events.error(error_for(error, tenant)) if events else b"")

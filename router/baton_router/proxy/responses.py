@@ -71,10 +71,10 @@ _last_event_decoder = msgspec.json.Decoder(LastEvent)
 def needs_store(body: bytes, *, keeps: bool) -> bool:
     """Whether a request continues a response, or its own is to be kept by a router that `keeps` some."""
     try:
-        asked = _request_decoder.decode(body)
+        request = _request_decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False  # the worker, or the proxy before it, says what is wrong with it
-    return isinstance(asked.previous_response_id, str) or (keeps and asked.wants_to_be_kept)
+    return isinstance(request.previous_response_id, str) or (keeps and request.wants_to_be_kept)
 
 
 class ResponsesProxy:
@@ -93,22 +93,22 @@ class ResponsesProxy:
         self._proxy = proxy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        visit = ResponseExchange(self._store, self._owner_of(scope))
+        exchange = ResponseExchange(self._store, self._owner_of(scope))
         given = [header for header in scope["headers"] if header[0] != STATE]
         inner = {**scope, "headers": given}
 
         async def receiving() -> MutableMapping[str, Any]:
-            if visit.read:
+            if exchange.read:
                 return await receive()
             body = await ClientConnection(scope, receive, send).body(
                 self._settings.max_body, self._settings.body_s
             )
-            body = visit.request(body)
-            inner["headers"] = [*given, (STATE, b"%d" % visit.earlier)]
+            body = exchange.request(body)
+            inner["headers"] = [*given, (STATE, b"%d" % exchange.earlier)]
             return {"type": "http.request", "body": body, "more_body": False}
 
         async def sending(message: Any) -> None:
-            visit.answer(message)
+            exchange.answer(message)
             await send(message)
 
         await self._proxy(inner, receiving, sending)
@@ -134,14 +134,14 @@ class ResponseExchange:
         """The body that the worker gets. Raises PreviousResponseNotFound."""
         self.read = True
         try:
-            asked = _request_decoder.decode(body)
+            request = _request_decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return body  # the worker, or the proxy before it, says what is wrong with it
-        self._listens = asked.wants_to_be_kept
-        self._input = asked.items
-        if not isinstance(asked.previous_response_id, str):
+        self._listens = request.wants_to_be_kept
+        self._input = request.items
+        if not isinstance(request.previous_response_id, str):
             return body
-        self._before = self._store.previous(self._owner, asked.previous_response_id)
+        self._before = self._store.previous(self._owner, request.previous_response_id)
         earlier = self._before.conversation
         self.earlier = len(earlier)
         fields = _fields_decoder.decode(body)

@@ -58,7 +58,7 @@ class ResumableStream(EventStream):
         return Resumption(self._begun, self._tokens, self._ended)
 
     def push(self, piece: bytes) -> bytes:
-        return super().push(self._known(piece) if self._watching else piece)
+        return super().push(self._with_tokens(piece) if self._watching else piece)
 
     def finish(self) -> bytes:
         rest, self._waiting = self._waiting[1:], b"\n"
@@ -73,7 +73,7 @@ class ResumableStream(EventStream):
         at = self._waiting.find(_FAILURE)
         return self._waiting[at:] if at >= 0 and self._waiting.endswith(b"\n\n") else b""
 
-    def _known(self, piece: bytes) -> bytes:
+    def _with_tokens(self, piece: bytes) -> bytes:
         """What of the events so far came of tokens that are known."""
         waiting = self._waiting + piece
         passing = b""

@@ -20,13 +20,14 @@ from typing import Protocol
 from baton_api.errors import Overloaded
 
 TOLERANCE = 1.5
-"""An interactive request waits for so many times its objective at most, and is let in if it is predicted to
-take no longer than that: a prediction may be wrong."""
+"""Maximum wait of an interactive request, in multiples of its objective, and the initial maximum of its
+predicted time: a prediction may be wrong."""
 
 MIN_TOLERANCE = 0.8
 TIGHTEN = 0.05
 RELAX = 0.0025
-"""What one more that waited in vain, and one that did not, change of it: a twentieth may wait in vain."""
+"""Change of the tolerance with each request that waited without success, and with each other one. About one
+in twenty may wait without success."""
 
 SMOOTHING = 0.05
 MIN_CORRECTION = 0.05
@@ -35,20 +36,20 @@ MAX_CORRECTION = 4.0
 
 @dataclass(frozen=True, slots=True)
 class WaitLimits:
-    """On which a request waits."""
+    """How long a request may wait."""
 
     objective_s: float
-    """To the first token; infinite if it has none."""
+    """To the first token; infinite without an objective."""
     max_wait_s: float
-    """After which it gives up."""
+    """Seconds after which the request is rejected."""
 
 
 def wait_limits(kind: str, wanted_s: float | None, interactive_s: float, wait_s: float) -> WaitLimits:
     """
-    Of a request of the class `kind` that says it wants its first token in `wanted_s`, if it says so.
+    The limits of a request of the class `kind` with the objective `wanted_s`, if it has one.
 
-    `interactive_s` is the objective of interactive requests that do not say, `wait_s` the patience of those
-    that have no objective.
+    `interactive_s` is the default objective of interactive requests, `wait_s` the maximum wait without
+    objective.
     """
     if kind == "batch":
         return WaitLimits(math.inf, math.inf)
@@ -60,26 +61,25 @@ def wait_limits(kind: str, wanted_s: float | None, interactive_s: float, wait_s:
     return WaitLimits(wanted_s, wanted_s)
 
 
-def too_late(kind: str, on: WaitLimits, predicted_s: float, room_s: float, tolerance: float) -> bool:
+def too_late(kind: str, on: WaitLimits, predicted_s: float, blocks_free_s: float, tolerance: float) -> bool:
     """
-    Whether a request is better refused at once than after waiting.
+    Whether a request would be answered too late, so that it is better rejected at once.
 
-    `tolerance`: how many times its objective an interactive one may be predicted to take.
-
-    `room_s` is the part of the prediction that no other order of those who wait would shorten: the time
-    until any decode worker has KV blocks for it.
+    `tolerance`: maximum ratio of prediction to objective for an interactive request. `blocks_free_s`: the
+    part of the prediction that no reordering of the queue can shorten, the time until any decode worker has
+    KV blocks.
     """
     if kind == "interactive":
         return predicted_s > tolerance * on.objective_s
-    return room_s > on.max_wait_s
+    return blocks_free_s > on.max_wait_s
 
 
 class PredictionTolerance:
     """
-    How wrong predictions are taken to be: less and less, while those who were let in wait in vain.
+    How far a predicted time may exceed the objective; lowered while admitted requests time out.
 
-    Under an overload that lasts, who is let in at one and a half times its objective will be late; who is
-    told at once can go elsewhere.
+    During a lasting overload, a request admitted at 1.5 times its objective would be late. A request that is
+    rejected at once can go elsewhere.
     """
 
     __slots__ = ("times",)
@@ -88,13 +88,13 @@ class PredictionTolerance:
         self.times = TOLERANCE
 
     def waited(self, *, in_vain: bool) -> None:
-        """Another interactive request has waited."""
+        """Count an interactive request that left the queue; `in_vain` if it timed out."""
         self.times += -TIGHTEN if in_vain else RELAX
         self.times = min(TOLERANCE, max(MIN_TOLERANCE, self.times))
 
 
 class WaitCorrection:
-    """How long those who wait do wait, against the prediction that computes one prompt after the other."""
+    """Ratio of actual to predicted waits; the prediction computes one prompt after the other."""
 
     __slots__ = ("ratio",)
 
@@ -105,18 +105,18 @@ class WaitCorrection:
         return self.ratio * predicted_s
 
     def learn(self, predicted_s: float, actual_s: float) -> None:
-        """Somebody for whom so much was predicted, uncorrected, has gone after so long."""
+        """A request left the queue after `actual_s`; `predicted_s` is uncorrected."""
         if predicted_s > 0:
             seen = min(MAX_CORRECTION, max(MIN_CORRECTION, actual_s / predicted_s))
             self.ratio += SMOOTHING * (seen - self.ratio)
 
 
 TENANT_SHARE = 0.8
-"""Of the room that it and those who are not there yet have together, that a tenant may fill."""
+"""Share of the capacity that one tenant may fill, of what it and absent tenants have together."""
 
 
 class HasSize(Protocol):
-    """A request that takes a place."""
+    """A request that takes queue capacity."""
 
     @property
     def tenant(self) -> str: ...
@@ -128,10 +128,10 @@ class HasSize(Protocol):
 
 
 class QueueCapacity:
-    """Of all who wait."""
+    """Limits of the queue, in requests and bytes."""
 
     def __init__(self, requests: int, size: int) -> None:
-        """Room for so many `requests` of together `size` bytes."""
+        """Capacity for `requests` of together `size` bytes."""
         self._requests = requests
         self._size = size
         self._count_total = 0
@@ -145,14 +145,14 @@ class QueueCapacity:
         return self._count_total
 
     def refuse(self, entry: HasSize) -> None:
-        """Raises Overloaded if its tenant has no place left."""
+        """Raise Overloaded if the tenant has no capacity left."""
         count, held = self._counts_by_tenant[entry.tenant], self._bytes_by_tenant[entry.tenant]
-        places = self._requests - self._count_total + count
-        room = self._size - self._bytes + held
-        if count + 1 > TENANT_SHARE * places:
-            raise Overloaded(count, int(TENANT_SHARE * places))
-        if held + entry.size > TENANT_SHARE * room:
-            raise Overloaded(held, int(TENANT_SHARE * room), what="bytes")
+        requests_left = self._requests - self._count_total + count
+        bytes_left = self._size - self._bytes + held
+        if count + 1 > TENANT_SHARE * requests_left:
+            raise Overloaded(count, int(TENANT_SHARE * requests_left))
+        if held + entry.size > TENANT_SHARE * bytes_left:
+            raise Overloaded(held, int(TENANT_SHARE * bytes_left), what="bytes")
 
     def take(self, entry: HasSize) -> None:
         self._count(entry, 1)

@@ -1,10 +1,10 @@
 """
-Whose turn it is among those who wait: deficit round robin, where each pays for what it was given.
+Fair share among tenants: deficit round robin, charged after service.
 
-Each round everybody's credit rises by the same amount, and whoever has credit is served and charged what
-that costs. What a request costs is so not needed before it is known which of a tenant's requests goes. Of
-two who wait all the time, one never gets more than the other by above twice a round's credit and the
-dearest request; whoever comes back too soon finds the debt that it left.
+Each round adds the same credit to every waiting tenant. A tenant with credit is served and charged the cost,
+so the cost of a request need not be known before it is chosen. Of two tenants that wait all the time, one
+never gets more than the other by above two rounds' credit and the most expensive request. A tenant that
+returns soon keeps the debt that it left.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from collections import OrderedDict
 from collections.abc import Collection
 
 QUANTUM = 4096.0
-"""Credit of one round, in tokens: about what a usual request costs, so that turns alternate."""
+"""Credit per round, in tokens: about the cost of a usual request, so that tenants alternate."""
 
 DEBTS_LIMIT = 10_000
 
 
 class DeficitRoundRobin:
-    """Tenants that wait for turns, by name."""
+    """The fair share of tenants, by name."""
 
     def __init__(self, quantum: float = QUANTUM) -> None:
         self._quantum = quantum
         self._credit: OrderedDict[str, float] = OrderedDict()
-        """Of those who wait, in the order in which they are served when all have some."""
+        """Of waiting tenants, in the order of service when all have some."""
         self._granted = 0.0
-        """What everybody was given in all rounds."""
+        """Credit that each tenant was given in all rounds."""
         self._debts: OrderedDict[str, float] = OrderedDict()
-        """Who left with a debt -> it, as if no round had ever been."""
+        """Debt of tenants that left, as if no round had been."""
 
     def __contains__(self, tenant: str) -> bool:
         return tenant in self._credit
@@ -38,12 +38,12 @@ class DeficitRoundRobin:
         return len(self._credit)
 
     def join(self, tenant: str) -> None:
-        """The tenant waits from now on, and is the last in the round."""
+        """Add a tenant, last in the round."""
         debt = self._debts.pop(tenant, -math.inf)
         self._credit[tenant] = 0.0 if debt == -math.inf else min(0.0, debt + self._granted)
 
     def leave(self, tenant: str) -> None:
-        """It has nothing left that waits. Credit is lost, a debt is not, unless nobody waits any more."""
+        """Remove a tenant that has nothing queued. Its credit is lost; a debt stays while others wait."""
         credit = self._credit.pop(tenant)
         if not self._credit:
             self._debts.clear()
@@ -53,7 +53,7 @@ class DeficitRoundRobin:
                 self._debts.popitem(last=False)
 
     def next(self, skipped: Collection[str] = ()) -> str | None:
-        """Whose turn it is, of all but `skipped`; None if there is nobody. To ask changes nothing."""
+        """The next tenant except `skipped`; None if there is none. Changes nothing."""
         best, least = None, math.inf
         for tenant, credit in self._credit.items():
             if tenant in skipped:
@@ -66,7 +66,7 @@ class DeficitRoundRobin:
         return best
 
     def charge(self, tenant: str, cost: float) -> None:
-        """The tenant is served: the rounds until its turn have passed, for all."""
+        """Charge a served tenant; the rounds until its turn have passed for all."""
         rounds = self._rounds_until_served(self._credit[tenant])
         if rounds:
             self._give(rounds * self._quantum)

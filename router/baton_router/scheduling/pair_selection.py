@@ -1,16 +1,14 @@
 """
-The pair that answers soonest without making the others wait too much for it.
+Selection of the pair of workers that answers soonest without delaying other requests too much.
 
-For a prompt there are two ways: a prefill worker computes it and a decode worker takes over its blocks,
-or the decode worker does all by itself. What each way takes is predicted from what the workers have
-taught (`costs`), what they hold of the prompt (`prefix_index`) and what they are busy with (`bookings`).
-No threshold says when a prompt is short: a short or a cached one is sooner done where it is generated,
-and that falls out.
+A prompt is computed by a prefill worker, whose blocks a decode worker takes over, or by the decode worker
+itself (local prefill). The time of each option is predicted from learned costs (`costs`), cached prefixes
+(`prefix_index`) and booked work (`bookings`). No threshold defines a short prompt: a short or cached prompt
+is faster where it is generated, and the prediction shows it.
 
-The price of a way is its seconds for this request, and what it costs those behind it: the busier a
-worker, the more a second of it is worth. With little to do, the nearest cache wins; with much to do, the
-work is spread. What is here is arithmetic over plain figures; whoever calls it knows the workers by their
-numbers. It is done for every worker at every request, hence plain tuples.
+The price of an option is its seconds for this request, plus the delay that it causes for later requests: a
+second of a busy worker costs more. With little load the nearest cache wins; with much load the work spreads.
+This module is arithmetic over plain numbers and runs for every worker at every request, hence plain tuples.
 """
 
 from __future__ import annotations
@@ -23,30 +21,30 @@ from typing import NamedTuple
 from baton_router.workers.costs import NEVER
 
 CLOSE_S = 0.010
-"""Prices this close are equal: then the longest match wins, then the idler worker, then chance."""
+"""Prices this close are equal. Then the longest match wins, then the less busy worker, then chance."""
 
 MIN_CONGESTION = 2.0
 MAX_CONGESTION = 8.0
-"""What a second of a worker costs those behind, per second: at the least, and at the most."""
+"""Price of a worker's second for later requests, per second: minimum and maximum."""
 
 IDLE_WEIGHT = 1 + MIN_CONGESTION
-"""What a second costs where nothing waits."""
+"""Price of a second where nothing waits."""
 
 DISTURBANCE = 0.3
-"""How much of a prompt's time each stream loses that generates beside it."""
+"""Share of a prompt's time that each stream on the same worker loses."""
 
 CANDIDATES_PER_GROUP = 4
-"""Prefill and decode workers that are looked at pair by pair; the others cost more by themselves."""
+"""Prefill and decode workers that are compared pair by pair; the others cost more by themselves."""
 
 LOCAL_PREFILL = -1
-"""The prefill worker's number where the decode worker computes the prompt itself."""
+"""Number of the prefill worker where the decode worker computes the prompt."""
 
 PrefillOffer = tuple[float, float, int, int]
-"""Price, seconds to the prompt's end, tokens cached, prompts waiting."""
+"""Price, seconds to the end of the prompt, cached tokens, queued prompts."""
 
 DecodeOffer = tuple[float, float, float, float, int, int, int]
-"""Price whoever computes the prompt, price and seconds to the first token if it does so itself, seconds
-until it has room, tokens cached, streams, prompts waiting."""
+"""Price with a prefill worker; price and seconds to first token with local prefill; seconds until blocks are
+free; cached tokens; streams; queued prompts."""
 
 PlainOption = tuple[float, float, int, int, int, int]
 """A `PairOption` before it is chosen."""
@@ -57,11 +55,11 @@ class PairOption(NamedTuple):
 
     price_s: float
     first_token_s: float
-    """Predicted, from now."""
+    """Predicted seconds to the first token."""
     cached: int
-    """Tokens of the prompt that nobody computes."""
+    """Cached tokens of the prompt."""
     busy: int
-    """Requests ahead, to tell apart what costs the same."""
+    """Requests ahead, as a tiebreaker."""
     decode: int
     prefill: int
 
@@ -75,9 +73,9 @@ class WorkerGroup(NamedTuple):
 
 def prefill_offer(cached: int, backlog_s: float, waiting: int, compute_s: float) -> PrefillOffer:
     """
-    A worker that could compute the prompt, of which it holds `cached` tokens, in `compute_s`.
+    The offer of a worker that would compute the prompt, of which `cached` tokens are cached, in `compute_s`.
 
-    Before that it has to compute `waiting` prompts, for `backlog_s`.
+    It first computes `waiting` prompts, for `backlog_s`.
     """
     price = (
         backlog_s + (1 + congestion(waiting)) * compute_s if waiting else backlog_s + IDLE_WEIGHT * compute_s
@@ -91,25 +89,24 @@ def decode_offer(
     waiting: int,
     compute_s: float,
     streams: int,
-    room_s: float,
+    blocks_free_s: float,
     slowdown_s: float,
 ) -> DecodeOffer:
     """
-    A worker that could generate beside `streams` others, and compute the prompt as in `prefill_offer`.
+    The offer of a worker that would generate beside `streams` others; local prefill as in `prefill_offer`.
 
-    `room_s` passes until it has KV blocks for the request; the others lose `slowdown_s`, all together, by one
-    stream more.
+    KV blocks are free in `blocks_free_s`. One more stream slows the others down by `slowdown_s` in total.
     """
-    price = room_s + slowdown_s
-    first = backlog_s + compute_s + room_s
+    price = blocks_free_s + slowdown_s
+    first = backlog_s + compute_s + blocks_free_s
     if not streams and not waiting:
-        return price, price + backlog_s + IDLE_WEIGHT * compute_s, first, room_s, cached, 0, 0
-    alone = price + backlog_s + (1 + congestion(waiting) + streams * DISTURBANCE) * compute_s
-    return price, alone, first, room_s, cached, streams, waiting
+        return price, price + backlog_s + IDLE_WEIGHT * compute_s, first, blocks_free_s, cached, 0, 0
+    local_price = price + backlog_s + (1 + congestion(waiting) + streams * DISTURBANCE) * compute_s
+    return price, local_price, first, blocks_free_s, cached, streams, waiting
 
 
 def congestion(waiting: int) -> float:
-    """What a second of a worker with so many prompts waiting costs those behind, per second."""
+    """The price of a worker's second for later requests, with `waiting` queued prompts."""
     weight = MIN_CONGESTION + waiting
     return weight if weight < MAX_CONGESTION else MAX_CONGESTION
 
@@ -123,11 +120,11 @@ def pair_options(
     context: int,
 ) -> list[PlainOption]:
     """
-    The ways worth comparing, the cheapest first; at least one, if there are decode workers.
+    The options worth comparing, the cheapest first; at least one if there are decode workers.
 
-    Workers are numbered by their places in `decodes` and `prefills`. `transfer_s` is asked for some pairs of
-    a prefill and a decode worker. A decode worker that would compute more than `local_prefill_limit` of the
-    `context` tokens beside its streams is asked to only if nobody else can.
+    Workers are numbered by their index in `decodes` and `prefills`. `transfer_s` is called for some pairs of
+    a prefill and a decode worker. Local prefill of more than `local_prefill_limit` tokens is an option only
+    without a pair.
     """
     options: list[PlainOption] = []
     paired: set[int] = set()
@@ -138,11 +135,11 @@ def pair_options(
             for source in _cheapest(group.prefills, prefills):
                 price, computed, cached, waiting = prefills[source]
                 for target in targets:
-                    generating, _, _, room, _, streams, _ = decodes[target]
+                    generating, _, _, blocks_free, _, streams, _ = decodes[target]
                     moving = transfer_s(source, target)
                     if moving == NEVER:
                         continue
-                    first = computed + moving + room
+                    first = computed + moving + blocks_free
                     way = (price + moving + generating, first, cached, streams + waiting, target, source)
                     options.append(way)
             if len(options) > count:
@@ -155,7 +152,7 @@ def pair_options(
 
 
 def choose_option(options: Sequence[PlainOption], rng: random.Random) -> PairOption:
-    """The cheapest way; among those that cost about the same, the one with most cached, least busy."""
+    """The cheapest option; of those about as cheap, the one with most cached tokens, then the least busy."""
     limit = options[0][0] + CLOSE_S
     tied = [options[0]]
     _, _, most, least, _, _ = options[0]

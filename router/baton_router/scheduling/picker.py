@@ -17,103 +17,97 @@ from baton_router.tenants.tenants import TenantLimits
 
 
 class PickRequest(msgspec.Struct, frozen=True):
-    """One request that wants a worker."""
+    """A request for workers."""
 
     model: str | None
-    """None if it does not say: then any worker may have it, to refuse it in its own words."""
+    """None if unset: then any worker may serve it, and rejects it in its own words."""
     prompt: PromptChunks
     tried: tuple[str, ...] = ()
-    """Names of the workers that had it already and lost or refused it."""
+    """Names of workers that had it and lost or rejected it."""
     tenant: str = ""
-    """Its id."""
+    """Tenant id."""
     kind: str = "default"
-    """Its class."""
+    """Request class."""
     limits: TenantLimits | None = None
-    """What its tenant may use; None if there is no limit."""
+    """Limits of the tenant; None if unlimited."""
     objective_s: float | None = None
-    """Within which its first token is wanted; None if it does not say."""
+    """Target time to first token; None if unset."""
     streams: bool = True
-    """Whether the answer begins when the prompt is computed, and not when all of it is there."""
+    """Whether the response is streamed, so that it begins when the prompt is computed."""
     answer_tokens: int | None = None
-    """It wants at most so many; None if it does not say."""
+    """Maximum tokens of the answer; None if unset."""
     size: int = 0
-    """Bytes of its body."""
+    """Size of the body in bytes."""
     retried: bool = False
-    """Whether it was given to a worker before: then it goes first, and is let in in any case."""
+    """Whether a worker had it before: then it goes first and is always admitted."""
     resumed: bool = False
-    """Whether a stream goes on that broke off."""
+    """Whether it resumes a broken stream."""
     waited_s: float = 0.0
-    """Since it came for the first time, if it is to be counted."""
+    """Seconds since it first arrived, if they count."""
     digest: int = 0
-    """Of its body, by which it is recognized when its client sends it again; 0 if it is not to be."""
+    """Digest of the body, which recognizes a client's retry; 0 disables this."""
     explain: bool = False
-    """Whether to say what the ways cost."""
+    """Whether to return the costs of the options."""
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """Where the request goes. Whoever has one lets it go, whatever becomes of the request."""
+    """The workers of a request. Its holder must release it, whatever happens."""
 
     number: int
-    """Of the decision, in this scheduler."""
+    """Number of the decision in this scheduler."""
     decode: str
-    """Name of the worker that answers, which is its address: `host:port`."""
+    """Name of the worker that answers, its `host:port`."""
     prefill: str
-    """Name of the worker that computes the prompt for it; empty if it does so itself."""
+    """Name of the worker that computes the prompt; empty for local prefill."""
     control: str
-    """That one's control address, for the decode worker."""
+    """Control address of the prefill worker."""
     summary: bytes
-    """The decision, for a header of the answer."""
+    """The decision, as a response header."""
     first_token_timeout_s: float = 0.0
-    """Seconds for the first token after which another worker may be asked; 0 if there is none, or nobody can
-    tell."""
+    """Seconds to the first token after which another worker may be tried; 0 disables this."""
     step_s: float = 0.0
-    """Seconds from one token to the next, as the worker says; 0 if it does not."""
+    """Seconds between tokens, as the worker reports; 0 if unknown."""
     has_alternative: bool = False
-    """Whether another worker could have had the request."""
+    """Whether another worker could serve the request."""
     first_token_s: float = 0.0
-    """Seconds from the decision to the first token, predicted; 0 if nobody did."""
+    """Predicted seconds from the decision to the first token; 0 if unknown."""
     costs: str = ""
-    """The cheapest ways with what each costs, if that was asked for."""
+    """The cheapest options with their costs, if requested."""
 
 
 class Picker(Protocol):
     """
-    Gives requests to workers, and wants to hear what becomes of each.
+    Assigns requests to workers and learns from what happens to them.
 
     After `pick` come, in this order and at most once each: `began` or `full`, then perhaps `failed`, and in
-    any case `release`.
-    Only `pick` may wait; the others tell, and what they tell may arrive later.
+    any case `release`. Only `pick` may wait.
     """
 
     async def pick(self, request: PickRequest) -> Grant:
         """
-        The worker that has the request from now on.
+        The workers that have the request from now on.
 
-        Raises ModelNotFound, PoisonRequest, or NotReady if nobody is there who did not have it yet.
-        Cancelled, it leaves nothing behind.
+        Raises ModelNotFound, PoisonRequest, or NotReady if no untried worker is left. Cancellation has no
+        side effects.
         """
         ...
 
     def began(self, grant: Grant, report: PromptReport | None) -> None:
-        """The worker answers, whatever it says, and `report` is what it says of the prompt."""
+        """The response has begun; `report` describes the prompt."""
         ...
 
     def failed(self, grant: Grant, *, crashed: bool = False) -> None:
         """
-        The worker was lost: it could not be reached, broke off, or said nothing for too long.
+        The worker was lost: unreachable, broken off, or silent for too long.
 
-        `crashed`: it died or stopped while it had the request, which may be why.
+        `crashed`: it died or hung while it had the request, which may be the reason.
         """
         ...
 
     def full(self, grant: Grant) -> None:
-        """The worker is well, but has no room for the request."""
+        """The worker is healthy, but has no capacity for the request."""
         ...
 
     def release(self, grant: Grant, *, complete: bool, tokens: int | None = None) -> None:
-        """
-        Nobody waits for the worker any more; `complete` if its answer was whole and good.
-
-        `tokens` are those that it generated, if somebody has counted them.
-        """
+        """The request has ended; `complete` if its response was whole. `tokens` it generated, if counted."""
         ...

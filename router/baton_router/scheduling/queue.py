@@ -1,12 +1,11 @@
 """
-Requests wait here, not in the engines, until a worker is free for them.
+The queue: requests wait here, not in the engines, until a worker has capacity.
 
-A worker that has little left to compute is given the next prompt just before it is done; all other prompts
-can still be put in another order, go elsewhere, or leave without a trace. While a worker is free and nobody
-waits for it who would be asked first, a request passes at once: an idle cluster adds no delay, nor does a
-batch that waits. Who goes next is the waiting room's to say,
-and where to is the dispatcher's, asked again each time that something has changed; what is here is when to
-ask, and what becomes of those who wait in vain.
+A worker gets the next prompt shortly before it would be idle. All other prompts can still be reordered, go to
+another worker, or leave without a trace. A request passes at once if a worker is free and no queued request
+goes before it: an idle cluster adds no delay, nor does a waiting batch. The waiting room decides the order,
+the dispatcher the pair of workers. This module decides when to check, and what happens to requests that time
+out.
 """
 
 from __future__ import annotations
@@ -37,22 +36,22 @@ from baton_router.scheduling.waiting_room import LEVELS
 from baton_router.settings import RouterSettings
 
 TICK_S = 0.1
-"""The longest time that passes between two looks while somebody waits: workers change without a word."""
+"""Maximum seconds between two checks while a request waits: workers change without notice."""
 
 LEAST_TICK_S = 0.005
 
 ANSWER_COST = 3.0
-"""What a token of an answer costs against one of a prompt, in the tenant's account."""
+"""Cost of an answer token against a prompt token, charged to the tenant."""
 
 ENTRY_BYTES = 2048
-"""Of memory for a request that waits, beside its body."""
+"""Memory of a queued request besides its body."""
 
 INTERACTIVE = "interactive"
 BATCH = "batch"
 
 
 class Queue:
-    """All who wait. Belongs to one event loop."""
+    """All queued requests. Belongs to one event loop."""
 
     def __init__(self, settings: RouterSettings, dispatcher: Dispatcher, clock: Callable[[], float]) -> None:
         self._settings = settings
@@ -60,38 +59,38 @@ class Queue:
         self._clock = clock
         self._numbers = itertools.count()
         self._pools: dict[Hashable, RequestPool] = {}
-        """By the decode workers that they can go to; by the model for those who can go to none."""
+        """By the decode workers that can serve them; by model while none can."""
         self._capacity = QueueCapacity(settings.queue_requests, settings.queue_bytes)
         self._unreported: list[tuple[float, int, Dispatch]] = []
-        """Requests of whose prompt nobody says when it is computed, by when that should be; a heap."""
+        """Requests whose prompt's end is not reported, by its predicted time; a heap."""
         self._timer: asyncio.Handle | None = None
         self._due = 0.0
-        """When it fires; uvloop's handle of what is due at once does not know."""
+        """When the timer fires; uvloop's handle of a due call does not know it."""
         self.rejects: Counter[str] = Counter()
-        """Who was not served, by reason."""
+        """Rejected requests, by reason."""
         self.demand: Counter[str] = Counter()
-        """Tokens that requests asked for when they came, by kind."""
+        """Tokens that arriving requests need, by kind."""
 
     def __len__(self) -> int:
         return len(self._capacity)
 
     def count(self, level: int) -> int:
-        """How many of one class wait."""
+        """Queued requests of one class."""
         return sum(pool.room.count(level) for pool in self._pools.values())
 
     def oldest(self, level: int) -> float | None:
-        """When the one of this class arrived that has waited for longest; None if there is none."""
+        """Arrival of the oldest request of this class; None if there is none."""
         oldest = (pool.room.oldest(level) for pool in self._pools.values())
         return min((arrived for arrived in oldest if arrived is not None), default=None)
 
     @property
     def held(self) -> int:
-        """Requests that wait and could go nowhere when that was asked last."""
+        """Queued requests that no worker could serve at the last check."""
         return sum(entry.plan is None for entry in self._entries())
 
     @property
     def queued_tokens(self) -> int:
-        """Of the prompts that wait, not cached as far as one can tell."""
+        """Uncached prompt tokens of queued requests."""
         return sum(entry.prompt_tokens for entry in self._entries())
 
     def _entries(self) -> Iterator[QueuedRequest]:
@@ -100,10 +99,10 @@ class Queue:
 
     async def dispatch(self, request: PickRequest) -> Dispatch:
         """
-        Give the request to a worker, as soon as one is free and nobody goes before it.
+        Assign the request to workers as soon as they have capacity and no other request goes first.
 
-        Raises NotInTime or Overloaded if it is better refused, ModelNotFound, and NotReady if nobody is there
-        who did not have it yet.
+        Raises NotInTime or Overloaded if the request is rejected, ModelNotFound, and NotReady if every worker
+        was tried.
         """
         now = self._clock()
         if self._unreported:
@@ -126,7 +125,7 @@ class Queue:
         return await self._wait(request, dispatch, now)
 
     def _must_wait(self, request: PickRequest, dispatch: Dispatch, now: float) -> bool:
-        """Whether somebody waits who is to be asked before a request that comes now."""
+        """Whether a queued request goes before a request that arrives now."""
         if not self._capacity:
             return False
         slots = {state.slot for state in dispatch.candidates.decode_states}
@@ -139,7 +138,7 @@ class Queue:
         )
 
     def _count_demand(self, request: PickRequest, plan: Dispatch | None) -> None:
-        """Count what a request wants when it comes for the first time, whatever becomes of it."""
+        """Count the tokens of a request when it arrives for the first time."""
         if request.retried or request.tried:
             return
         self.demand["prompt"] += prompt_tokens(request, plan)
@@ -149,12 +148,12 @@ class Queue:
         self.demand["answer"] += round(self._answer_tokens(request))
 
     def _answer_tokens(self, request: PickRequest) -> float:
-        """That its answer is expected to have."""
+        """Expected tokens of the answer."""
         expected = self._dispatcher.answer_tokens
         return expected if request.answer_tokens is None else min(request.answer_tokens, expected)
 
     def changed(self) -> None:
-        """A worker may be free now that was not."""
+        """Check the queue soon: a worker may have become free."""
         if self._capacity:
             self._check_in(0.0)
 
@@ -209,7 +208,7 @@ class Queue:
         )
 
     def _max_wait_s(self, request: PickRequest, limits: WaitLimits) -> float:
-        """For how long a request waits that can go nowhere."""
+        """Maximum wait of a request that no worker can serve."""
         settings = self._settings
         if not settings.hold_s:
             return min(limits.max_wait_s, settings.recovery_s)
@@ -217,7 +216,7 @@ class Queue:
         return settings.hold_s if request.objective_s is None else min(limits.max_wait_s, settings.hold_s)
 
     def _admit(self, entry: QueuedRequest, pool: RequestPool, now: float) -> None:
-        """Raise what tells the client that to wait is no use."""
+        """Raise the reason if waiting is useless."""
         try:
             self._capacity.refuse(entry)
         except Overloaded:
@@ -228,15 +227,15 @@ class Queue:
         states = entry.plan.candidates.prefill_states or entry.plan.candidates.decode_states
         soonest = min(state.prefills.backlog_s(now) for state in states)
         entry.predicted_s = soonest + pool.room.seconds_before(entry) / len(states)
-        room_s = self._dispatcher.blocks_free_s(entry.plan)
-        predicted = pool.pace.corrected(entry.predicted_s) + room_s + entry.best_s
+        blocks_free_s = self._dispatcher.blocks_free_s(entry.plan)
+        predicted = pool.pace.corrected(entry.predicted_s) + blocks_free_s + entry.best_s
         limits = WaitLimits(entry.objective_s, entry.max_wait_s)
-        if too_late(entry.request.kind, limits, predicted, room_s, pool.tolerance.times):
+        if too_late(entry.request.kind, limits, predicted, blocks_free_s, pool.tolerance.times):
             self.rejects["late"] += 1
             raise NotInTime(predicted, min(entry.objective_s, entry.max_wait_s))
 
     def _check_in(self, seconds: float) -> None:
-        """Look who can go, in so many seconds or before."""
+        """Check the queue in `seconds` or earlier."""
         loop = asyncio.get_running_loop()
         due = loop.time() + seconds
         if self._timer is not None:
@@ -264,7 +263,7 @@ class Queue:
             self._check_in(max(LEAST_TICK_S, min(soonest, due)))
 
     def _offer_to_waiting(self, pool: RequestPool, now: float) -> None:
-        """Ask those who wait whether they go, for as long as there is one who could."""
+        """Offer the workers to queued requests while one of them could go."""
         ahead: dict[int, float] = {}
         wakeup, all_checked, most = QueueWakeup(), True, self._settings.prefill_tokens
 
@@ -310,7 +309,7 @@ class Queue:
         return True
 
     def _replan(self, entry: QueuedRequest, ahead: dict[int, float], now: float) -> Dispatch | None:
-        """Where it would go now; None if nowhere, and then it may have been told so."""
+        """Where it would go now; None if nowhere, in which case its future may hold the error."""
         request = entry.request
         entry.plan, entry.planned = None, now
         try:
@@ -327,7 +326,7 @@ class Queue:
         return entry.plan
 
     def _learn(self, pool: RequestPool, entry: QueuedRequest, now: float, *, in_vain: bool = False) -> None:
-        """It has waited for so long. Those who gave up count too, or all would seem to wait for less."""
+        """Record a wait. Timeouts count too; without them, waits would look shorter."""
         if entry.predicted_s > NEARLY_DONE_S:
             pool.pace.learn(entry.predicted_s, now - entry.arrived)
         if entry.request.kind == INTERACTIVE:
@@ -352,7 +351,7 @@ class Queue:
             heappush(self._unreported, (now + dispatch.option.first_token_s, dispatch.number, dispatch))
 
     def _assume_computed(self, now: float) -> None:
-        """Nobody says when the prompt of an answer that comes whole is computed: it is when it should be."""
+        """Treat prompts of unstreamed answers as computed at the predicted time; no worker reports it."""
         while self._unreported and self._unreported[0][0] <= now:
             self._dispatcher.computed(heappop(self._unreported)[2], now)
 

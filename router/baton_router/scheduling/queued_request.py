@@ -21,18 +21,18 @@ from baton_router.scheduling.waiting_room import WaitingRoom
 from baton_router.workers.worker_state import WorkerState
 
 NEARLY_DONE_S = 0.020
-"""A worker with less left to compute is free: the next prompt arrives before it would idle."""
+"""A worker with less left to compute counts as free: the next prompt arrives before it is idle."""
 
 BATCHED_PROMPTS_S = 0.25
-"""Predicted seconds of prompts, one after the other, that a worker has at a time at most, if that is many
-short ones: it computes them together, in about the time of one."""
+"""Predicted seconds, one after the other, of short prompts that a worker may have at a time. It computes them
+together, in about the time of one."""
 
 BATCH_FREE_SHARE = 0.1
-"""Share of a decode worker's KV blocks that work which nobody waits for leaves free."""
+"""Share of a decode worker's KV blocks that requests of class batch leave free."""
 
 
 def has_capacity(state: WorkerState, tokens: int, most: int, now: float) -> bool:
-    """Whether it can be given a prompt with so many tokens to compute, where `most` are given at a time."""
+    """Whether the worker can take a prompt with `tokens` to compute; it gets at most `most` at a time."""
     prefills = state.prefills
     if not prefills.waiting:
         return True
@@ -40,7 +40,7 @@ def has_capacity(state: WorkerState, tokens: int, most: int, now: float) -> bool
 
 
 def busy_s(state: WorkerState, now: float) -> float:
-    """Seconds until it has so little left that it can be given more; 0 or less if it can be now."""
+    """Seconds until the worker can take more; 0 or less if it can now."""
     prefills = state.prefills
     if not prefills.waiting or not state.prefill_cost.taught:
         return 0.0  # of one that has said nothing yet, or never will, only the tokens are counted
@@ -51,63 +51,63 @@ def busy_s(state: WorkerState, now: float) -> float:
 
 
 def has_spare_blocks(state: WorkerState) -> bool:
-    """Whether work that nobody waits for may be generated there."""
+    """Whether the worker may generate for class batch."""
     return not state.streams.count or state.free_blocks >= BATCH_FREE_SHARE * state.total_blocks
 
 
 class QueueWakeup:
-    """Of the requests that wait for the same workers."""
+    """Decides whether one of a pool's requests might go."""
 
     __slots__ = ("_least", "_replan_at")
 
     def __init__(self) -> None:
         self._least: dict[WorkerState, int] = {}
-        """Tokens to compute of the smallest prompt that was meant for it."""
+        """Tokens of the smallest prompt planned for each worker."""
         self._replan_at = math.inf
-        """When the first of them may want another."""
+        """Time from which a request may prefer another worker."""
 
     def add(self, state: WorkerState, tokens: int, replan_at: float) -> None:
-        """One more with so many tokens to compute, who may want another worker from `replan_at` on."""
+        """Add a request with `tokens` to compute, which may prefer another worker from `replan_at` on."""
         self._least[state] = min(tokens, self._least.get(state, tokens))
         self._replan_at = min(replan_at, self._replan_at)
 
     def add_unplanned(self) -> None:
-        """One more for whom there was no worker, and for whom one has to be looked for."""
+        """Add a request without a worker; it must be planned at the next check."""
         self._replan_at = -math.inf
 
     def may_go(self, most: int, now: float) -> bool:
-        """Whether one of them might be taken, by workers that are given `most` tokens at a time."""
+        """Whether a request might be taken by workers that get `most` tokens at a time."""
         if now >= self._replan_at:
             return True
         return any(has_capacity(state, tokens, most, now) for state, tokens in self._least.items())
 
     def seconds_until_free(self, now: float) -> float:
-        """Seconds until the first of these workers that has too much left has not."""
+        """Seconds until the first busy worker is free."""
         return min((left for state in self._least if (left := busy_s(state, now)) > 0), default=math.inf)
 
 
 REPLAN_S = 0.25
-"""For so long a request that waits for a busy worker is believed to want no other."""
+"""Seconds for which a request keeps its planned worker."""
 
 BYTES_PER_TOKEN = 4
-"""Of prompts, as long as no worker is there to have said it."""
+"""Of prompts, before a worker has reported it."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueuedRequest(QueueEntry):
-    """One request that waits, and who waits for it."""
+    """A queued request and the future that its client awaits."""
 
     request: PickRequest
     future: asyncio.Future[Dispatch]
     plan: Dispatch | None
-    """Where it would have gone when that was asked last; None if nowhere."""
+    """The last plan; None if no worker could serve it."""
     planned: float
     predicted_s: float = 0.0
-    """Until it goes, uncorrected."""
+    """Predicted wait, uncorrected."""
 
     @property
     def replan_at(self) -> float:
-        """From when on it is worth asking where it would go now."""
+        """Time from which to plan again."""
         return self.planned + REPLAN_S
 
     @property
@@ -115,7 +115,7 @@ class QueuedRequest(QueueEntry):
         return prompt_tokens(self.request, self.plan)
 
     def register_wakeup(self, wakeup: QueueWakeup) -> None:
-        """Leave word of where it is going to go."""
+        """Register the planned worker with the wake-up."""
         if self.plan is None:
             wakeup.add_unplanned()
         else:
@@ -123,7 +123,7 @@ class QueuedRequest(QueueEntry):
 
 
 class RequestPool:
-    """Those who wait for the same workers."""
+    """Requests that wait for the same workers."""
 
     __slots__ = ("pace", "room", "tolerance", "wakeup")
 
@@ -135,5 +135,5 @@ class RequestPool:
 
 
 def prompt_tokens(request: PickRequest, plan: Dispatch | None) -> int:
-    """Tokens to compute, as far as one can tell."""
+    """Tokens to compute, estimated."""
     return plan.uncached if plan else max(1, request.prompt.bytes // BYTES_PER_TOKEN)

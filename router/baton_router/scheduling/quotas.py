@@ -24,38 +24,38 @@ from baton_router.workers.worker_state import BYTES_PER_TOKEN
 
 @dataclass(slots=True)
 class QuotaReservation:
-    """What one request may use. It is cancelled or settled, once."""
+    """Expected use of one request. It is cancelled or settled, once."""
 
     quota: TenantQuota
     prompt: int
     answer: int
     anew: bool
-    """Whether it was admitted here, and had not been before."""
+    """Whether it was admitted here, and not resumed."""
 
     def cancel(self, now: float) -> None:
-        """It was refused for another reason."""
+        """Undo the reservation: the request was rejected for another reason."""
         if self.anew:
             self.quota.cancel(self.prompt + self.answer, now)
         else:
             self.quota.settle(self.prompt + self.answer, 0, now)
 
     def settle(self, prompt: int, answer: int | None, now: float) -> None:
-        """It has ended. `answer` is None if nobody has counted its tokens."""
+        """Settle at the end. `answer` is None if its tokens were not counted."""
         used = prompt + (self.answer if answer is None else answer)
         self.quota.settle(self.prompt + self.answer, used, now)
 
 
 class Quotas:
-    """Of all tenants that have limits."""
+    """The quotas of all tenants with limits."""
 
     def __init__(self, rejects: Counter[str], answer_tokens: Callable[[], float]) -> None:
-        """Refusals are counted in `rejects`. `answer_tokens` says how many answers usually have."""
+        """Rejections are counted in `rejects`. `answer_tokens` gives the usual length of an answer."""
         self._rejects = rejects
         self._answer_tokens = answer_tokens
         self._quotas: dict[str, TenantQuota] = {}
 
     def open(self, tenant: str) -> int:
-        """How many requests of a tenant are admitted and have not ended."""
+        """Admitted requests of a tenant that have not ended."""
         quota = self._quotas.get(tenant)
         return quota.open if quota else 0
 
@@ -82,7 +82,7 @@ MINUTE_S = 60.0
 
 
 class TokenBucket:
-    """So many of something in a minute."""
+    """A rate limit per minute."""
 
     __slots__ = ("_filled", "_level", "size")
 
@@ -92,35 +92,35 @@ class TokenBucket:
         self._filled = now
 
     def level(self, now: float) -> float:
-        """What can be taken; below 0 for a debt."""
+        """Available amount; below 0 for a debt."""
         passed = max(0.0, now - self._filled)
         self._filled = max(self._filled, now)
         self._level = min(self.size, self._level + passed * self.size / MINUTE_S)
         return self._level
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until so much is there, or the bucket is full; 0 if it is now."""
+        """Seconds until `amount` is available or the bucket is full; 0 if now."""
         missing = min(amount, self.size) - self.level(now)
         return max(0.0, missing * MINUTE_S / self.size)
 
     def take(self, amount: float, now: float) -> None:
-        """Whether or not it is there. A negative amount is given back; what does not fit is lost."""
+        """Take without a check. A negative amount is returned; the surplus is lost."""
         self._level = min(self.size, self.level(now) - amount)
 
 
 @dataclass(frozen=True, slots=True)
 class QuotaRejection:
-    """The limit that a request meets."""
+    """The limit that a request exceeds."""
 
     limit: str
     """`requests`, `tokens` or `streams`."""
     most: int
     wait_s: float
-    """Until it would be admitted, if nobody else came; a guess where others have to end first."""
+    """Seconds until it would be admitted without competition; a guess for streams."""
 
 
 STREAM_WAIT_S = 1.0
-"""What is guessed for the end of one of the tenant's own requests."""
+"""Guessed seconds until one of the tenant's own requests ends."""
 
 
 class TenantQuota:
@@ -133,10 +133,10 @@ class TenantQuota:
         self._requests = _bucket(limits.requests_per_minute, now)
         self._tokens = _bucket(limits.tokens_per_minute, now)
         self.open = 0
-        """Requests that were admitted and have not ended."""
+        """Admitted requests that have not ended."""
 
     def admit(self, tokens: int, now: float) -> QuotaRejection | None:
-        """Take one request of so many tokens, or say what forbids it and take nothing."""
+        """Take one request of `tokens`, or return the exceeded limit and take nothing."""
         limits = self.limits
         if limits.streams is not None and self.open >= limits.streams:
             return QuotaRejection("streams", limits.streams, STREAM_WAIT_S)
@@ -150,25 +150,25 @@ class TenantQuota:
         return None
 
     def reopen(self, tokens: int, now: float) -> None:
-        """A request that was admitted goes on elsewhere: it uses tokens, and is not asked whether it may."""
+        """Charge a resumed request, without a check."""
         self.open += 1
         if self._tokens is not None:
             self._tokens.take(tokens, now)
 
     def settle(self, reserved: int, used: int, now: float) -> None:
-        """A request ends for which `reserved` tokens were taken, and which used so many."""
+        """End a request that reserved `reserved` tokens and used `used`."""
         self.open -= 1
         if self._tokens is not None:
             self._tokens.take(used - reserved, now)
 
     def cancel(self, reserved: int, now: float) -> None:
-        """A request was admitted here and then refused for another reason: it never was."""
+        """Undo the admission of a request that was rejected for another reason."""
         self.settle(reserved, 0, now)
         if self._requests is not None:
             self._requests.take(-1, now)
 
     def limited(self, limits: TenantLimits, now: float) -> None:
-        """Its limits are others from now on. What was used of a bucket stays used."""
+        """Apply new limits; what was used stays used."""
         self._requests = _resized(self._requests, limits.requests_per_minute, now)
         self._tokens = _resized(self._tokens, limits.tokens_per_minute, now)
         self.limits = limits

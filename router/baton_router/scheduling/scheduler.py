@@ -1,9 +1,8 @@
 """
-The one place that knows the workers and gives requests to them.
+The scheduler: the only place that knows the workers and assigns requests to them.
 
-A process that holds clients' connections asks it through `picker.Picker` and is told an address. What the
-workers hold, do and cost (`knowledge`), what was decided (`dispatcher`), how they are (`workers`): it is
-all here, so that decisions made for one client count for the next.
+A process with client connections calls it through `picker.Picker` and gets an address. Worker states,
+decisions and health are all here, so that decisions for one client count for the next.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class RequestScheduler:
         self._clock = clock
         self.background = BackgroundTasks()
         self.wanted_at = -math.inf
-        """When a request last came that somebody waits for: one of any class but batch."""
+        """Time of the last request of a class other than batch."""
         self.workers = workers = Workers()
         weights = RevisionWeights(settings.revision_weight, settings.revision_weights_file)
         measured = [profiles.read(one) for one in settings.profile]
@@ -79,20 +78,20 @@ class RequestScheduler:
         workers.hold_models = settings.hold_models
 
     def start(self) -> None:
-        """Begin to look at the workers and to hear their events. `background` runs it until it is stopped."""
+        """Start health checks, KV events, discovery and draining; `background` runs them."""
         background = self.background
         looking = partial(health_checks.watch, self.workers, self._settings, self._clock, background)
         background.start(BackgroundTask.HEALTH_CHECKS, looking)
         background.start(BackgroundTask.KV_EVENTS, self.kv_subscribers.watch)
         background.start(
-            BackgroundTask.DISCOVERY, partial(self._sources.follow, self.registration.on_workers, background)
+            BackgroundTask.DISCOVERY, partial(self._sources.watch, self.registration.on_workers, background)
         )
         background.start(BackgroundTask.DRAINING, self._drain)
 
     async def _drain(self) -> None:
         while True:
             with self.background.guard(BackgroundTask.DRAINING):
-                self.registration.tend()
+                self.registration.release_expired()
             await asyncio.sleep(DRAIN_CHECK_S)
 
     async def pick(self, request: PickRequest) -> Grant:
@@ -186,6 +185,6 @@ class RequestScheduler:
         return first_token_timeout_s(dispatch.option.first_token_s, self._settings.first_byte_s)
 
     def _computed(self, dispatch: Dispatch) -> None:
-        """The prefill worker has done its part, or will not."""
+        """The prefill worker has finished its part, or will not."""
         if dispatch.pair.prefill is not None and dispatch.first_byte is None and dispatch.ended is None:
             dispatch.pair.prefill.in_flight -= 1

@@ -17,40 +17,40 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 AGING = 0.1
-"""Seconds of prediction that a second of waiting makes up for."""
+"""Seconds of prediction that one second of waiting outweighs."""
 
 
 MARGIN = 0.1
-"""Share of its objective that a request must have left when it goes: those that go in the last moment, as
-they do when there is much to do, would all miss it by a little."""
+"""Share of the objective that must be left when a request is sent. Requests sent at the last moment, as they
+are under load, would all miss it by a little."""
 
 
 @dataclass(slots=True, eq=False)
 class QueueEntry:
-    """One request that waits. Times are of the router's clock."""
+    """One queued request. Times are of the router's clock."""
 
     number: int
-    """Later ones have higher numbers."""
+    """Later requests have higher numbers."""
     tenant: str
     level: int
-    """Of its class, 0 for the most urgent."""
+    """Class, 0 for the most urgent."""
     arrived: float
     best_s: float
-    """Predicted to the first token, were it sent now to a worker that is free."""
+    """Predicted seconds to the first token on a free worker."""
     cost: float
-    """In tokens, for the tenant's account."""
+    """In tokens, charged to the tenant."""
     size: int
     """Bytes of memory."""
     objective_s: float = math.inf
     """To the first token, from its arrival."""
     max_wait_s: float = math.inf
-    """After which it gives up, from its arrival."""
+    """Maximum wait from the arrival on."""
     retried: bool = False
-    """Whether it was sent before and came back."""
+    """Whether a worker had it before."""
     missed: bool = False
-    """Whether it cannot meet its objective any more."""
+    """Whether its objective can no longer be met."""
     starved: bool = False
-    """Whether it has waited for longer than anybody of its class should."""
+    """Whether it waited longer than the limit of its class."""
 
     @property
     def deadline(self) -> float:
@@ -59,7 +59,7 @@ class QueueEntry:
 
     @property
     def first(self) -> bool:
-        """Whether it goes before its tenant's others."""
+        """Whether it goes before the tenant's other requests."""
         return self.retried or self.starved
 
     @property
@@ -69,7 +69,7 @@ class QueueEntry:
 
     @property
     def urgent_from(self) -> float:
-        """When its slack is no longer than it would take itself."""
+        """Time from which its slack is shorter than its own computation."""
         return self.deadline - 2 * self.best_s
 
 
@@ -86,7 +86,7 @@ class TenantQueue:
         self._last: SortedList[QueueEntry] = SortedList()
         """Those that have missed it."""
         self.seconds = 0.0
-        """What all of them would take."""
+        """Predicted seconds of all requests."""
 
     def __len__(self) -> int:
         return len(self._first) + len(self._ranked) + len(self._last)
@@ -114,7 +114,7 @@ class TenantQueue:
         self.seconds = self.seconds - entry.best_s if len(self) else 0.0
 
     def ordered(self, now: float) -> Iterator[QueueEntry]:
-        """Each once, in the order in which they go; they may leave meanwhile."""
+        """Each entry once, in the order of service; entries may leave meanwhile."""
         yield from self._first.ascending()
         urgent = self._urgent_ones(now)
         yield from urgent
@@ -125,7 +125,7 @@ class TenantQueue:
         yield from self._last.ascending()
 
     def seconds_before(self, entry: QueueEntry) -> float:
-        """What those would take that go before `entry`, were it added; urgency aside."""
+        """Predicted seconds of entries before `entry`, were it added; urgency aside."""
         total = 0.0
         for other in self._first.ascending():
             if entry.first and other.arrived > entry.arrived:
@@ -149,7 +149,7 @@ Item = TypeVar("Item")
 
 
 class SortedList(Generic[Item]):
-    """Things by a key and a number; two of the same key are told apart, and ordered, by their numbers."""
+    """Items sorted by a key and a number."""
 
     __slots__ = ("_items", "_keys")
 
@@ -174,7 +174,7 @@ class SortedList(Generic[Item]):
         return True
 
     def ascending(self) -> Iterator[Item]:
-        """The smallest key first. What comes and goes meanwhile, before or behind, disturbs nothing."""
+        """Smallest key first. Items may be added and removed meanwhile."""
         place = 0
         while place < len(self._keys):
             key, number = self._keys[place]
@@ -182,10 +182,10 @@ class SortedList(Generic[Item]):
             place = bisect_left(self._keys, (key, number + 1))
 
     def up_to(self, key: float) -> list[Item]:
-        """All with this key or a smaller one."""
+        """All items with this key or a smaller one."""
         return self._items[: bisect_left(self._keys, (key, 1 << 62))]
 
     @property
     def first(self) -> tuple[float, Item] | None:
-        """The smallest key and what has it."""
+        """The smallest key and its item."""
         return (self._keys[0][0], self._items[0]) if self._keys else None

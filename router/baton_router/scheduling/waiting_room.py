@@ -1,12 +1,11 @@
 """
-Who waits for a worker, and who goes next: classes before tenants, tenants by turns, then the shortest.
+The order of queued requests: classes first, then tenants by fair share, then the shortest prompt.
 
-The classes are strict: a lower one is offered what the higher ones could not use. Strict does not mean for
-ever: while somebody of a class has waited for 30 seconds, every fourth turn is that class's. Whose turn it is
-within it is for its tenants' accounts to say even then, so that nobody gains by sending much. The lowest
-class is for work that nobody waits for: it goes only while nothing else is here, and cannot starve.
+Classes are strict: a lower class is offered what higher classes cannot use. While a request of a class has
+waited for 30 seconds, every fourth turn goes to that class; its tenants still share fairly, so flooding gains
+nothing. The lowest class, batch, goes only while nothing else waits, and cannot starve.
 
-An entry leaves exactly once: it is taken, discarded, or gives up.
+An entry leaves exactly once: it is taken, discarded, or times out.
 """
 
 from __future__ import annotations
@@ -21,33 +20,32 @@ from baton_router.tenants.tenants import CLASSES
 LEVELS: dict[str, int] = {name: level for level, name in enumerate(CLASSES)}
 LOWEST = LEVELS["batch"]
 INTERACTIVE = LEVELS["interactive"]
-"""The lowest class whose clients sit and wait."""
+"""The lowest class whose clients wait interactively."""
 
 STARVED_S = 30.0
-"""Of waiting, after which a class starves; and a request, if it is of one whose clients sit and wait."""
+"""Wait in seconds after which a class starves, and an interactive request."""
 
 MAX_WAIT_SHARE = 0.8
-"""Of its patience, after which a request of another class starves: it would soon have waited in vain. Sooner
-promotion turns an overload into first come, first served, which makes everybody wait."""
+"""Share of its maximum wait after which a request of another class starves. Earlier promotion turns an
+overload into first come, first served, which delays everybody."""
 
 STRICT_TURNS = 3
-"""Between two turns of a class that starves."""
+"""Turns between two turns of a starving class."""
 
 WINDOW = 256
-"""Who waits and is asked at a time, at most: what is asked costs the router a choice each."""
+"""Maximum entries offered at a time; each costs one choice of workers."""
 
 
 class WaitingRoom:
-    """The requests that wait for workers of one kind."""
+    """Requests that wait for the same workers."""
 
     def __init__(self, quantum: float = QUANTUM) -> None:
         self._classes = tuple(_ClassQueues(quantum) for _ in CLASSES)
         self._alarms: SortedList[QueueEntry] = SortedList()
-        """By the time at which something is to happen to them."""
+        """Entries by the time of their next change."""
         self._alarms_by_entry: dict[QueueEntry, float] = {}
-        """Of all that are here."""
         self._strict_turns = 0
-        """Since a class that starves had one."""
+        """Turns since a starving class had one."""
 
     def __len__(self) -> int:
         return len(self._alarms_by_entry)
@@ -66,7 +64,7 @@ class WaitingRoom:
         self._set_alarm(entry)
 
     def discard(self, entry: QueueEntry) -> bool:
-        """It goes, for whatever reason; whether it was here."""
+        """Remove an entry. Returns whether it was queued."""
         if entry not in self._alarms_by_entry:
             return False
         self._alarms.remove(self._alarms_by_entry.pop(entry), entry.number)
@@ -74,12 +72,12 @@ class WaitingRoom:
         return True
 
     def oldest(self, level: int) -> float | None:
-        """When the one of this class arrived that has waited for longest; None if there is none."""
+        """Arrival of the oldest entry of this class; None if there is none."""
         first = self._classes[level].arrivals.first
         return first and first[0]
 
     def precedes(self, level: int, now: float) -> bool:
-        """Whether one of those who wait is to be asked before a request of this class that comes now."""
+        """Whether a queued request goes before a request of this class that arrives now."""
         for number, one in enumerate(self._classes):
             if one.count and (number <= level or self._starves(number, now)):
                 return True
@@ -89,9 +87,9 @@ class WaitingRoom:
         self, take: Callable[[QueueEntry], bool], more: Callable[[], bool], now: float, most: int = WINDOW
     ) -> int:
         """
-        Ask those who wait, in their order, each once, whether they go; gives how many went.
+        Offer queued entries in their order, each once. Returns how many were taken.
 
-        `more` is asked after each that went: whether another one could.
+        `more` is called after each taken entry: whether another one could go.
         """
         taken = 0
         walks = [one.walk(now) for one in self._classes]
@@ -120,7 +118,7 @@ class WaitingRoom:
         return taken
 
     def expire(self, now: float) -> list[QueueEntry]:
-        """Let time change what it does; gives those whose patience has ended, who are gone."""
+        """Apply the passing of time. Returns the entries whose maximum wait is over; they are removed."""
         expired = []
         for entry in self._alarms.up_to(now):
             self.discard(entry)
@@ -133,13 +131,13 @@ class WaitingRoom:
 
     @property
     def alarm(self) -> float:
-        """When time next changes something here."""
+        """Time of the next change."""
         return self._alarms.first[0] if self._alarms.first else math.inf
 
     def seconds_before(self, entry: QueueEntry) -> float:
         """
-        What the workers would compute for others before `entry`, were it added: all of the higher
-        classes, and of its own what its tenant's turns allow the others until then.
+        Predicted seconds of work before `entry`, were it added: all higher classes, and of its own class what
+        other tenants' fair share allows until then.
         """
         own_class = self._classes[entry.level]
         own = own_class.queues.get(entry.tenant)
@@ -153,7 +151,7 @@ class WaitingRoom:
         return higher + own_s + others
 
     def _order(self, now: float) -> list[int]:
-        """The classes that may go now, in which order."""
+        """The classes that may go now, in order."""
         order = [level for level, one in enumerate(self._classes) if one.count]
         if len(order) > 1 and order[-1] == LOWEST:
             order.pop()
@@ -175,7 +173,7 @@ class WaitingRoom:
 
 
 class _ClassQueues:
-    """The lines of one class, one for each tenant that has something in it."""
+    """The tenant queues of one class."""
 
     __slots__ = ("arrivals", "fair_share", "queues")
 
@@ -205,7 +203,7 @@ class _ClassQueues:
             self.fair_share.leave(entry.tenant)
 
     def walk(self, now: float) -> Generator[QueueEntry, bool, None]:
-        """All of them as turns have it; it wants to be told of each, by `send`, whether it went."""
+        """All entries in fair-share order; `send` reports whether the last one was taken."""
         queues = {tenant: queue.ordered(now) for tenant, queue in self.queues.items()}
         skipped: set[str] = set()
         while (tenant := self.fair_share.next(skipped)) is not None:

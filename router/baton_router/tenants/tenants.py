@@ -88,8 +88,8 @@ class Tenant:
         """The same with what one of its members may: never more than the tenant."""
         own = self
         if models is not None:
-            asked = frozenset(models)
-            own = replace(own, models=asked if own.models is None else own.models & asked)
+            allowed = frozenset(models)
+            own = replace(own, models=allowed if own.models is None else own.models & allowed)
         if classes is not None:
             left = own.classes & frozenset(classes)
             own = replace(own, classes=left, default_class=_default_class(left, own.default_class))
@@ -140,14 +140,14 @@ class Tenants:
 
     def by_key(self, sha256: bytes) -> Tenant | None:
         """The tenant who has a key of this digest."""
-        self.look()
+        self.reload_if_changed()
         return self._by_key.get(self._pepper(sha256))
 
     def by_name(self, name: str) -> Tenant | None:
-        self.look()
+        self.reload_if_changed()
         return self._by_name.get(name)
 
-    def look(self) -> None:
+    def reload_if_changed(self) -> None:
         """Read the file again if it has changed."""
         if not self._file.changed():
             return
@@ -169,8 +169,8 @@ class Tenants:
 
 def cache_salt(secret: bytes, name: str, cache: str = "") -> str:
     """The salt of the tenant `name`, or of all tenants that share the cache of that name."""
-    kind, whose = (b"shared", cache) if cache else (b"own", name)
-    text = b"baton-cache-salt|%b|%b" % (kind, whose.encode())
+    kind, owner = (b"shared", cache) if cache else (b"own", name)
+    text = b"baton-cache-salt|%b|%b" % (kind, owner.encode())
     return hmac.new(secret, text, hashlib.sha256).hexdigest()[:32]
 
 

@@ -77,10 +77,10 @@ class WebTokens:
         self._keys.refresh()  # or a key that was withdrawn would live on in what is remembered
         if self._judged_by != self._keys.changes:
             self.forget()
-        found = self._remembered.get(sha256)
-        if found is None:
+        remembered_tenant = self._remembered.get(sha256)
+        if remembered_tenant is None:
             return None
-        tenant, until = found
+        tenant, until = remembered_tenant
         if self._now() >= until:
             del self._remembered[sha256]
             return None

@@ -45,10 +45,10 @@ async def watch(
     looking: dict[Worker, asyncio.Task[None]] = {}
     async with asyncio.TaskGroup() as group:
         while True:
-            there = set(workers.all)
-            for worker in looking.keys() - there:
+            listed = set(workers.all)
+            for worker in looking.keys() - listed:
                 looking.pop(worker).cancel()
-            for worker in there - looking.keys():
+            for worker in listed - looking.keys():
                 looked = _watch_one(worker, settings, clock, background)
                 looking[worker] = group.create_task(looked, name=f"watch {worker.name}")
             await workers.changed()

@@ -58,13 +58,13 @@ class KvSubscribers:
     def __init__(
         self,
         workers: Workers,
-        knowledge: WorkerStates,
+        worker_states: WorkerStates,
         settings: RouterSettings,
         clock: Callable[[], float],
         background: BackgroundTasks,
     ) -> None:
         self._workers = workers
-        self._worker_states = knowledge
+        self._worker_states = worker_states
         self._trust = WorkerCredentials.of(settings)
         self._clock = clock
         self._background = background
@@ -108,13 +108,13 @@ class KvSubscriber:
         self,
         worker: Worker,
         load: Load,
-        knowledge: WorkerStates,
+        worker_states: WorkerStates,
         trust: WorkerCredentials,
         clock: Callable[[], float],
         background: BackgroundTasks,
     ) -> None:
         self.worker = worker
-        self.known = knowledge.of(worker)
+        self.state = worker_states.of(worker)
         self.events = 0
         self.lag_s = 0.0
         """From the worker's making of the last batch to its arrival, if their clocks agree."""
@@ -122,14 +122,16 @@ class KvSubscriber:
         self._clock = clock
         self._background = background
         self._events_at, self._replay_at = load.kv_events, load.kv_replay
-        self._blocks = knowledge.blocks.open(self.known.slot)
+        self._blocks = worker_states.blocks.open(self.state.slot)
         self.feed = KvEventFeed(self._blocks, clock())
         self._task: asyncio.Task[None] | None = None
 
-    def follows(self, worker: Worker, knowledge: WorkerStates) -> bool:
+    def follows(self, worker: Worker, worker_states: WorkerStates) -> bool:
         """Whether the worker is still the process that this one follows, and following it has not failed."""
         load = worker.health.load
-        same = load is not None and load.kv_events == self._events_at and knowledge.of(worker) is self.known
+        same = (
+            load is not None and load.kv_events == self._events_at and worker_states.of(worker) is self.state
+        )
         return same and self._task is not None and not self._task.done()
 
     def start(self, context: zmq.asyncio.Context) -> None:
@@ -155,7 +157,7 @@ class KvSubscriber:
                 group.create_task(self._read(events, self._take))
                 group.create_task(self._read(replays, self._replayed))
                 group.create_task(self._ask(replays))
-        self.known.degraded = True  # it ends only by an exception
+        self.state.degraded = True  # it ends only by an exception
         await asyncio.sleep(RETRY_S)
 
     def _connect(self, events: zmq.asyncio.Socket, replays: zmq.asyncio.Socket) -> None:
@@ -207,8 +209,8 @@ class KvSubscriber:
             elif due is FeedRequest.REPLAY:
                 self.feed.replay_ended(now)
             degraded = self.feed.degraded(now)
-            if degraded is not self.known.degraded:
-                self.known.degraded = degraded
+            if degraded is not self.state.degraded:
+                self.state.degraded = degraded
                 if degraded:
                     log.warning("No KV events come from %s: what it holds counts half.", self.worker.name)
                 else:
@@ -237,7 +239,7 @@ class KvSubscriber:
             while piece := await exchange.read():
                 for message in frames.push(piece):
                     frame = _frames.decode(message)
-                    if frame.epoch != self.known.epoch:
+                    if frame.epoch != self.state.epoch:
                         raise ValueError("another process's")
                     tree.update(frame.blocks)
                     if frame.last:

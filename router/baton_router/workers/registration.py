@@ -29,23 +29,23 @@ class WorkerRegistration:
     def __init__(
         self,
         workers: Workers,
-        knowledge: WorkerStates,
+        worker_states: WorkerStates,
         upstreams: UpstreamPool,
         drain_s: float,
         clock: Callable[[], float],
     ) -> None:
         """`drain_s`: what a worker that is to end has for the requests that it has."""
         self._workers = workers
-        self._worker_states = knowledge
+        self._worker_states = worker_states
         self._upstreams = upstreams
         self._drain_s = drain_s
         self._clock = clock
         self._lists: dict[str, frozenset[ListedWorker]] = {}
         """By source."""
         self._present: dict[str, ListedWorker] = {}
-        self._named: dict[str, Worker] = {}
+        self._by_name: dict[str, Worker] = {}
         """Those present and those leaving; an address is only ever one worker's."""
-        self._ends: dict[Worker, float] = {}
+        self._deadlines: dict[Worker, float] = {}
         """When those that are to end have had their time."""
 
     def on_workers(self, source: str, listed: Iterable[ListedWorker]) -> None:
@@ -54,59 +54,59 @@ class WorkerRegistration:
         desired = merge_lists(itertools.chain.from_iterable(self._lists.values()))
         change = list_changes(self._present, desired)
         self._present = desired
-        for name in change.gone:
-            self._leave(self._named[name])
-        for one in change.came:
-            self._come(one)
-        for one in change.stand:
-            self._stand(self._named[one.name], one.standing)
+        for name in change.removed:
+            self._remove(self._by_name[name])
+        for one in change.added:
+            self._add(one)
+        for one in change.status_changed:
+            self._set_status(self._by_name[one.name], one.standing)
 
-    def tend(self) -> None:
+    def release_expired(self) -> None:
         """Let go of those that have ended what they had, or have had their time."""
         now = self._clock()
-        for worker, end in self._ends.items():
+        for worker, end in self._deadlines.items():
             if now >= end and not worker.expired:
                 worker.expired = True
                 worker.upstream.fail_all("drained")  # its streams go on elsewhere
         for worker in self._workers.leaving:
-            if not worker.in_flight or now >= self._ends[worker] + RELEASE_S:
+            if not worker.in_flight or now >= self._deadlines[worker] + RELEASE_S:
                 self._forget(worker)
 
-    def _come(self, one: ListedWorker) -> None:
-        worker = self._named.get(one.name)
+    def _add(self, one: ListedWorker) -> None:
+        worker = self._by_name.get(one.name)
         same = (one.role, one.revision, one.secure)
         if worker is not None and (worker.listed, worker.revision, worker.upstream.secure) == same:
             self._workers.stay(worker)
-            self._stand(worker, one.standing)
+            self._set_status(worker, one.standing)
             return
         if worker is not None:  # its address is another pod's now: nobody there will answer what it had
             self._forget(worker)
         self._upstreams.set_tls(one.name, one.secure)
         worker = Worker(self._upstreams.get(one.name), one.role, one.revision)
-        self._named[one.name] = worker
-        self._stand(worker, one.standing)
+        self._by_name[one.name] = worker
+        self._set_status(worker, one.standing)
         self._workers.come(worker)
         revision = f" of revision {worker.revision}" if worker.revision else ""
         log.info("The %s worker %s%s is listed.", worker.listed, worker.name, revision)
 
-    def _stand(self, worker: Worker, standing: ListedStatus) -> None:
+    def _set_status(self, worker: Worker, standing: ListedStatus) -> None:
         if worker.standing is not standing:
             log.info("The worker %s is listed as %s.", worker.name, standing.name.lower())
             worker.standing = standing
         if standing is ListedStatus.TERMINATING:
-            self._ends.setdefault(worker, self._clock() + self._drain_s)
+            self._deadlines.setdefault(worker, self._clock() + self._drain_s)
         else:
-            self._ends.pop(worker, None)
+            self._deadlines.pop(worker, None)
             worker.expired = False
 
-    def _leave(self, worker: Worker) -> None:
+    def _remove(self, worker: Worker) -> None:
         now = self._clock()
-        self._ends.setdefault(worker, now + self._drain_s)
+        self._deadlines.setdefault(worker, now + self._drain_s)
         self._workers.leave(worker, now)
         log.info("The worker %s is not listed any more; it has %d requests.", worker.name, worker.in_flight)
 
     def _forget(self, worker: Worker) -> None:
-        del self._named[worker.name], self._ends[worker]
+        del self._by_name[worker.name], self._deadlines[worker]
         self._workers.gone(worker)
         self._worker_states.forget(worker)
         self._upstreams.drop(worker.name)

@@ -278,9 +278,9 @@ class Workers:
 
         Aliases come last: tools that take the first name get one that stands in answers.
         """
-        there = {name for worker in self.decode for name in worker.names} | set(self.hold_models)
+        names = {name for worker in self.decode for name in worker.names} | set(self.hold_models)
         aliases = {name for worker in self.decode for name in worker.names[1:]}
-        return tuple(sorted(there, key=lambda name: (name in aliases, name)))
+        return tuple(sorted(names, key=lambda name: (name in aliases, name)))
 
     def context(self, model: str) -> int | None:
         """Tokens that every worker of this name has room for; None if they do not say."""
@@ -364,7 +364,7 @@ def preferred(workers: Sequence[Worker], now: float) -> Sequence[Worker]:
         (WorkerStatus.FULL,),
         (WorkerStatus.ON_TRIAL, WorkerStatus.EJECTED),
     ):
-        found = [worker for worker, state in states if state in wanted]
-        if found:
-            return found
+        workers_found = [worker for worker, state in states if state in wanted]
+        if workers_found:
+            return workers_found
     return []

@@ -38,13 +38,13 @@ class LastGoodAddresses:
 
     def __init__(self) -> None:
         self.addresses: frozenset[Address] = frozenset()
-        self._nobody = 0
+        self._empty_answers = 0
 
-    def took(self, found: frozenset[Address]) -> frozenset[Address]:
+    def took(self, addresses: frozenset[Address]) -> frozenset[Address]:
         """One answer more; gives what holds now."""
-        self._nobody = 0 if found else self._nobody + 1
-        if found or self._nobody >= EMPTY_ANSWERS_LIMIT:
-            self.addresses = found
+        self._empty_answers = 0 if addresses else self._empty_answers + 1
+        if addresses or self._empty_answers >= EMPTY_ANSWERS_LIMIT:
+            self.addresses = addresses
         return self.addresses
 
 
@@ -53,7 +53,7 @@ class DnsWorkers:
 
     def __init__(
         self,
-        asked: DnsName,
+        query: DnsName,
         role: Role,
         interval_s: float,
         secure: bool = False,
@@ -65,18 +65,18 @@ class DnsWorkers:
         Without a `resolver` the machine's own settings say whom to ask.
         """
         self.trouble = ""
-        self._asked = asked
+        self._query = query
         self._role = role
         self._interval_s = interval_s
         self._secure = secure
         self._resolver = resolver
 
-    async def follow(self, tell: Callable[[frozenset[ListedWorker]], None]) -> None:
+    async def watch(self, on_list: Callable[[frozenset[ListedWorker]], None]) -> None:
         good = LastGoodAddresses()
         while True:
-            if (found := await self._look()) is not None:
-                addresses = good.took(found)
-                tell(
+            if (addresses := await self._look()) is not None:
+                addresses = good.took(addresses)
+                on_list(
                     frozenset(
                         ListedWorker(host, port, self._role, secure=self._secure) for host, port in addresses
                     )
@@ -84,20 +84,22 @@ class DnsWorkers:
             await asyncio.sleep(self._interval_s)
 
     async def _look(self) -> frozenset[Address] | None:
-        asked = self._asked
+        query = self._query
         try:
-            found = frozenset(await (self._hosts(asked.name, asked.port) if asked.port else self._services()))
+            addresses = frozenset(
+                await (self._hosts(query.name, query.port) if query.port else self._services())
+            )
         except (dns.exception.DNSException, OSError) as error:
             reason = str(error).partition(": Server ")[0]  # and then each try of each server
-            trouble = f"DNS does not tell the addresses of {asked.name}: {reason}"
+            trouble = f"DNS does not tell the addresses of {query.name}: {reason}"
             if not self.trouble:
                 log.warning("%s. Those that were known are kept.", trouble)
             self.trouble = trouble
             return None
         if self.trouble:
-            log.info("DNS tells the addresses of %s again.", asked.name)
-        self.trouble = "" if found else f"{asked.name} has no address"
-        return found
+            log.info("DNS tells the addresses of %s again.", query.name)
+        self.trouble = "" if addresses else f"{query.name} has no address"
+        return addresses
 
     async def _hosts(self, name: str, port: int) -> list[Address]:
         for kind in (dns.rdatatype.A, dns.rdatatype.AAAA):
@@ -106,7 +108,7 @@ class DnsWorkers:
         return []
 
     async def _services(self) -> list[Address]:
-        answer = await self._ask(self._asked.name, dns.rdatatype.SRV)
+        answer = await self._ask(self._query.name, dns.rdatatype.SRV)
         services = [record for record in answer or () if isinstance(record, SRV)]
         if answer is None:
             return []
@@ -116,11 +118,11 @@ class DnsWorkers:
             if records.rdtype == dns.rdatatype.A
             for record in records
         }
-        found: list[Address] = []
+        addresses: list[Address] = []
         for service in services:
             hosts = [(host, service.port) for name, host in sent_along if name == service.target]
-            found += hosts or await self._hosts(service.target.to_text(), service.port)
-        return found
+            addresses += hosts or await self._hosts(service.target.to_text(), service.port)
+        return addresses
 
     async def _ask(self, name: str, kind: dns.rdatatype.RdataType) -> dns.resolver.Answer | None:
         """None if it is known that there is no such record."""

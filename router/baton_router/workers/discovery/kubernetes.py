@@ -93,12 +93,12 @@ class EndpointSlice(msgspec.Struct, frozen=True, rename="camel"):
 
 def workers_in(slices: Iterable[EndpointSlice], port: str) -> frozenset[ListedWorker]:
     """The workers, at the port of that name; the only port of a slice may have any name."""
-    found: dict[tuple[str, Role, int], tuple[int, list[ListedWorker]]] = {}
+    by_pod: dict[tuple[str, Role, int], tuple[int, list[ListedWorker]]] = {}
     for one in slices:
         labels = one.metadata.labels or {}
         role = ROLES.get(labels.get(ROLE, ""))
-        there = _port(one.ports or (), port)
-        if role is None or there is None or there.port is None or one.address_type not in FAMILIES:
+        slice_port = _port(one.ports or (), port)
+        if role is None or slice_port is None or slice_port.port is None or one.address_type not in FAMILIES:
             continue
         family = FAMILIES.index(one.address_type)
         for endpoint in one.endpoints or ():
@@ -106,21 +106,21 @@ def workers_in(slices: Iterable[EndpointSlice], port: str) -> frozenset[ListedWo
                 continue
             worker = ListedWorker(
                 endpoint.addresses[0],
-                there.port,
+                slice_port.port,
                 role,
                 labels.get(REVISION, ""),
                 endpoint.conditions.standing,
-                there.secure,
+                slice_port.secure,
             )
             target = endpoint.target_ref
             pod = target.uid if target is not None and target.uid else worker.name
-            best, workers = found.get((pod, role, there.port), (family, []))
+            best, workers = by_pod.get((pod, role, slice_port.port), (family, []))
             if family < best:
                 best, workers = family, []
             if family == best:
                 workers.append(worker)
-            found[pod, role, there.port] = best, workers
-    return frozenset(worker for _, workers in found.values() for worker in workers)
+            by_pod[pod, role, slice_port.port] = best, workers
+    return frozenset(worker for _, workers in by_pod.values() for worker in workers)
 
 
 def _port(ports: Iterable[SlicePort], name: str) -> SlicePort | None:
@@ -211,19 +211,19 @@ class KubernetesWorkers:
         self._retry_s = retry_s
         self._list_s = list_s
 
-    async def follow(self, tell: Callable[[frozenset[ListedWorker]], None]) -> None:
+    async def watch(self, on_list: Callable[[frozenset[ListedWorker]], None]) -> None:
         pause = self._retry_s
         while True:
             try:
-                await self._minute(tell)
+                await self._minute(on_list)
                 pause = self._retry_s
             except (ApiServerError, BatonError, TimeoutError, ValueError) as error:
                 self._failed(error)
                 await asyncio.sleep(pause * self._rng.uniform(0.5, 1.0))
                 pause = min(2 * pause, RETRY_LIMIT_S)
 
-    async def _minute(self, tell: Callable[[frozenset[ListedWorker]], None]) -> None:
-        """A full list, and what changes until the next one is due. Raises what `follow` catches."""
+    async def _minute(self, on_list: Callable[[frozenset[ListedWorker]], None]) -> None:
+        """A full list, and what changes until the next one is due. Raises what `watch` catches."""
         loop = asyncio.get_running_loop()
         due = loop.time() + self._list_every_s
         path = _path(self._access.where(), self._selector)
@@ -231,10 +231,10 @@ class KubernetesWorkers:
         try:
             try:
                 slices = await self._list(connected, path)
-                tell(slices.listed(self._port))
+                on_list(slices.listed(self._port))
                 while (left := due - loop.time()) > 0:
                     began = loop.time()
-                    await self._watch(connected, path, slices, left, tell)
+                    await self._watch(connected, path, slices, left, on_list)
                     await asyncio.sleep(min(left, max(0.0, began + self._retry_s - loop.time())))
             except WatchExpired:
                 await asyncio.sleep(self._retry_s)  # and then all anew, as without a word of it
@@ -257,9 +257,9 @@ class KubernetesWorkers:
         path: str,
         slices: WatchedSlices,
         seconds: float,
-        tell: Callable[[frozenset[ListedWorker]], None],
+        on_list: Callable[[frozenset[ListedWorker]], None],
     ) -> None:
-        """Ends as the watch does, or breaks. Raises what `follow` catches, and Expired."""
+        """Ends as the watch does, or breaks. Raises what `watch` catches, and Expired."""
         target = (
             f"{path}&watch=true&allowWatchBookmarks=true&resourceVersion={quote(slices.version, safe='')}"
             f"&timeoutSeconds={max(1, round(seconds))}"
@@ -268,7 +268,7 @@ class KubernetesWorkers:
             async with asyncio.timeout(WATCH_GRACE * seconds):
                 exchange = await connected.get(target)
                 try:
-                    await self._events(exchange, slices, tell)
+                    await self._events(exchange, slices, on_list)
                 finally:
                     exchange.close()
         except UpstreamLost as lost:
@@ -281,7 +281,7 @@ class KubernetesWorkers:
         self,
         exchange: UpstreamExchange,
         slices: WatchedSlices,
-        tell: Callable[[frozenset[ListedWorker]], None],
+        on_list: Callable[[frozenset[ListedWorker]], None],
     ) -> None:
         rest = b""
         while piece := await exchange.read():
@@ -291,7 +291,7 @@ class KubernetesWorkers:
                 if line.strip():
                     changed |= slices.apply(msgspec.json.decode(line, type=WatchEvent))
             if changed:
-                tell(slices.listed(self._port))
+                on_list(slices.listed(self._port))
             if len(rest) > EVENT_LIMIT:
                 raise ApiServerError(f"an event of its watch has more than {EVENT_LIMIT} bytes")
 

@@ -45,47 +45,47 @@ class ListedWorker:
 
     def same(self, other: ListedWorker) -> bool:
         """Whether both are one worker. An address may be given to a pod of another role or generation."""
-        mine, others = ((one.name, one.role, one.revision, one.secure) for one in (self, other))
-        return mine == others
+        own, others = ((one.name, one.role, one.revision, one.secure) for one in (self, other))
+        return own == others
 
 
 @dataclass(frozen=True, slots=True)
 class ListChanges:
     """From one list to the next. A worker that became another one has gone and has come."""
 
-    came: tuple[ListedWorker, ...] = ()
-    stand: tuple[ListedWorker, ...] = ()
+    added: tuple[ListedWorker, ...] = ()
+    status_changed: tuple[ListedWorker, ...] = ()
     """Those that stand otherwise now."""
-    gone: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
     """By name; to be seen to before those who came, who may have the same ones."""
 
     def __bool__(self) -> bool:
-        return bool(self.came or self.stand or self.gone)
+        return bool(self.added or self.status_changed or self.removed)
 
 
 def merge_lists(listed: Iterable[ListedWorker]) -> dict[str, ListedWorker]:
     """By name, each once: what is said twice of an address is made one, in whatever order it came."""
-    found: dict[str, ListedWorker] = {}
+    workers: dict[str, ListedWorker] = {}
     for one in listed:
-        other = found.get(one.name)
-        found[one.name] = one if other is None else _merge_entries(one, other)
-    return found
+        other = workers.get(one.name)
+        workers[one.name] = one if other is None else _merge_entries(one, other)
+    return workers
 
 
 def list_changes(present: Mapping[str, ListedWorker], desired: Mapping[str, ListedWorker]) -> ListChanges:
     """What makes `present` become `desired`; both are by name."""
-    came, stand, gone = [], [], []
+    added, status_changed, removed = [], [], []
     for name, wanted in sorted(desired.items()):
-        there = present.get(name)
-        if there is None or not there.same(wanted):
-            came.append(wanted)
-        elif there != wanted:
-            stand.append(wanted)
-    for name, there in sorted(present.items()):
+        current = present.get(name)
+        if current is None or not current.same(wanted):
+            added.append(wanted)
+        elif current != wanted:
+            status_changed.append(wanted)
+    for name, current in sorted(present.items()):
         left = desired.get(name)
-        if left is None or not there.same(left):
-            gone.append(name)
-    return ListChanges(tuple(came), tuple(stand), tuple(gone))
+        if left is None or not current.same(left):
+            removed.append(name)
+    return ListChanges(tuple(added), tuple(status_changed), tuple(removed))
 
 
 def _merge_entries(one: ListedWorker, other: ListedWorker) -> ListedWorker:

@@ -42,7 +42,7 @@ class WorkerSource(Protocol):
         """Why its list may be an old one, as a clause; empty if it is not."""
         ...
 
-    async def follow(self, tell: Callable[[frozenset[ListedWorker]], None]) -> None:
+    async def watch(self, on_list: Callable[[frozenset[ListedWorker]], None]) -> None:
         """Tell all workers at once, whenever there may be others; does not end by itself."""
         ...
 
@@ -64,9 +64,9 @@ class WorkerSources:
             for name in names:
                 from baton_router.workers.discovery.dns import DnsWorkers
 
-                asked = DnsName.parse(name)
+                query = DnsName.parse(name)
                 self._sources[f"DNS: {role} {name}"] = DnsWorkers(
-                    asked, role, settings.dns_interval_s, secure=bool(settings.tls_folder)
+                    query, role, settings.dns_interval_s, secure=bool(settings.tls_folder)
                 )
         if settings.kubernetes_selector:
             self._sources["Kubernetes"] = KubernetesWorkers(
@@ -92,29 +92,29 @@ class WorkerSources:
             return f"{names} {'has' if one else 'have'} not told yet"
         return f"{names} {'lists' if one else 'list'} none"
 
-    async def follow(self, told: OnWorkers, background: BackgroundTasks) -> None:
+    async def watch(self, on_workers: OnWorkers, background: BackgroundTasks) -> None:
         """Tell what each source lists, until cancelled. Workers of a source that fails stay as they are."""
         async with asyncio.TaskGroup() as group:
             for name, source in self._sources.items():
-                kept = self._keep(name, source, partial(self._tell, told, name), background)
+                kept = self._run_source(name, source, partial(self._on_list, on_workers, name), background)
                 group.create_task(kept, name=name)
             await asyncio.Event().wait()
 
-    async def _keep(
+    async def _run_source(
         self,
         name: str,
         source: WorkerSource,
-        tell: Callable[[frozenset[ListedWorker]], None],
+        on_list: Callable[[frozenset[ListedWorker]], None],
         background: BackgroundTasks,
     ) -> None:
         while True:
             with background.guard(BackgroundTask.DISCOVERY, name):
-                await source.follow(tell)
+                await source.watch(on_list)
             await asyncio.sleep(RETRY_S)
 
-    def _tell(self, told: OnWorkers, name: str, listed: frozenset[ListedWorker]) -> None:
+    def _on_list(self, on_workers: OnWorkers, name: str, listed: frozenset[ListedWorker]) -> None:
         self._silent.discard(name)
-        told(name, listed)
+        on_workers(name, listed)
 
 
 def _flags(urls: Iterable[str], role: Role) -> Iterable[ListedWorker]:
